@@ -7,15 +7,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Exit, Option, Typer, echo
 
-from scale_cli.console import (
-    Verbs,
-    ask,
-    ended_in_one_message,
-    load,
-    parse_share,
-    quieten_libraries,
-    run_folder,
-)
+from scale_cli.console import Verbs, ask, ended_in_one_message, load, parse_share, quieten_libraries, run_folder
 from scale_cli.errors import ConfigError
 from scale_cli.processes import on_main, refuse_several
 from scale_cli.terminal import choose_form, log, print_json, show
@@ -36,6 +28,7 @@ Overrides = Annotated[list[str] | None, Argument(metavar="KEY.SUB=VALUE", help="
 Runs = Annotated[list[Path], Argument(metavar="RUN", help="Folders of finished runs, or their configs.")]
 Accepted = Annotated[list[str] | None, Option("--accept", metavar="KEY", help="May have changed: train.max_steps, ...")]
 MaxForgetting = Annotated[float | None, Option(metavar="BITS", min=0.0, help="Bits per byte; exit 3 if more are lost.")]
+JoinFormat = Literal["transformers", "llama"]
 _FORMS = "Figures alone, a JSON object a line; or warnings and errors alone."
 Form = Annotated[bool | None, Option("--json/--quiet", callback=choose_form, show_default=False, help=_FORMS)]
 
@@ -70,7 +63,7 @@ def plan(
     checked = load(config, overrides)
     from scale_cli.commands.plan import plan
 
-    show(on_main(lambda: plan(checked, flops, num_processes)))
+    on_main(lambda: show(plan(checked, flops, num_processes)))
 
 
 @app.command()
@@ -96,7 +89,7 @@ def init(
     quieten_libraries()
     from scale_cli.commands.init import init
 
-    show(init(file, model, learned, spoken, kept, retention_language, minutes))
+    init(file, model, learned, spoken, kept, retention_language, minutes)
 
 
 @app.command()
@@ -113,16 +106,15 @@ def upscale(config: Config, overrides: Overrides = None, _form: Form = None) -> 
     checked = load(config, overrides)
     from scale_cli.commands.upscale import upscale
 
-    show(on_main(lambda: upscale(checked)))
+    if (upscaled := on_main(lambda: upscale(checked))) is not None:
+        print_json({"folder": upscaled.path, "base": upscaled.record})
 
 
 @app.command()
 def prepare(
     config: Config,
     overrides: Overrides = None,
-    part: Annotated[
-        str | None, Option(metavar="I/N", help="Only the I-th of N shares of the files; one without --part joins them.")
-    ] = None,
+    part: Annotated[str | None, Option(metavar="I/N", help="A share of the files; one without --part joins.")] = None,
     _form: Form = None,
 ) -> None:
     """Tokenise every corpus ahead of training.
@@ -133,7 +125,7 @@ def prepare(
     checked = load(config, overrides)
     from scale_cli.commands.prepare import prepare, prepare_part
 
-    show(on_main(lambda: prepare(checked) if share is None else prepare_part(checked, share)))
+    print_json(on_main(lambda: prepare(checked) if share is None else prepare_part(checked, share)))
 
 
 @app.command()
@@ -151,7 +143,7 @@ def train(
     checked = load(config, overrides)
     from scale_cli.commands.train import train
 
-    show(train(checked, resume, log, accept or ()))
+    print_json(train(checked, resume, log, accept or ()))
 
 
 @app.command()
@@ -166,9 +158,9 @@ def evaluate(
     from scale_cli.commands.evaluate import check_forgetting, check_gate, evaluate
 
     check_gate(checked.evaluation, max_forgetting)
-    summary = evaluate(checked, log)
-    show(summary)
-    check_forgetting(summary.report, max_forgetting)
+    report = evaluate(checked, log)
+    print_json(report.to_json())
+    check_forgetting(report, max_forgetting)
 
 
 app.command("eval", hidden=True, help="The same as evaluate.")(evaluate)
@@ -186,7 +178,7 @@ def export(
     checked = load(config, overrides)
     from scale_cli.commands.export import export_all
 
-    on_main(lambda: export_all(checked, push_to_hub, show, log, dry_run=dry_run))
+    print_json(on_main(lambda: export_all(checked, push_to_hub, dry_run=dry_run)))
 
 
 @app.command()
@@ -207,7 +199,7 @@ def sweep(
     load(config, grid.shared)
     from scale_cli.commands.sweep import sweep
 
-    show(sweep(config, grid, log))
+    print_json({"trials": sweep(config, grid, log)})
 
 
 @app.command()
@@ -220,7 +212,7 @@ def compare(
     folders = [run_folder(path) for path in runs]
     from scale_cli.commands.compare import compare
 
-    show(on_main(lambda: compare(folders, output)))
+    on_main(lambda: show(compare(folders, output)))
 
 
 @app.command()
@@ -228,13 +220,10 @@ def join(
     runs: Runs,
     output: Annotated[Path, Option(metavar="DIR", help="A new folder, or an earlier join.")],
     prior: Annotated[float | None, Option(metavar="P", min=0.001, max=0.999, help="Of the base; else even.")] = None,
-    switch_rate: Annotated[
-        float, Option(metavar="ALPHA", min=0.0, max=0.999, help="Lets the router change its mind within a document.")
-    ] = 0.0,
-    folder_format: Annotated[
-        Literal["transformers", "llama"],
-        Option("--format", help="transformers: every head bit for bit; llama: one plain model, routed by vLLM too."),
-    ] = "transformers",
+    switch_rate: Annotated[float, Option(metavar="ALPHA", min=0.0, max=0.999, help="Within a document.")] = 0.0,
+    folder_format: Annotated[JoinFormat, Option("--format", help="llama is one plain model, for vLLM too.")] = (
+        "transformers"
+    ),
     _form: Form = None,
 ) -> None:
     """Put finished runs on the same base into one routed model."""
@@ -242,27 +231,21 @@ def join(
     quieten_libraries()
     from scale_cli.commands.join import join
 
-    show(on_main(lambda: join(folders, output, prior, switch_rate, folder_format)))
+    on_main(lambda: show(join(folders, output, prior, switch_rate, folder_format)))
 
 
 @app.command()
 def generate(
     path: Annotated[Path, Argument(metavar="PATH", help="A run, a checkpoint, an export, or a join.")],
     prompt: Annotated[list[str] | None, Option(metavar="TEXT", help="May be given several times.")] = None,
-    max_new_tokens: Annotated[
-        int | None, Option(metavar="N", min=1, help="At most so many each.", show_default="128; of --samples a window")
-    ] = None,
-    temperature: Annotated[
-        float | None, Option(metavar="T", min=0.0, help="0 takes the likeliest.", show_default="0; of --samples 1")
-    ] = None,
+    max_new_tokens: Annotated[int | None, Option(metavar="N", min=1, help="128; of --samples a window.")] = None,
+    temperature: Annotated[float | None, Option(metavar="T", min=0.0, help="0, greedy; of --samples 1.")] = None,
     top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="Sample among the likeliest.")] = 1.0,
     seed: Annotated[int, Option(metavar="N", min=0, help="Of the sampling.")] = 0,
     chat: Annotated[bool, Option("--chat", help="By the chat template; at a terminal, turn after turn.")] = False,
     show_heads: Annotated[bool, Option("--show-heads", help="Name each head where it takes over.")] = False,
     as_json: Annotated[bool, Option("--json", help="A JSON object a prompt, with heads' shares.")] = False,
-    samples: Annotated[
-        int | None, Option(metavar="N", min=1, help="Let the untrained base write texts, for replay; PATH: a config.")
-    ] = None,
+    samples: Annotated[int | None, Option(metavar="N", min=1, help="Texts of the base; PATH: a config.")] = None,
     output: Annotated[Path | None, Option(metavar="FILE", help="Of --samples: a new .jsonl.")] = None,
 ) -> None:
     """Continue prompts with a trained model, router and all.
@@ -277,16 +260,13 @@ def generate(
     from scale_cli.commands import generate as verb
     from scale_cli.generation import Sampling
 
-    def sampling(usual_length: int, usual_temperature: float) -> Sampling:
-        chosen = usual_temperature if temperature is None else temperature
-        return Sampling(max_new_tokens or usual_length, chosen, top_p, seed)
-
+    length, usual_temperature = (128, 0.0) if config is None else (config.corpus.sequence_length, 1.0)
+    chosen = usual_temperature if temperature is None else temperature
+    sampling = Sampling(max_new_tokens or length, chosen, top_p, seed)
     if config is not None and samples and output:
-        drawn = sampling(config.corpus.sequence_length, 1.0)
-        show(on_main(lambda: verb.write_samples(config.model, samples, output, drawn, prompt or [""])))
+        on_main(lambda: verb.write_samples(config.model, samples, output, sampling, prompt or [""]))
     else:
-        greedy = sampling(128, 0.0)
-        on_main(lambda: verb.generate(folder, prompt, greedy, chat=chat, as_json=as_json, show_heads=show_heads))
+        on_main(lambda: verb.generate(folder, prompt, sampling, chat=chat, as_json=as_json, show_heads=show_heads))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})  # they are the engine's, which refuses what it lacks
@@ -317,12 +297,7 @@ def verify(
     quieten_libraries()
     from scale_cli.commands.verify import verify
 
-    def verify_and_require() -> None:
-        checked = verify(folder)
-        show(checked)
-        checked.require()
-
-    on_main(verify_and_require)
+    on_main(lambda: verify(folder))
 
 
 @app.command("run")
@@ -341,7 +316,7 @@ def run_all(
     check_gate(checked.evaluation, max_forgetting)
     report = run_pipeline(checked, log, accept or ())
     if report is not None:  # of the process that speaks
-        print_json(report)
+        print_json(report.to_json())
         check_forgetting(report, max_forgetting)
 
 

@@ -20,7 +20,7 @@ from scale_cli.errors import RunFolderError, StorageError, one_line
 from scale_cli.evaluation.results import ROLES, CorpusResult, Report
 from scale_cli.report import NO_INTERVAL, Interval
 from scale_cli.storage.atomic import MANIFEST, read_json
-from scale_cli.storage.records import BaseRecord, Cost, RunFolder, TrainState, trained_sha256
+from scale_cli.storage.records import BaseRecord, Cost, RunFolder, trained_sha256
 from scale_cli.values import language_name
 
 # Floating point and bfloat16 move the base's loss by less than this; another corpus or context length, by more.
@@ -96,11 +96,7 @@ def load_runs(folders: list[Path]) -> list[ComparedRun]:
 
 def _load_run(folder: Path, name: str) -> ComparedRun:
     run = RunFolder(folder)
-    if not folder.is_dir():
-        raise RunFolderError(f"{folder}: no such folder")
-    files = (TrainState.FILE, BaseRecord.FILE, Cost.FILE, "config.json", "scale.yaml", MANIFEST)
-    needed = {**{run.final / file: "train" for file in files}, run.evaluation / Report.FILE: "evaluate"}
-    for path, verb in needed.items():
+    for path, verb in ((run.final / MANIFEST, "train"), (run.evaluation / Report.FILE, "evaluate")):
         if not path.is_file():
             missing = f"{path.relative_to(folder)} is missing (`scale {verb}` writes it)"
             raise RunFolderError(f"{folder}: not a finished run, {missing}")
@@ -126,8 +122,9 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
     for name, one in measured[0].items():
         same = measured[1][name]
         for key in ("language", "role", "num_documents", "num_bytes", *tokens):
-            if (figures := (getattr(one, key), getattr(same, key)))[0] != figures[1]:
-                found = f"{name} has {key} {figures[0]} and {figures[1]}"
+            before, now = getattr(one, key), getattr(same, key)
+            if before != now:
+                found = f"{name} has {key} {before} and {now}"
                 raise RunFolderError(f"runs must be evaluated on the same corpora: {found} in {both}")
         before, now = (corpus.heads["base"].nats_per_token for corpus in (one, same))
         as_many = one.num_tokens == same.num_tokens  # of other tokens each base is scored on its own
@@ -189,16 +186,13 @@ def front(options: Sequence[Option], most_models: int) -> list[Option]:
     """Return the options of so many models that neither another such nor the untouched base beats, least loss first."""
     shown = [option for option in options if option.num_models <= most_models and option.is_finite]
     places: list[Any] = [(option.lost.value, option.gained.value) for option in shown]
-    best = [place for place, keep in zip(places, non_dominated([*places, (0.0, 0.0)]), strict=False) if keep]
-    return [shown[index] for index in sorted(range(len(shown)), key=places.__getitem__) if places[index] in best]
 
+    def is_beaten(lost: float, gained: float) -> bool:
+        others = [place for place in [*places, (0.0, 0.0)] if place != (lost, gained)]
+        return any(less <= lost and more >= gained for less, more in others)
 
-def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Return which points (lost, gained) no other beats: loses no more, gains no less, and is not its equal."""
-    return [
-        not any(other != (lost, gained) and other[0] <= lost and other[1] >= gained for other in points)
-        for lost, gained in points
-    ]
+    in_order = sorted(zip(places, shown, strict=True), key=lambda pair: pair[0])
+    return [option for place, option in in_order if not is_beaten(*place)]
 
 
 def side_names(report: Report) -> tuple[str, str]:

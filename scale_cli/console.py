@@ -57,8 +57,7 @@ def ask(flag: str, meaning: str) -> str:
     """Ask for what a flag would have said, or refuse where nobody can answer."""
     if sys.stdin is None or not sys.stdin.isatty():
         raise UsageError(f"{flag}: not given ({meaning}), and there is no terminal to ask at")
-    answer: str = typer.prompt(f"{flag}, {meaning}")
-    return answer
+    return str(typer.prompt(f"{flag}, {meaning}"))
 
 
 def load(path: Path, overrides: Sequence[str] | None) -> RunConfig:
@@ -140,18 +139,14 @@ def ended_in_one_message() -> Iterator[None]:
     except EndedElsewhere as ended:
         sys.exit(ended.exit_code)
     except ScaleError as error:
-        _fail(error)
+        _end(f"error: {error}", error.exit_code)
     except (OSError, SafetensorError) as error:
         place = getattr(error, "filename", None) or "input/output"
-        _fail(StorageError(f"{place}: {getattr(error, 'strerror', None) or error}"))
+        _end(f"error: {place}: {getattr(error, 'strerror', None) or error}", StorageError.exit_code)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        _fail(OutOfMemory(f"out of memory: {one_line(error)}"))
-
-
-def _fail(error: ScaleError) -> NoReturn:
-    _end(f"error: {error}", error.exit_code)
+        _end(f"error: out of memory: {one_line(error)}", OutOfMemory.exit_code)
 
 
 def _end(message: str, exit_code: int) -> NoReturn:

@@ -79,12 +79,8 @@ class StorageError(RunError):
     """A folder of ours is damaged, or cannot be written."""
 
 
-class PublishError(RunError):
-    """An export could not be sent to the hub."""
-
-
 class CheckFailed(ScaleError):
-    """A promise did not hold."""
+    """A promise did not hold: of this package, or of `--max-forgetting`."""
 
     exit_code = 3
 
@@ -95,14 +91,6 @@ class PreservationError(CheckFailed):
 
 class ExportParityError(CheckFailed):
     """An export does not compute what the trained model computes."""
-
-
-class VerificationError(CheckFailed):
-    """A folder of ours is not what it was when it was written."""
-
-
-class ForgettingError(CheckFailed):
-    """More was forgotten than `--max-forgetting` allows."""
 
 
 class EndedElsewhere(ScaleError):
@@ -124,9 +112,8 @@ class Interrupted(ScaleError):
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, torch's or Python's, says that there is no memory left; imports nothing."""
     told = ("out of memory", "can't allocate memory")  # by CUDA, by the CPU's allocator
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in told)
-    )
+    of_torch = isinstance(error, RuntimeError) and any(words in str(error) for words in told)
+    return of_torch or isinstance(error, MemoryError)
 
 
 def one_line(error: BaseException) -> str:
@@ -139,11 +126,8 @@ def is_installed(module: str) -> bool:
     return find_spec(module) is not None
 
 
-def how_to_install(module: str) -> str:
-    return f"pip install 'scale-cli[{EXTRA_OF[module]}]'" if module in EXTRA_OF else f"pip install {module}"
-
-
 def require(module: str, needed_by: str) -> None:
     """Refuse to begin what cannot be ended without a library, for a key of the config or a verb."""
     if not is_installed(module):
-        raise MissingExtraError(f"{needed_by}: needs {module.replace('_', '-')}: {how_to_install(module)}")
+        package = f"'scale-cli[{EXTRA_OF[module]}]'" if module in EXTRA_OF else module
+        raise MissingExtraError(f"{needed_by}: needs {module.replace('_', '-')}: pip install {package}")

@@ -131,7 +131,8 @@ def count_saved_tensors(model: MethodModel, mixed_precision: str, *, masked: boo
     The model, on the meta device, is left on fake tensors. Where attention is `masked`, as by sdpa for isolated
     documents, every call keeps a mask.
     """
-    length = _no_width_of(model)
+    widths = {width for tensor in chain(model.parameters(), model.buffers()) for width in tensor.shape}
+    length = next(length for length in _LENGTHS if all(width % length for width in widths))
     with FakeTensorMode():
         _put_on_fake_cpu(model)
         with kept_for_backward(model, "cpu", mixed_precision) as kept:
@@ -148,20 +149,17 @@ def count_saved_tensors(model: MethodModel, mixed_precision: str, *, masked: boo
     )
 
 
-def _no_width_of(model: MethodModel) -> int:
-    """Return a window's length that what is of the model, a weight in another precision, has no multiple of."""
-    widths = {width for tensor in chain(model.parameters(), model.buffers()) for width in tensor.shape}
-    return next(length for length in _LENGTHS if all(width % length for width in widths))
-
-
 def _loss(model: MethodModel, sequence_length: int, attention: str = _UNMASKED) -> Tensor:
-    ids = torch.zeros(1, sequence_length, dtype=torch.long)
     model.train()
     model.set_attn_implementation(attention)
     model.set_experts_implementation(_BY_ROWS)
-    trained = for_training(model, _UNCOMPILED)
-    output = trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=sequence_length, use_cache=False)
-    return output.loss
+    return _loss_of(for_training(model, _UNCOMPILED), torch.zeros(1, sequence_length, dtype=torch.long))
+
+
+def _loss_of(trained: nn.Module, ids: Tensor) -> Tensor:
+    output = trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=ids.numel(), use_cache=False)
+    loss: Tensor = output.loss
+    return loss
 
 
 @contextmanager
@@ -221,16 +219,14 @@ class Parameters:
         recipes = recipes_of(train)
         beside = sum(recipe.copies_kept for recipe in recipes)
         of_start = sum(recipe.copies_of_start for recipe in recipes)
-        moments = [
-            parameters[name].nbytes * (len(moments_of(kind, train.optimiser)) + beside) for name, kind in kinds.items()
-        ]
+        copies = {name: len(moments_of(kind, train.optimiser)) + beside for name, kind in kinds.items()}
         return cls(
             num_frozen=sum(parameter.numel() for parameter in frozen),
             num_trainable=sum(parameter.numel() for parameter in trainable),
             frozen_bytes=sum(held.nbytes for tensor in [*frozen, *parts] for held in parts_of(tensor))
             + of_start * trainable_bytes,
             trainable_bytes=trainable_bytes,
-            moments_bytes=sum(moments),
+            moments_bytes=sum(parameters[name].nbytes * number for name, number in copies.items()),
         )
 
     @property
@@ -298,11 +294,9 @@ def training_memory(
 def memory_of_run(config: RunConfig, num_processes: int, device_type: str, model: MethodModel | None = None) -> Memory:
     """Return what one process of a run holds; `model` is its own without weights, else that of a widened run."""
     model = model_without_weights(config) if model is None else model
-    parameters = Parameters.of(model, config.train)
-    saved = count_saved_tensors(model, config.train.mixed_precision, masked=attends_by_mask(config, device_type))
     return training_memory(
-        parameters,
-        saved,
+        Parameters.of(model, config.train),
+        count_saved_tensors(model, config.train.mixed_precision, masked=attends_by_mask(config, device_type)),
         config.train,
         sequence_length=config.corpus.sequence_length,
         vocab_size=int(model.config.vocab_size),
@@ -312,8 +306,8 @@ def memory_of_run(config: RunConfig, num_processes: int, device_type: str, model
     )
 
 
-# Of the base, in a step that is timed: it tells the speed of all layers, and takes little time and memory.
-_LAYERS, _VOCABULARY, _LENGTH = 1, 2048, 128
+# Of a step of one layer that is timed: it tells the speed of all layers, and takes little time and memory.
+_VOCABULARY, _LENGTH = 2048, 128
 _LEAST_STEP_S, _MOST_WINDOWS = 0.1, 128
 _NUM_TIMINGS = 9
 # Dense products in 16 bits, FLOP/s, by the makers' data sheets; an NVL of the same name is slower.
@@ -335,8 +329,13 @@ def measure_device(base_config: Any, dtype: str, mixed_precision: str) -> Device
     They grow until one takes a tenth of a second, and the median of several is taken.
     """
     where = own_device()
+    config = copy.deepcopy(base_config)
+    config.num_hidden_layers, config.vocab_size = 1, min(config.vocab_size, _VOCABULARY)
+    config.pad_token_id = None
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
     with torch.device("meta"):
-        model: Any = build_model(base_without_weights(_one_layer(base_config), dtype), MethodConfig(), seed=0)
+        model: Any = build_model(base_without_weights(config, dtype), MethodConfig(), seed=0)
     flops = count_flops(model, _LENGTH).total(_LENGTH)
     model.to_empty(device=where)
     with torch.no_grad():
@@ -344,16 +343,14 @@ def measure_device(base_config: Any, dtype: str, mixed_precision: str) -> Device
             parameter.normal_(std=0.02)
         for buffer in model.buffers():
             buffer.fill_(1)
-    trained: Any = for_training(model.train(), TrainConfig(max_steps=1))
+    trained: Any = for_training(model.train(), _UNCOMPILED)
 
     def time_step(num_windows: int) -> float:
         ids = torch.zeros(num_windows, _LENGTH, dtype=torch.long, device=where)
         started_s = time.perf_counter()
         with autocast(where.type, mixed_precision):
-            output = trained(
-                input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=ids.numel(), use_cache=False
-            )
-        output.loss.backward()
+            loss = _loss_of(trained, ids)
+        loss.backward()
         model.zero_grad(set_to_none=True)
         if where.type != "cpu":
             torch.accelerator.synchronize()
@@ -369,23 +366,12 @@ def measure_device(base_config: Any, dtype: str, mixed_precision: str) -> Device
     return Device(where.type, flops * num_windows * _LENGTH / elapsed_s, measured)
 
 
-def _one_layer(base_config: Any) -> Any:
-    config = copy.deepcopy(base_config)
-    config.num_hidden_layers = _LAYERS
-    config.vocab_size = min(config.vocab_size, _VOCABULARY)
-    config.pad_token_id = None
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:_LAYERS]
-    return config
-
-
 def peak_tokens_per_s(config: RunConfig, named: str, num_processes: int) -> float | None:
     """Return the tokens a second that a run could train on if its devices did nothing but its products.
 
     At their makers' figures; None where none is known. What training reaches of it is its MFU.
     """
-    peak = peak_flops_per_s(named, config.train.mixed_precision)
-    if peak is None:
+    if (peak := peak_flops_per_s(named, config.train.mixed_precision)) is None:
         return None
     length = config.corpus.sequence_length
     return num_processes * peak / count_flops(model_without_weights(config), length).total(length)
@@ -395,5 +381,5 @@ def peak_flops_per_s(named: str, mixed_precision: str) -> float | None:
     """Return what a device's maker says it can do in the run's precision; None where no figure is known."""
     if mixed_precision == "no":
         return None
-    peaks = _PEAK_FLOPS_PER_S.items()
-    return next((peak for name, peak in peaks if re.search(rf"\b{name}\b(?! NVL)", named)), None)
+    known = (peak for name, peak in _PEAK_FLOPS_PER_S.items() if re.search(rf"\b{name}\b(?! NVL)", named))
+    return next(known, None)

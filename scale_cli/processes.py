@@ -135,9 +135,8 @@ def slow_precisions(device_type: str, **precisions: str) -> list[str]:
     """Return a warning for each section of a config that computes in bfloat16 on a CPU without instructions for it."""
     if device_type != "cpu" or cpu_precision() == "bf16":
         return []
-    slow = [section for section, mixed_precision in precisions.items() if mixed_precision == "bf16"]
     words = "this CPU has no instructions for bfloat16; {}.mixed_precision=no is many times as fast here"
-    return [words.format(section) for section in slow]
+    return [words.format(section) for section, mixed_precision in precisions.items() if mixed_precision == "bf16"]
 
 
 def placed(module: AnyModule) -> AnyModule:
@@ -208,21 +207,15 @@ def all_succeed(group: ProcessGroup | None) -> Iterator[None]:
         exit_code = error.exit_code
         raise
     finally:
-        failed = _highest(exit_code, group)
-    if failed:
-        raise EndedElsewhere(failed)
+        if group is not None:
+            import torch
+            from torch.distributed import ReduceOp, all_reduce
 
-
-def _highest(value: int, group: ProcessGroup | None) -> int:
-    """Return the highest of a group's values."""
-    if group is None:
-        return value
-    import torch
-    from torch.distributed import ReduceOp, all_reduce
-
-    of_all = torch.tensor([value])
-    all_reduce(of_all, ReduceOp.MAX, group)
-    return int(of_all.item())
+            highest = torch.tensor([exit_code])
+            all_reduce(highest, ReduceOp.MAX, group)
+            exit_code = int(highest.item())
+    if exit_code:
+        raise EndedElsewhere(exit_code)
 
 
 def main_decides(decide: Callable[[], int]) -> int:
@@ -254,9 +247,11 @@ def shared_out(
 ) -> list[tuple[Item, Tensor]]:
     """Return every item of some batches with what was computed of it, on the CPU, to every process in the same order.
 
-    Batches are cut before they are shared out, so that no figure hangs on how many processes share them. `compute`
-    returns a tensor of any length for each item; `done` is told how many more items all processes have done.
+    Batches are cut before, so that no figure hangs on how many processes there are. `compute` returns a tensor of any
+    length for each item; `done` is told how many more items all processes have done.
     """
+    import torch
+
     mine: list[Tensor] = []
     for first in range(0, len(batches), share.num_processes):
         if (place := first + share.index) < len(batches):
@@ -266,9 +261,6 @@ def shared_out(
             compute(batches[first])
     shares = (batches[place :: share.num_processes] for place in range(share.num_processes))
     items = [item for of_one in shares for batch in of_one for item in batch]
-    if not items:
-        return []
-    import torch
 
     # Off the device, and to the others, in one piece; a process may have had no batch.
     held = (torch.cat(mine).cpu(), [len(tensor) for tensor in mine]) if mine else None
@@ -289,18 +281,17 @@ def gathered(held: Result, share: Share) -> list[Result]:
 @contextmanager
 def waiting_for_steps() -> Iterator[None]:
     """Let a process that waits for the others give up after minutes, where every process works at the same."""
+    if not are_several():
+        yield
+        return
+    from torch.distributed import distributed_c10d as c10d
 
-    def wait_at_most(timeout: timedelta) -> None:
-        if are_several():
-            from torch.distributed import distributed_c10d as c10d
-
-            c10d._set_pg_timeout(timeout, c10d._get_default_group())
-
-    wait_at_most(_STEPS)
+    group = c10d._get_default_group()
+    c10d._set_pg_timeout(_STEPS, group)
     try:
         yield
     finally:
-        wait_at_most(_SET_UP)
+        c10d._set_pg_timeout(_SET_UP, group)
 
 
 def is_first_to_end() -> bool:

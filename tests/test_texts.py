@@ -52,15 +52,3 @@ def test_every_relative_link_and_anchor_leads_somewhere() -> None:
     pages = [path for path in tracked_files() if path.suffix == ".md"]
     assert pages
     assert {str(page): broken for page in pages if (broken := find_broken_links(page))} == {}
-
-
-def test_a_conflict_marker_a_broken_link_or_anchor_is_found(tmp_path: Path) -> None:
-    for marker in ("<" * 7 + " HEAD", "=" * 7, ">" * 7 + " d2afcd6 (a commit)"):
-        assert _MARKER.findall(f"text\n{marker}\ntext\n") == [marker]
-    (tmp_path / "other.md").write_text("# A `title`, twice\n\n# A title, twice\n")
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# Here\n\n    code\n\n[a](other.md#a-title-twice-1) [b](#here) [c](https://example.org/x#y)\n"
-        "[d](gone.md) [e](other.md#gone) `[f](in-code.md)`\n"
-    )
-    assert find_broken_links(page) == ["gone.md", "other.md#gone"]

@@ -22,10 +22,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> None:
         ("~", "/home/of/mine"),
         ("a/~/b", "a/~/b"),
         ("a~", "a~"),
-        ("x/*.txt", "x/*.txt"),
-        ("org/model", "org/model"),
-        ("../x", "../x"),
-        ("한국어", "한국어"),
+        ("../한국어/*.txt", "../한국어/*.txt"),
     ],
 )
 def test_a_path_is_what_a_shell_would_make_of_it(written: str, meant: str) -> None:

@@ -68,8 +68,8 @@ class Comparison:
 
     def lines(self) -> list[str]:
         rows = [
-            [option.label, *(DASH if s.value is None else with_interval(s, 4) for s in (option.lost, option.gained))]
-            for option in self.options
+            [of.label, *(DASH if side.value is None else with_interval(side, 4) for side in (of.lost, of.gained))]
+            for of in self.options
         ]
         return [
             *aligned([["", *side_names(self.runs[0].report)], *rows], "lll"),
@@ -80,7 +80,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return report.json: what was read, and what was made of it."""
-        base, of_option = self.runs[0].base, ("head", "label", "num_models", "passes")
+        base = self.runs[0].base
         return {
             "kind": KIND,
             "base": {"name": base.name, "content_sha256": base.content_sha256},
@@ -88,7 +88,10 @@ class Comparison:
             "options": [
                 {
                     "run": option.run.name,
-                    **{key: getattr(option, key) for key in of_option},
+                    "head": option.head,
+                    "label": option.label,
+                    "num_models": option.num_models,
+                    "passes": option.passes,
                     "bits_per_byte_lost": option.lost,
                     "bits_per_byte_gained": option.gained,
                     "base_share_by_language": option.base_share,
@@ -117,14 +120,13 @@ def compare(folders: list[Path], output: Path) -> Comparison:
     comparison = compare_runs(load_runs(folders), output)
     drawn = draw_trade_off(comparison.options)
     told = {"comparison": comparison, "notes": notes(comparison), "tables": tables(comparison), "is_drawn": bool(drawn)}
-    shown = {"image": b64encode(drawn.encode()).decode(), "colours": COLOURS}
-    signs = {variant: sign for variant, (_, sign) in MARKS.items()}
+    shown = {"image": b64encode(drawn.encode()).decode(), "colours": COLOURS, "marks": MARKS}
     with new_folder(output) as folder:
         if drawn:
             write_text(folder / "trade-off.svg", drawn)
         write_json(folder / "report.json", to_jsonable_python(comparison.to_json()))
         write_text(folder / "report.md", markdown("comparison.md.j2", **told))
-        write_text(folder / "report.html", page("comparison.html.j2", **told, **shown, signs=signs))
+        write_text(folder / "report.html", page("comparison.html.j2", **told, **shown))
     return comparison
 
 
@@ -200,9 +202,9 @@ def _methods_table(comparison: Comparison) -> Table:
     ]
 
     def row(option: Option) -> Row:
-        run, bold, shares, cost = option.run, option in comparison.best, option.base_share, option.run.cost
+        bold, shares, cost = option in comparison.best, option.base_share, option.run.cost
         return [
-            Cell(option.label, f"{run.method.in_words}; served {option.served}"),
+            Cell(option.label, f"{option.run.method.in_words}; served {option.served}"),
             replace(difference_cell(option.lost), bold=bold),
             replace(difference_cell(option.gained), bold=bold),
             " / ".join(f"{100 * shares[code]:.1f}" for code in languages) if shares else DASH,
@@ -252,10 +254,8 @@ def _benchmark_tables(comparison: Comparison) -> list[Table]:
     measured = {result.name: result for run in runs for result in run.report.benchmarks}
     if not measured:
         return []
-    titles = [
-        Cell("method"),
-        *(Cell(name, f"{language_name(of.language)}, {of.num_items:,} items") for name, of in measured.items()),
-    ]
+    columns = [Cell(name, f"{language_name(of.language)}, {of.num_items:,} items") for name, of in measured.items()]
+    titles = [Cell("method"), *columns]
     scores = (in_points(of.heads["base"].metrics[of.judged_by]) for of in measured.values())
     rows: list[Row] = [[Cell("base", "%"), *(number(score.value, 1) for score in scores)]]
 
@@ -265,8 +265,7 @@ def _benchmark_tables(comparison: Comparison) -> list[Table]:
             return "not measured"
         head = result.heads[option.head]
         difference = head.differences[result.judged_by]
-        told = difference_in_words(difference, head.p_holm)
-        return Cell(with_interval(in_points(difference), 1), told)
+        return Cell(with_interval(in_points(difference), 1), difference_in_words(difference, head.p_holm))
 
     rows += [[Cell(option.label, "points"), *(cell(option, name) for name in measured)] for option in options]
     variants = ["base", *(option.run.method.variant for option in options)]
@@ -290,16 +289,10 @@ def draw_trade_off(options: Sequence[Option]) -> str:
         axes.plot(0.0, 0.0, MARKS["base"][0], color=COLOURS["base"], label="base")
         for index, option in enumerate(shown, 1):
             variant, place = option.run.method.variant, (option.lost.value, option.gained.value)
-            style = {"color": COLOURS[variant], "mfc": COLOURS[variant] if option.num_models == 1 else "white"}
-            axes.errorbar(
-                *place,
-                _arms(option.gained),
-                _arms(option.lost),
-                fmt=MARKS[variant][0],
-                label=f"{index}  {option.label}",
-                **style,
-            )
-            axes.annotate(str(index), place, (6, 4), textcoords="offset points", color=COLOURS[variant])
+            colour, label = COLOURS[variant], f"{index}  {option.label}"
+            style = {"fmt": MARKS[variant][0], "color": colour, "mfc": colour if option.num_models == 1 else "white"}
+            axes.errorbar(*place, _arms(option.gained), _arms(option.lost), label=label, **style)
+            axes.annotate(str(index), place, (6, 4), textcoords="offset points", color=colour)
         for most_models, line in ((1, "-"), (2, "--")):
             best = front(options, most_models)
             places = [option.lost.value for option in best], [option.gained.value for option in best]
@@ -307,9 +300,7 @@ def draw_trade_off(options: Sequence[Option]) -> str:
         axes.margins(0.08)
         axes.set_xscale("symlog", linthresh=_LINEAR_BELOW)  # what forgets little stands apart from what forgets much
         axes.xaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
-        axes.set(
-            title="Forgetting and gain against the base", xlabel=f"{lost}, bits/byte", ylabel=f"{gained}, bits/byte"
-        )
+        axes.set(title="Against the base", xlabel=f"{lost}, bits/byte", ylabel=f"{gained}, bits/byte")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
         figure.savefig(written, format="svg", metadata={"Date": None})
     return written.getvalue()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import EvaluationConfig, RunConfig
-from scale_cli.data.corpora import one_document, open_sources
-from scale_cli.errors import ConfigError, ForgettingError
+from scale_cli.data.corpora import open_sources
+from scale_cli.errors import CheckFailed, ConfigError
 from scale_cli.evaluation.benchmarks import BenchmarkItems, open_benchmarks_of, summarise_benchmarks
 from scale_cli.evaluation.continuations import SelectableHeads, count_letters
 from scale_cli.evaluation.render import html, markdown, terminal_lines
@@ -19,22 +18,11 @@ from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.processes import device, is_main, main_first, on_main, share, share_of_machine, slow_precisions
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.records import trained_sha256
+from scale_cli.terminal import Log, log
 from scale_cli.upscale.run import Run
 
 
-@dataclass(frozen=True)
-class EvaluationSummary:
-    """What was measured, for the terminal."""
-
-    folder: Path
-    report: Report
-
-    def lines(self) -> list[str]:
-        alone = [f"warning: {one_document(corpus.name)}" for corpus in self.report.corpora if corpus.num_documents == 1]
-        return [*terminal_lines(self.report), *alone, f"report: {self.folder / 'report.html'}"]
-
-
-def evaluate(config: RunConfig, log: Callable[[str], None] = lambda _: None) -> EvaluationSummary:
+def evaluate(config: RunConfig, log: Log = log) -> Report:
     """Score base and trained model on every held-out corpus, and write `evaluation/`; all processes share the work."""
     asked, router = config.evaluation, config.method.router
     if not asked.perplexity and not asked.benchmarks:
@@ -68,7 +56,15 @@ def evaluate(config: RunConfig, log: Callable[[str], None] = lambda _: None) -> 
         skipped_benchmarks=skipped,
     )
     on_main(lambda: _write(report, config, run.folder.evaluation, items))
-    return EvaluationSummary(run.folder.evaluation, report)
+    if is_main():
+        log_report(report, run.folder.evaluation, log)
+    return report
+
+
+def log_report(report: Report, folder: Path, log: Log) -> None:
+    for line in terminal_lines(report):
+        log(line)
+    log(f"report: {folder / 'report.html'}")
 
 
 def _write(report: Report, config: RunConfig, folder: Path, benchmarks: Sequence[BenchmarkItems]) -> None:
@@ -95,6 +91,4 @@ def check_forgetting(report: Report, max_forgetting: float | None) -> None:
         lost = corpus.heads[report.served].bits_per_byte_difference.value
         if max_forgetting is not None and (lost is None or lost > max_forgetting):
             figure = "a loss that is not finite" if lost is None else f"{lost:+.4f} bits/byte"
-            raise ForgettingError(
-                f"{corpus.name}: {figure} against the base, more than --max-forgetting {max_forgetting}"
-            )
+            raise CheckFailed(f"{corpus.name}: {figure} against the base, more than --max-forgetting {max_forgetting}")

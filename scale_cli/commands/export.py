@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import EXPORT_SECTIONS, RunConfig, differences
 from scale_cli.data.corpora import open_sources
-from scale_cli.errors import ExportParityError, PublishError, UsageError, one_line
+from scale_cli.errors import ExportParityError, RunError, UsageError, one_line
 from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import Format, formats_of, parity_in_words
 from scale_cli.processes import device
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_text
 from scale_cli.storage.records import BaseRecord, ExportRecord, Parity, RunFolder, trained_sha256
+from scale_cli.terminal import Log, log
 from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.preservation import sample_ids
 from scale_cli.upscale.run import MethodFolder, Run, open_folder
@@ -33,80 +34,65 @@ _DOCUMENTS_PER_CORPUS = 4
 
 
 @dataclass(frozen=True)
-class ExportSummary:
-    """What was exported, for the terminal."""
+class Exported:
+    """An export that computes what was trained."""
 
-    export_format: Format
+    folder: Path
     parity: Parity
 
-    @property
-    def folder(self) -> Path:
-        return self.export_format.folder
 
-    def lines(self) -> list[str]:
-        made = self.export_format
-        num_bytes = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
-        lines = [f"format         {made.name}: {made.description}"]
-        if self.parity.routed is not None:
-            lines.append("routed         with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in")
-        elif made.method.routes and not made.answers_as_served:
-            lines.append("note           it holds the trained head; this router needs export.format=transformers")
-        lines += [
-            f"{name:<15}{parity_in_words(parity)}"
-            for name, parity in (("parity", self.parity), ("parity, routed", self.parity.routed))
-            if parity is not None
-        ]
-        return [*lines, f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB), its model card is README.md"]
-
-
-def export_all(
-    config: RunConfig,
-    repository: str | None,
-    show: Callable[[ExportSummary], None],
-    log: Callable[[str], None],
-    *,
-    dry_run: bool,
-) -> None:
+def export_all(config: RunConfig, repository: str | None, *, dry_run: bool) -> list[Exported]:
     """Write every format that a config asks for, and send it to a repository of the hub, where one is named."""
     if repository is not None:
         check_repository(repository, config.export.formats)
-    for summary in export_each(formats_of(config)):
-        show(summary)
-        if repository is not None:
-            for line in publish(summary.folder, repository, dry_run=dry_run):
-                log(line)
+    exports = export_each(formats_of(config))
+    if repository is not None:
+        for line in publish(exports[0].folder, repository, dry_run=dry_run):
+            log(line)
+    return exports
 
 
-def export(config: RunConfig) -> ExportSummary:
+def export(config: RunConfig) -> Exported:
     """Write the trained model in the format of a config that has one, or leave nothing behind."""
-    (summary,) = export_each(formats_of(config))
-    return summary
+    (exported,) = export_each(formats_of(config))
+    return exported
 
 
-def export_each(formats: Sequence[Format]) -> Iterator[ExportSummary]:
+def export_each(formats: Sequence[Format], log: Log = log) -> list[Exported]:
     """Write the trained model of a run, loaded once, in each of some formats."""
+    if not formats:
+        return []
     config = formats[0].config
     final = Run(config).open_final()
     model, prompts = final.load_to_export(), _prompts(config, final.tokenizer)
-    for export_format in formats:
-        yield _export(export_format, final, model, prompts)
+    return [_export(export_format, final, model, prompts, log) for export_format in formats]
 
 
-def _export(export_format: Format, final: MethodFolder, model: MethodModel, prompts: list[Tensor]) -> ExportSummary:
-    config = export_format.config
+def _export(made: Format, final: MethodFolder, model: MethodModel, prompts: list[Tensor], log: Log) -> Exported:
+    config = made.config
     report = finished_report(config)
-    with new_folder(export_format.folder) as partial:
-        export_format.write(partial, model, final, prompts)
-        parity = export_format.prove(partial, model, prompts)
+    with new_folder(made.folder) as partial:
+        made.write(partial, model, final, prompts)
+        parity = made.prove(partial, model, prompts)
         licence = base_licence(config.model)
         licence.copy_files(partial)
         architectures = read_json(partial / "config.json").get("architectures") or [""]
-        card = model_card(config, export_format, report, parity, licence, architectures[0])
+        card = model_card(config, made, report, parity, licence, architectures[0])
         write_text(partial / "README.md", card)
         write_text(partial / "scale.yaml", dump_config(config))
         made_of = {"trained_sha256": trained_sha256(final.path), "report_sha256": report_sha256(config, report)}
         ExportRecord(**vars(parity) | made_of).save(partial)
-    return ExportSummary(export_format, parity)
+    num_bytes = sum(file.stat().st_size for file in made.folder.iterdir() if file.is_file())
+    log(f"format         {made.name}: {made.description}")
+    if parity.routed is not None:
+        log("routed         with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in")
+    elif made.method.routes and not made.answers_as_served:
+        log("note           it holds the trained head; this router needs export.format=transformers")
+    log(f"parity         {parity_in_words(parity)}")
+    if parity.routed is not None:
+        log(f"parity, routed {parity_in_words(parity.routed)}")
+    log(f"written        {made.folder} ({num_bytes / 1e6:,.1f} MB), its model card is README.md")
+    return Exported(made.folder, parity)
 
 
 def check_written_export(config: RunConfig, folder: Path) -> None:
@@ -177,7 +163,7 @@ def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
             "               nothing was sent; --no-dry-run sends it",
         ]
     if get_token() is None:
-        raise PublishError("--push-to-hub: not logged in to the hub: `hf auth login`, or HF_TOKEN in the environment")
+        raise RunError("--push-to-hub: not logged in to the hub: `hf auth login`, or HF_TOKEN in the environment")
     hub = HfApi()
     try:
         hub.create_repo(repository, private=True, exist_ok=True)
@@ -185,5 +171,5 @@ def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
             repo_id=repository, folder_path=folder, commit_message="Export by scale", ignore_patterns=staying
         )
     except (HfHubHTTPError, OSError) as error:
-        raise PublishError(f"--push-to-hub {repository}: {one_line(error)}") from None
+        raise RunError(f"--push-to-hub {repository}: {one_line(error)}") from None
     return [f"sent           {total}: {commit.commit_url}"]

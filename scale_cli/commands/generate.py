@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import cycle, groupby, islice
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from scale_cli.generation import Continuation, Generator, Sampling, SpokenToken,
 from scale_cli.report import percent
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.records import check_folder
-from scale_cli.terminal import printable, progress_bar
+from scale_cli.terminal import log, printable, progress_bar
 
 _AT_ONCE = 32
 _RULE = "-" * 8  # between the texts of several prompts
@@ -68,26 +67,21 @@ def _continue(
 
 
 def _converse(generator: Generator, sampling: Sampling, *, show_heads: bool) -> None:
-    """Answer line after line of one conversation: as the answers come, or with their heads."""
+    """Answer what is typed, line after line until Ctrl-D: as the answers come, or with their heads."""
     messages: Messages = []
-    for line in _typed():
-        messages.append(_turn("user", line))
-        streamer = None if show_heads else TextStreamer("", generator)
-        (answer,) = generator.continue_all([messages], sampling, streamer)
-        if streamer is None:
-            typer.echo(printable(_with_heads(answer) if show_heads else answer.completion))
-        messages.append(_turn("assistant", answer.completion))
-
-
-def _typed() -> Iterator[str]:
-    """Yield what is typed at the terminal, line by line, until its end (Ctrl-D)."""
     while True:
         try:
             line = input("> ")
         except EOFError:
             return
-        if line.strip():
-            yield line
+        if not line.strip():
+            continue
+        messages.append(_turn("user", line))
+        streamer = None if show_heads else TextStreamer("", generator)
+        (answer,) = generator.continue_all([messages], sampling, streamer)
+        if show_heads:
+            typer.echo(printable(_with_heads(answer)))
+        messages.append(_turn("assistant", answer.completion))
 
 
 def _turn(role: str, content: str) -> dict[str, str]:
@@ -105,21 +99,7 @@ def _with_heads(continuation: Continuation) -> str:
     return "".join((head and f"[{head}]") + "".join(token.text for token in tokens) for head, tokens in spoken)
 
 
-@dataclass(frozen=True)
-class Samples:
-    """What was written, for the terminal."""
-
-    file: Path
-    num_texts: int  # without those that ended at once
-
-    def lines(self) -> list[str]:
-        return [
-            f"written        {self.file}: {self.num_texts:,} texts",
-            f"a source       {{name: replay, path: {self.file}, language: ..., weight: 0.1, role: replay}}",
-        ]
-
-
-def write_samples(base: ModelConfig, num_samples: int, file: Path, sampling: Sampling, prompts: list[str]) -> Samples:
+def write_samples(base: ModelConfig, num_samples: int, file: Path, sampling: Sampling, prompts: list[str]) -> None:
     """Let a base, widened already or not, write texts, and write them as a corpus: one object with its `text` a line.
 
     Texts begin with the prompts in turn; an empty one leaves it to the base. Every batch has a seed of its own, and the
@@ -140,4 +120,5 @@ def write_samples(base: ModelConfig, num_samples: int, file: Path, sampling: Sam
             texts += [text for written in drawn if (text := written.prompt + written.completion).strip()]
             bar.update(len(batch))
     write_text(file, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
-    return Samples(file, len(texts))
+    log(f"written        {file}: {len(texts):,} texts")
+    log(f"a source       {{name: replay, path: {file}, language: ..., weight: 0.1, role: replay}}")

@@ -8,6 +8,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import ceil
 from pathlib import Path
 from statistics import median, quantiles
@@ -30,6 +31,7 @@ from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, UsageError
 from scale_cli.planning import Device, Parameters, count_flops, count_saved_tensors, measure_device, training_memory
 from scale_cli.storage.atomic import write_text
+from scale_cli.terminal import log, print_json
 from scale_cli.upscale.base import base_without_weights, load_base_config
 from scale_cli.upscale.method import NewPieces, build_model
 from scale_cli.upscale.run import Run, load_tokenizer
@@ -111,44 +113,6 @@ class Sizes:
         return self.max_steps * self.global_batch_size * self.sequence_length
 
 
-@dataclass(frozen=True)
-class Starter:
-    """A first config: what is in it that its template has not."""
-
-    file: Path
-    model: dict[str, str]  # as the config calls it
-    corpus: Parted
-    kept: Parted
-    retention_language: str
-    new: NewTokens
-    sizes: Sizes
-    lr: str
-
-    def text(self) -> str:
-        """Return the config, comments and all."""
-        output_dir = json.dumps(f"runs/{self.file.stem}", ensure_ascii=False)
-        return report.text("starter.yaml.j2", **vars(self), output_dir=output_dir, line=dump_line)
-
-    @property
-    def texts(self) -> dict[str, str]:
-        """What was found of the texts, in words."""
-        return {"corpus": self.corpus.words, "retention": self.kept.words, "tokens": self.new.words}
-
-    def to_json(self) -> dict[str, Any]:
-        return {"file": self.file, **self.texts, "sizes": self.sizes}
-
-    def lines(self) -> list[str]:
-        sizes = self.sizes
-        step = f"{sizes.global_batch_size} x {sizes.sequence_length:,} tokens, {sizes.micro_batch_size} at once"
-        return [
-            *(f"{name:15}{words}" for name, words in self.texts.items()),
-            f"sizes          {sizes.max_steps:,} steps of {step}: about {sizes.minutes:.2g} min, {sizes.device.origin}",
-            f"{'':<15}a run of minutes shows that everything works; to write well takes hours",
-            f"written        {self.file}, and {SCHEMA_FILE} beside it, by which an editor checks it",
-            f"next           scale plan {self.file}; scale run {self.file}",
-        ]
-
-
 def init(
     file: Path,
     base: str,
@@ -157,21 +121,21 @@ def init(
     retention_text: str,
     retention_language: str,
     minutes: float,
-) -> Starter:
+) -> None:
     """Write a config that `scale run` takes as it is; texts are files, or OWNER/NAME[:SUBSET[:SPLIT]]."""
     if file.exists():
         raise UsageError(f"{file}: is there already; give another name")
     model = {"base": base, "dtype": "float32"}
     named = checked(ModelConfig, model, "--base")
     base_config, tokenizer = load_base_config(named), load_tokenizer(named)
-    corpus = look_into("corpus", corpus_text, language, tokenizer)
+    text = look_into("corpus", corpus_text, language, tokenizer)
     retention = look_into("replay", retention_text, retention_language, tokenizer)
-    new = offer_tokens(corpus, tokenizer, base_config.vocab_size)
-    num_tokens = int(corpus.num_bytes * (new.tokens_per_byte or corpus.tokens_per_byte))
+    new = offer_tokens(text, tokenizer, base_config.vocab_size)
+    num_tokens = int(text.num_bytes * (new.tokens_per_byte or text.tokens_per_byte))
     if num_tokens < _MIN_STEP_TOKENS:
         raise CorpusError(f"--corpus {corpus_text}: about {num_tokens:,} tokens, and a step takes {_MIN_STEP_TOKENS:,}")
     sizes = fit_sizes(base_config, new.number, minutes, num_tokens)
-    parted = part(corpus, "held-out", file, sizes.num_tokens)
+    corpus = part(text, "held-out", file, sizes.num_tokens)
     replayed = round(_REPLAY_SHARE * sizes.num_tokens)
     if _MOST_READINGS * retention.num_bytes * retention.tokens_per_byte < replayed:  # too little to train on
         measured_on = retention.source | {"name": "retention", "max_documents": _FIRST}
@@ -181,9 +145,24 @@ def init(
     if sizes.device.type != "cpu" and base_config.dtype == torch.bfloat16:
         model["dtype"] = "bfloat16"
     lr = _MEASURED_LR if base_config.hidden_size <= _SMALL_HIDDEN_SIZE else _PAPERS_LR
-    starter = Starter(file, model, parted, kept, retention_language, new, sizes, lr)
-    _write(file, starter.text(), parted.files | kept.files)
-    return starter
+    known = {"model": model, "corpus": corpus, "kept": kept, "retention_language": retention_language}
+    text_of_config = config_text(file, **known, new=new, sizes=sizes, lr=lr)
+    _write(file, text_of_config, corpus.files | kept.files)
+    found = {"corpus": corpus.words, "retention": kept.words, "tokens": new.words}
+    print_json({"file": file, **found, "sizes": sizes})
+    step = f"{sizes.global_batch_size} x {sizes.sequence_length:,} tokens, {sizes.micro_batch_size} at once"
+    for name, words in found.items():
+        log(f"{name:15}{words}")
+    log(f"sizes          {sizes.max_steps:,} steps of {step}: about {sizes.minutes:.2g} min, {sizes.device.origin}")
+    log("               a run of minutes shows that everything works; to write well takes hours")
+    log(f"written        {file}, and {SCHEMA_FILE} beside it, by which an editor checks it")
+    log(f"next           scale plan {file}; scale run {file}")
+
+
+def config_text(file: Path, **found: object) -> str:
+    """Return the config, comments and all."""
+    output_dir = json.dumps(f"runs/{file.stem}", ensure_ascii=False)
+    return report.text("starter.yaml.j2", file=file, **found, output_dir=output_dir, line=dump_line)
 
 
 def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -> Sizes:
@@ -309,23 +288,23 @@ def part(text: Text, held_name: str, file: Path, num_tokens: int) -> Parted:
 
     What a run of `num_tokens` does not read of a large text is left out of both.
     """
-    number, size, held = len(text.documents), 0, 0
+    number = len(text.documents)
     if number < _MOST_HELD_OUT and text.is_whole:
         return _cut(text, held_name, file)
-    for document in text.documents[: max(1, number // _MOST_HELD_OUT)]:
-        held, size = held + 1, size + len(document.encode())
-        if held >= _HELD_OUT_DOCUMENTS and size >= _HELD_OUT_BYTES:
-            break
-    first = {"split": "train"} if "dataset" in text.source else {}
-    counted, rest, each = f"{number:,}", "the rest to train on", ""
+    sizes = list(accumulate(len(document.encode()) for document in text.documents))
+    enough = next(
+        (held for held, size in enumerate(sizes, 1) if held >= _HELD_OUT_DOCUMENTS and size >= _HELD_OUT_BYTES), number
+    )
+    held = min(max(1, number // _MOST_HELD_OUT), enough)
     source = {**text.source, "skip_documents": held}
+    counted, rest, each = f"{number:,}", "the rest to train on", ""
     if not text.is_whole:  # what a run reads, twice over, and no less than was looked into
-        num_bytes = sum(len(document.encode()) for document in text.documents)
-        enough = max(number, ceil(2 * num_tokens / text.tokens_per_byte / num_bytes * number))
-        source["max_documents"] = enough
-        counted, rest = f"more than {number:,}", f"{enough:,} to train on, which is enough for these steps"
+        most = max(number, ceil(2 * num_tokens / text.tokens_per_byte / sizes[-1] * number))
+        source["max_documents"] = most
+        counted, rest = f"more than {number:,}", f"{most:,} to train on, which is enough for these steps"
     if _is_txt(text.source):
         each = " (a line each)" if "documents" in text.source else " (text between blank lines)"
+    first = {"split": "train"} if "dataset" in text.source else {}
     return Parted(
         source,
         {**first, **text.source, "name": held_name, "max_documents": held},
@@ -336,24 +315,23 @@ def part(text: Text, held_name: str, file: Path, num_tokens: int) -> Parted:
 def _cut(text: Text, held_name: str, file: Path) -> Parted:
     """Hold out the last tenth of every document, in files of their own."""
     name, number = text.source["name"], len(text.documents)
-    to_train, held_out = [], []
+    parts: dict[str, list[str]] = {name: [], held_name: []}
     for document in text.documents:
         pieces = _split(document, min(_PIECE, max(1, len(document) // _MOST_HELD_OUT)))
         at = len(pieces) - max(1, len(pieces) // _MOST_HELD_OUT)
-        to_train += _split("".join(pieces[:at]), _LARGEST_PIECE)
-        held_out += pieces[at:]
-    to_train, held_out = ([piece.strip() for piece in pieces if piece.strip()] for pieces in (to_train, held_out))
-    if not held_out or not to_train:
+        parts[name] += _split("".join(pieces[:at]), _LARGEST_PIECE)
+        parts[held_name] += pieces[at:]
+    files, sources = {}, []
+    for part_name, pieces in parts.items():
+        path = file.with_name(f"{file.stem}.{part_name}.jsonl")
+        files[path] = [piece.strip() for piece in pieces if piece.strip()]
+        sources.append({"name": part_name, "path": str(path), "language": text.source["language"]})
+    if not all(files.values()):
         raise CorpusError(f"{name}: {number} documents of {text.num_bytes:,} bytes: too little to hold some out")
-    files = {file.with_name(f"{file.stem}.{part}.jsonl"): of for part, of in ((name, to_train), (held_name, held_out))}
-    trained_on, held_source = ({"path": str(path), "language": text.source["language"]} for path in files)
     words = "1 document: its last tenth" if number == 1 else f"{number} documents: the last tenth of each"
-    return Parted(
-        {"name": name, **trained_on},
-        {"name": held_name, **held_source},
-        f"{words} held out; written as {' and '.join(path.name for path in files)}",
-        files,
-    )
+    written = " and ".join(path.name for path in files)
+    trained_on, held_out = sources
+    return Parted(trained_on, held_out, f"{words} held out; written as {written}", files)
 
 
 def _split(text: str, length: int) -> list[str]:
@@ -366,18 +344,18 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
     num_bytes = len(text.sample.encode())
     cost = text.tokens_per_byte * num_bytes / len(text.sample)
     words = f"{cost:.2f} a character, {1 / text.tokens_per_byte:.2f} bytes each"
-    # The script of most letters beyond ASCII.
     letters = Counter[str]()
     for sign, number in Counter(text.sample).items():
         letters.update({name: number for name, of in SCRIPTS.items() if any(a <= ord(sign) <= b for a, b in of)})
     if cost <= _TOKENS_PER_CHARACTER or not letters:
         return NewTokens(words)
-    script = letters.most_common(1)[0][0]
+    script = letters.most_common(1)[0][0]  # of most letters beyond ASCII
     wanted, known = VocabularyConfig(script=script), CorpusSource.model_validate(text.source)
     more = wanted.model_copy(update={"new_tokens": round(wanted.new_tokens / _SURE)})
-    learned = Extension(first_id, more, [known], TokenCache(Path(), tokenizer))
     try:
-        found, _ = learned.learned(_BYTES_READ, wanted.min_count)
+        found, _ = Extension(first_id, more, [known], TokenCache(Path(), tokenizer)).learned(
+            _BYTES_READ, wanted.min_count
+        )
     except (BaseModelError, ConfigError) as error:
         return NewTokens(f"{words}; no new ones: {error}")
     number = min(wanted.new_tokens, most_added(first_id, int(_SURE * len(found))))
@@ -385,5 +363,6 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
         return NewTokens(f"{words}; no new ones: of {script} the text gives {len(found):,}")
     grown = extended(tokenizer.backend_tokenizer, found[:number], first_id)
     per_byte = len(grown.encode(text.sample, add_special_tokens=False).ids) / num_bytes
-    words += f"; with {number:,} new ones of {script} {1 / per_byte:.2f} bytes"
-    return NewTokens(words, script, number, per_byte)
+    return NewTokens(
+        f"{words}; with {number:,} new ones of {script} {1 / per_byte:.2f} bytes", script, number, per_byte
+    )

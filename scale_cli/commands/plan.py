@@ -44,7 +44,6 @@ class Growth:
     """What new tokens do to a run."""
 
     num_new: int
-    vocab_size: int  # with them
     is_learned: bool  # else they are what the beginnings of the sources give
     sources: list[SourceGrowth]
     tokens_without: float  # that the text of a token of the run is without them
@@ -55,14 +54,11 @@ class MethodPlan:
     """What one method costs."""
 
     variant: str  # its name
-    chosen: bool  # whether it is the config's
     parameters: Parameters
     flops: TokenFlops  # what training on a token computes
     num_tokens: int  # that the run's text is: more without new tokens
     flops_per_token: float  # all of it, in the run's windows
     memory: Memory  # of one process
-    memory_bytes: int  # all of it
-    checkpoint_bytes: int
     time_s: float  # the run's FLOPs at what the devices sustain
 
 
@@ -72,7 +68,6 @@ class Plan:
 
     config: RunConfig
     base_config: Any  # transformers' class
-    num_tokens: int  # of the run
     num_processes: int  # that share a step
     device: Device  # what the times are computed with
     methods: list[MethodPlan]  # the config's first
@@ -113,7 +108,7 @@ def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
         except (ConfigError, MissingExtraError) as error:  # the config does not ask for it
             refused[other.variant] = str(error)
     warnings = [*_absent(run), *idle_settings(config)]
-    return Plan(config, base_config, planned[0].num_tokens, num_processes, device, planned, refused, warnings, growth)
+    return Plan(config, base_config, num_processes, device, planned, refused, warnings, growth)
 
 
 def methods_beside(method: MethodConfig) -> list[MethodConfig]:
@@ -132,12 +127,7 @@ def methods_beside(method: MethodConfig) -> list[MethodConfig]:
 
 
 def _plan_method(
-    config: RunConfig,
-    base_config: Any,
-    method: MethodConfig,
-    device: Device,
-    num_processes: int,
-    growth: Growth | None,
+    config: RunConfig, base_config: Any, method: MethodConfig, device: Device, num_processes: int, growth: Growth | None
 ) -> MethodPlan:
     train, length, new = config.train, config.corpus.sequence_length, None
     num_tokens = train.max_steps * train.global_batch_size * length
@@ -157,18 +147,8 @@ def _plan_method(
         method.settings, train.max_steps, train.global_batch_size, len(config.corpus.replay)
     )
     per_token = flops.total(length) * (1 + beside)
-    return MethodPlan(
-        method.variant,
-        method == config.method,
-        parameters,
-        flops,
-        num_tokens,
-        per_token,
-        memory,
-        memory.total,
-        parameters.checkpoint_bytes,
-        num_tokens * per_token / (device.flops_per_s * num_processes),
-    )
+    time_s = num_tokens * per_token / (device.flops_per_s * num_processes)
+    return MethodPlan(method.variant, parameters, flops, num_tokens, per_token, memory, time_s)
 
 
 def growth_of(run: Run) -> Growth:
@@ -188,7 +168,7 @@ def growth_of(run: Run) -> Growth:
         tokens_without += share * before / max(after, 1)
     first_id = extension.first_id
     num_new = num_added(first_id, extension.vocabulary) if known is None else len(known) - first_id
-    return Growth(num_new, first_id + num_new, known is not None, sources, tokens_without)
+    return Growth(num_new, known is not None, sources, tokens_without)
 
 
 def _absent(run: Run) -> list[str]:
@@ -215,20 +195,21 @@ def _heading(plan: Plan) -> list[str]:
         "sizes": f"{base.num_hidden_layers} layers, hidden {base.hidden_size:,}, MLP {base.intermediate_size:,}, "
         f"heads {base.num_attention_heads} over {base.num_key_value_heads}, vocabulary {base.vocab_size:,}",
         "run": f"{train.max_steps:,} steps x {train.global_batch_size:,} windows x "
-        f"{plan.config.corpus.sequence_length:,} tokens = {plan.num_tokens:,} tokens",
+        f"{plan.config.corpus.sequence_length:,} tokens = {plan.methods[0].num_tokens:,} tokens",
         "device": f"{quantity(plan.device.flops_per_s, 'FLOP/s')} {plan.device.origin}",
     }
     if plan.num_processes > 1:
         lines["processes"] = f"{plan.num_processes:,}, each on a device of its own"
-    told = [f"{label:{_LABEL}}{text}" for label, text in lines.items()]
-    if (growth := plan.new_tokens) is not None:
+    growth = plan.new_tokens
+    if growth is not None:
         origin = "" if growth.is_learned else "; here from the beginnings of the sources, so about:"
-        told.append(f"{'new tokens':{_LABEL}}{growth.num_new:,}, {growth.vocab_size:,} in all{origin}")
-        for of in growth.sources:
-            counts = of.num_tokens_before, of.num_tokens_after
-            tokens = " -> ".join(f"{count:,}" for count in counts)
-            each = " -> ".join(f"{of.num_bytes / max(count, 1):.2f}" for count in counts)
-            told.append(f"{'':{_LABEL}}{of.name}: {of.num_bytes:,} bytes are {tokens} tokens, {each} bytes each")
+        lines["new tokens"] = f"{growth.num_new:,}, {base.vocab_size + growth.num_new:,} in all{origin}"
+    told = [f"{label:{_LABEL}}{text}" for label, text in lines.items()]
+    for of in [] if growth is None else growth.sources:
+        counts = of.num_tokens_before, of.num_tokens_after
+        tokens = " -> ".join(f"{count:,}" for count in counts)
+        each = " -> ".join(f"{of.num_bytes / max(count, 1):.2f}" for count in counts)
+        told.append(f"{'':{_LABEL}}{of.name}: {of.num_bytes:,} bytes are {tokens} tokens, {each} bytes each")
     for warning in plan.warnings:
         told += wrap(warning, _WIDTH, initial_indent=f"{'warning':{_LABEL}}", subsequent_indent=" " * _LABEL)
     return told
@@ -237,12 +218,11 @@ def _heading(plan: Plan) -> list[str]:
 def _tables(plan: Plan) -> list[str]:
     work, memory = [], []
     for method in plan.methods:
-        name = f"{'>' if method.chosen else ' '} {method.variant:{_LABEL - 2}}"
+        name = f"{'>' if method is plan.methods[0] else ' '} {method.variant:{_LABEL - 2}}"
         sizes, per_token, held = method.parameters, method.flops_per_token, method.memory
         counts = (sizes.num_frozen, sizes.num_trainable, per_token, per_token * method.num_tokens)
         work.append([name, *map(quantity, counts), duration(method.time_s)])
-        kinds = (held.frozen, held.trainable, held.gradients, held.moments, held.saved, held.head)
-        memory.append([name, *(quantity(of, "B") for of in (*kinds, held.total, method.checkpoint_bytes))])
+        memory.append([name, *(quantity(of, "B") for of in (*vars(held).values(), held.total, sizes.checkpoint_bytes))])
     work_titles = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
     memory_titles = ["memory", "frozen", "weights", "gradients", "moments", "saved", "head", "in all", "checkpoint"]
     return [*Table(work_titles, work, "lrrrrr").lines(), "", *Table(memory_titles, memory, "lrrrrrrrr").lines()]
@@ -254,11 +234,11 @@ def _footnotes(plan: Plan) -> list[str]:
     if plan.new_tokens is not None:
         tokens = f"the same text in {plan.new_tokens.tokens_without:.2f} times the tokens."
         lines += ["", f"{_WITHOUT}, and baselines that take none: {tokens}"]
-    precision = f"{train.mixed_precision} autocast"
     return [
         *lines,
         "",
         "> is the config's method; the others at the config's sizes. The time is the FLOPs alone, without",
         "evaluation and checkpoints. memory: of one process; saved: for the backward pass of a micro-batch of",
-        f"{train.sequences_at_once(plan.num_processes):,}, {precision}; head: logits at once, on {plan.device.type}.",
+        f"{train.sequences_at_once(plan.num_processes):,}, {train.mixed_precision} autocast; "
+        f"head: logits at once, on {plan.device.type}.",
     ]

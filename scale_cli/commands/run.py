@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
-from scale_cli.commands.evaluate import EvaluationSummary, evaluate
-from scale_cli.commands.export import (
-    export_each,
-    export_is_finished,
-)
+from scale_cli.commands.evaluate import evaluate, log_report
+from scale_cli.commands.export import export_each, export_is_finished
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale, upscale_is_finished
 from scale_cli.config.schema import RunConfig
@@ -22,13 +19,14 @@ from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.export.formats import formats_of
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.storage.atomic import claimed
+from scale_cli.terminal import Log
 from scale_cli.training.beginning import check_init_from
 from scale_cli.training.tracking import check_trackers
 from scale_cli.upscale.run import Run
 
 
 def run_pipeline(
-    config: RunConfig, log: Callable[[str], None], accepted: Collection[str] = (), *, exported: bool = True
+    config: RunConfig, log: Log, accepted: Collection[str] = (), *, exported: bool = True
 ) -> Report | None:
     """Upscale, train (resuming what was interrupted), evaluate and export; return, on the main process, the report."""
     run = Run(config)
@@ -37,21 +35,16 @@ def run_pipeline(
         on_main(lambda: held.enter_context(claimed(run.folder.root)))
         on_main(lambda: _upscale(run, log))
         log("== train")
-        _show(train(config, "auto", log, accepted).lines(), log)
+        train(config, "auto", log, accepted)
         log("== evaluate")
-        if main_decides(lambda: finished_report(config) is None):
-            evaluate(config, log)
         report = on_main(lambda: finished_report(config))
-        if report is not None:
-            _show(EvaluationSummary(run.folder.evaluation, report).lines(), log)
+        if main_decides(lambda: report is None):
+            report = evaluate(config, log)
+        elif report is not None:
+            log_report(report, run.folder.evaluation, log)
         if exported:
             on_main(lambda: _export(config, log))
     return report
-
-
-def _show(lines: list[str], log: Callable[[str], None]) -> None:
-    for line in lines:
-        log(line)
 
 
 def _check(run: Run) -> None:
@@ -72,14 +65,16 @@ def _sources(run: Run) -> Sequence[TextSource]:
     return run.config.evaluation.perplexity if run.folder.final.is_dir() else every_source(run.config)
 
 
-def _upscale(run: Run, log: Callable[[str], None]) -> None:
+def _upscale(run: Run, log: Log) -> None:
     log("== upscale")
     open_sources(run.config, _sources(run), run.tokenizer)
-    finished = upscale_is_finished(run)
-    _show([f"done already   {run.folder.upscaled}"] if finished else upscale(run.config).lines(), log)
+    if upscale_is_finished(run):
+        log(f"done already   {run.folder.upscaled}")
+    else:
+        upscale(run.config, log)
 
 
-def _export(config: RunConfig, log: Callable[[str], None]) -> None:
+def _export(config: RunConfig, log: Log) -> None:
     """Export what is not there yet, and say what can be done with a run that is finished."""
     log("== export")
     missing = []
@@ -88,8 +83,7 @@ def _export(config: RunConfig, log: Callable[[str], None]) -> None:
             log(f"done already   {one.folder}")
         else:
             missing.append(one)
-    for summary in export_each(missing) if missing else ():
-        _show(summary.lines(), log)
+    export_each(missing, log)
     folder, method = shlex.quote(str(config.output_dir)), config.method
     ways = [f"scale generate {folder} --prompt '...' --temperature 0.8"]
     if "llama" in config.export.formats:

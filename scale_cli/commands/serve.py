@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,15 +18,14 @@ from scale_cli.evaluation.results import bound_nats
 from scale_cli.export.plain_folder import KEY, find_plain_export, routed_name
 from scale_cli.serving import FAMILIES
 from scale_cli.storage.atomic import read_json
+from scale_cli.terminal import Log
 
 Engine = Literal["vllm", "transformers"]
 # Not vLLM's command line: in the build for processors, a package of another name, it does not find itself.
 _VLLM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
-def serve(
-    path: Path, engine: Engine | None, options: Sequence[str], log: Callable[[str], None], *, plainly: bool
-) -> None:
+def serve(path: Path, engine: Engine | None, options: Sequence[str], log: Log, *, plainly: bool) -> None:
     """Say what a server of a folder promises and how to ask it, and become that server."""
     folder = find_plain_export(path)
     config = read_json(folder / "config.json")
@@ -40,7 +39,6 @@ def serve(
     if chosen == "vllm" and not has_vllm:
         raise UsageError(f"--engine vllm: {architecture} is routed by transformers alone: leave it out, or add --plain")
     address, others = _address(folder, options)
-    lines = [_promise(folder, config, chosen, plainly=plainly), *_how_to_ask(address)]
     if chosen == "vllm":
         if not is_installed("vllm"):
             raise MissingExtraError(
@@ -54,8 +52,9 @@ def serve(
                 f"{others[0]}: the engine transformers takes --host, --port and --served-model-name; vLLM takes more"
             )
         _check_port(address.host, address.port)
-    for line in lines:
-        log(line)
+    log(_promise(folder, config, chosen, plainly=plainly))
+    log(f"model          {address.name}")
+    log(f"ask            {_example(address)}")
     sys.stdout.flush()
     if chosen == "vllm":
         architectures = json.dumps({"architectures": [routed_name(architecture)]})
@@ -102,12 +101,9 @@ def _check_port(host: str, port: int) -> None:
         raise UsageError(f"--host {host}, --port {port}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _how_to_ask(address: Namespace) -> list[str]:
-    """Return the served model's name, and a command that asks it."""
+def _example(address: Namespace) -> str:
+    """Return a command that asks the server."""
     host = "localhost" if address.host in ("0.0.0.0", "::") else address.host
     body = json.dumps({"model": address.name, "prompt": "Once upon a time", "max_tokens": 16}, ensure_ascii=False)
     url = f"http://{host}:{address.port}/v1/completions"
-    return [
-        f"model          {address.name}",
-        f"ask            curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}",
-    ]
+    return f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

@@ -8,7 +8,7 @@ be other text than what is reported in the end.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,9 +17,11 @@ from scale_cli.config.load import Grid, Values, load_config, name_of
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import cache_dir
 from scale_cli.errors import ConfigError, TrainingError
+from scale_cli.evaluation.results import CorpusResult
 from scale_cli.report import Table, number
 from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.records import RunFolder
+from scale_cli.terminal import Log
 
 _TITLES = ("values", "bits/byte", "base's text, bits/byte lost")
 
@@ -35,30 +37,16 @@ class Trial:
     retention_bits_per_byte_lost: float | None = None
     failure: str | None = None  # what stopped its training, if anything
 
-
-@dataclass(frozen=True)
-class SweepSummary:
-    """What came out, best first."""
-
-    folder: Path
-    trials: list[Trial]
-
-    def lines(self) -> list[str]:
-        return [*self.table().lines(), f"report: {self.folder / 'report.md'}"]
-
-    def table(self) -> Table:
-        rows = []
-        for trial in self.trials:
-            lost = trial.retention_bits_per_byte_lost
-            cells = (number(trial.bits_per_byte, 4), "" if lost is None else number(lost, 4, "+"))
-            rows.append((" ".join(trial.values), *(cells if trial.failure is None else ("stopped", ""))))
-        return Table(_TITLES, rows, "lrr")
+    def row(self) -> list[str]:
+        if self.failure is not None:
+            return [" ".join(self.values), "stopped", ""]
+        lost = self.retention_bits_per_byte_lost
+        return [" ".join(self.values), number(self.bits_per_byte, 4), "" if lost is None else number(lost, 4, "+")]
 
 
-def sweep(path: Path, grid: Grid, log: Callable[[str], None]) -> SweepSummary:
+def sweep(path: Path, grid: Grid, log: Log) -> list[Trial]:
     """Run a config with several values of some keys, and rank the runs; what is finished is not run again."""
-    points = grid.points
-    whole = load_config(path, grid.shared)
+    points, whole = grid.points, load_config(path, grid.shared)
     if all(source.role == "retention" for source in whole.evaluation.perplexity):
         raise ConfigError("evaluation.perplexity: has no corpus of role acquisition to rank runs by")
     cache = f"corpus.cache_dir={json.dumps(str(cache_dir(whole)))}"
@@ -67,20 +55,23 @@ def sweep(path: Path, grid: Grid, log: Callable[[str], None]) -> SweepSummary:
         place = f"output_dir={json.dumps(str(whole.output_dir / name_of(values)))}"
         configs.append(load_config(path, [*grid.shared, *values, cache, place]))
         RunFolder(configs[-1].output_dir).check()
-    made = SweepSummary(whole.output_dir / "report", [])
-    for number_of_run, (values, config) in enumerate(zip(points, configs, strict=True), start=1):
-        log(f"==== run {number_of_run} of {len(points)}: {' '.join(values)}")
-        made.trials.append(_trial(values, config, log))
-        made.trials.sort(key=lambda trial: (trial.bits_per_byte is None, trial.bits_per_byte))  # whatever their tokens
-        with new_folder(made.folder) as partial:
-            trials = [asdict(trial) for trial in made.trials]
-            write_json(partial / "report.json", {"runs": len(points), "trials": trials})
+    trials: list[Trial] = []
+    for values, config in zip(points, configs, strict=True):
+        log(f"==== run {len(trials) + 1} of {len(points)}: {' '.join(values)}")
+        trials.append(_trial(values, config, log))
+        trials.sort(key=lambda trial: (trial.bits_per_byte is None, trial.bits_per_byte))  # whatever their tokens
+        table = Table(_TITLES, [trial.row() for trial in trials], "lrr")
+        with new_folder(whole.output_dir / "report") as partial:
+            write_json(partial / "report.json", {"runs": len(points), "trials": [asdict(trial) for trial in trials]})
             heading = f"# Sweep\n\n{len(trials)} of {len(points)} runs, best first, by the head that is served."
-            write_text(partial / "report.md", f"{heading}\n\n{made.table().markdown()}\n")
-    return made
+            write_text(partial / "report.md", f"{heading}\n\n{table.markdown()}\n")
+    for line in table.lines():
+        log(line)
+    log(f"report: {whole.output_dir / 'report' / 'report.md'}")
+    return trials
 
 
-def _trial(values: Values, config: RunConfig, log: Callable[[str], None]) -> Trial:
+def _trial(values: Values, config: RunConfig, log: Log) -> Trial:
     folder = str(config.output_dir)
     try:
         report = run_pipeline(config, log, exported=False)
@@ -88,21 +79,18 @@ def _trial(values: Values, config: RunConfig, log: Callable[[str], None]) -> Tri
         log(f"stopped: {error}")
         return Trial(values, folder, failure=str(error))
     assert report is not None, "one process is the main one"
-    learned, kept = (
-        [(corpus.num_bytes, corpus.heads[report.served]) for corpus in report.with_role(role)]
-        for role in ("acquisition", "retention")
-    )
+    learned, kept = report.with_role("acquisition"), report.with_role("retention")
     return Trial(
         values,
         folder,
-        _mean([(num_bytes, head.bits_per_byte) for num_bytes, head in learned]),
-        _mean([(num_bytes, head.bits_per_byte_difference.value) for num_bytes, head in kept]),
+        _mean(learned, [corpus.heads[report.served].bits_per_byte for corpus in learned]),
+        _mean(kept, [corpus.heads[report.served].bits_per_byte_difference.value for corpus in kept]),
     )
 
 
-def _mean(figures: Sequence[tuple[int, float | None]]) -> float | None:
-    """Return the mean of figures by bytes; None where one is not finite, or there is none."""
-    finite = [(num_bytes, figure) for num_bytes, figure in figures if figure is not None]
-    if not finite or len(finite) < len(figures):
+def _mean(corpora: Sequence[CorpusResult], figures: Sequence[float | None]) -> float | None:
+    """Return the mean of corpora's figures by their bytes; None where one is not finite, or there is none."""
+    if not figures or None in figures:
         return None
-    return sum(num_bytes * figure for num_bytes, figure in finite) / sum(num_bytes for num_bytes, _ in finite)
+    sizes = [corpus.num_bytes for corpus in corpora]
+    return sum(size * figure for size, figure in zip(sizes, figures, strict=True) if figure is not None) / sum(sizes)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,7 @@ from scale_cli.storage.atomic import (
     verify_folder,
 )
 from scale_cli.storage.records import TRAINED, BranchPoint, MetricsLog, RunFolder, TrainState
+from scale_cli.terminal import Log
 from scale_cli.training.beginning import init_from, starting_point
 from scale_cli.training.checkpoint import branch_point_at, load_checkpoint
 from scale_cli.training.context import parallelism, share_windows
@@ -73,28 +74,7 @@ if TYPE_CHECKING:
     from scale_cli.evaluation.benchmark_tasks import OpenedBenchmarks
 
 
-@dataclass(frozen=True)
-class TrainSummary:
-    """What was trained, for the terminal."""
-
-    folder: Path
-    state: TrainState
-
-    def lines(self) -> list[str]:
-        state, best = self.state, self.state.best
-        rate = f" ({state.tokens_per_s:,.0f} tokens/s)" if state.tokens_per_s else ""
-        kept = f", of step {best.step:,}: {best.forgetting:+.4f} bits/byte on what is to be kept" if best else ""
-        return [
-            f"trained        {state.step:,} steps, {state.num_tokens:,} tokens "
-            f"in {state.stepping_s:,.0f} s{rate}; "
-            f"besides {state.evaluating_s:,.0f} s evaluating, {state.saving_s:,.0f} s saving",
-            f"written        {self.folder}{kept}",
-        ]
-
-
-def train(
-    config: RunConfig, resume: str | None, log: Callable[[str], None], accepted: Collection[str] = ()
-) -> TrainSummary:
+def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[str] = ()) -> TrainState:
     """Train what the method trains, from `upscaled/` or from a checkpoint, and write `final/`."""
     process_state()  # joins the process group, with our own time-out
     run = Run(config)
@@ -113,7 +93,8 @@ def train(
     )
     if resume == "auto" and final.path.is_dir() and not goes_on:
         _check_finished(final, accepted)
-        return TrainSummary(final.path, final.state)
+        _log_trained(final.path, final.state, log)
+        return final.state
     if not run.folder.upscaled.is_dir():
         raise RunFolderError(f"{run.folder.upscaled}: not there; run `scale upscale` first")
     run.check(training_sources(config), accelerator.num_processes)
@@ -131,7 +112,19 @@ def train(
         on_main(lambda: held.enter_context(tracked(training.metrics, config, accelerator)))
         run_loop(training)
         _write_final(training, _put_back_best(training, log))
-    return TrainSummary(final.path, training.state)
+    _log_trained(final.path, training.state, log)
+    return training.state
+
+
+def _log_trained(folder: Path, state: TrainState, log: Log) -> None:
+    best = state.best
+    rate = f" ({state.tokens_per_s:,.0f} tokens/s)" if state.tokens_per_s else ""
+    kept = f", of step {best.step:,}: {best.forgetting:+.4f} bits/byte on what is to be kept" if best else ""
+    log(
+        f"trained        {state.step:,} steps, {state.num_tokens:,} tokens in {state.stepping_s:,.0f} s{rate}; "
+        f"besides {state.evaluating_s:,.0f} s evaluating, {state.saving_s:,.0f} s saving"
+    )
+    log(f"written        {folder}{kept}")
 
 
 def _claim(run_folder: RunFolder, held: ExitStack) -> None:
@@ -173,7 +166,7 @@ def _open_training(
     accelerator: Accelerator,
     begun: MethodFolder | None,
     benchmarks: OpenedBenchmarks | None,
-    log: Callable[[str], None],
+    log: Log,
 ) -> TrainingRun:
     """Load the model and its text, and put back what a checkpoint (`begun`), or another run, has trained."""
     config, settings, start, main = run.config, run.config.train, run.open_start(), accelerator.is_main_process
@@ -230,7 +223,7 @@ def _open_training(
     )
 
 
-def _log_processes(config: RunConfig, accelerator: Accelerator, log: Callable[[str], None]) -> None:
+def _log_processes(config: RunConfig, accelerator: Accelerator, log: Log) -> None:
     """Say what trains, and what is slow of it."""
     device_type, precisions = accelerator.device.type, {"train": config.train.mixed_precision}
     if config.train.observes:
@@ -263,7 +256,7 @@ def _scaler(train: TrainConfig, accelerator: Accelerator, state: TrainState) -> 
 
 
 def _open_text(
-    start: MethodFolder, accelerator: Accelerator, log: Callable[[str], None]
+    start: MethodFolder, accelerator: Accelerator, log: Log
 ) -> tuple[list[TokenisedCorpus], list[TokenisedCorpus], Batches]:
     """Return a corpus for every source, those to measure on the way, and the batches; say what there is.
 
@@ -318,7 +311,7 @@ def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) ->
     return accelerator.prepare(for_training(model.to(accelerator.device), settings))
 
 
-def _with_best_to_compare(begun: MethodFolder, log: Callable[[str], None]) -> TrainState:
+def _with_best_to_compare(begun: MethodFolder, log: Log) -> TrainState:
     """Return the position, its best so far dropped where its checkpoint is gone or was scored by other settings."""
     state, run = begun.state, begun.run
     if state.best is None:
@@ -347,7 +340,7 @@ def _observed(
     return BaseAndTrained(beside, model)
 
 
-def _put_back_best(run: TrainingRun, log: Callable[[str], None]) -> TrainState:
+def _put_back_best(run: TrainingRun, log: Log) -> TrainState:
     """Return what `final/` is of: the last step, or where the best is kept, that, the model being put back to it."""
     best, bound = run.state.best, run.config.train.max_forgetting
     if best is None or bound is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from scale_cli.config.load import dump_config
@@ -14,70 +13,21 @@ from scale_cli.errors import RunFolderError
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import claimed, new_folder, write_text
 from scale_cli.storage.records import BaseRecord
+from scale_cli.terminal import Log, log
 from scale_cli.upscale.base import check_finite, check_same_base, record_base
-from scale_cli.upscale.method import MethodModel, describe_method, load_any_base, new_pieces, start_model, write_trained
+from scale_cli.upscale.method import describe_method, load_any_base, new_pieces, start_model, write_trained
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, check_preservation, own_logits, sample_ids
 from scale_cli.upscale.run import MethodFolder, Run, check_tokenizer, prove_vocabulary, write_grown_tokenizer
 
 
-@dataclass(frozen=True)
-class UpscaleSummary:
-    """What was made, for the terminal."""
-
-    folder: Path
-    method: MethodConfig  # with what was found
-    model: MethodModel
-    record: BaseRecord
-    num_new_tokens: int
-    num_proved_texts: int  # whose ids the new tokens leave alone
-
-    def lines(self) -> list[str]:
-        definition, parameters = self.method.definition, list(self.model.parameters())
-        num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
-        num_bytes = sum(file.stat().st_size for file in self.folder.iterdir())
-        found = definition.found(self.method.settings)
-        name = f"{self.method.variant} ({found})" if found else self.method.variant
-        made = [f"method         {name}: widens nothing; the folder is prepared for `scale train`"]
-        if definition.widens:
-            made = _expansion_lines(self.model)
-        if self.num_new_tokens:
-            of_texts = f"the ids of {self.num_proved_texts:,} texts held to the base's"
-            made.append(f"new tokens     {self.num_new_tokens:,}; {of_texts}")
-        return [
-            f"base           {self.record.name} ({self.record.dtype})",
-            f"base hash      sha256 {self.record.content_sha256}",
-            *made,
-            f"frozen         {sum(p.numel() for p in parameters) - num_trainable:>15,} parameters",
-            f"trainable      {num_trainable:>15,} parameters",
-            f"preserved      {'base logits' if definition.widens else 'logits at the start'} bitwise equal on "
-            f"{len(SAMPLE_TEXTS)} prompts",
-            f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB)",
-        ]
-
-
-def _expansion_lines(model: Any) -> list[str]:
-    base, config = model.root.config, model.config
-    layers = sorted({*config.attention_collaboration_layers, *config.mlp_collaboration_layers})
-
-    def sizes(name: str) -> str:
-        parts = [getattr(base, name), *(getattr(stage, f"expansion_{name}") for stage in config.stages())]
-        return " + ".join(f"{part:,}" for part in parts)
-
-    return [
-        f"sizes          hidden {sizes('hidden_size')}, MLP {sizes('intermediate_size')}, "
-        f"heads {sizes('num_attention_heads')}, KV heads {sizes('num_key_value_heads')}",
-        f"collaboration  {'layers ' + ', '.join(map(str, layers)) if layers else 'none: W12 does not exist'}",
-    ]
-
-
-def upscale(config: RunConfig) -> UpscaleSummary:
+def upscale(config: RunConfig, log: Log = log) -> MethodFolder:
     """Make what the method trains of the base model and write `upscaled/`; nothing the base computes changes."""
     run = Run(config)
     with claimed(run.folder.root):
-        return _upscale(run)
+        return _upscale(run, log)
 
 
-def _upscale(run: Run) -> UpscaleSummary:
+def _upscale(run: Run, log: Log) -> MethodFolder:
     config, method, upscaled = run.config, run.config.method, run.folder.upscaled
     if run.folder.final.is_dir() or run.folder.checkpoints.is_dir():
         changed = []
@@ -118,7 +68,39 @@ def _upscale(run: Run) -> UpscaleSummary:
         else:
             write_grown_tokenizer(partial, config.model, tokenizer)
         write_text(partial / "scale.yaml", dump_config(config))
-    return UpscaleSummary(upscaled, method, model, record, len(tokenizer) - len(of_base), num_texts)
+    for line in _described(method, model, record, len(tokenizer) - len(of_base), num_texts):
+        log(line)
+    num_bytes = sum(file.stat().st_size for file in upscaled.iterdir())
+    log(f"written        {upscaled} ({num_bytes / 1e6:,.1f} MB)")
+    return MethodFolder(upscaled, run)
+
+
+def _described(method: MethodConfig, model: Any, record: BaseRecord, num_new: int, num_texts: int) -> Iterator[str]:
+    """Yield what was made; `num_texts` were held to the base's ids, which the new tokens leave alone."""
+    definition, parameters = method.definition, list(model.parameters())
+    num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    yield f"base           {record.name} ({record.dtype})"
+    yield f"base hash      sha256 {record.content_sha256}"
+    if definition.widens:
+        base, config = model.root.config, model.config
+        sizes = []
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+            parts = [getattr(base, name), *(getattr(stage, f"expansion_{name}") for stage in config.stages())]
+            sizes.append(" + ".join(f"{part:,}" for part in parts))
+        yield "sizes          hidden {}, MLP {}, heads {}, KV heads {}".format(*sizes)
+        layers = sorted({*config.attention_collaboration_layers, *config.mlp_collaboration_layers})
+        collaborating = f"layers {', '.join(map(str, layers))}" if layers else "none: W12 does not exist"
+        yield f"collaboration  {collaborating}"
+    else:
+        found = definition.found(method.settings)
+        name = f"{method.variant} ({found})" if found else method.variant
+        yield f"method         {name}: widens nothing; the folder is prepared for `scale train`"
+    if num_new:
+        yield f"new tokens     {num_new:,}; the ids of {num_texts:,} texts held to the base's"
+    yield f"frozen         {sum(p.numel() for p in parameters) - num_trainable:>15,} parameters"
+    yield f"trainable      {num_trainable:>15,} parameters"
+    held = "base logits" if definition.widens else "logits at the start"
+    yield f"preserved      {held} bitwise equal on {len(SAMPLE_TEXTS)} prompts"
 
 
 def upscale_is_finished(run: Run) -> bool:

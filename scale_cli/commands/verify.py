@@ -21,16 +21,17 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import (
     BaseModelError,
     ChangedBaseError,
+    CheckFailed,
     PreservationError,
     RunFolderError,
     ScaleError,
-    VerificationError,
 )
 from scale_cli.joining import KIND, JoinReport
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder
 from scale_cli.storage.records import BaseRecord, ExportRecord, RunFolder, TrainState, place_of, read_records
+from scale_cli.terminal import log, print_json
 from scale_cli.upscale.base import load_written, record_base
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 from scale_cli.upscale.run import MethodFolder, load_tokenizer
@@ -46,36 +47,28 @@ class FolderCheck:
     unchecked: list[str] = field(default_factory=list)  # what could not be checked here, and why
 
 
-@dataclass(frozen=True)
-class Verification:
-    """What was found in all folders."""
-
-    checks: list[FolderCheck]
-
-    def lines(self) -> list[str]:
-        """Return a line for every folder, and one more for all that is wrong or could not be checked."""
-        lines = []
-        for check in self.checks:
-            held = ", ".join(check.held) or "nothing could be checked"
-            lines.append(f"{'BAD ' if check.failed else 'good'}  {check.folder}: {held}")
-            lines += [f"      wrong: {line}" for line in check.failed]
-            lines += [f"      not checked: {line}" for line in check.unchecked]
-        return lines
-
-    def require(self) -> None:
-        """Refuse what is not as it was written."""
-        if bad := [str(check.folder) for check in self.checks if check.failed]:
-            raise VerificationError(f"not what was written: {', '.join(bad)}")
+def verify(path: Path) -> None:
+    """Say what is found, and refuse what is not as it was written."""
+    checks = check_folders(path)
+    for check in checks:
+        held = ", ".join(check.held) or "nothing could be checked"
+        log(f"{'BAD ' if check.failed else 'good'}  {check.folder}: {held}")
+        for kind, lines in (("wrong", check.failed), ("not checked", check.unchecked)):
+            for line in lines:
+                log(f"      {kind}: {line}")
+    print_json({"checks": checks})
+    if bad := [str(check.folder) for check in checks if check.failed]:
+        raise CheckFailed(f"not what was written: {', '.join(bad)}")
 
 
-def verify(path: Path) -> Verification:
+def check_folders(path: Path) -> list[FolderCheck]:
     """Check one folder of ours, or every one in the folder of a run; half-written ones have names with a dot."""
     places = (manifest.relative_to(path) for manifest in path.rglob(MANIFEST))
     inside = (path / place.parent for place in places if not any(part.startswith(".") for part in place.parts))
     folders = [path] if (path / MANIFEST).is_file() else sorted(inside)
     if not folders:
         raise RunFolderError(f"{path}: no folder of ours: nothing in it has a {MANIFEST}")
-    return Verification([_check(folder) for folder in folders])
+    return [_check(folder) for folder in folders]
 
 
 def _check(folder: Path) -> FolderCheck:
@@ -100,7 +93,7 @@ def _check_files(folder: Path) -> None:
     present = [file for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()]
     listed = described_files(folder).keys() | {MANIFEST}
     if extra := sorted({file.relative_to(folder).as_posix() for file in present} - listed):
-        raise VerificationError(f"{folder / extra[0]}: is not among the files that were written")
+        raise CheckFailed(f"{folder / extra[0]}: is not among the files that were written")
 
 
 def _check_base(path: Path) -> None:
@@ -122,11 +115,11 @@ def _check_log(folder: Path) -> None:
         if place_of(record)[1]:  # an evaluation
             continue
         if not 0 < step - before <= max(every, now_every):  # a resume may have changed it
-            raise VerificationError(f"{metrics}: after step {before} steps are missing, or out of order")
+            raise CheckFailed(f"{metrics}: after step {before} steps are missing, or out of order")
         before, every = step, now_every
     last = state.step if train.max_forgetting is None else train.max_steps  # the log goes on after the best step
     if before != last:
-        raise VerificationError(f"{metrics}: step {last} is missing")
+        raise CheckFailed(f"{metrics}: step {last} is missing")
 
 
 def _check_export(folder: Path) -> None:
@@ -143,7 +136,7 @@ def _check_joined(folder: Path) -> None:
     model = placed(load_written(JoinedForCausalLM, folder)).eval()
     now = record_base(model.base, ModelConfig(base=report.base)).content_sha256
     if now != report.base_sha256:
-        raise VerificationError(f"{folder}: its base is SHA-256 {now[:12]}, joined was {report.base_sha256[:12]}")
+        raise CheckFailed(f"{folder}: its base is SHA-256 {now[:12]}, joined was {report.base_sha256[:12]}")
     num_old = model.base.config.vocab_size  # it lacks new tokens: others in their place
     prompts = [ids % num_old for ids in sample_ids(load_tokenizer(ModelConfig(base=str(folder))))]
     alone = [model.of_all_tokens(0, logits) for logits in own_logits(model.base, prompts)]
@@ -158,15 +151,11 @@ def _is_joined(folder: Path, folder_format: str) -> bool:
     return report.get("kind") == KIND and report["format"] == folder_format
 
 
-def _has_log(folder: Path) -> bool:
-    return folder.name == "final" and TrainState.is_in(folder)
-
-
 # The name of a check, the folders that it concerns, and how it is done.
 _CHECKS: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], None]], ...] = (
     ("hashes", Path.is_dir, _check_files),
     ("base and its preservation", BaseRecord.is_in, _check_base),
-    ("log", _has_log, _check_log),
+    ("log", lambda folder: folder.name == "final" and TrainState.is_in(folder), _check_log),
     ("parity", ExportRecord.is_in, _check_export),
     ("base and its preservation", partial(_is_joined, folder_format="transformers"), _check_joined),
     ("routed logits", partial(_is_joined, folder_format="llama"), check_plain_join),

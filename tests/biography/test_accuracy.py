@@ -10,7 +10,7 @@ from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained
 from scripts.biography.accuracy import first_token_accuracy
 from scripts.biography.tasks import Question
-from tests.widening import as_if_trained, tiny_llama, widen
+from tests.widening import tiny_llama
 
 
 def some_questions(count: int) -> list[Question]:
@@ -57,12 +57,3 @@ def test_accuracy_is_what_one_question_at_a_time_gives_for_heads_and_rules() -> 
         wanted = sum(said[name] == asked.answer[0] for said, asked in zip(by_hand, questions, strict=True))
         assert share == pytest.approx(wanted / len(questions))
     assert len(set(shares.values())) > 1  # or the heads and rules would not have been told apart
-
-
-def test_a_widened_model_answers_as_its_base_head_and_its_adaptation_head_do() -> None:
-    base = tiny_llama()
-    model = as_if_trained(widen(tiny_llama(), "route", "top:1", threshold=0.1))
-    questions = some_questions(30)
-    shares = first_token_accuracy(model, questions, RouterConfig(threshold=0.1), "no")
-    beside = first_token_accuracy(BaseAndTrained(base, base), questions, RouterConfig(), "no")
-    assert shares["base"] == beside["base"] == beside["adapted"] == beside["posterior"]

@@ -28,11 +28,8 @@ def test_every_method_of_the_paper_runs_by_default() -> None:
     ("override", "named"),
     [
         ("people.task_0=300", "people: task_0 300 is more than pretraining 200"),
-        ("people.pretrained=3", "people.pretrained: unknown key (did you mean pretraining?)"),
         ("model.hidden_size=130", "model: num_key_value_heads divides"),
-        ("methods=[]", "methods"),
         ("methods=[{name: a, lr: 1, method: {}}, {name: a, lr: 1, method: {}}]", "methods: two"),
-        ("methods.0.method.variant=fuller", "methods"),
         ("methods.0.method.vocabulary={}", "vocabulary: the benchmark's tokenizer"),
         ("methods.0.method={distillation: {weight: 1}}", "distillation.weight: the benchmark"),
         ("methods.0.method={expansion: {codes: cooccurrence}}", "expansion.codes: cooccurrence is counted"),

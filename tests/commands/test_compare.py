@@ -2,60 +2,27 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
-from unittest.mock import patch
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from scale_cli.commands.compare import compare, compare_runs, setup_differences
-from scale_cli.commands.evaluate import evaluate
-from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale
-from scale_cli.comparison import Option, front, load_runs, mean_interval, non_dominated
+from scale_cli.comparison import Option, front, load_runs, mean_interval
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.report import Interval
 from scale_cli.storage.atomic import verify_folder
-from tests.command_line import Scale
-from tests.export.conftest import configured
 from tests.finished_run import Made, write_json, write_run
 
 TASKS = {"blimp": (-0.06, 0.001), "kobest_copa": (0.04, 0.5)}
 SCRIPT = "<script>alert(1)<|script>"  # a folder's name cannot hold a slash
-
-
-class Page(HTMLParser):
-    """What a page holds; fails where a tag is closed that is not open."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.text = path.read_text(encoding="utf-8")
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.references: list[str] = []
-        self.words = ""
-        self.feed(self.text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-        places = ("src", "href", "srcset", "data", "action", "poster", "xlink:href")
-        self.references += [value or "" for name, value in attrs if name in places]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style":
-            self.words += data
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +53,15 @@ def test_the_page_is_whole_names_every_run_and_asks_for_nothing_from_outside(
     compared: tuple[list[Path], Path],
 ) -> None:
     folders, out = compared
-    page = Page(out / "report.html")
-    assert page.open == []
-    assert page.references and all(place.startswith("data:image/svg+xml;base64,") for place in page.references)
-    assert not page.tags & {"script", "link", "iframe", "object", "base"}
-    assert not re.search(r"@import|url\(", page.text)
+    page = (out / "report.html").read_text(encoding="utf-8")
+    body = ElementTree.fromstring(re.search(r"<main>.*</main>", page, re.DOTALL)[0])  # type: ignore[index]
+    references = [value for element in body.iter() for key, value in element.items() if key in ("src", "href")]
+    assert references and all(place.startswith("data:image/svg+xml;base64,") for place in references)
+    assert not re.search(r"@import|url\(|<(script|link|iframe|object|base)\b", page)
+    words = "".join(body.itertext())
     for told in (*(folder.name for folder in folders), "청원", "no difference shown", "not finite", "50.0 %"):
-        assert told in page.words
-    assert "forgetting of English" in page.words and "bits/byte" in page.words
+        assert told in words
+    assert "forgetting of English" in words and "bits/byte" in words
 
 
 def test_the_report_holds_its_inputs_unchanged(compared: tuple[list[Path], Path]) -> None:
@@ -122,33 +90,56 @@ def test_the_figure_and_the_tables_are_well_formed_and_a_name_is_text(compared: 
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
 
 
-def edit_report(folder: Path, edit: Callable[[dict[str, object]], object]) -> None:
+def edit_report(folder: Path, edit: Callable[[Any], object]) -> None:
     path = folder / "evaluation" / "report.json"
     report = json.loads(path.read_text(encoding="utf-8"))
     edit(report)
     write_json(path, report)
 
 
-def test_runs_with_one_side_say_what_is_missing(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", Made("full"))
-    edit_report(folder, lambda report: report["corpora"].pop())  # type: ignore[attr-defined]
-    compare([folder], tmp_path / "out")
-    page = Page(tmp_path / "out" / "report.html")
-    assert "A trade-off needs a retention and an acquisition corpus" in page.words
+def of_base(report: Any) -> Any:
+    return report["corpora"][0]["heads"]["base"]
+
+
+def another_base(folder: Path) -> None:
+    shutil.rmtree(folder)
+    write_run(folder, Made(base="b" * 64))
 
 
 @pytest.mark.parametrize(
-    ("missing", "verb"),
-    [("final/position.json", "train"), ("evaluation/report.json", "evaluate")],
+    ("change", "named"),
+    [
+        (lambda folder: edit_report(folder, lambda report: report["corpora"][0].update(num_bytes=1)), "num_bytes"),
+        (lambda folder: edit_report(folder, lambda report: report["corpora"][0].update(name="others")), "others"),
+        (lambda folder: edit_report(folder, lambda report: of_base(report).update(nats_per_token=9.0)), "sequence_len"),
+        (lambda folder: edit_report(folder, lambda report: report["benchmarks"][0].update(num_items=7)), "blimp"),
+        (lambda folder: edit_report(folder, lambda report: report.update(trained_sha256="x")), "scale evaluate"),
+        (lambda folder: (folder / "final/manifest.json").unlink(), r"manifest\.json is missing \(`scale train`"),
+        (another_base, "different base models"),
+        (lambda folder: write_json(folder / "evaluation" / "report.json", {"variant": "full"}), "damaged"),
+    ],
 )
-def test_a_run_that_is_not_finished_is_named_with_what_is_missing(
-    folders: list[Path], tmp_path: Path, missing: str, verb: str
+def test_what_cannot_stand_beside_the_others_is_refused_by_its_name(
+    folders: list[Path], tmp_path: Path, change: Callable[[Path], None], named: str
 ) -> None:
-    (folders[1] / missing).unlink()
-    with pytest.raises(RunFolderError, match=missing) as refused:
+    change(folders[1])
+    with pytest.raises((RunFolderError, StorageError), match=named) as refused:
         compare(folders, tmp_path / "out")
-    assert str(folders[1]) in str(refused.value) and f"scale {verb}" in str(refused.value)
+    assert str(folders[1]) in str(refused.value)
     assert not (tmp_path / "out").exists()
+    with pytest.raises(RunFolderError, match="given twice"):
+        compare([folders[0], folders[0] / "." / "final" / ".."], tmp_path / "out")
+
+
+def test_runs_of_one_name_are_told_apart_by_their_parents_and_no_run_is_written_over(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / parent / "full", Made()) for parent in ("seed0", "seed1")]
+    edit_report(folders[0], lambda report: report["corpora"].pop())
+    edit_report(folders[1], lambda report: report["corpora"].pop())
+    assert [run.name for run in compare(folders, tmp_path / "out").runs] == ["seed0/full", "seed1/full"]
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "A trade-off needs a retention and an acquisition corpus" in page
+    with pytest.raises(RunFolderError, match="--output"):
+        compare(folders, folders[0])
 
 
 def test_runs_of_other_tokens_compare_in_bytes_and_not_in_tokens(tmp_path: Path) -> None:
@@ -173,94 +164,12 @@ def test_runs_of_other_tokens_compare_in_bytes_and_not_in_tokens(tmp_path: Path)
     ]
     assert "base, tokens of grown" not in english
     assert english["grown"] == english["route"]
-    assert "64 new tokens" in text
-    assert "Bytes a token, by corpus: route 4.00 4.00, grown 4.00 16.00" in text
     same = write_run(tmp_path / "same", Made("route", new_tokens=64, base_bits=1.7))
     with pytest.raises(RunFolderError, match="sequence_length"):
         compare([tmp_path / "grown", same], tmp_path / "out")
 
 
-def test_another_base_is_refused_by_both_names(tmp_path: Path) -> None:
-    one, other = write_run(tmp_path / "one", Made()), write_run(tmp_path / "other", Made(base="b" * 64))
-    with pytest.raises(RunFolderError, match="different base models") as refused:
-        compare([one, other], tmp_path / "out")
-    assert all(str(folder) in str(refused.value) for folder in (one, other))
-
-
-@pytest.mark.parametrize(
-    ("edit", "named"),
-    [
-        (lambda report: report["corpora"][0].update(num_bytes=1), "num_bytes"),
-        (lambda report: report["corpora"][0].update(name="others"), "others"),
-        (lambda report: report["corpora"][0]["heads"]["base"].update(nats_per_token=9.0), "sequence_length"),
-        (lambda report: report["benchmarks"][0].update(num_items=7), "blimp"),
-        (lambda report: report.update(trained_sha256="other"), "scale evaluate"),
-    ],
-)
-def test_what_was_measured_otherwise_is_refused(
-    folders: list[Path], tmp_path: Path, edit: Callable[[dict[str, object]], None], named: str
-) -> None:
-    edit_report(folders[1], edit)
-    with pytest.raises(RunFolderError, match=named):
-        compare(folders, tmp_path / "out")
-
-
-def test_a_damaged_report_and_a_run_given_twice_are_one_message(folders: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="given twice"):
-        compare([folders[0], folders[0] / "." / "final" / ".."], tmp_path / "out")
-    write_json(folders[0] / "evaluation" / "report.json", {"variant": "full"})
-    with pytest.raises(StorageError, match=re.escape(str(folders[0]))):
-        compare(folders, tmp_path / "out")
-
-
-def test_runs_of_one_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / parent / "full", Made()) for parent in ("seed0", "seed1")]
-    assert [run.name for run in compare(folders, tmp_path / "out").runs] == ["seed0/full", "seed1/full"]
-
-
-def test_an_earlier_comparison_is_replaced_and_nothing_else_is(folders: list[Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    compare(folders, out)
-    compare(folders[:1], out)
-    assert len(json.loads((out / "report.json").read_text(encoding="utf-8"))["runs"]) == 1
-    (out / "notes.txt").write_text("mine", encoding="utf-8")
-    with pytest.raises(RunFolderError, match="something other"):
-        compare(folders, out)
-    before = sorted(folders[0].rglob("*"))
-    with pytest.raises(RunFolderError, match="--output"):
-        compare(folders, folders[0])
-    assert sorted(folders[0].rglob("*")) == before
-
-
-def test_two_real_runs_end_to_end(shared_data: Path, tmp_path: Path, scale: Scale) -> None:
-    configs = [configured(shared_data, tmp_path / name, {"variant": name}) for name in ("full", "route")]
-    for config in configs:
-        upscale(config)
-        train(config, None, print)
-        with patch.object(AutoModelForCausalLM, "from_pretrained", wraps=AutoModelForCausalLM.from_pretrained) as read:
-            evaluate(config)
-        assert read.call_count == 1, "of a rival, too"
-    done = scale("compare", *(config.output_dir for config in configs), "--output", tmp_path / "out")
-    assert done.exit_code == 0
-    assert "full + base" in done.stdout and str(tmp_path / "out" / "report.html") in done.stdout
-    full, route = (run["cost"] for run in json.loads((tmp_path / "out" / "report.json").read_text())["runs"])
-    assert full["trainable_parameters"] == full["total_parameters"] > 0
-    assert route["total_parameters"] == route["trainable_parameters"] + full["total_parameters"]
-
-
 # How models can be served, and which of these ways no other beats
-
-
-@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=1, max_size=12))  # few values, so ties
-def test_no_kept_point_is_dominated_and_every_other_is_by_a_kept_one(points: list[tuple[float, float]]) -> None:
-    def beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
-        return one != other and one[0] <= other[0] and one[1] >= other[1]
-
-    kept = non_dominated(points)
-    best = [point for point, keep in zip(points, kept, strict=True) if keep]
-    assert best and not any(beats(other, point) for point in best for other in points)
-    dropped = [point for point, keep in zip(points, kept, strict=True) if not keep]
-    assert all(any(beats(other, point) for other in best) for point in dropped)
 
 
 def options(tmp_path: Path, *made: Made) -> list[Option]:
@@ -283,9 +192,18 @@ def test_only_methods_that_widen_nothing_need_a_second_model_to_be_mixed(
     assert [(o.head, o.num_models, o.passes) for o in options(tmp_path, Made(variant=variant))] == expected
 
 
-def test_the_front_leaves_out_what_the_base_itself_beats_and_what_is_not_finite(tmp_path: Path) -> None:
-    found = options(tmp_path, Made("full", 0.4, 0.9), Made("preserve", 0.1, -0.2), Made("lora", None, None))
-    assert [option.label for option in front([o for o in found if o.head == "adapted"], 2)] == ["0-full"]
+@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), max_size=12))  # few values, so ties
+def test_the_front_is_what_neither_another_nor_the_base_beats(points: list[tuple[int, int]]) -> None:
+    def beats(one: tuple[int, int], other: tuple[int, int]) -> bool:
+        return one != other and one[0] <= other[0] and one[1] >= other[1]
+
+    def option(lost: float | None, gained: float | None) -> Any:
+        either = Interval(lost, None, None), Interval(gained, None, None)
+        return SimpleNamespace(num_models=1, lost=either[0], gained=either[1], is_finite=lost is not None)
+
+    best = front([*(option(*point) for point in points), option(None, None)], 1)
+    kept = [(of.lost.value, of.gained.value) for of in best]
+    assert kept == sorted(point for point in points if not any(beats(other, point) for other in [*points, (0, 0)]))
 
 
 @given(st.lists(st.tuples(st.floats(-10, 10), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=5))

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from scale_cli.commands import init as fitting
-from scale_cli.commands import plan as plan_module
-from scale_cli.commands.init import SCHEMA_FILE, NewTokens, Parted, Sizes, Starter, fit_sizes, source_of
-from scale_cli.commands.plan import plan
+from scale_cli.commands.init import SCHEMA_FILE, NewTokens, Parted, Sizes, config_text, fit_sizes, source_of
 from scale_cli.config.load import checked, load_config, parse
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource, TextSource
@@ -37,20 +32,15 @@ SIZES = Sizes(CPU, "bf16", 256, 16, 8, 200, 5.0, 2**30, 2**34)
 NO_NEW = NewTokens("1.2 a character")
 
 
-def once(count: Callable[..., Any]) -> Callable[..., Any]:
-    """Count one model of all examples: what else is found hangs on neither its work nor its memory."""
-    known: list[Any] = []
-
-    def counted(*arguments: Any) -> Any:
-        if not known:
-            known.append(count(*arguments))
-        return known[0]
-
-    return counted
-
-
 def counted_once() -> dict[str, Callable[..., Any]]:
-    return {name: once(getattr(fitting, name)) for name in ("count_flops", "count_saved_tensors")}
+    """Count one model of all examples: what else is found hangs on neither its work nor its memory."""
+    counts = {"count_flops": fitting.count_flops, "count_saved_tensors": fitting.count_saved_tensors}
+    known: dict[str, Any] = {}
+
+    def counting(name: str) -> Callable[..., Any]:
+        return lambda *asked: known[name] if name in known else known.setdefault(name, counts[name](*asked))
+
+    return {name: counting(name) for name in counts}
 
 
 TINY_COUNTED, STORIES_COUNTED = counted_once(), counted_once()
@@ -75,17 +65,14 @@ def flat(flags: dict[str, Path | str]) -> list[Path | str]:
     return [part for pair in flags.items() for part in pair]
 
 
-def test_what_is_written_can_be_planned_offers_new_tokens_and_replay_and_is_never_written_over(
+def test_what_is_written_offers_new_tokens_and_replay_and_is_never_written_over(
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
-    monkeypatch.setattr(plan_module, "_BYTES_LEARNED", 1 << 18)
-    monkeypatch.setattr(fitting, "_BYTES_READ", 1 << 19)
+    monkeypatch.setattr(fitting, "_BYTES_READ", 1 << 18)
     file = tmp_path / "mine.yaml"
     done = scale("init", file, *flat(flags))
     assert (done.exit_code, done.stderr) == (0, "")
     config = load_config(file)
-    assert plan(config, flops=1e12, num_processes=1).methods[0].chosen
     (corpus, _), (held_out, retention) = config.corpus.sources, config.evaluation.perplexity
     assert (held_out.role, retention.role, held_out.path) == ("acquisition", "retention", corpus.path)
     assert corpus.skip_documents == held_out.max_documents
@@ -111,7 +98,6 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--base", "/absent/base", "/absent/base"),
         ("--corpus", "/absent/*.txt", "corpus: no file matches /absent/*.txt"),
         ("--corpus", "short.txt", "and a step takes 2,048"),
         ("--retention", "empty.txt", "no document with text"),
@@ -140,9 +126,9 @@ def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
 def written_for(base: str, corpus: str, language: str, sizes: Sizes = SIZES) -> Any:
     """Return the config that is written, parsed, for texts that nobody looks into."""
     trained, held, kept = ({"name": name, "path": f"{corpus}.txt", "language": language} for name in ("a", "b", "c"))
-    parts = Parted(trained, held, ""), Parted({}, kept, "")
-    starter = Starter(Path("mine.yaml"), {"base": base}, *parts, "en", NO_NEW, sizes, "5.0e-3")
-    return parse(starter.text(), "mine.yaml")
+    texts = {"corpus": Parted(trained, held, ""), "kept": Parted({}, kept, ""), "retention_language": "en"}
+    model = {"base": base}
+    return parse(config_text(Path("mine.yaml"), model=model, **texts, new=NO_NEW, sizes=sizes, lr="5e-3"), "mine.yaml")
 
 
 @settings(max_examples=50, deadline=None)
@@ -209,16 +195,6 @@ def write_jsonl(folder: Path, documents: list[str]) -> str:
     return "a.jsonl"
 
 
-def write_parquet(folder: Path, documents: list[str]) -> str:
-    pq.write_table(pa.table({"text": documents}), folder / "a.parquet")
-    return "*.parquet"
-
-
-def write_gzip(folder: Path, documents: list[str]) -> str:
-    (folder / "a.txt.gz").write_bytes(gzip.compress("\n\n".join(documents).encode()))
-    return "a.txt.gz"
-
-
 @pytest.mark.parametrize(
     ("write", "told", "verb"),  # all of `run` but the reading is alike
     [
@@ -226,8 +202,6 @@ def write_gzip(folder: Path, documents: list[str]) -> str:
         (write_novel, "1 document: its last tenth held out; written as mine.corpus.jsonl and", "run"),
         (write_lines, " documents (a line each): the first ", "prepare"),
         (write_jsonl, "60 documents: the first 6 held out, the rest to train on", "prepare"),
-        (write_parquet, "60 documents: the first 6 held out, the rest to train on", "prepare"),
-        (write_gzip, "60 documents (text between blank lines): the first 6 held out", "prepare"),
     ],
 )
 def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
@@ -273,10 +247,8 @@ def texts_of(source: TextSource) -> list[str]:
 @pytest.mark.parametrize(
     ("given_text", "source"),
     [
-        ("owner/words", {"dataset": "owner/words"}),
         ("owner/words:kor_Hang", {"dataset": "owner/words", "subset": "kor_Hang"}),
         ("owner/words::test", {"dataset": "owner/words", "split": "test"}),
-        ("data/words.txt.xz", {"path": "data/words.txt.xz"}),
         ("data/*.jsonl", {"path": "data/*.jsonl"}),
     ],
 )

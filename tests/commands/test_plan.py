@@ -13,11 +13,14 @@ from scale_cli.commands import plan as plan_module
 from scale_cli.commands.plan import Plan, methods_beside, plan
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.methods import METHODS
+from scale_cli.methods.full import FreezeConfig
 from scale_cli.upscale.run import Run
 from scripts.benchmark.algebra import ideal_flops_per_token
 from tests.benchmark.test_algebra import LLAMA_3_2_1B
 from tests.command_line import Scale
 from tests.vocabulary.tokenizers_at_hand import BROKEN, KOREAN, llama_2
+
+SMALL = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
 
 
 def tree(folder: Path, base: Path, **method: Any) -> dict[str, Any]:
@@ -53,13 +56,12 @@ def test_llama_3_2_1b_is_planned_from_its_config_alone(tmp_path: Path, monkeypat
     config = tree(tmp_path, write_base(tmp_path / "base"), variant="full")
     config["corpus"]["sequence_length"] = 8192
     (full,) = plan(RunConfig.model_validate(config), flops=4e14, num_processes=2).methods
-    assert full.chosen
     assert (full.parameters.num_frozen, full.parameters.num_trainable) == (0, 1_235_814_400)
     assert round(full.flops_per_token / 1e9, 2) == 9.03
 
 
 def test_the_flops_are_those_that_the_mathematics_asks_for_and_the_time_is_theirs(every_method: Plan) -> None:
-    assert every_method.num_tokens == 10 * 4 * 8192
+    assert every_method.methods[0].num_tokens == 10 * 4 * 8192
     assert {method.variant for method in every_method.methods} == METHODS.keys() and not every_method.refused
     for method in every_method.methods:
         ideal = ideal_flops_per_token(
@@ -69,7 +71,7 @@ def test_the_flops_are_those_that_the_mathematics_asks_for_and_the_time_is_their
         )
         assert method.flops_per_token == pytest.approx(ideal.total, rel=1e-12)
         assert method.flops.products == ideal.linear + ideal.head
-        assert method.time_s == pytest.approx(every_method.num_tokens * ideal.total / (2 * 4e14))
+        assert method.time_s == pytest.approx(method.num_tokens * ideal.total / (2 * 4e14))
 
 
 def test_every_method_has_a_row_of_work_and_one_of_memory(every_method: Plan) -> None:
@@ -98,7 +100,7 @@ def test_what_is_rarely_meant_and_what_is_not_there_is_warned_of_within_100_colu
     (absent,) = every_method.warnings
     assert absent.startswith("news: no file matches ") and "`scale run`" in absent
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
-    config = tree(tmp_path, write_base(tmp_path / "base"), variant="preserve")
+    config = tree(tmp_path, write_base(tmp_path / "base", SMALL), variant="preserve")
     config["train"]["warmup_steps"] = 99
     made = plan(RunConfig.model_validate(config), 1e12, 1)
     _, idle = made.warnings
@@ -108,27 +110,18 @@ def test_what_is_rarely_meant_and_what_is_not_there_is_warned_of_within_100_colu
         assert max(len(line.replace(planned.config.model.base, "base")) for line in planned.lines()) <= 100
 
 
-def test_a_decay_to_the_base_costs_those_methods_that_may_have_it(
-    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="preserve")])
-    config = tree(tmp_path, shared_data / "ckpt-stories260K" / "hf", variant="full")
-    config["train"]["decay_to_base"] = True
-    full, preserve = plan(RunConfig.model_validate(config), 1e12, 1).methods
-    assert full.memory.frozen == full.memory.trainable
-    assert preserve.memory.frozen == 2 * preserve.parameters.num_frozen, "the base in bfloat16"
-
-
-def test_a_method_that_the_base_is_too_small_for_is_named_and_the_others_are_planned(
+def test_a_method_that_the_base_is_too_small_for_is_named_and_a_decay_costs_those_that_may_have_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside = [MethodConfig(variant="freeze"), MethodConfig(variant="full")]
+    beside = [MethodConfig(variant="freeze", freeze=FreezeConfig(num_layers=9)), MethodConfig(variant="preserve")]
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: beside)
-    base = write_base(tmp_path / "base", LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4))
-    config = RunConfig.model_validate(tree(tmp_path, base, variant="preserve"))
-    made = plan(config, 1e12, 1)
-    assert made.refused.keys() == {"freeze"} and [method.variant for method in made.methods] == ["preserve", "full"]
-    assert any("freeze" in line and "2 layers" in line for line in made.lines())
+    config = tree(tmp_path, write_base(tmp_path / "base", SMALL), variant="full")
+    config["train"]["decay_to_base"] = True
+    made = plan(RunConfig.model_validate(config), 1e12, 1)
+    assert any("freeze" in line and "4 layers" in line for line in made.lines())
+    full, preserve = made.methods
+    assert full.memory.frozen == full.memory.trainable
+    assert preserve.memory.frozen == 2 * preserve.parameters.num_frozen, "the base in bfloat16"
 
 
 def test_a_tokenizer_that_loses_the_text_is_told_in_the_plan(tmp_path: Path) -> None:
@@ -146,7 +139,7 @@ def test_a_tokenizer_that_loses_the_text_is_told_in_the_plan(tmp_path: Path) -> 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    base = write_base(tmp_path / "base", LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4))
+    base = write_base(tmp_path / "base", SMALL)
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree(tmp_path, base, variant="preserve")), encoding="utf-8")
     return path
@@ -155,7 +148,7 @@ def small(tmp_path: Path) -> Path:
 def test_the_verb_prints_the_plan_for_people_or_as_json_and_writes_nothing(
     small: Path, scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="full")])
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
     absent = "evaluation.benchmarks=[{name: questions, path: nowhere.yaml, language: ko}]"
     done = scale("plan", small, absent, "--flops", "4.0e14")
     assert done.exit_code == 0
@@ -163,16 +156,14 @@ def test_the_verb_prints_the_plan_for_people_or_as_json_and_writes_nothing(
     assert "questions: no such file: nowhere.yaml; the plan needs no text" in " ".join(shown.split())
     assert "400 TFLOP/s as stated" in shown and "10 steps x 4 windows x 64 tokens = 2,560 tokens" in shown
     told = json.loads(scale("plan", small, absent, "--flops", "4.0e14", "--json").stdout)
-    assert "base_config" not in told and told["num_tokens"] == 2560
-    methods = told["methods"]
-    assert methods[0]["variant"] == "preserve" and methods[0]["memory_bytes"] == sum(methods[0]["memory"].values())
+    assert "base_config" not in told and told["methods"][0]["variant"] == "preserve"
+    assert told["methods"][0]["num_tokens"] == 2560
     assert not (small.parent / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["method.variant=freeze", "method.freeze.num_layers=9"], ["method.freeze.num_layers", "4 layers"]),
         (["method.variant=lora", "method.lora.targets=[no_such_proj]"], ["method.lora.targets"]),
         (["corpus.sequence_length=100000"], ["corpus.sequence_length"]),
         (["--num-processes", "3"], ["train.global_batch_size", "3 processes"]),

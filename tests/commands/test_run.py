@@ -97,7 +97,13 @@ def test_the_folder_of_a_run_stands_for_its_config_wherever_it_lies(
 ) -> None:
     moved = finished.output_dir.rename(tmp_path / "moved")
     monkeypatch.setattr(plan, "methods_beside", lambda _: [])
-    for verb, *options in (["evaluate"], ["export", "export.format=adapter"], ["verify"], ["plan", "--flops", "1e12"]):
+    for verb, *options in (
+        ["evaluate"],
+        ["export", "export.format=adapter"],
+        ["verify"],
+        ["plan", "--flops", "1e12"],
+        ["compare", "--output", tmp_path / "compared"],
+    ):
         assert scale(verb, moved, *options).exit_code == 0
     assert (moved / "export" / "adapter").is_dir()
     assert not finished.output_dir.exists()

@@ -19,7 +19,6 @@ from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import router_keys, write_plain
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.run import load_tokenizer
-from tests.command_line import Scale
 from tests.widening import as_if_trained, widen
 
 FREE = ["--port", "0"]
@@ -126,20 +125,12 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(folder: Path, tmp_p
         (folder, None, ["--port", "many"], "^--port: "),
         (folder, None, ["--host", "no such host"], "^--host no such host, --port 8000: "),
     ]
-    for path, engine, options, told in refused:
-        with pytest.raises(ScaleError, match=told) as error:
-            serve(path, engine, options, print, plainly=False)
-        assert "\n" not in str(error.value)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = ["--port", str(other.getsockname()[1]), "--host", "127.0.0.1"]
+        for path, engine, options, told in [*refused, (folder, None, taken, "Address already in use")]:
+            with pytest.raises(ScaleError, match=told) as error:
+                serve(path, engine, options, lambda line: pytest.fail(line), plainly=False)
+            assert "\n" not in str(error.value)
     installed.discard("uvicorn")
     with pytest.raises(ScaleError, match=r"uvicorn: pip install 'scale-cli\[serve\]'"):
         serve(folder, None, [], print, plainly=False)
-
-
-def test_a_port_in_use_is_one_line_before_anything_is_announced(
-    folder: Path, installed: set[str], scale: Scale
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        done = scale("serve", folder, "--", "--port", str(port), "--host", "127.0.0.1")
-    assert done.error().startswith(f"--host 127.0.0.1, --port {port}: Address already in use")
-    assert (done.exit_code, done.stdout) == (2, "")

@@ -26,7 +26,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def swept(config: Path, *arguments: str) -> list[sweeping.Trial]:
-    return sweeping.sweep(config, parse_grid(arguments, paired=False), lambda _: None).trials
+    return sweeping.sweep(config, parse_grid(arguments, paired=False), lambda _: None)
 
 
 def test_runs_rank_by_what_they_learned_and_none_is_run_again(config: Path, tmp_path: Path) -> None:

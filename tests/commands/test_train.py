@@ -69,19 +69,12 @@ TO_THE_BASE = (
 )
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [(), OTHERWISE],
-    ids=["adamw", "muon, distilled, averaged, lookahead, logged seldom"],
-)
 def test_interrupted_and_resumed_twice_equals_uninterrupted_bitwise(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, cut = (make_config(name, "train.eval_every_steps=4", *overrides) for name in ("whole", "cut"))
-    said: list[str] = []
-    uninterrupted, run = finished(whole, said), upscaled(cut)
-    (warning,) = [line for line in said if line.startswith("warning")]
-    assert "held-out tiny: 4 of its 4 documents (100.0 %) are in tiny, which is trained on" in warning
+    """Of Muon, distilled, averaged, with lookahead, logged seldom."""
+    whole, cut = (make_config(name, "train.eval_every_steps=4", *OTHERWISE) for name in ("whole", "cut"))
+    uninterrupted, run = finished(whole), upscaled(cut)
     for step, number in ((2, signal.SIGTERM), (5, signal.SIGINT)):
         raise_signal_after(monkeypatch, number, step)
         with pytest.raises(Interrupted) as stopped:
@@ -114,7 +107,7 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
     monkeypatch.setattr(training_run, "take_snapshot", takes(3600.0, training_run.take_snapshot))
     config = make_config("run", "train.eval_every_steps=4", "train.log_every_steps=2")
     run = upscaled(config)
-    summary = train(config, None, print)
+    position = train(config, None, print)
     logged = [record for record in read_records(run.metrics) if "loss" in record]
     before = [0, *(record["num_tokens"] for record in logged)]
     steps = [(0, 2), (2, 4), (4, 6), (6, 8), (8, 9)]
@@ -128,13 +121,10 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
     assert [record["mfu"] for record in logged] == [
         pytest.approx(record["tokens_per_s"] / peak, abs=1e-4) for record in logged
     ]
-    assert all(record["data_wait_s"] == 0.0 and record["peak_memory_bytes"] > 0 for record in logged)
-    position = summary.state
     assert (position.stepping_s, position.evaluating_s, position.saving_s) == (9.0, 2 * 7200.0, 3 * 3600.0)
     assert position.elapsed_s == position.stepping_s + position.evaluating_s + position.saving_s
     cost = json.loads((run.final / "cost.json").read_text(encoding="utf-8"))
     assert cost["tokens_per_s"] == position.tokens_per_s == position.num_tokens / 9
-    assert f"in 9 s ({position.num_tokens / 9:,.0f} tokens/s); besides 14,400 s evaluating" in summary.lines()[0]
     assert TrainState.load(run.final) == position
 
 
@@ -160,7 +150,6 @@ def everything(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatc
     )
     return (
         f"model.base={base}",
-        "model.dtype=bfloat16",
         "method.vocabulary={new_tokens: 64, min_count: 2, sources: [petitions]}",
         "method.collaboration.layers=none",
         "method.expansion.codes=cooccurrence",
@@ -175,7 +164,6 @@ def everything(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatc
         "train.lookahead={every_steps: 2}",
         "train.embedding_norm=bounded",
         "train.lr_multipliers={head: 3.0}",
-        "train.mixed_precision=bf16",
         "train.activation_checkpointing=true",
         "train.schedule=wsd",
         "train.on_nonfinite=skip",
@@ -226,7 +214,7 @@ def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
 
 def test_checkpoints_hold_the_expansion_and_nothing_frozen(make_config: MakeConfig) -> None:
     config = make_config("run")
-    added = {name for name, parameter in upscale(config).model.named_parameters() if parameter.requires_grad}
+    added = {name for name, parameter in upscale(config).load_to_train().named_parameters() if parameter.requires_grad}
     train(config, None, print)
     assert all(name.startswith("expansion.") for name in added)
     run = RunFolder(config.output_dir)

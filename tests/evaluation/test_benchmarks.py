@@ -80,8 +80,9 @@ def evaluated(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
     train(config, None, print)
     with pytest.MonkeyPatch.context() as patch:
         know_only(folder, patch)
-        summary = evaluate(config)
-    return config, summary.report, summary.lines()
+        lines: list[str] = []
+        report = evaluate(config, lines.append)
+    return config, report, lines
 
 
 Evaluated = tuple[RunConfig, Report, list[str]]

@@ -67,7 +67,7 @@ def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_
 ) -> None:
     config, preserve = trained_run(ROUTE), trained_run({"variant": "preserve"})
     assert "has not been measured" in first_line(card_of(config, None))
-    report = evaluate(config).report
+    report = evaluate(config)
     tiny = report.corpora[0].heads
     first = first_line(card_of(config, report))
     assert f"from {tiny['base'].bits_per_byte:.3f} to {tiny['adapted'].bits_per_byte:.3f} bits/byte" in first

@@ -44,7 +44,7 @@ def test_a_launched_run_is_one_process_s(shared_data: Path, tmp_path: Path) -> N
     assert files(two.output_dir) == files(one.output_dir)
     assert losses(RunFolder(two.output_dir)) == pytest.approx(losses(RunFolder(one.output_dir)), rel=1e-5)
     assert TrainState.load(RunFolder(two.output_dir).final).step == one.train.max_steps
-    verify(two.output_dir).require()
+    verify(two.output_dir)
 
 
 def test_a_launched_run_that_is_refused_says_so_once(shared_data: Path, tmp_path: Path) -> None:
@@ -138,10 +138,10 @@ def test_the_slurm_recipe_prepares_in_an_array_and_joins_to_what_one_process_wri
         ]
         subprocess.run(command, env=cluster(tmp_path, **task), timeout=PATIENCE_S, check=True)
     assert len(list((tmp_path / "many" / PARTS).iterdir())) == 0
-    for corpus in prepare(config).corpora.values():
-        joined = tmp_path / "many" / corpus.folder.name
+    for corpus in prepare(config)["corpora"].values():
+        joined = tmp_path / "many" / corpus["folder"].name
         assert {file.name: file.read_bytes() for file in joined.iterdir()} == {
-            file.name: file.read_bytes() for file in corpus.folder.iterdir()
+            file.name: file.read_bytes() for file in corpus["folder"].iterdir()
         }
 
 

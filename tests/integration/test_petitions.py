@@ -14,7 +14,7 @@ from scale_cli.commands.evaluate import check_forgetting
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import ForgettingError
+from scale_cli.errors import CheckFailed
 from scale_cli.evaluation.results import Report
 from scale_cli.processes import cpu_precision
 from scale_cli.storage.records import BaseRecord, RunFolder
@@ -110,5 +110,5 @@ def test_the_gate_fails_only_where_more_was_forgotten_than_allowed(report: Repor
     check_forgetting(report, 0.01)
     lost = report.with_role("retention")[0].heads["posterior"].bits_per_byte_difference.value
     assert lost is not None and lost > 0.0
-    with pytest.raises(ForgettingError, match="eltec"):
+    with pytest.raises(CheckFailed, match="eltec"):
         check_forgetting(report, lost / 2)

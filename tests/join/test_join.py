@@ -18,7 +18,7 @@ import scale_cli.commands.join as commands_join
 from scale_cli.commands.export import export
 from scale_cli.commands.join import join
 from scale_cli.commands.upscale import upscale
-from scale_cli.commands.verify import verify
+from scale_cli.commands.verify import check_folders
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import EvaluationConfig, ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, PreservationError, RunFolderError, ScaleError
@@ -81,7 +81,7 @@ def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
     from scale_cli.commands.evaluate import evaluate
 
     config = runs["writer"]
-    report = evaluate(config).report
+    report = evaluate(config)
     joined = join_runs([config.output_dir], prior=None, switch_rate=0.0)
     for wanted, got in zip(report.corpora, score_corpora(joined.model, joined.configs, joined.tokenizer), strict=True):
         assert got.heads["base"].nats_per_token == pytest.approx(wanted.heads["base"].nats_per_token)
@@ -96,7 +96,7 @@ def test_the_verb_prints_a_table_and_the_folder_is_whole_and_speaks(
     assert "0.693 at most" in scale("join", runs["korean"].output_dir, "--output", tmp_path / "out").stdout
     done = scale("generate", joined, "--prompt", "Lily", "--max-new-tokens", "3", "--show-heads")
     assert "spoken by" in done.stderr
-    (check,) = verify(joined).checks
+    (check,) = check_folders(joined)
     assert (check.held, check.failed) == (["hashes", "base and its preservation"], [])
     (continued,) = Generator(joined).continue_all(["Once upon a time"], Sampling(max_new_tokens=8))
     for token in continued.tokens:
@@ -130,7 +130,7 @@ def test_a_joined_folder_whose_base_is_another_is_found(joined: Path, tmp_path: 
         tensors = load_file(partial / "model.safetensors")
         tensors["base.model.norm.weight"] += 1.0
         save_file(tensors, partial / "model.safetensors", {"format": "pt"})
-    (check,) = verify(folder).checks
+    (check,) = check_folders(folder)
     assert "its base is SHA-256" in check.failed[0]
 
 
@@ -215,7 +215,7 @@ def test_a_head_that_computes_something_else_than_its_run_leaves_nothing_behind(
 def test_a_plain_join_is_held_to_its_runs_and_says_what_it_is_without_its_router(runs: Runs, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     join([runs[name].output_dir for name in ("korean", "upon")], plain, None, 0.0, folder_format="llama")
-    assert verify(plain).checks[0].held == ["hashes", "routed logits"]
+    assert check_folders(plain)[0].held == ["hashes", "routed logits"]
     assert "adds up what all the expansions say" in " ".join((plain / "README.md").read_text().split())
     with pytest.raises(ConfigError, match=r"--format llama: writer writes into the base's stream"):
         join([runs["writer"].output_dir], tmp_path / "none", prior=None, switch_rate=0.0, folder_format="llama")

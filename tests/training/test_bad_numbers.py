@@ -66,7 +66,7 @@ def test_skipped_steps_leave_no_trace_and_are_counted_over_resumes_however_often
         position = TrainState.load(run.checkpoint(6))
         assert (position.step, position.skipped_steps) == (6, 2)
     break_gradient_at(monkeypatch)
-    state = train(config, "auto", print).state
+    state = train(config, "auto", print)
     assert steps_with(run, "skipped") == [2, 5]
     due = [step for step in range(1, 10) if step % log_every_steps == 0 or step == 9]
     assert steps_with(run, "loss") == [step for step in due if step not in (2, 5)]

@@ -45,7 +45,7 @@ def test_overflows_lower_the_scale_are_left_out_and_a_resumed_run_ends_in_the_sa
     assert whole.evaluation.mixed_precision == "fp16"
     runs = [upscaled(config) for config in (whole, cut)]
     overflow_at(monkeypatch, 2, 5)
-    state = train(whole, None, print).state
+    state = train(whole, None, print)
     overflow_at(monkeypatch, 2, 5, until=4)
     with pytest.raises(Interrupted):
         train(cut, None, print)

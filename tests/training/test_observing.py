@@ -162,8 +162,8 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
     assert TrainState.load(run.final).step == 4
     records = [record for record in read_records(run.metrics) if EVALUATION in record]
     assert [(record["step"], record["best_step"]) for record in records] == [(2, 2), (4, 4), (6, 4), (8, 4), (9, 4)]
-    verify(run.root).require()
-    report = evaluate(whole).report
+    verify(run.root)
+    report = evaluate(whole)
     (arc_result,) = report.benchmarks
     of_step_4 = records[1][BENCHMARKS]["arc_easy"]
     for corpus in report.corpora:

@@ -94,8 +94,9 @@ def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config("run", *ADEPT)
-    summary = upscale(config)
-    assert "layers copied: " in "\n".join(summary.lines())
+    lines: list[str] = []
+    upscale(config, lines.append)
+    assert "layers copied: " in "\n".join(lines)
     train(config, None, lambda _: None)
     run = RunFolder(config.output_dir)
     rates = {step: measured_rates(run.checkpoint(step)) for step in (6, 9)}

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from scale_cli.commands.export import export
 from scale_cli.commands.plan import plan
 from scale_cli.commands.upscale import upscale
-from scale_cli.commands.verify import verify
+from scale_cli.commands.verify import check_folders
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.config.training import TrainConfig
@@ -57,7 +57,7 @@ def test_every_verb_takes_a_finished_run_for_its_base(
         assert scale("export", str(path), f"export.format={name}").exit_code == 0
     parity = json.loads((tmp_path / "upon" / "export" / "llama" / "parity.json").read_text())
     assert parity["max_logit_difference"] <= 1e-4
-    assert not [check for check in verify(tmp_path / "upon").checks if check.failed or check.unchecked]
+    assert not [check for check in check_folders(tmp_path / "upon") if check.failed or check.unchecked]
     assert scale("generate", str(tmp_path / "upon"), "--prompt", "Lily", "--max-new-tokens", "3").exit_code == 0
     assert {file: file.read_bytes() for file in before} == before
 
