@@ -24,8 +24,6 @@ NO_DIFFERENCE = "no difference shown"
 SIGNIFICANCE = 0.05
 # Beyond these, digits are noise: of a perplexity, and of nats lost by one document.
 _LARGE, _LONG_DOCUMENT = 1e6, 100.0
-_LEAST_SHOWN = 0.0005
-_SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 # What Markdown, or the HTML in it, reads as more than text. A bracket alone is none of it, nor a line within a word:
 # [+0.1, +0.2] and kobest_copa stay.
@@ -102,18 +100,12 @@ def perplexity(value: float | None) -> str:
     """Return a perplexity, which has no upper end, with as many digits as can be read."""
     if value is None:
         return NOT_FINITE
-    if value < _LARGE:
-        return f"{value:,.2f}"
-    digits, exponent = f"{value:.1e}".split("e+")
-    return f"{digits} × 10{str(int(exponent)).translate(_SUPERSCRIPT)}"
+    return f"{value:,.2f}" if value < _LARGE else f"{value:.1e}"
 
 
 def worst_document(value: float | None) -> str:
     """Return the most nats that a document lost; below zero it gained them, and no document lost any."""
-    if value is None:
-        return NOT_FINITE
-    digits = 3 if abs(value) < _LONG_DOCUMENT else 0
-    return "0.000" if abs(value) < _LEAST_SHOWN else f"{value:+,.{digits}f}"
+    return number(value, 3 if value is None or abs(value) < _LONG_DOCUMENT else 0, "+")
 
 
 def p_value(p: float) -> str:

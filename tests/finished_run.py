@@ -27,29 +27,17 @@ _WIDENED = ("preserve", "adapt", "route")
 
 @dataclass(frozen=True)
 class Made:
-    """What a made-up run is to report.
-
-    Args:
-        variant: of the method.
-        lost: English, bits/byte, served alone; None for not finite.
-        gained: Korean, likewise.
-        benchmarks: name to (difference in accuracy, Holm-adjusted p).
-        base: hash of the base's only tensor.
-        train: keys of the config's train section.
-        new_tokens: so many new ones, with which Korean takes a quarter of the tokens.
-        base_bits: of Korean, by the untouched base.
-        continued: whether prompts were continued.
-    """
+    """What a made-up run is to report."""
 
     variant: str = "full"
-    lost: float | None = 0.4
-    gained: float | None = 0.9
-    benchmarks: dict[str, tuple[float, float]] = field(default_factory=dict)
-    base: str = "a" * 64
-    train: dict[str, Any] = field(default_factory=dict)
-    new_tokens: int = 0
-    base_bits: float = BASE_BITS["ko"]
-    continued: bool = False
+    lost: float | None = 0.4  # of English, bits/byte, served alone; None for not finite
+    gained: float | None = 0.9  # of Korean, likewise
+    benchmarks: dict[str, tuple[float, float]] = field(default_factory=dict)  # difference in accuracy, p_holm
+    base: str = "a" * 64  # hash of the base's only tensor
+    train: dict[str, Any] = field(default_factory=dict)  # keys of the config's section
+    new_tokens: int = 0  # with which Korean takes a quarter of the tokens
+    base_bits: float = BASE_BITS["ko"]  # of Korean, by the untouched base
+    continued: bool = False  # whether prompts were
 
 
 def write_run(folder: Path, made: Made) -> Path:

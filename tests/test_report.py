@@ -52,7 +52,7 @@ def test_a_column_of_dashes_alone_is_left_out_of_titles_rows_and_sides() -> None
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(123456.7, "123,456.70"), (9.99e12, "1.0 × 10¹³"), (None, "not finite")],
+    [(123456.7, "123,456.70"), (9.99e12, "1.0e+13"), (None, "not finite")],
 )
 def test_a_perplexity_can_be_read_however_large(value: float | None, text: str) -> None:
     assert perplexity(value) == text
@@ -61,7 +61,7 @@ def test_a_perplexity_can_be_read_however_large(value: float | None, text: str) 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (10161.25, "+10,161"),
+        (10161.25, "+10161"),
         (-0.25, "-0.250"),
         (-1e-9, "0.000"),
         (None, "not finite"),
