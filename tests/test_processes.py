@@ -53,6 +53,7 @@ ROUTE = (
     "train.max_steps=4",
     "train.eval_every_steps=2",
     "train.max_forgetting=0",
+    "export.format=llama",
     CONTINUED,
 )
 # Every tensor's rate hangs on what the base says of text.
