@@ -21,7 +21,7 @@ from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
 from scale_cli.errors import ConfigError
-from scale_cli.planning import Device
+from scale_cli.planning import Device, count_flops, count_saved_tensors
 from tests.command_line import Scale
 from tests.vocabulary.grown_run import prove_on_few
 from tests.vocabulary.tokenizers_at_hand import ENGLISH
@@ -34,7 +34,7 @@ NO_NEW = NewTokens("1.2 a character")
 
 def counted_once() -> dict[str, Callable[..., Any]]:
     """Count one model of all examples: what else is found hangs on neither its work nor its memory."""
-    counts = {"count_flops": fitting.count_flops, "count_saved_tensors": fitting.count_saved_tensors}
+    counts: dict[str, Callable[..., Any]] = {"count_flops": count_flops, "count_saved_tensors": count_saved_tensors}
     known: dict[str, Any] = {}
 
     def counting(name: str) -> Callable[..., Any]:

@@ -13,7 +13,6 @@ from scale_cli.commands import plan as plan_module
 from scale_cli.commands.plan import Plan, methods_beside, plan
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.methods import METHODS
-from scale_cli.methods.full import FreezeConfig
 from scale_cli.upscale.run import Run
 from scripts.benchmark.algebra import ideal_flops_per_token
 from tests.benchmark.test_algebra import LLAMA_3_2_1B
@@ -113,8 +112,8 @@ def test_what_is_rarely_meant_and_what_is_not_there_is_warned_of_within_100_colu
 def test_a_method_that_the_base_is_too_small_for_is_named_and_a_decay_costs_those_that_may_have_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside = [MethodConfig(variant="freeze", freeze=FreezeConfig(num_layers=9)), MethodConfig(variant="preserve")]
-    monkeypatch.setattr(plan_module, "methods_beside", lambda _: beside)
+    freeze = MethodConfig.model_validate({"variant": "freeze", "freeze": {"num_layers": 9}})
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [freeze, MethodConfig(variant="preserve")])
     config = tree(tmp_path, write_base(tmp_path / "base", SMALL), variant="full")
     config["train"]["decay_to_base"] = True
     made = plan(RunConfig.model_validate(config), 1e12, 1)

@@ -125,8 +125,8 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(folder: Path, tmp_p
         (folder, None, ["--port", "many"], "^--port: "),
         (folder, None, ["--host", "no such host"], "^--host no such host, --port 8000: "),
     ]
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = ["--port", str(other.getsockname()[1]), "--host", "127.0.0.1"]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        taken = ["--port", str(listening.getsockname()[1]), "--host", "127.0.0.1"]
         for path, engine, options, told in [*refused, (folder, None, taken, "Address already in use")]:
             with pytest.raises(ScaleError, match=told) as error:
                 serve(path, engine, options, lambda line: pytest.fail(line), plainly=False)

@@ -111,7 +111,12 @@ def test_an_average_and_slow_weights_are_each_as_large_as_what_trains_and_what_i
 def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes(tmp_path: Path) -> None:
     """What a layer takes is the difference of two models of few."""
     config = load_config(CARD_OF_24_GB, [f"model.base={tmp_path}"])
-    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8}
+    sizes: dict[str, Any] = {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+    }
 
     def planned(num_layers: int) -> Memory:
         base = LlamaConfig(**sizes, num_hidden_layers=num_layers, max_position_embeddings=131072)
