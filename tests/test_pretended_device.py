@@ -225,8 +225,8 @@ def test_every_verb_of_a_run_computes_on_the_device(
     device: torch.device, config: RunConfig, tmp_path: Path, variant: str, formats: tuple[str, ...]
 ) -> None:
     config = asking_the_base(config, tmp_path) if variant == "adept" else config
-    counted, adept = {"codes": "cooccurrence"}, {"probe_windows": 2, "every_steps": 1}
-    config = shortened(config, tmp_path / "run", variant=variant, expansion=counted, adept=adept)
+    adept = {"probe_windows": 2, "every_steps": 1}
+    config = shortened(config, tmp_path / "run", variant=variant, adept=adept)
     if variant == "full":
         config = changed(config, train=ANCHORED)
 

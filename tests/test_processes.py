@@ -49,7 +49,6 @@ def losses(run: RunFolder) -> list[float]:
 CONTINUED = "evaluation.continuations={prompts: 3, prompt_tokens: 8, new_tokens: 4}"
 # All processes have to agree on which weights are kept.
 ROUTE = (
-    "method.expansion.codes=cooccurrence",
     "train.max_steps=4",
     "train.eval_every_steps=2",
     "train.max_forgetting=0",

@@ -8,7 +8,7 @@ from typing import Any
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import BASE_KEYS, UPSCALE_SECTIONS, MethodConfig, RunConfig, differences
 from scale_cli.data.batches import known_windows
-from scale_cli.data.corpora import ids_to_count, open_sources, training_sources, windows_of
+from scale_cli.data.corpora import open_sources, training_sources, windows_of
 from scale_cli.errors import RunFolderError
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import claimed, new_folder, write_text
@@ -54,9 +54,8 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
         method = method.with_settings(definition.find(method.settings, placed(base), probe))
     prompts = sample_ids(of_base)
     base_logits = own_logits(placed(base), prompts)
-    counted = ids_to_count(config, tokenizer) if definition.counts_text(method.settings) else None
     new = new_pieces(config, of_base, tokenizer)
-    model = placed(start_model(base, method, config.seed, new, tokenizer, counted))
+    model = placed(start_model(base, method, config.seed, new))
     check_preservation(definition.as_base(model), prompts, base_logits)
     with new_folder(upscaled) as partial:
         if definition.widens or method.vocabulary is not None:

@@ -36,6 +36,7 @@ _REMOVED = {
     "train.constant_lr_ratio": "leave it out; it was of the schedule infinite",
     "train.cooldown_steps": "leave it out; it was of the schedule infinite",
     "train.decay_shape": "leave it out; the decay of wsd is 1 - sqrt of the way",
+    "method.expansion.codes": "leave it out; codes by cooccurrence gained 0.6 % at most, and full fine-tuning as much",
     "method.elo": "leave it out; llama-pro and freeze train some of the layers too",
     "method.vocabulary.init": "new rows start as the mean of the old tokens that they are made of; leave it out",
 }

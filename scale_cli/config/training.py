@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from scale_cli.config.schedule import SCHEDULES
 from scale_cli.methods import METHODS
 from scale_cli.methods.recipes import AverageConfig, LookaheadConfig
 from scale_cli.values import (
@@ -44,10 +45,13 @@ def _left_out(key: str) -> str:
     return ", ".join(f"{value:g} with {' and '.join(names)}" for value, names in by_value.items())
 
 
-_Schedule = Annotated[
-    Literal["cosine", "linear", "constant", "wsd"],
-    gone(infinite="take wsd, whose trunk (decay_steps: 0) is constant and others branch off"),
-]
+if TYPE_CHECKING:
+    _Schedule = str
+else:
+    _Schedule = Annotated[
+        Literal[tuple(SCHEDULES)],
+        gone(infinite="take wsd, whose trunk (decay_steps: 0) is constant and others branch off"),
+    ]
 
 
 class LrMultipliers(Section):

@@ -15,7 +15,7 @@ from scale_cli.config.sources import CorpusConfig, ReadingConfig, TextSource
 from scale_cli.config.training import KEYS_OF_SCHEDULES
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.documents import CorpusReader
-from scale_cli.data.encoding import Document, Encoder, Ids, TokenizerSpec
+from scale_cli.data.encoding import Document, Encoder, TokenizerSpec
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.errors import CorpusError, RunFolderError
@@ -30,8 +30,6 @@ _FEW_LOST, _PLAINLY_LOST = 1e-4, 0.1
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 1 << 10, 1 << 17
 _HASHES_AT_ONCE = 1 << 20
 _LARGE_DOCUMENT_BYTES = 1 << 16
-# Tokens of which the neighbours are counted: they and their pairs are held in memory.
-_NUM_COUNTED = 2**24
 
 
 def cache_dir(config: RunConfig) -> Path:
@@ -66,12 +64,6 @@ def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
         with suppress(CorpusError):
             corpora[-1] = cache.open_if_there(source)
     return corpora
-
-
-def ids_to_count(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Ids:
-    """Return (N,) the first tokens of every source to be learned, of each an equal part of what there is room for."""
-    corpora = open_sources(config, config.corpus.new, tokenizer)
-    return np.concatenate([corpus.ids[: _NUM_COUNTED // len(corpora)] for corpus in corpora], dtype=np.int64)
 
 
 def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> None:

@@ -61,7 +61,6 @@ class Lora(Method[LoraConfig]):
     name, label = "lora", "LoRA"
     colour, mark = "#d99000", ("s", "■")
     section, settings = "lora", LoraConfig
-    draws_its_start = True
     adapter = "peft"
 
     def in_words(self, settings: LoraConfig) -> str:

@@ -45,7 +45,6 @@ class Method(Generic[Settings]):
     takes_new_tokens: ClassVar[bool] = False
     is_sharded: ClassVar[bool] = True  # may be trained in parts
     reads_known_text: ClassVar[bool] = False  # measures on sources of the role replay
-    draws_its_start: ClassVar[bool] = False  # by `seed`
     has_tensor_rates: ClassVar[bool] = False  # every tensor is a group of the optimiser, with a rate of its own
     adapter: ClassVar[Literal["", "scale", "peft"]] = ""  # whose folder holds what trains, to be put onto the base
 
@@ -80,12 +79,8 @@ class Method(Generic[Settings]):
         """
         raise NotImplementedError
 
-    def counts_text(self, settings: Settings) -> bool:
-        """Return whether what its blocks start as is counted in the corpus."""
-        return False
-
-    def start(self, model: Any, settings: Settings, seed: int, tokenizer: Any, ids_N: Any) -> None:
-        """Fill what `build` has added, but for rows of new tokens; `ids_N` is the text in which is counted, if any."""
+    def start(self, model: Any, settings: Settings, seed: int) -> None:
+        """Fill what `build` has added, but for rows of new tokens."""
 
     def restore(self, folder: Path, base: PreTrainedModel, settings: Settings, seed: int) -> Any:
         """Return the model that a method folder is of, its trained parameters not loaded yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from scale_cli.errors import BaseModelError
-from scale_cli.methods.codes import DrawCodes
+from scale_cli.methods.widened import STARTS
 from scale_cli.model.dense_blocks import dense_embedding, dense_weight, widened_linears
 from scale_cli.model.expansion_scale import Expansion, ExpansionLinear, ExpansionNorm
 from scale_cli.model.family_scale import READ_BY_ATTENTION, READ_BY_MLP, family_of
@@ -30,13 +30,7 @@ _PASSES = 2
 
 
 @torch.no_grad()
-def initialise_expansion(
-    model: ScaleForCausalLM,
-    start: str,
-    seed: int,
-    embedding_scale: float | None = None,
-    draw_codes: DrawCodes | None = None,
-) -> None:
+def initialise_expansion(model: ScaleForCausalLM, start: str, seed: int, embedding_scale: float | None = None) -> None:
     """Fill every added block; the base is only read.
 
     | block | reads -> writes       | svd                         | normal    |
@@ -59,7 +53,7 @@ def initialise_expansion(
     With an `embedding_scale`, E' is codes as large as the stream that it has to be seen beside, and the gains
     bring it to the size of a normalised stream everywhere: u is divided by rms(x), which grows from norm to norm.
 
-    | E'    | token -> u            | N(0, e^2), or `draw_codes`; e = embedding_scale x rms(x) before the last norm |
+    | E'    | token -> u            | N(0, e^2), e = embedding_scale x rms(x) before the last norm                  |
     | g'    | gain of norm k        | min(1, rms(x) before norm k / e); where x is read without, W22 by as much     |
 
     `start` is of W21, and of E' where no scale is given. The model's configuration is told e.
@@ -82,7 +76,7 @@ def initialise_expansion(
             _initialise_linear(widened, read, start, std, generator)
     _start_gains(model.root, expansion)
     if embedding_scale is not None:
-        _start_codes(model, seed, embedding_scale, draw_codes, generator)
+        _start_codes(model, seed, embedding_scale, generator)
 
 
 def _start_gains(base: Any, expansion: Expansion) -> None:
@@ -99,13 +93,7 @@ def _start_gains(base: Any, expansion: Expansion) -> None:
             getattr(layer, name).weight.fill_(gains.square().mean().sqrt())
 
 
-def _start_codes(
-    model: ScaleForCausalLM,
-    seed: int,
-    embedding_scale: float,
-    draw_codes: DrawCodes | None,
-    generator: torch.Generator,
-) -> None:
+def _start_codes(model: ScaleForCausalLM, seed: int, embedding_scale: float, generator: torch.Generator) -> None:
     """Fill E' with codes of its own size, and the gains that let them through at the size of one."""
     stream_rms = measured_stream_rms(model.root, seed)
     embedding_rms = _rounded(embedding_scale * stream_rms["norm"])
@@ -115,10 +103,7 @@ def _start_codes(
             "proportion to that; method.expansion.embedding_scale=null starts without"
         )
     codes = model.expansion.embed_tokens.weight
-    if draw_codes is None:
-        codes.copy_(_normal(codes.shape, embedding_rms, generator))
-    else:
-        codes.copy_(draw_codes(codes.shape[1], generator) * embedding_rms)
+    codes.copy_(_normal(codes.shape, embedding_rms, generator))
     for name, base_rms in stream_rms.items():
         size, module = min(1.0, _rounded(base_rms) / embedding_rms), model.expansion.get_submodule(name)
         assert isinstance(module, ExpansionNorm | ExpansionLinear), "what reads the stream"
@@ -237,10 +222,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-# From W and as many rows of N(0, s^2) as start, to those rows that have a start of their own; the rest stays as drawn.
-STARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "svd": lambda weight, drawn: leading_directions(weight.detach(), len(drawn)),
-    "normal": lambda _, drawn: drawn,
-}

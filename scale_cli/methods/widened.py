@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from scale_cli.errors import ConfigError
 from scale_cli.methods.method import Method, MethodSection
@@ -17,15 +17,30 @@ from scale_cli.values import Accepted, Section, gone
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import Tensor
+
     from scale_cli.model.configuration_scale import ScaleConfig
     from scale_cli.model.modeling_scale import ScaleForCausalLM
 
-Start = Literal["svd", "normal"]  # as `starts.STARTS`
-Codes = Literal["random", "cooccurrence"]  # as `codes.CODES`
+
+def _leading_directions(weight: Tensor, drawn: Tensor) -> Tensor:
+    from scale_cli.methods.starts import leading_directions
+
+    return leading_directions(weight.detach(), len(drawn))
+
+
+# From W and as many rows of N(0, s^2) as start, to those rows that have a start of their own; the rest stays as drawn.
+STARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"svd": _leading_directions, "normal": lambda _, drawn: drawn}
+if TYPE_CHECKING:
+    Start = str
+else:
+    Start = Annotated[Literal[tuple(STARTS)], gone(copy="svd starts from the same matrices")]
 
 
 class ExpansionConfig(Section):
     """How much is added, and how it starts (`methods/starts.py` has the table)."""
+
+    REMOVED: ClassVar[Mapping[str, Any]] = {"codes": "random"}
 
     ratio: float = Field(default=0.25, gt=0.0, le=4.0, description="how much wider; rounded to whole key/value heads")
     hidden_ratio: float | None = Field(
@@ -37,26 +52,13 @@ class ExpansionConfig(Section):
     mlp_ratio: float | None = Field(
         default=None, gt=0.0, le=4.0, description="how much wider the MLP; null: as the heads"
     )
-    init: Annotated[Start, gone(copy="svd starts from the same matrices")] = Field(
-        default="svd", description="what the added blocks start as: docs/training.md"
-    )
+    init: Start = Field(default="svd", description="what the added blocks start as: docs/training.md")
     embedding_scale: float | None = Field(
         default=1.4,
         gt=0.0,
         le=1e3,
         description="rms of E' at the start, relative to the base's stream before its last norm; null: as `init` says",
     )
-    codes: Annotated[Codes, gone(spelled="cooccurrence has the letters too")] = Field(
-        default="random",
-        description="what E' of such a size starts as: each token's own numbers, or in part what follows it in the "
-        "corpus, and its letters",
-    )
-
-    @model_validator(mode="after")
-    def _codes_have_a_size(self) -> ExpansionConfig:
-        if self.codes != "random" and self.embedding_scale is None:
-            raise ValueError(f"codes: {self.codes} has the size that embedding_scale gives it; that is null")
-        return self
 
 
 class CollaborationConfig(Section):
@@ -133,7 +135,7 @@ class WideningConfig(MethodSection):
 class _Widened(Method[WideningConfig]):
     settings = WideningConfig
     left_out: ClassVar[dict[str, float]] = {}
-    widens = takes_new_tokens = draws_its_start = True
+    widens = takes_new_tokens = True
     adapter = "scale"
     default_layers: ClassVar[str] = "none"  # that collaborate, where a config does not say
 
@@ -150,14 +152,10 @@ class _Widened(Method[WideningConfig]):
         for part, ratio in (("stream", expansion.hidden_ratio), ("MLP", expansion.mlp_ratio)):
             words += "" if ratio is None else f", of the {part} {ratio:g}"
         words += f", {expansion.init} start"
-        words += "" if expansion.codes == "random" else f", codes by {expansion.codes}"
         return words + (f", distilled on replay (weight {settings.distillation.weight:g})" if settings.distils else "")
 
     def trains_base_weights(self, settings: WideningConfig) -> bool:
         return False
-
-    def counts_text(self, settings: WideningConfig) -> bool:
-        return settings.expansion.codes == "cooccurrence"
 
     def build(self, base: Any, settings: WideningConfig, seed: int, new: Any = None) -> ScaleForCausalLM:
         from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -170,16 +168,10 @@ class _Widened(Method[WideningConfig]):
 
         return ScaleForCausalLM(ScaleConfig.from_pretrained(folder), base)
 
-    def start(self, model: Any, settings: WideningConfig, seed: int, tokenizer: Any, ids_N: Any) -> None:
-        import torch
-
-        from scale_cli.methods.codes import CODES, texts_of_tokens
+    def start(self, model: Any, settings: WideningConfig, seed: int) -> None:
         from scale_cli.methods.starts import initialise_expansion
 
-        start, drawn = settings.expansion, None
-        if (draw := CODES[start.codes]) is not None:
-            drawn = partial(draw, texts_of_tokens(tokenizer, model.config.vocab_size), torch.from_numpy(ids_N))
-        initialise_expansion(model, start.init, seed, start.embedding_scale, drawn)
+        initialise_expansion(model, settings.expansion.init, seed, settings.expansion.embedding_scale)
 
 
 class Preserve(_Widened):

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.config.vocabulary import Script
-from scale_cli.data.encoding import Ids
 from scale_cli.errors import BaseModelError, ConfigError, StorageError
 from scale_cli.methods.starts import random_ids
 from scale_cli.methods.widened import RouterConfig
@@ -96,8 +95,6 @@ def start_model(
     method: MethodConfig,
     seed: int,
     new: NewPieces | None = None,  # tokens that are added
-    tokenizer: PreTrainedTokenizerBase | None = None,  # the run's; only codes of E' that are random do without
-    ids_N: Ids | None = None,  # the text in which codes by cooccurrence are counted
 ) -> MethodModel:
     """Return what a method makes of a base before any training; `base` becomes a part of it."""
     if method.vocabulary is not None and new is None:
@@ -107,7 +104,7 @@ def start_model(
     if new is not None:
         head = model.expansion.new_tokens.lm_head if method.definition.widens else model.lm_head
         _start_new_head(head.weight[-len(new.new_tokens) :], base, new, ids)
-    method.definition.start(model, method.settings, seed, tokenizer, ids_N)
+    method.definition.start(model, method.settings, seed)
     return model
 
 

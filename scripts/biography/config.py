@@ -98,10 +98,6 @@ class ComparedMethod(Section):
             raise ValueError("distillation.weight: the benchmark learns its questions alone; leave it out")
         if method.vocabulary is not None:
             raise ValueError("vocabulary: the benchmark's tokenizer has all that is asked; leave it out")
-        if method.definition.counts_text(method.settings):
-            raise ValueError(
-                "expansion.codes: cooccurrence is counted in a run's corpus, of which the benchmark has none"
-            )
         return method
 
 

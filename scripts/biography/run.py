@@ -199,7 +199,7 @@ def _learning(
     probe = partial(known_windows, [SequenceWindows(known)], config.seed)
     if num_windows := definition.probe_windows(method.settings):
         method = method.with_settings(definition.find(method.settings, plain, probe(num_windows)))
-    model = start_model(plain, method, config.seed, tokenizer=curriculum.tokenizer)
+    model = start_model(plain, method, config.seed)
     batches = _batches(tasks, weights, config.seed, train)
     for step in training_steps(model, batches, train, f"learning Task 1: {compared.name}", method, probe):
         yield model, step

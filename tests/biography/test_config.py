@@ -32,7 +32,6 @@ def test_every_method_of_the_paper_runs_by_default() -> None:
         ("methods=[{name: a, lr: 1, method: {}}, {name: a, lr: 1, method: {}}]", "methods: two"),
         ("methods.0.method.vocabulary={}", "vocabulary: the benchmark's tokenizer"),
         ("methods.0.method={distillation: {weight: 1}}", "distillation.weight: the benchmark"),
-        ("methods.0.method={expansion: {codes: cooccurrence}}", "expansion.codes: cooccurrence is counted"),
         ("methods.0.lookahead={every_steps: 1000}", "methods: a: lookahead.every_steps 1,000 is beyond"),
         ("methods.0={name: p, lr: 1, method: {variant: preserve}, decay_to_base: true}", "preserve trains none of"),
     ],

@@ -132,7 +132,6 @@ def everything(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatc
         f"model.base={base}",
         "method.vocabulary={new_tokens: 64, min_count: 2, sources: [petitions]}",
         "method.collaboration.layers=none",
-        "method.expansion.codes=cooccurrence",
         "method.distillation.weight=1",
         f"corpus.sources=[{', '.join(sources)}]",
         "corpus.isolate_documents=true",

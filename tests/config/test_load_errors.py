@@ -74,10 +74,6 @@ DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded
         (["method.variant=adept"], "method.variant: adept measures on what the base knows"),
         (["method.variant=adept", REPLAY, "train.sharding=all"], "adept trains unsharded only"),
         (["train.profile_steps=[3,2]"], "the first step comes after the last"),
-        (
-            ["method.expansion={codes: cooccurrence, embedding_scale: null}"],
-            "codes: cooccurrence has the size that embedding_scale gives it",
-        ),
         ([REPLAY.replace("role: replay", "weight: 0")], "0 is below 1e-06"),
         (["method.vocabulary={sources: [x]}"], "method.vocabulary.sources: 'x' is none of corpus.sources (news)"),
     ],
@@ -135,10 +131,7 @@ def test_every_error_of_a_file_is_told_at_once_each_once() -> None:
     assert len(lines) == len(set(lines)) == 3
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["method.variant=elo", "train.schedule=infinite", "method.expansion.init=copy", "method.expansion.codes=spelled"],
-)
+@pytest.mark.parametrize("override", ["method.variant=elo", "train.schedule=infinite", "method.expansion.init=copy"])
 def test_a_value_that_is_gone_is_one_line_that_says_what_became_of_it(override: str) -> None:
     key, _, value = override.partition("=")
     assert re.fullmatch(rf"override .*: {re.escape(key)}: {value} is no more: .+", error_of(SMALLEST, override))
@@ -147,7 +140,8 @@ def test_a_value_that_is_gone_is_one_line_that_says_what_became_of_it(override: 
 def test_what_earlier_runs_wrote_of_removed_keys_at_their_defaults_still_loads() -> None:
     of_text = ("corpus.sources.0.order=shuffled", "corpus.sources.0.select=null", "corpus.stages=[]")
     of_training = ("train.cooldown_steps=null", "train.constant_lr_ratio=0.5", "train.decay_shape=null")
-    assert load_text(SMALLEST, *of_text, *of_training) == load_text(SMALLEST)
+    of_start = ("method.expansion.codes=random",)
+    assert load_text(SMALLEST, *of_text, *of_training, *of_start) == load_text(SMALLEST)
 
 
 @pytest.mark.parametrize("key", _REMOVED)

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from scale_cli.config.schedule import learning_rate
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import (
     build_batches,
@@ -17,7 +18,6 @@ from scale_cli.data.corpora import (
     idle_settings,
     open_sources,
 )
-from scale_cli.training.schedule import learning_rate
 
 WORDS = [f"w{number}" for number in range(60)]
 HELD_OUT = ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9", "w10 w11"]

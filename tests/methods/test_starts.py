@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +15,13 @@ from torch.utils._pytree import tree_leaves
 from scale_cli.config.training import LrMultipliers, TrainConfig
 from scale_cli.errors import BaseModelError
 from scale_cli.methods.starts import leading_directions, measured_stream_rms
-from scale_cli.methods.widened import Start
+from scale_cli.methods.widened import STARTS
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.optimiser import build_optimiser, rates_of
 from tests.model.test_families import tiny
 from tests.widening import tiny_llama, widen
 
-STARTS = get_args(Start)
 STD = 0.2  # the tiny Llamas' initializer_range
 
 

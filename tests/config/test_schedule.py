@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
 from transformers import get_wsd_schedule
 
+from scale_cli.config.schedule import SCHEDULES, learning_rate
 from scale_cli.config.training import TrainConfig
-from scale_cli.training.schedule import SCHEDULES, learning_rate
 
 DECAYING = ("cosine", "linear")
 

@@ -1,11 +1,13 @@
-"""The learning rate as a pure function of the step."""
+"""The learning rate as a pure function of the step: `SCHEDULES` is the whole list."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from scale_cli.config.training import TrainConfig
+if TYPE_CHECKING:
+    from scale_cli.config.training import TrainConfig
 
 # Of max_steps: a decay whose length a config leaves out.
 _SHARE_OF_DECAY = 0.2
@@ -49,7 +51,7 @@ def _wsd(step: int, train: TrainConfig) -> float:
     return _down_to(train.min_lr_ratio, 1.0 - math.sqrt(decayed / decay_steps))
 
 
-# From a step after the warm-up to its rate, relative to `train.lr`.
+# From a step after the warm-up to its rate, relative to `train.lr`, by the names that a config has.
 SCHEDULES: dict[str, Callable[[int, TrainConfig], float]] = {
     "cosine": _cosine,
     "linear": _linear,
