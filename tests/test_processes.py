@@ -23,9 +23,9 @@ from scale_cli.storage.records import TRAINED, RunFolder, TrainState, read_recor
 from scale_cli.training import loop
 from scale_cli.training.interruption import StopRequest
 from tests.command_line import Scale
+from tests.methods.test_adept import measured_rates
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.torture.verbs import ended_group, run_verb, start_group
-from tests.training.test_tensor_rates import measured_rates
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 
 pytestmark = pytest.mark.long

@@ -20,7 +20,7 @@ from scale_cli.export.formats import formats_of
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.storage.atomic import claimed
 from scale_cli.terminal import Log
-from scale_cli.training.beginning import check_init_from
+from scale_cli.training.checkpoint import check_init_from
 from scale_cli.training.tracking import check_trackers
 from scale_cli.upscale.run import Run
 

@@ -53,8 +53,7 @@ from scale_cli.storage.atomic import (
 )
 from scale_cli.storage.records import TRAINED, BranchPoint, MetricsLog, RunFolder, TrainState
 from scale_cli.terminal import Log
-from scale_cli.training.beginning import init_from, starting_point
-from scale_cli.training.checkpoint import branch_point_at, load_checkpoint
+from scale_cli.training.checkpoint import branch_point_at, init_from, load_checkpoint, starting_point
 from scale_cli.training.context import parallelism, share_windows
 from scale_cli.training.loop import run_loop
 from scale_cli.training.observing import Observer

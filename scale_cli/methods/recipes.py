@@ -84,6 +84,11 @@ class Training:
     loss: Callable[[Any], Tensor]  # of a window, in nats per token, as it is trained
 
 
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that train, by name; trainability is decided by the model's structure, at load."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor: all of it where it is not sharded."""
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
@@ -102,7 +107,7 @@ class Recipe(Hook):
 
     @classmethod
     def is_asked_for(cls, train: Any) -> bool:
-        return getattr(train, cls.key) not in (None, False)
+        return getattr(train, cls.key) not in (None, False, "free")
 
 
 class AverageConfig(Section):
@@ -223,16 +228,12 @@ class BoundedRows(Recipe):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        named = training.model.named_parameters()
-        self._codes = [p for name, p in named if p.requires_grad and name.endswith("expansion.embed_tokens.weight")]
+        trained = trainable_parameters(training.model)
+        self._codes = [p for name, p in trained.items() if name.endswith("expansion.embed_tokens.weight")]
         rms: float | None = getattr(training.model.config, "expansion_embedding_rms", None)
         if rms is None:
             raise ConfigError("train.embedding_norm: E' of this run began without a size; only free goes on with it")
         self._rms = rms
-
-    @classmethod
-    def is_asked_for(cls, train: Any) -> bool:
-        return getattr(train, cls.key) == "bounded"
 
     def after(self, update: Update) -> None:
         import torch
@@ -253,8 +254,8 @@ class DecayToBase(Recipe):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        named = training.model.named_parameters()
-        self._start = {p: training.start[name].to(p.device) for name, p in named if p.requires_grad}
+        trained = trainable_parameters(training.model)
+        self._start = {p: training.start[name].to(p.device) for name, p in trained.items()}
 
     def before(self, update: Update) -> None:
         for group in update.optimiser.param_groups:
@@ -276,7 +277,7 @@ def copy_start(model: Any, train: Any) -> dict[str, Tensor]:
     """Return a copy of what trains, by name, of a model at its start; nothing where no recipe needs it."""
     if not any(recipe.copies_of_start for recipe in recipes_of(train)):
         return {}
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return {name: parameter.detach().clone() for name, parameter in trainable_parameters(model).items()}
 
 
 def make_hooks(training: Training, of_method: Sequence[Hook] = ()) -> list[Hook]:

@@ -73,7 +73,11 @@ def initialise_expansion(model: ScaleForCausalLM, start: str, seed: int, embeddi
             read = plain_weight(frozen)  # no copy of it, unless it is quantised or widened already
             if widening:
                 read = dense_weight(frozen, widening, range(len(widening))).to(read.dtype)
-            _initialise_linear(widened, read, start, std, generator)
+            widened.weight_21.copy_(_start_from(read, widened.weight_21.shape, start, std, generator))
+            widened.weight_22.copy_(_normal(widened.weight_22.shape, std, generator))
+            for zero in (widened.weight_12, widened.bias_2):
+                if zero is not None:
+                    zero.zero_()
     _start_gains(model.root, expansion)
     if embedding_scale is not None:
         _start_codes(model, seed, embedding_scale, generator)
@@ -151,16 +155,6 @@ def random_ids(base: PreTrainedModel, seed: int) -> Tensor:
 def _rounded(size: float) -> float:
     """Return two digits of a measured size: what a device rounds otherwise must not make another start."""
     return float(f"{size:.2g}")
-
-
-def _initialise_linear(
-    widened: ExpansionLinear, base_weight: Tensor, start: str, std: float, generator: torch.Generator
-) -> None:
-    widened.weight_21.copy_(_start_from(base_weight, widened.weight_21.shape, start, std, generator))
-    widened.weight_22.copy_(_normal(widened.weight_22.shape, std, generator))
-    for zero in (widened.weight_12, widened.bias_2):
-        if zero is not None:
-            zero.zero_()
 
 
 def _start_from(base_weight: Tensor, shape: torch.Size, start: str, std: float, generator: torch.Generator) -> Tensor:

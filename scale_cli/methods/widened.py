@@ -268,10 +268,7 @@ def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) 
         expansion_num_key_value_heads=num_key_value_heads,
         attention_collaboration_layers=of_attention,
         mlp_collaboration_layers=of_mlp,
-        router_rule=settings.router.rule,
-        router_prior=settings.router.prior,
-        router_switch_rate=settings.router.switch_rate,
-        router_threshold=settings.router.threshold,
+        **{f"router_{name}": value for name, value in settings.router},
         **({} if new is None else asdict(new)),
     )
 

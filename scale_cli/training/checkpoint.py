@@ -1,4 +1,4 @@
-"""Checkpoints: what trains, the optimiser, and where the run stands, each whole or absent.
+"""Checkpoints: what trains, the optimiser, and where the run stands, each whole or absent; and where a run goes on.
 
 A checkpoint is a method folder (`upscale/method.py`) and beside it
 
@@ -11,34 +11,31 @@ A checkpoint is a method folder (`upscale/method.py`) and beside it
 
 A sharded model's parameters and moments lie in `shards/` instead, one file a process (`storage/shards.py`). Either
 kind is read by any number of processes, sharded or not. `training/run.py` writes them.
+
+A run's first step goes on from its own start, from another run, or from a checkpoint of its own. A run with
+`train.init_from` is one of its own, with its own schedule and data, from step 0. Each of its folders says by
+`init_from.json` what it began with; a resume needs nothing but them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
 
+from scale_cli.config.schema import BASE_KEYS, LOCATION_KEYS, TRAIN_SECTIONS, differences
 from scale_cli.config.training import TrainConfig
-from scale_cli.errors import StorageError
-from scale_cli.methods.recipes import Hook
-from scale_cli.storage.atomic import (
-    MANIFEST,
-    file_sha256,
-    load_tensors,
-    verify_folder,
-)
+from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.methods.recipes import Hook, first_averaged, trainable_parameters
+from scale_cli.processes import main_decides
+from scale_cli.storage.atomic import MANIFEST, changed_versions, file_sha256, load_tensors, verify_folder
 from scale_cli.storage.records import BranchPoint, RunFolder, TrainState
 from scale_cli.storage.shards import has_shards, load_shards
-from scale_cli.training.optimiser import (
-    empty_optimiser_tensors,
-    load_optimiser_tensors,
-    trainable_parameters,
-)
+from scale_cli.training.optimiser import empty_optimiser_tensors, load_optimiser_tensors
 from scale_cli.training.sharding import is_sharded
 from scale_cli.upscale.method import MethodModel, load_trained
-from scale_cli.upscale.run import MethodFolder
+from scale_cli.upscale.run import MethodFolder, Run
 
 OPTIMISER = "optimiser.safetensors"
 
@@ -72,11 +69,6 @@ def branch_point_at(folder: MethodFolder, moments: str) -> BranchPoint:
     return BranchPoint(file_sha256(folder.path / MANIFEST), folder.state.step, folder.state.num_tokens, moments)
 
 
-def has_moments(folder: Path) -> bool:
-    """Return whether an optimiser's moments are in a folder: a checkpoint has them, `final/` has not."""
-    return (folder / OPTIMISER).is_file() or has_shards(folder)
-
-
 def load_checkpoint(
     checkpoint: MethodFolder,
     model: MethodModel,
@@ -99,3 +91,116 @@ def load_checkpoint(
         moments = load_tensors(folder / OPTIMISER)
     load_optimiser_tensors(optimiser, model, moments, beside)
     return state
+
+
+def starting_point(
+    run: Run, resume: str | None, log: Callable[[str], None], accepted: Collection[str]
+) -> MethodFolder | None:
+    """Return the checkpoint to go on from, or None for the beginning: looked at by one process, the same in all.
+
+    `resume` is None, `auto`, or a checkpoint's path; `accepted` keys may differ from what the run was begun with.
+    """
+
+    def decide() -> int:
+        """Return what the others are told: 0 for the beginning, else 1 + the steps done."""
+        if (start := _find(run.folder, resume, log)) is not None:
+            return 1 + _hold_to(MethodFolder(start, run), log, accepted)
+        check_init_from(run)
+        if (trunk := init_from(run)) is not None:
+            _check_same_start(trunk, MethodFolder(run.folder.upscaled, run))
+            log(f"beginning      {trunk.path}: {branch_point_at(trunk, run.config.train.init_moments)}")
+        return 0
+
+    if not (number := main_decides(decide)):
+        return None
+    assert resume is not None  # or there is nothing to go on from
+    return MethodFolder(run.folder.checkpoint(number - 1) if resume == "auto" else Path(resume), run)
+
+
+def _find(run_folder: RunFolder, resume: str | None, log: Callable[[str], None]) -> Path | None:
+    """Return the checkpoint that `--resume` means, read through; None where a run is to begin."""
+    if resume == "auto":
+        start, skipped = newest_whole_checkpoint(run_folder)
+        for line in skipped:
+            log(f"warning: {line}")
+        if start is None and (skipped or run_folder.final.is_dir()):
+            raise RunFolderError(f"{run_folder.checkpoints}: no checkpoint is whole; remove them to start over")
+        return start
+    if run_folder.final.is_dir():
+        raise RunFolderError(f"{run_folder.root}: holds a finished run; choose another output_dir")
+    if resume is None:
+        if checkpoints(run_folder):
+            raise RunFolderError(f"{run_folder.root}: holds an unfinished run; continue it with --resume auto")
+        return None
+    start = Path(resume)
+    if not TrainState.is_in(start):
+        raise RunFolderError(f"--resume {resume}: not a checkpoint folder")
+    if newer := [f.name for f in checkpoints(run_folder) if TrainState.load(f).step > TrainState.load(start).step]:
+        raise RunFolderError(f"--resume {resume}: {run_folder.checkpoints} holds newer ones: remove {', '.join(newer)}")
+    verify_folder(start)
+    return start
+
+
+def _hold_to(start: MethodFolder, log: Callable[[str], None], accepted: Collection[str]) -> int:
+    """Return the steps done by a checkpoint, which is refused where the run has become another since."""
+    path, config = start.path, start.run.config
+    for line in start.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
+        log(f"changed        {line}")
+    if (step := start.state.step) > config.train.max_steps:
+        raise RunFolderError(f"{path}: is beyond train.max_steps {config.train.max_steps}; give at least {step}")
+    # A change of max_steps may ask for an average that should have begun by now.
+    begins = first_averaged(config.train)
+    if begins is not None and first_averaged(start.config.train) != begins < step:
+        least = f"give at least train.max_steps={step + config.train.averaged_steps}, or an earlier checkpoint"
+        raise RunFolderError(f"{path}: train.average: its steps, from {begins + 1} on, were not averaged; {least}")
+    log(f"resuming       {path}")
+    if changed := changed_versions(path):
+        log(f"warning: written by other versions, so the last bits may differ: {', '.join(changed)}")
+    return step
+
+
+def init_from(run: Run) -> MethodFolder | None:
+    """Return what another run has trained that this one begins with, if any."""
+    train = run.config.train
+    return None if train.init_from is None else MethodFolder(Path(train.init_from), run)
+
+
+def check_init_from(run: Run) -> None:
+    """Refuse to begin with what is not whole, or was trained of another model or by another method.
+
+    Nothing is asked of a run that has begun, or that begins with its own start.
+    """
+    config, train, trunk = run.config, run.config.train, init_from(run)
+    if trunk is None or run.folder.final.is_dir() or checkpoints(run.folder):
+        return
+    key = f"train.init_from: {train.init_from}"
+    if not TrainState.is_in(trunk.path):
+        raise RunFolderError(f"{key}: is neither a checkpoint of a run (checkpoints/step-...) nor its final/")
+    verify_folder(trunk.path)
+    before = trunk.config
+    if not config.method.definition.probe_windows(config.method.settings):  # what a run has found is in the folder
+        before = before.model_copy(update={"method": trunk.method})
+    if changed := differences(before, config, ("model", "method"), BASE_KEYS):
+        raise RunFolderError(f"{key}: was trained with another model or method ({'; '.join(changed)})")
+    if train.init_moments == "kept":
+        if not ((trunk.path / OPTIMISER).is_file() or has_shards(trunk.path)):  # final/ has none
+            raise RunFolderError(f"{key}: has no moments to keep; give a checkpoint, or train.init_moments: fresh")
+        if before.train.optimiser != train.optimiser:
+            raise RunFolderError(f"{key}: has moments of {before.train.optimiser}; set train.init_moments: fresh")
+
+
+def _check_same_start(trunk: MethodFolder, ours: MethodFolder) -> None:
+    """Hold what a run begins with to the base, the tokenizer and the copied layers of its own `upscaled/`."""
+    subjects = {"content": "base", "config": "base's config.json", "tokenizer": "tokenizer"}
+    for what, subject in subjects.items():
+        before, now = (getattr(folder.record, f"{what}_sha256") for folder in (trunk, ours))
+        if before and now and before != now:
+            raise RunFolderError(
+                f"train.init_from: {trunk.path}: its {subject} is not this run's (SHA-256 {before[:12]} -> {now[:12]})"
+            )
+    trunk_found, ours_found = (of.method.definition.found(of.method.settings) for of in (trunk, ours))
+    if trunk_found != ours_found:
+        raise RunFolderError(
+            f"train.init_from: {trunk.path}: {trunk_found}; in this run, found on other text, {ours_found}; name the "
+            f"first in method.{ours.method.definition.section}"
+        )

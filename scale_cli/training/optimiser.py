@@ -10,14 +10,8 @@ from torch import Tensor, nn
 
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
-from scale_cli.methods.recipes import Hook
+from scale_cli.methods.recipes import Hook, trainable_parameters
 from scale_cli.upscale.method import Kind, kinds_of_parameters, moments_of
-
-
-def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that train, by name; trainability is decided by the model's structure, at load."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
 
 # Of an expansion whose E' has a size of its own: rates relative to train.lr, that of E' to its size as well. At a rate
 # of 5e-3 a step moves E' by a fifth of itself. Source: ours (docs/training.md).

@@ -24,7 +24,7 @@ from scale_cli.data.batches import Batches
 from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import PreservationError
-from scale_cli.methods.recipes import Hook
+from scale_cli.methods.recipes import Hook, trainable_parameters
 from scale_cli.processes import all_succeed, device_name, is_main, peak_memory_bytes, share
 from scale_cli.storage.atomic import (
     MANIFEST,
@@ -41,7 +41,7 @@ from scale_cli.storage.records import CORPORA, TRAINED, BranchPoint, Cost, Metri
 from scale_cli.storage.shards import shard_of
 from scale_cli.training.checkpoint import OPTIMISER, checkpoints, step_of
 from scale_cli.training.observing import Observer
-from scale_cli.training.optimiser import optimiser_tensors, trainable_parameters
+from scale_cli.training.optimiser import optimiser_tensors
 from scale_cli.training.sharding import parts_here
 from scale_cli.upscale.base import changed_tensors, tensor_sha256
 from scale_cli.upscale.method import MethodModel, describe_method

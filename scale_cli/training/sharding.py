@@ -36,9 +36,8 @@ from transformers import PreTrainedModel
 
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
-from scale_cli.methods.recipes import local_part
+from scale_cli.methods.recipes import local_part, trainable_parameters
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import ChunkedLossModel, for_training, plain_of
 

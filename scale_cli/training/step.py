@@ -18,10 +18,10 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import IGNORED, MicroBatch, StepBatches
 from scale_cli.errors import GradientOverflow, NonFiniteError
-from scale_cli.methods.recipes import Hook, Training, Update, make_hooks
+from scale_cli.methods.recipes import Hook, Training, Update, make_hooks, trainable_parameters
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import autocast
-from scale_cli.training.optimiser import set_learning_rate, trainable_parameters
+from scale_cli.training.optimiser import set_learning_rate
 from scale_cli.training.sharding import gradients_kept, whole_tensor
 from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import ChunkedLossModel, attending_by_sdpa

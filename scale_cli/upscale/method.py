@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.config.vocabulary import Script
 from scale_cli.errors import BaseModelError, ConfigError, StorageError
+from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.starts import random_ids
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.configuration_scale import ScaleConfig
@@ -174,8 +175,7 @@ def describe_method(folder: Path, model: MethodModel, method: MethodConfig, reco
 def write_trained(folder: Path, model: MethodModel, method: MethodConfig, record: BaseRecord) -> None:
     """Write a whole method folder: its description and every parameter that trains."""
     describe_method(folder, model, method, record)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    save_tensors(folder / TRAINED, trained)
+    save_tensors(folder / TRAINED, trainable_parameters(model))
 
 
 def load_any_base(model: ModelConfig) -> PreTrainedModel:
@@ -252,7 +252,7 @@ def put_on_base(folder: Path, loaded: PreTrainedModel, seed: int = 0) -> MethodM
 
 
 def load_trained(model: MethodModel, folder: Path) -> None:
-    wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    wanted = trainable_parameters(model)
     if has_shards(folder):
         load_shards(folder, wanted)
         return
@@ -288,8 +288,8 @@ def _adapters(model: Any) -> dict[str, Tensor]:
 def set_router(model: MethodModel, router: RouterConfig) -> None:
     """Give a widened model the router that a config asks for now; it may differ from the one it was trained under."""
     if isinstance(model, ScaleForCausalLM):
-        for name in RouterConfig.model_fields:
-            setattr(model.config, f"router_{name}", getattr(router, name))
+        for name, value in router:
+            setattr(model.config, f"router_{name}", value)
 
 
 def router_of(model: WidenedModel) -> RouterConfig:
@@ -323,8 +323,7 @@ def kinds_of_parameters(model: nn.Module) -> dict[str, Kind]:
             return "gains"
         return "head" if "lm_head" in name else "matrix"
 
-    named = model.named_parameters()
-    return {name: kind(name, parameter) for name, parameter in named if parameter.requires_grad}
+    return {name: kind(name, parameter) for name, parameter in trainable_parameters(model).items()}
 
 
 def moments_of(kind: Kind, optimiser: Literal["adamw", "muon"]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from scale_cli.training.observing import Observer
 from scale_cli.training.step import TakenStep, train_step
 from scale_cli.vocabulary import proofs
 from tests.data.test_conversations import PLAIN, talk
+from tests.methods.test_adept import ADEPT
 from tests.torture.tiny_run import CLOCK
 from tests.training.conftest import (
     MakeConfig,
@@ -31,7 +32,6 @@ from tests.training.conftest import (
     trained,
     upscaled,
 )
-from tests.training.test_tensor_rates import ADEPT
 from tests.widening import lower_stories
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
 from transformers import get_wsd_schedule
 
@@ -67,19 +66,10 @@ def test_the_rate_climbs_in_equal_steps_to_lr_never_rises_after_and_never_falls_
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(after))
     if train.schedule != "wsd":  # whose first step is the first on a way down from lr
         assert after[:1] in ([], [pytest.approx(train.lr)])
+    if train.schedule == "constant":
+        assert after == [train.lr] * len(after)
     assert all(0.0 < rate <= train.lr * (1 + 1e-12) for rate in found[:-1])
     assert all(train.lr * train.min_lr_ratio * (1 - 1e-12) <= rate <= train.lr * (1 + 1e-12) for rate in after)
-
-
-@settings(deadline=None, max_examples=100)
-@given(trains(schedule=st.sampled_from([*DECAYING, "constant"])))
-@example(TrainConfig(max_steps=2, lr=0.5))
-def test_a_decay_of_two_steps_or_more_ends_at_the_minimum_and_a_constant_rate_is_one(train: TrainConfig) -> None:
-    last = rates(train)[-1]
-    if train.schedule != "constant" and train.max_steps - train.warmup_steps >= 2:
-        assert last == pytest.approx(train.lr * train.min_lr_ratio, abs=train.lr * 1e-12)
-    else:
-        assert last == pytest.approx(train.lr)
 
 
 @settings(deadline=None, max_examples=60)
@@ -104,40 +94,16 @@ def test_warm_up_and_decay_are_those_of_torch(train: TrainConfig) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(trains(schedule=st.just("wsd")))
-def test_a_schedule_in_phases_ends_at_its_minimum_and_is_constant_between(train: TrainConfig) -> None:
-    found = rates(train)
-    if train.decay_steps:
-        assert found[-1] == pytest.approx(train.lr * train.min_lr_ratio)
-    if train.decay_steps is not None:
-        between = found[train.warmup_steps : train.max_steps - train.decay_steps]
-        assert between == pytest.approx([train.lr] * len(between))
-
-
-@settings(deadline=None, max_examples=60)
-@given(trains(schedule=st.just("wsd")))
-def test_phases_twice_as_long_are_the_same_curve_at_twice_as_many_points(train: TrainConfig) -> None:
-    """So that no jump is left between two steps, however long the run."""
-    if train.decay_steps is None:
-        return
-    lengths = ("max_steps", "warmup_steps", "decay_steps")
-    longer = train.model_copy(update={key: 2 * getattr(train, key) for key in lengths})
-    assert rates(longer)[1::2] == pytest.approx(rates(train))
-
-
-@pytest.mark.parametrize("decay_steps", [0, 1, 7, 19])
-def test_warm_up_stable_decay_is_that_of_transformers(decay_steps: int) -> None:
+def test_warm_up_stable_decay_is_that_of_transformers(train: TrainConfig) -> None:
     """Whose decay begins with a step at the full rate, and whose minimum is the rate of the step after the last."""
-    keys = {"max_steps": 24, "warmup_steps": 4, "lr": 0.5, "schedule": "wsd", "decay_steps": decay_steps}
-    train = TrainConfig.model_validate({**keys, "min_lr_ratio": 0.1})
-    stable = {"num_stable_steps": 19 - decay_steps, "decay_type": "1-sqrt", "min_lr_ratio": 0.1}
-    theirs = of_torch(get_wsd_schedule, 0.5, 24, num_warmup_steps=4, num_decay_steps=decay_steps, **stable)
+    found, after_warmup = rates(train), train.max_steps - train.warmup_steps
+    decay_steps = min(round(train.max_steps / 5), after_warmup) if train.decay_steps is None else train.decay_steps
+    stable_steps = after_warmup - decay_steps
+    assert found[train.warmup_steps :][:stable_steps] == [train.lr] * stable_steps
     if decay_steps:
-        assert rates(train)[4:] == pytest.approx(theirs[4:])
-    else:  # theirs would fall to its minimum in one step
-        assert rates(train)[4:23] == pytest.approx(theirs[4:23])
-
-
-def test_phases_that_do_not_fit_are_refused_by_name() -> None:
-    phases = {"schedule": "wsd", "warmup_steps": 6, "decay_steps": 5}
-    with pytest.raises(ValidationError, match="warmup_steps 6, decay_steps 5: more than max_steps"):
-        TrainConfig.model_validate({"max_steps": 10, **phases})
+        assert found[-1] == pytest.approx(train.lr * train.min_lr_ratio)
+    if decay_steps and stable_steps:
+        steps = {"num_warmup_steps": train.warmup_steps, "num_decay_steps": decay_steps}
+        shape = {"num_stable_steps": stable_steps - 1, "decay_type": "1-sqrt", "min_lr_ratio": train.min_lr_ratio}
+        theirs = of_torch(get_wsd_schedule, train.lr, train.max_steps, **steps, **shape)
+        assert found[train.warmup_steps :] == pytest.approx(theirs[train.warmup_steps :], abs=train.lr * 1e-9)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from scale_cli.commands.train import train
+from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.storage.records import EVALUATION
-from scale_cli.training.optimiser import trainable_parameters
 from tests.training.test_sharding import EVALUATED, Runs, no_runs
 from tests.widening import load_model
 

@@ -18,7 +18,8 @@ from scale_cli.export.dense import plain_model
 from scale_cli.methods import METHODS
 from scale_cli.methods.llama_pro import LlamaPro, LlamaProConfig, order_of
 from scale_cli.methods.osf import OsfConfig
-from scale_cli.training.optimiser import build_optimiser, trainable_parameters
+from scale_cli.methods.recipes import trainable_parameters
+from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import MethodModel, build_model

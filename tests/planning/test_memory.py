@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
+from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.planning import (
     Memory,
     Parameters,
@@ -19,7 +20,7 @@ from scale_cli.planning import (
     memory_of_run,
     training_memory,
 )
-from scale_cli.training.optimiser import build_optimiser, optimiser_tensors, trainable_parameters
+from scale_cli.training.optimiser import build_optimiser, optimiser_tensors
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from scripts.benchmark.counting import LiveBytes

@@ -17,7 +17,8 @@ from torch import Tensor
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, MicroBatch, PackedWindows
-from scale_cli.training.optimiser import build_optimiser, trainable_parameters
+from scale_cli.methods.recipes import trainable_parameters
+from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
 from scale_cli.upscale.method import NewPieces, start_model
 from scale_cli.upscale.objective import for_training
@@ -42,7 +43,9 @@ FULL: dict[str, Any] = {"decay_to_base": True, "lr_multipliers": {"head": 0.5}, 
 
 def settings(**more: Any) -> TrainConfig:
     train = {"lr": 1e-2, "warmup_steps": 2, "weight_decay": 0.2, "max_grad_norm": 0.5, "adam_epsilon": EPSILON}
-    return TrainConfig.model_validate({"max_steps": NUM_STEPS, "lookahead": {"every_steps": 2}, **train, **more})
+    return TrainConfig.model_validate(
+        {"max_steps": NUM_STEPS, "lookahead": {"every_steps": 2, "share": 0.3}, **train, **more}
+    )
 
 
 def batches_of(micro_batch_size: int, distilled: float) -> Batches:
@@ -77,9 +80,9 @@ class Taken:
 
 
 def steps_of(model: Any, train: TrainConfig, distilled: float) -> Taken:
-    """Take the steps as a run does, a sequence at a time."""
+    """Take the steps as a run does, two sequences at a time."""
     optimiser, hooks = build_optimiser(model, train), hooks_for(model, train)
-    wrapped, batches = for_training(model, train), batches_of(1, distilled)
+    wrapped, batches = for_training(model, train), batches_of(2, distilled)
     taken = [
         train_step(Accelerator(cpu=True), wrapped, optimiser, batches.of_step(step), train, hooks=hooks).result()
         for step in range(NUM_STEPS)
@@ -158,7 +161,7 @@ class InPlainTorch:
                 codes /= (codes.square().mean(1, keepdim=True).sqrt() / self.bound).clamp(min=1.0)
             if index % 2 == 1:
                 for name, leaf in self.leaves.items():
-                    leaf.copy_(self.slow[name] + 0.5 * (leaf - self.slow[name]))
+                    leaf.copy_(self.slow[name] + 0.3 * (leaf - self.slow[name]))
         self.history.append({name: leaf.detach().clone() for name, leaf in self.leaves.items()})
         of_sources = [losses[batch.sources == source].sum().item() for source in (0, REPLAY)]
         return loss.item(), norm.item(), of_sources
@@ -179,12 +182,11 @@ def test_steps_with_every_recipe_are_adamws_on_one_big_batch(widened: bool) -> N
     method = {"variant": "route", "distillation": {"weight": distilled}} if widened else {"variant": "full"}
     model: Any = start_model(tiny_llama(vocab_size=OLD), MethodConfig.model_validate(method), 0, NEW)
     if widened:
-        rows, codes = (
-            model.expansion.new_tokens.embed_tokens.weight.clone(),
-            model.expansion.embed_tokens.weight.clone(),
-        )
+        of_tokens = (model.expansion.new_tokens.embed_tokens, model.expansion.embed_tokens)
+        started = [embedding.weight.clone() for embedding in of_tokens]
         as_if_trained(model)
-        model.expansion.new_tokens.embed_tokens.weight.data, model.expansion.embed_tokens.weight.data = rows, codes
+        for embedding, weight in zip(of_tokens, started, strict=True):
+            embedding.weight.data = weight
     reference = InPlainTorch(model, train, widened=widened)
     ours = steps_of(model.train(), train, distilled)
     batches = batches_of(GLOBAL_BATCH, distilled)

@@ -15,19 +15,10 @@ from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleE
 from scale_cli.storage.atomic import file_sha256
 from scale_cli.storage.records import TRAINED, RunFolder, TrainState
 from scale_cli.upscale.run import Run, check_processes
+from tests.one_step import write_config
 from tests.training.conftest import finished, go_on
 from tests.widening import lower_stories
 
-YAML = """
-output_dir: {folder}/run
-model: {{base: {folder}/base}}
-corpus:
-  sequence_length: 16
-  cache_dir: {folder}/tokens
-  sources:
-    - {{name: news, path: {folder}/news.txt, language: en}}
-train: {{max_steps: 2, global_batch_size: 2, micro_batch_size: 2, lr: 1e-3, schedule: constant, save_every_steps: 1}}
-"""
 Make = Callable[..., RunConfig]
 
 
@@ -36,10 +27,10 @@ def begun_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     """A run of two steps that is not finished: `final/` is still to be written."""
     folder = tmp_path_factory.mktemp("begun")
     shutil.copytree(lower_stories(shared_data), folder / "base")
+    steps = {"max_steps": 2, "global_batch_size": 2, "lr": 1e-3, "schedule": "constant", "save_every_steps": 1}
+    path = write_config(folder, folder / "base", corpus={"cache_dir": str(folder / "tokens")}, train=steps)
     (folder / "news.txt").write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n" * 9, encoding="utf-8")
-    (folder / "config.yaml").write_text(YAML.format(folder=folder), encoding="utf-8")
-    config = load_config(folder / "config.yaml")
-    finished(config)
+    finished(load_config(path))
     return folder
 
 
@@ -75,12 +66,10 @@ def refusal(config: RunConfig, kind: type[ScaleError], *accepted: str) -> str:
     [
         ("seed=1", "seed: 0 -> 1"),
         ("model.dtype=bfloat16", "model.dtype: 'float32' -> 'bfloat16'"),
-        ("method.variant=adapt", "method.variant: 'route' -> 'adapt'"),
         ("method.expansion.ratio=0.5", "method.expansion.ratio: 0.25 -> 0.5"),
         ("corpus.sources.0.name=old", "corpus.sources.0.name: 'news' -> 'old'"),
         ("train.lr=0.01", "train.lr: 0.001 -> 0.01"),
         ("train.decay_steps=1", "train.decay_steps: None -> 1"),
-        ("train.optimiser=muon", "train.optimiser: 'adamw' -> 'muon'"),
     ],
 )
 def test_a_key_that_changes_the_run_is_named_with_the_ways_out(
@@ -92,10 +81,9 @@ def test_a_key_that_changes_the_run_is_named_with_the_ways_out(
     assert (f"--accept {key}" in message) == (key in ACCEPTABLE)
 
 
-@pytest.mark.parametrize("key", ["seed", "method.expansion.ratio", "train.global_batch_size"])
-def test_a_key_that_makes_another_run_cannot_be_accepted(make: Make, key: str) -> None:
-    message = refusal(make(), ConfigError, key)
-    assert message.startswith(f"--accept {key}: ")
+def test_a_key_that_makes_another_run_cannot_be_accepted(make: Make) -> None:
+    message = refusal(make(), ConfigError, "seed")
+    assert message.startswith("--accept seed: ")
     assert "train.lr" in message
 
 
@@ -167,7 +155,6 @@ def test_another_text_is_named_by_its_source(make: Make, folder: Path, finished:
     assert "in another output_dir" in str(caught.value)
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
-def test_processes_among_which_a_batch_does_not_divide_are_refused(make: Make, num_processes: int) -> None:
-    with pytest.raises(ConfigError, match=f"is not a multiple of .* x {num_processes} processes"):
-        check_processes(make().train, num_processes)
+def test_processes_among_which_a_batch_does_not_divide_are_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match="is not a multiple of"):
+        check_processes(make().train, 3)

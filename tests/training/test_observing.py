@@ -37,6 +37,7 @@ from scale_cli.storage.records import (
 from scale_cli.training.checkpoint import checkpoints, step_of
 from scale_cli.training.observing import Observer, better_of
 from scale_cli.upscale.run import Run
+from tests.config.small_config import SMALLEST, load_text
 from tests.evaluation.task_files import task_of
 from tests.training.conftest import MakeConfig, finished, go_on, upscaled
 
@@ -66,21 +67,12 @@ def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> N
     def bits(base: float, adapted: float, routed: float | None) -> dict[str, float | None]:
         return {"base": base, "adapted": adapted, "routed": routed}
 
-    sources = [
-        {"name": name, "path": "x.txt", "language": "en", "role": role}
-        for name, role in (("a", "retention"), ("b", "retention"), ("c", "acquisition"), ("d", "acquisition"))
-    ]
+    roles = {"a": "retention", "b": "retention", "c": "acquisition", "d": "acquisition"}
+    sources = [f"{{name: {name}, path: x.txt, language: en, role: {role}}}" for name, role in roles.items()]
     losses = {"a": bits(1, 9, 1.5), "b": bits(1, 9, 1.2), "c": bits(9, 2, 3), "d": bits(9, 4, 5)}
     for variant, acquisition, forgetting in (("route", 4.0, 0.5), ("preserve", 3.0, 8.0)):
-        tree = {
-            "output_dir": "x",
-            "model": {"base": "x"},
-            "method": {"variant": variant},
-            "corpus": {"sources": [{"name": "x", "path": "x.txt", "language": "ko"}]},
-            "train": {"max_steps": 1},
-            "evaluation": {"perplexity": sources},
-        }
-        observer = Observer(RunConfig.model_validate(tree), *[None] * 6)  # type: ignore[arg-type]
+        overrides = (f"method.variant={variant}", f"evaluation.perplexity=[{', '.join(sources)}]")
+        observer = Observer(load_text(SMALLEST, *overrides), *[None] * 6)  # type: ignore[arg-type]
         score = observer.score(7, losses)
         assert score is not None and score.step == 7
         assert (score.acquisition, score.forgetting) == pytest.approx((acquisition, forgetting))
@@ -115,14 +107,15 @@ def runs_that_choose(make_config: MakeConfig, shared_data: Path, tmp_path: Path,
     return [make_config(name, *settings) for name in names]
 
 
-@pytest.mark.parametrize("variant", ["route", "full", "lora"])
-def test_what_is_observed_on_the_way_changes_no_bit_of_what_is_trained_and_the_base_is_read_once(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, variant: str
+def test_a_plain_model_beside_its_base_is_trained_to_the_bits_of_one_unseen_and_the_base_is_read_once(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method = (
-        "method={variant: route, expansion: {ratio: 0.25}}" if variant == "route" else f"method={{variant: {variant}}}"
+    settings = (
+        "method={variant: full}",
+        "train.max_steps=3",
+        "train.global_batch_size=4",
+        "evaluation.perplexity.0.max_documents=1",
     )
-    settings = (method, "train.max_steps=3", "train.global_batch_size=4", "evaluation.perplexity.0.max_documents=1")
     hashes, num_read = [], 0
     from_pretrained = AutoModelForCausalLM.from_pretrained
 

@@ -27,22 +27,19 @@ from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import ContinuationsConfig, MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
-from scale_cli.methods.recipes import local_part
+from scale_cli.methods.recipes import local_part, trainable_parameters
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE
 from scale_cli.storage.atomic import load_tensors, save_tensors, verify_folder
 from scale_cli.storage.records import EVALUATION, TRAINED, RunFolder, TrainState
 from scale_cli.storage.shards import load_shards, shard_of
 from scale_cli.training import loop, observing
-from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.training.sharding import parts_here, shard_model, whole_tensor
 from scale_cli.upscale.base import tensor_sha256
 from scale_cli.upscale.method import MethodModel, start_model
 from scale_cli.upscale.objective import for_training
 from tests.torture.verbs import ended_group, start_group
 from tests.training.conftest import MakeConfig, configs_in
-from tests.upscale.test_objective import losses, trace_alone
-from tests.upscale.test_objective import start as started
 from tests.vocabulary.grown_run import prove_on_few
 from tests.widening import load_model, tiny_llama
 
@@ -66,7 +63,7 @@ PAIRS: dict[str, tuple[str, ...]] = {
     "lora": ("all", *_LORA, *EVALUATED),
     "grown": ("all", "train.embedding_norm=bounded", "train.average={kind: ema, steps: 3}", *_NEW_TOKENS),
 }
-GOES_ON = tuple(f"{first}-two-then-one" for first in ("none", "expansion", "all", "lora"))
+GOES_ON = ("all-two-then-one", "lora-two-then-one")
 
 
 @dataclass
@@ -179,9 +176,15 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ],
 )
 def test_any_number_of_processes_sharded_or_gone_on_gives_the_losses_of_one(runs: Runs, name: str, as_in: str) -> None:
+    """A periodic evaluation too; of the base bit for bit, where it is the base's own tokens."""
     losses = runs.logged(name, "loss")
     assert len(losses) == _LAST_STEP
     assert losses == pytest.approx(runs.logged(as_in, "loss"), rel=1e-5)
+    for found, expected in zip(*(runs.logged(one, EVALUATION) for one in (name, as_in)), strict=name != "node-four"):
+        assert found.keys() == expected.keys()
+        for corpus, heads in expected.items():
+            assert found[corpus] == pytest.approx(heads, rel=1e-5)
+            assert name in ("grown-two", "full-two") or found[corpus]["base"] == heads["base"]
 
 
 @pytest.mark.parametrize(
@@ -198,15 +201,6 @@ def test_final_is_an_ordinary_method_folder_of_the_same_weights(runs: Runs, name
     assert trained.keys() == expected.keys() and any("new_tokens" in key for key in trained) == (name == "grown-two")
     for key, tensor in expected.items():
         torch.testing.assert_close(trained[key], tensor, atol=1e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["none", "expansion", "all", "full", "lora", "grown", "context"])
-def test_periodic_evaluation_is_that_of_one_process_whatever_is_sharded(runs: Runs, name: str) -> None:
-    """Of the base bit for bit, where it is the base's own tokens."""
-    one, two = f"{name}-one" if name in (*PAIRS, "context") else "one", f"{name}-two"
-    (expected,), (found,) = runs.logged(one, EVALUATION), runs.logged(two, EVALUATION)
-    assert found["tiny"] == pytest.approx(expected["tiny"], rel=1e-5)
-    assert name in ("grown", "full") or found["tiny"]["base"] == expected["tiny"]["base"]
 
 
 def test_machines_that_each_hold_all_parts_write_them_once(runs: Runs) -> None:
@@ -226,15 +220,7 @@ def test_sharded_processes_keep_the_best_weights_that_one_process_keeps(runs: Ru
     assert not all(torch.allclose(tensor, final[name]) for name, tensor in trainable_parameters(last).items())
 
 
-@pytest.mark.parametrize("name", ["all-two", "lora-two"])
-def test_one_process_loads_a_sharded_checkpoint_as_a_model(runs: Runs, name: str) -> None:
-    model, expected = load_model(runs.folder(name).checkpoint(_LAST_STEP), runs.configs[name].model), runs.trained(name)
-    trained = trainable_parameters(model)
-    assert trained.keys() == expected.keys()
-    assert all(torch.equal(trained[key], tensor) for key, tensor in expected.items())
-
-
-@pytest.mark.parametrize("name", ["expansion-two", "all-two", "lora-two", "one-then-two", "node-four"])
+@pytest.mark.parametrize("name", ["all-two", "lora-two", "node-four"])
 def test_a_sharded_checkpoint_is_whole_holds_no_pickle_and_each_process_writes_its_part(runs: Runs, name: str) -> None:
     folder = runs.folder(name).checkpoint(_LAST_STEP)
     verify_folder(folder)
@@ -243,7 +229,7 @@ def test_a_sharded_checkpoint_is_whole_holds_no_pickle_and_each_process_writes_i
     assert {file.suffix for file in files - shards} == {".json", ".yaml"}
     assert len(shards) == {"two": 2, "four": 4}[name.rpartition("-")[2]]
     sizes = [sum(tensor.numel() for tensor in load_tensors(shard).values()) for shard in shards]
-    if name in ("expansion-two", "all-two"):
+    if name == "all-two":
         trained = runs.trained(name)
         parameters = sum(tensor.numel() for tensor in trained.values())
         assert sum(sizes) == 3 * parameters + len(trained), "parameters, two moments each, and a step count each"
@@ -347,17 +333,6 @@ def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
     assert {name for name, parameter in parameters.items() if parameter.grad is not None} == trains
     assert parameters.keys() == before.keys()
     assert all(torch.equal(whole_tensor(parameter), before[name]) for name, parameter in parameters.items())
-
-
-@pytest.mark.parametrize("variant", ["route", "full"])
-def test_what_is_sharded_and_compiled_has_the_losses_of_what_is_neither(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, variant: str
-) -> None:
-    """As traced; as generated code, on two processes, in tests/integration."""
-    trace_alone(monkeypatch)
-    expected, model, train = losses(started(variant)), started(variant), TrainConfig(max_steps=1, sharding="all")
-    wrapped = shard_model(model, accelerator, train.model_copy(update={"compile": True}))
-    assert losses(model, wrapped=wrapped) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,37 +1,34 @@
+"""One optimiser step: AdamW or Muon, whole or with autocast, and what it does where numbers are not finite."""
+
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import Batches, MicroBatch, PackedWindows
-from scale_cli.errors import NonFiniteError
-from scale_cli.training.optimiser import (
-    build_optimiser,
-    optimiser_tensors,
-    trainable_parameters,
-)
-from scale_cli.training.step import StepResult, loss_share, train_step
+from scale_cli.data.batches import Batches, PackedWindows
+from scale_cli.errors import GradientOverflow, NonFiniteError
+from scale_cli.methods.recipes import trainable_parameters
+from scale_cli.training.optimiser import build_optimiser, optimiser_tensors, set_learning_rate
+from scale_cli.training.step import train_step
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from tests.hooks import hooks_for
-from tests.widening import as_if_trained, tiny_llama, widen
+from tests.training.conftest import are_equal
+from tests.widening import tiny_llama
 
 
-@pytest.fixture
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    return LlamaForCausalLM(sizes)
-
-
-def batches_of(micro_batch_size: int, length: int = 301) -> Batches:
-    ids = torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(1)).numpy()
+def batches_of(micro_batch_size: int) -> Batches:
+    ids = torch.randint(0, 64, (301,), generator=torch.Generator().manual_seed(1)).numpy()
     return Batches(
         # 300 targets in windows of 16: the last window has 12, so micro-batches differ in their number of targets.
         [PackedWindows(ids, 16)],
@@ -47,49 +44,48 @@ def settings(lr: float, max_grad_norm: float = 1e9) -> TrainConfig:
     return TrainConfig(max_steps=20, lr=lr, schedule="constant", max_grad_norm=max_grad_norm)
 
 
-def step(model: torch.nn.Module, batches: Batches, index: int = 0, lr: float = 1e-2) -> StepResult:
-    train = settings(lr=lr)
-    return train_step(
-        Accelerator(cpu=True), model, build_optimiser(model, train), batches.of_step(index), train
-    ).result()
+MUON = TrainConfig(max_steps=8, optimiser="muon", lr=1e-2)
 
 
-def mixed(micro_batch_size: int, weight: float, *lengths: int) -> Batches:
-    """A step of two sources, the second of which is distilled."""
-    streams = [
-        torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(length)).numpy() for length in lengths
-    ]
-    return Batches(
-        [PackedWindows(stream, 16) for stream in streams],
-        [1.0, 1.0],
-        num_steps=1,
-        distillation=[0.0, weight],
-        seed=0,
-        global_batch_size=8,
-        micro_batch_size=micro_batch_size,
-    )
+def give_gradients(model: nn.Module, step: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in trainable_parameters(model).values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
 
 
-@pytest.mark.parametrize("kind", ["widened, distilled", "plain"])
-def test_every_source_has_the_loss_of_its_own_tokens_however_the_batch_is_cut_up(kind: str) -> None:
-    plain, distilled = tiny_llama().requires_grad_(True), 2.0 * (kind != "plain")
-    model = plain if kind == "plain" else as_if_trained(widen(plain, "preserve")).train()
-    whole = mixed(8, distilled, 301, 40)
-    results = [
-        step(for_training(copy.deepcopy(model), settings(1e-2)), mixed(size, distilled, 301, 40)) for size in (8, 2, 1)
-    ]
-    (batch,) = whole.micro_batches(0)
-    expected = []
-    for source in (0, 1):
-        own = batch.sources == source
-        weights = tuple(distilled * source for _ in range(own.sum())) if distilled else None
-        alone = MicroBatch(batch.input_ids[own], batch.targets[own], batch.sources[own], distillation=weights)
-        expected.append(loss_share(for_training(model, settings(1e-2)), alone, torch.device("cpu"), 1).item())
-    assert min(whole.num_targets(0)) > 0
-    for result in results:
-        assert [num for _, num in result.by_source] == list(whole.num_targets(0))
-        assert [loss for loss, _ in result.by_source] == pytest.approx(expected, rel=1e-5)
-        assert sum(loss for loss, _ in result.by_source) == pytest.approx(result.loss * result.num_tokens, rel=1e-5)
+def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
+
+
+@pytest.mark.parametrize("variant", ["adapt", "full", "lora", "llama-pro"])
+def test_muon_moves_matrices_as_torchs_and_the_rest_as_adamw_and_a_first_step_that_is_not_finite_is_none(
+    variant: str,
+) -> None:
+    model = start_model(tiny_llama(vocab_size=64), MethodConfig.model_validate({"variant": variant}), 0)
+    others = [copy.deepcopy(model) for _ in range(2)]
+    matrices = [parameter for name, parameter in trainable_parameters(others[0]).items() if is_matrix(name, parameter)]
+    muon = torch.optim.Muon(matrices, weight_decay=MUON.weight_decay, adjust_lr_fn="match_rms_adamw")
+    adamw = build_optimiser(others[1], TrainConfig(max_steps=8, lr=1e-2))
+    optimiser = build_optimiser(model, MUON)
+
+    def take_step(found_inf: float) -> None:
+        optimiser.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]  # as a gradient scaler would
+        optimiser.step()
+
+    give_gradients(model, 0, torch.nan)
+    take_step(1.0)
+    assert are_equal(dict(model.state_dict()), dict(others[0].state_dict()))
+    assert not any(tensor.any() for tensor in optimiser_tensors(optimiser, model).values())
+    for step, lr in enumerate((1e-2, 3e-3, 1e-3)):
+        for subject, optim in ((model, optimiser), (others[0], muon), (others[1], adamw)):
+            give_gradients(subject, step)
+            set_learning_rate(optim, lr)
+        take_step(0.0)
+        muon.step()
+        adamw.step()
+    by_muon, by_adamw = (trainable_parameters(other) for other in others)
+    for name, parameter in trainable_parameters(model).items():
+        assert torch.equal(parameter, (by_muon if is_matrix(name, parameter) else by_adamw)[name]), name
 
 
 @pytest.mark.parametrize("optimiser_name", ["adamw", "muon"])
@@ -129,3 +125,84 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
         bad.result()
     assert good.result().loss > 0
     assert not all(torch.equal(state()[name], tensor) for name, tensor in before.items())
+
+
+def test_a_scaled_loss_gives_the_gradients_of_the_loss_and_the_scale_grows_where_nothing_overflows() -> None:
+    """A power of two is exact in float32: no bit of the weights hangs on it."""
+    ends, scaler = [], GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for of_run in (scaler, GradScaler(enabled=False)):
+        model, plan = tiny_llama(vocab_size=64).requires_grad_(True), settings(1e-2, max_grad_norm=1.0)
+        optimiser = build_optimiser(model, plan)
+        for step in range(3):
+            batch = batches_of(4).of_step(step)
+            train_step(Accelerator(cpu=True), model, optimiser, batch, plan, scaler=of_run).result()
+        ends.append(dict(model.state_dict()))
+    assert are_equal(*ends)
+    assert scaler.get_scale() == 2.0**11
+
+
+@pytest.mark.parametrize(("scale", "error"), [(2.0, GradientOverflow), (1.0, NonFiniteError)])
+def test_what_is_not_finite_under_no_scale_either_is_no_overflow(scale: float, error: type[Exception]) -> None:
+    model, plan = tiny_llama(vocab_size=64).requires_grad_(True), settings(1e-2)
+    model.lm_head.weight.register_hook(lambda gradient: gradient * torch.nan)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    scaler = GradScaler("cpu", init_scale=scale)
+    batch = batches_of(8).of_step(0)
+    taken = train_step(Accelerator(cpu=True), model, build_optimiser(model, plan), batch, plan, scaler=scaler)
+    with pytest.raises(NonFiniteError) as caught:
+        taken.result()
+    assert type(caught.value) is error
+    assert are_equal(before, dict(model.state_dict()))
+    assert scaler.get_scale() == scale / 2
+
+
+class CopiesOf(TorchDispatchMode):
+    """Notes every tensor that has the shape of one of some weights, or of its transpose, and is none of them."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.shapes = {tuple(shape) for w in weights for shape in (w.shape, w.shape[::-1])}
+        self.storages = {w.untyped_storage().data_ptr() for w in weights}
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        of_a_shape = isinstance(result, Tensor) and tuple(result.shape) in self.shapes
+        if of_a_shape and result.untyped_storage().data_ptr() not in self.storages:
+            self.made.append(f"{func}: {result.dtype} {tuple(result.shape)}")
+        return result
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("variant", ["preserve", "adapt", "lora"])
+def test_a_frozen_base_in_16_bits_is_never_copied_and_what_trains_is_held_in_float32(
+    variant: str, mixed_precision: Any, checkpointing: bool
+) -> None:
+    # Sizes at which no block of the expansion has the shape of one of the base's weights; 14 tokens at once.
+    dtype = torch.float16 if mixed_precision == "fp16" else torch.bfloat16
+    whole: Any = tiny_llama(num_key_value_heads=4)
+    base = whole.to(dtype)
+    frozen = [parameter for parameter in base.parameters() if parameter.ndim == 2]
+    model: Any = start_model(base, MethodConfig.model_validate({"variant": variant, "lora": {"rank": 2}}), seed=0)
+    train = TrainConfig(
+        max_steps=2,
+        mixed_precision=mixed_precision,
+        activation_checkpointing=checkpointing,
+        global_batch_size=4,
+        micro_batch_size=2,
+    )
+    ids = torch.randint(0, 61, (400,), generator=torch.Generator().manual_seed(1)).numpy()
+    batches = Batches([PackedWindows(ids, 7)], [1.0], num_steps=2, seed=0, global_batch_size=4, micro_batch_size=2)
+    optimiser, accelerator = build_optimiser(model, train), Accelerator(cpu=True)
+    wrapped = for_training(model.train(), train)
+    with CopiesOf(frozen) as copies:
+        for step in range(2):
+            train_step(accelerator, wrapped, optimiser, batches.of_step(step), train)
+    assert copies.made == []
+    assert {weight.dtype for weight in frozen} == {dtype}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    moments = [state[name] for state in optimiser.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert {tensor.dtype for tensor in (*trained, *moments)} == {torch.float32}
+    num_trained = sum(parameter.numel() for parameter in trained)
+    assert sum(moment.nbytes for moment in moments) == 8 * num_trained

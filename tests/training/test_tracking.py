@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gzip
+import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from scale_cli.errors import ConfigError, MissingExtraError
 from scale_cli.storage.records import EVALUATION, MetricsLog, RunFolder, read_records
 from scale_cli.training.tracking import check_trackers, figures, tracked
-from tests.training.conftest import MakeConfig, finished
+from tests.training.conftest import MakeConfig, are_equal, finished, trained
 
 
 def in_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -35,14 +37,21 @@ def in_log(run: RunFolder) -> dict[str, list[tuple[int, Any]]]:
     return points
 
 
-def test_tensorboard_has_every_figure_of_the_log(make_config: MakeConfig) -> None:
-    config = make_config(
-        "run", "train.trackers=[tensorboard]", "train.eval_every_steps=4", "train.eval_max_documents=2"
-    )
-    run = finished(config)
+def test_tensorboard_has_every_figure_of_the_log_a_trace_the_steps_asked_for_and_the_run_the_bits_of_one_unseen(
+    make_config: MakeConfig,
+) -> None:
+    length = ("train.max_steps=4", "train.save_every_steps=4")
+    seen = ("train.trackers=[tensorboard]", "train.eval_every_steps=2", "train.profile_steps=[2,3]")
+    run = finished(make_config("run", *length, *seen))
     points = in_tensorboard(run.tensorboard)
     assert points == in_log(run)
-    assert [step for step, _ in points[f"{EVALUATION}/tiny/base"]] == [4, 8]
+    assert [step for step, _ in points[f"{EVALUATION}/tiny/base"]] == [2, 4]
+    (trace,) = run.profile.iterdir()
+    assert trace.name == "steps-2-3.process-0.json.gz"
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    steps = {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")}
+    assert steps == {"ProfilerStep#1", "ProfilerStep#2"}, "of the steps that this process has taken, from 0"
+    assert are_equal(trained(run.final), trained(finished(make_config("unseen", *length)).final))
 
 
 def failing(*_: Any, **__: Any) -> None:

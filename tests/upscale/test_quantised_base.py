@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from tests.widening import lower_layers, real_ids
 
 # nf4 holds blocks of 64 x 256 weights, which the matrices of stories260K are too small for.
 HELD = [("ckpt-stories260K", "int8"), ("ckpt-eltec", "int8"), ("ckpt-eltec", "nf4")]
-FROZEN_METHODS = ["route", "adapt", "lora"]
 
 
 def named(shared_data: Path, checkpoint: str, quantisation: Any, dtype: Any = "bfloat16") -> ModelConfig:
@@ -97,46 +95,36 @@ def test_every_bit_that_a_quantised_weight_is_held_in_is_hashed_and_checked(
         check_finite(base, "here")
 
 
-@pytest.mark.parametrize("quantisation", QUANTISATIONS)
-def test_training_and_resuming_leave_a_quantised_base_its_logits_and_end_in_the_same_bits(
-    shared_data: Path, tmp_path: Path, quantisation: str
+@pytest.mark.parametrize(("quantisation", "variant"), [("int8", "lora"), ("nf4", "route")])
+def test_training_and_resuming_leave_a_quantised_base_as_it_was_and_an_export_holds_its_weights_as_numbers(
+    shared_data: Path, tmp_path: Path, quantisation: str, variant: str
 ) -> None:
-    config = run_config(shared_data, tmp_path / "run", quantisation)
+    config = run_config(shared_data, tmp_path / "run", quantisation, variant, "float32")
     upscale(config)
     train(config, None, print)
     broken_off = config.model_copy(update={"output_dir": tmp_path / "resumed"})
     shutil.copytree(config.output_dir, broken_off.output_dir)
-    for later in ("final", "checkpoints/step-00000004", "checkpoints/step-4"):
-        shutil.rmtree(broken_off.output_dir / later, ignore_errors=True)
+    for later in ("final", "checkpoints/step-00000004"):
+        shutil.rmtree(broken_off.output_dir / later)
     train(broken_off, "auto", print)
     ends = [load_file(one.output_dir / "final" / "trained.safetensors") for one in (config, broken_off)]
     assert ends[0].keys() == ends[1].keys()
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
     model: Any = Run(config).open_final().load()
-    ids = real_ids(shared_data, "ckpt-eltec")[:150].reshape(3, 50)
-    with torch.no_grad():
-        states = model.final_states(ids, preserved=True)
-        assert torch.equal(model.base_logits(states), loaded_plainly(config.model)(ids).logits)
-        assert not torch.equal(trained_logits(model, ids), model.base_logits(states))
-    with pytest.raises(RunFolderError, match=f"model.quantisation: '{quantisation}' -> None"):
-        Run(config.model_copy(update={"model": whole(config.model)})).open_final()
-
-
-@pytest.mark.parametrize(("quantisation", "variant"), [("int8", "route"), ("int8", "lora"), ("nf4", "route")])
-def test_what_is_exported_holds_the_quantised_weights_as_numbers(
-    shared_data: Path, tmp_path: Path, quantisation: str, variant: str
-) -> None:
-    config = run_config(shared_data, tmp_path / "run", quantisation, variant, "float32", max_steps=2)
-    upscale(config)
-    train(config, None, print)
-    folder = export(config).folder
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    model: Any = Run(config).open_final().load()
-    assert any(map(is_quantised, model.parameters())) and not any(map(is_quantised, plain.parameters()))
     ids = real_ids(shared_data, "ckpt-eltec")[:100].reshape(2, 50)
     with torch.no_grad():
-        torch.testing.assert_close(plain(ids).logits, trained_logits(model, ids), rtol=0.0, atol=1e-3)
+        of_base, learned = loaded_plainly(config.model)(ids).logits, trained_logits(model, ids)
+        assert not torch.equal(learned, of_base)
+        if variant == "route":
+            assert torch.equal(model.base_logits(model.final_states(ids, preserved=True)), of_base)
+    folder = export(config).folder
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    assert any(map(is_quantised, model.parameters())) and not any(map(is_quantised, plain.parameters()))
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, learned, rtol=0.0, atol=1e-3)
     assert f"linear maps in {quantisation}, by torchao; in this" in (folder / "README.md").read_text(encoding="utf-8")
+    with pytest.raises(RunFolderError, match=f"model.quantisation: '{quantisation}' -> None"):
+        Run(config.model_copy(update={"model": whole(config.model)})).open_final()
 
 
 @pytest.mark.parametrize("quantisation", QUANTISATIONS)
@@ -149,8 +137,7 @@ def test_blocks_start_from_what_quantised_weights_stand_for(shared_data: Path, q
     torch.testing.assert_close(frozen(eye).T, plain_weight(frozen), rtol=2**-7, atol=0.0)
 
 
-@pytest.mark.parametrize("variant", FROZEN_METHODS)
-@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+@pytest.mark.parametrize(("quantisation", "variant"), [("int8", "lora"), ("nf4", "adapt")])
 def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_keep(
     shared_data: Path, quantisation: str, variant: str
 ) -> None:
@@ -172,20 +159,16 @@ def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_kee
     assert count_saved_tensors(planned, "bf16").copies_bytes == pytest.approx(num_bytes(of_weights), rel=0.02)
 
 
-def test_a_plan_of_a_quantised_base_differs_in_its_bytes_alone_and_says_what_cannot_be_had(
+def test_a_plan_of_a_quantised_base_says_what_cannot_be_had(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="full")])
     config = run_config(shared_data, tmp_path / "run", "int8")
-    planned, plainly = (
-        plan(config.model_copy(update={"model": model}), flops=1e12, num_processes=1)
-        for model in (config.model, whole(config.model))
-    )
-    assert "model.quantisation" in planned.refused["full"] and not plainly.refused
-    (of_quantised,), (of_whole, _) = planned.methods, plainly.methods
-    assert of_quantised.flops == of_whole.flops
-    assert of_quantised.memory == replace(of_whole.memory, frozen=of_quantised.memory.frozen)
-    assert of_quantised.memory.frozen < of_whole.memory.frozen
+    planned = plan(config, flops=1e12, num_processes=1)
+    (of_quantised,), base = planned.methods, any_base_without_weights(config.model)
+    assert "model.quantisation" in planned.refused["full"]
+    parts = [part for parameter in base.parameters() for part in parts_of(parameter)]
+    assert of_quantised.memory.frozen == sum(part.nbytes for part in parts)
 
 
 @pytest.mark.parametrize("variant", ["full", "llama-pro"])
@@ -202,9 +185,7 @@ def test_matrices_that_nf4_cannot_hold_and_bases_that_are_quantised_already_are_
     shared_data: Path, tmp_path: Path
 ) -> None:
     small: Any = named(shared_data, "ckpt-stories260K", "nf4")
-    with pytest.raises(
-        BaseModelError, match=r"model.quantisation: nf4: model.layers.0.self_attn.q_proj has 4,096 weig"
-    ):
+    with pytest.raises(BaseModelError, match=r"model.quantisation: nf4: model.layers.0.self_attn.q_proj"):
         any_base_without_weights(small)
     packed = Phi3Config(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64, pad_token_id=0)
     with pytest.raises(BaseModelError, match=r"a layer of the family phi3 has no q_proj that stands alone"):
@@ -219,14 +200,3 @@ def test_what_reads_whole_weights_does_not_go_with_a_quantised_base(shared_data:
     for key in ({"compile": True}, {"sharding": "expansion"}, {"sharding": "all"}):
         with pytest.raises(ValueError, match=r"does not go with model.quantisation: int8"):
             run_config(shared_data, tmp_path / "run", "int8", **key)
-
-
-def test_a_base_without_weights_is_quantised_as_a_loaded_one(shared_data: Path) -> None:
-    for checkpoint, quantisation in HELD:
-        base = load_base(named(shared_data, checkpoint, quantisation))
-        without = base_without_weights(base.config, "bfloat16", quantisation)
-        shapes = [
-            {name: [(part.shape, part.dtype) for part in parts_of(tensor)] for name, tensor in one.named_parameters()}
-            for one in (base, without)
-        ]
-        assert shapes[0] == shapes[1]
