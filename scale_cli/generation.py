@@ -21,7 +21,7 @@ from scale_cli.data.documents import Messages
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ConfigError, RunFolderError, one_line
 from scale_cli.evaluation.continuations import before_end, ends_of, padded_left
-from scale_cli.export.plain_folder import head_names, routed_class
+from scale_cli.export.plain_folder import routed_class
 from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -103,9 +103,11 @@ class Generator:
 
     def __init__(self, source: Path | ModelConfig, *, plainly: bool = False) -> None:
         """Open a model; an export plainly is its trained head alone."""
-        self.model, self.tokenizer = (
-            _opened_base(source) if isinstance(source, ModelConfig) else _opened(source, plainly=plainly)
-        )
+        self.model: Any
+        if isinstance(source, ModelConfig):
+            self.model, self.tokenizer = placed(load_any_base(source)), load_tokenizer(source)
+        else:
+            self.model, self.tokenizer = _opened(source, plainly=plainly)
         self.ends = ends_of(self.model.generation_config, self.tokenizer)
 
     def prompt_ids(self, prompt: str | Messages) -> Tensor:
@@ -183,8 +185,9 @@ class Generator:
 
     def head_names(self) -> list[str]:
         """Return the names of the heads that are routed among; none where one head alone is served."""
-        if isinstance(self.model, Routed):
-            return head_names(self.model.num_heads)
+        if isinstance(self.model, Routed):  # which knows no names
+            added = range(1, self.model.num_heads)
+            return ["base", "trained"] if len(added) == 1 else ["base", *(f"head {head}" for head in added)]
         names: list[str] = getattr(self.model.config, "head_names", [])
         return names
 
@@ -198,10 +201,6 @@ class Generator:
             router = router_of(model)
             log_weights_KBT = token_log_probs(model, ids_T[None, :-1], ids_T[None, 1:]).log_weights(router.rule, router)
         return [dict(zip(names, shares_K, strict=True)) for shares_K in log_weights_KBT[:, 0].exp().T.tolist()]
-
-
-def _opened_base(base: ModelConfig) -> tuple[Any, Any]:
-    return placed(load_any_base(base)), load_tokenizer(base)
 
 
 def _opened(path: Path, *, plainly: bool) -> tuple[Any, Any]:

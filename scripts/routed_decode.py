@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import dense_model
-from scale_cli.export.plain_folder import router_keys
-from scale_cli.model.routed_scale import ScaleRoutedLlamaForCausalLM
+from scale_cli.export.plain_folder import routed_name, router_keys
+from scale_cli.model import routed_scale
 from scale_cli.upscale.method import start_model
 
 # Of the base: hidden, MLP, layers, heads, key/value heads, vocabulary.
@@ -44,7 +44,7 @@ def contestants(shape: str) -> dict[str, Any]:
     model: Any = start_model(base.requires_grad_(False), MethodConfig(variant="route"), seed=0).eval()
     plain = dense_model(model, "float32")
     plain.config.scale_router = router_keys(model)
-    routed = ScaleRoutedLlamaForCausalLM(plain.config).eval()
+    routed = getattr(routed_scale, routed_name(type(plain).__name__))(plain.config).eval()
     routed.load_state_dict(plain.state_dict())
     return {"plain": plain, "routed": routed, "two streams": model}
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.export.dense import dense_model
-from scale_cli.export.plain_folder import router_keys
-from scale_cli.model.routed_scale import ScaleRoutedLlamaForCausalLM
+from scale_cli.export.plain_folder import routed_name, router_keys
+from scale_cli.model import routed_scale
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import new_pieces, start_model
 from scale_cli.upscale.run import Run
@@ -41,7 +41,7 @@ def served(config: RunConfig) -> tuple[Any, Tensor]:
     model: Any = start_model(load_base(config.model), config.method, config.seed, new).eval()
     plain = dense_model(model, "float32")
     plain.config.scale_router = router_keys(model)
-    routed = ScaleRoutedLlamaForCausalLM(plain.config).eval()
+    routed = getattr(routed_scale, routed_name(type(plain).__name__))(plain.config).eval()
     routed.load_state_dict(plain.state_dict())
     source = next(source for source in config.evaluation.perplexity if source.role == "acquisition")
     text = "\n".join(read_texts([source], config.corpus, 4 * CHARACTERS))[:CHARACTERS]

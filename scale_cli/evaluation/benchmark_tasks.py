@@ -41,12 +41,7 @@ from scale_cli.config.load import parse, read_text
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import ConfigError, RunError, one_line
-from scale_cli.evaluation.benchmarks import (
-    BenchmarkItems,
-    Item,
-    ItemOutcome,
-    check_task_file,
-)
+from scale_cli.evaluation.benchmarks import BenchmarkItems, Item, ItemOutcome, check_task_file
 from scale_cli.evaluation.continuations import SelectableHeads
 from scale_cli.evaluation.results import HEADS, SkippedBenchmark
 from scale_cli.evaluation.scoring import observe, score_tokens
@@ -133,7 +128,7 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         starts_B = ends_B - torch.tensor([len(continuation) for _, _, continuation in batch])
         at_T = torch.arange(int(ends_B.max()))
         scored_BT = (at_T >= starts_B[:, None]) & (at_T < ends_B[:, None])
-        said = score_tokens(TokenLogProbs(tokens.log_probs_KBT.cpu(), tokens.cosine_BT.cpu()), self._router).log_probs
+        said, _ = score_tokens(TokenLogProbs(tokens.log_probs_KBT.cpu(), tokens.cosine_BT.cpu()), self._router)
         said_BH = torch.stack([torch.where(scored_BT, said[head], 0.0).sum(dim=-1) for head in HEADS], dim=1)
         return said_BH.split(1)
 

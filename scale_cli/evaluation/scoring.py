@@ -36,14 +36,6 @@ Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class TokenScores:
-    """What every head and every routing rule says of tokens, by name, the heads first."""
-
-    log_probs: dict[str, Tensor]  # (B, T) nats
-    log_weights: dict[str, Tensor]  # of every rule (K, B, T): how it weighs the heads
-
-
-@dataclass(frozen=True)
 class DocumentLosses:
     """Of every document."""
 
@@ -85,13 +77,18 @@ class _Window:
     ids: Tensor
 
 
-def score_tokens(tokens: TokenLogProbs, router: RouterSettings, heads: Sequence[str] = TWO_HEADS) -> TokenScores:
-    """Return what the heads said of documents, and what the rules make of it: cosine of two heads, posterior of any."""
+def score_tokens(
+    tokens: TokenLogProbs, router: RouterSettings, heads: Sequence[str] = TWO_HEADS
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what heads and rules say of tokens, (B, T) nats, and how each rule weighs the heads, (K, B, T) logarithms.
+
+    Both are by name; the cosine is a rule of two heads.
+    """
     log_probs_KBT = tokens.log_probs_KBT.double()
     rules = ("posterior", "cosine") if len(heads) == 2 else ("posterior",)
     log_weights = {rule: tokens.log_weights(rule, router) for rule in rules}
     routed = {rule: mix_log_probs(weights_KBT, log_probs_KBT) for rule, weights_KBT in log_weights.items()}
-    return TokenScores(dict(zip(heads, log_probs_KBT, strict=True)) | routed, log_weights)
+    return dict(zip(heads, log_probs_KBT, strict=True)) | routed, log_weights
 
 
 def score_corpus(
@@ -111,18 +108,18 @@ def score_corpus(
         for first in range(0, num_documents, _DOCUMENTS_AT_ONCE):
             documents = range(first, min(first + _DOCUMENTS_AT_ONCE, num_documents))
             observed = _observe_documents(model, corpus, documents, passes, share)
-            scores += [(index, score_tokens(tokens, router, heads)) for index, tokens in observed]
+            scores += [(index, *score_tokens(tokens, router, heads)) for index, tokens in observed]
             bar.update(len(documents))
     if not scores:
         raise CorpusError(f"{corpus.folder.name}: no document has a token that could be scored")
-    names, rules = scores[0][1].log_probs, scores[0][1].log_weights
+    places, log_probs, log_weights = zip(*scores, strict=True)
     return DocumentLosses(
-        num_tokens=np.asarray([of_one.log_probs[heads[0]].numel() for _, of_one in scores], dtype=np.float64),
-        num_bytes=np.asarray([corpus.num_bytes[index] for index, _ in scores], dtype=np.float64),
-        nats={name: np.asarray([-of_one.log_probs[name].sum().item() for _, of_one in scores]) for name in names},
+        num_tokens=np.asarray([said[heads[0]].numel() for said in log_probs], dtype=np.float64),
+        num_bytes=np.asarray([corpus.num_bytes[index] for index in places], dtype=np.float64),
+        nats={name: np.asarray([-said[name].sum().item() for said in log_probs]) for name in log_probs[0]},
         served={
-            rule: torch.stack([of_one.log_weights[rule].exp().sum(dim=(1, 2)) for _, of_one in scores], dim=1).numpy()
-            for rule in rules
+            rule: torch.stack([weights[rule].exp().sum(dim=(1, 2)) for weights in log_weights], dim=1).numpy()
+            for rule in log_weights[0]
         },
     )
 

@@ -89,11 +89,10 @@ def dense_model(model: WidenedModel, dtype: str, prompts: Sequence[Tensor] = ())
             dense_config(model, scales), dtype=getattr(torch, dtype)
         )
     parameters = dict(dense.named_parameters())
+    factor = float(family_of(model.root.config).embedding_factor(dense.get_input_embeddings()))
     with torch.no_grad():
-        factor = float(family_of(model.root.config).embedding_factor(dense.get_input_embeddings()))
-        for name, tensor in _dense_tensors(
-            model, scales, factor
-        ):  # each in float32, and lowered before the next is made
+        # Each is made in float32, and lowered before the next.
+        for name, tensor in _dense_tensors(model, scales, factor):
             parameters.pop(name).copy_(tensor)
     assert not parameters, f"every tensor of a plain model is made: {list(parameters)}"
     dense.generation_config = model.root.generation_config
@@ -155,16 +154,18 @@ def _eps_growth(model: WidenedModel, scales: StreamScales) -> float:
 
 
 def _dense_tensors(model: WidenedModel, scales: StreamScales, embedding_factor: float) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the plain model, which multiplies its embedding with a factor of its own."""
     base, stages = model.root, [branch.expansion for branch in model.branches]
-    decoder, family = base.model, family_of(base.config)
-    yield "model.embed_tokens.weight", _scaled_embedding(model, scales, embedding_factor)
+    decoder, family, num_base = base.model, family_of(base.config), base.config.hidden_size
+    embedding = dense_embedding(base, stages)
+    embedding[:, :num_base] *= scales.base / embedding_factor
+    embedding[:, num_base:] *= scales.expansion / embedding_factor
+    yield "model.embed_tokens.weight", embedding
     yield "model.norm.weight", _joined_gains(family, decoder.norm, [stage.norm.weight for stage in stages], scales)
     yield "lm_head.weight", _joined_head(model)
     for index, (base_layer, *layers) in enumerate(zip(decoder.layers, *(s.layers for s in stages), strict=True)):
-        tensors = chain(
-            _layer_norms(family, base_layer, layers, scales), _layer_maps(model, base_layer, layers, scales)
-        )
-        for name, tensor in family.packed(tensors):
+        norms, maps = _layer_norms(family, base_layer, layers, scales), _layer_maps(model, base_layer, layers, scales)
+        for name, tensor in family.packed(chain(norms, maps)):
             yield f"model.layers.{index}.{name}", tensor
 
 
@@ -174,9 +175,9 @@ def _layer_norms(
     def joined(owner: Any, name: str, wanted: StreamScales = _ONCE) -> Tensor:
         return _joined_gains(family, getattr(owner, name), [_gains(layer, name) for layer in layers], scales, wanted)
 
-    for name in family.norms_of_read:
+    for name in filter(None, (family.before_attention, family.before_mlp)):
         yield f"{name}.weight", joined(base_layer, name)
-    for name in family.norms_of_written:
+    for name in filter(None, (family.after_attention, family.after_mlp)):
         yield f"{name}.weight", joined(base_layer, name, scales)
     attention = base_layer.self_attn
     for name in filter(None, family.width_norms):
@@ -205,26 +206,11 @@ def _layer_maps(
     for name, frozen, added in widened_linears(family, base_layer, layers):
         for kind, tensor in _joined_linear(frozen, added, parents, columns[name], rows[name]).items():
             yield f"{OWNERS[name]}.{name}.{kind}", tensor
-    if not layers[0].has_mlp:
-        yield from _sparse_mlp(
-            base_layer.mlp, sum(stage.expansion_hidden_size for stage in model.config.stages()), scales
-        )
-
-
-def _sparse_mlp(mlp: Any, num_added: int, scales: StreamScales) -> Iterator[tuple[str, Tensor]]:
-    """Yield the experts and their gate, which read x alone and write into x alone."""
-    yield "mlp.gate.weight", F.pad(mlp.gate.weight.float(), (0, num_added))
-    yield "mlp.experts.gate_up_proj", F.pad(mlp.experts.gate_up_proj.float(), (0, num_added))
-    yield "mlp.experts.down_proj", F.pad(scales.base * mlp.experts.down_proj.float(), (0, 0, 0, num_added))
-
-
-def _scaled_embedding(model: WidenedModel, scales: StreamScales, factor: float) -> Tensor:
-    """Return the rows that a plain model multiplies with its own factor."""
-    embedding = dense_embedding(model.root, [branch.expansion for branch in model.branches])
-    num_base = model.root.config.hidden_size
-    embedding[:, :num_base] *= scales.base / factor
-    embedding[:, num_base:] *= scales.expansion / factor
-    return embedding
+    if not layers[0].has_mlp:  # experts and their gate read x alone, and write into x alone
+        mlp, num_added = base_layer.mlp, sum(stage.expansion_hidden_size for stage in model.config.stages())
+        yield "mlp.gate.weight", F.pad(mlp.gate.weight.float(), (0, num_added))
+        yield "mlp.experts.gate_up_proj", F.pad(mlp.experts.gate_up_proj.float(), (0, num_added))
+        yield "mlp.experts.down_proj", F.pad(scales.base * mlp.experts.down_proj.float(), (0, 0, 0, num_added))
 
 
 def _joined_head(model: WidenedModel) -> Tensor:

@@ -5,14 +5,9 @@ still pins, does not know `rope_parameters`, goes on with unscaled positions, an
 Here the base's own config.json is taken, with other sizes and both spellings, and its small files byte for byte. One
 thing may change in the tokenizer: whoever tokenises a prompt gets the boundary that stood before it in training.
 
-Keys of its config.json, and two files of code beside it, let it be served routed. Who does not know them, or does not
-trust the code, loads the plain model. Its hidden row holds all streams side by side, and the columns of its vocabulary
-head hold one group for each: [H | H'_1 | ...]. By groups the one product gives the logits of every head,
-
-    z_0 = H x        z_k = z_parent(k) + H'_k u_k
-
-which the posterior rule mixes (`model/routing.py`). Equal to rounding, not bit for bit; and not where an expansion
-writes into x (W12), for the base's head reads the x that nobody has written into.
+Keys of its config.json, and two files of code beside it (`model/routed_scale.py`), let it be served routed. Who does
+not know them, or does not trust the code, loads the plain model. It cannot be routed where an expansion writes into x
+(W12): the base's head reads the x that nobody has written into.
 """
 
 from __future__ import annotations
@@ -30,9 +25,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError, UsageError, one_line
 from scale_cli.model import routed_scale, routing
-from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import WidenedModel
-from scale_cli.model.vocabulary_scale import new_tokens_among
 from scale_cli.storage.atomic import read_json, write_json, write_text
 from scale_cli.upscale.base import load_base_config, root_model
 from scale_cli.upscale.method import MethodModel
@@ -52,8 +45,7 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
         `stream_sizes`: channels of the hidden row by stream, the base head's first (of a stack, all that its base head
         reads); `parents`: of every other head, the head that its logits are added to; `prior` of the base head, the
         rest being shared evenly by the others; `switch_rate`; `new_tokens`, where the base has not all (`PieceShares`):
-        of each the `first` of its pieces, those that are the scripts' `own`, and, where others than the base lack some
-        too, which are `known` by every head.
+        of each the `first` of its pieces, those that are the scripts' `own`, and which are `known` by every head.
     """
     if not isinstance(model, WidenedModel):
         return None
@@ -65,36 +57,16 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     added = [branch.expansion.lm_head.in_features for branch in model.branches]
     sizes = [model.root.config.hidden_size + sum(added[:lowest]), *added[lowest:]]
     parents = [branch.parent - lowest for branch in routed]
-    return {
+    keys = {
         "stream_sizes": sizes,
         "parents": parents,
         "prior": model.config.router_prior,
         "switch_rate": model.config.router_switch_rate,
-        **_new_tokens(model),
     }
-
-
-def _new_tokens(model: WidenedModel) -> dict[str, Any]:
-    """Return what tells of tokens that not all heads have; nothing where all have them."""
-    if isinstance(model, JoinedForCausalLM):
-        config = model.config
-        first, own, known = [pieces[0] for pieces in config.pieces()], config.own_pieces, config.known_by_heads()
-        all_but_base_know_all = known[1:] == [(0, len(first))] * len(model.branches)
-        told = {"first": first, "own": own, **({} if all_but_base_know_all else {"known": known})}
-        return {"new_tokens": told} if first else {}
-    new = new_tokens_among(branch.expansion for branch in model.branches[model.routed_heads[0] :])
-    return {} if new is None else {"new_tokens": {"first": new.shared.first, "own": new.shared.own}}
-
-
-def add_router(folder: Path, architecture: str, router: dict[str, Any]) -> dict[str, Any]:
-    """Write the routed class of a plain model beside it, and return what its config.json gains."""
-    for source in _CODE:
-        shutil.copyfile(source, folder / source.name)
-    return {KEY: router, "auto_map": _auto_map(architecture)}
-
-
-def _auto_map(architecture: str) -> dict[str, str]:
-    return dict.fromkeys(_ASKED_FOR, f"{_CODE[0].stem}.{routed_name(architecture)}")
+    if first := [pieces[0] for pieces in model.config.pieces()]:
+        known = [(0, 0), (0, len(first))] if len(sizes) == 2 else model.config.known_by_heads()
+        keys["new_tokens"] = {"first": first, "own": model.config.own_pieces, "known": known}
+    return keys
 
 
 def routed_class(folder: Path) -> Any:
@@ -102,11 +74,6 @@ def routed_class(folder: Path) -> Any:
     config = read_json(folder / "config.json")
     (architecture,) = config.get("architectures") or [""]
     return getattr(routed_scale, routed_name(architecture), None) if KEY in config else None
-
-
-def head_names(num_heads: int) -> list[str]:
-    """Return what the heads of such an export are called: it knows no names."""
-    return ["base", "trained"] if num_heads == 2 else ["base", *(f"head {head}" for head in range(1, num_heads))]
 
 
 def routed_name(architecture: str) -> str:
@@ -166,7 +133,11 @@ def write_plain(
     if config.name != _CONFIG:
         raise BaseModelError(f"model.base: {root.base}: {_CONFIG} is not at hand")
     written = _configuration(json.loads(config.read_text(encoding="utf-8")), plain, load_base_config(base))
-    written |= {} if router is None else add_router(folder, type(plain).__name__, router)
+    if router is not None:
+        for source in _CODE:
+            shutil.copyfile(source, folder / source.name)
+        written |= {KEY: router}
+        written["auto_map"] = dict.fromkeys(_ASKED_FOR, f"{_CODE[0].stem}.{routed_name(type(plain).__name__)}")
     write_text(folder / _CONFIG, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
     for file in others:
         shutil.copyfile(file, folder / file.name)
@@ -203,7 +174,7 @@ def frame_prompts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     A chat template writes its own beginning: what it has rendered is tokenised without special tokens everywhere.
     """
     boundary = DocumentMarkers.of(tokenizer).context
-    if boundary is not None and not is_framed(load_exported_tokenizer(folder), tokenizer):
+    if boundary is not None and not _is_framed(folder, tokenizer):
         token = str(tokenizer.convert_ids_to_tokens(boundary))
         if not (folder / _WHOLE).is_file():
             tokenizer.backend_tokenizer.save(str(folder / _WHOLE))
@@ -213,23 +184,19 @@ def frame_prompts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         settings = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else {}
         settings = {name: value for name, value in settings.items() if name not in _SETTINGS_OF_A_FRAME}
         write_json(folder / _SETTINGS, settings)
-        if not is_framed(load_exported_tokenizer(folder), tokenizer):  # some families' classes keep steps of their own
+        if not _is_framed(folder, tokenizer):  # some families' classes keep steps of their own
             marks = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
             write_json(folder / _SETTINGS, {**settings, **marks, "tokenizer_class": "PreTrainedTokenizerFast"})
-    if not is_framed(load_exported_tokenizer(folder), tokenizer):
+    if not _is_framed(folder, tokenizer):
         raise ExportParityError(
             f"the tokenizer's files of {tokenizer.name_or_path} give other ids elsewhere; nothing was written"
         )
 
 
-def is_framed(served: PreTrainedTokenizerBase, trained: PreTrainedTokenizerBase) -> bool:
-    """Return whether a served tokenizer turns prompts into what stood in training: the boundary, then the text."""
+def _is_framed(folder: Path, trained: PreTrainedTokenizerBase) -> bool:
+    """Return whether a folder's tokenizer turns prompts into what stood in training: the boundary, then the text."""
+    served = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return all(served(text).input_ids == prompt_ids(trained, text) for text in SAMPLE_TEXTS)
-
-
-def load_exported_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return tokenizer
 
 
 def _framing(written: dict[str, Any] | None, token: str, boundary: int) -> dict[str, Any]:

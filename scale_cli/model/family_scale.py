@@ -84,9 +84,10 @@ class Family:
         embeddings: tuple[Tensor, Tensor] = decoder.rotary_emb(x_BTD, position_ids, *asked)
         return embeddings
 
-    def embedding_factor(self, _embedding: Any) -> Tensor | float:
-        """Return what the decoder multiplies a row of its embedding with."""
-        return 1.0
+    def embedding_factor(self, embedding: Any) -> Tensor | float:
+        """Return what the decoder multiplies a row of its embedding with: of Gemma the root of the stream's width."""
+        factor: Tensor | None = getattr(embedding, "embed_scale", None)
+        return 1.0 if factor is None else factor.to(embedding.weight.dtype)
 
     def token_rows(self, base: Any) -> Tensor:
         """Return (V, D): x_0 of every token, before it is rounded to the base's dtype."""
@@ -107,34 +108,6 @@ class Family:
                     nothing = torch.zeros_like(parameter)
                     parameter.copy_(nothing if norm is None else self.norm_form.weight(nothing))
 
-    @property
-    def norms_of_read(self) -> list[str]:
-        """The norms over what a layer reads of the stream."""
-        return [name for name in (self.before_attention, self.before_mlp) if name is not None]
-
-    @property
-    def norms_of_written(self) -> list[str]:
-        """The norms over what a layer writes into the stream."""
-        return [name for name in (self.after_attention, self.after_mlp) if name is not None]
-
-
-class ScaledEmbedding(Family):
-    """A family that multiplies what it reads off its embedding by the root of the stream's width."""
-
-    def embedding_factor(self, embedding: Any) -> Tensor | float:
-        factor: Tensor = embedding.embed_scale.to(embedding.weight.dtype)
-        return factor
-
-
-def _own_window(attention: Any) -> int | None:
-    window: int | None = attention.sliding_window
-    return window
-
-
-def _window_of_all(attention: Any) -> int | None:
-    window: int | None = attention.config.sliding_window
-    return window
-
 
 # What one matrix of Phi's makes, from its first row on.
 _PACKED = {"qkv_proj": READ_BY_ATTENTION, "gate_up_proj": READ_BY_MLP}
@@ -148,14 +121,11 @@ class _Phi(Family):
         """Return a map; of several that are one, the rows of this one, which are not copied."""
         if name not in _PACKED_IN:
             return super().linear(base_layer, name)
-        packed = getattr(getattr(base_layer, OWNERS[name]), _PACKED_IN[name])
-        sizes = self._head_sizes(base_layer.self_attn)
-        if OWNERS[name] == "mlp":
-            sizes = [len(packed.weight) // 2] * 2
-        of_each = zip(_PACKED[_PACKED_IN[name]], packed.weight.detach().split(sizes), strict=True)
-        part = nn.Linear(1, 1, bias=False, device="meta")
-        part.weight = nn.Parameter(dict(of_each)[name], requires_grad=False)
-        part.out_features, part.in_features = part.weight.shape
+        weight = getattr(getattr(base_layer, OWNERS[name]), _PACKED_IN[name]).weight.detach()
+        sizes = [len(weight) // 2] * 2 if OWNERS[name] == "mlp" else self._head_sizes(base_layer.self_attn)
+        rows = weight.split(sizes)[_PACKED[_PACKED_IN[name]].index(name)]
+        part = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        part.weight = nn.Parameter(rows, requires_grad=False)
         return part
 
     def module_name(self, name: str) -> str:
@@ -213,17 +183,17 @@ _NORMED_AFTER: dict[str, Any] = {
 
 FAMILIES: dict[str, Family] = {  # by `model_type`
     "llama": Family("Llama", heads_divide_channels=True),
-    "mistral": Family("Mistral", window_of=_window_of_all),
-    "qwen2": Family("Qwen2", window_of=_own_window),
-    "qwen3": Family("Qwen3", window_of=_own_window, head_norms=_QUERIES_KEYS),
-    "gemma3_text": ScaledEmbedding(
+    "mistral": Family("Mistral", window_of=lambda attention: attention.config.sliding_window),
+    "qwen2": Family("Qwen2", window_of=lambda attention: attention.sliding_window),
+    "qwen3": Family("Qwen3", window_of=lambda attention: attention.sliding_window, head_norms=_QUERIES_KEYS),
+    "gemma3_text": Family(
         "Gemma3",
         after_attention="post_attention_layernorm",
         before_mlp="pre_feedforward_layernorm",
         after_mlp="post_feedforward_layernorm",
         head_norms=_QUERIES_KEYS,
         norm_form=NormForm("eps", offset=1.0),
-        window_of=_own_window,
+        window_of=lambda attention: attention.sliding_window,
         rotary_kind=lambda attention: attention.layer_type,
         heads_divide_channels=True,
         refused=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
@@ -233,7 +203,7 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
         "Olmo3",
         **_NORMED_AFTER,
         width_norms=_QUERIES_KEYS,
-        window_of=_own_window,
+        window_of=lambda attention: attention.sliding_window,
         rotary_kind=lambda attention: attention.attention_type,
         rotate=rotate_in_float32,
     ),
@@ -246,9 +216,18 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
         is_rotated=lambda attention: attention.sliding_window is None or attention.is_sliding,
     ),
     "qwen3_moe": Family(
-        "Qwen3Moe", window_of=_own_window, head_norms=_QUERIES_KEYS, has_mlp=_is_dense, channels_multiple=8
+        "Qwen3Moe",
+        window_of=lambda attention: attention.sliding_window,
+        head_norms=_QUERIES_KEYS,
+        has_mlp=_is_dense,
+        channels_multiple=8,
     ),
-    "phi3": _Phi("Phi3", window_of=_window_of_all, rotate=rotate_first, short_up_to=_original_length),
+    "phi3": _Phi(
+        "Phi3",
+        window_of=lambda attention: attention.config.sliding_window,
+        rotate=rotate_first,
+        short_up_to=_original_length,
+    ),
 }
 
 

@@ -27,7 +27,7 @@ from .expansion_scale import Expansion
 from .family_scale import family_of
 from .head_loss import IGNORED, trained_head_cross_entropy
 from .routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
-from .vocabulary_scale import new_tokens_among
+from .vocabulary_scale import brought_by
 
 
 class WidenedModel(PreTrainedModel, GenerationMixin):
@@ -199,7 +199,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     def routed_logits(self, states: FinalStates) -> list[Tensor]:
         """Return the logits of all heads that are routed among; a product that two of them share is computed once."""
         logits = states.logits(self.root.lm_head, self.routed_heads)
-        new = new_tokens_among(branch.expansion for branch in self.branches[self.routed_heads[0] :])
+        new = self.branches[-1].expansion.new_tokens
         return logits if new is None else [new.shared(logits[0]), *logits[1:]]
 
     def head_logits(
@@ -284,10 +284,10 @@ class ScaleForCausalLM(WidenedModel):
         """
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-        if distillation is not None and self.branches[-1].writes:
-            raise ValueError("distillation: the base's own logits are not at hand where the expansion writes into x")
         heads = self.root.lm_head.weight, self.expansion.lm_head.weight
-        new = new_tokens_among(branch.expansion for branch in self.branches)
+        brought = brought_by(
+            branch.expansion for branch in self.branches
+        )  # by one, if any: those upon it have them too
         between = [
             (u_BTE, branch.expansion.lm_head.weight)
             for u_BTE, branch in zip(states.u_KBTE[:-1], self.branches[:-1], strict=True)
@@ -299,7 +299,7 @@ class ScaleForCausalLM(WidenedModel):
             shift_labels,
             between,
             distillation,
-            None if new is None else new.lm_head.weight,
+            brought[0].lm_head.weight if brought else None,
             token_losses,
             None if self.expansion.new_tokens is None else self.expansion.new_tokens.shared,
         )

@@ -222,12 +222,9 @@ def piece_shares(
 
 def shares_of_router(router: dict[str, Any], vocab_size: int) -> list[PieceShares | None]:
     """Return `piece_shares` of the heads of a plain export, from the `scale_router` of its config.json."""
-    num_heads, new = len(router["stream_sizes"]), router.get("new_tokens")
-    if new is None:
-        return [None] * num_heads
-    num_new = len(new["first"])
-    known = new.get("known", [(0, 0)] + [(0, num_new)] * (num_heads - 1))
-    return piece_shares(new["first"], new["own"], known, vocab_size)
+    if (new := router.get("new_tokens")) is None:
+        return [None] * len(router["stream_sizes"])
+    return piece_shares(new["first"], new["own"], new["known"], vocab_size)
 
 
 def logit_cosine(base: Tensor, adapted: Tensor) -> Tensor:

@@ -72,8 +72,3 @@ def brought_by(expansions: Iterable[Any]) -> list[NewTokens]:
     """Return the tokens that the base of some expansions has not, in the order of their ids; each is there once."""
     found = {one.new_tokens.first_id: one.new_tokens for one in expansions if one.new_tokens is not None}
     return [found[first_id] for first_id in sorted(found)]  # of numbers: a compiler follows that
-
-
-def new_tokens_among(expansions: Iterable[Any]) -> NewTokens | None:
-    """Return the only new tokens of some expansions: one brought them, and those upon it have them too."""
-    return next(iter(brought_by(expansions)), None)

@@ -140,36 +140,19 @@ class Routed:
         return self._block_size
 
 
-class ScaleRoutedLlamaForCausalLM(Routed, LlamaForCausalLM):
-    """A routed Llama."""
-
-
-class ScaleRoutedMistralForCausalLM(Routed, MistralForCausalLM):
-    """A routed Mistral."""
-
-
-class ScaleRoutedQwen2ForCausalLM(Routed, Qwen2ForCausalLM):
-    """A routed Qwen2."""
-
-
-class ScaleRoutedQwen3ForCausalLM(Routed, Qwen3ForCausalLM):
-    """A routed Qwen3."""
-
-
-class ScaleRoutedGemma3ForCausalLM(Routed, Gemma3ForCausalLM):
-    """A routed Gemma 3."""
-
-
-class ScaleRoutedExaone4ForCausalLM(Routed, Exaone4ForCausalLM):
-    """A routed EXAONE 4."""
-
-
-class ScaleRoutedQwen3MoeForCausalLM(Routed, Qwen3MoeForCausalLM):
-    """A routed Qwen3-MoE."""
-
-
-class ScaleRoutedPhi3ForCausalLM(Routed, Phi3ForCausalLM):
-    """A routed Phi-3 or Phi-4."""
+# The classes that `scale_cli.serving.register` names: ScaleRoutedLlamaForCausalLM and so on.
+for _plain in (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Gemma3ForCausalLM,
+    Exaone4ForCausalLM,
+    Qwen3MoeForCausalLM,
+    Phi3ForCausalLM,
+):
+    _name = f"ScaleRouted{_plain.__name__}"
+    globals()[_name] = type(_name, (Routed, _plain), {"__module__": __name__})
 
 
 def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:

@@ -24,7 +24,6 @@ from tests.widening import load_model, load_widened
 
 TrainedRun = Callable[..., RunConfig]
 ROUTE = {"variant": "route", "collaboration": {"layers": "top:1"}}
-METHODS: list[dict[str, Any]] = [{"variant": "adapt"}, ROUTE]
 IDS = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
@@ -39,11 +38,8 @@ def answered(model: Any) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("method", METHODS, ids=["adapt", "route"])
-def test_a_trained_run_exports_to_a_plain_model_that_answers_the_same(
-    trained_run: TrainedRun, method: dict[str, Any]
-) -> None:
-    config = trained_run(method)
+def test_a_trained_run_exports_to_a_plain_model_that_answers_the_same(trained_run: TrainedRun) -> None:
+    config = trained_run(ROUTE)
     summary = export(config)
     assert summary.parity.max_logit_difference <= 1e-4
     assert not [file.name for file in summary.folder.rglob("*") if file.suffix in (".py", ".bin", ".pt", ".pkl")]
@@ -65,7 +61,7 @@ def test_weights_are_written_in_the_dtype_that_was_asked_for_of_an_adapter_in_fl
     dtype = "float16"
     with pytest.raises(ConfigError, match=r"^export\.dtype: float16: an adapter keeps"):
         export(trained_run(ROUTE, format="adapter", dtype=dtype))
-    summary = export(trained_run({"variant": "preserve"}, "bfloat16", dtype=dtype))
+    summary = export(trained_run(ROUTE, dtype=dtype))
     with safe_open(summary.folder / "model.safetensors", framework="pt") as file:
         dtypes = {file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118 (not a dict)
     assert dtypes == {getattr(torch, dtype)}
@@ -123,7 +119,7 @@ def corrupted(model: PreTrainedModel) -> PreTrainedModel:
 def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = trained_run({"variant": "preserve"})
+    config = trained_run(ROUTE)
     monkeypatch.setattr("scale_cli.export.formats.plain_model", lambda *given: corrupted(plain_model(*given)))
     with pytest.raises(ExportParityError, match="is not the trained model"):
         export(config)
@@ -133,7 +129,7 @@ def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
 def test_an_export_in_another_dtype_lies_beside_the_first_and_both_are_finished_until_another_training(
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = trained_run({"variant": "preserve"})
+    config = trained_run(ROUTE)
     lowered = RunConfig.model_validate(config.model_dump() | {"export": {"dtype": "bfloat16"}})
     for each, name in ((config, "llama"), (lowered, "llama-bfloat16")):
         assert not is_finished(each)
@@ -145,7 +141,7 @@ def test_an_export_in_another_dtype_lies_beside_the_first_and_both_are_finished_
 
 
 def test_an_export_is_finished_until_the_report_is_another_and_its_card_tells_of_that(trained_run: TrainedRun) -> None:
-    config = trained_run({"variant": "preserve"})
+    config = trained_run(ROUTE)
     folder = export(config).folder
     assert "Not measured" in (folder / "README.md").read_text(encoding="utf-8")
     tree = config.model_dump()
@@ -165,6 +161,6 @@ def test_an_export_is_finished_until_the_report_is_another_and_its_card_tells_of
 
 
 def test_without_held_out_corpora_sample_sentences_are_compared(trained_run: TrainedRun) -> None:
-    config = trained_run({"variant": "preserve"})
+    config = trained_run(ROUTE)
     silent = RunConfig.model_validate(config.model_dump() | {"evaluation": {"perplexity": []}})
     assert export(silent).parity.num_positions > 100

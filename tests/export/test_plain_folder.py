@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -16,11 +15,12 @@ from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ExportParityError
 from scale_cli.export.dense import dense_model, plain_model
-from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts, write_plain
+from scale_cli.export.plain_folder import KEY, copy_tokenizer, frame_prompts, router_keys, write_plain
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import load_base, load_written
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.run import load_tokenizer, tokenizer_place
-from tests.model.test_families import BASES, answered, write_tiny
+from tests.model.test_families import BASES, IDS, answered, write_tiny
 from tests.widening import as_if_trained, tiny_llama, widen
 
 SCALINGS: dict[str, dict[str, Any] | None] = {
@@ -81,10 +81,10 @@ def spell(folder: Path, scaling: dict[str, Any] | None) -> None:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def written(plain: PreTrainedModel, base: Path | str, folder: Path) -> Path:
+def written(plain: PreTrainedModel, base: Path | str, folder: Path, router: dict[str, Any] | None = None) -> Path:
     model = ModelConfig(base=str(base))
     folder.mkdir(exist_ok=True)
-    write_plain(plain, load_tokenizer(model), model, folder)
+    write_plain(plain, load_tokenizer(model), model, folder, router)
     return folder
 
 
@@ -108,24 +108,26 @@ def test_config_json_is_the_bases_own_but_for_the_sizes_with_rope_and_dtype_spel
 
 
 @pytest.mark.parametrize("family", BASES)
-@pytest.mark.parametrize("variant", ["preserve", "llama-pro"])
-def test_of_every_family_it_computes_what_was_written_and_has_no_key_that_the_base_has_not(
+@pytest.mark.parametrize("variant", ["adapt", "llama-pro"])
+def test_of_every_family_it_computes_what_was_trained_and_has_no_key_that_the_base_has_not(
     shared_data: Path, tmp_path: Path, family: str, variant: Any
 ) -> None:
     write_tiny(family, tmp_path / "base")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(shared_data / "ckpt-stories260K" / "hf" / name, tmp_path / "base" / name)
-    model = start_model(load_base(ModelConfig(base=str(tmp_path / "base"))), MethodConfig(variant=variant), seed=0)
-    plain = plain_model(model.eval(), "float32")
-    folder = written(plain, tmp_path / "base", tmp_path / "export")
-    assert torch.equal(answered(load_written(AutoModelForCausalLM, folder).eval()), answered(plain))
+    base = load_base(ModelConfig(base=str(tmp_path / "base")))
+    of_base = answered(base)
+    model = start_model(base, MethodConfig(variant=variant), seed=0).eval()
+    if isinstance(model, ScaleForCausalLM):
+        as_if_trained(model)
+        assert (answered(model) - of_base).abs().max() > 0.1, "the expansion is in it"
+    folder = written(plain_model(model, "float32", [IDS]), tmp_path / "base", tmp_path / "export")
+    assert (answered(load_written(AutoModelForCausalLM, folder).eval()) - answered(model)).abs().max() <= 1e-4
     config, before = read(folder / "config.json"), read(tmp_path / "base" / "config.json")
     assert config.keys() - before.keys() <= SPELLINGS | {"head_dim"}
     assert config["architectures"] == before["architectures"]
-    unchanged = {"preserve": {"num_hidden_layers", "layer_types"}, "llama-pro": WIDENED | {"tie_word_embeddings"}}[
-        variant
-    ]
-    assert all(config.get(name) == before.get(name) for name in unchanged)
+    unchanged = {"adapt": {"num_hidden_layers", "layer_types"}, "llama-pro": WIDENED | {"tie_word_embeddings"}}
+    assert all(config.get(name) == before.get(name) for name in unchanged[variant])
 
 
 def test_the_tokenizers_files_are_the_bases_byte_for_byte_and_nothing_else_of_its_folder_comes_along(
@@ -245,3 +247,29 @@ def test_whoever_tokenises_a_prompt_with_an_export_gets_what_stood_in_training(
         assert exported(text, add_special_tokens=False).input_ids == trained(text, add_special_tokens=False).input_ids
     again = TokenCache(tmp_path / "cache of the export", exported).open(source)
     assert again.ids.tolist() == corpus.ids.tolist()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"variant": "preserve"},
+        {"variant": "adapt"},
+        {"variant": "route", "layers": "top:1"},
+        {"variant": "route", "rule": "cosine"},
+    ],
+    ids=["one head", "collaborating", "collaborating above", "the cosine rule"],
+)
+def test_where_one_row_does_not_hold_both_heads_or_no_posterior_rule_mixes_them_there_are_no_keys(
+    method: dict[str, Any],
+) -> None:
+    assert router_keys(as_if_trained(widen(tiny_llama(), **method))) is None
+
+
+def test_an_export_that_serves_as_a_base_hands_its_router_on_to_nothing_that_is_made_of_it(
+    base: Path, tmp_path: Path
+) -> None:
+    model = as_if_trained(widen(load_base(ModelConfig(base=str(base))), "route"))
+    first = written(dense_model(model, "float32"), base, tmp_path / "first", router_keys(model))
+    assert KEY in read(first / "config.json")
+    again = written(widened(first), first, tmp_path / "again")
+    assert KEY not in read(again / "config.json")

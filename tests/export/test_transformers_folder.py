@@ -22,15 +22,15 @@ from scale_cli.errors import ExportParityError
 from scale_cli.generation import Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import read_json
+from scale_cli.upscale.method import set_router
 from tests.widening import load_widened
 
 TrainedRun = Callable[..., RunConfig]
 METHODS: dict[str, dict[str, Any]] = {
     "route-posterior": {"variant": "route", "collaboration": {"layers": "top:2"}, "router": {"switch_rate": 0.01}},
-    "route-cosine": {"variant": "route", "router": {"rule": "cosine"}},
-    "adapt": {"variant": "adapt"},
+    "route-cosine": {"variant": "route"},  # its router is set after training
 }
-ONE_FOLDER = {"variant": "route", "router": {"prior": 0.7}}
+ONE_FOLDER = {"variant": "route"}
 IDS = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
 
 _OPEN_AND_ANSWER = """
@@ -58,6 +58,10 @@ assert not [name for name in sys.modules if name.startswith("scale_cli.")]
 @pytest.fixture
 def exported(trained_run: TrainedRun) -> dict[str, RunConfig]:
     two_streams = {name: trained_run(method, format="transformers") for name, method in METHODS.items()}
+    cosine = {"variant": "route", "router": {"rule": "cosine"}}
+    two_streams["route-cosine"] = RunConfig.model_validate(
+        two_streams["route-cosine"].model_dump() | {"method": cosine}
+    )
     return {**two_streams, "one-folder": trained_run(ONE_FOLDER, format="llama")}
 
 
@@ -89,6 +93,7 @@ def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_tra
     for name, config in exported.items():
         answers = load_file(folders[name] / "answers.safetensors")
         trained: Any = load_widened(config.output_dir / "final", config.model)
+        set_router(trained, config.method.router)
         with torch.no_grad():
             expected = trained(input_ids=IDS, use_cache=False).logits
         rounding = 1e-4 if name == "one-folder" else 1e-6
@@ -103,7 +108,7 @@ def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_tra
 def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bases(
     trained_run: TrainedRun,
 ) -> None:
-    config = trained_run(METHODS["adapt"], "bfloat16", format="transformers", dtype="bfloat16")
+    config = trained_run({"variant": "adapt"}, "bfloat16", format="transformers", dtype="bfloat16")
     folder = export(config).folder
     with pytest.raises(ValueError, match="trust_remote_code"):
         AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
@@ -142,7 +147,7 @@ def test_the_proof_of_an_export_is_of_its_router_too(trained_run: TrainedRun) ->
     assert 0.0 < told["routed"]["max_logit_difference"] == summary.parity.routed.max_logit_difference <= 1e-4
     check_written_export(config, summary.folder)
     written = read_json(summary.folder / "config.json")
-    for change in ({"prior": 0.5}, {"switch_rate": 0.2}):
+    for change in ({"prior": 0.7}, {"switch_rate": 0.2}):
         changed = {**written, "scale_router": {**written["scale_router"], **change}}
         (summary.folder / "config.json").write_text(json.dumps(changed), encoding="utf-8")
         with pytest.raises(ExportParityError, match="not the trained model"):

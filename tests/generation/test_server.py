@@ -32,9 +32,8 @@ from scale_cli.generation import Generator, Sampling
 from scale_cli.server import create_app
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.run import load_tokenizer
-from tests.vocabulary.grown_run import prove_on_few, two_scripts_in_one
 from tests.vocabulary.tokenizers_at_hand import KOREAN, RUSSIAN
-from tests.widening import as_if_trained, lower_stories, widen
+from tests.widening import as_if_trained, widen
 
 PROMPTS = [
     *("Once upon a time", "Lily saw a big", "안녕하세요.", "В начале", "3.14159 is", "“Where,” she asked,"),
@@ -42,35 +41,22 @@ PROMPTS = [
 ]
 NUM_NEW = 8
 NAME = "korean"
-KINDS = ["with BOS", "without BOS", "new tokens, joined"]
+KINDS = {"with BOS": "ckpt-stories260K", "without BOS": "ckpt-novels-en"}
 
 
 @pytest.fixture(scope="module")
-def folders(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Make each kind of plain export once."""
+def folders(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Plain exports with their routers."""
     made: dict[str, Path] = {}
-
-    def widened(kind: str, checkpoint: str) -> None:
-        base, folder = ModelConfig(base=str(shared_data / checkpoint / "hf")), tmp_path_factory.mktemp("export")
+    for kind, checkpoint in KINDS.items():
+        base, made[kind] = ModelConfig(base=str(shared_data / checkpoint / "hf")), tmp_path_factory.mktemp("export")
         model = as_if_trained(widen(load_base(base), "route"))
-        write_plain(dense_model(model, "float32"), load_tokenizer(base), base, folder, router_keys(model))
-        made[kind] = folder
-
-    def folder_of(kind: str) -> Path:
-        if kind not in made and kind.startswith("with"):
-            widened(kind, "ckpt-novels-en" if kind == "without BOS" else "ckpt-stories260K")
-        elif kind not in made:
-            with pytest.MonkeyPatch.context() as patch:
-                prove_on_few(patch)
-                folder = tmp_path_factory.mktemp("joined")
-                made[kind], _ = two_scripts_in_one(shared_data, folder, lower_stories(shared_data))
-        return made[kind]
-
-    return folder_of
+        write_plain(dense_model(model, "float32"), load_tokenizer(base), base, made[kind], router_keys(model))
+    return made
 
 
 @pytest.fixture(scope="module")
-def served(folders: Callable[[str], Path]) -> Iterator[Callable[[Path], str]]:
+def served(folders: dict[str, Path]) -> Iterator[Callable[[Path], str]]:
     """Serve folders, each once, and say where."""
     servers: list[tuple[uvicorn.Server, threading.Thread]] = []
     urls: dict[Path, str] = {}
@@ -94,9 +80,9 @@ def served(folders: Callable[[str], Path]) -> Iterator[Callable[[Path], str]]:
 
 
 @pytest.fixture
-def client(folders: Callable[[str], Path], served: Callable[[Path], str]) -> openai.OpenAI:
+def client(folders: dict[str, Path], served: Callable[[Path], str]) -> openai.OpenAI:
     """A client of the base that has no BOS."""
-    return openai.OpenAI(base_url=served(folders("without BOS")), api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=served(folders["without BOS"]), api_key="none", max_retries=0)
 
 
 def text_of(client: openai.OpenAI, prompt: str, **options: Any) -> str:
@@ -111,9 +97,9 @@ def text_of(client: openai.OpenAI, prompt: str, **options: Any) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_is_continued_as_by_scale_generate_and_framed_as_by_the_folders_tokenizer(
-    folders: Callable[[str], Path], served: Callable[[Path], str], kind: str
+    folders: dict[str, Path], served: Callable[[Path], str], kind: str
 ) -> None:
-    folder = folders(kind)
+    folder = folders[kind]
     client = openai.OpenAI(base_url=served(folder), api_key="none")
     generator, tokenizer = Generator(folder), AutoTokenizer.from_pretrained(folder)
     for prompt, wanted in zip(PROMPTS, generator.continue_all(PROMPTS, Sampling(max_new_tokens=NUM_NEW)), strict=True):
@@ -212,11 +198,11 @@ def test_the_model_is_listed_and_a_base_without_a_chat_template_is_no_model_to_t
         client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "Hello"}])
 
 
-@pytest.mark.parametrize("kind", ["with BOS", "without BOS"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_chat_is_framed_by_its_template_alone(
-    folders: Callable[[str], Path], served: Callable[[Path], str], tmp_path: Path, kind: str
+    folders: dict[str, Path], served: Callable[[Path], str], tmp_path: Path, kind: str
 ) -> None:
-    folder = shutil.copytree(folders(kind), tmp_path / "chat")
+    folder = shutil.copytree(folders[kind], tmp_path / "chat")
     (folder / "chat_template.jinja").write_text(
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", encoding="utf-8"
     )
@@ -236,17 +222,17 @@ def test_a_chat_is_framed_by_its_template_alone(
 
 
 def test_a_client_that_goes_ends_its_answer(
-    client: openai.OpenAI, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[int] = []
-    forward = routed_class(folders("without BOS")).forward
+    forward = routed_class(folders["without BOS"]).forward
 
     @wraps(forward)
     def counted(self: Any, *args: Any, **options: Any) -> Any:
         steps.append(1)
         return forward(self, *args, **options)
 
-    monkeypatch.setattr(routed_class(folders("without BOS")), "forward", counted)
+    monkeypatch.setattr(routed_class(folders["without BOS"]), "forward", counted)
     asked: Any = {"model": NAME, "prompt": "Once", "max_tokens": 100, "temperature": 1.0, "seed": 0}
     assert list(client.completions.create(**asked, stream=True))
     whole = len(steps)
@@ -257,9 +243,9 @@ def test_a_client_that_goes_ends_its_answer(
 
 
 def test_the_verb_serves_what_it_says_until_a_signal_comes_and_runs_no_code_of_the_folder(
-    folders: Callable[[str], Path], tmp_path: Path
+    folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(folders("without BOS"), tmp_path / "it's 한글")
+    folder = shutil.copytree(folders["without BOS"], tmp_path / "it's 한글")
     ran = tmp_path / "ran"
     for file in folder.glob("*.py"):
         file.write_text(f"open({str(ran)!r}, 'w')\n", encoding="utf-8")

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from scale_cli.config.schema import MethodConfig
-from scale_cli.export.dense import dense_model
-from scale_cli.export.plain_folder import router_keys
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model import routed_scale
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.method import NewPieces, start_model
+from tests.model.test_routed_scale import routed
 from tests.plain_torch import Added, composed_rows, logits_of, path_of, shared_with_new_tokens
 from tests.widening import as_if_trained, joined, tiny_llama
 
@@ -79,11 +77,7 @@ def case(name: str) -> Case:
 
 
 CASES = [
-    "one",
-    "one that writes",
-    "new tokens",
-    "a stack on new tokens",
-    "two vocabularies joined",
+    *("one", "one that writes", "new tokens", "a stack on new tokens", "two vocabularies joined"),
     "a writer joined, and its child",
 ]
 
@@ -129,11 +123,7 @@ def served(these: Case) -> dict[str, Any]:
     """Return the model, and its plain export with its router."""
     models = {"two streams": these.model}
     if these.plain:
-        plain = dense_model(these.model, "float32")
-        plain.config.scale_router = router_keys(these.model)
-        one_row: Any = routed_scale.ScaleRoutedLlamaForCausalLM(plain.config)
-        one_row.load_state_dict(plain.state_dict())
-        models["one row"] = one_row.eval()
+        models["one row"] = routed(these.model)
     return models
 
 

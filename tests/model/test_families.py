@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.errors import ConfigError
@@ -22,7 +23,7 @@ from scale_cli.model.family_scale import FAMILIES
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import trained_logits
-from tests.widening import TINY, as_if_trained, train_steps, widen
+from tests.widening import TINY, as_if_trained, tiny_llama, train_steps, widen
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
@@ -120,13 +121,13 @@ def test_every_supported_family_is_tested() -> None:
     assert {model_type for model_type, _ in BASES.values()} == set(FAMILIES)
 
 
-# Every method and both dtypes of every family, every other pair of them.
+# Both dtypes of every family, and whether it writes into x or not.
 @pytest.mark.parametrize(
     ("family", "variant", "layers", "dtype"),
     [
         (family, *method, ("float32", "bfloat16")[(number + place) % 2])
         for number, family in enumerate(BASES)
-        for place, method in enumerate([("preserve", None), ("adapt", None), ("route", "top:1")])
+        for place, method in enumerate([("preserve", None), ("route", "top:1")])
     ],
 )
 def test_base_logits_are_the_bases_bit_for_bit_before_and_after_training(
@@ -151,17 +152,31 @@ def test_base_logits_are_the_bases_bit_for_bit_before_and_after_training(
     assert torch.equal(base_logits(), expected)
 
 
-@families
-def test_an_export_is_a_plain_model_of_the_family_with_the_adaptation_heads_logits(tmp_path: Path, family: str) -> None:
-    model = as_if_trained(widen(tiny(family), "adapt", ratio=0.5))
-    dense_model(model, "float32", [IDS]).save_pretrained(tmp_path / "dense")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", trust_remote_code=False).eval()
-    assert loaded.config.model_type == BASES[family][0]
-    assert loaded.config.hidden_size > model.base.config.hidden_size
-    with torch.no_grad():
-        expected = model.adaptation_logits(model.final_states(IDS, preserved=False))
-    assert (answered(loaded) - expected).abs().max() <= 1e-4
-    assert (expected - answered(model.base)).abs().max() > 0.1, "the expansion is in it"
+LENGTHS: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 32}
+ROPE: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": LENGTHS,
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **LENGTHS},
+    "longrope": {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 5.0, 9.0], **LENGTHS},
+    "proportional": {"partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("rope", ["default", *ROPE_INIT_FUNCTIONS])
+@torch.no_grad()
+def test_with_every_rope_type_of_transformers_it_is_preserved_bit_for_bit_and_exactly_a_plain_llama(rope: str) -> None:
+    parameters = {"rope_type": rope, "rope_theta": 10_000.0, **ROPE[rope]}
+    base = tiny_llama(num_key_value_heads=4, max_position_embeddings=48, rope_parameters=parameters)
+    model = as_if_trained(widen(base, "route", "top:1", ratio=0.5))
+    dense = dense_model(model, "float32")
+    # Below and above the original length, and back: some types change their frequencies with the length.
+    for length in (20, 60, 20):
+        ids = torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(length))
+        states = model.final_states(ids, preserved=True)
+        assert torch.equal(model.base_logits(states), answered(base, ids))
+        assert (answered(dense, ids) - model.adaptation_logits(states)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize(

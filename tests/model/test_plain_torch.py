@@ -25,9 +25,8 @@ def tensors_of(module: Any) -> dict[str, Tensor]:
 
 
 @families
-@pytest.mark.parametrize("isolated", [False, True])
 @torch.no_grad()
-def test_of_siblings_and_children_every_head_says_what_plain_torch_says(family: str, isolated: bool) -> None:
+def test_of_siblings_and_children_every_head_says_what_plain_torch_says(family: str) -> None:
     base: Any = tiny(family)
     reads = as_if_trained(widen(copy.deepcopy(base), "preserve", ratio=0.5), seed=1)
     writes = as_if_trained(widen(copy.deepcopy(base), "adapt", "top:2", ratio=0.5), seed=2)
@@ -35,17 +34,16 @@ def test_of_siblings_and_children_every_head_says_what_plain_torch_says(family: 
     upon_writes = as_if_trained(widen(copy.deepcopy(writes), "preserve", ratio=0.5), seed=4)
     parents = {"reads": (0, reads), "writes": (0, writes), "upon_reads": (1, upon_reads), "upon": (2, upon_writes)}
     model = joined(base, **parents)
-    positions, documents = (POSITIONS, DOCUMENTS) if isolated else (None, None)
-    said = model.routed_logits(model.final_states(IDS, position_ids=positions, preserved=True))
+    said = model.routed_logits(model.final_states(IDS, preserved=True))
     added = [Added(parent, tensors_of(run.expansion)) for parent, run in parents.values()]
     for head, logits in enumerate(said):
-        expected = logits_of(base.config, tensors_of(base), path_of(added, head), IDS, documents)
+        expected = logits_of(base.config, tensors_of(base), path_of(added, head), IDS)
         torch.testing.assert_close(logits.double(), expected, rtol=0.0, atol=1e-4)
 
 
 @families
 @pytest.mark.parametrize("upon_another", [False, True])
-def test_a_gradient_is_plain_autograds_through_all_of_it(family: str, upon_another: bool) -> None:
+def test_of_isolated_documents_a_gradient_is_plain_autograds_through_all_of_it(family: str, upon_another: bool) -> None:
     base: Any = tiny(family)
     model: Any = as_if_trained(widen(base, "adapt", ratio=0.5), seed=2)
     below = []
