@@ -15,7 +15,7 @@ from torch import Tensor
 from scale_cli.config.schema import ContinuationsConfig, MethodConfig, ModelConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
-from scale_cli.evaluation.continuations import SelectableHeads, count_letters, scripts_of
+from scale_cli.evaluation.continuations import SelectableHeads, count_letters, padded_left, scripts_of
 from scale_cli.evaluation.results import HEADS, Values
 from scale_cli.evaluation.scoring import TWO_HEADS, Passes
 from scale_cli.methods.widened import RouterConfig
@@ -83,10 +83,7 @@ def test_what_a_head_generates_is_what_it_says_is_likeliest_whatever_stands_besi
     vocab_size = 61 + (NEW_TOKENS if name == "new tokens" else 0)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, vocab_size, (length,), generator=generator) for length in (9, 4, 1)]
-    ids = torch.zeros(3, 9, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, 9 - len(prompt) :], mask[row, 9 - len(prompt) :] = prompt, 1
+    ids, mask = padded_left(prompts, padding=0)
     said = {}
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     for head in [*heads, "posterior", *(["cosine"] if len(heads) == 2 else [])]:

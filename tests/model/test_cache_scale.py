@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from scale_cli.evaluation.continuations import padded_left
 from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from tests.model.test_routed_scale import routed
@@ -52,10 +53,7 @@ def generate(model: Any, input_ids: Tensor, **options: Any) -> Tensor:
 
 def test_a_left_padded_batch_generates_what_its_prompts_do_one_by_one(model: Any) -> None:
     prompts = [some_ids(length, seed=length) for length in (13, 1, 6)]
-    padded, mask = torch.zeros(2, 3, 13, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        padded[row, 13 - len(prompt) :] = prompt
-        mask[row, 13 - len(prompt) :] = 1
+    padded, mask = padded_left(prompts, padding=0)
     for use_cache in (True, False):
         together = generate(model, padded, attention_mask=mask, use_cache=use_cache)[:, 13:]
         alone = [generate(model, prompt[None], use_cache=use_cache)[0, len(prompt) :] for prompt in prompts]
