@@ -30,6 +30,7 @@ from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, BenchmarkResult, Report
 from scale_cli.storage.records import RunFolder
 from tests.evaluation.task_files import add_task, know_only, some_of_blimp, task_of
+from tests.export.conftest import configured
 
 
 def answered(right: list[list[float]], gold: list[int] | None = None, norm: bool = False) -> list[Item]:
@@ -62,20 +63,9 @@ def evaluated(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
     blimp = some_of_blimp(shared_data, folder, 2)
     copa = task_of(shared_data, folder, "kobest_copa", limit=12)
     arc = task_of(shared_data, folder, "arc_easy", limit=8)
-    korean = {"path": str(shared_data / "ko-petitions" / "valid.txt.xz"), "language": "ko", "max_documents": 2}
-    config = RunConfig.model_validate(
-        {
-            "output_dir": folder / "run",
-            "model": {"base": str(shared_data / "ckpt-stories260K" / "hf")},
-            "corpus": {"sequence_length": 64, "sources": [{"name": "petitions", **korean}]},
-            "train": {"max_steps": 3, "global_batch_size": 2, "micro_batch_size": 2, "lr": 5e-3},
-            "evaluation": {
-                "benchmarks": ["far_away", blimp, copa, arc],
-                "batch_size": 32,
-                "bootstrap_resamples": 200,
-            },
-        }
-    )
+    asked = {"benchmarks": ["far_away", blimp, copa, arc], "batch_size": 32, "bootstrap_resamples": 200}
+    config = configured(shared_data, folder / "run", {"variant": "route"})
+    config = RunConfig.model_validate(config.model_dump() | {"evaluation": asked})
     upscale(config)
     train(config, None, print)
     with pytest.MonkeyPatch.context() as patch:
