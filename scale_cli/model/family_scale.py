@@ -109,6 +109,16 @@ class Family:
                     parameter.copy_(nothing if norm is None else self.norm_form.weight(nothing))
 
 
+def _own_window(attention: Any) -> int | None:
+    window: int | None = attention.sliding_window
+    return window
+
+
+def _window_of_all(attention: Any) -> int | None:
+    window: int | None = attention.config.sliding_window
+    return window
+
+
 # What one matrix of Phi's makes, from its first row on.
 _PACKED = {"qkv_proj": READ_BY_ATTENTION, "gate_up_proj": READ_BY_MLP}
 _PACKED_IN = {name: packed for packed, names in _PACKED.items() for name in names}
@@ -183,9 +193,9 @@ _NORMED_AFTER: dict[str, Any] = {
 
 FAMILIES: dict[str, Family] = {  # by `model_type`
     "llama": Family("Llama", heads_divide_channels=True),
-    "mistral": Family("Mistral", window_of=lambda attention: attention.config.sliding_window),
-    "qwen2": Family("Qwen2", window_of=lambda attention: attention.sliding_window),
-    "qwen3": Family("Qwen3", window_of=lambda attention: attention.sliding_window, head_norms=_QUERIES_KEYS),
+    "mistral": Family("Mistral", window_of=_window_of_all),
+    "qwen2": Family("Qwen2", window_of=_own_window),
+    "qwen3": Family("Qwen3", window_of=_own_window, head_norms=_QUERIES_KEYS),
     "gemma3_text": Family(
         "Gemma3",
         after_attention="post_attention_layernorm",
@@ -193,7 +203,7 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
         after_mlp="post_feedforward_layernorm",
         head_norms=_QUERIES_KEYS,
         norm_form=NormForm("eps", offset=1.0),
-        window_of=lambda attention: attention.sliding_window,
+        window_of=_own_window,
         rotary_kind=lambda attention: attention.layer_type,
         heads_divide_channels=True,
         refused=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
@@ -203,7 +213,7 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
         "Olmo3",
         **_NORMED_AFTER,
         width_norms=_QUERIES_KEYS,
-        window_of=lambda attention: attention.sliding_window,
+        window_of=_own_window,
         rotary_kind=lambda attention: attention.attention_type,
         rotate=rotate_in_float32,
     ),
@@ -217,14 +227,14 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
     ),
     "qwen3_moe": Family(
         "Qwen3Moe",
-        window_of=lambda attention: attention.sliding_window,
+        window_of=_own_window,
         head_norms=_QUERIES_KEYS,
         has_mlp=_is_dense,
         channels_multiple=8,
     ),
     "phi3": _Phi(
         "Phi3",
-        window_of=lambda attention: attention.config.sliding_window,
+        window_of=_window_of_all,
         rotate=rotate_first,
         short_up_to=_original_length,
     ),

@@ -285,9 +285,8 @@ class ScaleForCausalLM(WidenedModel):
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         heads = self.root.lm_head.weight, self.expansion.lm_head.weight
-        brought = brought_by(
-            branch.expansion for branch in self.branches
-        )  # by one, if any: those upon it have them too
+        # By one expansion, if any: those upon it have them too.
+        brought = brought_by(branch.expansion for branch in self.branches)
         between = [
             (u_BTE, branch.expansion.lm_head.weight)
             for u_BTE, branch in zip(states.u_KBTE[:-1], self.branches[:-1], strict=True)

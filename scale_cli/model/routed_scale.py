@@ -18,9 +18,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import (
+    DynamicCache,
+    Exaone4ForCausalLM,
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Olmo2ForCausalLM,
+    Olmo3ForCausalLM,
+    Phi3ForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -266,10 +277,44 @@ class Routed(nn.Module):
         )
 
 
-# By the names that config.json gives them: ScaleRoutedLlamaForCausalLM and so on.
-for _family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Qwen3Moe", "Phi3"):
-    _name = f"ScaleRouted{_family}ForCausalLM"
-    globals()[_name] = type(_name, (Routed, getattr(transformers, f"{_family}ForCausalLM")), {"__module__": __name__})
+class ScaleRoutedLlamaForCausalLM(Routed, LlamaForCausalLM):
+    """A Llama with its router."""
+
+
+class ScaleRoutedMistralForCausalLM(Routed, MistralForCausalLM):
+    """A Mistral with its router."""
+
+
+class ScaleRoutedQwen2ForCausalLM(Routed, Qwen2ForCausalLM):
+    """A Qwen2 with its router."""
+
+
+class ScaleRoutedQwen3ForCausalLM(Routed, Qwen3ForCausalLM):
+    """A Qwen3 with its router."""
+
+
+class ScaleRoutedGemma3ForCausalLM(Routed, Gemma3ForCausalLM):
+    """A Gemma 3 with its router."""
+
+
+class ScaleRoutedOlmo2ForCausalLM(Routed, Olmo2ForCausalLM):
+    """An OLMo 2 with its router."""
+
+
+class ScaleRoutedOlmo3ForCausalLM(Routed, Olmo3ForCausalLM):
+    """An OLMo 3 with its router."""
+
+
+class ScaleRoutedExaone4ForCausalLM(Routed, Exaone4ForCausalLM):
+    """An EXAONE 4 with its router."""
+
+
+class ScaleRoutedQwen3MoeForCausalLM(Routed, Qwen3MoeForCausalLM):
+    """A Qwen3-MoE with its router."""
+
+
+class ScaleRoutedPhi3ForCausalLM(Routed, Phi3ForCausalLM):
+    """A Phi-3 or Phi-4 with its router."""
 
 
 def _router_layer(cache: Any) -> RouterLayer | None:

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-# The classes of `model/family_scale.py` that vLLM has as its own, by the module of each; transformers routes all.
-FAMILIES = {
-    "Llama": "llama",
-    "Mistral": "mistral",
-    "Qwen2": "qwen2",
-    "Qwen3": "qwen3",
-    "Gemma3": "gemma3",
-    "Exaone4": "exaone4",
-    "Qwen3Moe": "qwen3_moe",
-    "Phi3": "phi3",
-}
+# The classes of `model/family_scale.py` that vLLM has as its own; transformers routes all.
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "Exaone4", "Qwen3Moe", "Phi3")
 
 
 def register() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,11 +18,18 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.models.exaone4 import Exaone4ForCausalLM
+from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.phi3 import Phi3ForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.platforms import current_platform
 from vllm.v1.worker.utils import select_common_block_size
 
 from ..model.routing import log_prior, shares_of_router
-from . import FAMILIES
 from .block_router import BlockRouter, Step, attach_state, detach_state
 from .heads import Shard, SharedPieces, StreamHeads, scores_of, sizes_of
 
@@ -134,11 +140,36 @@ class Routed:
         return self._block_size
 
 
-# The classes that `register` names: ScaleRoutedLlamaForCausalLM and so on.
-for _family, _module in FAMILIES.items():
-    _plain = getattr(import_module(f"vllm.model_executor.models.{_module}"), f"{_family}ForCausalLM")
-    _name = f"ScaleRouted{_family}ForCausalLM"
-    globals()[_name] = type(_name, (Routed, _plain), {"__module__": __name__})
+class ScaleRoutedLlamaForCausalLM(Routed, LlamaForCausalLM):
+    """A routed Llama."""
+
+
+class ScaleRoutedMistralForCausalLM(Routed, MistralForCausalLM):
+    """A routed Mistral."""
+
+
+class ScaleRoutedQwen2ForCausalLM(Routed, Qwen2ForCausalLM):
+    """A routed Qwen2."""
+
+
+class ScaleRoutedQwen3ForCausalLM(Routed, Qwen3ForCausalLM):
+    """A routed Qwen3."""
+
+
+class ScaleRoutedGemma3ForCausalLM(Routed, Gemma3ForCausalLM):
+    """A routed Gemma 3."""
+
+
+class ScaleRoutedExaone4ForCausalLM(Routed, Exaone4ForCausalLM):
+    """A routed EXAONE 4."""
+
+
+class ScaleRoutedQwen3MoeForCausalLM(Routed, Qwen3MoeForCausalLM):
+    """A routed Qwen3-MoE."""
+
+
+class ScaleRoutedPhi3ForCausalLM(Routed, Phi3ForCausalLM):
+    """A routed Phi-3 or Phi-4."""
 
 
 def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:

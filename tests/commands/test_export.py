@@ -130,7 +130,7 @@ def test_an_export_in_another_dtype_lies_beside_the_first_and_both_are_finished_
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run(ROUTE)
-    lowered = RunConfig.model_validate(config.model_dump() | {"export": {"dtype": "bfloat16"}})
+    lowered = RunConfig.model_validate(config.model_dump() | {"export": {"format": "llama", "dtype": "bfloat16"}})
     for each, name in ((config, "llama"), (lowered, "llama-bfloat16")):
         assert not is_finished(each)
         folder = export(each).folder

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -195,6 +198,16 @@ def write_jsonl(folder: Path, documents: list[str]) -> str:
     return "a.jsonl"
 
 
+def write_parquet(folder: Path, documents: list[str]) -> str:
+    pq.write_table(pa.table({"text": documents}), folder / "a.parquet")
+    return "*.parquet"
+
+
+def write_gzip(folder: Path, documents: list[str]) -> str:
+    (folder / "a.txt.gz").write_bytes(gzip.compress("\n\n".join(documents).encode()))
+    return "a.txt.gz"
+
+
 @pytest.mark.parametrize(
     ("write", "told", "verb"),  # all of `run` but the reading is alike
     [
@@ -202,6 +215,8 @@ def write_jsonl(folder: Path, documents: list[str]) -> str:
         (write_novel, "1 document: its last tenth held out; written as mine.corpus.jsonl and", "run"),
         (write_lines, " documents (a line each): the first ", "prepare"),
         (write_jsonl, "60 documents: the first 6 held out, the rest to train on", "prepare"),
+        (write_parquet, "60 documents: the first 6 held out, the rest to train on", "prepare"),
+        (write_gzip, "60 documents (text between blank lines): the first 6 held out", "prepare"),
     ],
 )
 def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(

@@ -147,11 +147,25 @@ def test_tokens_and_bytes_are_those_of_the_text(
     model: ScaleForCausalLM, open_corpus: OpenCorpus, shared_data: Path
 ) -> None:
     corpus = open_corpus("ckpt-stories260K", "ko")
-    losses = score(model, corpus, sequence_length=512)
+    losses = score(model, corpus)
     texts = [d.text for d in CorpusReader(source(shared_data, "ko"), 10**6) if isinstance(d, Document)]
     assert losses.num_bytes.tolist() == [len(text.encode()) for text in texts]
     # The document and the boundary that ends it are predicted; the one that begins it is given.
     assert losses.num_tokens.tolist() == [len(corpus.document(index)) - 1 for index in range(NUM_DOCUMENTS)]
+
+
+def test_a_broken_adaptation_head_costs_the_prior_once_a_document_and_no_more(
+    shared_data: Path, open_corpus: OpenCorpus
+) -> None:
+    model = widen(real_base(shared_data, "ckpt-stories260K"), "route", "top:1")
+    with torch.no_grad():
+        for parameter in model.expansion.parameters():
+            parameter.fill_(math.nan)
+    losses = score(model, open_corpus("ckpt-stories260K", "en"))
+    np.testing.assert_allclose(losses.nats["posterior"], losses.nats["base"] + math.log(2), rtol=1e-12)
+    np.testing.assert_array_equal(losses.nats["cosine"], losses.nats["base"])
+    assert np.isposinf(losses.nats["adapted"]).all()
+    np.testing.assert_array_equal(losses.served["posterior"][0], losses.num_tokens - 0.5)
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])

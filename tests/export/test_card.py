@@ -39,8 +39,8 @@ def first_line(card: str) -> str:
     return [line for line in card.split("\n---\n")[1].splitlines() if line][1]
 
 
-def with_method(config: RunConfig, **method: Any) -> RunConfig:
-    return RunConfig.model_validate(config.model_dump() | {"method": {**ROUTE, **method}})
+def with_router(config: RunConfig, **router: Any) -> RunConfig:
+    return RunConfig.model_validate(config.model_dump() | {"method": {**config.method.model_dump(), "router": router}})
 
 
 @pytest.mark.parametrize("export_format", ["llama", "transformers", "adapter"])
@@ -65,7 +65,7 @@ def test_every_export_has_a_card_with_the_data_the_budget_and_the_parity_and_no_
 def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_keeps_it(
     trained_run: TrainedRun,
 ) -> None:
-    config = trained_run(ROUTE)
+    config, preserve = trained_run(ROUTE), trained_run({"variant": "preserve"})
     assert "has not been measured" in first_line(card_of(config, None))
     report = evaluate(config)
     tiny = report.corpora[0].heads
@@ -75,18 +75,20 @@ def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_
     collaborating = config.method.model_copy(update={"collaboration": CollaborationConfig(layers="top:1")})
     first = first_line(card_of(config.model_copy(update={"method": collaborating}), report))
     assert "`transformers`" in first and "trust_remote_code" not in first
-    assert "variant `route`" in first_line(card_of(with_method(config, variant="preserve"), report))
-    for served in (card_of(config, report, "transformers"), card_of(with_method(config, variant="full"), report)):
+    assert "variant `route`" in first_line(card_of(preserve, report))
+    for served in (card_of(config, report, "transformers"), card_of(trained_run({"variant": "full"}), report)):
         assert "without a router" not in served
 
 
 def test_a_card_promises_a_bound_where_its_router_has_one(trained_run: TrainedRun) -> None:
-    config = trained_run(ROUTE)
-    cosine, switching = (with_method(config, router=router) for router in ({"rule": "cosine"}, {"switch_rate": 0.1}))
+    config, preserve = trained_run(ROUTE), trained_run({"variant": "preserve"})
+    cosine, switching = with_router(config, rule="cosine"), with_router(config, switch_rate=0.1)
     for of_two in ("llama", "transformers"):
         assert f"{BOUND} 0.693 nats over the better" in card_of(config, None, of_two)
-        for unbound in (cosine, switching, with_method(config, variant="preserve")):
+        for unbound in (cosine, switching, preserve):
             assert BOUND not in card_of(unbound, None, of_two)
+    leaning = card_of(with_router(config, prior=0.9), None)
+    assert "0.105 nats over the base head, nor than 2.303 over the trained one" in leaning
 
 
 def test_replay_is_called_so_and_not_taught_and_what_began_a_run_is_told(trained_run: TrainedRun) -> None:
@@ -128,19 +130,18 @@ def test_the_licence_of_the_base_is_carried_over_with_its_files_and_one_without_
     assert base_licence(ModelConfig(base="nobody/nothing")).files == ()
 
 
-def test_the_card_of_a_stack_tells_what_every_stage_was_made_of(
-    shared_data: Path, tmp_path: Path, trained_run: TrainedRun
-) -> None:
-    below = trained_run(ROUTE)
+def test_the_card_of_a_stack_tells_what_every_stage_was_made_of(shared_data: Path, tmp_path: Path) -> None:
+    below = configured(shared_data, tmp_path / "first", ROUTE)
     above = configured(shared_data, tmp_path / "second", ROUTE)
-    above = above.model_copy(update={"model": ModelConfig(base=str(below.output_dir))})
-    upscale(above)
-    train(above, None, print)
+    above = above.model_copy(update={"model": ModelConfig(base=str(tmp_path / "first"))})
+    for config in (below, above):
+        upscale(config)
+        train(config, None, print)
     card = ModelCard.load(export(above).folder / "README.md")
     first, second = (read_json(config.output_dir / "final" / "base.json") for config in (below, above))
-    assert "# ckpt-stories260K/hf, taught Korean" in card.text and f", upon {below.output_dir.name}." in card.text
+    assert "# ckpt-stories260K/hf, taught Korean" in card.text and ", upon first." in card.text
     assert f"| base, SHA-256 | `{first['content_sha256']}` |" in card.text
     assert f"| second: stands on, SHA-256 | `{second['content_sha256']}` |" in card.text
-    for name in (below.output_dir.name, "second"):
+    for name in ("first", "second"):
         assert f"| {name}: trained | 12 steps" in card.text
         assert f"| {name} | petitions | Korean |" in card.text

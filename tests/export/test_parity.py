@@ -58,6 +58,16 @@ def test_a_float16_export_with_one_matrix_a_hundredth_too_large_is_refused_on_a_
         check_parity(measure_parity(exported, trained, trained_logits, [long]), "float16")
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_model_with_logits_that_are_not_finite_is_refused(trained: ScaleForCausalLM, broken: float) -> None:
+    with torch.no_grad():
+        trained.expansion.lm_head.weight[3, 3] = broken
+    for dtype in ("float32", "bfloat16"):
+        parity = measure_parity(dense_model(trained, dtype), trained, trained_logits, prompts())
+        with pytest.raises(ExportParityError):
+            check_parity(parity, dtype)
+
+
 @pytest.mark.parametrize(
     ("parity", "dtype", "good"),
     [

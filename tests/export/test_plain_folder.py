@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
@@ -20,8 +23,8 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import load_base, load_written
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.run import load_tokenizer, tokenizer_place
-from tests.model.test_families import BASES, IDS, answered, write_tiny
-from tests.widening import as_if_trained, tiny_llama, widen
+from tests.model.test_families import BASES, IDS, answered, tiny, write_tiny
+from tests.widening import as_if_trained, joined, tiny_llama, widen
 
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -247,6 +250,36 @@ def test_whoever_tokenises_a_prompt_with_an_export_gets_what_stood_in_training(
         assert exported(text, add_special_tokens=False).input_ids == trained(text, add_special_tokens=False).input_ids
     again = TokenCache(tmp_path / "cache of the export", exported).open(source)
     assert again.ids.tolist() == corpus.ids.tolist()
+
+
+@torch.no_grad()
+def heads_of(plain: Any, router: dict[str, Any]) -> list[Tensor]:
+    """The logits of every head, read off a plain model as its keys say."""
+    rows_BTD = plain.model(IDS).last_hidden_state
+    ends = accumulate(router["stream_sizes"], initial=0)
+    columns = [slice(*pair) for pair in pairwise(ends)]
+    assert columns[-1].stop == plain.config.hidden_size
+    parts = [rows_BTD[..., at] @ plain.lm_head.weight[:, at].T for at in columns]
+    heads = parts[:1]
+    for part, parent in zip(parts[1:], router["parents"], strict=True):
+        heads.append(heads[parent] + part)
+    return heads
+
+
+@pytest.mark.parametrize("family", ["mistral, gelu, linear rope", "qwen3"])
+@torch.no_grad()
+def test_of_a_tree_of_expansions_one_dense_model_has_the_logits_of_every_head(family: str) -> None:
+    base = tiny(family)
+    one = as_if_trained(widen(base, "preserve"))
+    upon = as_if_trained(widen(one, "preserve", ratio=0.5), seed=2)
+    two = as_if_trained(widen(base, "preserve", ratio=0.75), seed=3)
+    model = joined(base, one=(0, one), two=(0, two), upon=(1, upon))
+    router, wanted = router_keys(model), model.routed_logits(model.final_states(IDS, preserved=True))
+    assert router is not None
+    assert router["parents"] == [0, 0, 1]
+    got = heads_of(dense_model(model, "float32", [IDS]), router)
+    for logits, expected in zip(got, wanted, strict=True):
+        torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

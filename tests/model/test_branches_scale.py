@@ -93,3 +93,17 @@ def test_a_stack_starts_as_its_parent_and_trains_alone_and_the_parent_keeps_its_
     assert torch.equal(heads(below)[0].float(), base_logits)
     assert (heads(stacked)[1] - expected).abs().mean() > 0.1, "training has moved the other head"
     assert changed_tensors(below, record) == []
+
+
+def test_a_broken_expansion_reaches_no_head_but_its_own_and_its_childrens() -> None:
+    base = tiny_llama()
+    good, bad = sibling(base, ("preserve", None), 1), sibling(base, ("adapt", None), 2)
+    child = as_if_trained(widen(copy.deepcopy(bad), "preserve", ratio=0.5), seed=3)
+    model = joined(base, good=(0, good), bad=(0, bad), child=(2, child))
+    with torch.no_grad():
+        for parameter in model.members[1].parameters():
+            parameter.fill_(math.nan)
+    base_logits, good_logits, *broken = heads(model)
+    assert torch.equal(base_logits, answered(base)) and torch.equal(good_logits, logits_alone(good))
+    assert all(logits.isnan().all() for logits in broken)
+    assert model(input_ids=IDS, use_cache=False).logits.isfinite().all()

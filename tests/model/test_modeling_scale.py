@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from scale_cli.config.schema import ModelConfig
+from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs, posterior_log_weights
 from scale_cli.upscale.base import changed_tensors, record_base
 from tests.widening import CHECKPOINTS, as_if_trained, joined, real_base, real_ids, tiny_llama, train_steps, widen
 
@@ -23,8 +25,8 @@ METHODS = [("preserve", None), ("adapt", None), ("route", "none"), ("route", "to
 
 
 def prompts(ids: Tensor) -> list[Tensor]:
-    """16 prompts of 16 to 48 tokens from all over a token stream, in batches of equal shape."""
-    starts = torch.linspace(0, len(ids) - 48, 16).long().split(4)
+    """64 prompts of 16 to 48 tokens from all over a token stream, in batches of equal shape."""
+    starts = torch.linspace(0, len(ids) - 48, 64).long().split(16)
     return [
         torch.stack([ids[start : start + length] for start in batch.tolist()])
         for batch, length in zip(starts, (16, 24, 32, 48), strict=True)
@@ -50,10 +52,13 @@ def adaptation(model: ScaleForCausalLM, input_ids: Tensor) -> Tensor:
     return model.adaptation_logits(model.final_states(input_ids, preserved=False))
 
 
-# `test_families.py` has every method and dtype together, on small models.
+# Every method, on either checkpoint and in either dtype; `test_families.py` has all of them together, on small models.
 @pytest.mark.parametrize(
     ("variant", "layers", "checkpoint", "dtype"),
-    [("preserve", None, CHECKPOINTS[0], "bfloat16"), ("route", "top:2", CHECKPOINTS[1], "float32")],
+    [
+        (*method, CHECKPOINTS[index % 2], ("float32", "bfloat16")[index // 2 % 2])
+        for index, method in enumerate(METHODS)
+    ],
 )
 @torch.no_grad()
 def test_base_logits_are_the_base_models_bit_for_bit_before_and_after_training(
@@ -79,6 +84,37 @@ def test_base_logits_are_the_base_models_bit_for_bit_before_and_after_training(
     assert changed_tensors(model.base, record) == []
 
 
+def base_outputs(model: ScaleForCausalLM, input_ids: Tensor) -> dict[str, Tensor]:
+    """What every product and norm of the base returned in one training forward pass, by module name."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        return lambda _module, _inputs, output: seen.__setitem__(name, output)
+
+    # The activation function has no weights and serves both streams: it is nobody's.
+    handles = [
+        module.register_forward_hook(keep(name))
+        for name, module in model.base.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    model.train()(input_ids=input_ids)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("variant", "layers", "recorded"), [("preserve", None, []), ("adapt", "top:1", ["model.norm", "lm_head"])]
+)
+def test_below_the_first_collaborating_layer_autograd_records_nothing_of_the_base_stream(
+    variant: str, layers: str | None, recorded: list[str]
+) -> None:
+    seen = base_outputs(as_if_trained(widen(tiny_llama(), variant, layers)), some_ids(2, 9))
+    assert {name.rsplit(".", 1)[-1] for name in seen} > {"embed_tokens", "q_proj", "down_proj", "norm", "lm_head"}
+    below = [name for name in seen if layers is None or not name.startswith("model.layers.2.")]
+    assert [name for name in below if seen[name].requires_grad] == recorded
+
+
 @pytest.mark.parametrize(("layers", "broken"), [("none", math.nan), ("top:2", math.inf), ("all", math.nan)])
 @torch.no_grad()
 def test_a_broken_expansion_reaches_neither_the_base_logits_nor_the_routed_ones(layers: str, broken: float) -> None:
@@ -93,6 +129,48 @@ def test_a_broken_expansion_reaches_neither_the_base_logits_nor_the_routed_ones(
         model.config.router_rule = rule
         routed = model(input_ids=input_ids, use_cache=False).logits
         torch.testing.assert_close(routed, expected, rtol=1e-6, atol=1e-5 if rule == "posterior" else 0.0)
+
+
+@pytest.mark.parametrize(("layers", "switch_rate"), [("none", 0.01), ("top:2", 0.0), ("all", 0.01)])
+@torch.no_grad()
+def test_posterior_logits_are_what_evaluation_computes_from_observations(layers: str, switch_rate: float) -> None:
+    model = as_if_trained(widen(tiny_llama(), "route", layers, switch_rate=switch_rate, prior=0.3))
+    ids = some_ids(4, 40)
+    input_ids, next_ids = ids[:, :-1], ids[:, 1:]
+    observed = token_log_probs(model, input_ids, next_ids)
+    prior_K = log_prior(0.3)
+    weights = posterior_log_weights(observed.log_probs_KBT, prior_K, switch_rate)
+    expected = mix_log_probs(weights[..., :-1], observed.log_probs_KBT.double())
+    routed = model(input_ids=input_ids, use_cache=False).logits
+    came = routed.log_softmax(-1).gather(-1, next_ids.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(came.double(), expected, rtol=1e-5, atol=1e-5)
+    assert weights[0].exp().std() > 0.02, "neither head is the only one heard"
+
+
+@torch.no_grad()
+def test_scores_of_an_untrained_route_are_the_bases_logits_so_that_a_repetition_penalty_acts_on_them() -> None:
+    base: Any = tiny_llama()
+    prompt = some_ids(2, 9)
+    settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    plain, penalised = (base.generate(prompt, repetition_penalty=penalty, **settings) for penalty in (1.0, 1.3))
+    assert not torch.equal(plain, penalised)
+    model: Any = widen(base, "route")
+    torch.testing.assert_close(model(prompt).logits, base(prompt).logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(model.generate(prompt, repetition_penalty=1.3, **settings), penalised)
+
+
+@torch.no_grad()
+def test_cosine_logits_are_one_heads_or_the_others_as_evaluation_has_it() -> None:
+    model = as_if_trained(widen(tiny_llama(), "route", "top:1", rule="cosine"))
+    input_ids = some_ids(4, 40)
+    states = model.final_states(input_ids, preserved=True)
+    cosine = token_log_probs(model, input_ids, input_ids).cosine_BT
+    model.config.router_threshold = cosine.quantile(0.3).item()
+    serves_base = cosine_serves_base(cosine, model.config.router_threshold)
+    assert 0.5 < serves_base.float().mean() < 0.9, "both heads serve"
+    base, adapted = model.routed_logits(states)
+    expected = torch.where(serves_base.unsqueeze(-1), base, adapted)
+    assert torch.equal(model(input_ids=input_ids, use_cache=False).logits, expected)
 
 
 @pytest.mark.parametrize(("variant", "layers"), [*METHODS, ("route", "all")])

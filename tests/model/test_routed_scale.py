@@ -92,7 +92,9 @@ def test_it_answers_as_the_two_streams_do_with_padding_and_without_and_has_their
     close(answered(one_row, **with_padding)[seen], answered(two_streams, **with_padding)[seen])
 
 
-@pytest.mark.parametrize("family", BASES)
+@pytest.mark.parametrize(
+    "family", [family for family in BASES if family not in ("mistral, gelu, linear rope", "qwen3, biases")]
+)
 def test_of_every_family_it_does_and_generates_the_same(family: str) -> None:
     model: Any = as_if_trained(widen(tiny(family), "route"))
     one_row = routed(model)
@@ -181,6 +183,23 @@ def test_whatever_calls_and_takings_back_a_text_came_by_its_scores_are_the_same(
 
 
 @torch.no_grad()
+def test_the_memory_follows_the_sequences_of_its_cache(two: Pair) -> None:
+    one_row = two[1]
+    whole = answered(one_row)
+    operations: list[tuple[Callable[[Any], None], list[int]]] = [
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+    ]
+    for operate, order in operations:
+        cache = one_row(IDS[:, :12], use_cache=True).past_key_values
+        operate(cache)
+        close(one_row(IDS[order, 12:], past_key_values=cache).logits, whole[order, 12:])
+        copied = copy.deepcopy(cache)
+        assert torch.equal(*(one_row(IDS[order, :3], past_key_values=c).logits for c in (cache, copied)))
+
+
+@torch.no_grad()
 def test_one_token_asks_the_head_once_and_a_head_that_is_no_plain_matrix_is_asked_as_a_whole(two: Pair) -> None:
     asked: list[tuple[int, ...]] = []
     hooked = copy.deepcopy(two[1])
@@ -206,7 +225,11 @@ def test_a_broken_head_has_no_say(two: Pair) -> None:
 
 
 def _filled_by_another(model: Any) -> Any:
-    return model(IDS, past_key_values=super(Routed, model).forward(IDS, use_cache=True).past_key_values)
+    return model(IDS, past_key_values=two_streams_cache(model))
+
+
+def two_streams_cache(model: Any) -> Any:
+    return super(Routed, model).forward(IDS, use_cache=True).past_key_values
 
 
 @torch.no_grad()
@@ -219,6 +242,7 @@ def _cropped_too_far(model: Any) -> None:
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "embeddings": (lambda m: m.generate(inputs_embeds=m.get_input_embeddings()(IDS)), "pass input_ids"),
     "continuous batching": (lambda m: m.generate_batch(IDS.tolist()), "no continuous batching"),
+    "a manager of it": (lambda m: m.init_continuous_batching(), "no continuous batching"),
     "another model's cache": (_filled_by_another, "another model filled this cache"),
     "a mask of four dimensions": (lambda m: m(IDS, attention_mask=torch.ones(2, 1, 20, 20)), "mask of two dimensions"),
     "tokens to be left": (lambda _: RouterLayer([DynamicLayer()]).crop(3), "needs transformers 5"),

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy.spatial.distance import cosine as cosine_distance
 from torch import Tensor
 
 from scale_cli.model.routing import (
@@ -58,10 +59,15 @@ def _zero_for_nan(log_probs: Values) -> Values:
 
 
 @st.composite
-def documents(draw: st.DrawFn) -> Said:
-    shape = draw(st.sampled_from([2, 3])), draw(st.integers(1, 30))
-    any_value = st.floats(-60.0, 0.0) | st.sampled_from(BROKEN)
-    return Said(draw(hnp.arrays(np.float64, shape, elements=any_value)), draw(st.floats(1e-6, 1.0 - 1e-6)))
+def documents(draw: st.DrawFn, *, base_may_break: bool = True) -> Said:
+    num_heads, num_tokens = draw(st.sampled_from([2, 3])), draw(st.integers(1, 30))
+    finite = st.floats(-60.0, 0.0)
+    any_value = finite | st.sampled_from(BROKEN)
+    log_probs = [
+        draw(hnp.arrays(np.float64, num_tokens, elements=any_value if head or base_may_break else finite))
+        for head in range(num_heads)
+    ]
+    return Said(np.stack(log_probs), draw(st.floats(1e-6, 1.0 - 1e-6)))
 
 
 def recursion(said: Said, switch_rate: float) -> Values:
@@ -91,6 +97,20 @@ def test_routing_loses_at_most_the_prior_to_every_head_on_every_document(said: S
     routed = said.routed_loss()
     for loss, prior in zip(said.head_losses(), said.prior_K.tolist(), strict=True):
         assert routed <= loss - prior + 1e-9 * (1.0 + abs(loss))
+
+
+@unhurried
+@given(documents(base_may_break=False))
+def test_routing_is_finite_whatever_the_other_heads_say(said: Said) -> None:
+    assert math.isfinite(said.routed_loss())
+
+
+@unhurried
+@given(documents(), st.floats(1e-6, 0.5))
+def test_a_switch_rate_costs_at_most_its_own_logarithm_a_token(said: Said, switch_rate: float) -> None:
+    routed, num_tokens = said.routed_loss(switch_rate), said.log_probs_KT.shape[1]
+    for loss, prior in zip(said.head_losses(), said.prior_K.tolist(), strict=True):
+        assert routed <= loss - prior - num_tokens * math.log1p(-switch_rate) + 1e-9 * (1.0 + abs(loss))
 
 
 @unhurried
@@ -124,6 +144,16 @@ def test_documents_of_a_batch_do_not_touch_each_other() -> None:
         for index in range(5):
             alone = Said(log_probs_KBT[:, index].numpy(), 0.3).weights(switch_rate)
             torch.testing.assert_close(together[:, index].exp(), alone.exp(), rtol=1e-12, atol=0.0)
+
+
+@unhurried
+@given(st.floats(1e-6, 1.0 - 1e-6), st.integers(2, 5))
+def test_the_prior_is_the_bases_share_and_the_rest_evenly(base_prior: float, num_heads: int) -> None:
+    weights = log_prior(base_prior, num_heads).exp().tolist()
+    assert weights[0] == pytest.approx(base_prior)
+    assert sum(weights) == pytest.approx(1.0)
+    assert len(weights) == num_heads
+    assert len(set(weights[1:])) == 1
 
 
 @unhurried
@@ -184,10 +214,12 @@ def test_a_head_gone_astray_does_not_round_away_what_another_says() -> None:
     torch.testing.assert_close(scores.softmax(-1), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_the_cosine_is_torchs() -> None:
+def test_the_cosine_is_scipys_and_torchs() -> None:
     base, adapted = torch.randn(2, 5, 61, generator=torch.Generator().manual_seed(0))
     cosine = logit_cosine(base, adapted)
     torch.testing.assert_close(cosine, torch.nn.functional.cosine_similarity(base, adapted, dim=-1))
+    expected = [1.0 - cosine_distance(b, a) for b, a in zip(base.numpy(), adapted.numpy(), strict=True)]
+    np.testing.assert_allclose(cosine.numpy(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, 0.0])

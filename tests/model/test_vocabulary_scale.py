@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig
+from scale_cli.export.dense import plain_model
 from scale_cli.methods.widened import CollaborationConfig
 from scale_cli.model.heads import BaseAndTrained, BaseOfNewTokens
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -77,6 +78,24 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
     for name, parameter in trained.items():
         assert parameter.grad is not None
         assert torch.allclose(gradients[name], parameter.grad, atol=1e-5), name
+
+
+@families
+@torch.no_grad()
+def test_an_expansion_upon_one_with_new_tokens_has_them_and_its_base_head_is_the_one_below(family: Any) -> None:
+    below = grown("route", *family)
+    ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(5))
+    before = below.adaptation_logits(below.final_states(ids, preserved=False))
+    model = start_model(below, MethodConfig(variant="route"), 0)
+    assert isinstance(model, ScaleForCausalLM)
+    for parameter in model.expansion.parameters():
+        parameter.add_(0.05 * torch.randn_like(parameter))
+    base, adapted = model.eval().head_logits(ids)(slice(None))
+    assert torch.equal(base, before)
+    expected = torch.nn.functional.cross_entropy(adapted[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(model.train()(input_ids=ids, labels=ids).loss, expected)
+    plain = plain_model(model.eval(), "float32", [ids])
+    torch.testing.assert_close(plain(input_ids=ids).logits, adapted, rtol=0.0, atol=1e-4)
 
 
 @families

@@ -35,6 +35,7 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.processes import cpu_precision
 from tests.serving_page import commands, run, write_small_config
 from tests.vocabulary.grown_run import config_of, two_scripts_in_one
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
@@ -63,7 +64,7 @@ class Cost:
 
 @pytest.fixture(scope="module")
 def trained(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """configs/petitions.yaml for 60 steps."""
+    """configs/petitions.yaml for 60 steps, in a precision that this CPU is fast in."""
     folder = tmp_path_factory.mktemp("runtimes")
     config = load_config(
         CONFIG,
@@ -73,6 +74,7 @@ def trained(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunC
             f"corpus.sources.0.path={shared_data}/ko-petitions/train.txt.xz",
             f"evaluation.perplexity.0.path={shared_data}/en-eltec/valid.txt.xz",
             f"evaluation.perplexity.1.path={shared_data}/ko-petitions/valid.txt.xz",
+            f"train.mixed_precision={cpu_precision()}",
             "train.max_steps=60",
         ],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
@@ -76,7 +77,9 @@ TEXTS = ["Once upon a time, there was a little girl.", "  12.5 %,\n\ttabs", "옛
 def write_base(name: str, shared_data: Path, folder: Path) -> None:
     """Write a random base as transformers 4 would: its spelling, and a tokenizer that it knows."""
     family, theta, scaling, differences = BASES[name]
-    config = AutoConfig.for_model(family, **{**SIZES, **differences, "rope_theta": theta, "rope_scaling": scaling})
+    # A copy: transformers 5 writes more keys into the one that it is given.
+    given = {**SIZES, **differences, "rope_theta": theta, "rope_scaling": copy.deepcopy(scaling)}
+    config = AutoConfig.for_model(family, **given)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     told = json.loads((folder / "config.json").read_text(encoding="utf-8"))

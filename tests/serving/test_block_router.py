@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scale_cli.model.routing import head_log_probs, log_prior, posterior_log_weights
+from scale_cli.model.routing import head_log_probs, log_prior, mix_logits, posterior_log_weights
 from scale_cli.serving.block_router import BlockRouter, Step, attach_state, detach_state
 
 VOCABULARY = 5
@@ -201,6 +201,28 @@ def test_every_document_is_weighed_as_if_it_were_alone(
             torch.testing.assert_close(log_weights_TK[start : start + length], wanted, atol=1e-4, rtol=1e-5)
             document.done += length
             cache.note_full_ones(document)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    num_heads=st.integers(2, 4),
+    broken=st.sampled_from([0.0, 0.4]),
+    scale=st.sampled_from([1.0, 30.0, 1000.0]),
+)
+@unhurried
+def test_scores_of_shares_of_the_vocabulary_mixed_with_known_sizes_are_those_of_the_whole(
+    seed: int, num_heads: int, broken: float, scale: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits_KRV = scale * torch.randn(num_heads, 3, 7, generator=generator)
+    logits_KRV[torch.rand(logits_KRV.shape, generator=generator) < broken / 7] = math.nan
+    log_weights_KR = torch.log_softmax(5 * torch.randn(num_heads, 3, generator=generator), dim=0)
+    expected = mix_logits(log_weights_KR, logits_KRV)
+    sizes_KR = torch.logsumexp(logits_KRV, dim=-1)
+    halves = [mix_logits(log_weights_KR, list(half), sizes_KR) for half in logits_KRV.split([4, 3], dim=-1)]
+    some_head = logits_KRV.isfinite().all(dim=-1).any(dim=0)
+    found = torch.cat(halves, dim=-1)
+    torch.testing.assert_close(found[some_head], expected[some_head], atol=1e-3, rtol=1e-5)
 
 
 @given(num_heads=st.integers(2, 6), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
