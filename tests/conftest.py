@@ -14,7 +14,7 @@ from tests.unwaited import let_nothing_wait_for_the_disk
 FORKS = {
     "tests/test_processes.py",
     "tests/training/test_sharding.py",
-    *(f"tests/torture/test_{name}.py" for name in ("damage", "full_disk", "kills", "signals", "stall")),
+    *(f"tests/torture/test_{name}.py" for name in ("damage", "faults", "fuzzed_corpora", "signals")),
 }
 
 

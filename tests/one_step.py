@@ -10,8 +10,10 @@ import yaml
 
 def write_config(folder: Path, base: Path | str, **sections: Any) -> Path:
     """Write it beside its text; `sections` add to those that it has, or stand in the place of what they name."""
-    (folder / "news.txt").write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n", encoding="utf-8")
-    source = {"name": "news", "path": str(folder / "news.txt"), "language": "en"}
+    news = folder / "news.txt"
+    if not news.exists():
+        news.write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n", encoding="utf-8")
+    source = {"name": "news", "path": str(news), "language": "en"}
     tree: dict[str, Any] = {
         "output_dir": str(folder / "run"),
         "model": {"base": str(base)},

@@ -70,7 +70,7 @@ ASKING_THE_BASE = (
 def test_two_processes_run_all_verbs_as_one_does(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     write_base_and_texts(tmp_path, num_hidden_layers=2)
     (tmp_path / "one.txt").write_text("\n\n".join([KOREAN[:90], KOREAN[90:]] * 3), encoding="utf-8")
-    runs = Runs(tmp_path, tmp_path)
+    runs = Runs(tmp_path)
     run_pipeline(load_config(runs.config("one"), list(overrides)), lambda _: None)
     ends = ended_group(start_group("run", str(runs.config("two")), *overrides, num_processes=2))
     assert [ended.exit_code for ended in ends] == [0, 0], ends
@@ -135,7 +135,7 @@ def count_waits() -> None:
 def test_between_logs_no_process_of_several_waits_for_its_device(tmp_path: Path) -> None:
     """What all were asked by is read off the host, where it came to in the step before."""
     write_base_and_texts(tmp_path)
-    runs = Runs(tmp_path, tmp_path)
+    runs = Runs(tmp_path)
     config = str(runs.config("two"))
     assert run_verb("upscale", config).exit_code == 0
     few = ("train.max_steps=5", "train.log_every_steps=5", "train.save_every_steps=5", "train.eval_every_steps=null")

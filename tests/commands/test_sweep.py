@@ -15,14 +15,22 @@ from scale_cli.config.load import load_config, name_of, parse_grid
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, NonFiniteError
 from scale_cli.storage.atomic import read_json
-from tests.torture.tiny_run import write_config_of_two_steps
+from tests.one_step import write_config
+from tests.torture.tiny_run import write_base_and_texts
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     source = {"name": "one", "path": str(tmp_path / "one.txt"), "language": "ko"}
     held_out = {"name": "held", "path": str(tmp_path / "held-out.txt"), "language": "ko", "role": "acquisition"}
-    return write_config_of_two_steps(tmp_path, "sweep", [source], [held_out])
+    write_base_and_texts(tmp_path)
+    sections: dict[str, Any] = {
+        "method": {"variant": "full"},
+        "corpus": {"sources": [source]},
+        "train": {"max_steps": 2, "global_batch_size": 4},
+        "evaluation": {"bootstrap_resamples": 100, "perplexity": [held_out]},
+    }
+    return write_config(tmp_path, tmp_path / "base", **sections)
 
 
 def swept(config: Path, *arguments: str) -> list[sweeping.Trial]:
@@ -36,11 +44,11 @@ def test_runs_rank_by_what_they_learned_and_none_is_run_again(config: Path, tmp_
         measured = read_json(Path(trial.folder) / "evaluation" / "report.json")["corpora"][0]["heads"]["adapted"]
         assert trial.bits_per_byte == pytest.approx(measured["bits_per_byte"])
         assert load_config(Path(trial.folder) / "final" / "scale.yaml").train.max_steps == 3
-    written = {path: path.stat().st_ino for path in (tmp_path / "sweep").glob("lr=*/*/*.safetensors")}
+    written = {path: path.stat().st_ino for path in (tmp_path / "run").glob("lr=*/*/*.safetensors")}
     more = swept(config, "train.lr=1e-5,1e-2,1e-3", "train.max_steps=3")
     assert {trial.values for trial in more} > {trial.values for trial in trials}
     assert written and all(path.stat().st_ino == inode for path, inode in written.items())
-    report = read_json(tmp_path / "sweep" / "report" / "report.json")
+    report = read_json(tmp_path / "run" / "report" / "report.json")
     assert [tuple(trial["values"]) for trial in report["trials"]] == [trial.values for trial in more]
 
 
@@ -58,7 +66,7 @@ def test_a_run_that_cannot_go_on_ranks_last_and_the_others_run(config: Path, mon
 def test_without_a_text_to_rank_by_nothing_is_run(config: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no corpus of role acquisition to rank runs by"):
         swept(config, "train.lr=1,2", "evaluation.perplexity.0.role=retention")
-    assert not (tmp_path / "sweep").exists()
+    assert not (tmp_path / "run").exists()
 
 
 @given(st.lists(st.lists(st.floats(1e-9, 1e3), min_size=2, max_size=4, unique=True), min_size=1, max_size=3))

@@ -59,10 +59,9 @@ class OnMachine:
         function: Callable[..., Any] = getattr(owner, name)
 
         def later(*args: Any, **kwargs: Any) -> Any:
-            if name != "open":
-                time.sleep(_ALONE_S)
-            elif not self.root.joinpath("tokenised").exists():
-                self.root.joinpath("tokenised").touch()
+            tokenised = self.root / "tokenised"
+            if name != "open" or not tokenised.exists():
+                tokenised.touch()
                 time.sleep(_ALONE_S)
             return function(*args, **kwargs)
 
@@ -79,7 +78,7 @@ def runs(tmp_path: Path) -> Runs:
         shutil.copytree(tmp_path / "base", machine / "base")
         for text in tmp_path.glob("*.txt"):
             shutil.copy(text, machine)
-    return Runs(tmp_path, tmp_path, _SOURCES)
+    return Runs(tmp_path, _SOURCES)
 
 
 def trained(runs: Runs, name: str, *, is_slow: bool = False) -> list[Ended]:
@@ -94,15 +93,15 @@ def trained(runs: Runs, name: str, *, is_slow: bool = False) -> list[Ended]:
 
 def test_machines_with_caches_of_their_own_train_and_wait_for_one_that_works_long_alone(runs: Runs) -> None:
     """Tokenising, samples, a trace, a tracker, checkpoints and `final/` take it longer than a step's time-out."""
+    weights = []
     for name in ("usual", "slow"):
         ends = trained(runs, name, is_slow=name == "slow")
         assert [ended.exit_code for ended in ends] == [0, 0], ends
+        assert TrainState.load(runs.folder(name).final).step == 4
+        weights.append(load_tensors(runs.folder(name).final / TRAINED))
         for number in (0, 1):
             shutil.rmtree(runs.root / f"machine-{number}" / "tokens")
-    usual, slow = (runs.folder(name).final for name in ("usual", "slow"))
-    assert TrainState.load(slow).step == 4
-    expected = load_tensors(usual / TRAINED)
-    assert all(expected[key].equal(tensor) for key, tensor in load_tensors(slow / TRAINED).items())
+    assert all(weights[0][key].equal(tensor) for key, tensor in weights[1].items())
 
 
 def test_machines_whose_text_is_not_the_same_are_refused_in_one_line(runs: Runs) -> None:

@@ -16,28 +16,20 @@ def in_full(pytestconfig: pytest.Config) -> bool:
 
 
 @pytest.fixture(scope="session")
-def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Runs that nothing has happened to: `kept` with every one of its checkpoints, `whole` with the last two."""
     root = tmp_path_factory.mktemp("torture")
     write_base_and_texts(root, num_hidden_layers=2)
-    runs = Runs(root, root, ("train.keep_checkpoints=9",))
+    runs = Runs(root, ("train.keep_checkpoints=9",))
     runs.do("upscale", "upscaled-once")
     runs.upscaled("kept")
     runs.do("train", "kept")
-    shutil.copytree(root / "kept", root / "whole")
+    whole = runs.copy("kept", "whole")
     for step in SAVED_STEPS[:-2]:
-        shutil.rmtree(runs.folder("whole").checkpoint(step))
+        shutil.rmtree(whole.checkpoint(step))
     runs.do("evaluate", "whole")  # which another evaluation replaces
-    verify(runs.folder("whole").root)
-    return Runs(root, root)
-
-
-@pytest.fixture
-def runs(whole_runs: Runs, tmp_path: Path) -> Runs:
-    """The same base, corpora and whole runs, in a folder of this test's own."""
-    for name in ("whole", "kept"):
-        (tmp_path / name).symlink_to(whole_runs.root / name)
-    return Runs(tmp_path, whole_runs.root)
+    verify(whole.root)
+    return Runs(root)
 
 
 @pytest.fixture

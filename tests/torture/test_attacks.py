@@ -11,68 +11,73 @@ from pathlib import Path
 
 import pytest
 
+from scale_cli.commands.run import run_pipeline
+from scale_cli.config.load import load_config
 from tests.command_line import Scale
+from tests.one_step import write_config
 from tests.torture.attacker import (
-    entry_of,
+    REMOTE_MODEL,
+    edit_json,
     evil_pickle,
     evil_python,
-    remote_model_of_its_own_family,
     reseal,
     write_benchmark,
-    write_config,
-    write_manifest,
 )
+
+TWO_STEPS = {"max_steps": 2, "save_every_steps": 1}
+Configured = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def finished_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of the four verbs."""
-    from scale_cli.commands.run import run_pipeline
-    from scale_cli.config.load import load_config
-
+    """A folder with a finished run of the four verbs, beside its text."""
     folder = tmp_path_factory.mktemp("finished")
-    config = write_config(folder, shared_data / "ckpt-stories260K" / "hf")
+    held_out = {"name": "news", "path": str(folder / "news.txt"), "language": "en", "role": "retention"}
+    evaluation = {"perplexity": [held_out], "bootstrap_resamples": 100}
+    base = shared_data / "ckpt-stories260K" / "hf"
+    config = write_config(folder, base, train=TWO_STEPS, evaluation=evaluation)
     run_pipeline(load_config(config), lambda _: None)
-    return folder / "run"
-
-
-Configured = Callable[..., Path]
+    return folder
 
 
 @pytest.fixture
 def finished(finished_once: Path, tmp_path: Path, shared_data: Path) -> Configured:
     """A function that writes the config of a finished run, which lies in `tmp_path`, with other sections if need be."""
-    shutil.copytree(finished_once, tmp_path / "run")
-    base, news = shared_data / "ckpt-stories260K" / "hf", finished_once.parent / "news.txt"
-    return lambda **changes: write_config(tmp_path, base, news, **changes)
+    shutil.copytree(finished_once / "run", tmp_path / "run")
+    corpus = {"sources": [{"name": "news", "path": str(finished_once / "news.txt"), "language": "en"}]}
+    base = shared_data / "ckpt-stories260K" / "hf"
+    return lambda **sections: write_config(tmp_path, base, train=TWO_STEPS, corpus=corpus, **sections)
 
 
-# Configs that are more than data
+# What is more than data
 
 
-@pytest.mark.parametrize(
-    "tag",
-    ["!!python/object/apply:os.mkdir [{}]", "!!python/object/new:os.mkdir [[{}]]", "!!python/name:os.mkdir", "!ruby x"],
-)
-def test_a_yaml_tag_runs_nothing(scale: Scale, base: Path, tmp_path: Path, canary: Path, tag: str) -> None:
-    config, evil = write_config(tmp_path, base), tag.format(canary)
-    assert "not valid YAML" in scale("upscale", config, f"seed={evil}").error()
-    config.write_text(f"seed: {evil}\n" + config.read_text(encoding="utf-8"), encoding="utf-8")
-    done = scale("upscale", config)
-    assert done.error().startswith(f"{config}:1: not valid YAML")
+def test_a_yaml_tag_runs_nothing(scale: Scale, base: Path, tmp_path: Path, canary: Path) -> None:
+    config = write_config(tmp_path, base)
+    good = config.read_text(encoding="utf-8")
+    for tag in ("!!python/object/apply:os.mkdir [{}]", "!!python/object/new:os.mkdir [[{}]]", "!!python/name:os.mkdir"):
+        evil = tag.format(canary)
+        assert "not valid YAML" in scale("upscale", config, f"seed={evil}").error()
+        config.write_text(f"seed: {evil}\n" + good, encoding="utf-8")
+        assert scale("upscale", config).error().startswith(f"{config}:1: not valid YAML")
+        config.write_text(good, encoding="utf-8")
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("verb", ["generate", "verify"])
-def test_a_yaml_tag_in_the_config_of_a_run_runs_nothing(
-    scale: Scale, finished: Configured, tmp_path: Path, canary: Path, verb: str
+def test_a_yaml_tag_in_a_run_or_in_a_task_of_a_benchmark_runs_nothing(
+    scale: Scale, finished: Configured, tmp_path: Path, canary: Path
 ) -> None:
-    final = tmp_path / "run" / "final"
-    (final / "scale.yaml").write_text(f"seed: !!python/object/apply:os.mkdir [{canary}]\n", encoding="utf-8")
+    evil = f"seed: !!python/object/apply:os.mkdir [{canary}]\n"
+    config, final = finished(evaluation={"benchmarks": [write_benchmark(tmp_path)]}), tmp_path / "run" / "final"
+    for tagged in (evil, "doc_to_text: !function os.getcwd\n"):
+        (tmp_path / "mine.yaml").write_text(tagged, encoding="utf-8")
+        done = scale("evaluate", config)
+        assert done.exit_code == 2 and re.search(r"mine\.yaml(:1)?: not valid YAML", done.stderr)
+    (final / "scale.yaml").write_text(evil, encoding="utf-8")
     reseal(final)
-    done = scale(verb, *([final, "--prompt", "x"] if verb == "generate" else [final]))
-    assert "not valid YAML" in done.stdout + done.stderr
-    assert done.exit_code in (2, 3)
+    for arguments in (("generate", final, "--prompt", "x"), ("verify", final)):
+        done = scale(*arguments)
+        assert done.exit_code in (2, 3) and "not valid YAML" in done.stdout + done.stderr
     assert not canary.exists()
 
 
@@ -80,8 +85,6 @@ def test_a_yaml_tag_in_the_config_of_a_run_runs_nothing(
     "template",
     [
         "{{{{ cycler.__init__.__globals__.os.mkdir({canary!r}) }}}}",
-        "{{{{ ''.__class__.__mro__[1].__subclasses__() }}}}",
-        "{{{{ query.__class__.__init__.__globals__ }}}}",
         "{{{{ query.format.__func__ }}}}",
         "{{{{ range(10 ** 9) | list }}}}",
         "{{% include '/etc/passwd' %}}",
@@ -97,21 +100,12 @@ def test_the_template_of_a_benchmark_runs_in_a_sandbox(
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("tag", ["!function os.getcwd", "!!python/object/apply:os.getcwd []"])
-def test_a_task_of_a_benchmark_names_no_code(scale: Scale, finished: Configured, tmp_path: Path, tag: str) -> None:
-    benchmark = write_benchmark(tmp_path)
-    (tmp_path / "mine.yaml").write_text(f"dataset_path: json\ndoc_to_text: {tag}\n", encoding="utf-8")
-    done = scale("evaluate", finished(evaluation={"benchmarks": [benchmark]}))
-    assert done.exit_code == 2
-    assert re.search(r"mine\.yaml(:2)?: not valid YAML", done.stderr)
-
-
-@pytest.mark.parametrize("member", ["../evil.jsonl", "/tmp/evil.jsonl", "a/../../evil.jsonl", "C:\\evil.jsonl"])
 def test_nothing_of_a_zip_lands_outside_and_nothing_of_it_stays(
-    scale: Scale, finished: Configured, tmp_path: Path, member: str
+    scale: Scale, finished: Configured, tmp_path: Path
 ) -> None:
     with zipfile.ZipFile(tmp_path / "items.jsonl", "w") as archive:
-        archive.writestr(member, json.dumps({"query": "One", "choices": ["a", "b"], "gold": 0}) + "\n")
+        for member in ("../evil.jsonl", "/tmp/evil.jsonl", "a/../../evil.jsonl", "C:\\evil.jsonl"):
+            archive.writestr(member, json.dumps({"query": "One", "choices": ["a", "b"], "gold": 0}) + "\n")
     config = finished(evaluation={"benchmarks": [write_benchmark(tmp_path)]})
     before = {path for path in tmp_path.rglob("*") if "run" not in path.parts}
     done = scale("evaluate", config)
@@ -120,22 +114,18 @@ def test_nothing_of_a_zip_lands_outside_and_nothing_of_it_stays(
     assert not Path("/tmp/evil.jsonl").exists()
 
 
-# The three sections have one type of names.
-@pytest.mark.parametrize(
-    ("section", "name"),
-    [
-        *(("corpus.sources.0", name) for name in ("/etc/passwd", "a/b", "..", ".hidden", "a\nb", "a" * 65, "<script>")),
-        ("evaluation.perplexity.0", "../../evil"),
-        ("evaluation.benchmarks.0", "../../evil"),
-    ],
-)
-def test_a_name_of_a_source_is_no_path(scale: Scale, base: Path, tmp_path: Path, name: str, section: str) -> None:
-    config = write_config(tmp_path, base)
-    overrides = ["evaluation.benchmarks=[arc_easy]"] if "benchmarks" in section else []
-    key = section if "benchmarks" in section else f"{section}.name"
-    done = scale("prepare", config, *overrides, f"{key}={json.dumps(name)}")
-    assert f"{section}.name" in done.error()
+@pytest.mark.parametrize("script", ["corpus.py", "dataset.py"])
+def test_a_loading_script_of_a_dataset_is_not_run(
+    scale: Scale, base: Path, tmp_path: Path, canary: Path, script: str
+) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / script).write_bytes(evil_python(canary))
+    source = json.dumps({"name": "x", "dataset": str(folder), "language": "en"})
+    done = scale("prepare", write_config(tmp_path, base), f"corpus.sources.0={source}")
+    assert f"x: the dataset {folder} cannot be loaded" in done.error()
     assert done.exit_code == 2
+    assert not canary.exists()
 
 
 # Folders of ours that were tampered with, manifest and all
@@ -145,23 +135,25 @@ def test_a_name_of_a_source_is_no_path(scale: Scale, base: Path, tmp_path: Path,
 def test_a_pickle_in_a_checkpoint_is_not_read(
     scale: Scale, finished: Configured, tmp_path: Path, canary: Path, name: str
 ) -> None:
-    shutil.rmtree(tmp_path / "run" / "final")
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    config = finished()
+    shutil.rmtree(tmp_path / "run" / "final")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
     (checkpoint / name).write_bytes(evil_pickle(canary))
     reseal(checkpoint)
-    done = scale("train", finished(), "--resume", "auto")
-    assert "damaged" in done.error()
-    assert str(checkpoint) in done.error()
+    error = scale("train", config, "--resume", "auto").error()
+    assert "damaged" in error and str(checkpoint) in error
     assert not canary.exists()
     assert not (tmp_path / "run" / "final").exists()
 
 
+@pytest.mark.usefixtures("finished")
 def test_an_export_with_code_is_opened_without_it_and_without_asking(
-    scale: Scale, finished: Configured, tmp_path: Path, canary: Path
+    scale: Scale, tmp_path: Path, canary: Path
 ) -> None:
     exported = tmp_path / "run" / "export" / "llama"
-    remote_model_of_its_own_family(exported, canary)
+    (exported / "modeling_evil.py").write_bytes(evil_python(canary))
+    edit_json(exported / "config.json", REMOTE_MODEL | {"model_type": "evil", "architectures": ["Evil"]})
     reseal(exported)
     for arguments, exit_code in ((("generate", exported, "--prompt", "x"), 1), (("verify", exported), 3)):
         done = scale(*arguments)
@@ -171,49 +163,37 @@ def test_an_export_with_code_is_opened_without_it_and_without_asking(
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "link", "linked/file", "./base.json"])
-def test_a_manifest_does_not_lead_out_of_its_folder(
-    scale: Scale, finished: Configured, tmp_path: Path, name: str
-) -> None:
-    final = tmp_path / "run" / "final"
-    (tmp_path / "run" / "secret").write_text("secret", encoding="utf-8")
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "file").write_text("secret", encoding="utf-8")
+@pytest.mark.usefixtures("finished")
+def test_a_manifest_does_not_lead_out_of_its_folder(scale: Scale, tmp_path: Path) -> None:
+    final, outside = tmp_path / "run" / "final", tmp_path / "outside"
+    outside.mkdir()
+    for secret in (tmp_path / "run" / "secret", outside / "file"):
+        secret.write_text("secret", encoding="utf-8")
     (final / "link").symlink_to(tmp_path / "run" / "secret")
-    (final / "linked").symlink_to(tmp_path / "outside")
-    manifest = json.loads((final / "manifest.json").read_text(encoding="utf-8"))
-    write_manifest(final, manifest["files"] | {name: entry_of(final / name)})
-    done = scale("verify", final)
-    assert f"{name} leads out of the folder" in done.stdout
-    assert done.exit_code == 3
+    (final / "linked").symlink_to(outside)
+    assert f"{final / 'link'}: is not among the files that were written" in scale("verify", final).stdout
+    for name in ("../secret", "/etc/hostname", "link", "linked/file", "./base.json"):
+        reseal(final, name)
+        done = scale("verify", final)
+        assert f"{name} leads out of the folder" in done.stdout
+        assert done.exit_code == 3
 
 
-def test_a_link_beside_the_files_of_a_folder_is_told(scale: Scale, finished: Configured, tmp_path: Path) -> None:
-    final = tmp_path / "run" / "final"
-    (final / "more").symlink_to(tmp_path)
-    done = scale("verify", final)
-    assert f"{final / 'more'}: is not among the files that were written" in done.stdout
-    assert done.exit_code == 3
-
-
-# Places that lead elsewhere
+# Places and names that lead elsewhere
 
 PLACES = [
-    "upscaled",
-    "checkpoints",
-    "checkpoints/step-00000001",
-    "final",
-    "evaluation",
-    "export",
-    "export/llama",
-    "tokens",
-    "metrics.jsonl",
-    ".metrics.jsonl.partial",
-    ".final.partial",
-    "tokens/.news.unfinished/tokens.bin",
+    *(
+        "upscaled",
+        "checkpoints",
+        "checkpoints/step-00000001",
+        "final",
+        "evaluation",
+        "export",
+        "export/llama",
+        "tokens",
+    ),
+    *("metrics.jsonl", ".metrics.jsonl.partial", ".final.partial", "tokens/.news.unfinished/tokens.bin"),
 ]
-
-
 OTHERS = ("upscale", "prepare", "evaluate", "export", "run")
 
 
@@ -230,12 +210,10 @@ def test_a_link_out_of_output_dir_is_refused_before_anything_is_written(
     link = tmp_path / "run" / place
     link.parent.mkdir(parents=True)
     link.symlink_to(outside / "precious" if place.endswith(("jsonl", "partial", "bin")) else outside)
-    config = write_config(tmp_path, base)
-    done = scale(verb, config)
+    done = scale(verb, write_config(tmp_path, base))
     assert done.error().startswith(f"{link}: leads out of output_dir")
     assert done.exit_code == 2
-    assert [file.name for file in outside.iterdir()] == ["precious"]
-    assert (outside / "precious").read_text(encoding="utf-8") == "precious"
+    assert {file.name: file.read_text(encoding="utf-8") for file in outside.iterdir()} == {"precious": "precious"}
 
 
 def test_a_link_that_stays_inside_is_no_escape(scale: Scale, base: Path, tmp_path: Path) -> None:
@@ -247,19 +225,15 @@ def test_a_link_that_stays_inside_is_no_escape(scale: Scale, base: Path, tmp_pat
     assert list((tmp_path / "run" / "elsewhere").iterdir())
 
 
-@pytest.mark.parametrize("script", ["{}.py", "dataset.py"])
-def test_a_loading_script_of_a_dataset_is_not_run(
-    scale: Scale, base: Path, tmp_path: Path, canary: Path, script: str
-) -> None:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    (folder / script.format(folder.name)).write_text(evil_python(canary), encoding="utf-8")
+def test_a_name_of_a_source_is_no_path(scale: Scale, base: Path, tmp_path: Path) -> None:
+    """The three sections have one type of names."""
     config = write_config(tmp_path, base)
-    source = json.dumps({"name": "x", "dataset": str(folder), "language": "en"})
-    done = scale("prepare", config, f"corpus.sources.0={source}")
-    assert f"x: the dataset {folder} cannot be loaded" in done.error()
-    assert done.exit_code == 2
-    assert not canary.exists()
+    for name in ("/etc/passwd", "a/b", "..", ".hidden", "a\nb", "a" * 65, "<script>"):
+        told = scale("prepare", config, f"corpus.sources.0.name={json.dumps(name)}").error()
+        assert "corpus.sources.0.name" in told
+    held_out = "evaluation.perplexity=[{name: ../../evil, path: x.txt, language: en, role: retention}]"
+    assert "perplexity.0.name" in scale("prepare", config, held_out).error()
+    assert "benchmarks.0.name" in scale("prepare", config, "evaluation.benchmarks=[../../evil]").error()
 
 
 # What is shown of names and texts that others chose

@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
-import sys
+import resource
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from scale_cli.config.sources import TextSource
-from scale_cli.data.documents import CorpusReader
-from scale_cli.data.encoding import Document
 from tests.command_line import Scale
-from tests.data.corpus_files import COMPRESSORS
+from tests.data.corpus_files import COMPRESSORS, dropped, kept, records
+from tests.one_step import write_config
+from tests.torture.verbs import FORKS, PATIENCE_S
 
 LIMIT = 2000  # corpus.max_document_bytes
 
@@ -35,10 +33,10 @@ CHARACTERS = st.characters(exclude_categories=["Cs", "Cc"])
 PARAGRAPHS = st.text(CHARACTERS | st.just("\n"), min_size=1, max_size=60).map(
     lambda text: "\n".join(line for line in text.split("\n") if line.strip()).removeprefix("\ufeff")
 )
+STRINGS = st.text(CHARACTERS | st.sampled_from("\n\t\r\x1b\x7f"), min_size=1, max_size=60)
 TEXTS = {
-    ".txt": PARAGRAPHS.filter(str.strip),
-    ".jsonl": st.text(CHARACTERS | st.sampled_from("\n\t\r\x1b\x7f"), min_size=1, max_size=60).filter(str.strip),
-    ".parquet": st.text(CHARACTERS | st.sampled_from("\n\t\r\x1b\x7f"), min_size=1, max_size=60).filter(str.strip),
+    form: texts.filter(str.strip)
+    for form, texts in {".txt": PARAGRAPHS, ".jsonl": STRINGS, ".parquet": STRINGS}.items()
 }
 # Records that are none, of a .jsonl.
 BAD_LINES = [
@@ -148,20 +146,6 @@ def broken_files(draw: st.DrawFn) -> Fuzzed:
     return Fuzzed(file.name, bytes(content), file.kept if known else None, None)
 
 
-@dataclass
-class Counted:
-    """What became of all files."""
-
-    files: int = 0
-    kept: int = 0
-    refused: int = 0
-    names: set[str] = field(default_factory=set)
-
-
-def is_prefix(found: list[str], all_of_them: list[str]) -> bool:
-    return found == all_of_them[: len(found)]
-
-
 def check_caches(cache: Path) -> dict[str, Any] | None:
     """Hold whatever lies in a cache to its ledger, without the product's own code; return the ledger."""
     folders = list(cache.iterdir()) if cache.is_dir() else []
@@ -186,19 +170,14 @@ def check_documents(
     file: Fuzzed, cache: Path, path: Path, num_damaged: int, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Hold the cached tokens to the texts that the generator put in; where it does not know, to the reader's."""
-    read = [
-        record.text
-        for record in CorpusReader(TextSource(name="x", path=str(path), language="en"), LIMIT)
-        if isinstance(record, Document)
-    ]
+    read = kept(records(path, LIMIT))
     (folder,) = cache.iterdir()
     ids, offsets = np.fromfile(folder / "tokens.bin", np.uint16), np.fromfile(folder / "offsets.bin", np.int64)
     for text, start, end in zip(read, offsets[:-1], offsets[1:], strict=True):
         encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
         assert ids[start + 1 : end - 1].tolist() == encoded
     if file.cut:
-        assert file.kept is not None
-        assert is_prefix(read, file.kept)
+        assert file.kept is not None and read == file.kept[: len(read)]
     elif file.kept is not None and not num_damaged:  # a checksum at the end tells of what has been read by then
         assert read == file.kept
 
@@ -208,23 +187,16 @@ def base(shared_data: Path) -> Path:
     return shared_data / "ckpt-stories260K" / "hf"
 
 
-def write_config(folder: Path, base: Path, source: Path | str, max_bad_fraction: float = 0.001) -> Path:
-    source_of = {"name": "x", "path": str(source), "language": "en"}
+def write_config_of(path: Path, folder: Path, base: Path, max_bad_fraction: float = 0.001) -> Path:
+    sources = [{"name": "x", "path": str(path), "language": "en"}]
     reading = {"max_document_bytes": LIMIT, "max_bad_fraction": max_bad_fraction, "num_workers": 1}
-    tree = {
-        "output_dir": str(folder / "run"),
-        "model": {"base": str(base)},
-        "corpus": {"sources": [source_of], "sequence_length": 16, **reading},
-        "train": {"max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1},
-    }
-    (folder / "config.yaml").write_text(json.dumps(tree), encoding="utf-8")
-    return folder / "config.yaml"
+    return write_config(folder, base, corpus={"sources": sources, **reading})
 
 
 def test_fuzzed_corpora_add_up_or_end_in_one_clean_error(
     scale: Scale, base: Path, in_full: bool, record_property: Callable[[str, object], None]
 ) -> None:
-    counted, tokenizer = Counted(), AutoTokenizer.from_pretrained(base)
+    tokenizer, tokenised, refused = AutoTokenizer.from_pretrained(base), list[str](), list[str]()
 
     @settings(
         max_examples=500 if in_full else 40,
@@ -236,38 +208,30 @@ def test_fuzzed_corpora_add_up_or_end_in_one_clean_error(
     @given(whole_files() | cut_files() | broken_files(), st.sampled_from([0.001, 1.0]))
     def fuzz(file: Fuzzed, max_bad_fraction: float) -> None:
         with tempfile.TemporaryDirectory() as name:
-            folder, cache = Path(name), Path(name) / "run" / "tokens"
-            (folder / file.name).write_bytes(file.content)
-            done = scale("prepare", write_config(folder, base, folder / file.name, max_bad_fraction))
+            folder, cache, path = Path(name), Path(name) / "run" / "tokens", Path(name) / file.name
+            path.write_bytes(file.content)
+            done = scale("prepare", write_config_of(path, folder, base, max_bad_fraction))
             ledger = check_caches(cache)
             if done.exit_code == 0:
                 assert ledger is not None
                 assert not file.cut or ledger["num_damaged_files"] == 1
-                check_documents(file, cache, folder / file.name, ledger["num_damaged_files"], tokenizer)
+                check_documents(file, cache, path, ledger["num_damaged_files"], tokenizer)
                 if file.num_dropped is not None:
                     assert sum(count["documents"] for count in ledger["dropped"].values()) == file.num_dropped
             else:
                 assert done.exit_code == 2
-                assert done.error().startswith(("x: ", f"x ({folder / file.name}): "))
-                good = file.kept and file.num_dropped == 0 and not file.cut
-                assert not good, done.stderr
-        counted.files += 1
-        counted.kept += done.exit_code == 0
-        counted.names.add(file.name)
+                assert done.error().startswith(("x: ", f"x ({path}): "))
+                assert not file.kept or file.num_dropped != 0 or file.cut, done.stderr
+        (refused if done.exit_code else tokenised).append(file.name)
 
     fuzz()
-    record_property("fuzzed corpora", counted.files)
-    record_property("of them tokenised, and not refused", counted.kept)
-    assert 0 < counted.kept < counted.files
-    assert len(counted.names) == 9 or not in_full
+    record_property("fuzzed corpora, tokenised and refused", f"{len(tokenised)}, {len(refused)}")
+    assert tokenised and refused
+    assert len({*tokenised, *refused}) == 9 or not in_full
 
 
-# What is no file
-
-
-@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "broken link", "link to itself", "unreadable"])
-@pytest.mark.parametrize("pattern", ["x.jsonl", "*.jsonl"])
-def test_what_is_no_file_is_refused_by_name(scale: Scale, base: Path, tmp_path: Path, kind: str, pattern: str) -> None:
+@pytest.mark.parametrize("kind", ["folder", "pipe", "/dev/zero", "absent", "x.jsonl", "/proc/self/mem"])
+def test_what_is_no_file_is_refused_by_name(scale: Scale, base: Path, tmp_path: Path, kind: str) -> None:
     place = tmp_path / "corpus" / "x.jsonl"
     place.parent.mkdir()
     if kind == "folder":
@@ -275,37 +239,29 @@ def test_what_is_no_file_is_refused_by_name(scale: Scale, base: Path, tmp_path: 
     elif kind == "pipe":
         os.mkfifo(place)
     else:
-        # Of the last, every byte is refused even to root.
-        targets = {"device": "/dev/zero", "broken link": "absent", "link to itself": "x.jsonl"}
-        place.symlink_to(targets.get(kind, "/proc/self/mem"))
-    done = scale("prepare", write_config(tmp_path, base, place.parent / pattern))
-    assert done.error().startswith(f"x: {place}")
-    assert done.exit_code == 2
+        place.symlink_to(kind)
+    for pattern in ("x.jsonl", "*.jsonl"):
+        done = scale("prepare", write_config_of(place.parent / pattern, tmp_path, base))
+        assert done.error().startswith(f"x: {place}")
+        assert done.exit_code == 2
     assert not (tmp_path / "run").exists()
 
 
-# Files that unpack to more than a machine holds
-
-PEAK = """
-import json, resource, sys
-from scale_cli.config.sources import TextSource
-from scale_cli.data.documents import CorpusReader
-from scale_cli.data.ledger import Rejected
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-reasons = []
-for path in sys.argv[1:]:
-    source = TextSource(name="x", path=path, language="en")
-    reasons.append([r.reason.value for r in CorpusReader(source, 1_000_000) if isinstance(r, Rejected)])
-print(json.dumps([reasons, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))
-"""
+def read_bombs(bombs: list[Path], told: Path) -> None:
+    """In a process of its own: write down why each file's text was rejected, and by how much memory grew."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    reasons = [reason.value for bomb in bombs for reason, _ in dropped(records(bomb, 1_000_000))]
+    told.write_text(json.dumps([reasons, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))
 
 
 def test_bombs_are_dropped_in_little_memory(tmp_path: Path, in_full: bool) -> None:
-    bombs = [tmp_path / name for name in ("x.txt.xz", "x.jsonl.gz", "x.txt.zst")]
+    """Files that unpack to more than a machine holds, made of many parts."""
+    bombs, num_mib = [tmp_path / name for name in ("x.txt.xz", "x.jsonl.gz", "x.txt.zst")], 1024 if in_full else 128
     for bomb in bombs:
-        bomb.write_bytes(COMPRESSORS[bomb.suffix](b" " * (1 << 30 if in_full else 1 << 27)))
-        assert bomb.stat().st_size < (1 << 21 if in_full else 1 << 18)
-    done = subprocess.run([sys.executable, "-c", PEAK, *bombs], capture_output=True, text=True, check=True)
-    reasons, growth_kib = json.loads(done.stdout)
-    assert reasons == [["too large"]] * 3
+        bomb.write_bytes(COMPRESSORS[bomb.suffix](b" " * (1 << 20)) * num_mib)
+    process = FORKS.Process(target=read_bombs, args=(bombs, tmp_path / "told.json"))
+    process.start()
+    process.join(PATIENCE_S)
+    reasons, growth_kib = json.loads((tmp_path / "told.json").read_text(encoding="utf-8"))
+    assert reasons == ["too large"] * 3
     assert growth_kib < 64 * 1024

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.command_line import Scale
-from tests.torture.attacker import write_benchmark, write_config
+from tests.one_step import write_config
+from tests.torture.attacker import write_benchmark
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for part in ("scale_cli", "scripts") for path in (REPOSITORY / part).rglob("*.py"))
@@ -26,11 +26,8 @@ NAMES += ["GITHUB_TOKEN", "SCALE_SECRET", "PGPASSWORD"]
 
 def write_whole_config(folder: Path, base: Path) -> Path:
     """Write a config that reads, evaluates and exports."""
-    (folder / "news.txt").write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n", encoding="utf-8")
-    source = {"name": "news", "path": str(folder / "news.txt"), "language": "en"}
-    held_out = [source | {"role": "retention"}, source | {"role": "acquisition", "name": "again"}]
-    evaluation = {"perplexity": held_out, "benchmarks": [write_benchmark(folder)], "bootstrap_resamples": 100}
-    return write_config(folder, base, folder / "news.txt", evaluation=evaluation, export={"format": "transformers"})
+    evaluation = {"benchmarks": [write_benchmark(folder)], "bootstrap_resamples": 100}
+    return write_config(folder, base, evaluation=evaluation, export={"format": "transformers"})
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
@@ -49,30 +46,24 @@ def files_of(run: Path) -> list[Path]:
 
 
 def assert_not_repeated(planted: list[str], said: str, run: Path) -> None:
-    files = files_of(run)
-    searched = [said.encode(), *(file.read_bytes() for file in files), *(str(file).encode() for file in files)]
-    for secret in planted:
-        assert not any(secret.encode() in content for content in searched)
+    searched = [said.encode()]
+    for file in files_of(run):
+        searched += [file.read_bytes(), str(file).encode()]
+    assert not [secret for secret in planted if any(secret.encode() in content for content in searched)]
 
 
-def run_in_processes_of_their_own(config: Path, folder: Path) -> str:
+def run_in_processes_of_their_own(config: Path, run: Path) -> str:
     """Run verbs, some of which are refused, that find the tokens as they start; return what they say."""
-    commands = [
-        ["run", str(config)],
-        ["verify", str(folder / "run")],
-        ["generate", str(folder / "run"), "--prompt", "One"],
-        ["compare", str(folder / "run"), str(folder / "run"), "--output", str(folder / "run" / "compared")],
-        ["train", str(config)],
-        ["upscale", str(config), f"model.base={folder / 'absent'}"],
-        ["prepare", str(config), "corpus.sources.0={name: x, dataset: nobody/nothing, language: en}"],
-        ["upscale", str(config), "model.base=nobody/nothing", f"output_dir={folder / 'run' / 'other'}"],
-        ["export", str(config), "export.format=llama"],
-    ]
     said = ""
-    for command in commands:
-        done = subprocess.run(
-            [sys.executable, "-m", "scale_cli", *command], capture_output=True, text=True, check=False
-        )
+    for command in (
+        ["run", config],
+        ["generate", run, "--prompt", "One"],
+        ["compare", run, run, "--output", run / "compared"],
+        ["upscale", config, "model.base=nobody/nothing", f"output_dir={run / 'other'}"],
+        ["prepare", config, "corpus.sources.0={name: x, dataset: nobody/nothing, language: en}"],
+    ):
+        in_a_process = [sys.executable, "-m", "scale_cli", *map(str, command)]
+        done = subprocess.run(in_a_process, capture_output=True, text=True, check=False)
         said += done.stdout + done.stderr
         assert "Traceback" not in done.stderr
     return said
@@ -80,7 +71,6 @@ def run_in_processes_of_their_own(config: Path, folder: Path) -> str:
 
 def test_a_password_in_a_url_is_not_repeated(scale: Scale, tmp_path: Path) -> None:
     config = write_whole_config(tmp_path, tmp_path / "absent")
-    url = "https://user:hunter2@example.org/x.jsonl"
     for key in (
         "model.base",
         "corpus.sources.0.path",
@@ -89,10 +79,9 @@ def test_a_password_in_a_url_is_not_repeated(scale: Scale, tmp_path: Path) -> No
         "corpus.sources.9.path",
         "a.b",
     ):
-        for verb in ("upscale", "prepare", "train"):
-            done = scale(verb, config, f"{key}={url}")
-            assert done.exit_code == 2
-            assert "hunter2" not in done.stdout + done.error()
+        done = scale("upscale", config, f"{key}=https://user:hunter2@example.org/x.jsonl")
+        assert done.exit_code == 2
+        assert "hunter2" not in done.stdout + done.error()
     assert not (tmp_path / "run").exists()
 
 
@@ -108,11 +97,10 @@ def refuse_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoPickler(pickle.Pickler):
         dump = refused
 
-    replaced = {"load": refused, "dump": refused, "Unpickler": NoUnpickler, "Pickler": NoPickler}
-    for name, instead in replaced.items():
-        monkeypatch.setattr(pickle, name, instead)
-    monkeypatch.setattr(torch, "load", refused)
-    monkeypatch.setattr(torch, "save", refused)
+    monkeypatch.setattr(pickle, "Unpickler", NoUnpickler)
+    monkeypatch.setattr(pickle, "Pickler", NoPickler)
+    for name in ("pickle.load", "pickle.dump", "torch.load", "torch.save"):
+        monkeypatch.setattr(name, refused)
 
 
 def test_a_whole_run_repeats_no_token_of_the_environment_and_neither_reads_nor_writes_a_pickle(
@@ -126,7 +114,7 @@ def test_a_whole_run_repeats_no_token_of_the_environment_and_neither_reads_nor_w
     config, run = write_whole_config(tmp_path, shared_data / "ckpt-stories260K" / "hf"), tmp_path / "run"
     planted = plant(monkeypatch, tmp_path)
     if in_full:
-        assert_not_repeated(planted, run_in_processes_of_their_own(config, tmp_path), run)
+        assert_not_repeated(planted, run_in_processes_of_their_own(config, run), run)
         shutil.rmtree(run)
     said = ""
     with monkeypatch.context() as patch:
@@ -141,10 +129,8 @@ def test_a_whole_run_repeats_no_token_of_the_environment_and_neither_reads_nor_w
     assert {file.suffix for file in written} <= {
         *(".safetensors", ".json", ".jsonl", ".yaml", ".md", ".html", ".png", ".py", ".bin", ".jinja", ".lock", "")
     }
-    for file in written:
-        beginning = file.read_bytes()[:2]
-        assert not (beginning[:1] == b"\x80" and beginning[1:] in (b"\2", b"\3", b"\4", b"\5")), file
-        assert beginning != b"PK", file  # torch.save
+    pickles = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5", b"PK")  # the last is torch.save's
+    assert not [file for file in written if file.read_bytes().startswith(pickles)]
     record_property("files searched for planted tokens", len(written))
 
 

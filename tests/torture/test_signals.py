@@ -13,19 +13,17 @@ from tests.torture.verbs import Ended, ended_group, run_verb
 
 Record = Callable[[str, object], None]
 _GO_ON = "continue with: "
-
-
 # Where the signal comes, and the step after which the run is stopped then.
-PLACES = {
-    "warm-up, in the middle of a step": (SignalAt("micro-batch", 7, signal.SIGTERM), 1),
-    "a save": (SignalAt("save", 1, signal.SIGTERM), None),
-    "evaluation, the second corpus": (SignalAt("evaluation", 4, signal.SIGINT), 8),
-    "warm-up, the first micro-batch of all": (SignalAt("micro-batch", 1, signal.SIGINT), 0),
-    "warm-up, the last micro-batch of a step": (SignalAt("micro-batch", 8, signal.SIGTERM), 2),
-    "the step after a checkpoint": (SignalAt("micro-batch", 26, signal.SIGTERM), 6),
-    "evaluation, the first corpus": (SignalAt("evaluation", 1, signal.SIGTERM), 4),
-    "the last save but one": (SignalAt("save", 3, signal.SIGINT), None),
-}
+PLACES = [
+    (SignalAt("micro-batch", 7, signal.SIGTERM), 1),  # in the middle of a step
+    (SignalAt("evaluation", 4, signal.SIGINT), 8),  # of the second corpus
+    (SignalAt("save", 1, signal.SIGTERM), None),
+    (SignalAt("micro-batch", 1, signal.SIGINT), 0),
+    (SignalAt("micro-batch", 8, signal.SIGTERM), 2),
+    (SignalAt("micro-batch", 26, signal.SIGTERM), 6),  # after a checkpoint
+    (SignalAt("evaluation", 1, signal.SIGTERM), 4),
+    (SignalAt("save", 3, signal.SIGINT), None),
+]
 
 
 def stop(runs: Runs, signalled: SignalAt, verb: str = "train") -> Ended:
@@ -36,22 +34,16 @@ def stop(runs: Runs, signalled: SignalAt, verb: str = "train") -> Ended:
     return ended
 
 
-def test_a_signal_ends_in_a_checkpoint_and_the_resumed_run_as_the_whole_one(
-    runs: Runs, in_full: bool, record_property: Record
-) -> None:
-    for signalled, step in list(PLACES.values())[: None if in_full else 3]:
+def test_a_signal_ends_in_a_checkpoint_and_the_resumed_run_as_the_whole_one(runs: Runs, in_full: bool) -> None:
+    for signalled, step in PLACES if in_full else PLACES[:2]:
         run = runs.upscaled("stopped")
         ended = stop(runs, signalled)
-        assert ended.exit_code, ended.printed
         assert f"{_GO_ON}scale train {runs.config('stopped')} --resume auto\n" in ended.printed
         assert f"stopped by {signal.Signals(signalled.number).name}" in ended.printed
-        if step is not None:
-            assert f"after step {step};" in ended.printed
-            assert run.checkpoint(step).is_dir()
+        assert step is None or (run.checkpoint(step).is_dir() and f"after step {step};" in ended.printed)
         if in_full:  # once more; resumed, it may not come to so many calls
             stop(runs, signalled)
         runs.finish_as("whole", "stopped")
-    record_property("signals in warm-up, steps, evaluations and saves", len(PLACES))
 
 
 def test_a_signal_in_every_evaluation_again_and_again_still_comes_to_the_end(runs: Runs) -> None:
@@ -71,14 +63,6 @@ def test_a_second_sigint_stops_at_once_and_the_run_goes_on_from_its_last_checkpo
     runs.finish_as("whole", "stopped")
 
 
-def test_a_budget_that_is_over_at_once_still_makes_a_step_each_time(runs: Runs) -> None:
-    runs.upscaled("stopped")
-    short = Runs(runs.root, runs.inputs, ("train.max_hours=1e-9",))
-    for step in (1, 2):
-        assert f"train.max_hours are over, after step {step};" in short.do("train", "stopped").printed
-    runs.finish_as("whole", "stopped")
-
-
 def test_a_signal_while_tokenising_leaves_nothing_that_blocks_the_same_command(runs: Runs) -> None:
     shutil.rmtree(runs.upscaled("stopped").tokens)
     ended = stop(runs, SignalAt("tokenisation", 2, signal.SIGTERM), "prepare")
@@ -89,9 +73,9 @@ def test_a_signal_while_tokenising_leaves_nothing_that_blocks_the_same_command(r
 
 def test_signals_at_any_instant_from_outside(runs: Runs, in_full: bool, record_property: Record) -> None:
     """Loading, training, saving, writing `final/`, compiling: 143 with a way to go on, and the same end."""
-    for compile_it, num_signals in ((False, 40), (True, 4)) if in_full else ((False, 2),):
-        timed = Runs(runs.root, runs.inputs, (f"train.compile={str(compile_it).lower()}",))
-        whole = timed.upscaled("timed")
+    for compiles, num_signals in ((False, 40), (True, 4)) if in_full else ((False, 1),):
+        timed = Runs(runs.root, (f"train.compile={str(compiles).lower()}",))
+        timed.upscaled("timed")
         started_s = time.monotonic()
         timed.do("train", "timed")
         usual_s = time.monotonic() - started_s
@@ -106,8 +90,7 @@ def test_signals_at_any_instant_from_outside(runs: Runs, in_full: bool, record_p
             assert "Traceback" not in ended.printed
             stops += ended.exit_code != 0
         timed.finish_as("timed", "stopped")
-        shutil.rmtree(whole.root)
-        record_property(f"SIGTERMs from outside, train.compile {compile_it}", stops)
+        record_property(f"SIGTERMs from outside, train.compile {compiles}", stops)
 
 
 def test_two_processes_agree_on_a_signal_that_only_one_got(runs: Runs) -> None:
@@ -120,8 +103,7 @@ def test_two_processes_agree_on_a_signal_that_only_one_got(runs: Runs) -> None:
         time.sleep(0.01)
     verbs[1].send(signal.SIGTERM)
     ends = [verb.ended() for verb in verbs]
-    for ended in ends:
-        assert ended.exit_code == 143, ended.printed
+    assert [ended.exit_code for ended in ends] == [143, 143], ends
     told = "".join(ended.printed for ended in ends)
     assert told.count(f"{_GO_ON}accelerate launch --num_processes 2 -m scale_cli train ") == 1, told
     assert all(ended.exit_code == 0 for ended in ended_group(runs.start_two("stopped")))

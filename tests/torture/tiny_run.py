@@ -43,28 +43,11 @@ def write_base_and_texts(root: Path, **sizes: Any) -> None:
     write_base(root / "base", tiny_llama(vocab_size=len(tokenizer), **sizes), tokenizer)
 
 
-def write_config_of_two_steps(root: Path, output: str, sources: list[Any], held_out: list[Any]) -> Path:
-    """Write that base, those corpora, and the config of a run that trains all of the base on them."""
-    write_base_and_texts(root)
-    tree = {
-        "output_dir": root / output,
-        "model": {"base": str(root / "base")},
-        "method": {"variant": "full"},
-        "corpus": {"sequence_length": 16, "sources": sources},
-        "train": {"max_steps": 2, "global_batch_size": 4},
-        "evaluation": {"bootstrap_resamples": 100, "perplexity": held_out},
-    }
-    path = root / "config.yaml"
-    path.write_text(dump_config(RunConfig.model_validate(tree)), encoding="utf-8")
-    return path
-
-
 @dataclass(frozen=True)
 class Runs:
-    """Runs of one config, each in a folder of its own below `root`."""
+    """Runs of one config, each in a folder of its own beside the base and the corpora."""
 
     root: Path
-    inputs: Path  # where the base, the corpora and what `scale upscale` made of them are
     overrides: tuple[str, ...] = ()  # of the config
 
     def folder(self, name: str) -> RunFolder:
@@ -72,10 +55,10 @@ class Runs:
 
     def config(self, name: str) -> Path:
         path = self.root / f"{name}.yaml"
-        one, two, held_out = ({"path": str(self.inputs / f"{file}.txt")} for file in ("one", "two", "held-out"))
+        one, two, held_out = ({"path": str(self.root / f"{file}.txt")} for file in ("one", "two", "held-out"))
         tree = {
             "output_dir": self.root / name,
-            "model": {"base": str(self.inputs / "base")},
+            "model": {"base": str(self.root / "base")},
             "method": {"variant": "route", "collaboration": {"layers": "top:1"}},
             "corpus": {
                 "sequence_length": 16,
@@ -124,24 +107,27 @@ class Runs:
         return ended
 
     def finish_as(self, whole: str, name: str) -> None:
-        """Train to the end, undisturbed, compare with another run, and remove the folder."""
+        """Train to the end, undisturbed, and compare with another run."""
         self.do("train", name)
         assert_same(self.folder(name), self.folder(whole))
-        shutil.rmtree(self.root / name)
+
+    def copy(self, name: str, copied: str) -> RunFolder:
+        """Return a copy of a run, in place of what is there."""
+        shutil.rmtree(self.root / copied, ignore_errors=True)
+        shutil.copytree(self.root / name, self.root / copied)
+        return self.folder(copied)
 
     def upscaled(self, name: str) -> RunFolder:
         """Return a run of which only `scale upscale` is done."""
-        shutil.copytree(self.inputs / "upscaled-once", self.root / name)
-        return self.folder(name)
+        return self.copy("upscaled-once", name)
 
-    def midway(self, whole: str, name: str) -> RunFolder:
-        """Return a copy of a whole run as it was when it had just saved its middle checkpoint, but for the log."""
-        shutil.copytree(self.root / whole, self.root / name)
-        run = self.folder(name)
+    def midway(self, name: str) -> RunFolder:
+        """Return a run as it was when it had just saved its middle checkpoint, but for the log."""
+        run = self.copy("kept", name)
         shutil.rmtree(run.final)
-        for folder in run.checkpoints.iterdir():
-            if int(folder.name.removeprefix("step-")) > MIDWAY:
-                shutil.rmtree(folder)
+        for step in SAVED_STEPS:
+            if step > MIDWAY:
+                shutil.rmtree(run.checkpoint(step))
         return run
 
 
@@ -178,27 +164,18 @@ def assert_same(run: RunFolder, whole: RunFolder) -> None:
 # A verb that is disturbed, and comes to the same in the end.
 
 
-@dataclass(frozen=True)
-class Undisturbed:
-    """What a verb does when nothing is wrong."""
-
-    written: dict[str, str]  # hashes of what it leaves; of `train`, the whole run tells
-    calls: list[str]  # the kinds of its calls that change the disk
+WRITTEN_BY = {"prepare": "tokens", "evaluate": "evaluation", "export": "export"}
 
 
 def beginning(runs: Runs, verb: str) -> RunFolder:
     """Return a run in which a verb is the next one."""
     if verb == "train":
-        return runs.midway("kept", "failing")
+        return runs.midway("failing")
     if verb == "prepare":
         run = runs.upscaled("failing")
         shutil.rmtree(run.tokens)  # which upscale fills
         return run
-    return RunFolder(Path(shutil.copytree(runs.root / "whole", runs.root / "failing")))
-
-
-def written_by(verb: str, run: RunFolder) -> Path:
-    return {"prepare": run.tokens, "evaluate": run.evaluation, "export": run.exports}[verb]
+    return runs.copy("whole", "failing")
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -213,20 +190,19 @@ def hashes(folder: Path) -> dict[str, str]:
     }
 
 
-def undisturbed(runs: Runs, verb: str) -> Undisturbed:
+def undisturbed(runs: Runs, verb: str) -> list[str]:
+    """Let a verb do in `undisturbed` what it does when nothing is wrong; return its kinds of calls on the disk."""
     run, counted = beginning(runs, verb), runs.root / "calls.jsonl"
     runs.do(verb, "failing", Fault(run.root, 0, counted=counted))
-    written = {} if verb == "train" else hashes(written_by(verb, run))
-    shutil.rmtree(run.root)
-    return Undisturbed(written, [json.loads(line)[0] for line in counted.read_text(encoding="utf-8").splitlines()])
+    runs.copy("failing", "undisturbed")
+    return [json.loads(line)[0] for line in counted.read_text(encoding="utf-8").splitlines()]
 
 
-def assert_as_undisturbed(runs: Runs, verb: str, expected: Undisturbed) -> None:
-    """Compare what a verb has left with what it leaves undisturbed, and remove the folder."""
-    run = runs.folder("failing")
+def assert_as_undisturbed(runs: Runs, verb: str) -> None:
+    """Compare what a verb has left with what it leaves undisturbed."""
     if verb == "train":
-        assert_same(run, runs.folder("whole"))
-    else:
-        assert expected.written and hashes(written_by(verb, run)) == expected.written
-        verify(written_by(verb, run))
-    shutil.rmtree(run.root)
+        assert_same(runs.folder("failing"), runs.folder("whole"))
+        return
+    failing, expected = (runs.root / run / WRITTEN_BY[verb] for run in ("failing", "undisturbed"))
+    assert hashes(failing) == hashes(expected) != {}
+    verify(failing)
