@@ -68,7 +68,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunConfig]:
     root = tmp_path_factory.mktemp("pretended")
     write_base_and_texts(root, num_hidden_layers=2)
     fewer = [f"evaluation.perplexity.{index}.max_documents=2" for index in range(2)]
-    config = load_config(Runs(root, root).config("run"), fewer)
+    config = load_config(Runs(root).config("run"), fewer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preservation, "SAMPLE_TEXTS", preservation.SAMPLE_TEXTS[:2])
         patch.setattr(proofs, "_CODE_POINTS", range(0x300, 0x600))

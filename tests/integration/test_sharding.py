@@ -20,6 +20,15 @@ PAIRS = {
     "lowered": ("all", "train.mixed_precision=bf16", "model.dtype=bfloat16", "train.micro_batch_size=2"),
     # In generated code, each layer by itself.
     "compiled": ("all", "train.compile=true", *EVALUATED),
+    # Two processes that share every window, of methods and losses of their own.
+    "shared-lora": ("all", "train.context_parallel=2", "method.variant=lora"),
+    "shared-distilled": (
+        "expansion",
+        "train.context_parallel=2",
+        "method.collaboration.layers=null",
+        "method.distillation.weight=0.5",
+        "corpus.sources.1.role=replay",
+    ),
     "muon": ("none", "train.optimiser=muon", "train.micro_batch_size=2"),
 }
 
