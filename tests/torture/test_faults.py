@@ -78,13 +78,20 @@ def faults(runs: Runs, verb: str, calls: list[str], in_full: bool) -> Iterator[F
         yield Fault(root, len(calls) // 2, error=error)
 
 
+def place_of(folder: Path) -> Path:
+    """Return where a folder belongs: it stands aside until another has come in its place."""
+    return folder.with_name(folder.name.removeprefix(".").removesuffix(".previous"))
+
+
 def whole_folders(run: RunFolder) -> set[Path]:
-    """Return a run's folders, all of which have to be whole."""
+    """Return the places of a run's folders, all of which have to be whole."""
     folders = {manifest.parent for manifest in run.root.rglob(MANIFEST)}
-    folders = {folder for folder in folders if "/." not in str(folder.relative_to(run.root.parent))}
-    for folder in folders:
+    aside = {folder for folder in folders if folder.name.endswith(".previous") and not place_of(folder).exists()}
+    shown = {folder for folder in folders if "/." not in str(folder.relative_to(run.root.parent))}
+    for folder in shown | aside:
         verify_folder(folder)
-    return {folder for folder in folders if folder.parent != run.checkpoints}
+    places = shown | {place_of(folder) for folder in aside}
+    return {place for place in places if place.parent != run.checkpoints}
 
 
 def assert_told_clearly(ended: Ended, place: Path, error: int) -> None:
