@@ -45,7 +45,7 @@ def _left_out(key: str) -> str:
     return ", ".join(f"{value:g} with {' and '.join(names)}" for value, names in by_value.items())
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a checker knows no Literal that is computed; pydantic reads the names off the table
     _Schedule = str
 else:
     _Schedule = Annotated[

@@ -175,9 +175,9 @@ def _layer_norms(
     def joined(owner: Any, name: str, wanted: StreamScales = _ONCE) -> Tensor:
         return _joined_gains(family, getattr(owner, name), [_gains(layer, name) for layer in layers], scales, wanted)
 
-    for name in filter(None, (family.before_attention, family.before_mlp)):
+    for name in family.norms_of_read:
         yield f"{name}.weight", joined(base_layer, name)
-    for name in filter(None, (family.after_attention, family.after_mlp)):
+    for name in family.norms_of_written:
         yield f"{name}.weight", joined(base_layer, name, scales)
     attention = base_layer.self_attn
     for name in filter(None, family.width_norms):

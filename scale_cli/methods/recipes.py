@@ -107,7 +107,7 @@ class Recipe(Hook):
 
     @classmethod
     def is_asked_for(cls, train: Any) -> bool:
-        return getattr(train, cls.key) not in (None, False, "free")
+        return getattr(train, cls.key) not in (None, False)
 
 
 class AverageConfig(Section):
@@ -234,6 +234,10 @@ class BoundedRows(Recipe):
         if rms is None:
             raise ConfigError("train.embedding_norm: E' of this run began without a size; only free goes on with it")
         self._rms = rms
+
+    @classmethod
+    def is_asked_for(cls, train: Any) -> bool:
+        return getattr(train, cls.key) == "bounded"
 
     def after(self, update: Update) -> None:
         import torch

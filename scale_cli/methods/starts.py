@@ -90,7 +90,7 @@ def _start_gains(base: Any, expansion: Expansion) -> None:
         if isinstance(module, ExpansionNorm):
             nn.init.ones_(module.weight)
     for base_layer, layer in zip(base.model.layers, expansion.layers, strict=True):
-        made = [(base_layer, name) for name in filter(None, (family.after_attention, family.after_mlp))]
+        made = [(base_layer, name) for name in family.norms_of_written]
         made += [(base_layer.self_attn, name) for name in family.width_norms if name is not None]
         for owner, name in made:
             gains = family.norm_form.gains(getattr(owner, name).weight.float())

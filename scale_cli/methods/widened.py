@@ -31,7 +31,7 @@ def _leading_directions(weight: Tensor, drawn: Tensor) -> Tensor:
 
 # From W and as many rows of N(0, s^2) as start, to those rows that have a start of their own; the rest stays as drawn.
 STARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"svd": _leading_directions, "normal": lambda _, drawn: drawn}
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a checker knows no Literal that is computed; pydantic reads the names off the table
     Start = str
 else:
     Start = Annotated[Literal[tuple(STARTS)], gone(copy="svd starts from the same matrices")]

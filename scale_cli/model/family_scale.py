@@ -108,6 +108,16 @@ class Family:
                     nothing = torch.zeros_like(parameter)
                     parameter.copy_(nothing if norm is None else self.norm_form.weight(nothing))
 
+    @property
+    def norms_of_read(self) -> list[str]:
+        """The norms over what a layer reads of the stream."""
+        return [name for name in (self.before_attention, self.before_mlp) if name is not None]
+
+    @property
+    def norms_of_written(self) -> list[str]:
+        """The norms over what a layer writes into the stream."""
+        return [name for name in (self.after_attention, self.after_mlp) if name is not None]
+
 
 def _own_window(attention: Any) -> int | None:
     window: int | None = attention.sliding_window

@@ -19,7 +19,7 @@ A run's first step goes on from its own start, from another run, or from a check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from scale_cli.processes import main_decides
 from scale_cli.storage.atomic import MANIFEST, changed_versions, file_sha256, load_tensors, verify_folder
 from scale_cli.storage.records import BranchPoint, RunFolder, TrainState
 from scale_cli.storage.shards import has_shards, load_shards
+from scale_cli.terminal import Log
 from scale_cli.training.optimiser import empty_optimiser_tensors, load_optimiser_tensors
 from scale_cli.training.sharding import is_sharded
 from scale_cli.upscale.method import MethodModel, load_trained
@@ -93,9 +94,7 @@ def load_checkpoint(
     return state
 
 
-def starting_point(
-    run: Run, resume: str | None, log: Callable[[str], None], accepted: Collection[str]
-) -> MethodFolder | None:
+def starting_point(run: Run, resume: str | None, log: Log, accepted: Collection[str]) -> MethodFolder | None:
     """Return the checkpoint to go on from, or None for the beginning: looked at by one process, the same in all.
 
     `resume` is None, `auto`, or a checkpoint's path; `accepted` keys may differ from what the run was begun with.
@@ -117,7 +116,7 @@ def starting_point(
     return MethodFolder(run.folder.checkpoint(number - 1) if resume == "auto" else Path(resume), run)
 
 
-def _find(run_folder: RunFolder, resume: str | None, log: Callable[[str], None]) -> Path | None:
+def _find(run_folder: RunFolder, resume: str | None, log: Log) -> Path | None:
     """Return the checkpoint that `--resume` means, read through; None where a run is to begin."""
     if resume == "auto":
         start, skipped = newest_whole_checkpoint(run_folder)
@@ -141,7 +140,7 @@ def _find(run_folder: RunFolder, resume: str | None, log: Callable[[str], None])
     return start
 
 
-def _hold_to(start: MethodFolder, log: Callable[[str], None], accepted: Collection[str]) -> int:
+def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> int:
     """Return the steps done by a checkpoint, which is refused where the run has become another since."""
     path, config = start.path, start.run.config
     for line in start.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
