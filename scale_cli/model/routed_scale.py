@@ -225,13 +225,14 @@ class Routed(nn.Module):
     def _head_logits(self, rows_BTD: Tensor) -> Tensor:
         """Return (K, B, T, V) float32: one product, and one read of the matrix.
 
-        Of many rows by columns. Of one row the matrix is waited for, not the arithmetic: there the head is asked as a
-        whole, with a row for every head in which the streams that it does not read are zero. So is every head that is
-        no plain matrix: quantised, offloaded, split over devices.
+        Many rows take the columns of each stream by themselves. A single row in 16 bits takes the whole head, with a
+        row for every head in which the streams that it does not read are zero: the time is that of reading the matrix.
+        In float32 a processor would read it once a row. A head that is no plain matrix (quantised, offloaded, split
+        over devices) is taken as a whole too.
         """
         head = self.lm_head
         plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and not hasattr(head, "_hf_hook")
-        if plain and rows_BTD.shape[0] * rows_BTD.shape[1] > 1:
+        if plain and (rows_BTD.shape[0] * rows_BTD.shape[1] > 1 or rows_BTD.dtype == torch.float32):
             # As one matrix of rows: of a slice in three dimensions `linear` makes a product for every sequence.
             rows_ND = rows_BTD.flatten(0, 1)
             base, *added = (
