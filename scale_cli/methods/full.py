@@ -49,7 +49,7 @@ class Freeze(Method[FreezeConfig]):
         if count > len(layers):
             raise ConfigError(f"method.freeze.num_layers: {count}, but the base has {len(layers)} layers")
         base.requires_grad_(True)
-        # Where the embeddings are tied this freezes the head too: they are one tensor.
+        # If the embeddings are tied, this freezes the head too: they are one tensor.
         for frozen in (base.model.embed_tokens, *layers[:count]):
             frozen.requires_grad_(False)
         return base
