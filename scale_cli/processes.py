@@ -3,9 +3,9 @@
 | verb                                                       | under several processes                               |
 |------------------------------------------------------------|-------------------------------------------------------|
 | train, evaluate                                            | all of them work; the main one writes                 |
-| run                                                        | each of its verbs as by itself                        |
+| run                                                        | each of its verbs behaves as it does alone            |
 | init, sweep, serve                                         | refused                                               |
-| schema                                                     | every one prints the schema                           |
+| schema                                                     | every process prints the schema                       |
 | any other                                                  | the main one works, the others wait (`on_main`)       |
 """
 
@@ -60,9 +60,7 @@ def are_several() -> bool:
 def check_launch() -> None:
     """Refuse processes that `srun` started without a launcher: each would do the whole work.
 
-    Raises:
-        UsageError: on the first process.
-        EndedElsewhere: on the others.
+    Raises UsageError on the first process, EndedElsewhere on the others.
     """
     number = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if number == "1" or any(name in os.environ for name in _WORLD_SIZES):

@@ -1,6 +1,6 @@
 """Fine-tuning: every weight trains, or all but the input embedding and the bottom layers.
 
-Source of the second: SCALE, arXiv 2511.03270 (the bottom three layers and the input embedding stay frozen).
+Source of the second form: SCALE, arXiv 2511.03270 (the bottom three layers and the input embedding stay frozen).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FreezeConfig(Section):
 
 
 class Freeze(Method[FreezeConfig]):
-    """All trains but the input embedding and the bottom layers."""
+    """Everything trains except the input embedding and the bottom layers."""
 
     name, label = "freeze", "partial fine-tuning"
     colour, mark = "#bf5f95", ("^", "▲")

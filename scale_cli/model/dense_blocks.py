@@ -1,4 +1,4 @@
-"""All blocks of a linear map as one matrix, stream after stream: [[W, W12], [W21, W22]], and that widened again.
+"""All blocks of a linear map as one matrix, stream after stream: [[W, W12], [W21, W22]], which may be widened again.
 
 An expansion reads the streams below it; the block for a stream beside it, which it does not read, is 0.
 """

@@ -110,12 +110,12 @@ class Family:
 
     @property
     def norms_of_read(self) -> list[str]:
-        """The norms over what a layer reads of the stream."""
+        """The norms on a layer's inputs from the stream."""
         return [name for name in (self.before_attention, self.before_mlp) if name is not None]
 
     @property
     def norms_of_written(self) -> list[str]:
-        """The norms over what a layer writes into the stream."""
+        """The norms on a layer's outputs into the stream."""
         return [name for name in (self.after_attention, self.after_mlp) if name is not None]
 
 

@@ -119,9 +119,6 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         The arguments are transformers' own: (B, T) ids, positions and labels, which are shifted here; a mask of (B,
         past + T) with left padding. In training mode, `labels` give a loss without logits, which then never exist
         whole, and `kwargs` are the arguments of `_training_loss`.
-
-        Raises:
-            ValueError: an argument that several streams cannot serve, or another model's cache.
         """
         for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
             asked = kwargs.get(name)
@@ -242,8 +239,8 @@ class ScaleForCausalLM(WidenedModel):
     """A frozen causal language model and its expansion.
 
     In training mode the logits are the trained head's, H x_a + H' u, and the router is off: at step 0 both heads
-    agree everywhere, so a routed loss would never start. In evaluation mode they are what is served: the trained
-    head's for `preserve` and `adapt`, the router's for `route`.
+    agree everywhere, so a routed loss would never start. In evaluation mode the logits are those that are served: the
+    trained head's for `preserve` and `adapt`, the router's for `route`.
     """
 
     config_class = ScaleConfig

@@ -1,9 +1,9 @@
 """A frozen base whose linear maps torchao holds in 8 or 4 bits; embedding, norms and vocabulary head stay whole.
 
-| name | a weight is held in | beside them                                    | y                                |
+| name | a weight is held in | beside the weights                             | y                                |
 |------|---------------------|------------------------------------------------|----------------------------------|
 | int8 | 1 byte              | a float32 scale s for each row                 | (Q x) s                          |
-| nf4  | half a byte         | a scale for 64 weights, itself held in 8 bits  | W x, W made anew for each product |
+| nf4  | half a byte         | a scale for 64 weights, itself held in 8 bits  | W x, W restored for each product |
 
 Both compute in the dtype that the base was loaded in. `plain_weight` returns the W that they stand for, as numbers.
 

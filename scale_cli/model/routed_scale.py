@@ -167,10 +167,7 @@ class Routed(nn.Module):
         """Return scores whose softmax is the mixture of the heads; the arguments are those of the family's own class.
 
         `evidence_mask` (B, T) is True if neither a token nor the one before it is padding. By default it is derived
-        from `attention_mask`, which must then have two dimensions.
-
-        Raises:
-            ValueError: `inputs_embeds` is given, or the evidence cannot be derived from `attention_mask`.
+        from `attention_mask`; ValueError if that does not have two dimensions, or for `inputs_embeds`.
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("inputs_embeds: the router judges its heads by the tokens that come; pass input_ids")

@@ -344,11 +344,7 @@ def _said(memory: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, i
 
 
 def evidence_of(attention_mask: Any, num_positions: int) -> Tensor | None:
-    """Return (B, T), False for padding and for a token predicted from padding; None without a mask.
-
-    Raises:
-        ValueError: the mask does not have two dimensions.
-    """
+    """Return (B, T), False for padding and a token predicted from it; None without a mask. ValueError: not 2-D."""
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:

@@ -1,4 +1,4 @@
-"""Routed serving in vLLM: both heads of a plain export from one forward pass, and the router beside the KV cache."""
+"""Routed serving in vLLM: all heads of a plain export from one forward pass, and the router beside the KV cache."""
 
 from __future__ import annotations
 

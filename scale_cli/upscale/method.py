@@ -42,7 +42,7 @@ from scale_cli.upscale.base import base_without_weights, check_same_base, load_b
 from scale_cli.vocabulary.extension import Spelling, pieces
 
 if TYPE_CHECKING:
-    from peft import PeftModel  # takes a moment to import, and only LoRA needs it
+    from peft import PeftModel  # slow to import, and only PEFT's methods need it
 
 # What a method trains: a widened model, a plain one, or a plain one with PEFT's adapters.
 MethodModel: TypeAlias = "ScaleForCausalLM | PreTrainedModel | PeftModel"

@@ -1,6 +1,6 @@
 """A run and its folders. Every verb starts here, so that all verbs check the same things, and read each only once.
 
-| opened by        | what                                    | is checked against recorded |
+| opened by        | what                                    | recorded, and checked       |
 |------------------|-----------------------------------------|-----------------------------|
 | `Run.open_start` | `upscaled/`, to be trained              | files, tokenizer and config |
 | `Run.open_final` | `final/`, to be measured or exported    | the same                    |
@@ -207,9 +207,7 @@ class MethodFolder:
     def check_base(self) -> None:
         """Check the base against its record, as far as possible without its weights.
 
-        Raises:
-            BaseModelError: the base or its tokenizer cannot be loaded.
-            ChangedBaseError: it is not the recorded one.
+        BaseModelError: the base or its tokenizer cannot be loaded; ChangedBaseError: it is not the recorded one.
         """
         _ = self.run.base_config
         check_tokenizer(self.tokenizer, self.record)
