@@ -1,7 +1,7 @@
-"""Finished runs on one plain base, put together: one forward pass of the base, a router over all their heads.
+"""Join finished runs on one plain base: one forward pass of the base, and a router over all their heads.
 
-Each expansion is there once, every one after its parent. The joined tokenizer is the base's with the new tokens of
-every run, each for a script of its own. The report says what every head and the router pay on held-out text.
+Each expansion appears once, after its parent. The joined tokenizer is the base's with the new tokens of every run,
+each set for its own script. The report gives the loss of every head and of the router on held-out text.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from scale_cli.vocabulary.extension import extended, new_tokens
 from scale_cli.vocabulary.proofs import check_union
 from scale_cli.vocabulary.tokenizer import load_grown, read_texts, write_grown
 
-# What a member's expansion takes of its run's configuration; the router is the joined model's own.
+# Configuration fields that a member keeps from its run; the joined model has its own router.
 _SIZES = (
     "expansion_hidden_size",
     "expansion_intermediate_size",
@@ -53,8 +53,8 @@ _SIZES = (
     "attention_collaboration_layers",
     "mlp_collaboration_layers",
 )
-_TOKENS = ("new_tokens", "own_pieces")  # and these, where it brings any
-_BYTES_COMPARED = 1 << 20  # of every held-out corpus: text whose ids have to be those of each run alone
+_TOKENS = ("new_tokens", "own_pieces")  # kept too, if the run has new tokens
+_BYTES_COMPARED = 1 << 20  # of every held-out corpus: text whose ids must be the same as in each run alone
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Member:
     expansion: Expansion
     config: PreTrainedConfig  # of the run's model
     folder: Path  # where it was read
-    sha256: str  # of its tensors, and of those of its parents
-    logits: list[Tensor]  # its head's on the sample texts, from the run alone
+    sha256: str  # of its tensors and its parents'
+    logits: list[Tensor]  # of its head on the sample texts, computed in the run alone
     prompts: list[Tensor]  # those texts, in the tokens of its run
 
 
@@ -78,13 +78,13 @@ class RunTokens:
     run: Path  # as it was given
     config: RunConfig
     base_tokenizer: PreTrainedTokenizerBase  # of its plain base
-    tokenizer: PreTrainedTokenizerBase  # the run's: the same where it has no new tokens
-    script: Script  # of the new ones, without a letter where there are none
+    tokenizer: PreTrainedTokenizerBase  # the run's own; the base's if it has no new tokens
+    script: Script  # of the new tokens; empty if there are none
 
 
 @dataclass(frozen=True)
 class JoinedRuns:
-    """Several runs put together."""
+    """Several joined runs."""
 
     model: JoinedForCausalLM  # in evaluation mode
     members: list[Member]
@@ -92,13 +92,14 @@ class JoinedRuns:
     record: BaseRecord  # of the plain base
     tokenizer: PreTrainedTokenizerBase  # the base's, with the new tokens of all runs
     prompts: list[Tensor]  # the sample texts, in the base's own tokens
-    base_logits: list[Tensor]  # the base's own on those
+    base_logits: list[Tensor]  # the base's own on those prompts
 
 
 def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> JoinedRuns:
     """Load finished runs, one after another, and put their expansions on the first one's base.
 
-    A run is named by its folder, its `final/`, or an adapter export; one upon another run brings that one along.
+    A run is given by its folder, its `final/`, or an adapter export. If it stands upon another run, that run is joined
+    too.
     """
     base: Any = None
     members, configs, of_runs = list[Member](), list[RunConfig](), list[RunTokens]()
@@ -138,7 +139,7 @@ def _finished_folder(run: Path) -> Path:
 def _add_stages(
     members: list[Member], widened: ScaleForCausalLM, folder: Path, config: RunConfig, prompts: list[Tensor]
 ) -> int:
-    """Add what a model widens its base by, after what that base itself is widened by; return its head."""
+    """Add a model's expansion to `members`, after the expansions that it stands upon; return its head."""
     parent, below = 0, next(stages_below(config.model), None)
     if isinstance(widened.base, ScaleForCausalLM) and below is not None:
         parent = _add_stages(members, widened.base, *below, prompts)
@@ -157,7 +158,7 @@ def _add_stages(
 
 
 def _tokens_of(run: Path, final: MethodFolder) -> RunTokens:
-    """Return the tokens of a run; of runs upon one another only the lowest can have brought any."""
+    """Return the tokens of a run; of runs upon one another, only the lowest can have added any."""
     config = final.run.config
     *_, bottom = config, *(below for _, below in stages_below(config.model))
     if bottom.method.vocabulary is None:
@@ -169,9 +170,10 @@ def _tokens_of(run: Path, final: MethodFolder) -> RunTokens:
 def _joined_tokenizer(runs: Sequence[RunTokens], first_id: int) -> PreTrainedTokenizerBase:
     """Return a tokenizer with the tokens of all runs, the first run's first; new ones have ids from `first_id` on.
 
-    Every text must be cut as by the run that has its script, so no two may have other tokens of one.
+    Every text must be tokenised as by the run that has its script. RunFolderError: two runs have different tokens for
+    one script.
     """
-    distinct: dict[str, RunTokens] = {}  # by what a tokenizer is
+    distinct: dict[str, RunTokens] = {}  # by the tokenizer in JSON
     for tokens in runs:
         described = tokens.tokenizer.backend_tokenizer.to_str()
         if not tokens.script.ranges or described in distinct:
@@ -233,7 +235,7 @@ def stack_reads(
 
 
 def _rows_of_all_tokens(rows_VE: Tensor, config: JoinedConfig, head: int) -> Tensor:
-    """Return an expansion's embedding with rows for the others' tokens, made as those of x are."""
+    """Return an expansion's embedding with rows for the other members' tokens, composed like the rows of x."""
     unknown, pieces = config.unknown_tokens(head), config.pieces()
     if not unknown:
         return rows_VE
@@ -250,14 +252,14 @@ class HeadFigures:
 
     nats_per_token: float | None  # cross-entropy
     bits_per_byte: float | None  # the same loss per UTF-8 byte of text
-    share: float | None  # of the tokens, how much this head served; None of the router
+    share: float | None  # share of the tokens that this head served; None for the router
 
 
 @dataclass(frozen=True)
 class JoinedCorpus:
-    """A corpus under every head and the router."""
+    """The figures of every head and the router on one corpus."""
 
-    name: str  # of two with the same name and other texts the second has its run's name behind it
+    name: str  # if two different corpora have one name, the second gets its run's name in brackets
     language: str
     num_documents: int  # scored
     num_tokens: int  # scored
@@ -268,15 +270,15 @@ class JoinedCorpus:
 
 @dataclass(frozen=True)
 class JoinReport(RunRecord):
-    """What was joined, and what it costs."""
+    """The joined expansions, and the loss of every head and the router."""
 
     FILE = "report.json"
     base: str  # name of the plain base
     base_sha256: str  # of its tensors
-    members: list[dict[str, Any]]  # of every expansion name, parent (0 for the base), where it was read, and SHA-256
+    members: list[dict[str, Any]]  # for every expansion: name, parent (0 for the base), folder and SHA-256
     router_prior: float  # weight of the base head at the first token
     router_switch_rate: float  # of the posterior rule
-    # the most that routing may cost over the best head on a document; None where it may switch
+    # upper bound on what routing costs over the best head on a document; None with a switch rate
     max_cost_nats: float | None
     corpora: list[JoinedCorpus]
     format: str = "transformers"  # of the folder
@@ -325,7 +327,7 @@ class JoinReport(RunRecord):
 def score_corpora(
     model: JoinedForCausalLM, configs: Sequence[RunConfig], tokenizer: PreTrainedTokenizerBase
 ) -> list[JoinedCorpus]:
-    """Score the held-out corpora of some runs, in the windows and precision of each; what several have, once."""
+    """Score the held-out corpora of some runs, each in its run's windows and precision; a shared one is scored once."""
     opened: dict[str, tuple[EvaluationSource, TokenisedCorpus, RunConfig]] = {}
     for config in configs:
         corpora = open_sources(config, config.evaluation.perplexity, tokenizer)

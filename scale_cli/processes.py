@@ -1,11 +1,11 @@
-"""The processes of one launch (`accelerate launch`, torchrun) and the device of this one: Accelerate's, for every verb.
+"""The processes of one launch (`accelerate launch`, torchrun), and this process's device as Accelerate chooses it.
 
 | verb                                                       | under several processes                               |
 |------------------------------------------------------------|-------------------------------------------------------|
 | train, evaluate                                            | all of them work; the main one writes                 |
-| run                                                        | each of its verbs as by itself                        |
+| run                                                        | each of its verbs behaves as it does alone            |
 | init, sweep, serve                                         | refused                                               |
-| schema                                                     | every one prints the schema                           |
+| schema                                                     | every process prints the schema                       |
 | any other                                                  | the main one works, the others wait (`on_main`)       |
 """
 
@@ -35,7 +35,7 @@ AnyModule = TypeVar("AnyModule", bound="nn.Module")
 
 @dataclass(frozen=True)
 class Share:
-    """Which of the processes this one is, among those that share some work."""
+    """The place of this process among those that share some work."""
 
     index: int = 0
     num_processes: int = 1
@@ -43,11 +43,11 @@ class Share:
 
 ALONE = Share()
 
-# How long a process waits for the others: while one tokenises, upscales, exports or saves; and from step to step.
+# Timeouts for the other processes: while one tokenises, upscales, exports or saves; between steps; at the end.
 _SET_UP = timedelta(hours=24)
 _STEPS = timedelta(minutes=30)
 _FAREWELL = timedelta(seconds=5)
-# How launchers say how many processes there are, on a machine and in all: torchrun and Accelerate; MPI's.
+# Variables with the number of processes, on one machine and in all: of torchrun and Accelerate first, then of MPI.
 _LOCAL_WORLD_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -58,7 +58,10 @@ def are_several() -> bool:
 
 
 def check_launch() -> None:
-    """Refuse several processes of which none knows of the others: `srun` starts such, each would do the whole work."""
+    """Refuse processes that `srun` started without a launcher: each would do the whole work.
+
+    Raises UsageError on the first process, EndedElsewhere on the others.
+    """
     number = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if number == "1" or any(name in os.environ for name in _WORLD_SIZES):
         return
@@ -76,11 +79,11 @@ def process_state() -> PartialState:
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
-    # Unless it is told so, Accelerate takes each of several processes without an accelerator to be alone.
+    # Without this flag, Accelerate takes each of several processes without an accelerator to be alone.
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     is_told = any(name in os.environ for name in _LOCAL_WORLD_SIZES)
     state = PartialState(cpu=on_cpu, timeout=_SET_UP)
-    if not is_told:  # Accelerate has then taken a CPU's process to be alone on its machine
+    if not is_told:  # Accelerate has then set it as if a CPU process were alone on its machine
         os.environ.pop("LOCAL_WORLD_SIZE", None)
     return state
 
@@ -94,14 +97,14 @@ def device() -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a GPU is called; of anything else, its type."""
+    """Return the name of a GPU; for any other device, its type."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that was taken so far: of a GPU by this process, else of the process itself."""
+    """Return this process's peak memory so far: on the GPU if `device` is one, else in main memory."""
     import torch
 
     if device.type == "cuda":
@@ -111,7 +114,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def lowered_dtype(mixed_precision: str) -> torch.dtype | None:
-    """Return the dtype in which autocast computes products; None where there is none."""
+    """Return the dtype in which autocast computes products; None without autocast."""
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
@@ -125,7 +128,7 @@ def autocast(device_type: str, mixed_precision: str) -> torch.autocast:
 
 
 def cpu_precision() -> Literal["no", "bf16"]:
-    """Return the `mixed_precision` that a CPU is fast in: without AVX-512, say, bfloat16 takes ten times as long."""
+    """Return the `mixed_precision` that is fast on this CPU: without AVX-512, say, bfloat16 takes ten times as long."""
     import torch
 
     return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "no"
@@ -150,21 +153,21 @@ def share() -> Share:
 
 
 def share_of_machine() -> Share | None:
-    """Return its place among the processes of its machine; None where it is alone, or nobody says who is there."""
+    """Return this process's place among those of its machine; None if it is alone, or the launcher does not say."""
     if not are_several() or "LOCAL_WORLD_SIZE" not in os.environ:
         return None
     return Share(process_state().local_process_index, int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def is_main() -> bool:
-    """Return whether this process is the one that writes and speaks."""
+    """Return whether this process is the one that writes files and messages."""
     return not are_several() or process_state().is_main_process
 
 
 def on_main(work: Callable[[], Result]) -> Result | None:
-    """Return what the main process's work returns; None on the others, which wait, and end where it fails.
+    """Run `work` on the main process and return its result; the other processes wait, and return None.
 
-    The work must not wait for other processes. Its error is raised on the main process, EndedElsewhere on the others.
+    `work` must not wait for other processes. If it fails, the main process raises its error, the others EndedElsewhere.
     """
     if not are_several():
         return work()
@@ -185,7 +188,7 @@ def on_main(work: Callable[[], Result]) -> Result | None:
 
 
 def group_beside() -> ProcessGroup | None:
-    """Return a group of all processes whose exchanges, on the CPU, meet none of the steps'; None where one is alone."""
+    """Return a CPU group of all processes, apart from the one that the steps use; None for a single process."""
     if not are_several():
         return None
     from torch.distributed import new_group
@@ -195,9 +198,9 @@ def group_beside() -> ProcessGroup | None:
 
 @contextmanager
 def all_succeed(group: ProcessGroup | None) -> Iterator[None]:
-    """Wait until every process of a group has done the body; where one fails, EndedElsewhere is raised on the others.
+    """Wait until every process of `group` has finished the body; if one fails, raise EndedElsewhere on the others.
 
-    Without a group there is nobody to wait for.
+    Without a group, do not wait.
     """
     exit_code = ScaleError.exit_code
     try:
@@ -219,12 +222,12 @@ def all_succeed(group: ProcessGroup | None) -> Iterator[None]:
 
 
 def main_decides(decide: Callable[[], int]) -> int:
-    """Return, to every process, what the main one decides: a number, or yes or no; errors as of `on_main`."""
+    """Return the main process's decision, an integer or a boolean, on every process; errors as in `on_main`."""
     return _agreed(int(on_main(decide) or 0))
 
 
 def _agreed(value: int) -> int:
-    """Return the main process's value to every process."""
+    """Return the main process's value on every process."""
     if not are_several():
         return value
     import torch
@@ -234,7 +237,7 @@ def _agreed(value: int) -> int:
 
 
 def main_first(work: Callable[[], Result]) -> Result:
-    """Let every process do the same, the main one before the others, who find what it has written; errors likewise."""
+    """Run `work` on the main process first, then on the others, which find what it wrote; errors as in `on_main`."""
     result = on_main(work)
     return work() if result is None else result
 
@@ -245,9 +248,9 @@ def shared_out(
     compute: Callable[[Sequence[Item]], Sequence[Tensor]],
     done: Callable[[int], object] = lambda _: None,
 ) -> list[tuple[Item, Tensor]]:
-    """Return every item of some batches with what was computed of it, on the CPU, to every process in the same order.
+    """Compute batches on all processes; return each item with its result, on the CPU, in one order for every process.
 
-    Batches are cut before, so that no figure hangs on how many processes there are. `compute` returns a tensor of any
+    The caller cuts the batches, so no figure depends on the number of processes. `compute` returns a tensor of any
     length for each item; `done` is told how many more items all processes have done.
     """
     import torch
@@ -257,19 +260,19 @@ def shared_out(
         if (place := first + share.index) < len(batches):
             mine += compute(batches[place])
             done(share.num_processes * len(batches[place]))
-        else:  # parts of a sharded model are together only while all processes run it
+        else:  # a sharded model can be run only by all processes together
             compute(batches[first])
     shares = (batches[place :: share.num_processes] for place in range(share.num_processes))
     items = [item for of_one in shares for batch in of_one for item in batch]
 
-    # Off the device, and to the others, in one piece; a process may have had no batch.
+    # One transfer off the device, and one to the other processes; a process may have had no batch.
     held = (torch.cat(mine).cpu(), [len(tensor) for tensor in mine]) if mine else None
     tensors = [tensor for one in gathered(held, share) if one is not None for tensor in one[0].split(one[1])]
     return list(zip(items, tensors, strict=True))
 
 
 def gathered(held: Result, share: Share) -> list[Result]:
-    """Return what all processes hold, in their order, to each of them."""
+    """Return the objects that all processes hold, in the order of the processes, on each of them."""
     if share.num_processes == 1:
         return [held]
     from accelerate.utils import gather_object
@@ -280,7 +283,7 @@ def gathered(held: Result, share: Share) -> list[Result]:
 
 @contextmanager
 def waiting_for_steps() -> Iterator[None]:
-    """Let a process that waits for the others give up after minutes, where every process works at the same."""
+    """Shorten the timeout for other processes to minutes within the body, in which all do the same work."""
     if not are_several():
         yield
         return
@@ -295,7 +298,7 @@ def waiting_for_steps() -> Iterator[None]:
 
 
 def is_first_to_end() -> bool:
-    """Return whether no other process of the launch has told yet why it ends; who cannot know it tells."""
+    """Return whether this process is the launch's first to say why it ends; True if that cannot be known."""
     if not are_several():
         return True
     from torch._C._distributed_c10d import TCPStore
@@ -309,24 +312,24 @@ def is_first_to_end() -> bool:
 
 
 def leave() -> None:
-    """Leave the process group, where there is one: the last thing that a verb does."""
+    """Leave the process group, if there is one; every verb does this last."""
     if are_several():
         process_state().wait_for_everyone()
         process_state().destroy_process_group()
 
 
 def refuse_several(verb: str) -> None:
-    """Refuse a launch of several processes for a verb that has no use for them."""
+    """Raise UsageError if several processes were launched for a verb that works in one."""
     if are_several():
         raise UsageError(f"scale {verb} works in one process; start it without torchrun or `accelerate launch`")
 
 
 @contextmanager
 def name_lost_peers() -> Iterator[None]:
-    """Say in one line that another process is gone, which is where the reason is to be found."""
+    """Turn the error of a lost connection into one line: another process is gone, and its own message says why."""
     try:
         yield
-    except RuntimeError as error:  # gloo's own errors are no more than that
+    except RuntimeError as error:  # gloo raises nothing more specific
         if not are_several():
             raise
         from torch.distributed import DistError

@@ -1,4 +1,4 @@
-"""Every method by its name: `METHODS` is the whole list, and no other module asks which method one is."""
+"""`METHODS` lists every method by its name; no other module asks which method it has."""
 
 from __future__ import annotations
 

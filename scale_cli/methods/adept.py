@@ -1,6 +1,6 @@
-"""ADEPT: copies as LLaMA-Pro's, of the layers whose bypass raises the loss on known text least (arXiv 2510.10071).
+"""ADEPT: LLaMA-Pro's copies, but of the layers whose bypass raises the loss on known text least (arXiv 2510.10071).
 
-The official code sets all of a layer's weights to 0, norms included, which is a bypass: the layer then adds nothing.
+The official code bypasses a layer by setting all its weights to 0, norms included: the layer then adds nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ if TYPE_CHECKING:
 
 
 class AdeptConfig(Section):
-    """Depth expansion where it hurts least, at rates by what the copies' tensors matter to what the base knows."""
+    """Depth expansion where it hurts least; each copied tensor has a learning rate by its importance to known text."""
 
     num_blocks: int | None = Field(default=None, ge=1, le=10_000, description="copies; null: one for every four layers")
     layers: list[int] | None = Field(
         default=None,
         min_length=1,
-        description="that are copied, from 0; null: those whose bypass hurts least on known text, found by upscale",
+        description="layers to copy, from 0; null: upscale finds those whose bypass hurts least on known text",
     )
     probe_windows: int = Field(
-        default=16, ge=1, le=10_000, description="known text measured on: windows of each source of the role replay"
+        default=16,
+        ge=1,
+        le=10_000,
+        description="windows of known text to measure on, from each source with role replay",
     )
-    every_steps: Steps = Field(default=500, description="from one measurement of the rates to the next")
+    every_steps: Steps = Field(default=500, description="steps from one measurement of the rates to the next")
 
     @model_validator(mode="after")
     def _layers_are_distinct(self) -> AdeptConfig:
@@ -88,7 +91,7 @@ class Adept(Deeper[AdeptConfig]):
 
 
 def bypass_losses(base: Any, probe: Sequence[Any]) -> list[float]:
-    """Return of every layer the loss without it, in nats per token of some windows."""
+    """Return, for every layer, the loss with that layer bypassed, in nats per token over the windows."""
     import torch
 
     from scale_cli.model.head_loss import IGNORED, plain_cross_entropy
@@ -109,12 +112,12 @@ def bypass_losses(base: Any, probe: Sequence[Any]) -> list[float]:
 
 
 class TensorRates(Hook):
-    """Every few steps gives each tensor a rate by what it matters to what the base knows.
+    """Sets each tensor's learning rate, every few steps, by the tensor's importance to known text.
 
-    A tensor's importance I is the mean over its entries of |theta| times |g|. |g| is taken of each window of known text
-    and then averaged, so that rates do not depend on how a batch is cut up; that is ours. The rate is `train.lr` times
-    2 (max I - I) / (max I - min I), over all tensors that train. This is the official code; the paper has 2 (1 - I), of
-    groups of neurons. Until the first measurement, and where all tensors matter the same, the rate is `train.lr`.
+    A tensor's importance I is the mean over its entries of |theta| times |g|. |g| is taken for each window of known
+    text and then averaged, so that rates do not depend on how a batch is split; that is ours. The rate is `train.lr`
+    times 2 (max I - I) / (max I - min I), over all tensors that train. This is the official code; the paper has
+    2 (1 - I), for groups of neurons. Before the first measurement, and if all I are equal, the rate is `train.lr`.
     """
 
     name = "tensor_rate"
@@ -122,7 +125,7 @@ class TensorRates(Hook):
     def __init__(self, settings: AdeptConfig, training: Training) -> None:
         self._every_steps, self._training = settings.every_steps, training
         self._probe = training.probe(settings.probe_windows)
-        self._rates: list[float] | None = None  # of every group, which has one tensor; None: not looked for yet
+        self._rates: list[float] | None = None  # one per group, which has one tensor; None: not read yet
 
     def keeps(self, train: Any, num_steps: int) -> bool:
         return num_steps > self._every_steps
@@ -140,13 +143,13 @@ class TensorRates(Hook):
             self._rates = rates_by(self._importances(parameters))
             for parameter, rate in zip(parameters, self._rates, strict=True):
                 state[parameter][self.name] = torch.tensor(rate, dtype=torch.float64)
-        elif self._rates is None:  # of a run that goes on they are there
+        elif self._rates is None:  # a resumed run has them in its state
             self._rates = [float(state[parameter].get(self.name, 1.0)) for parameter in parameters]
         for group, rate in zip(update.optimiser.param_groups, self._rates, strict=True):
             group["lr"] *= rate
 
     def _importances(self, parameters: list[nn.Parameter]) -> list[float]:
-        """Return what each tensor matters; the processes share the windows."""
+        """Return each tensor's importance; the processes share the windows."""
         import torch
 
         accelerator = self._training.accelerator
@@ -165,7 +168,7 @@ class TensorRates(Hook):
 
 
 def rates_by(importances: Sequence[float]) -> list[float]:
-    """Return the rates of tensors by what they matter: 2 of the least, 0 of the most."""
+    """Return each tensor's factor on the rate: 2 for the least important, 0 for the most; 1 if I does not rank them."""
     highest, lowest = max(importances), min(importances)
     if not (math.isfinite(sum(importances)) and highest > lowest):
         return [1.0] * len(importances)

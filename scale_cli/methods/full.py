@@ -1,6 +1,6 @@
 """Fine-tuning: every weight trains, or all but the input embedding and the bottom layers.
 
-Source of the second: SCALE, arXiv 2511.03270 (the bottom three layers and the input embedding stay frozen).
+Source of the second form: SCALE, arXiv 2511.03270 (the bottom three layers and the input embedding stay frozen).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FreezeConfig(Section):
 
 
 class Freeze(Method[FreezeConfig]):
-    """All trains but the input embedding and the bottom layers."""
+    """Everything trains except the input embedding and the bottom layers."""
 
     name, label = "freeze", "partial fine-tuning"
     colour, mark = "#bf5f95", ("^", "▲")
@@ -49,7 +49,7 @@ class Freeze(Method[FreezeConfig]):
         if count > len(layers):
             raise ConfigError(f"method.freeze.num_layers: {count}, but the base has {len(layers)} layers")
         base.requires_grad_(True)
-        # Where the embeddings are tied this freezes the head too: they are one tensor.
+        # If the embeddings are tied, this freezes the head too: they are one tensor.
         for frozen in (base.model.embed_tokens, *layers[:count]):
             frozen.requires_grad_(False)
         return base

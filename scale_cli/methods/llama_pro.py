@@ -1,6 +1,6 @@
-"""LLaMA-Pro: copied layers, each right above the one that it is of, alone train (arXiv 2401.02415).
+"""LLaMA-Pro: only copies of layers train, each right above its original (arXiv 2401.02415).
 
-Of a copy o_proj and down_proj are 0 at the start, or the gains of the norms after them, so that it adds nothing.
+A copy's o_proj and down_proj, or the gains of the norms after them, are 0 at the start, so that it adds nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LlamaProConfig(Section):
-    """Depth expansion: copied layers that start as the identity, and alone train."""
+    """Depth expansion: copies of layers start as the identity, and only they train."""
 
     num_blocks: int | None = Field(default=None, ge=1, le=10_000, description="copies; null: one for every four layers")
 
@@ -52,7 +52,7 @@ class LlamaPro(Deeper[LlamaProConfig]):
 
 
 def evenly_spaced(num_layers: int, num_blocks: int | None, key: str) -> list[int]:
-    """Return as many layers as a key asks for; where it leaves that open one in four, as in the papers."""
+    """Return `num_blocks` evenly spaced layers; None: one in four, as in the papers. ConfigError names the `key`."""
     count = max(1, num_layers // 4) if num_blocks is None else num_blocks
     if count > num_layers:
         raise ConfigError(f"{key}: {count}, but the base has {num_layers} layers")
@@ -65,7 +65,7 @@ def order_of(num_layers: int, copied: Collection[int]) -> list[tuple[int, bool]]
 
 
 def deepen(base: PreTrainedModel, order: list[tuple[int, bool]]) -> PreTrainedModel:
-    """Return a model of a base's layers in an order, in which the copies add nothing and alone train."""
+    """Return a model with a base's layers in the given order; the copies add nothing yet, and only they train."""
     from transformers import AutoModelForCausalLM
 
     from scale_cli.model.family_scale import family_of

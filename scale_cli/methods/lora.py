@@ -24,7 +24,7 @@ class LoraConfig(Section):
     rank_stabilised: bool = Field(default=False, description="the output is scaled by alpha / sqrt(rank) instead")
     targets: list[str] = Field(default=[*PROJECTIONS], min_length=1, description="projections that get adapters")
     embeddings: bool = Field(
-        default=False, description="token embedding and vocabulary head train too, whole, beside the adapters"
+        default=False, description="token embedding and vocabulary head train too, as whole matrices"
     )
 
     @model_validator(mode="after")
@@ -35,19 +35,19 @@ class LoraConfig(Section):
 
 
 def modules_of(base: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """Return the base's names for some projections, of which several may lie in one module."""
+    """Return the names of the base's modules that hold some projections; several may lie in one module."""
     from scale_cli.model.family_scale import family_of
 
     return list(dict.fromkeys(map(family_of(base.config).module_name, targets)))
 
 
 def put_beside(base: PreTrainedModel, settings: PeftConfig, key: str) -> PeftModel:
-    """Put PEFT's modules beside a base's; `key` is what names them in the config."""
+    """Put PEFT's modules beside a base's; ConfigError names the config's `key`."""
     import warnings
 
     from peft import get_peft_model
 
-    # Into a quantised base nothing is merged: what is exported stands on one that is so no more.
+    # Nothing is ever merged into a quantised base: an export stands on a dequantised one.
     warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated")
     try:
         return get_peft_model(base, settings)

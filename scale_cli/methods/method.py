@@ -1,6 +1,6 @@
-"""What a method is. A file of this package holds one, or several that are one but for a setting; `METHODS` lists all.
+"""The interface of a method. A file of this package holds one method, or several that differ in one setting.
 
-The config's schema reads this package, so it loads without torch: what computes imports torch where it is called.
+The config's schema imports this package, so it loads without torch: functions import torch when they are called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 class MethodSection(Section):
-    """What a config says of its method, whichever it is."""
+    """The keys of `method` that every method has."""
 
     variant: str = "route"
 
@@ -30,29 +30,29 @@ Settings = TypeVar("Settings", bound=Section)
 
 
 class Method(Generic[Settings]):
-    """What makes a model to train of a base. A subclass says what is not as here."""
+    """Makes a model to train from a base. A subclass overrides what differs from these defaults."""
 
     name: ClassVar[str]  # as `method.variant`
-    label: ClassVar[str]  # where people read of it
-    colour: ClassVar[str]  # in figures, of Okabe and Ito's palette but its yellow: https://jfly.uni-koeln.de/color/
+    label: ClassVar[str]  # the name that people read
+    colour: ClassVar[str]  # in figures; Okabe and Ito's palette without its yellow: https://jfly.uni-koeln.de/color/
     mark: ClassVar[tuple[str, str]]  # in figures: for matplotlib, and as a sign in a line of text
-    section: ClassVar[str | None] = None  # of `method`, that has its settings; None: all of `method`
+    section: ClassVar[str | None] = None  # the section of `method` with its settings; None: all of `method`
     settings: ClassVar[type[Section]] = MethodSection
-    left_out: ClassVar[Mapping[str, float]] = {"lr": 1.0e-5}  # of `train`, where a config does not say
+    left_out: ClassVar[Mapping[str, float]] = {"lr": 1.0e-5}  # values of `train` keys that the config leaves out
 
     widens: ClassVar[bool] = False  # the base stays in the model, bit for bit
-    routes: ClassVar[bool] = False  # what is served is a router's mixture with that base
+    routes: ClassVar[bool] = False  # serving mixes the model with that base
     takes_new_tokens: ClassVar[bool] = False
-    is_sharded: ClassVar[bool] = True  # may be trained in parts
-    reads_known_text: ClassVar[bool] = False  # measures on sources of the role replay
+    is_sharded: ClassVar[bool] = True  # may be sharded in training
+    reads_known_text: ClassVar[bool] = False  # measures on sources with the role replay
     has_tensor_rates: ClassVar[bool] = False  # every tensor is a group of the optimiser, with a rate of its own
-    adapter: ClassVar[Literal["", "scale", "peft"]] = ""  # whose folder holds what trains, to be put onto the base
+    adapter: ClassVar[Literal["", "scale", "peft"]] = ""  # format of a folder with only what trains; "": none
 
     def check(self, settings: Settings) -> None:
-        """Refuse settings that do not go together, by a ValueError."""
+        """Raise ValueError for settings that contradict each other."""
 
     def in_words(self, settings: Settings) -> str:
-        """Return the settings that matter most, to be read after the label."""
+        """Return the most important settings in words, to follow the label."""
         return ""
 
     def served(self, settings: Settings) -> str:
@@ -60,7 +60,7 @@ class Method(Generic[Settings]):
         return "adapted"
 
     def served_in_words(self, settings: Settings) -> str:
-        """Return that rule, to be read after the settings."""
+        """Return the router's rule in words, to follow the settings."""
         return ""
 
     def routes_plainly(self, settings: Settings) -> bool:
@@ -72,40 +72,40 @@ class Method(Generic[Settings]):
         return True
 
     def build(self, base: PreTrainedModel, settings: Settings, seed: int, new: Any = None) -> Any:
-        """Return the model that is trained, which of it trains decided; `base` may become a part of it.
+        """Return the model to train, with `requires_grad` set; `base` may become a part of it.
 
-        The base is frozen, in float32 where its weights train, and without weights (on the meta device) to count. `new`
-        are tokens that a widened model adds (`NewPieces`); a plain base has them already.
+        The base is frozen, in float32 if its weights train, and on the meta device if only sizes are counted. `new` are
+        tokens that a widened model adds (`NewPieces`); a plain base has them already.
         """
         raise NotImplementedError
 
     def start(self, model: Any, settings: Settings, seed: int) -> None:
-        """Fill what `build` has added, but for rows of new tokens."""
+        """Fill the parameters that `build` added, except rows of new tokens."""
 
     def restore(self, folder: Path, base: PreTrainedModel, settings: Settings, seed: int) -> Any:
-        """Return the model that a method folder is of, its trained parameters not loaded yet."""
+        """Return the model of a method folder, before its trained parameters are loaded."""
         return self.build(base, settings, seed)
 
     def as_base(self, model: Any) -> Any:
-        """Return what is the base bit for bit at the start."""
+        """Return the model whose logits equal the base's bit for bit at the start."""
         return model
 
     def probe_windows(self, settings: Settings) -> int:
-        """Return the windows of known text, of each source, in which `find` looks before training; 0: nowhere."""
+        """Return the number of windows of known text, per source, that `find` reads before training; 0: none."""
         return 0
 
     def find(self, settings: Settings, base: PreTrainedModel, probe: Sequence[Any]) -> Settings:
-        """Return the settings with what is found on windows of known text."""
+        """Return the settings, completed by measurements on windows of known text."""
         return settings
 
     def found(self, settings: Settings) -> str:
-        """Return in words what was found, or named in its place."""
+        """Return in words what `find` has found, or what the config gave instead."""
         return ""
 
     def hooks(self, settings: Settings, training: Training) -> list[Hook]:
-        """Return what is done around every update."""
+        """Return the hooks that run around every update."""
         return []
 
     def work_beside(self, settings: Settings, max_steps: int, global_batch_size: int, num_known_sources: int) -> float:
-        """Return the windows that are measured on in a run, relative to those that are trained on."""
+        """Return the number of windows that a run measures on, relative to the number that it trains on."""
         return 0.0

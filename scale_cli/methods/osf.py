@@ -1,6 +1,6 @@
-"""OSF, orthogonal subspace fine-tuning: a matrix's largest singular directions stay, by PEFT (arXiv 2504.07097).
+"""OSF, orthogonal subspace fine-tuning: a matrix's largest singular directions stay fixed (PEFT; arXiv 2504.07097).
 
-Every target matrix becomes its SVD, in two parts; the one with the smaller singular values trains.
+Every target matrix is split by its SVD into two parts; the part with the smaller singular values trains.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class OsfConfig(Section):
 
 
 class Osf(Method[OsfConfig]):
-    """What lies outside the kept directions trains."""
+    """Only the directions outside the kept ones train."""
 
     name, label = "osf", "OSF"
     colour, mark = "#8c7a00", ("X", "✖")
     section, settings = "osf", OsfConfig
-    # No decay, which would shrink what it leaves as the base has it.
+    # No weight decay: it would shrink weights that training leaves as they are in the base.
     left_out = {"lr": 1.0e-5, "weight_decay": 0.0}
     is_sharded = False
 
@@ -59,9 +59,9 @@ class Osf(Method[OsfConfig]):
 
 
 class Projection(Hook):
-    """Takes out of the factors that train what has come into the kept directions.
+    """Removes from the trained factors whatever an update has moved into the kept directions.
 
-    PEFT projects the gradients, but an optimiser's update of projected gradients is not projected.
+    PEFT projects the gradients, but an optimiser's update from projected gradients is not itself projected.
     """
 
     def __init__(self, model: Any) -> None:

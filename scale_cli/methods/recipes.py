@@ -1,6 +1,6 @@
-"""Hooks: what is done around an update, whichever method asks for it; and recipes, hooks that go with several methods.
+"""Hooks, which run around every update, and recipes: hooks that a config can ask for with several methods.
 
-The recipes are lookahead, averages, decay to the base and bounds of E'.
+The recipes are lookahead, averages, decay to the base and bounds on E'.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Update:
 
     step: int  # 0 is the first
     optimiser: Any  # its groups have the learning rates of the step
-    finite: Tensor  # whether the step's figures are; where not, nothing may change
+    finite: Tensor  # whether the step's figures are finite; if not, nothing may change
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -33,38 +33,38 @@ class Update:
 
 
 class Hook:
-    """What is done before and after every update.
+    """Runs before and after every update.
 
-    A tensor of every parameter that has to outlast a step is kept in the optimiser's state under `name`, and so is
-    saved, sharded and resumed as the moments are. To an optimiser a parameter of any state is one that has its moments:
-    nothing is put there before the first update.
+    A tensor per parameter that must outlast a step is kept in the optimiser's state under `name`, so that it is saved,
+    sharded and resumed like the moments. An optimiser expects moments in any state that is not empty, so nothing is put
+    there before the first update.
     """
 
-    name: ClassVar[str] = ""  # of a tensor of every parameter; "": it keeps none
+    name: ClassVar[str] = ""  # key of its tensor in every parameter's state; "": it keeps none
 
     def keeps(self, train: Any, num_steps: int) -> bool:
-        """Return whether those tensors are there after some steps of a run of such settings (`train`)."""
+        """Return whether these tensors exist after `num_steps` steps of a run with the settings `train`."""
         return False
 
     def empty(self, parameter: Tensor) -> Tensor:
-        """Return the tensor of a parameter, to be filled from a checkpoint; sharded as the parameter is."""
+        """Return a parameter's tensor, to be filled from a checkpoint; it is sharded like the parameter."""
         import torch
 
         return torch.zeros_like(parameter)
 
     def before(self, update: Update) -> None:
-        """Do what comes before the update."""
+        """Run before the update."""
 
     def after(self, update: Update) -> None:
-        """Do what comes after it."""
+        """Run after the update."""
 
     def exchange(self, optimiser: Any) -> None:
-        """Put other weights in the parameters' place, which `final/` is to hold, or put them back."""
+        """Swap the parameters with the weights that `final/` is to hold; a second call swaps them back."""
 
 
 @contextmanager
 def of_final(hooks: Sequence[Hook], optimiser: Any) -> Iterator[None]:
-    """Let the parameters be for a while what `final/` would hold."""
+    """Within the body, the parameters are what `final/` would hold."""
     with ExitStack() as stack:
         for hook in hooks:
             hook.exchange(optimiser)
@@ -74,14 +74,14 @@ def of_final(hooks: Sequence[Hook], optimiser: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Training:
-    """What hooks are made of."""
+    """The parts of a training run from which hooks are made."""
 
-    model: Any  # what trains, on its device or sharded
+    model: Any  # the model that trains, on its device or sharded
     train: Any  # that section of the config
-    start: Mapping[str, Tensor]  # a copy of what trains, by name, at the method's start; only where `needs_start`
+    start: Mapping[str, Tensor]  # initial values of what trains, by name; empty if no recipe has `copies_of_start`
     accelerator: Any
-    probe: Callable[[int], Sequence[Any]]  # so many windows of every source of known text
-    loss: Callable[[Any], Tensor]  # of a window, in nats per token, as it is trained
+    probe: Callable[[int], Sequence[Any]]  # returns so many windows of every source of known text
+    loss: Callable[[Any], Tensor]  # the training loss of a window, in nats per token
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -90,7 +90,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor: all of it where it is not sharded."""
+    """Return this process's part of a tensor: all of it if it is not sharded."""
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
@@ -98,9 +98,9 @@ def local_part(tensor: Tensor) -> Tensor:
 class Recipe(Hook):
     """A hook that settings of `train` ask for."""
 
-    key: ClassVar[str]  # of `train`, that asks for it
-    copies_kept: ClassVar[int] = 0  # of what trains, beside the moments
-    copies_of_start: ClassVar[int] = 0  # of what trains, never written
+    key: ClassVar[str]  # the key of `train` that asks for it
+    copies_kept: ClassVar[int] = 0  # copies of what trains that it keeps beside the moments
+    copies_of_start: ClassVar[int] = 0  # copies of the initial values of what trains; never written to disk
 
     def __init__(self, training: Training) -> None:
         self.train = training.train
@@ -116,14 +116,14 @@ class AverageConfig(Section):
     kind: Literal["ema", "tail"] = Field(description="ema: a moving average; tail: the mean over the last steps")
     steps: Steps | None = Field(
         default=None,
-        description="of tail: how many; of ema: each weighs 1 - 1/steps of the next; null: a tenth of max_steps",
+        description="tail: how many; ema: each weighs 1 - 1/steps times the next; null: a tenth of max_steps",
     )
 
 
 class Average(Recipe):
-    """The mean of what trains over steps, which is what `final/` holds.
+    """The mean, over several steps, of what trains; `final/` holds it.
 
-    How many steps are in it follows from the step alone; with the first of them it begins anew, whatever was there.
+    The number of steps in it depends on the current step alone; the first of them replaces whatever was there.
     """
 
     key, name, copies_kept = "average", "average", 1
@@ -133,10 +133,10 @@ class Average(Recipe):
         return begins is not None and num_steps > begins
 
     def after(self, update: Update) -> None:
-        """Take what a step has made of the parameters into their average.
+        """Add the parameters after a step to their average.
 
-        Of `tail` the mean over the last steps. Of `ema` every step weighs 1 - 1/n of the one after it, n being
-        `average.steps`; over the first n steps it is their mean, so that the start weighs nothing.
+        `tail`: the mean over the last steps. `ema`: every step weighs 1 - 1/n times the step after it, with n =
+        `average.steps`; over the first n steps it is their mean, so that the start has no weight.
         """
         import torch
         from torch.optim.swa_utils import get_swa_multi_avg_fn
@@ -163,7 +163,7 @@ class Average(Recipe):
         kept = {parameter: state[self.name] for parameter, state in optimiser.state.items() if self.name in state}
         with torch.no_grad():
             for parameter, average in kept.items():
-                # In place: a sharded model knows its parts by where they lie.
+                # In place: a sharded model refers to its parts by address.
                 one, other = local_part(parameter), local_part(average)
                 before = one.clone()
                 one.copy_(other)
@@ -171,24 +171,24 @@ class Average(Recipe):
 
 
 def first_averaged(train: Any) -> int | None:
-    """Return the first step (0 is the first of all) whose outcome is in the average; None where none is kept."""
+    """Return the first step, counted from 0, whose result is in the average; None if no average is kept."""
     if train.average is None:
         return None
     return max(0, train.max_steps - train.averaged_steps) if train.average.kind == "tail" else 0
 
 
 class LookaheadConfig(Section):
-    """Every so many steps what trains goes back, but for a share of the way it has come: with replay, MER."""
+    """Every few steps, what trains goes back and keeps only a share of the way; with replay, this is MER."""
 
-    every_steps: Steps = Field(description="from one to the next")
-    share: float = Field(default=0.5, gt=0.0, le=1.0, description="of the way since the last one that is kept")
+    every_steps: Steps = Field(description="steps from one return to the next")
+    share: float = Field(default=0.5, gt=0.0, le=1.0, description="share kept of the way since the last return")
 
 
 class Lookahead(Recipe):
-    """Every k steps theta becomes slow + share (theta - slow), slow being what that made of it k steps before.
+    """Every k steps theta becomes slow + share (theta - slow), where slow is the result of k steps before.
 
-    With replay that is MER, replay and Reptile, as continual pre-training has it (https://arxiv.org/abs/2508.01908).
-    The optimiser's moments go on as they are. The slow weights begin anew with every k steps.
+    With replay this is MER (replay and Reptile) as in continual pre-training (https://arxiv.org/abs/2508.01908). The
+    optimiser's moments do not change. The slow weights are set anew every k steps.
 
     Source: Zhang et al. 2019, https://arxiv.org/abs/1907.08610
     """
@@ -218,10 +218,10 @@ class Lookahead(Recipe):
 
 
 class BoundedRows(Recipe):
-    """No row of E' grows beyond the rms that it started with (docs/training.md).
+    """Keeps every row of E' at or below its initial rms (docs/training.md).
 
-    u is divided by rms(x) and never by its own, so that the rows of frequent tokens, which grow most, would be seen
-    larger at every layer. Source: ours.
+    u is divided by rms(x), never by its own rms. So the rows of frequent tokens, which grow most, would look larger at
+    every layer. Source: ours.
     """
 
     key = "embedding_norm"
@@ -249,7 +249,7 @@ class BoundedRows(Recipe):
 
 
 class DecayToBase(Recipe):
-    """Each step begins with theta - lr wd (theta - theta_0), wd being `train.weight_decay`: decoupled, as AdamW's is.
+    """Each step starts from theta - lr wd (theta - theta_0), with wd = `train.weight_decay`: decoupled, like AdamW's.
 
     Source: L2-SP, Li et al. 2018, https://arxiv.org/abs/1802.01483
     """
@@ -268,9 +268,10 @@ class DecayToBase(Recipe):
                 parameter.detach().lerp_(self._start[parameter], share)
 
 
-# Outermost first: a hook acts before those within it, and after them. What a method does lies between.
+# Outermost first: a hook's `before` runs before those of inner hooks, its `after` after theirs. The method's hooks run
+# between these two groups.
 _AROUND: tuple[type[Recipe], ...] = (Average, Lookahead, BoundedRows)
-_WITHIN: tuple[type[Recipe], ...] = (DecayToBase,)  # which goes by the rates that a method sets
+_WITHIN: tuple[type[Recipe], ...] = (DecayToBase,)  # innermost, as it uses the rates that a method sets
 
 
 def recipes_of(train: Any) -> list[type[Recipe]]:
@@ -278,14 +279,14 @@ def recipes_of(train: Any) -> list[type[Recipe]]:
 
 
 def copy_start(model: Any, train: Any) -> dict[str, Tensor]:
-    """Return a copy of what trains, by name, of a model at its start; nothing where no recipe needs it."""
+    """Return copies of a model's trainable parameters at its start, by name; empty if no recipe needs them."""
     if not any(recipe.copies_of_start for recipe in recipes_of(train)):
         return {}
     return {name: parameter.detach().clone() for name, parameter in trainable_parameters(model).items()}
 
 
 def make_hooks(training: Training, of_method: Sequence[Hook] = ()) -> list[Hook]:
-    """Return the hooks of a run: its recipes, and around the innermost those of its method."""
+    """Return the hooks of a run, outermost first: its recipes, with the method's hooks outside the innermost ones."""
     asked = recipes_of(training.train)
     around, within = ([recipe(training) for recipe in of if recipe in asked] for of in (_AROUND, _WITHIN))
     return [*around, *of_method, *within]

@@ -1,4 +1,4 @@
-"""How every added block starts."""
+"""The initial values of every added block."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from scale_cli.model.family_scale import READ_BY_ATTENTION, READ_BY_MLP, family_
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.quantised_base import plain_weight
 
-# Tokens that the base reads for the sizes of its stream to be measured.
+# Random tokens on which the size of the base's stream is measured.
 _NUM_MEASURED = 256
-# Directions that one block of rows gives at most. Of the random subspace that they are found in: how many it has more,
-# and how often W turns it.
+# Of the randomised SVD: most directions per block of rows, extra dimensions of the random subspace, power iterations.
 _OF_BLOCK = 64
 _OVERSAMPLED = 16
 _PASSES = 2
@@ -40,23 +39,23 @@ def initialise_expansion(model: ScaleForCausalLM, start: str, seed: int, embeddi
     | W12   | u -> x (if it exists) | 0                           | 0         |
     | E'    | token -> u            | U_k S_k of E, k = columns   | N(0, s^2) |
     | H'    | u -> logits           | 0                           | 0         |
-    | g'    | gains, of what is read| 1                           | 1         |
-    | g'    | of what is made       | rms(g)                      | rms(g)    |
-    | b2    | bias, where W has one | 0                           | 0         |
+    | g'    | gain of an input norm | 1                           | 1         |
+    | g'    | of an output norm     | rms(g)                      | rms(g)    |
+    | b2    | bias, if W has one    | 0                           | 0         |
 
-    W and E are those of all streams that are read: on a widened base, x and the streams of its expansions, joined.
-    Some families norm what a layer writes, or its queries and keys: g are the base's gains there.
-    s is the base's initializer_range. Where W has fewer directions than are asked for, the rest is N(0, s^2); where
-    more than 64 are, blocks of W's rows give 64 each.
-    Numbers are drawn on the CPU, in float32: the same whatever the device and dtype.
+    W and E cover all streams that are read: on a widened base, x and the streams of its expansions, concatenated.
+    Some families have output norms (over a layer's output, or its queries and keys): g are the base's gains there.
+    s is the base's initializer_range. If W has fewer directions than are needed, the remaining rows are N(0, s^2). If
+    more than 64 are needed, blocks of W's rows give 64 each at most.
+    Numbers are drawn on the CPU in float32, so they are the same for every device and dtype.
 
-    With an `embedding_scale`, E' is codes as large as the stream that it has to be seen beside, and the gains
-    bring it to the size of a normalised stream everywhere: u is divided by rms(x), which grows from norm to norm.
+    With an `embedding_scale`, E' starts as random codes whose size is relative to the base's stream. Since u is divided
+    by rms(x), which grows from norm to norm, the gains bring u to the size of a normalised stream at every norm.
 
     | E'    | token -> u            | N(0, e^2), e = embedding_scale x rms(x) before the last norm                  |
-    | g'    | gain of norm k        | min(1, rms(x) before norm k / e); where x is read without, W22 by as much     |
+    | g'    | gain of norm k        | min(1, rms(x) before norm k / e); without a norm, W22 is multiplied by it     |
 
-    `start` is of W21, and of E' where no scale is given. The model's configuration is told e.
+    `start` applies to W21, and to E' without an `embedding_scale`. The model's configuration stores e.
 
     Source: SCALE, arXiv 2511.03270 (an SVD start for W21 and W22 is recommended; H' = 0 and W12 = 0 keep the function).
     """
@@ -70,7 +69,7 @@ def initialise_expansion(model: ScaleForCausalLM, start: str, seed: int, embeddi
     expansion.lm_head.weight.zero_()
     for base_layer, *layers in zip(model.root.model.layers, *(e.layers for e in (*below, expansion)), strict=True):
         for _, frozen, (*widening, widened) in widened_linears(family, base_layer, layers):
-            read = plain_weight(frozen)  # no copy of it, unless it is quantised or widened already
+            read = plain_weight(frozen)  # not a copy, unless quantised or already widened
             if widening:
                 read = dense_weight(frozen, widening, range(len(widening))).to(read.dtype)
             widened.weight_21.copy_(_start_from(read, widened.weight_21.shape, start, std, generator))
@@ -84,7 +83,7 @@ def initialise_expansion(model: ScaleForCausalLM, start: str, seed: int, embeddi
 
 
 def _start_gains(base: Any, expansion: Expansion) -> None:
-    """Fill the gains: 1 over what is read, and the base's size over what is made, which no norm follows."""
+    """Fill the gains: 1 for input norms; the rms of the base's gains for output norms, which no norm follows."""
     family = family_of(base.config)
     for module in expansion.modules():
         if isinstance(module, ExpansionNorm):
@@ -98,7 +97,7 @@ def _start_gains(base: Any, expansion: Expansion) -> None:
 
 
 def _start_codes(model: ScaleForCausalLM, seed: int, embedding_scale: float, generator: torch.Generator) -> None:
-    """Fill E' with codes of its own size, and the gains that let them through at the size of one."""
+    """Fill E' with random codes of their own size, and set the gains so that u has rms 1 at most after each norm."""
     stream_rms = measured_stream_rms(model.root, seed)
     embedding_rms = _rounded(embedding_scale * stream_rms["norm"])
     if not 0.0 < embedding_rms < math.inf:
@@ -120,9 +119,9 @@ def _start_codes(model: ScaleForCausalLM, seed: int, embedding_scale: float, gen
 
 @torch.no_grad()
 def measured_stream_rms(base: PreTrainedModel, seed: int) -> dict[str, float]:
-    """Return rms(x) wherever a plain base reads its stream, by the norm that does, or else by every map.
+    """Return rms(x) at every norm that reads a plain base's stream, by name; without a norm, at every map that does.
 
-    The median over random tokens: no text is needed, and what a few positions hold to excess does not count.
+    It is the median over random tokens: it needs no text, and a few extreme positions do not count.
     """
     measured: dict[str, float] = {}
     decoder, family = base.get_decoder(), family_of(base.config)
@@ -146,14 +145,14 @@ def measured_stream_rms(base: PreTrainedModel, seed: int) -> dict[str, float]:
 
 
 def random_ids(base: PreTrainedModel, seed: int) -> Tensor:
-    """Return (1, T) random tokens of a base, on its device: a prompt where no text is at hand."""
+    """Return (1, T) random tokens of a base, on its device: a prompt that needs no text."""
     generator = torch.Generator().manual_seed(seed)
     length = min(_NUM_MEASURED, base.config.max_position_embeddings)
     return torch.randint(base.config.vocab_size, (1, length), generator=generator).to(base.device)
 
 
 def _rounded(size: float) -> float:
-    """Return two digits of a measured size: what a device rounds otherwise must not make another start."""
+    """Round a measured size to two digits, so that rounding on different devices does not change the start."""
     return float(f"{size:.2g}")
 
 
@@ -165,17 +164,17 @@ def _start_from(base_weight: Tensor, shape: torch.Size, start: str, std: float, 
 
 
 def _normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator).mul_(std)  # in place: E' is the largest of what is made
+    return torch.randn(shape, generator=generator).mul_(std)  # in place: E' is the largest tensor made here
 
 
 def leading_directions(weight: Tensor, count: int) -> Tensor:
-    """Return leading right singular directions of W (out, in), each times its singular value: S_k V_k^T.
+    """Return `count` leading right singular directions of W (out, in), each times its singular value: S_k V_k^T.
 
-    Where more than `_OF_BLOCK` are asked for, W is cut into blocks of rows that give as many each, so that a direction
-    costs the same however many there are. In float32, a block at a time, on the device of W. No decomposition is larger
-    than what a block gives and `_OVERSAMPLED`; where a block has no more directions the result is exact. The draw, the
-    signs (the largest entry of each row is positive) and the number of threads are fixed, so W alone decides the bits
-    that come of it on one machine.
+    For more than `_OF_BLOCK` directions, W is cut into blocks of rows that give about equally many, so the cost per
+    direction stays the same. The computation is in float32, a block at a time, on W's device. No decomposition is
+    larger than a block's directions plus `_OVERSAMPLED`; if a block has no more than that, the result is exact. The
+    random draw, the signs (the largest entry of each row is positive) and the number of threads are fixed, so on one
+    machine W alone determines the bits.
 
     Source: Halko, Martinsson & Tropp 2011, "Finding structure with randomness"; the blocks are ours
     (docs/results/reference-size.md).
@@ -209,7 +208,7 @@ def _directions_of_block(block: Tensor, count: int) -> Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread of the CPU: on more, sums are cut up by their number, and round otherwise."""
+    """Compute on one CPU thread, because the number of threads decides how sums are split and so rounded."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

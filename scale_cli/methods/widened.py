@@ -29,35 +29,37 @@ def _leading_directions(weight: Tensor, drawn: Tensor) -> Tensor:
     return leading_directions(weight.detach(), len(drawn))
 
 
-# From W and as many rows of N(0, s^2) as start, to those rows that have a start of their own; the rest stays as drawn.
+# From W and a block's rows drawn from N(0, s^2), to the rows that replace the first of these; the rest stay as drawn.
 STARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"svd": _leading_directions, "normal": lambda _, drawn: drawn}
-if TYPE_CHECKING:  # a checker knows no Literal that is computed; pydantic reads the names off the table
+if TYPE_CHECKING:  # a type checker rejects a computed Literal; pydantic takes the names from the table
     Start = str
 else:
     Start = Annotated[Literal[tuple(STARTS)], gone(copy="svd starts from the same matrices")]
 
 
 class ExpansionConfig(Section):
-    """How much is added, and how it starts (`methods/starts.py` has the table)."""
+    """Size of the expansion and its initial values (`methods/starts.py` has the table)."""
 
     REMOVED: ClassVar[Mapping[str, Any]] = {"codes": "random"}
 
-    ratio: float = Field(default=0.25, gt=0.0, le=4.0, description="how much wider; rounded to whole key/value heads")
+    ratio: float = Field(
+        default=0.25, gt=0.0, le=4.0, description="added width, relative to the base; rounded to whole key/value heads"
+    )
     hidden_ratio: float | None = Field(
         default=None,
         gt=0.0,
         le=4.0,
-        description="how much wider the stream; rounded to what the widened heads divide; null: as the heads",
+        description="added width of the stream; rounded so that all heads divide it; null: same ratio as the heads",
     )
     mlp_ratio: float | None = Field(
-        default=None, gt=0.0, le=4.0, description="how much wider the MLP; null: as the heads"
+        default=None, gt=0.0, le=4.0, description="added width of the MLP; null: same ratio as the heads"
     )
-    init: Start = Field(default="svd", description="what the added blocks start as: docs/training.md")
+    init: Start = Field(default="svd", description="initial values of the added blocks: docs/training.md")
     embedding_scale: float | None = Field(
         default=1.4,
         gt=0.0,
         le=1e3,
-        description="rms of E' at the start, relative to the base's stream before its last norm; null: as `init` says",
+        description="initial rms of E', relative to the base's stream before its last norm; null: as `init` says",
     )
 
 
@@ -65,10 +67,10 @@ class CollaborationConfig(Section):
     """Where W12 exists, that is, where the expansion writes into the base stream (paper: collaborative adaptation)."""
 
     layers: str | list[int] | None = Field(
-        default=None, description="none | all | top:K | [indices]; null: what the variant stands for"
+        default=None, description="none | all | top:K | [indices]; null: the variant's default"
     )
     modules: list[Literal["attention", "mlp"]] = Field(
-        default=["attention", "mlp"], min_length=1, description="where in those layers"
+        default=["attention", "mlp"], min_length=1, description="which modules of those layers"
     )
 
     @field_validator("layers", mode="before")
@@ -100,7 +102,7 @@ class RouterConfig(Section):
 
     rule: Literal["posterior", "cosine"] = Field(
         default="posterior",
-        description="by how well each head has predicted so far, or the paper's, by the cosine of the heads' logits",
+        description="posterior: by each head's predictions so far; cosine (the paper's): by the heads' logits",
     )
     prior: float = Field(default=0.5, gt=0.0, lt=1.0, description="weight of the base head at the first token")
     switch_rate: float = Field(default=0.0, ge=0.0, lt=1.0, description="fixed share alpha, per token")
@@ -108,7 +110,7 @@ class RouterConfig(Section):
 
 
 class DistillationConfig(Section):
-    """Learning from the base's own predictions, where the text is of what it knows: on sources with the role replay."""
+    """Learning from the base's own predictions, on text that it knows: sources with the role replay."""
 
     weight: Accepted[float] = Field(
         default=0.0,
@@ -119,7 +121,7 @@ class DistillationConfig(Section):
 
 
 class WideningConfig(MethodSection):
-    """The sections of all that widen."""
+    """The sections that all widening methods share."""
 
     expansion: ExpansionConfig = ExpansionConfig()
     collaboration: CollaborationConfig = CollaborationConfig()
@@ -128,7 +130,7 @@ class WideningConfig(MethodSection):
 
     @property
     def distils(self) -> bool:
-        """Whether replay is learned from the base's predictions too."""
+        """Whether windows of replay are also trained on the base's predictions."""
         return self.distillation.weight > 0
 
 
@@ -137,7 +139,7 @@ class _Widened(Method[WideningConfig]):
     left_out: ClassVar[dict[str, float]] = {}
     widens = takes_new_tokens = True
     adapter = "scale"
-    default_layers: ClassVar[str] = "none"  # that collaborate, where a config does not say
+    default_layers: ClassVar[str] = "none"  # collaborating layers, if the config does not say
 
     def check(self, settings: WideningConfig) -> None:
         if settings.distils and (self.default_layers != "none" or settings.collaboration.is_asked_for):
@@ -189,7 +191,7 @@ class Preserve(_Widened):
 
 
 class Adapt(_Widened):
-    """The expansion writes into the base stream where layers collaborate."""
+    """The expansion writes into the base stream in collaborating layers."""
 
     name, label = "adapt", "SCALE-Adapt"
     colour, mark = "#00866a", ("P", "✚")
@@ -197,7 +199,7 @@ class Adapt(_Widened):
 
 
 class Route(_Widened):
-    """Either of them, served as a mixture with the untouched base."""
+    """Preserve or Adapt, served as a mixture with the untouched base."""
 
     name, label = "route", "SCALE-Route"
     colour, mark = "#0063a8", ("*", "★")
@@ -223,11 +225,9 @@ _DEFAULT_LAYERS = {method.name: method.default_layers for method in (Preserve, A
 def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) -> ScaleConfig:
     """Return the configuration of the widened model; `new` are tokens that it adds (`NewPieces`).
 
-    A widened base is widened by a share of the plain model at its bottom, whatever was added before.
-
-    Whole key/value heads are added, at the base's head_dim and query to key/value ratio, so a ratio is rounded to a
-    multiple of 1 / num_key_value_heads (at least one head); stream and MLP grow in the same proportion as the heads,
-    or as they are told to.
+    Ratios are relative to the plain model at the bottom, whatever was added before. Whole key/value heads are added, at
+    the base's head_dim and query to key/value ratio, so the ratio is rounded to a multiple of 1 / num_key_value_heads
+    (at least one head). Stream and MLP grow by the same ratio as the heads, unless they have ratios of their own.
     """
     from scale_cli.model.configuration_scale import ScaleConfig
     from scale_cli.model.family_scale import family_of
@@ -274,9 +274,9 @@ def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) 
 
 
 def _added_channels(base_config: Any, num_added_heads: int, ratio: float, multiple: int) -> int:
-    """Return the share of the plain model's channels with which all heads divide all channels, as Llama requires.
+    """Return the channels to add: about `ratio` of the plain model's.
 
-    All channels are a `multiple` too.
+    All heads must divide all channels, as Llama requires, and all channels must be a multiple of `multiple`.
     """
     root, stages = base_config, []
     if hasattr(base_config, "stages"):

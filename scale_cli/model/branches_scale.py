@@ -1,14 +1,14 @@
 """One forward pass of a frozen base for every expansion that stands on it, directly or upon another expansion.
 
-Heads are counted from the bottom: head 0 is the base's own, head k that of the k-th expansion, whose parent is a head
-below it. An expansion reads the streams of its parent: x alone where that is head 0, else x and every u on the way
+Heads are counted from the bottom: head 0 is the base's own; head k belongs to the k-th expansion, whose parent is a
+lower head. An expansion reads the streams of its parent: x alone if the parent is head 0, else x and every u on the way
 down. Nothing it computes reaches its parent, so all heads below keep their bits.
 
     head 0           H x                        the base, run once
-    head k           logits of its parent + H'_k u_k, or, where it writes into x (W12) and so has an x of its own,
-                     H x_k + H'_k u_k
+    head k           logits of its parent + H'_k u_k; or H x_k + H'_k u_k, if it writes into x (W12) and so has an x
+                     of its own
 
-Only an expansion on the base alone may write into x; what stands upon it reads the x it has written.
+Only an expansion directly on the base may write into x; expansions upon it read the x that it has written.
 
 Shapes: B batch, T positions, D base channels, E expansion channels, V vocabulary.
 """
@@ -35,9 +35,9 @@ from .vocabulary_scale import brought_by, embed
 class ScaleCache(DynamicCache):
     """A DynamicCache with one slot for each stream of each layer, and the router's memory beside it.
 
-    With L layers and K expansions, slot i holds base layer i, slot kL + i the heads of the k-th expansion in it, and
-    slot (K + k)L + i the base's heads as the stream that the k-th adapts sees them: from its first collaborating layer
-    up, where the untouched stream is served too.
+    With L layers and K expansions, slot i holds the base's heads in layer i, and slot kL + i the heads of the k-th
+    expansion in that layer. Slot (K + k)L + i holds the base's heads on the stream that the k-th expansion adapts, from
+    its first collaborating layer up; it is used only if the untouched stream is served too.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class ScaleCache(DynamicCache):
         self.router = self.router and self.router.repeated(repeats)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: the router's weights cannot be taken back without the tokens they came from."""
+        """Raise NotImplementedError: earlier router weights cannot be restored without the tokens they came from."""
         raise NotImplementedError(
             "a widened model's cache cannot be cropped; generate without assisted decoding or prompt lookup"
         )
@@ -76,29 +76,29 @@ class Branch:
 
     @property
     def writes(self) -> bool:
-        """Whether it writes into x in any layer, and so has an x of its own."""
+        """Whether the expansion writes into x in any layer, and so has an x of its own."""
         return self.expansion.first_collaborating_layer < len(self.expansion.layers)
 
 
 @dataclass
 class FinalStates:
-    """What the vocabulary heads read after the last norm."""
+    """Inputs of the vocabulary heads: the streams after the last norm."""
 
     branches: Sequence[Branch]
-    # by the head that they belong to: 0, where it was asked for or read, and every expansion that writes into x
+    # by the head they belong to: every expansion that writes into x; head 0 if it was asked for or read
     x_BTD: dict[int, Tensor]
     u_KBTE: list[Tensor]  # of every expansion
 
     def at(self, positions: slice | Tensor) -> FinalStates:
-        """Return the states at some positions only, of every sequence the same.
+        """Return the states at some positions, the same for every sequence.
 
-        They are contiguous: of any others `linear` makes a product for each sequence, and the head B times for those.
+        They are contiguous; otherwise `linear` would make one product per sequence, and read the head B times.
         """
         x_BTD = {head: x[:, positions].contiguous() for head, x in self.x_BTD.items()}
         return FinalStates(self.branches, x_BTD, [u[:, positions].contiguous() for u in self.u_KBTE])
 
     def path(self, head: int) -> list[int]:
-        """Return the heads whose expansions add to a head's logits, itself last."""
+        """Return the heads whose expansions add to a head's logits, bottom up, the head itself last."""
         path: list[int] = []
         while head != 0:
             path.insert(0, head)
@@ -106,12 +106,12 @@ class FinalStates:
         return path
 
     def owner(self, head: int) -> int:
-        """Return the head to which the base stream belongs that a head reads."""
+        """Return the head that owns the base stream which `head` reads."""
         path = self.path(head)
         return path[0] if path and self.branches[path[0] - 1].writes else 0
 
     def logits(self, vocabulary_head: Any, heads: Sequence[int]) -> list[Tensor]:
-        """Return the logits of some heads, each after its parent; what two of them share is computed once."""
+        """Return the logits of `heads`, each after its parent; shared products are computed once."""
         known: dict[int, Tensor] = {}
         for head in heads:
             known[head] = self._logits(vocabulary_head, head, known)
@@ -153,9 +153,9 @@ def run_branches(
         attention_mask: (B, past + T) or None.
         position_ids: (B, T), or None: counted from the cache's length.
         cache: extended in place.
-        preserved: whether head 0 is wanted; where no expansion reads the untouched stream any more it costs one more
-            frozen pass of the layers that are left.
-        checkpointing: whether activations of what trains are computed again in backward.
+        preserved: whether head 0 is wanted. From the layer where no expansion reads the untouched stream any more, it
+            costs one more frozen pass of the remaining layers.
+        checkpointing: whether backward computes the activations of the trained part again.
     """
     decoder, family = base.model, family_of(base.config)
     x_BTD = embed(decoder.embed_tokens, brought_by(branch.expansion for branch in branches), input_ids)
@@ -173,7 +173,7 @@ def run_branches(
         first_writing = (one.expansion.first_collaborating_layer for one in branches if one.parent == 0)
         if preserved and index >= max(first_writing):  # no expansion reads the untouched stream
             alone = {0: _base_layer(base_layer, streams[0], position_ids, context)}
-        # The cache's length is read from slot 0: where head 0 is not run, the adapted stream takes it.
+        # The cache's length is read from slot 0: if head 0 is not run, the adapted stream uses that slot.
         streams = alone | _run_layer(base_layer, index, branches, streams, u_KBTE, context, apart=preserved)
     normed = {head: frozen_norm(decoder.norm, family.norm_form, x) for head, x in streams.items()}
     ends = FinalStates(branches, {head: x for head, (x, _) in normed.items()}, u_KBTE)
@@ -193,10 +193,11 @@ def _run_layer(
     *,
     apart: bool,
 ) -> dict[int, Tensor]:
-    """Take every expansion through one layer, and the base with the first that reads it.
+    """Run every expansion through one layer, and the base with the first expansion that reads it.
 
-    `streams` are base streams by head before the layer; those after it are returned, and `u_KBTE` is replaced in place.
-    `apart` says that the untouched stream has the base's own places in the cache, so that adapted ones need others.
+    `streams` maps heads to their base streams before the layer; the base streams after it are returned, and the items
+    of `u_KBTE` are replaced. `apart` says that the untouched stream uses the base's own cache slots, so that adapted
+    streams need other slots.
     """
     after: dict[int, Tensor] = {}
     reads: dict[int, LayerReads] = {}
@@ -211,7 +212,7 @@ def _run_layer(
         elif branch.parent in reads:
             below = reads[branch.parent]
             u_KBTE[head - 1], own = added.read_on(base_layer, below, u_BTE, context, own_slot)
-        else:  # the first that reads the base computes it
+        else:  # the first expansion that reads the base computes it
             slot = context.slot(0, index)
             after[0], u_KBTE[head - 1], below, own = added(base_layer, streams[0], u_BTE, context, slot, own_slot)
             reads[0] = below
@@ -221,7 +222,7 @@ def _run_layer(
 
 
 def _base_layer(base_layer: Any, p_BTD: Tensor, position_ids: Tensor, context: LayerContext) -> Tensor:
-    """Return the untouched stream after a layer, which is called: a sharded one is gathered by a hook on the call."""
+    """Return the untouched stream after a layer; it calls the module because a hook there gathers a sharded layer."""
     attention, family = base_layer.self_attn, context.family
     with torch.no_grad():
         return base_layer(
@@ -242,9 +243,9 @@ def _attention_masks(
     cache: DynamicCache | None,
     position_ids: Tensor | None,
 ) -> dict[bool, Any]:
-    """Return the mask of the layers that look back over all (False), and of those with a window (True).
+    """Return the mask of the layers with full attention (False), and of those with a window (True).
 
-    In positions that are given transformers looks for the ends of documents, which waits for the device.
+    Given `position_ids`, transformers searches them for the ends of documents, and so waits for the device.
     """
     windowed = (family.window_of(layer.self_attn) is not None for layer in decoder.layers)
     return {

@@ -1,4 +1,4 @@
-"""The configuration of a widened model: the base's own configuration, and what was added to it."""
+"""The configuration of a widened model: the base's configuration and the sizes of the expansion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 
-# This file is the first of an export that is read, and an older transformers lacks names that are imported below.
+# Checked here because transformers reads this file of an export first, and an older one lacks names imported below.
 LEAST_TRANSFORMERS = (5, 4)
 if tuple(map(int, transformers.__version__.split(".")[:2])) < LEAST_TRANSFORMERS:
     raise ImportError(
@@ -15,9 +15,9 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < LEAST_TRANSFORMERS
         f"installed is {transformers.__version__}"
     )
 
-from transformers import AutoConfig, PreTrainedConfig  # noqa: E402 (of an old one the import fails)
+from transformers import AutoConfig, PreTrainedConfig  # noqa: E402 (an old transformers fails here)
 
-# What generation and evaluation tools read off a configuration; on a widened model it is the base's.
+# Fields that generation and evaluation tools read; a widened model copies them from its base.
 _READ_FROM_BASE = (
     "vocab_size",
     "hidden_size",
@@ -32,17 +32,17 @@ _READ_FROM_BASE = (
 
 
 class _OverABase(PreTrainedConfig):
-    """What the configurations of widened models have in common: a plain or widened base's, and new tokens."""
+    """Common part of the configurations of widened models: a base's configuration, plain or widened, and new tokens."""
 
     def __post_init__(self: Any, **given: Any) -> None:
         given |= {name: self.base_config.get(name) for name in _READ_FROM_BASE}
         if self.new_tokens:
             given["vocab_size"] += len(self.new_tokens)
-        # The base ties its own embeddings where it does; E' and H' are never tied.
+        # The base's own configuration says whether its embeddings are tied; E' and H' never are.
         super().__post_init__(**given | {"tie_word_embeddings": False})
 
     def pieces(self: Any) -> list[list[int]]:
-        """Return of every new token the old ids in its place."""
+        """Return, for each new token, the old ids that stand for it."""
         return [[int(index) for index in token.split()] for token in self.new_tokens]
 
     def base(self: Any) -> PreTrainedConfig:
@@ -54,42 +54,42 @@ class _OverABase(PreTrainedConfig):
 
 
 class ScaleConfig(_OverABase):
-    """Sizes of the expansion, where it collaborates, and how its head is served beside the base's."""
+    """Sizes of the expansion, the layers where it collaborates, and how its head is served beside the base's."""
 
     model_type = "scale"
 
-    base_config: dict[str, Any] = field(default_factory=dict)  # `model_type` included; of a widened base, nested
+    base_config: dict[str, Any] = field(default_factory=dict)  # `model_type` included; nested if the base is widened
     variant: str = "preserve"  # preserve | adapt | route
     expansion_hidden_size: int = 0  # channels of the expansion stream (d')
     expansion_intermediate_size: int = 0  # MLP channels added
     expansion_num_attention_heads: int = 0  # query heads added, of the base's head_dim
     expansion_num_key_value_heads: int = 0  # added at the base's query to key/value ratio
-    attention_collaboration_layers: list[int] = field(default_factory=list)  # whose attention has W12 blocks
-    mlp_collaboration_layers: list[int] = field(default_factory=list)  # whose MLP has W12 blocks
-    expansion_embedding_rms: float | None = None  # of E' at its start; None where that was by another rule
-    router_rule: str = "posterior"  # posterior | cosine; read only by the variant `route`
+    attention_collaboration_layers: list[int] = field(default_factory=list)  # layers whose attention has W12 blocks
+    mlp_collaboration_layers: list[int] = field(default_factory=list)  # layers whose MLP has W12 blocks
+    expansion_embedding_rms: float | None = None  # initial rms of E'; None if E' started by another rule
+    router_rule: str = "posterior"  # posterior | cosine; only the variant `route` reads it
     router_prior: float = 0.5  # weight of the base head at the first token
     router_switch_rate: float = 0.0  # fixed share alpha of the posterior rule, per token
     router_threshold: float = 0.5  # tau of the cosine rule
-    # Of each token that the base has not the old ids in its place, with spaces between them.
+    # For each token that the base lacks: the old ids that stand for it, separated by spaces.
     new_tokens: list[str] = field(default_factory=list)
-    # The first ones of those that begin no text without the new tokens' script.
+    # The first ids of those that only ever begin text in the new tokens' script.
     own_pieces: list[int] = field(default_factory=list)
     use_cache: bool = True  # whether generation keeps keys, values and the router's state
 
     @property
     def routes(self) -> bool:
-        """Whether the base's head and the trained one are mixed, where it serves."""
+        """Whether serving mixes the base's head and the trained one."""
         return {"preserve": False, "adapt": False, "route": True}[self.variant]
 
     @property
     def head_names(self) -> list[str]:
-        """What the heads are called that are mixed; none where the trained one serves alone."""
+        """Names of the mixed heads; empty if the trained head serves alone."""
         return ["base", "trained"] if self.routes else []
 
     @property
     def first_collaborating_layer(self) -> int:
-        """The lowest layer that writes into the base stream; num_hidden_layers where none does."""
+        """The lowest layer that writes into the base stream; num_hidden_layers if none does."""
         layers = [*self.attention_collaboration_layers, *self.mlp_collaboration_layers]
         return min(layers, default=int(self.base_config.get("num_hidden_layers", 0)))
 
@@ -98,22 +98,22 @@ class ScaleConfig(_OverABase):
         return base.root() if isinstance(base, ScaleConfig) else base
 
     def stages(self) -> list[ScaleConfig]:
-        """Return the configurations of all expansions that stand upon one another here, bottom up, this one last."""
+        """Return the configurations of all stacked expansions, bottom up, this one last."""
         base = self.base()
         return [*(base.stages() if isinstance(base, ScaleConfig) else []), self]
 
 
 class JoinedConfig(_OverABase):
-    """Several expansions on one plain base, and how is routed among their heads."""
+    """Several expansions on one plain base, and the settings of the router over their heads."""
 
     model_type = "scale-joined"
-    routes, router_rule, router_threshold = True, "posterior", 0.5  # as of ScaleConfig: it routes in no other way
+    routes, router_rule, router_threshold = True, "posterior", 0.5  # as in ScaleConfig; there is no other rule here
 
     base_config: dict[str, Any] = field(default_factory=dict)  # `model_type` included
-    # Of every expansion its `name`, its `parent` (0 for the base, k for the k-th member) and as `expansion` its sizes,
-    # as ScaleConfig takes them; with them the new tokens that it brings, which may be another's too.
+    # For each expansion: its `name`, its `parent` (0 for the base, k for the k-th member), and its `expansion`: sizes
+    # and new tokens as fields of ScaleConfig. Two members may bring the same tokens.
     members: list[dict[str, Any]] = field(default_factory=list)
-    router_prior: float | None = None  # of the base head, the others share the rest; None: all have the same
+    router_prior: float | None = None  # of the base head, the others share the rest; None: the same for every head
     router_switch_rate: float = 0.0  # fixed share alpha of the posterior rule, per token
     use_cache: bool = True  # whether generation keeps keys, values and the router's state
 
@@ -126,17 +126,17 @@ class JoinedConfig(_OverABase):
 
     @property
     def new_tokens(self) -> list[str]:
-        """All tokens that the base has not, as of ScaleConfig, each once, in the order of the members."""
+        """All tokens that the base lacks, as in ScaleConfig, each once, in the order of the members."""
         return [token for tokens in dict.fromkeys(map(_brought, self.members)) for token in tokens]
 
     @property
     def own_pieces(self) -> list[int]:
-        """The first of their old ids that begin no text without the new tokens' scripts."""
+        """The first old ids of all members' new tokens that only ever begin text in the new tokens' scripts."""
         brought = (index for member in self.members for index in member["expansion"].get("own_pieces", ()))
         return list(dict.fromkeys(brought))
 
     def known_tokens(self, head: int) -> range:
-        """Return the new tokens that a head knows, as places among all of them: those that are brought below it."""
+        """Return the positions, among all new tokens, of those a head knows: its own or those of a head below it."""
         while head != 0 and not _brought(self.members[head - 1]):
             head = self.members[head - 1]["parent"]
         known = _brought(self.members[head - 1]) if head else ()
@@ -148,17 +148,17 @@ class JoinedConfig(_OverABase):
         return range(first, first + len(known))
 
     def known_by_heads(self) -> list[tuple[int, int]]:
-        """Return of the base's head and of every member's the first new token it knows, and the one after the last."""
+        """Return, for the base's head and each member's, the range of new tokens it knows as (first, last + 1)."""
         known = (self.known_tokens(head) for head in range(len(self.members) + 1))
         return [(of_head.start, of_head.stop) for of_head in known]
 
     def unknown_tokens(self, head: int) -> list[int]:
-        """Return the new tokens that a head does not know, as places among all of them."""
+        """Return the positions, among all new tokens, of those a head does not know."""
         known = self.known_tokens(head)
         return [at for at in range(len(self.new_tokens)) if at not in known]
 
     def token_ids(self, head: int) -> list[int]:
-        """Return the ids of all tokens: those that a head knows, in its own order, and then the others."""
+        """Return the ids of all tokens: first those that a head knows, in its own order, then the others."""
         num_old = self.base_config.get("vocab_size", 0)
         return [*range(num_old), *(num_old + at for at in (*self.known_tokens(head), *self.unknown_tokens(head)))]
 
@@ -167,7 +167,7 @@ class JoinedConfig(_OverABase):
         return ["base", *(member["name"] for member in self.members)]
 
     def stages(self) -> list[ScaleConfig]:
-        """Return the configurations of all expansions, each of them as if it stood on the base."""
+        """Return the configurations of all expansions, each as if it stood on the base directly."""
         stages = []
         for member in self.members:
             below = dict(self.base_config)

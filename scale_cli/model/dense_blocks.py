@@ -1,6 +1,6 @@
-"""All blocks of a linear map as one matrix, stream after stream: [[W, W12], [W21, W22]], and that widened again.
+"""All blocks of a linear map as one matrix, stream after stream: [[W, W12], [W21, W22]], which may be widened again.
 
-An expansion reads the streams below it; of one beside it, which it knows nothing of, the block is 0.
+An expansion reads the streams below it; the block for a stream beside it, which it does not read, is 0.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from scale_cli.model.vocabulary_scale import brought_by
 def dense_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear], parents: Sequence[int]) -> Tensor:
     """Return one matrix over all streams, in float32.
 
-    `added` widens W, each after its parent: the stream below it, 0 being the base's, k that of the k-th. A W12 writes
-    into the rows of W, and is 0 where there is none.
+    Args:
+        frozen: W.
+        added: the maps that widen W, each after its parent. W12 goes into the rows of W; without W12, 0 does.
+        parents: the stream below each of them: 0 is the base's, k the stream of the k-th.
     """
     widths = [frozen.in_features, *(linear.weight_22.shape[1] for linear in added)]
     streams = [slice(*ends) for ends in pairwise(accumulate(widths, initial=0))]
@@ -45,7 +47,7 @@ def dense_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear], parents: S
 
 @torch.no_grad()
 def dense_embedding(base: Any, expansions: Sequence[Expansion]) -> Tensor:
-    """Return (V, channels of all streams) in float32: x_0 and every u_0 of all tokens."""
+    """Return (V, channels of all streams) in float32: x_0 and every u_0, for all tokens."""
     frozen = family_of(base.config).token_rows(base)
     of_x = [frozen, *(new.embed_tokens.weight for new in brought_by(expansions))]
     added = [expansion.embed_tokens.weight for expansion in expansions]
@@ -62,6 +64,6 @@ def dense_embedding(base: Any, expansions: Sequence[Expansion]) -> Tensor:
 def widened_linears(
     family: Family, base_layer: Any, layers: Sequence[ExpansionLayer]
 ) -> Iterator[tuple[str, nn.Linear, list[ExpansionLinear]]]:
-    """Yield name, W and what widens it, bottom up, of every linear map of one layer and those that widen it."""
-    for name in (name for name in OWNERS if hasattr(layers[0], name)):  # of a sparse layer those of its attention
+    """Yield, for every linear map of one layer: its name, W, and the maps that widen it, bottom up."""
+    for name in (name for name in OWNERS if hasattr(layers[0], name)):  # a sparse layer has those of attention alone
         yield name, family.linear(base_layer, name), [getattr(layer, name) for layer in layers]

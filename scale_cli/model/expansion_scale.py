@@ -1,16 +1,16 @@
-"""What is added to a frozen decoder: widened linear maps, norms, heads and MLP channels, layer by layer.
+"""The blocks added to a frozen decoder: widened linear maps, norms, heads and MLP channels, layer by layer.
 
 Every linear map W of the decoder is widened in both directions; W itself is never touched:
 
     [ y  ]   [ W    W12 ] [ x ]        x : base stream,      D channels
     [ y' ] = [ W21  W22 ] [ u ]        u : expansion stream, E channels
 
-An expansion may stand upon other expansions: W21 then reads x and their streams, joined.
+An expansion may stand upon other expansions: W21 then reads x and their streams, concatenated.
 
 Shapes: B batch, T positions, D base channels, E expansion channels, N attention heads, A channels a head.
-A tensor that several sizes fit carries no suffix.
+A tensor that may have several shapes carries no suffix.
 
-Source: SCALE, arXiv 2511.03270; the norm of both streams by the base stream's RMS is ours.
+Source: SCALE, arXiv 2511.03270; normalising both streams by the base stream's RMS is ours.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from .family_scale import OWNERS, READ_BY_ATTENTION, READ_BY_MLP, Family, family
 from .fused_scale import NormForm, add_product, frozen_norm, lower_weights, product_dtype, rotation_angles
 from .vocabulary_scale import NewTokens
 
-Weights = dict[Tensor, Tensor]  # what products read of an expansion's parameters (`lower_weights`)
+Weights = dict[Tensor, Tensor]  # from a parameter to its copy in the dtype of the products (`lower_weights`)
 
 
 class ExpansionLinear(nn.Module):
-    """The blocks that widen one frozen linear map: W21 and W22, and W12 where the expansion collaborates.
+    """The blocks that widen one frozen linear map: W21 and W22, and W12 if the expansion collaborates here.
 
-    W12 is absent, not zero, where nothing is to be written into the base stream: no parameter, no product, and a
-    non-finite u cannot reach x. `below` is what widens W already, bottom up; W21 reads their channels after the base's.
+    If nothing is to be written into the base stream, W12 is absent, not zero: no parameter, no product, and a
+    non-finite u cannot reach x. `below` are the linear maps that widen W already, bottom up; W21 reads the base's
+    channels and then theirs.
     """
 
     weight_22: nn.Parameter
@@ -62,20 +63,20 @@ class ExpansionLinear(nn.Module):
         self.bias_2 = None if base_linear.bias is None else nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor, u: Tensor, weights: Weights) -> Tensor:
-        """Return y' = W21 x + W22 u: two products, so that none computes a gradient for a frozen x."""
+        """Return y' = W21 x + W22 u, as two products so that no gradient is computed for a frozen x."""
         weight_21, bias_2 = weights[self.weight_21], None if self.bias_2 is None else weights[self.bias_2]
         read = F.linear(x.flatten(0, -2).to(weight_21.dtype), weight_21, bias_2)
         return add_product(read, u.flatten(0, -2), weights[self.weight_22]).unflatten(0, x.shape[:-1])
 
     def collaborate(self, y: Tensor, u: Tensor, weights: Weights) -> Tensor:
-        """Add W12 u to y = W x, which may be overwritten, and return it; without W12 return y."""
+        """Return y + W12 u, where y = W x may be overwritten; without W12, return y."""
         if self.weight_12 is None:
             return y
         return add_product(y.flatten(0, -2), u.flatten(0, -2), weights[self.weight_12]).unflatten(0, y.shape[:-1])
 
 
 class ExpansionNorm(nn.Module):
-    """Gains of the expansion stream, normalised by the base stream's own RMS: u^ = g' u / rms(x).
+    """Norm of the expansion stream: its own gains, but the base stream's RMS: u^ = g' u / rms(x).
 
     x^ stays untouched, so preservation is exact, and the widened model is exactly a plain Llama (docs/serving.md).
     """
@@ -85,33 +86,33 @@ class ExpansionNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, inverse_rms_BT1: Tensor, u_BTE: Tensor) -> Tensor:
-        """Return u^ (B, T, E), computed in float32, in what the products that read it are computed in."""
+        """Return u^ (B, T, E), computed in float32 and cast to the dtype of the products that read it."""
         return (self.weight * (u_BTE.float() * inverse_rms_BT1)).to(product_dtype(u_BTE))
 
 
 @dataclass
 class LayerContext:
-    """What every layer of one forward pass shares."""
+    """Values that all layers of one forward pass share."""
 
     family: Family
     position_ids: Tensor
     rotary: dict[str | None, tuple[Tensor, Tensor]]  # cosines and sines by `Family.rotary_kind`
-    # by whether a layer has a window: Tensor, BlockMask or None, whatever transformers' attention functions take
+    # keyed by whether the layer has a window; a Tensor, BlockMask or None, as transformers' attention functions take it
     attention_masks: dict[bool, Any]
     cache: DynamicCache | None
     num_layers: int
-    checkpointing: bool = False  # activations of what trains are computed again in backward
-    angles: dict[str | None, tuple[Tensor, Tensor]] = field(init=False)  # of `rotate`
+    checkpointing: bool = False  # whether backward computes the activations of the trained part again
+    angles: dict[str | None, tuple[Tensor, Tensor]] = field(init=False)  # an argument of `rotate`, by the same kinds
 
     def __post_init__(self) -> None:
         self.angles = {kind: rotation_angles(*embeddings) for kind, embeddings in self.rotary.items()}
 
     def slot(self, stream: int, layer_index: int) -> int:
-        """Return the cache's place for one stream's heads in one layer; stream 0 is the base."""
+        """Return the cache slot of one stream's heads in one layer; stream 0 is the base."""
         return stream * self.num_layers + layer_index
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a part of a layer; where checkpointing, keep of it only what went in."""
+        """Call a part of a layer; with checkpointing, keep only its inputs for backward."""
         if not self.checkpointing:
             return function(*args)
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
@@ -120,10 +121,9 @@ class LayerContext:
 def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, slot: int) -> Tensor:
     """Return causal attention over heads of the base's head_dim: (B, T, N A) from projections of that shape.
 
-    `attention` is the base's module; transformers' attention functions read head ratio and scale from it, and both
-    are the same for added heads. So are the gains of a norm over each head's channels, where the family has one. What
-    a kernel needs beside the mask goes with it: flash attention reads the window, and where documents begin off the
-    positions.
+    `attention` is the base's module; transformers' attention functions read head ratio and scale from it. Both are the
+    same for added heads, and so are the gains of a norm over each head's channels, if the family has one. Window and
+    positions are passed beside the mask: flash attention reads them, and finds in the positions where documents begin.
     """
     family = context.family
     window = family.window_of(attention)
@@ -156,21 +156,21 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContex
     return attended.reshape(*shape[:-2], -1).contiguous()
 
 
-InverseRms = dict[str, Tensor]  # by the name of one of the base's norms: (B, T, 1) of what it read
+InverseRms = dict[str, Tensor]  # by the name of a norm of the base: 1 / rms of its input, (B, T, 1)
 
 
 @dataclass
 class LayerReads:
-    """What the blocks that are added to a layer read of the streams that are there already."""
+    """Inputs that the blocks added to a layer read from the streams below them."""
 
-    attention_BTD: Tensor  # what q, k, v read
-    heads: Tensor  # (B, T, N A), what o reads
-    mlp_BTD: Tensor  # what gate and up read
-    channels: Tensor  # (B, T, MLP channels), what down reads
-    inverse_rms: InverseRms  # of the base alone
+    attention_BTD: Tensor  # input of q, k, v
+    heads: Tensor  # (B, T, N A), input of o
+    mlp_BTD: Tensor  # input of gate and up
+    channels: Tensor  # (B, T, MLP channels), input of down
+    inverse_rms: InverseRms  # of the base stream alone
 
     def joined(self, above: LayerReads) -> LayerReads:
-        """Return what is read by an expansion that stands upon these streams and the one above them."""
+        """Return the inputs of an expansion that stands upon these streams and upon `above`."""
         return LayerReads(
             torch.cat([self.attention_BTD, above.attention_BTD], dim=-1),
             torch.cat([self.heads, above.heads], dim=-1),
@@ -181,7 +181,7 @@ class LayerReads:
 
 
 def _norm(form: NormForm, inverse_rms: InverseRms, owner: Any, name: str | None, x: Tensor) -> Tensor:
-    """Return x^ by one of the base's norms, or x where there is none; its 1 / rms(x) is noted."""
+    """Return x^ by one of the base's norms and record 1 / rms(x) in `inverse_rms`; without a norm, return x."""
     if name is None:
         return x
     normed, inverse_rms[name] = frozen_norm(getattr(owner, name), form, x)
@@ -189,7 +189,7 @@ def _norm(form: NormForm, inverse_rms: InverseRms, owner: Any, name: str | None,
 
 
 def read_base(base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int) -> tuple[Tensor, LayerReads]:
-    """Return the base stream after one of its own layers, and what the added blocks read of that layer."""
+    """Return the base stream after one of its own layers, and the inputs of the blocks added to that layer."""
     attention, mlp, family = base_layer.self_attn, base_layer.mlp, context.family
     inverse_rms: InverseRms = {}
     norm = partial(_norm, family.norm_form, inverse_rms)
@@ -208,9 +208,9 @@ def read_base(base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int) 
 
 
 class ExpansionLayer(nn.Module):
-    """What one decoder layer gains: heads, MLP channels, gains, and the blocks between the two streams.
+    """Everything added to one decoder layer: heads, MLP channels, gains, and the blocks between the two streams.
 
-    Its maps have the names of `OWNERS`, its norms those of the base's norms.
+    Its maps have the names in `OWNERS`; its norms have the names of the base's norms.
     """
 
     q_proj: ExpansionLinear
@@ -264,10 +264,10 @@ class ExpansionLayer(nn.Module):
     def forward(
         self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int, own_slot: int
     ) -> tuple[Tensor, Tensor, LayerReads, LayerReads]:
-        """Return both streams after this layer, and what it read and what its own stream gave, for those above.
+        """Return x and u after this layer, and the inputs for blocks above: those it read, and those its stream gives.
 
-        Where nothing has written into x (below every collaborating layer: always in Preserve) the base layer runs by
-        itself, without autograd: it costs a forward pass and no more, and is never computed twice.
+        While nothing has written into x (below every collaborating layer; always in Preserve), the base layer runs
+        alone and without autograd: it costs one forward pass, and is never computed twice.
         """
         if self.collaborates or x_BTD.requires_grad:
             return context.run(self._both, base_layer, x_BTD, u_BTE, context, base_slot, own_slot)
@@ -279,7 +279,7 @@ class ExpansionLayer(nn.Module):
     def read_on(
         self, base_layer: Any, read: LayerReads, u_BTE: Tensor, context: LayerContext, own_slot: int
     ) -> tuple[Tensor, LayerReads]:
-        """Return the expansion stream after this layer and what it gave; what it reads has been computed already."""
+        """Return u after this layer, and the inputs its stream gives to blocks above, from inputs computed already."""
         return context.run(self._added, base_layer, read, u_BTE, context, own_slot)
 
     def _added(
@@ -337,7 +337,7 @@ class ExpansionLayer(nn.Module):
         return lower_weights(weight for linear in linears for weight in linear.parameters())
 
     def _norm(self, name: str | None, inverse_rms: InverseRms, u: Tensor) -> Tensor:
-        """Return u^ by the own gains of one of the base's norms, or u where there is none."""
+        """Return u^ by the added gains that belong to one of the base's norms; without a norm, return u."""
         if name is None:
             return u.to(product_dtype(u))
         normed: Tensor = getattr(self, name)(inverse_rms[name], u)
@@ -364,7 +364,7 @@ class ExpansionLayer(nn.Module):
 
 
 class Expansion(nn.Module):
-    """Everything that one expansion adds to the plain model `base`; `below` lists those that stand on it already."""
+    """Everything that one expansion adds to the plain model `base`; `below` lists the expansions under this one."""
 
     layers: nn.ModuleList
 

@@ -1,12 +1,12 @@
-"""The families of bases, and how a layer of each is walked. Nothing else asks which family a base is of.
+"""The families of bases, and how each family's layer computes. No other module asks for a base's family.
 
-A layer of any family is two steps, each with an RMSNorm before it, after it, or both:
+A layer of any family has two steps, each with an RMSNorm before it, after it, or both:
 
     x = x + after_attention(o(heads(q, k, v)))      q, k, v of before_attention(x)
     x = x + after_mlp(down(act(gate) up))           gate, up of before_mlp(x)
 
-Every norm has gains of its own for what is added, which is divided by the base's RMS: so the base keeps its bits, and
-the widened model is a plain one (`export/dense.py`). Only norms over one head's channels serve added heads as they are.
+Every norm has separate gains for the added channels, which it divides by the base's RMS. So the base keeps its bits,
+and the widened model is a plain one (`export/dense.py`). Only norms over one head's channels serve added heads as is.
 
 Shapes: B batch, T positions, D base channels, V vocabulary.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .fused_scale import LLAMA_NORM, NormForm, gated, rotate, rotate_first, rotate_in_float32
 
-# The linear maps of a layer that are widened, in their order, and the module that each stands in.
+# The linear maps of a layer that are widened, in order, and the module that holds each.
 READ_BY_ATTENTION, READ_BY_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 OWNERS = {
     **dict.fromkeys((*READ_BY_ATTENTION, "o_proj"), "self_attn"),
@@ -32,9 +32,9 @@ OWNERS = {
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's decoder computes; the defaults are Llama's. A norm is its module's name, None where there is none.
+    """How a family's decoder computes; the defaults are Llama's. A norm is given by its module's name, or None.
 
-    A family whose maps lie otherwise (one matrix for q, k and v) overrides the methods.
+    A family with another layout of its maps (one matrix for q, k and v) overrides the methods.
     """
 
     class_name: str  # of transformers' and vLLM's classes, before ForCausalLM
@@ -45,19 +45,19 @@ class Family:
     width_norms: tuple[str | None, str | None] = (None, None)  # of all queries together, of all keys together
     head_norms: tuple[str, str] | None = None  # of each head's queries, of each head's keys
     norm_form: NormForm = LLAMA_NORM
-    # How many positions an attention looks back over, itself included; None for all.
+    # The attention window in positions, the current one included; None for full attention.
     window_of: Callable[[Any], int | None] = lambda _: None
-    # The kind of layer by which the decoder's rotary embedding is asked; None where it is one for all.
+    # The layer type to pass to the decoder's rotary embedding; None if all layers share one.
     rotary_kind: Callable[[Any], str | None] = lambda _: None
-    # Whether a layer of a configuration has an MLP that is widened; sparse ones are not, and read and write x alone.
+    # Whether a layer has an MLP that is widened; a sparse MLP is not widened, and reads and writes x alone.
     has_mlp: Callable[[Any, int], bool] = lambda _config, _layer: True
-    is_rotated: Callable[[Any], bool] = lambda _: True  # whether an attention turns its queries and keys at all
+    is_rotated: Callable[[Any], bool] = lambda _: True  # whether an attention rotates its queries and keys at all
     rotate: Callable[..., tuple[Tensor, Tensor]] = rotate
-    heads_divide_channels: bool = False  # whether its configuration insists on hidden_size % num_attention_heads == 0
-    # The length of a text beyond which all of its positions are turned otherwise; None where there is none.
+    heads_divide_channels: bool = False  # whether its configuration requires hidden_size % num_attention_heads == 0
+    # The text length beyond which all positions are rotated by other angles; None if there is no such length.
     short_up_to: Callable[[Any], int | None] = lambda _: None
-    channels_multiple: int = 1  # what hidden_size has to be a multiple of for the family's products
-    refused: tuple[str, ...] = ()  # keys of its config.json that are walked only where they are null or false
+    channels_multiple: int = 1  # the family's products need a hidden_size that is a multiple of this
+    refused: tuple[str, ...] = ()  # keys of its config.json that must be null or false
 
     def linear(self, base_layer: Any, name: str) -> nn.Linear:
         linear: nn.Linear = getattr(getattr(base_layer, OWNERS[name]), name)
@@ -67,15 +67,15 @@ class Family:
         return name
 
     def queries_keys_values(self, attention: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the base's own products, fresh ones: W12 is added in place."""
+        """Return the base's own products as new tensors, because W12 is added in place."""
         return attention.q_proj(x_BTD), attention.k_proj(x_BTD), attention.v_proj(x_BTD)
 
     def gate_up(self, mlp: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the base's own products, fresh ones: W12 is added in place."""
+        """Return the base's own products as new tensors, because W12 is added in place."""
         return mlp.gate_proj(x_BTD), mlp.up_proj(x_BTD)
 
     def channels(self, mlp: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """Return what down reads, of the base's channels or of added ones."""
+        """Return the input of down, for the base's channels or for added ones."""
         return gated(mlp.act_fn, gate, up)
 
     def rotary(self, decoder: Any, x_BTD: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
@@ -85,23 +85,23 @@ class Family:
         return embeddings
 
     def embedding_factor(self, embedding: Any) -> Tensor | float:
-        """Return what the decoder multiplies a row of its embedding with: of Gemma the root of the stream's width."""
+        """Return the decoder's factor on embedding rows: for Gemma, the square root of the stream's width; else 1."""
         factor: Tensor | None = getattr(embedding, "embed_scale", None)
         return 1.0 if factor is None else factor.to(embedding.weight.dtype)
 
     def token_rows(self, base: Any) -> Tensor:
-        """Return (V, D): x_0 of every token, before it is rounded to the base's dtype."""
+        """Return (V, D): x_0 of every token, not yet rounded to the base's dtype."""
         embedding = base.model.embed_tokens
         factor = self.embedding_factor(embedding)
         return embedding.weight if isinstance(factor, float) else embedding.weight.float() * factor
 
     def packed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Return a layer's tensors as a plain model has them, from those of the maps of `OWNERS` and of the norms."""
+        """Return a layer's tensors in a plain model's layout, from one tensor per map of `OWNERS` and per norm."""
         return tensors
 
     @torch.no_grad()
     def silence(self, layer: Any) -> None:
-        """Let a layer add nothing: by what it writes with, or the norm after that, which brings any size to its own."""
+        """Make a layer add nothing: set its output maps to 0, or the gains of a norm after them if there is one."""
         for norm, writing in ((self.after_attention, "o_proj"), (self.after_mlp, "down_proj")):
             for name, parameter in layer.named_parameters():
                 if (norm or writing) in name.split("."):
@@ -110,12 +110,12 @@ class Family:
 
     @property
     def norms_of_read(self) -> list[str]:
-        """The norms over what a layer reads of the stream."""
+        """The norms on a layer's inputs from the stream."""
         return [name for name in (self.before_attention, self.before_mlp) if name is not None]
 
     @property
     def norms_of_written(self) -> list[str]:
-        """The norms over what a layer writes into the stream."""
+        """The norms on a layer's outputs into the stream."""
         return [name for name in (self.after_attention, self.after_mlp) if name is not None]
 
 
@@ -129,16 +129,16 @@ def _window_of_all(attention: Any) -> int | None:
     return window
 
 
-# What one matrix of Phi's makes, from its first row on.
+# The maps whose rows make up one matrix of Phi, in their order.
 _PACKED = {"qkv_proj": READ_BY_ATTENTION, "gate_up_proj": READ_BY_MLP}
 _PACKED_IN = {name: packed for packed, names in _PACKED.items() for name in names}
 
 
 class _Phi(Family):
-    """q, k and v are rows of one matrix, and so are gate and up: one product, which is taken apart."""
+    """q, k and v are rows of one matrix, and so are gate and up: each product is computed once and sliced."""
 
     def linear(self, base_layer: Any, name: str) -> nn.Linear:
-        """Return a map; of several that are one, the rows of this one, which are not copied."""
+        """Return a map; for one in a packed matrix, a view of its rows."""
         if name not in _PACKED_IN:
             return super().linear(base_layer, name)
         weight = getattr(getattr(base_layer, OWNERS[name]), _PACKED_IN[name]).weight.detach()
@@ -153,7 +153,7 @@ class _Phi(Family):
 
     def queries_keys_values(self, attention: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         of_q, of_k, _ = self._head_sizes(attention)
-        qkv = attention.qkv_proj(x_BTD)  # sliced: of what `split` gives nothing may be changed in place
+        qkv = attention.qkv_proj(x_BTD)  # sliced below: the results of `split` must not be changed in place
         return qkv[..., :of_q], qkv[..., of_q : of_q + of_k], qkv[..., of_q + of_k :]
 
     def gate_up(self, mlp: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,7 +232,7 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
         **_NORMED_AFTER,
         head_norms=_QUERIES_KEYS,
         window_of=lambda attention: attention.sliding_window if attention.is_sliding else None,
-        # Between layers with a window those without one know no positions.
+        # In a model that has layers with a window, the others use no positions.
         is_rotated=lambda attention: attention.sliding_window is None or attention.is_sliding,
     ),
     "qwen3_moe": Family(

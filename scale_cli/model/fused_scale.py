@@ -1,7 +1,7 @@
-"""Steps of the widened decoder whose own backward pass costs less than what autograd would record of them.
+"""Steps of the widened decoder with a backward pass of their own, cheaper than the one that autograd would record.
 
-Each computes forward with the base's own operations, so that the base stream keeps its bits, and keeps for backward
-only what cannot be had again by a cheap elementwise operation.
+Each forward pass uses the base's own operations, so that the base stream keeps its bits. It saves for backward only
+what a cheap elementwise operation cannot compute again.
 
 Shapes: B batch, T positions, D base channels, E expansion channels, C MLP channels, N heads, A channels a head.
 """
@@ -21,15 +21,15 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
-    """Return what a product with a weight is computed in: autocast's dtype, or the weight's own."""
-    # The meta device, on which a run is planned, knows no autocast.
+    """Return the dtype in which a product with a weight is computed: autocast's, or the weight's own."""
+    # The meta device, on which a run is planned, has no autocast.
     if weight.is_meta or not torch.is_autocast_enabled(weight.device.type):
         return weight.dtype
     return torch.get_autocast_dtype(weight.device.type)
 
 
 class _Lowered(torch.autograd.Function):
-    """Tensors in a lower precision, all by one kernel, and so are their gradients back in their own."""
+    """Casts tensors to a lower precision, all in one kernel, and their gradients back to their own in another."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -47,10 +47,10 @@ class _Lowered(torch.autograd.Function):
 
 
 def lower_weights(weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """Return what products read of some weights: each in the dtype in which its products are computed."""
+    """Return a dict from each weight to itself in the dtype in which its products are computed."""
     read = {weight: weight for weight in weights}
     higher = [weight for weight in read if weight.dtype != product_dtype(weight)]
-    if torch.compiler.is_compiling():  # which makes one kernel of the casts and what reads them
+    if torch.compiler.is_compiling():  # the compiler fuses the casts with the operations that read them
         return read | {weight: weight.to(product_dtype(weight)) for weight in higher}
     if higher:
         read |= zip(higher, _Lowered.apply(product_dtype(higher[0]), *higher), strict=True)
@@ -58,10 +58,7 @@ def lower_weights(weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def add_product(y: Tensor, u: Tensor, weight: Tensor) -> Tensor:
-    """Return y + W u of (rows, out) and (rows, in), summed inside the product where precisions allow.
-
-    y, a fresh product, is overwritten then.
-    """
+    """Return y + W u for y (rows, out) and u (rows, in); if the precisions agree, y is overwritten."""
     if y.dtype == product_dtype(weight):
         return y.addmm_(u.to(y.dtype), weight.to(y.dtype).T)
     return y + F.linear(u.to(weight.dtype), weight).to(y.dtype)
@@ -69,10 +66,10 @@ def add_product(y: Tensor, u: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NormForm:
-    """How a family's RMSNorm is written down."""
+    """How a family's RMSNorm module stores its parameters."""
 
-    epsilon: str = "variance_epsilon"  # the module's attribute
-    offset: float = 0.0  # how much more than its weight a gain is
+    epsilon: str = "variance_epsilon"  # name of the module's attribute
+    offset: float = 0.0  # a gain is the stored weight plus this
 
     def gains(self, weight: Tensor) -> Tensor:
         return weight.float() + self.offset if self.offset else weight
@@ -114,7 +111,7 @@ def frozen_norm(base_norm: Any, form: NormForm, x_BTD: Tensor) -> tuple[Tensor, 
 
 
 class _Rotation(torch.autograd.Function):
-    """Transformers' rotary embedding, bit for bit; a rotation's gradient is turned back by the opposite angle."""
+    """Transformers' rotary embedding, bit for bit; the gradient is rotated by the opposite angle."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, signed_sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,9 +138,9 @@ def _apart(joined_BTNA: Tensor, num_queries: int) -> tuple[Tensor, Tensor]:
 def rotate(
     q_BTNA: Tensor, k_BTNA: Tensor, embeddings: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return (B, N, T, A) queries and keys turned by their positions' angles, as `rotation_angles` gives them.
+    """Return (B, N, T, A) queries and keys rotated by their positions' `angles`, as `rotation_angles` gives them.
 
-    What is compiled is the base's own function of its `embeddings`: of another the compiler's sums may round otherwise.
+    Compiled code uses the base's own function of its `embeddings`: sums compiled from another might round differently.
     """
     if torch.compiler.is_compiling():
         return apply_rotary_pos_emb(q_BTNA.transpose(1, 2), k_BTNA.transpose(1, 2), *embeddings)
@@ -153,7 +150,7 @@ def rotate(
 def rotate_in_float32(
     q_BTNA: Tensor, k_BTNA: Tensor, embeddings: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return what `rotate` does by angles in float32, in the dtype that came, as the base does."""
+    """Rotate as `rotate` does, but by float32 angles, and cast back to the inputs' dtype, as the base does."""
     q_BNTA, k_BNTA = rotate(q_BTNA, k_BTNA, embeddings, angles)
     return q_BNTA.to(q_BTNA.dtype), k_BNTA.to(k_BTNA.dtype)
 
@@ -161,7 +158,7 @@ def rotate_in_float32(
 def rotate_first(
     q_BTNA: Tensor, k_BTNA: Tensor, embeddings: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return what `rotate` does, where it is told of angles for the first channels of a head alone."""
+    """Rotate as `rotate` does, but only the first channels of each head: those that have angles."""
     turned = embeddings[0].shape[-1]
     q, k = rotate(q_BTNA[..., :turned], k_BTNA[..., :turned], embeddings, angles)
     rest_q, rest_k = (states[..., turned:].transpose(1, 2) for states in (q_BTNA, k_BTNA))
@@ -169,13 +166,13 @@ def rotate_first(
 
 
 def rotation_angles(cos_BTA: Tensor, sin_BTA: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (B, T, 1, A) cosines, and the sines that the other half of a head's channels is multiplied with."""
+    """Return (B, T, 1, A) cosines, and the signed sines that multiply the other half of a head's channels."""
     first, second = sin_BTA.chunk(2, dim=-1)
     return cos_BTA.unsqueeze(2), torch.cat([-first, second], dim=-1).unsqueeze(2)
 
 
 class _GatedSilu(torch.autograd.Function):
-    """silu(gate) up, keeping gate and up alone."""
+    """silu(gate) up; saves only gate and up for backward."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Cross-entropy of a vocabulary head in chunks: the (tokens x vocabulary) logits never exist whole.
 
-Where the base's predictions are learned from too, the loss of a token is -log p(target) + w KL(p_base || p), whose
-gradient by the logits is p - one-hot + w (p - p_base). The base's logits are those before the last head is added: they
-cost no product.
+With distillation from the base, the loss of a token is -log p(target) + w KL(p_base || p), and its gradient by the
+logits is p - one-hot + w (p - p_base). The base's logits are the sum before the last head is added, so they cost no
+extra product.
 
 Shapes: N tokens of the text, S of them in one sequence, D base channels, E expansion channels, V vocabulary, M new
 tokens, which the base's vocabulary lacks.
@@ -20,18 +20,18 @@ from torch.autograd.function import once_differentiable
 from .fused_scale import product_dtype
 from .routing import rows_at_once
 
-IGNORED = -100  # as in data/batches.py, which this file, being exported, cannot import
-# From a base's logits of the tokens that it has to its logits of all tokens, new ones included.
+IGNORED = -100  # as in data/batches.py, which this file cannot import because it is exported
+# Maps a base's logits of the tokens that it has to logits of all tokens, new ones included.
 OfBase = Callable[[Tensor], Tensor]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of -log p(target) under the logits sum_k H_k x_k, with the gradients computed on the way forward.
+    """Sum of -log p(target) under the logits sum_k H_k x_k; forward computes the gradients too.
 
-    `distilled` has slices of the N tokens with a weight each: so many times their KL divergence from the predictions
-    without the last H_k x_k is added. Only what wants a gradient gets one: a frozen head costs one product, and keeps
-    nothing. Where the first head has fewer rows than the last, the second gives the logits of the tokens that it lacks.
-    `token_losses_N`, where it is given, is filled with every token's part of the sum.
+    `distilled` holds slices of the N tokens, each with a weight for its KL divergence from the predictions without the
+    last H_k x_k. Gradients are computed only where they are needed: a frozen head costs one product and keeps nothing.
+    If the first head has fewer rows than the last, the second gives the logits of the tokens that the first lacks.
+    `token_losses_N`, if given, is filled with every token's term of the sum.
     """
 
     @staticmethod
@@ -58,7 +58,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         columns = _columns(lowered)
         ignored_N1 = (targets_N == IGNORED).unsqueeze(1)
         places_N1 = targets_N.unsqueeze(1).masked_fill(ignored_N1, 0)
-        # Made once: what a chunk's logits say, and, in the precision of the products that read it, its gradient.
+        # Allocated once: a chunk's log-probabilities, and its gradient in the precision of the products that read it.
         shape = min(num_rows, len(targets_N)), len(lowered[-1])
         said_MV = torch.empty(shape, dtype=torch.float32, device=targets_N.device)
         lowest = lowered[-1].dtype if len({head.dtype for head in lowered}) == 1 else torch.float32
@@ -96,14 +96,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: nobody else holds them, and autograd refuses a second backward over them.
+        # In place: nothing else uses them, and autograd refuses a second backward pass.
         return None, None, None, None, *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors)
 
 
 def _logits_and_bases(
     streams: Sequence[Tensor], heads: Sequence[Tensor], places: Sequence[slice], of_base: OfBase | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return sum_k H_k x_k, and at some places what is said without its last term, as log-probabilities in float32."""
+    """Return sum_k H_k x_k, and, at `places`, the float32 log-probabilities without its last term."""
     logits_NV, bases, joined = streams[0] @ heads[0].T, [], 1
     if len(heads[0]) < len(heads[-1]):
         logits_NV, joined = torch.cat([logits_NV, streams[1] @ heads[1].T], dim=1), 2
@@ -112,13 +112,13 @@ def _logits_and_bases(
             said = [logits_NV[place].float() for place in places]
             said = said if of_base is None else [of_base(logits_SV[:, : len(heads[0])]) for logits_SV in said]
             bases = [logits_SV.log_softmax(dim=1) for logits_SV in said]
-        # A frozen bfloat16 head beside a float32 one is never upcast; its logits are.
+        # A frozen bfloat16 head beside a float32 one is never upcast; only its logits are.
         logits_NV = logits_NV.to(head.dtype).addmm_(stream, head.T)
     return logits_NV, bases
 
 
 def _columns(heads: Sequence[Tensor]) -> list[slice]:
-    """Return, of every head, the columns of the logits that it adds to: its part of the vocabulary."""
+    """Return, for each head, the columns of the logits that it adds to: its part of the vocabulary."""
     num_first = len(heads[0])
     if num_first == len(heads[-1]):
         return [slice(None)] * len(heads)
@@ -128,15 +128,15 @@ def _columns(heads: Sequence[Tensor]) -> list[slice]:
 def _fill_losses(
     losses_N: Tensor, logits_NV: Tensor, places_N1: Tensor, ignored_N1: Tensor, said_NV: Tensor, grad_NV: Tensor
 ) -> None:
-    """Compute the losses of some tokens and their gradients from logits as the products gave them.
+    """Compute the losses of some tokens, and their gradients by the logits.
 
     Args:
-        losses_N: filled with -log p(target), 0 where there is none.
-        logits_NV: a GPU's kernel reads them in their own precision.
-        places_N1: of the targets in the vocabulary.
-        ignored_N1: where there is no target.
+        losses_N: filled with -log p(target); 0 without a target.
+        logits_NV: in the precision of the products; a GPU kernel reads them without a cast.
+        places_N1: the targets' indices in the vocabulary.
+        ignored_N1: True where there is no target.
         said_NV: filled with log p, float32.
-        grad_NV: filled with softmax - one-hot, of no meaning where there is no target; may be `said_NV`.
+        grad_NV: filled with softmax - one-hot; meaningless without a target; may be `said_NV`.
     """
     torch.log_softmax(logits_NV, dim=1, dtype=said_NV.dtype, out=said_NV)
     of_targets_N1 = said_NV.gather(1, places_N1)
@@ -146,7 +146,7 @@ def _fill_losses(
 
 
 def _divergence_and_gradient(base_SV: Tensor, logits_SV: Tensor, ignored_S1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(p_base || p), and its d / d logits: p - p_base, both 0 where there is no target.
+    """Return KL(p_base || p) and its gradient by the logits, p - p_base; both are 0 where there is no target.
 
     `base_SV` is log p_base, and is overwritten.
     """
@@ -157,7 +157,7 @@ def _divergence_and_gradient(base_SV: Tensor, logits_SV: Tensor, ignored_S1: Ten
 
 
 def _within(places: Sequence[tuple[slice, float]], rows: slice) -> Iterator[tuple[slice, float]]:
-    """Yield the parts of some places that lie within some rows, counted from the first of those."""
+    """Yield the parts of `places` that lie within `rows`, as slices relative to the first of these rows."""
     for place, weight in places:
         start, stop = max(place.start, rows.start), min(place.stop, rows.stop)
         if start < stop:
@@ -165,7 +165,7 @@ def _within(places: Sequence[tuple[slice, float]], rows: slice) -> Iterator[tupl
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a product to a float32 sum, in the product itself where the precisions agree."""
+    """Add a product to a float32 sum; in one call if the precisions agree."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
@@ -184,7 +184,7 @@ def trained_head_cross_entropy(
     token_losses_BT: Tensor | None = None,
     of_base: OfBase | None = None,
 ) -> Tensor:
-    """Return the summed cross-entropy of H x + H' u in float32, IGNORED targets left out.
+    """Return the summed cross-entropy of H x + H' u in float32, without IGNORED targets.
 
     Args:
         x_BTD: the base stream after its last norm.
@@ -192,12 +192,11 @@ def trained_head_cross_entropy(
         base_head_VD: H; frozen, it gets no gradient.
         head_VE: H'.
         targets_BT: the token after each position, or IGNORED.
-        between: streams and heads of the frozen expansions that this one stands upon, whose logits are added.
-        distillation: of every sequence, how much of its divergence from the logits without H' u is added; None: of
-            none.
+        between: streams and heads of the frozen expansions below this one, whose logits are added.
+        distillation: each sequence's weight of its KL divergence from the logits without H' u; None: 0 for all.
         new_head_MD: H_new, for the last M tokens of the vocabulary, which H lacks.
-        token_losses_BT: filled with what every target adds to the sum; None where nobody asks.
-        of_base: what the base says of all tokens, from H x: where what is distilled lacks some.
+        token_losses_BT: filled with every target's term of the sum, if given.
+        of_base: maps H x to the base's logits of all tokens; needed to distil a base that lacks some.
     """
     length = targets_BT.shape[1]
     distilled = [
@@ -224,6 +223,6 @@ def trained_head_cross_entropy(
 def plain_cross_entropy(
     x_BTD: Tensor, head_VD: Tensor, targets_BT: Tensor, token_losses_BT: Tensor | None = None
 ) -> Tensor:
-    """Return the summed cross-entropy of H x in float32; H gets a gradient where it trains."""
+    """Return the summed cross-entropy of H x in float32; H gets a gradient if it trains."""
     token_losses_N = None if token_losses_BT is None else token_losses_BT.view(-1)
     return _ChunkedCrossEntropy.apply(targets_BT.flatten(), (), token_losses_N, None, x_BTD.flatten(0, 1), head_VD)

@@ -1,7 +1,7 @@
-"""What several heads say of the tokens of a text, and how a rule weighs them, one number a token and head.
+"""Log-probabilities of a text's tokens under several heads, and the heads' weights: one number per token and head.
 
-The heads are a widened model's, or two models': a trained one beside the untouched base, which is what any method can
-be given without widening anything, and what SCALE-Route has to be weighed against.
+The heads belong to one widened model, or to two models: a trained one beside the untouched base. Any method can be
+routed in this second way without widening anything; SCALE-Route has to be compared with it.
 
 Shapes: K heads (the first the base's, the last the trained one's), B batch, T positions, V vocabulary.
 """
@@ -33,7 +33,7 @@ HeadLogits = Callable[[slice], Sequence[Tensor]]
 
 
 class RouterSettings(Protocol):
-    """What the rules are set by: of the config, or of a model."""
+    """Settings of the routing rules, from the config or from a model."""
 
     @property
     def prior(self) -> float: ...
@@ -47,13 +47,13 @@ class RouterSettings(Protocol):
 
 @dataclass(frozen=True)
 class TokenLogProbs:
-    """What the heads said of tokens that came, and how alike their predictions were."""
+    """The heads' log-probabilities of observed tokens, and the similarity of their predictions."""
 
-    log_probs_KBT: Tensor  # of the token that came, under each head, nats
-    cosine_BT: Tensor  # of the logit vectors of the first and the last head
+    log_probs_KBT: Tensor  # of the observed token, under each head, in nats
+    cosine_BT: Tensor  # between the logit vectors of the first and the last head
 
     def log_weights(self, rule: str, router: RouterSettings) -> Tensor:
-        """Return (K, B, T): how a rule weighs the heads in the prediction of each of the tokens, as logarithms."""
+        """Return (K, B, T): the log-weights that a rule gives the heads when predicting each token."""
         if rule == "cosine":
             return cosine_log_weights(self.cosine_BT, router.threshold)
         prior_K = log_prior(router.prior, len(self.log_probs_KBT), self.log_probs_KBT.device)
@@ -61,12 +61,12 @@ class TokenLogProbs:
 
 
 def token_log_probs(model: HeadedModel, input_ids: Tensor, next_ids_BT: Tensor) -> TokenLogProbs:
-    """Return what a model's heads say of the token that comes after each of `input_ids` (B, T)."""
+    """Return the log-probabilities of the token after each of `input_ids` (B, T), under a model's heads."""
     return log_probs_of(model.head_logits(input_ids), next_ids_BT, model.config.vocab_size)
 
 
 def log_probs_of(logits_at: HeadLogits, next_ids_BT: Tensor, vocab_size: int) -> TokenLogProbs:
-    """Return what heads say of the token after each position, without the logits of all positions at once."""
+    """Return the heads' log-probabilities of the token after each position, never holding all positions' logits."""
     log_probs, cosines = [], []
     for at in parts_of_positions(next_ids_BT, vocab_size):
         heads = [logits.float() for logits in logits_at(at)]
@@ -76,7 +76,7 @@ def log_probs_of(logits_at: HeadLogits, next_ids_BT: Tensor, vocab_size: int) ->
 
 
 class CacheOfTwo(ScaleCache):
-    """The generation state of two models: the base's own, the trained one's beside it, and the router's memory."""
+    """The generation state of two models: the base's cache, the trained model's beside it, and the router's memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class CacheOfTwo(ScaleCache):
 
 
 class BaseAndTrained(nn.Module):
-    """Two causal language models of one vocabulary, whose heads are scored as the two of a widened model are."""
+    """Two causal language models of one vocabulary, whose heads are scored like the two of a widened model."""
 
     def __init__(self, base: Any, trained: Any) -> None:
         super().__init__()
@@ -124,11 +124,11 @@ class BaseAndTrained(nn.Module):
 
 
 class BaseOfNewTokens(nn.Module):
-    """A plain base that reads new tokens and shares its pieces' probability with them; it is never trained."""
+    """A plain base that reads new tokens and gives them shares of its pieces' probability; it is never trained."""
 
     def __init__(self, base: Any, new: NewTokens, config: Any) -> None:
         super().__init__()
-        self.config, self.base, self.new = config, base, new  # the configuration is of a model that has the tokens
+        self.config, self.base, self.new = config, base, new  # `config` belongs to a model that has the new tokens
 
     def get_decoder(self) -> Any:
         decoder = self.base.get_decoder()
@@ -139,5 +139,5 @@ class BaseOfNewTokens(nn.Module):
         return lambda states: self.new.shared(head(states))
 
 
-# A model with several heads over one vocabulary: `head_logits` runs it, and gives all heads' logits at any positions.
+# A model with several heads over one vocabulary; `head_logits` runs it and gives all heads' logits at any positions.
 HeadedModel: TypeAlias = WidenedModel | BaseAndTrained

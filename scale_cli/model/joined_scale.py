@@ -1,10 +1,10 @@
 """Several expansions on one frozen base, and the posterior router over all their heads: one forward of the base.
 
-Expansions may bring tokens of their own, each for another script, or the same. Of tokens that it does not know a head
-says as much as a base does: a share of their first pieces (`PieceShares`); and it reads each as the mean of its pieces.
-On text without the others' scripts it stays what it is alone, to a millionth of a nat a token.
+Expansions may bring tokens of their own, for different scripts or the same tokens. A head treats tokens that it lacks
+as a base does: it gives each a share of its first piece's probability (`PieceShares`), and reads it as the mean of its
+pieces. On text without the others' scripts, a head predicts as it does alone, to a millionth of a nat a token.
 
-Sources: ours; each expansion is SCALE's (arXiv 2511.03270), the rule that of `routing.py`.
+Sources: ours; each expansion is SCALE's (arXiv 2511.03270), the rule is that of `routing.py`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class JoinedForCausalLM(WidenedModel):
     """
 
     config_class = JoinedConfig
-    # A base in bfloat16 is loaded as it is; what was trained beside it stays in the precision it was trained in.
+    # A bfloat16 base is loaded as it is; the expansions keep the precision in which they were trained.
     _keep_in_fp32_modules_strict = ["members"]  # noqa: RUF012 (declared by transformers)
 
     def __init__(self, config: JoinedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
         base = self._empty_base() if base is None else base
         self.base: Any = base
-        paths: list[list[Expansion]] = [[]]  # of every head, what stands below the next one
+        paths: list[list[Expansion]] = [[]]  # for every head, its expansions from the bottom up to its own
         for member, sizes in zip(config.members, config.stages(), strict=True):
             below = paths[member["parent"]]
             paths.append([*below, self._expansion(base, below, sizes, len(paths))])
@@ -53,7 +53,7 @@ class JoinedForCausalLM(WidenedModel):
         self.post_init()
 
     def _expansion(self, base: Any, below: Sequence[Expansion], sizes: ScaleConfig, head: int) -> Expansion:
-        """Return an expansion's blocks; in its stream it reads all tokens."""
+        """Return an expansion's blocks, with rows for all tokens in its input embedding."""
         expansion = Expansion(base, below, sizes)
         if sizes.vocab_size < self.config.vocab_size:
             expansion.embed_tokens = nn.Embedding(self.config.vocab_size, sizes.expansion_hidden_size)
@@ -65,7 +65,7 @@ class JoinedForCausalLM(WidenedModel):
         self.requires_grad_(False)
 
     def of_all_tokens(self, head: int, logits: Tensor) -> Tensor:
-        """Return what a head says of all tokens, from its logits (..., those that it knows)."""
+        """Return a head's logits of all tokens, from its logits of the tokens that it knows (the last dimension)."""
         shares = self._shares[head]
         return logits if shares is None else shares(logits)
 
@@ -78,5 +78,5 @@ class JoinedForCausalLM(WidenedModel):
         return self.base
 
     def train(self, mode: bool = True) -> JoinedForCausalLM:  # noqa: ARG002 (as every module's)
-        """Stay in evaluation mode: it has nothing that trains."""
+        """Stay in evaluation mode: nothing in this model trains."""
         return super().train(False)

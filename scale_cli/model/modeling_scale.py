@@ -1,11 +1,11 @@
 """The widened model: a frozen base, its expansion, and the two heads that are served.
 
-`WidenedModel` is what every widened model does: one forward of the base, its heads, and the router over them.
+`WidenedModel` is common to all widened models: one forward pass of the base, its heads, and the router over them.
 
-The base may be a widened model itself: its expansions are frozen too then, the new one reads their streams beside x,
+The base may be a widened model itself. Its expansions are then frozen too, the new one reads their streams beside x,
 and the base head is the trained head of that model.
 
-Shapes: B batch, T positions, V vocabulary, K heads (those that are routed among).
+Shapes: B batch, T positions, V vocabulary, K heads (those that the router mixes).
 
 Source: SCALE, arXiv 2511.03270.
 """
@@ -31,10 +31,10 @@ from .vocabulary_scale import brought_by
 
 
 class WidenedModel(PreTrainedModel, GenerationMixin):
-    """A frozen causal language model, its expansions, and the heads among which is routed.
+    """A frozen causal language model, its expansions, and the heads that the router mixes.
 
-    A class of this kind sets `base` (what is widened), `root` (the plain model at the bottom), `branches` (its
-    expansions) and `routed_heads` (those that are routed among, a head after its parent, the first being the base's).
+    A subclass sets `base` (the widened model), `root` (the plain model at the bottom), `branches` (its expansions) and
+    `routed_heads` (those that the router mixes, each head after its parent, the base's first).
     """
 
     base_model_prefix = "base"
@@ -54,7 +54,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     def from_pretrained(cls, *args: Any, device_map: Any = None, **kwargs: Any) -> Any:
         """Load a self-contained folder, and freeze its base: transformers leaves every parameter it loads trainable.
 
-        All of it lies on one device, which `device_map="auto"` chooses.
+        The whole model lies on one device, which `device_map="auto"` chooses.
         """
         loaded = super().from_pretrained(*args, device_map=_one_device(device_map), **kwargs)
         (loaded[0] if isinstance(loaded, tuple) else loaded).freeze()  # a pair with output_loading_info
@@ -66,33 +66,33 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
             new.embed_tokens.requires_grad_(False)
 
     def _empty_base(self) -> Any:
-        """Return a base of the right shapes, to be filled by a checkpoint."""
+        """Return a base of the right shapes, which a checkpoint then fills."""
         config = self.config.base()
         make = self._from_config if config.model_type == self.config.model_type else AutoModelForCausalLM.from_config
         return make(config, attn_implementation=self.config._attn_implementation, dtype=self.config.dtype)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Leave every block alone: `upscale` initialises the expansion, a checkpoint brings the rest."""
+        """Do nothing: `upscale` initialises the expansion, and a checkpoint brings the rest."""
 
     def get_input_embeddings(self) -> nn.Module:
         return self.root.get_input_embeddings()
 
     def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse: a frozen base has learnt no other tokens."""
+        """Raise NotImplementedError: a frozen base has learnt no other tokens."""
         raise NotImplementedError("a widened model keeps its base's vocabulary; enlarge the base's own before it")
 
     def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse: its paged cache knows neither the second stream nor the router's state."""
+        """Raise NotImplementedError: the paged cache holds neither the second stream nor the router's state."""
         raise NotImplementedError("a widened model has no continuous batching; call generate() on a padded batch")
 
     @property
     def peft_config(self) -> Any:
-        """None of PEFT's: to whoever asks, this model has no such attribute."""
+        """Raise AttributeError, so that the model seems to have no such attribute."""
         raise AttributeError("peft_config")
 
     @peft_config.setter
     def peft_config(self, adapters: Any) -> None:
-        """Refuse PEFT's adapters, which leave their configuration here: what they change is not what is computed."""
+        """Raise NotImplementedError: PEFT sets this when it adds adapters, which would not act on the forward pass."""
         raise NotImplementedError("a widened model takes no PEFT adapters; put them into its plain export")
 
     @staticmethod
@@ -116,9 +116,9 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return logits (training: the last head's; evaluation: as served), a loss for `labels`, and the cache.
 
-        Arguments are transformers' own: (B, T) ids, positions and labels, which are shifted here; a mask of (B, past +
-        T) with left padding. In training mode a loss comes without logits, which then never exist whole; `kwargs` are
-        then those of `_training_loss`.
+        The arguments are transformers' own: (B, T) ids, positions and labels, which are shifted here; a mask of (B,
+        past + T) with left padding. In training mode, `labels` give a loss without logits, which then never exist
+        whole, and `kwargs` are the arguments of `_training_loss`.
         """
         for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
             asked = kwargs.get(name)
@@ -162,7 +162,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Any, *args: Any, past_key_values: Any = None, inputs_embeds: Any = None, **kwargs: Any
     ) -> Any:
-        """Return what a step reads: all of a text that has grown so long that its positions are turned otherwise."""
+        """Return the inputs of a step: the whole text again, if it has just passed the length `Family.short_up_to`."""
         short = family_of(self.root.config).short_up_to(self.root.config)
         past = None if past_key_values is None else past_key_values.get_seq_length()
         if past is not None and short is not None and past <= short < input_ids.shape[1]:
@@ -180,10 +180,10 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         *,
         preserved: bool,
     ) -> FinalStates:
-        """Run the base's decoder once, every expansion beside it, and return what the vocabulary heads read.
+        """Run the base's decoder once, every expansion beside it, and return the inputs of the vocabulary heads.
 
-        `preserved` says whether every routed head is wanted, or the last alone. The base's own costs one more frozen
-        pass of the layers in which nobody else reads the untouched stream, and nothing where that is read.
+        `preserved` says whether every routed head is wanted, or the last alone. The base's own head costs one more
+        frozen pass of those layers in which no expansion reads the untouched stream, and nothing in the others.
         """
         return run_branches(
             self.root,
@@ -197,7 +197,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         )
 
     def routed_logits(self, states: FinalStates) -> list[Tensor]:
-        """Return the logits of all heads that are routed among; a product that two of them share is computed once."""
+        """Return the logits of all routed heads; shared products are computed once."""
         logits = states.logits(self.root.lm_head, self.routed_heads)
         new = self.branches[-1].expansion.new_tokens
         return logits if new is None else [new.shared(logits[0]), *logits[1:]]
@@ -209,7 +209,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         cache: ScaleCache | None = None,
     ) -> Callable[[slice], Sequence[Tensor]]:
-        """Run the decoder over `input_ids` (B, T) and return what gives all heads' logits at any positions."""
+        """Run the decoder over `input_ids` (B, T); return a function that gives all heads' logits at any positions."""
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=True)
         return lambda positions: self.routed_logits(states.at(positions))
 
@@ -220,12 +220,12 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         return log_prior(self.config.router_prior, len(self.routed_heads), device=device)
 
     def adaptation_logits(self, states: FinalStates) -> Tensor:
-        """Return H x_a + H' u of the last head, and the H' u of every expansion that it stands upon."""
+        """Return the last head's logits: H x_a + H' u, plus the H' u of every expansion that it stands upon."""
         return states.logits(self.root.lm_head, self.routed_heads[-1:])[0]
 
 
 def _one_device(device_map: Any) -> Any:
-    """Return a device map that keeps a model together: a layer reads its base layer's weights, not its outputs."""
+    """Return a device map with one device: a layer reads its base layer's weights. ValueError: several, or disk."""
     if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else accelerator.type
@@ -239,8 +239,8 @@ class ScaleForCausalLM(WidenedModel):
     """A frozen causal language model and its expansion.
 
     In training mode the logits are the trained head's, H x_a + H' u, and the router is off: at step 0 both heads
-    agree everywhere, so a routed loss would never start. In evaluation mode they are what is served: the trained
-    head's for `preserve` and `adapt`, the router's for `route`.
+    agree everywhere, so a routed loss would never start. In evaluation mode the logits are those that are served: the
+    trained head's for `preserve` and `adapt`, the router's for `route`.
     """
 
     config_class = ScaleConfig
@@ -252,7 +252,7 @@ class ScaleForCausalLM(WidenedModel):
         below: list[Branch] = []
         if isinstance(self.base, ScaleForCausalLM):
             below = list(self.base.branches)
-            # With it transformers would take a checkpoint's expansion.* for the base.expansion.* that is there too.
+            # With a prefix, transformers would load a checkpoint's expansion.* into base.expansion.*, which exists too.
             self.base_model_prefix = ""
         self.expansion = Expansion(self.root, [branch.expansion for branch in below], config)
         self.branches = [*below, Branch(self.expansion, parent=len(below))]
@@ -279,13 +279,13 @@ class ScaleForCausalLM(WidenedModel):
     ) -> Tensor:
         """Return the mean loss of `labels`, or of `shift_labels` (shifted already) over `num_items_in_batch`.
 
-        `distillation` has of every sequence the weight of KL(base head || trained head); `token_losses` (B, T) is
-        filled with what every token adds to the sum.
+        `distillation` holds each sequence's weight of KL(base head || trained head). `token_losses` (B, T) is filled
+        with every token's term of the sum.
         """
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         heads = self.root.lm_head.weight, self.expansion.lm_head.weight
-        # By one expansion, if any: those upon it have them too.
+        # At most one expansion brings tokens; those upon it share them.
         brought = brought_by(branch.expansion for branch in self.branches)
         between = [
             (u_BTE, branch.expansion.lm_head.weight)
@@ -305,5 +305,5 @@ class ScaleForCausalLM(WidenedModel):
         return loss / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
     def base_logits(self, states: FinalStates) -> Tensor:
-        """Return the base head's logits, bit for bit: H x_p, or the trained head's of a base that is widened."""
+        """Return the base head's logits, bit for bit: H x_p; for a widened base, its trained head's."""
         return states.logits(self.root.lm_head, self.routed_heads[:1])[0]

@@ -1,11 +1,11 @@
-"""A frozen base whose decoder's linear maps are held in 8 or 4 bits, by torchao; embedding, norms and heads stay whole.
+"""A frozen base whose linear maps torchao holds in 8 or 4 bits; embedding, norms and vocabulary head stay whole.
 
-| name | a weight is held in | beside them                                    | y                                |
+| name | a weight is held in | beside the weights                             | y                                |
 |------|---------------------|------------------------------------------------|----------------------------------|
 | int8 | 1 byte              | a float32 scale s for each row                 | (Q x) s                          |
-| nf4  | half a byte         | a scale for 64 weights, itself held in 8 bits  | W x, W made anew for each product |
+| nf4  | half a byte         | a scale for 64 weights, itself held in 8 bits  | W x, W restored for each product |
 
-Either computes in the dtype that the base was loaded in. W as numbers, `plain_weight`, is what both stand for.
+Both compute in the dtype that the base was loaded in. `plain_weight` returns the W that they stand for, as numbers.
 
 Source of nf4: QLoRA, arXiv 2305.14314.
 """
@@ -39,17 +39,17 @@ def _nf4() -> Any:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How linear maps are held."""
+    """How linear maps are held in memory."""
 
     settings: Callable[[], Any]  # for torchao, and for transformers' TorchAoConfig
-    weights_multiple: int  # of a matrix that can be held so
+    weights_multiple: int  # the number of weights of a matrix must be a multiple of this
 
 
 QUANTISATIONS = {"int8": Quantisation(_int8, 1), "nf4": Quantisation(_nf4, 64 * 256)}
 
 
 def quantised_maps(base: Any, quantisation: str) -> dict[str, nn.Linear]:
-    """Return the linear maps of a plain base that are to be quantised, by name; ValueError names one that cannot be."""
+    """Return the linear maps of a plain base to quantise, by name; ValueError names one that cannot be quantised."""
     maps = {f"model.{name}": module for name, module in base.model.named_modules() if isinstance(module, nn.Linear)}
     for layer, (name, owner) in product(base.model.layers, OWNERS.items()):
         if not isinstance(getattr(getattr(layer, owner), name, None), nn.Linear):
@@ -62,7 +62,7 @@ def quantised_maps(base: Any, quantisation: str) -> dict[str, nn.Linear]:
 
 
 def quantise(base: Any, quantisation: str) -> None:
-    """Quantise a plain base in place, as transformers does while it loads one; also on the meta device."""
+    """Quantise a plain base in place, as transformers does while loading; this works on the meta device too."""
     from torchao.quantization import quantize_
 
     for linear in quantised_maps(base, quantisation).values():
@@ -74,7 +74,7 @@ def is_quantised(tensor: Tensor) -> bool:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a tensor is held in: of one that is not quantised itself."""
+    """Return the tensors that hold a quantised tensor; for a plain tensor, itself."""
     if not is_quantised(tensor):
         return [tensor]
     names, _ = cast(Any, tensor).__tensor_flatten__()
@@ -82,7 +82,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def plain_weight(linear: nn.Linear) -> Tensor:
-    """Return W as numbers, in the dtype in which the map computes; no copy where it is not quantised."""
+    """Return W as numbers, in the dtype in which the map computes; not a copy if it is not quantised."""
     weight: Any = linear.weight
     if not is_quantised(weight):
         return linear.weight
@@ -90,7 +90,7 @@ def plain_weight(linear: nn.Linear) -> Tensor:
 
 
 def dequantise(model: AnyModule) -> AnyModule:
-    """Hold every quantised map of a model as numbers, in place, and return it."""
+    """Replace every quantised weight of a model by its plain numbers, in place, and return the model."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and is_quantised(module.weight):
             module.weight = nn.Parameter(plain_weight(module), requires_grad=False)
@@ -98,7 +98,7 @@ def dequantise(model: AnyModule) -> AnyModule:
 
 
 def empty_as(tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU that is held as another one, without numbers."""
+    """Return an uninitialised CPU tensor held in the same form as `tensor`."""
     if not is_quantised(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     kind: Any = type(tensor)

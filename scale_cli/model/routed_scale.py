@@ -1,11 +1,11 @@
-"""A plain export served with its router: the family's own model, every head read off its one vocabulary head.
+"""A plain export served with its router: the family's own model, whose one vocabulary head gives every head's logits.
 
-The plain model's hidden row holds all streams side by side, h = [x ; u_1 ; ...], and the columns of its vocabulary head
-one group for each, [H | H'_1 | ...]. So the one product gives every head's logits, z_0 = H x and z_k = z_parent + H'_k
+The plain model's hidden row holds all streams side by side, h = [x ; u_1 ; ...]. Its vocabulary head has one group of
+columns for each stream, [H | H'_1 | ...]. So one product gives every head's logits, z_0 = H x and z_k = z_parent + H'_k
 u_k, and the posterior rule of `routing.py` mixes them. `scale_router` in config.json says which columns are whose.
 
-Layers, attention, cache, quantisation and devices are transformers' own. What the router remembers between two calls
-lies in the cache as one more layer, so that what is done to a cache is done to it too.
+Layers, attention, cache, quantisation and devices are transformers' own. The router's memory between two calls is one
+more layer of the cache, so every operation on the cache also applies to it.
 
 Shapes: K heads (0 is the base's), B batch, T positions, D channels, V vocabulary.
 """
@@ -52,12 +52,12 @@ class RouterLayer:
         self._forget_how_it_came()
 
     def _forget_how_it_came(self) -> None:
-        """Drop what tokens can be taken back with: what was known before the last call, and its rows and weights."""
+        """Drop the state that `crop` needs: the memory before the last call, and the rows and weights of that call."""
         self.before: RouterMemory | None = None
         self.call: tuple[Tensor, Tensor] | None = None
 
     def reset(self) -> None:
-        """Forget everything; tensors that a compiled step writes into stay where they are."""
+        """Forget everything; the tensors that a compiled step writes into keep their addresses."""
         self.is_empty = True
         self._forget_how_it_came()
 
@@ -76,8 +76,8 @@ class RouterLayer:
         self.is_empty = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back tokens of the last call, as assisted decoding does with those that were not accepted."""
-        if tokens_to_remove > 0:  # transformers 4 tells how many are to be left
+        """Remove the last tokens of the last call, as assisted decoding does with tokens that it rejects."""
+        if tokens_to_remove > 0:  # transformers 4 passes the number of tokens to keep
             raise NotImplementedError("assisted decoding of a routed model needs transformers 5")
         num_removed = abs(tokens_to_remove)
         if num_removed == 0 or self.is_empty:
@@ -109,15 +109,15 @@ class RouterLayer:
         pass
 
     def prefetch(self) -> None:
-        """Fetch the layer that comes next, which is the first."""
+        """Prefetch the next layer, which is the first one."""
         self._first.prefetch()
 
     def get_max_length(self) -> int:
-        return -1  # no end
+        return -1  # unlimited
 
 
 class Routed(nn.Module):
-    """What is the same in every family: the forward, and what generation has to know of the router."""
+    """Common part of every family's routed class: the forward pass, and the hooks that generation calls."""
 
     config: Any
     model: Any
@@ -133,7 +133,7 @@ class Routed(nn.Module):
         if sum(sizes) != config.hidden_size or len(parents) != len(sizes) - 1:
             raise ValueError("config.json: scale_router does not fit hidden_size: it is another model's")
         self._columns = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
-        self._read: list[list[slice]] = []  # of every head the columns of its streams
+        self._read: list[list[slice]] = []  # for every head, the columns of its streams
         for own, parent in zip(self._columns, [None, *parents], strict=True):
             self._read.append([own] if parent is None else [*self._read[parent], own])
         self._parents, self._prior, self._switch_rate = parents, router["prior"], router["switch_rate"]
@@ -144,7 +144,7 @@ class Routed(nn.Module):
         return len(self._columns)
 
     def log_weights(self, input_ids: Tensor) -> Tensor:
-        """Return (K, B, T): the weight of each head after every one of `input_ids` (B, T), as logarithms."""
+        """Return (K, B, T): the log-weight of each head after each of `input_ids` (B, T)."""
         cache: Any = DynamicCache()
         self(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         weights_KBT: Tensor = cache.layers[-1].call[1]
@@ -164,10 +164,10 @@ class Routed(nn.Module):
         evidence_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return scores whose softmax is the mixture of the heads; arguments as of the family's own class.
+        """Return scores whose softmax is the mixture of the heads; the arguments are those of the family's own class.
 
-        `evidence_mask` (B, T) says whether neither a token nor the one before it is padding; it is read off
-        `attention_mask` where that has two dimensions.
+        `evidence_mask` (B, T) is True if neither a token nor the one before it is padding. By default it is derived
+        from `attention_mask`; ValueError if that does not have two dimensions, or for `inputs_embeds`.
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("inputs_embeds: the router judges its heads by the tokens that come; pass input_ids")
@@ -213,7 +213,7 @@ class Routed(nn.Module):
         )
 
     def _last(self, layer: RouterLayer | None) -> RouterMemory | None:
-        """Return what is known after the last token; where tokens were taken back, their predecessor is read anew."""
+        """Return the router's memory after the last token; after a crop, compute it again from the last row kept."""
         if layer is None or layer.is_empty:
             return None
         if layer.last is None and layer.call is not None:
@@ -223,17 +223,17 @@ class Routed(nn.Module):
         return layer.last
 
     def _head_logits(self, rows_BTD: Tensor) -> Tensor:
-        """Return (K, B, T, V) float32: one product, and one read of the matrix.
+        """Return (K, B, T, V) float32, reading the matrix only once.
 
-        Many rows take the columns of each stream by themselves. A single row in 16 bits takes the whole head, with a
-        row for every head in which the streams that it does not read are zero: the time is that of reading the matrix.
-        In float32 a processor would read it once a row. A head that is no plain matrix (quantised, offloaded, split
-        over devices) is taken as a whole too.
+        For many rows, and in float32, each stream is multiplied with its own columns. For one row in 16 bits, reading
+        the matrix takes the time, not the arithmetic: the whole head is called with one row for every head, in which
+        the streams that this head does not read are zero. In float32 a processor would read the matrix once per row. A
+        head that is no plain matrix (quantised, offloaded, split over devices) is called as a whole too.
         """
         head = self.lm_head
         plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and not hasattr(head, "_hf_hook")
         if plain and (rows_BTD.shape[0] * rows_BTD.shape[1] > 1 or rows_BTD.dtype == torch.float32):
-            # As one matrix of rows: of a slice in three dimensions `linear` makes a product for every sequence.
+            # Flattened first: on a slice of a three-dimensional tensor, `linear` makes one product per sequence.
             rows_ND = rows_BTD.flatten(0, 1)
             base, *added = (
                 F.linear(rows_ND[:, at], head.weight[:, at]).float().unflatten(0, rows_BTD.shape[:2])
@@ -250,7 +250,7 @@ class Routed(nn.Module):
         return self._of_all_tokens(head(read_KBTD).float())
 
     def _of_all_tokens(self, heads: Sequence[Tensor] | Tensor) -> Tensor:
-        """Return (K, B, T, V) of what the heads say, also of tokens that one of them does not know."""
+        """Return (K, B, T, V) logits over all tokens, also those that a head does not know."""
         if isinstance(heads, Tensor) and not any(self._shares):
             return heads
         return torch.stack(
@@ -260,7 +260,7 @@ class Routed(nn.Module):
     def prepare_inputs_for_generation(
         self, input_ids: Any, *args: Any, inputs_embeds: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Add what is evidence: for a static cache the mask is given four dimensions, and hides what is padding."""
+        """Add `evidence_mask`: for a static cache, the prepared mask has four dimensions and does not show padding."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
         )
@@ -272,7 +272,7 @@ class Routed(nn.Module):
         return inputs
 
     def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse: its paged cache does not hold the router's memory."""
+        """Raise NotImplementedError: the paged cache does not hold the router's memory."""
         raise NotImplementedError(
             "a routed model has no continuous batching in transformers: serve without it, or in vLLM with our plug-in"
         )
@@ -319,7 +319,7 @@ class ScaleRoutedPhi3ForCausalLM(Routed, Phi3ForCausalLM):
 
 
 def _router_layer(cache: Any) -> RouterLayer | None:
-    """Return the router's layer of a cache; None where the cache is new."""
+    """Return the router's layer of a cache; None if the cache is new. ValueError: another model filled the cache."""
     if cache.layers and isinstance(cache.layers[-1], RouterLayer):
         return cache.layers[-1]
     if cache.get_seq_length() > 0:

@@ -1,4 +1,4 @@
-"""Which head answers: Bayesian averaging of the heads (ours), or the cosine of their logits (the paper's).
+"""The router: Bayesian averaging of the heads (ours), or a choice by the cosine of their logits (the paper's).
 
 Shapes: K heads (0 is the base), B batch, T tokens, V vocabulary.
 
@@ -6,13 +6,13 @@ The posterior rule judges each head by how well it predicted the tokens seen so 
 
     p_t = sum_k w_k,t p_k(. | x_<t)        w_k,t+1 proportional to w_k,t p_k(x_t | x_<t)
 
-so that on every document loss(routed) <= min_k (loss_k - ln prior_k), whatever was trained: with two heads and an even
-prior at most ln 2 nats more than the better one, with a prior of 0.9 at most 0.11 more than the base head and 2.30 more
-than the other. With a switch rate alpha > 0 a share alpha of the weight returns to the prior at every token, which lets
-the router change its mind within a document, at a cost that may grow with its length.
+Therefore, on every document, loss(routed) <= min_k (loss_k - ln prior_k), whatever was trained. With two heads and an
+even prior that is at most ln 2 nats more than the better head; with a prior of 0.9, at most 0.11 more than the base
+head and 2.30 more than the other. With a switch rate alpha > 0, a share alpha of the weight returns to the prior at
+every token: the router can change its mind within a document, at a cost that may grow with the document's length.
 
-That is of a whole document, from its first token. Of a continuation after a context (a benchmark's choice, a prompt's
-completion) it says nothing: the weights are those that the context has left.
+The bound holds for a whole document, from its first token. It does not hold for a continuation after a context (a
+benchmark's choice, a prompt's completion): there the weights start from what the context has left.
 
 Sources: Vovk 1998 (the aggregating algorithm); Herbster & Warmuth 1998, "Tracking the best expert" (fixed share);
 SCALE, arXiv 2511.03270 (the cosine rule).
@@ -29,24 +29,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Logits of a head that are held at once: about what a CPU's caches hold, and enough to fill a GPU (256 MiB in float32).
+# Logits of one head held at once: about as many as a CPU's caches hold, or enough to fill a GPU (256 MiB in float32).
 LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
-# However large the vocabulary, a product over fewer rows would spend its time on reading the head.
+# Rows per product, at least, however large the vocabulary: with fewer, most of the time goes into reading the head.
 FEWEST_ROWS = 128
-# Of a piece's probability, given to the new tokens that begin with it where other text does too.
+# Share of a piece's probability that goes to the new tokens beginning with it, if other text begins with it too.
 _SHARE_OF_OTHERS = 2.0**-20
-# Of a head's logits; a head gone astray says more, and beside it float32 would round away what the others say.
+# Bound on a head's log-sum-exp where scores are shifted by it: with a larger one float32 would round the others away.
 _LARGEST_SIZE = 256.0
 
 
 def head_log_probs(logits: Tensor) -> Tensor:
-    """Return log-probabilities (..., V); a row with a NaN or a positive infinity has broken and is -inf throughout."""
+    """Return log-probabilities (..., V); a row with a NaN or a positive infinity is broken: -inf throughout."""
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     return torch.where(torch.isnan(log_probs), -torch.inf, log_probs)
 
 
 def observed_log_probs(logits_BTV: Tensor, next_ids_BT: Tensor) -> Tensor:
-    """Return (B, T): what `head_log_probs` gives the token that came, without the (B, T, V) of the others."""
+    """Return (B, T): the entries of `head_log_probs` for the observed tokens, without a second (B, T, V) tensor."""
     said = logits_BTV.gather(-1, next_ids_BT.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits_BTV, dim=-1)
     return torch.where(torch.isnan(said), -torch.inf, said)
 
@@ -63,11 +63,12 @@ def posterior_log_weights(
     """Return the log-weights before each token and after the last one.
 
     Args:
-        log_probs_KBT: what each head gave the token that came, natural logarithm; -inf and NaN are allowed and
-            count as probability zero. Where every head says zero the token says nothing about them and is skipped.
-        prior_K: of a new document; where weight is shared back to, and where it starts over once every head has failed.
+        log_probs_KBT: each head's log-probability of the observed token, in nats; -inf and NaN are allowed and count
+            as probability zero. A token to which every head gives zero is no evidence and is skipped.
+        prior_K: log-weights of a new document; weight returns to them, and starts over from them once every head has
+            given probability zero.
         switch_rate: alpha; 0 needs no loop over tokens, unless every head has failed.
-        start_KB: log-weights before the first token where the document has begun before: the last result's last.
+        start_KB: log-weights before the first token, if the document began earlier: the last column of the last result.
 
     Returns:
         (K, B, T + 1) in float64, each column normalised.
@@ -97,24 +98,24 @@ def _normalise(log_weights: Tensor, prior: Tensor) -> Tensor:
 
 
 def mix_log_probs(log_weights: Tensor, log_probs: Tensor) -> Tensor:
-    """Return the log-probability of the mixture over the heads, dimension 0 of both arguments."""
+    """Return the log-probabilities of the mixture over the heads, which are dimension 0 of both arguments."""
     log_probs = torch.where(torch.isnan(log_probs), -torch.inf, log_probs)
     return torch.logsumexp(log_weights + log_probs, dim=0)
 
 
 def mix_logits(log_weights: Tensor, logits: Tensor | Sequence[Tensor], sizes: Tensor | None = None) -> Tensor:
-    """Return scores (..., V) whose softmax is the mixture over the heads, dimension 0, and whose size is a logit's.
+    """Return scores (..., V) whose softmax is the mixture over the heads, and which are about as large as logits.
 
-    To the mixture's log-probabilities is added sum_k w_k lse_k, with lse_k the log-sum-exp of head k's logits: a
-    constant of the position, so the distribution stays, and with all weight on one head the scores are its logits.
-    What scales scores by their sign (a repetition penalty) acts on them as on a plain model's; on log-probabilities,
-    of which the likely ones are near 0, it would hardly act.
+    The scores are the mixture's log-probabilities plus sum_k w_k lse_k, where lse_k is the log-sum-exp of head k's
+    logits. That sum is constant at a position, so the distribution stays; with all weight on one head the scores are
+    its logits. A rule that scales scores by their sign (a repetition penalty) acts on them as on a plain model's. On
+    log-probabilities, which are near 0 for likely tokens, it would hardly act.
 
     Args:
         log_weights: (K, ...).
-        logits: (K, ..., V); a head with a NaN or a positive infinity at a position has broken and has no say there.
-        sizes: (K, ...), their log-sum-exps where they are known already. With them the logits may be those of a share
-            of the vocabulary, so devices that share it need not see each other's.
+        logits: (K, ..., V); a head with a NaN or a positive infinity at a position is broken and ignored there.
+        sizes: (K, ...), their log-sum-exps, if already known. Given these, the logits may cover only a part of the
+            vocabulary, so devices that share it need not exchange logits.
     """
     logits = [of_head.float() for of_head in logits]
     sizes = torch.stack([of_head.logsumexp(dim=-1) for of_head in logits]) if sizes is None else sizes
@@ -122,9 +123,10 @@ def mix_logits(log_weights: Tensor, logits: Tensor | Sequence[Tensor], sizes: Te
 
 
 def score_shifts(log_weights: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `mix_logits` takes from each head's logits, and then adds: (K, ...) float32, -inf for a broken head.
+    """Return what `mix_logits` subtracts from each head's logits, and what it then adds, each (K, ...) float32.
 
-    They are apart since a head's size may be so large that float32 has no room for what is added beside it.
+    The second is -inf for a broken head. They stay separate because a log-sum-exp may be so large that float32 would
+    round the added part away.
     """
     sound = sizes.isfinite()
     log_weights = torch.where(sound, log_weights, -torch.inf)
@@ -134,7 +136,7 @@ def score_shifts(log_weights: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mix_shifted(logits: Sequence[Tensor], taken: Tensor, added: Tensor) -> Tensor:
-    """Return the scores (..., V) of heads whose logits (..., V) are float32, shifted as `score_shifts` says."""
+    """Return the scores (..., V) of `mix_logits` from float32 logits (..., V) and the results of `score_shifts`."""
     weighted = [
         torch.where(more == -torch.inf, -torch.inf, of_head - size + more)
         for of_head, size, more in zip(logits, taken.unsqueeze(-1), added.unsqueeze(-1), strict=True)
@@ -143,25 +145,25 @@ def mix_shifted(logits: Sequence[Tensor], taken: Tensor, added: Tensor) -> Tenso
 
 
 def _log_of_sum(left: Tensor, right: Tensor) -> Tensor:
-    """Return the logarithm of a sum: torch.logaddexp within 1e-7, in half of its time once it is compiled."""
+    """Return torch.logaddexp within 1e-7, in half its time once compiled."""
     most = torch.maximum(left, right)
     return torch.where(most == -torch.inf, most, most + (1.0 + (torch.minimum(left, right) - most).exp()).log())
 
 
 class PieceShares:
-    """What a base that lacks some tokens says of them: a share of what it says of each one's first piece.
+    """Probabilities of tokens that a head lacks: each gets a share of the probability of its first piece.
 
-    Without one, its head would have failed at the first new token of a document, and never be heard again. A piece's
-    probability is shared between it and the new tokens that begin with it:
+    Without a share, the head would give probability zero to the first new token of a document and lose all its weight
+    for good. A piece's probability is shared between the piece and the new tokens that begin with it:
 
-    - evenly, where the piece begins no text without the new tokens' script, so that in such text nothing changes
-    - all but 2^-20 of it to the piece, where it begins other text too (a space): of that the base says what it always
-      said, to a millionth of a nat a token
+    - evenly, if the piece only ever begins text in the new tokens' script: text without that script is unaffected
+    - all but 2^-20 to the piece, if it begins other text too (a space): the base's prediction of that text stays the
+      same to a millionth of a nat a token
 
     Args:
-        first: of every new token the first piece.
-        own: of those, the ones that begin no text without the script.
-        ids: of the tokens that the head has, and then of the new ones; counted on where they are not given.
+        first: the first piece of each new token.
+        own: those of them that only ever begin text in the script.
+        ids: ids of the tokens that the head has, then of the new ones; by default the new ids follow the old ones.
     """
 
     def __init__(self, first: Sequence[int], own: Sequence[int], ids: Sequence[int] | None = None) -> None:
@@ -169,9 +171,9 @@ class PieceShares:
         self._made: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return (..., V + N) float32, by their ids, of (..., V) in the head's own order, or of (..., V + N) by ids.
+        """Return float32 logits (..., V + N) by id, from (..., V) in the head's own order or from (..., V + N) by id.
 
-        Of the latter those are not read that the head does not have.
+        In the second form, the entries of tokens that the head lacks are not read.
         """
         made = logits.device, logits.shape[-1]
         if made not in self._made:
@@ -181,7 +183,7 @@ class PieceShares:
         return logits.float()[..., sources] + added
 
     def table(self, num_read: int) -> tuple[Tensor, Tensor]:
-        """Return of every token, by its id, which of so many logits it has, and what is added to that."""
+        """Return two tables by token id: the index of the logit to read, among `num_read`, and the number to add."""
         by_ids = self.ids is not None and num_read == len(self.ids)
         num_old = num_read - len(self.first) if by_ids else num_read
         first_N, own_N = torch.tensor(self.first), torch.tensor(self.own, dtype=torch.long)
@@ -202,13 +204,13 @@ class PieceShares:
 def piece_shares(
     first: Sequence[int], own: Sequence[int], known: Sequence[Sequence[int]], vocab_size: int
 ) -> list[PieceShares | None]:
-    """Return how every head speaks of the new tokens that it does not know; None where it knows all.
+    """Return, for each head, the shares of the new tokens that it lacks; None if it has them all.
 
     Args:
-        first: of every new token the first piece.
-        own: of those, the ones that begin no text without the new tokens' scripts.
-        known: of every head the new tokens that it knows, as places among all: the first, and the one after the last.
-        vocab_size: of old tokens and new ones.
+        first: the first piece of each new token.
+        own: those of them that only ever begin text in the new tokens' scripts.
+        known: for each head, the range of new tokens that it has, as (first, last + 1) among all new tokens.
+        vocab_size: number of old and new tokens together.
     """
     num_old, shares = vocab_size - len(first), list[PieceShares | None]()
     for start, end in known:
@@ -221,37 +223,37 @@ def piece_shares(
 
 
 def shares_of_router(router: dict[str, Any], vocab_size: int) -> list[PieceShares | None]:
-    """Return `piece_shares` of the heads of a plain export, from the `scale_router` of its config.json."""
+    """Return `piece_shares` for the heads of a plain export, from `scale_router` in its config.json."""
     if (new := router.get("new_tokens")) is None:
         return [None] * len(router["stream_sizes"])
     return piece_shares(new["first"], new["own"], new["known"], vocab_size)
 
 
 def logit_cosine(base: Tensor, adapted: Tensor) -> Tensor:
-    """Return the cosine of two logit vectors (..., V); NaN where either is zero or not finite."""
+    """Return the cosine of two logit vectors (..., V); NaN if either is zero or not finite."""
     base, adapted = base.float(), adapted.float()
     norms = torch.linalg.vector_norm(base, dim=-1) * torch.linalg.vector_norm(adapted, dim=-1)
     return torch.linalg.vecdot(base, adapted) / norms
 
 
 def cosine_serves_base(cosine: Tensor, threshold: float) -> Tensor:
-    """Return where the paper's rule answers with the base head: cos >= tau, or no cosine at all (a broken head)."""
+    """Return True where the paper's rule answers with the base head: cos >= tau, or cos is NaN (a broken head)."""
     return ~(cosine < threshold)
 
 
 def cosine_log_weights(cosine_BT: Tensor, threshold: float) -> Tensor:
-    """Return (2, B, T): the paper's rule as weights, all on the base head or all on the other."""
+    """Return (2, B, T) log-weights of the paper's rule: all weight on the base head, or all on the other."""
     serves_base_BT = cosine_serves_base(cosine_BT, threshold)
     return torch.stack([serves_base_BT, ~serves_base_BT]).double().log()
 
 
 def rows_at_once(device_type: str, vocab_size: int) -> int:
-    """Return how many tokens' logits are held at once, in training and outside it."""
+    """Return the number of tokens whose logits are held at once, in training and outside it."""
     return max(FEWEST_ROWS, LOGITS_AT_ONCE.get(device_type, 2**26) // vocab_size)
 
 
 def parts_of_positions(ids_BT: Tensor, vocab_size: int) -> Iterator[slice]:
-    """Yield as many of the positions at a time as have logits that are held at once."""
+    """Yield the positions in slices so small that their logits can be held at once."""
     num_rows, num_positions = ids_BT.shape
     at_once = max(1, rows_at_once(ids_BT.device.type, vocab_size) // num_rows)
     for start in range(0, num_positions, at_once):
@@ -259,11 +261,11 @@ def parts_of_positions(ids_BT: Tensor, vocab_size: int) -> Iterator[slice]:
 
 
 class RouterMemory(NamedTuple):
-    """What the posterior rule knows after a token."""
+    """State of the posterior rule after a token."""
 
     log_weights_KB: Tensor  # of each head before the next token
-    logits_KBV: Tensor  # what each head says the next token is; it is judged when that token comes
-    sizes_KB: Tensor  # their log-sum-exps
+    logits_KBV: Tensor  # each head's prediction of the next token, to be judged when that token comes
+    sizes_KB: Tensor  # log-sum-exps of those logits
 
     def chosen(self, indices: Tensor) -> RouterMemory:
         return RouterMemory(*(tensor.index_select(1, indices.to(tensor.device)) for tensor in self))
@@ -273,7 +275,7 @@ class RouterMemory(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What the posterior rule makes of some tokens."""
+    """Result of the posterior rule over some tokens."""
 
     scores_BTV: Tensor  # their softmax is the mixture of the heads
     log_weights_KBT: Tensor  # of each head after each token
@@ -291,17 +293,17 @@ def route(
     evidence_BT: Tensor | None = None,
     logits_to_keep: int | Tensor = 0,
 ) -> Routed:
-    """Weigh the heads by each token, and mix what they say of the next.
+    """Weigh the heads by each token, and mix their predictions of the next one.
 
     Args:
-        logits_at: gives (K, B, positions, V): what the heads say after the tokens at some positions.
+        logits_at: returns (K, B, positions, V): the heads' logits after the tokens at some positions.
         ids_BT: the tokens.
         vocab_size: V.
         prior_K: log-weights before the first token of a document.
         switch_rate: alpha.
-        memory: of the tokens before these; None where there are none.
-        evidence_BT: whether a token says anything of the heads (`evidence_of`); None for all.
-        logits_to_keep: scores are wanted of the last so many positions, 0 for all, or of those in an index.
+        memory: state after the tokens before these; None if there are none.
+        evidence_BT: whether a token counts as evidence (`evidence_of`); None: every token does.
+        logits_to_keep: return the scores of so many last positions, 0 for all, or of the positions in a tensor.
     """
     some = isinstance(logits_to_keep, int) and logits_to_keep > 0
     first = max(0, ids_BT.shape[1] - int(logits_to_keep)) if some else 0
@@ -328,7 +330,7 @@ def route(
 
 
 def _said(memory: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, ids_BT: Tensor) -> Tensor:
-    """Return (K, B, T): what each head had said of every token; 0 of one before which nothing was said."""
+    """Return (K, B, T): each head's log-probability of every token; 0 for a token that no head has predicted."""
     if memory is None:
         of_first_KB1 = torch.zeros_like(sizes_KBT[..., :1])
     else:
@@ -342,7 +344,7 @@ def _said(memory: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, i
 
 
 def evidence_of(attention_mask: Any, num_positions: int) -> Tensor | None:
-    """Return (B, T): a padding token is no evidence, and neither is the token after one, predicted from padding."""
+    """Return (B, T), False for padding and a token predicted from it; None without a mask. ValueError: not 2-D."""
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:

@@ -1,10 +1,10 @@
-"""Tokens that the base has not: their rows in x and in the vocabulary head, and what the base says of them.
+"""Tokens that the base lacks: their rows in x and in the vocabulary head, and the base's probability of them.
 
     x_0    = E[t], or E_new[t]: the mean of the rows of its old pieces, frozen, so that x needs no gradient
-    logits = [H x ; H_new x] + H' u: a product of its own, so that H x keeps its bits
+    logits = [H x ; H_new x] + H' u: H_new x is a product of its own, so that H x keeps its bits
 
-The base gives a new token no probability, and so would never be heard again after the first: where it is routed,
-`PieceShares` (`routing.py`) gives it a share of its first piece's.
+The base gives a new token no probability, so the router would drop the base for good after the first one. Under
+routing, `PieceShares` (`routing.py`) therefore gives each new token a share of its first piece's probability.
 
 Shapes: B batch, T positions, D base channels, V old tokens, N new ones.
 """
@@ -25,7 +25,8 @@ from .routing import PieceShares
 class NewTokens(nn.Module):
     """The rows of new tokens in x and in the vocabulary head.
 
-    `pieces` are of every new token the old ids in its place, `own_pieces` those first ones that begin no other text.
+    `pieces` holds, for each new token, the old ids that stand for it; `own_pieces` those first ids that begin no text
+    without the new tokens' script.
     """
 
     def __init__(self, base: Any, pieces: Sequence[Sequence[int]], own_pieces: Sequence[int]) -> None:
@@ -38,7 +39,7 @@ class NewTokens(nn.Module):
 
     @torch.no_grad()
     def compose(self, base: Any) -> None:
-        """Fill the rows of x_0: the mean of the pieces' rows, as long as such a row is in the median."""
+        """Fill the rows of x_0: the mean of the pieces' rows, scaled to the median length of such rows."""
         rows_VD = family_of(base.config).token_rows(base)
         if not rows_VD.is_meta:
             self.embed_tokens.weight.copy_(composed(rows_VD, self.pieces))
@@ -48,7 +49,7 @@ class NewTokens(nn.Module):
 
 
 def composed(rows_VD: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:
-    """Return (N, D) float64 of new tokens: the mean of their pieces' rows, as long as such a row is in the median."""
+    """Return (N, D) float64 rows of new tokens: the mean of their pieces' rows, scaled to the pieces' median length."""
     rows_VD = rows_VD.detach().cpu().double()  # the same sums on every device
     lengths = torch.tensor([len(old) for old in pieces])
     owners = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -58,7 +59,7 @@ def composed(rows_VD: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:
 
 
 def embed(embedding: nn.Embedding, brought: Sequence[NewTokens], input_ids: Tensor) -> Tensor:
-    """Return x_0 (B, T, D) of old tokens and new ones, `brought` being in the order of their ids."""
+    """Return x_0 (B, T, D) of old and new tokens; `brought` must be in the order of their ids."""
     if not brought:
         return cast(Tensor, embedding(input_ids))
     x_BTD = embedding(input_ids.clamp(max=embedding.num_embeddings - 1))
@@ -69,6 +70,6 @@ def embed(embedding: nn.Embedding, brought: Sequence[NewTokens], input_ids: Tens
 
 
 def brought_by(expansions: Iterable[Any]) -> list[NewTokens]:
-    """Return the tokens that the base of some expansions has not, in the order of their ids; each is there once."""
+    """Return the new tokens of some expansions, each group once, in the order of their ids."""
     found = {one.new_tokens.first_id: one.new_tokens for one in expansions if one.new_tokens is not None}
-    return [found[first_id] for first_id in sorted(found)]  # of numbers: a compiler follows that
+    return [found[first_id] for first_id in sorted(found)]  # torch.compile can trace a sort of plain numbers

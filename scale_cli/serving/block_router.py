@@ -1,15 +1,15 @@
 """The posterior router of a server that keeps its KV cache in blocks: its state is one row for each block.
 
-A server computes many documents at once, each in pieces, may begin in the middle of one (the beginning is cached), and
-may throw one away and compute it again. The KV cache is right under all that since a document finds its past through
-its blocks. So does the router here: the row of a block holds what the last token written in it left, and a token reads
-the row of the block in which the token before it lies. What is cached ends at the end of a block, so a document that
-begins there finds what it needs.
+A server computes many documents at once, each in parts. It may begin in the middle of a document (the beginning is
+cached), or drop one and compute it again. The KV cache stays right because a document finds its past through its
+blocks. The router does the same: a block's row holds the state after the last token written to that block, and a token
+reads the row of the block that holds the token before it. Cached text ends at the end of a block, so a document that
+continues there finds its state.
 
-Nothing here waits for the device in a step in which every document has one token, and all its tensors lie where they
-lay in the step before: such a step can be recorded as a graph and played again.
+In a step with one token per document, nothing here waits for the device, and all tensors keep their addresses. So such
+a step can be recorded as a graph and replayed.
 
-Shapes: K heads, T tokens of a step, R documents of a step, N blocks (and a row for scrap), B blocks of one document,
+Shapes: K heads, T tokens of a step, R documents of a step, N blocks (and a scrap row), B blocks of one document,
 D channels, V vocabulary, or one device's share of it.
 """
 
@@ -21,34 +21,34 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-_WORDS_ALIGNED = 4  # rows that start at multiples of 16 bytes are multiplied faster
+_WORDS_ALIGNED = 4  # products are faster if rows start at multiples of 16 bytes
 
 
 class Heads(Protocol):
-    """What a router asks of the vocabulary heads."""
+    """Interface of the vocabulary heads that the router needs."""
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps of all logits, with a product of the heads."""
+        """Return (T, K) logits of `ids_T` and (T, K) log-sum-exps of all logits, by a full product with the heads."""
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
-        """Return (T, K) logits of `ids_T`, without the logits of the others where that can be had."""
+        """Return (T, K) logits of `ids_T`, without computing other tokens' logits if possible."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The tokens of one step, one document's after another's, and where their documents lie."""
+    """The tokens of one step, document after document, and the cache blocks of their documents."""
 
     ids_T: Tensor  # the tokens
-    positions_T: Tensor  # of each in its document
-    slots_T: Tensor  # of each, its block times the block size plus its place there; negative for padding
+    positions_T: Tensor  # position of each token in its document
+    slots_T: Tensor  # of each token: its block times the block size, plus its place there; negative for padding
     blocks_RB: Tensor  # the blocks of every document
-    starts_R: Tensor  # the first token of every document here, and after them the number of all
-    longest: int  # the most tokens that a document has here
+    starts_R: Tensor  # index of the first token of every document in this step, then the number of all tokens
+    longest: int  # the largest number of tokens that a document has in this step
     block_size: int  # tokens in a block
 
 
 class BlockRouter(nn.Module):
-    """One row of state for each block, and what a step makes of it; `log_prior` (K,) is float64."""
+    """One row of router state for each block, updated by every step; `log_prior` (K,) is float64."""
 
     log_prior_K: Tensor
     transition_KK: Tensor
@@ -59,7 +59,7 @@ class BlockRouter(nn.Module):
     def __init__(self, log_prior: Tensor, switch_rate: float = 0.0) -> None:
         super().__init__()
         self.register_buffer("log_prior_K", log_prior, persistent=False)
-        # Every token mixes the weights anew: w <- (1 - alpha) w + alpha prior, a product with this matrix.
+        # After every token w <- (1 - alpha) w + alpha prior, which is a product with this matrix.
         shared_KK = switch_rate * log_prior.exp()[:, None].expand(-1, len(log_prior))
         stays_KK = (1.0 - switch_rate) * torch.eye(len(log_prior), dtype=log_prior.dtype, device=log_prior.device)
         self.register_buffer("transition_KK", (stays_KK + shared_KK).log(), persistent=False)
@@ -67,22 +67,22 @@ class BlockRouter(nn.Module):
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks have a row."""
+        """The number of blocks that have a row."""
         return len(self.sizes_NK) - 1
 
     def allocate(self, num_blocks: int, width: int, dtype: torch.dtype) -> None:
-        """Make an empty row for each block, and one for what nobody reads."""
+        """Make an empty row for each block, and a scrap row that no token reads."""
         rows, heads, device = num_blocks + 1, len(self.log_prior_K), self.log_prior_K.device
         self.register_buffer("hidden_ND", torch.zeros(rows, width, dtype=dtype, device=device), persistent=False)
         self.register_buffer("sizes_NK", torch.zeros(rows, heads, device=device), persistent=False)
         self.register_buffer("log_weights_NK", self.log_prior_K.repeat(rows, 1), persistent=False)
 
     def advance(self, hidden_TD: Tensor, step: Step, heads: Heads) -> tuple[Tensor, Tensor]:
-        """Weigh the heads after each token of a step, and keep what the documents' next tokens will ask for.
+        """Weigh the heads after each token of a step, and store the state for the documents' next tokens.
 
         Returns:
-            (T, K) log-weights with which the token after each is predicted, and (T,) the row that waits for the
-            log-sum-exps of a token's logits (see `remember`), or that of scrap.
+            (T, K) log-weights for predicting the token after each one, and (T,) the row that expects the log-sum-exps
+            of each token's logits (see `remember`), or the scrap row.
         """
         scrap, size = self.num_blocks, step.block_size
         at_T = torch.arange(len(step.ids_T), dtype=step.starts_R.dtype, device=hidden_TD.device)
@@ -111,19 +111,19 @@ class BlockRouter(nn.Module):
         kept_T = torch.where(last_T | (place_T == size - 1), here_T, scrap).long()
         self.hidden_ND[kept_T] = hidden_TD
         self.log_weights_NK[kept_T] = log_weights_TK
-        if step.longest > 1:  # of a document's last token here, `remember` tells them
+        if step.longest > 1:  # for a document's last token in this step, `remember` sets them
             self.sizes_NK[kept_T] = sizes_TK.roll(-1, dims=0)
         return log_weights_TK, torch.where(last_T, kept_T, scrap)
 
     def remember(self, rows: Tensor, sizes_RK: Tensor) -> None:
-        """Put the log-sum-exps of some tokens' logits into the rows that `advance` named."""
+        """Write the log-sum-exps of some tokens' logits into the rows that `advance` returned."""
         self.sizes_NK[rows] = sizes_RK
 
     def _weigh(self, evidence_TK: Tensor, start_TK: Tensor, since_T: Tensor, longest: int) -> Tensor:
-        """Return the log-weights after each token, `since_T` after the first of its document here.
+        """Return the log-weights after each token; `since_T` counts from the document's first token in this step.
 
-        A token is a matrix that the weights are multiplied with, so those of a document's tokens are multiplied in
-        about log2(longest) rounds. Weights that no head is left with start over at the prior, as in model/routing.py.
+        Each token is a matrix that multiplies the weights, so the products of a document's tokens take about
+        log2(longest) rounds. If every head's weight is zero, the weights restart at the prior, as in model/routing.py.
         """
         evidence_TK = torch.where(evidence_TK.isnan(), -torch.inf, evidence_TK)
         evidence_TK = torch.where((evidence_TK == -torch.inf).all(dim=-1, keepdim=True), 0.0, evidence_TK)
@@ -143,12 +143,12 @@ class BlockRouter(nn.Module):
 
 
 def _multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product of matrices of which, and of whose product, the logarithms are held."""
+    """Return the logarithm of a matrix product, from the logarithms of both factors."""
     return torch.logsumexp(left[..., :, :, None] + right[..., None, :, :], dim=-2)
 
 
 def _products(tokens_TKK: Tensor, since_T: Tensor, longest: int) -> Tensor:
-    """Return at each token the product of the matrices of its document's tokens here up to it."""
+    """Return, at each token, the product of the matrices of its document's tokens in this step, up to this one."""
     shift = 1
     while shift < longest:
         joined = _multiply(tokens_TKK[shift:], tokens_TKK[:-shift])
@@ -159,9 +159,9 @@ def _products(tokens_TKK: Tensor, since_T: Tensor, longest: int) -> Tensor:
 
 
 def attach_state(hidden_TD: Tensor, log_weights_TK: Tensor, rows_T: Tensor) -> Tensor:
-    """Return the hidden rows with more channels, which hold the bits of the weights and of the row to write to.
+    """Return the hidden rows with extra channels that hold the bits of the log-weights and of the row to write to.
 
-    A server picks rows out of them, and knows of nothing else that belongs to a token.
+    A server selects rows of this tensor, and carries no other data per token.
     """
     words = torch.cat([log_weights_TK.float().view(torch.int32), rows_T.int()[:, None]], dim=-1)
     words = nn.functional.pad(words, (0, -words.shape[-1] % _WORDS_ALIGNED))
@@ -169,6 +169,6 @@ def attach_state(hidden_TD: Tensor, log_weights_TK: Tensor, rows_T: Tensor) -> T
 
 
 def detach_state(rows: Tensor, width: int, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `attach_state` was given: hidden rows of `width` channels, log-weights, rows to write to."""
+    """Return the arguments of `attach_state`: hidden rows of `width` channels, log-weights, rows to write to."""
     words = rows[:, width:].contiguous().view(torch.int32)
     return rows[:, :width], words[:, :num_heads].contiguous().view(torch.float32), words[:, num_heads].long()

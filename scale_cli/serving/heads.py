@@ -1,9 +1,9 @@
-"""Both heads out of one matrix: the columns of a plain export's lm_head, stream by stream.
+"""All heads from one matrix: the columns of a plain export's lm_head, stream by stream.
 
     z_0 = H x        z_k = z_parent(k) + H'_k u_k        [H | H'_1 | ...] = lm_head.weight
 
-One product over all columns is what the plain model computes. Kept apart, the columns of each stream give every head at
-that price. Where a head lacks some tokens it says what `model/routing.py` makes of its z.
+The plain model computes one product over all columns. Products with each stream's columns give every head at the same
+cost. If a head lacks some tokens, `PieceShares` (`model/routing.py`) gives its logits of all tokens from its z.
 
 Shapes: T rows, D channels, K heads, V the vocabulary, or this device's share of it.
 """
@@ -19,21 +19,21 @@ from torch import Tensor
 
 from ..model.routing import PieceShares, mix_shifted, score_shifts
 
-_ROWS_AT_ONCE = 512  # whose logits are held together, of a prompt's tokens
+_ROWS_AT_ONCE = 512  # tokens of a prompt whose logits are held at once
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The share of the vocabulary that this device has, and what brings the shares together."""
+    """The share of the vocabulary that this device has, and the functions that combine all devices' tensors."""
 
     start: int  # the first token of the share
-    length: int  # how many it has; more columns than these are padding
-    gather: Callable[[Tensor], Tensor]  # of a tensor, those of all devices, stacked
-    sum: Callable[[Tensor], Tensor]  # of a tensor, the sum over all devices
+    length: int  # number of its tokens; further columns are padding
+    gather: Callable[[Tensor], Tensor]  # stacks a tensor of all devices
+    sum: Callable[[Tensor], Tensor]  # sums a tensor over all devices
 
 
 class SharedPieces:
-    """What a head that lacks some tokens says of them, on this device; `vocab_size` counts all tokens."""
+    """`PieceShares` of a head on this device's share of the vocabulary; `vocab_size` counts all tokens."""
 
     def __init__(self, shares: PieceShares, vocab_size: int, shard: Shard, device: torch.device) -> None:
         self.sources_V, self.added_V = (table.to(device) for table in shares.table(vocab_size))
@@ -47,7 +47,7 @@ class SharedPieces:
         self.shard = shard
 
     def __call__(self, logits_TV: Tensor) -> Tensor:
-        """Return (T, V) of the float32 logits that the head's columns give."""
+        """Return (T, V) logits of all tokens, from the float32 logits that the head's columns give."""
         pieces_TP = self.shard.sum(torch.where(self.is_here_P, logits_TV[:, self.local_P], 0.0))
         said_TV = logits_TV.index_copy(-1, self.lacking_here_N, pieces_TP[:, self.piece_here_N])
         said_TV[:, : self.shard.length] += self.added_here_V
@@ -66,7 +66,7 @@ def scores_of(
     taken_KT: Tensor,
     added_KT: Tensor,
 ) -> Tensor:
-    """Return (T, V): the scores of the heads' mixture, from `model/routing.score_shifts`."""
+    """Return (T, V): the scores of the heads' mixture, given the results of `model/routing.score_shifts`."""
     return mix_shifted(_heads(parts, parents, said), taken_KT, added_KT)
 
 
@@ -77,39 +77,39 @@ def _heads(parts: Sequence[Tensor], parents: Sequence[int], said: Sequence[Tenso
 
 def _added_up(parts: Sequence[Tensor], parents: Sequence[int]) -> list[Tensor]:
     heads = [parts[0].float()]
-    for parent, part in zip(parents, parts[1:], strict=False):  # of the lowest heads alone, where there are fewer parts
+    for parent, part in zip(parents, parts[1:], strict=False):  # fewer parts give the lowest heads only
         heads.append(heads[parent] + part.float())
     return heads
 
 
 @dataclass(frozen=True)
 class StreamHeads:
-    """The heads of a plain export, which is what `block_router.Heads` asks for."""
+    """The heads of a plain export; implements `block_router.Heads`."""
 
-    # for every few thousand tokens, and every stream, what multiplies its channels with their columns of the head:
+    # by tile (a few thousand tokens) and stream: multiplies the stream's channels with their columns of the head,
     # (T, D_k) to (T, tokens)
     tiles: Sequence[Sequence[Callable[[Tensor], Tensor]]]
     stream_sizes: Sequence[int]  # channels of every stream
-    parents: Sequence[int]  # of every added stream the head to whose logits its own are added
+    parents: Sequence[int]  # for every added stream, the head whose logits its own are added to
     shard: Shard  # of the vocabulary
-    # (V, D), all columns, where they can be read one by one: a token's logits are then its row times the hidden row;
-    # None where they are quantised
+    # (V, D), the whole head, if its rows can be read one by one: a token's logits are then its row times the hidden
+    # row; None if it is quantised
     weight: Tensor | None
-    shared: Sequence[SharedPieces | None]  # of every head's z what it says; None where that is z itself
-    sizes_of: Callable[..., Tensor] = sizes_of  # or a compiled one
+    shared: Sequence[SharedPieces | None]  # for every head, maps z to logits of all tokens; None: z covers them
+    sizes_of: Callable[..., Tensor] = sizes_of  # or a compiled version
     scores_of: Callable[..., Tensor] = scores_of  # likewise
 
     def mix(self, rows_TD: Tensor, log_weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores of this device's share of the vocabulary, and (T, K) the heads' log-sum-exps over all."""
+        """Return the scores of this device's share of the vocabulary, and (T, K) log-sum-exps over the whole of it."""
         parts = self._parts(rows_TD)
         said = self._said(parts)
         sizes_TK = self._over_all_devices(self.sizes_of(parts, self.parents, said, self.shard.length))
-        # Apart from what is compiled: in it, what belongs to a row would be computed anew for every token of it.
+        # Not inside the compiled function, which would compute these numbers of a row again for every token.
         shifts = score_shifts(log_weights_TK.T, sizes_TK.T)
         return self.scores_of(parts, self.parents, said, *shifts), sizes_TK
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps; of few rows and tokens at once."""
+        """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps, computed for few rows and tokens at once."""
         chosen, sizes = [], []
         for rows, ids in zip(rows_TD.split(_ROWS_AT_ONCE), ids_T.split(_ROWS_AT_ONCE), strict=True):
             of_tiles = [self._observe(parts, start, ids) for start, parts in self._parts_of_tiles(rows)]
@@ -118,13 +118,13 @@ class StreamHeads:
         return self.shard.sum(torch.cat(chosen)), self._over_all_devices(torch.cat(sizes))
 
     def _observe(self, parts: Sequence[Tensor], start: int, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `observe` does, of one tile: 0 for the logits of tokens that are not in it."""
-        length = max(0, min(parts[0].shape[-1], self.shard.length - start))  # without the padding
+        """Return what `observe` returns, for one tile; the logits of tokens outside it are 0."""
+        length = max(0, min(parts[0].shape[-1], self.shard.length - start))  # without padding
         chosen_TK = self._chosen(partial(_columns, parts), ids_T, start, length)
         return chosen_TK, self.sizes_of(parts, self.parents, self._said(parts), length)
 
     def _said(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return what the heads say that lack some tokens; None of the others."""
+        """Return, for each head, its logits of all tokens if it lacks some; else None."""
         sharing = [head for head, shared in enumerate(self.shared) if shared is not None]
         added = _added_up(parts[: sharing[-1] + 1], self.parents) if sharing else []
         return [None if shared is None else shared(added[head]) for head, shared in enumerate(self.shared)]
@@ -139,16 +139,16 @@ class StreamHeads:
 
     def _products(self, weight_VD: Tensor, rows_TD: Tensor, local_T: Tensor) -> list[Tensor]:
         products_TD = rows_TD.float() * weight_VD[local_T].float()
-        # Rounded as the head's own products are.
+        # Rounded like the head's own products.
         return [part.sum(dim=-1).to(rows_TD.dtype) for part in products_TD.split(list(self.stream_sizes), dim=-1)]
 
     def _parts(self, rows_TD: Tensor) -> list[Tensor]:
-        """Return of every stream (T, V), its part of the logits."""
+        """Return, for every stream, its part (T, V) of the logits."""
         tiles = list(self._products_of_tiles(rows_TD))
         return tiles[0] if len(tiles) == 1 else [torch.cat(parts, dim=-1) for parts in zip(*tiles, strict=True)]
 
     def _parts_of_tiles(self, rows_TD: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yield where a tile starts, and every stream's part of its logits; all of them where pieces are asked for."""
+        """Yield each tile's start and every stream's part of its logits; one tile of all if pieces are shared."""
         if any(self.shared):
             yield 0, self._parts(rows_TD)
             return
@@ -163,9 +163,9 @@ class StreamHeads:
             yield [product(stream) for product, stream in zip(products, streams, strict=True)]
 
     def _chosen(self, parts_of: Callable[[Tensor], Sequence[Tensor]], ids_T: Tensor, start: int, length: int) -> Tensor:
-        """Return (T, K) logits of `ids_T`; 0 where they are not among `length` tokens of this device from `start` on.
+        """Return (T, K) logits of `ids_T`; 0 for tokens outside this device's `length` tokens from `start` on.
 
-        `parts_of` gives every stream's part (T,) of the logits of tokens, by their places among these.
+        `parts_of` returns every stream's part (T,) of the tokens' logits, given their indices within that range.
         """
         local_T, ours_T = self._local(ids_T, start, length)
         chosen_TK = torch.stack(_added_up(parts_of(local_T), self.parents), dim=-1)

@@ -1,7 +1,7 @@
-"""vLLM's own model classes, with the router on top: what `scale_cli.serving.register` names.
+"""vLLM's own model classes with the router on top; `scale_cli.serving.register` registers them.
 
-The trunk is vLLM's, untouched: its kernels, its graphs, its quantisation, its tensor parallelism. Both heads are
-computed of the last hidden row, and the router's state lies in tables beside the KV cache (block_router.py).
+The trunk is vLLM's, untouched: its kernels, graphs, quantisation and tensor parallelism. All heads are computed from
+the last hidden row, and the router's state lies in tables beside the KV cache (block_router.py).
 
 Shapes: T tokens of a step, D channels, K heads, V vocabulary.
 """
@@ -34,14 +34,14 @@ from .block_router import BlockRouter, Step, attach_state, detach_state
 from .heads import Shard, SharedPieces, StreamHeads, scores_of, sizes_of
 
 _PROFILED_ROWS = 512
-# On a processor, where the logits of so many stay in its cache.
+# Used on a CPU: the logits of so many tokens stay in its cache.
 _TOKENS_OF_A_TILE = 8192
-# As vLLM does with functions like them: passes over all logits are made one.
+# Compiled as vLLM compiles such functions: several passes over all logits become one.
 _compiled = partial(torch.compile, dynamic=True, backend=current_platform.simple_compile_backend)
 
 
 class Routed:
-    """What every family has in common; stands before vLLM's class of the family."""
+    """Common part of every family's routed class; a base class before vLLM's class of the family."""
 
     config: Any
     model: Any
@@ -82,10 +82,10 @@ class Routed:
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Run vLLM's own trunk, and the router over what came out."""
+        """Run vLLM's own trunk, then the router over its hidden rows."""
         hidden_TD = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc] # likewise
         step = self._step(input_ids, positions)
-        if step is None:  # no documents: vLLM measures its memory, or compiles
+        if step is None:  # no documents: vLLM is measuring memory, or compiling
             self.heads.observe(hidden_TD[:_PROFILED_ROWS], input_ids[:_PROFILED_ROWS])
             log_weights_TK = self.router.log_prior_K.expand(len(hidden_TD), -1)
             rows_T = torch.full((len(hidden_TD),), self.router.num_blocks, device=hidden_TD.device)
@@ -94,7 +94,7 @@ class Routed:
         return attach_state(hidden_TD, log_weights_TK, rows_T)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return the scores of the mixture; None where another device gathers them."""
+        """Return the scores of the mixture; None if another device gathers them."""
         scores = self.compute_logits_local(hidden_states)
         if self.lm_head.tp_size > 1:
             scores = self.logits_processor._gather_logits(scores)
@@ -106,7 +106,7 @@ class Routed:
             hidden_states, self.config.hidden_size, len(self.router.log_prior_K)
         )
         scores_TV, sizes_TK = self.heads.mix(hidden_TD, log_weights_TK)
-        # vLLM also asks for the logits of random rows, to see what memory they take.
+        # vLLM also asks for the logits of random rows, to measure memory.
         known_T = (rows_T >= 0) & (rows_T < self.router.num_blocks)
         self.router.remember(torch.where(known_T, rows_T, self.router.num_blocks), sizes_TK)
         return scores_TV
@@ -129,9 +129,9 @@ class Routed:
         )
 
     def _beside_the_cache(self) -> int:
-        """Return the size of a block as the attention sees it; the router's table is as long as its cache."""
+        """Return the block size that the attention uses, and allocate one router row per block of its cache."""
         num_blocks = self._vllm_config.cache_config.num_gpu_blocks
-        if self._blocks_of_cache != num_blocks:  # before the first documents; vLLM may have tried a smaller cache
+        if self._blocks_of_cache != num_blocks:  # before the first documents; vLLM may have tried a smaller cache first
             spec = self._attention.get_kv_cache_spec(self._vllm_config)
             self._block_size = select_common_block_size(spec.block_size, [self._attention.get_attn_backend()], [spec])
             rows = num_blocks * (spec.block_size // self._block_size)
@@ -173,7 +173,7 @@ class ScaleRoutedPhi3ForCausalLM(Routed, Phi3ForCausalLM):
 
 
 def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
-    """Refuse a folder that holds no router, and what would make its answers wrong."""
+    """Raise ValueError for a folder without a router, and for settings under which routed answers would be wrong."""
     config = vllm_config.model_config.hf_config
     routing = getattr(config, "scale_router", None)
     if not routing:
@@ -219,10 +219,10 @@ def _gather_stacked(tensor: Tensor) -> Tensor:
 def head_products(
     lm_head: Any, stream_sizes: Sequence[int]
 ) -> tuple[nn.ModuleList, Sequence[Sequence[Callable[[Tensor], Tensor]]], Tensor | None]:
-    """Return modules that hold the head's columns, what multiplies with them by tile and stream, and the weight itself.
+    """Return modules that hold the head's columns, products with them by tile and stream, and the weight itself.
 
-    A quantised head has no columns to take apart. It is multiplied with rows in which the other streams are zero: right
-    for any linear method, at the price of a product for each head.
+    The columns of a quantised head cannot be separated. It multiplies rows in which the other streams are zero: correct
+    for any linear method, at the cost of one whole product for each head. There are no modules and no weight then.
     """
     method = lm_head.quant_method
     if not isinstance(method, UnquantizedEmbeddingMethod):
@@ -240,7 +240,7 @@ def _product_of_one_stream(lm_head: Any, margins: tuple[int, int], rows_TD: Tens
 
 
 class _Columns(nn.Module):
-    """Some columns of a head. vLLM prepares and multiplies them as it does with a whole one."""
+    """Some columns of a head, which vLLM prepares and multiplies like a whole head."""
 
     weight: Tensor
 
@@ -254,10 +254,10 @@ class _Columns(nn.Module):
 
 
 class _ColumnsMethod(UnquantizedEmbeddingMethod):
-    """vLLM's own for whole heads. On a processor it packs them, for which it wants no view of something wider."""
+    """vLLM's method for whole heads. On a CPU it packs the weights, and for that they must not be a view."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Prepare a layer once its weights are there."""
+        """Prepare a layer after its weights are loaded."""
         if current_platform.is_cpu():
             layer.weight = layer.weight.contiguous()
         super().process_weights_after_loading(layer)

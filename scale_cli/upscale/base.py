@@ -1,4 +1,4 @@
-"""The base model: loading it, refusing what is not supported, and the hashes that say it is the same one."""
+"""The base model: load it, refuse an unsupported one, and prove by hashes that it has not changed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from scale_cli.processes import ALONE, Share, device, gathered, share
 from scale_cli.storage.atomic import json_sha256
 from scale_cli.storage.records import BaseRecord, RunFolder
 
-# Fields that change no computation; a widened base's router acts when it is served only.
+# Configuration fields that do not change the computation; a widened base's router acts only in serving.
 _NOT_COMPUTING = re.compile(
     r"_name_or_path|architectures|attn_implementation|dtype|transformers_version|use_cache|variant"
     r"|(bos|eos|pad)_token_id|router_(prior|rule|switch_rate|threshold)"
 )
 REMEDY = "give back the one that was, or start anew in another output_dir"
-_LARGEST = 2**24  # well above any size of any model that there is
+_LARGEST = 2**24  # far above any size in an existing model
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -49,12 +49,12 @@ _SIZES = (
 _NOT_OF_ALL = ("head_dim", "decoder_sparse_step", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
 _DROPOUTS = ("attention_dropout", "embd_pdrop", "resid_pdrop")
 
-# How weights are loaded, of a base or an export: no pickle, no code that lies beside them, and no question asked.
+# Options for loading a base or an export: no pickle, no code from its folder, and no prompt.
 _PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
 
 
 def stage_folder(model: ModelConfig) -> Path | None:
-    """Return the folder of the widened model that is the base: a finished run's, or its own; None for a plain one."""
+    """Return the folder of a widened base: a finished run's `final/`, or the base itself; None for a plain base."""
     run = RunFolder(Path(model.base))
     if run.final.is_dir():
         return run.final
@@ -66,7 +66,7 @@ def stage_folder(model: ModelConfig) -> Path | None:
 
 
 def stages_below(model: ModelConfig) -> Iterator[tuple[Path, RunConfig]]:
-    """Yield the folder and the config of every widened model that a base is made of, the uppermost first."""
+    """Yield the folder and config of every widened model in a base's stack, the top one first."""
     while (folder := stage_folder(model)) is not None:
         config = load_config(folder / "scale.yaml")
         yield folder, config
@@ -90,15 +90,15 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
             **_PLAIN_WEIGHTS,
             **_quantising(model),
         )
-    except Exception as error:  # of a damaged folder it may say anything
+    except Exception as error:  # a damaged folder may raise anything
         raise BaseModelError(f"model.base: the weights of {model.base} cannot be loaded: {one_line(error)}") from None
     base: PreTrainedModel
     base, report = loaded
-    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
+    if missing := sorted(report["missing_keys"]):  # transformers would continue with random numbers instead
         raise BaseModelError(f"model.base: {model.base} has no weights for {missing[0]}")
     if model.quantisation is not None:
         hf_quantizer: Any = base.hf_quantizer
-        hf_quantizer.remove_quantization_config(base)  # an export has the configuration, and no such weights
+        hf_quantizer.remove_quantization_config(base)  # an export copies the configuration, without quantised weights
     return base.requires_grad_(False).eval()
 
 
@@ -111,9 +111,9 @@ def _quantising(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_weights(model: ModelConfig) -> None:
-    """Refuse a local base whose files of weights are missing or damaged, by their headers; no weight is loaded."""
+    """Raise BaseModelError if a local base's weight files are missing or damaged; only their headers are read."""
     folder = Path(root_model(model).base)
-    if not folder.is_dir():  # on the hub: known once they are here
+    if not folder.is_dir():  # on the hub: not known before the download
         return
     for name in _shards(folder) or [SAFE_WEIGHTS_NAME]:
         try:
@@ -126,12 +126,12 @@ def check_weights(model: ModelConfig) -> None:
 def load_written(loader: Any, folder: Path) -> Any:
     try:
         return loader.from_pretrained(folder, dtype="auto", **_PLAIN_WEIGHTS)
-    except Exception as error:  # of a damaged folder it may say anything
+    except Exception as error:  # a damaged folder may raise anything
         raise StorageError(f"{folder}: cannot be loaded: {one_line(error)}") from None
 
 
 def base_without_weights(config: Any, dtype: str, quantisation: str | None = None) -> PreTrainedModel:
-    """Return a frozen base model of shapes and dtypes alone, on the meta device."""
+    """Return a frozen base model on the meta device: shapes and dtypes without weights."""
     with torch.device("meta"):
         base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     if quantisation is not None:
@@ -144,7 +144,7 @@ def base_without_weights(config: Any, dtype: str, quantisation: str | None = Non
 
 
 def load_base_config(model: ModelConfig) -> Any:
-    """Load the configuration of the plain model at the bottom, or say why it cannot be widened."""
+    """Load the configuration of the plain model at the bottom; BaseModelError says why it cannot be widened."""
     supported = f"supported: {', '.join(FAMILIES)}"
     model = root_model(model)
     if looks_local(model.base) and not (Path(model.base) / "config.json").is_file():
@@ -155,9 +155,9 @@ def load_base_config(model: ModelConfig) -> Any:
     _shards(Path(model.base))
     try:
         config = AutoConfig.from_pretrained(model.base, revision=model.revision, trust_remote_code=False)
-    except Exception as error:  # of a damaged folder it may say anything
+    except Exception as error:  # a damaged folder may raise anything
         raise BaseModelError(f"model.base: {model.base} cannot be loaded: {one_line(error)} ({supported})") from None
-    # No run of ours drops anything out: what is trained must not hang on random numbers that a checkpoint lacks.
+    # No run uses dropout: training must not depend on random numbers that a checkpoint does not store.
     config.update({key: 0.0 for key in _DROPOUTS if hasattr(config, key)})
     if config.model_type not in FAMILIES:
         raise BaseModelError(f"model.base: {model.base} is of the family {config.model_type} ({supported})")
@@ -177,10 +177,10 @@ def load_base_config(model: ModelConfig) -> Any:
 
 
 def _check_sizes(config: Any, name: str) -> None:
-    """Refuse a configuration that no model could have, before memory is asked for by it."""
+    """Raise BaseModelError for impossible sizes, before memory is allocated for them."""
     for key in _SIZES:
         size = getattr(config, key, None)
-        if size is None and key in _NOT_OF_ALL:  # a head_dim that is left out is what the heads divide the stream into
+        if size is None and key in _NOT_OF_ALL:  # a missing head_dim is hidden_size / num_attention_heads
             continue
         if type(size) is not int or not 1 <= size <= _LARGEST:
             raise BaseModelError(
@@ -199,7 +199,7 @@ def _check_sizes(config: Any, name: str) -> None:
 
 
 def _shards(folder: Path) -> list[str]:
-    """Return the files that an index of weights names; refuse one that sends the loader to another folder."""
+    """Return the files that an index of weights names; BaseModelError if one of them is outside the folder."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return []
@@ -227,7 +227,7 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 
 def config_sha256(base: PreTrainedModel) -> str:
-    """Return one hash over what a configuration says about computing; names, versions and token ids do not count."""
+    """Return one hash over the configuration fields that affect the computation: no names, versions or token ids."""
 
     def computing(fields: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in fields.items() if not _NOT_COMPUTING.fullmatch(name)}
@@ -251,9 +251,9 @@ def record_base(
 
 
 def changed_tensors(base: PreTrainedModel, record: BaseRecord, of_machine: Share | None = None) -> list[str]:
-    """Return the names of the tensors that are not what was recorded: other bytes, missing, or new.
+    """Return the names of the tensors that differ from the record: changed, missing or new.
 
-    With a share of its machine's processes each hashes that share, and all processes, who have to call this, are told.
+    With `of_machine`, each process hashes its share of the tensors and all get every name, so all must call this.
     """
     tensors, mine = dict(base.named_parameters()), of_machine or ALONE
     names = sorted(tensors.keys() | record.tensors.keys())[mine.index :: mine.num_processes]
@@ -262,10 +262,10 @@ def changed_tensors(base: PreTrainedModel, record: BaseRecord, of_machine: Share
 
 
 def check_finite(base: PreTrainedModel, name: str) -> None:
-    """Check that every weight of a base is finite: logits of a NaN equal nothing, themselves neither."""
+    """Raise BaseModelError if a weight is not finite: NaN logits equal nothing, not even themselves."""
     for tensor_name, tensor in base.named_parameters():
         for held in parts_of(tensor):
-            if all(bound.isfinite() for bound in held.aminmax()):  # a NaN is both; nothing of its size is made
+            if all(bound.isfinite() for bound in held.aminmax()):  # NaN gives NaN bounds; no copy is allocated
                 continue
             bad = held.numel() - int(held.isfinite().count_nonzero())
             raise BaseModelError(

@@ -1,12 +1,12 @@
-"""The model that a method trains: made of a base, written, loaded onto that base again, and beside it.
+"""The model that a method trains: build it from a base, write it, load it onto that base again or beside it.
 
-What `upscaled/`, every checkpoint, `final/` and an adapter have in common:
+Files of every method folder (`upscaled/`, a checkpoint, `final/`, an adapter):
 
-- config.json: the model's configuration; of a widened model, sizes of the expansion and the base's own
+- config.json: the model's configuration; for a widened model, the sizes of the expansion and the base's configuration
 - method.json: the method section of the config
-- base.json: which base it belongs to: name, revision, SHA-256 of every tensor
-- trained.safetensors: every parameter that trains, by name (the `upscaled/` of a baseline needs none); in a sharded
-  checkpoint `shards/` in its place (`storage/shards.py`), in a LoRA adapter PEFT's own files
+- base.json: the base it belongs to: name, revision, SHA-256 of every tensor
+- trained.safetensors: every parameter that trains, by name (a baseline's `upscaled/` needs none); a sharded checkpoint
+  has `shards/` instead (`storage/shards.py`), a LoRA adapter PEFT's own files
 - manifest.json: size and SHA-256 of every file
 """
 
@@ -42,23 +42,23 @@ from scale_cli.upscale.base import base_without_weights, check_same_base, load_b
 from scale_cli.vocabulary.extension import Spelling, pieces
 
 if TYPE_CHECKING:
-    from peft import PeftModel  # takes a moment to import, and only LoRA needs it
+    from peft import PeftModel  # slow to import, and only PEFT's methods need it
 
 # What a method trains: a widened model, a plain one, or a plain one with PEFT's adapters.
 MethodModel: TypeAlias = "ScaleForCausalLM | PreTrainedModel | PeftModel"
-# Of parameters: learning rates, weight decay and optimisers tell them apart.
+# Kinds of parameters: learning rate, weight decay and optimiser depend on the kind.
 Kind = Literal["embedding", "head", "gains", "matrix"]
-# What a new token's logit begins with beside its first piece's: else so many would take mass from everything.
+# Offset of a new token's first logit from that of its first piece; without it, so many tokens would take much mass.
 _BIAS = -8.0
-# As PEFT keeps adapters, which `PeftModel.from_pretrained` and servers of adapters load: rank, alpha, targets and the
-# base's name as the config has it; A and B, by PEFT's names, which say nothing of `default`, its name for the only one.
+# PEFT's own files, which `PeftModel.from_pretrained` and adapter servers load. The config has rank, alpha, targets and
+# the base's name as in our config. A and B have PEFT's names, without `default`, PEFT's name for the only adapter.
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _METHOD = "method.json"
 
 
 @dataclass(frozen=True)
 class NewPieces:
-    """What new tokens are made of, as a configuration holds it (`ScaleConfig`)."""
+    """The pieces of new tokens, as `ScaleConfig` stores them."""
 
     new_tokens: list[str]
     own_pieces: list[int]
@@ -72,14 +72,14 @@ class NewPieces:
         return [int(token.split()[0]) for token in self.new_tokens]
 
     def rows(self, base: Any) -> NewTokens:
-        """Return the new tokens' rows on a plain base, those of x filled."""
+        """Return the new tokens' rows for a plain base; the rows of x are filled."""
         new = NewTokens(base, [[int(index) for index in token.split()] for token in self.new_tokens], self.own_pieces)
         new.compose(base)
         return new
 
 
 def new_pieces(config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase) -> NewPieces | None:
-    """Return what the new tokens of a run are made of; None where it has none."""
+    """Return the pieces of a run's new tokens; None if it has no new tokens."""
     vocabulary = config.method.vocabulary
     if vocabulary is None:
         return None
@@ -97,7 +97,7 @@ def start_model(
     seed: int,
     new: NewPieces | None = None,  # tokens that are added
 ) -> MethodModel:
-    """Return what a method makes of a base before any training; `base` becomes a part of it."""
+    """Return a method's model before any training; `base` becomes a part of it."""
     if method.vocabulary is not None and new is None:
         raise ConfigError("method.vocabulary: only `scale upscale` adds tokens; leave it out here")
     ids = random_ids(base, seed)
@@ -110,9 +110,9 @@ def start_model(
 
 
 def build_model(base: PreTrainedModel, method: MethodConfig, seed: int, new: NewPieces | None = None) -> MethodModel:
-    """Return a method's model, which of it trains decided; what it adds is filled by `start_model`.
+    """Return a method's model with `requires_grad` set; `start_model` fills the parameters that it adds.
 
-    What trains is held in float32, whatever the base's dtype: it is the master copy that the optimiser updates.
+    Parameters that train are in float32, whatever the base's dtype: the optimiser updates this master copy.
     """
     definition = method.definition
     if isinstance(base, ScaleForCausalLM) and not definition.widens:
@@ -135,10 +135,10 @@ def build_model(base: PreTrainedModel, method: MethodConfig, seed: int, new: New
 
 @torch.no_grad()
 def _start_new_head(rows_ND: Tensor, base: Any, new: NewPieces, input_ids: Tensor) -> None:
-    """Let the rows that predict new tokens start as those of their first pieces, and lower.
+    """Start the rows that predict new tokens as those of their first pieces, with logits lower by about 8 (`_BIAS`).
 
-    A plain Llama's head has no bias: what is added is a direction along which the last states have about one size,
-    measured on (1, T) old tokens.
+    A plain Llama's head has no bias. Instead, a multiple of the mean last state is added, measured on (1, T) old
+    tokens: all last states have about the same component along it.
     """
     mean_D = base.model(input_ids, use_cache=False).last_hidden_state.float().flatten(0, 1).mean(dim=0)
     rows_VD = base.lm_head.weight
@@ -148,7 +148,7 @@ def _start_new_head(rows_ND: Tensor, base: Any, new: NewPieces, input_ids: Tenso
 
 @torch.no_grad()
 def grow_plainly(base: PreTrainedModel, new: NewPieces) -> PreTrainedModel:
-    """Give a plain base's embedding and head, untied, rows for new tokens; those of the head are not filled yet."""
+    """Untie a plain base's embedding and head, and add rows for new tokens; the head's rows are not filled yet."""
     model: Any = base
     rows, embed_tokens = new.rows(base).to(base.device), model.model.embed_tokens
     of_x = rows.embed_tokens.weight / family_of(base.config).embedding_factor(embed_tokens)
@@ -166,7 +166,7 @@ def grow_plainly(base: PreTrainedModel, new: NewPieces) -> PreTrainedModel:
 
 
 def describe_method(folder: Path, model: MethodModel, method: MethodConfig, record: BaseRecord) -> None:
-    """Write what a folder says of itself: everything but the parameters."""
+    """Write a method folder's description: everything but the parameters."""
     model.config.save_pretrained(folder)
     write_json(folder / _METHOD, method.model_dump(mode="json"))
     record.save(folder)
@@ -189,7 +189,7 @@ def load_any_base(model: ModelConfig) -> PreTrainedModel:
 
 
 def any_base_without_weights(model: ModelConfig) -> PreTrainedModel:
-    """Return what `load_any_base` loads, of shapes and dtypes alone, on the meta device."""
+    """Return the model that `load_any_base` loads, on the meta device: shapes and dtypes without weights."""
     if (stage := _stage(model)) is None:
         return base_without_weights(load_base_config(model), model.dtype, model.quantisation)
     folder, below = stage
@@ -200,7 +200,7 @@ def any_base_without_weights(model: ModelConfig) -> PreTrainedModel:
 
 
 def _stage(model: ModelConfig) -> tuple[Path, ModelConfig] | None:
-    """Return the folder of a widened base, and what it stands on, or say why nothing more can stand on it."""
+    """Return a widened base's folder and its own base; None if plain. BaseModelError: it cannot be widened further."""
     if (stage := next(stages_below(model), None)) is None:
         return None
     folder, below = stage[0], stage[1].model
@@ -219,14 +219,14 @@ def read_method(folder: Path) -> MethodConfig:
 
 
 def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0, of_machine: Share | None = None) -> MethodModel:
-    """Load a base as `load_recorded_base`, and put a folder's parameters on it."""
+    """Load a folder's base with `load_recorded_base`, and put the folder's parameters on it."""
     return put_on_base(folder, load_recorded_base(folder, base, of_machine), seed)
 
 
 def load_recorded_base(folder: Path, base: ModelConfig, of_machine: Share | None = None) -> PreTrainedModel:
-    """Load a base, and check that it is the one that a folder stands on.
+    """Load a base, and check that it is the one recorded in a method folder.
 
-    With a share of its machine's processes all of a launch have to call this: each hashes a part of the base.
+    With `of_machine`, all processes of the launch must call this: each hashes a part of the base.
     """
     loaded = load_any_base(base)
     check_same_base(loaded, BaseRecord.load(folder), f"model.base {base.base}", of_machine)
@@ -234,7 +234,7 @@ def load_recorded_base(folder: Path, base: ModelConfig, of_machine: Share | None
 
 
 def put_on_base(folder: Path, loaded: PreTrainedModel, seed: int = 0) -> MethodModel:
-    """Return the model that a folder's parameters make of a base, in evaluation mode; the base becomes a part of it."""
+    """Return a method folder's model on its loaded base, in evaluation mode; the base becomes a part of it."""
     method = read_method(folder)
     if method.vocabulary is not None and not method.definition.widens:
         written = read_json(folder / "config.json")
@@ -273,14 +273,14 @@ def write_peft(folder: Path, model: Any, base: ModelConfig) -> None:
     settings = {**model.peft_config["default"].to_dict(), **named}
     in_order = {key: sorted(value) if isinstance(value, set) else value for key, value in sorted(settings.items())}
     write_json(folder / _PEFT_CONFIG, in_order)
-    # A tied embedding is there under both its names, as in PEFT's own files.
+    # A tied embedding is saved under both its names, as in PEFT's own files.
     save_tensors(folder / _PEFT_WEIGHTS, {name: tensor.clone() for name, tensor in _adapters(model).items()})
 
 
 def _adapters(model: Any) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
-    # The base's embedding is the base's: not looking whether it has grown also asks nothing of the hub.
+    # The base's embedding is not saved. False also keeps PEFT from asking the hub whether the embedding has grown.
     tensors: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     return tensors
 
@@ -299,13 +299,13 @@ def router_of(model: WidenedModel) -> RouterConfig:
 
 
 def beside_base(model: Any, untouched: PreTrainedModel) -> HeadedModel:
-    """Return a plain model beside the untouched base, a second model in memory: two heads, observed together."""
+    """Return a plain model and its untouched base, a second model in memory, as one model with two heads."""
     beside: BaseAndTrained = BaseAndTrained(beside_new_tokens(untouched, model), model).to(model.device)
     return beside.eval()
 
 
 def beside_new_tokens(base: PreTrainedModel, trained: Any) -> nn.Module:
-    """Return an untouched base, still whole, that reads the tokens which a trained plain model has beside its own."""
+    """Return an untouched base that can also read the new tokens of a trained plain model."""
     config = trained.config
     if not getattr(config, "new_tokens", None):
         return base
@@ -313,7 +313,7 @@ def beside_new_tokens(base: PreTrainedModel, trained: Any) -> nn.Module:
 
 
 def kinds_of_parameters(model: nn.Module) -> dict[str, Kind]:
-    """Return of every parameter that trains, by name, what it is; a tied embedding is an embedding."""
+    """Return the kind of every parameter that trains, by name; a tied embedding counts as an embedding."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
 
     def kind(name: str, parameter: nn.Parameter) -> Kind:
@@ -327,5 +327,5 @@ def kinds_of_parameters(model: nn.Module) -> dict[str, Kind]:
 
 
 def moments_of(kind: Kind, optimiser: Literal["adamw", "muon"]) -> tuple[str, ...]:
-    """Return what an optimiser keeps of a parameter, each as large as it, by torch's names."""
+    """Return torch's names of the tensors that an optimiser keeps per parameter, each as large as the parameter."""
     return ("momentum_buffer",) if optimiser == "muon" and kind == "matrix" else ("exp_avg", "exp_avg_sq")

@@ -1,9 +1,9 @@
-"""A model as it is trained: a loss that never holds the logits of all positions, compiled or checkpointed if asked.
+"""A model prepared for training: a loss that never holds the logits of all positions; compiled, checkpointed if asked.
 
-Each decoder layer is compiled whole (`fullgraph=True`: a graph break is an error, not a slow surprise) and for one
-shape, that of the run's batches; evaluation goes on with the plain one. Layers that are alike share the code. Between
-them everything stays as it is: what shards a model hooks into the calls of its layers. On the way the expansion stream
-can be measured beside the base stream, by whose rms it is divided.
+Each decoder layer is compiled as a whole (`fullgraph=True`: a graph break is an error, not a slow surprise), for the
+one shape of the run's batches. Equal layers share the code; evaluation runs the plain layers. Nothing between layers
+is compiled, because sharding hooks into the calls of layers. The forward passes can also measure the size of the
+expansion stream relative to the base stream, by whose rms it is divided.
 
 Shapes: B batch, T positions, E expansion channels.
 """
@@ -29,24 +29,24 @@ from scale_cli.model.head_loss import plain_cross_entropy
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.method import MethodModel
 
-# What attention is called that looks over all parts of a window (`training/context.py`).
+# Name of the attention over all parts of a shared window (`training/context.py`).
 SHARING_WINDOWS = "sharing_windows"
 
 
 def plain_of(model: Any) -> Any:
-    """Return a model without what PEFT has put around it."""
+    """Return a model without PEFT's wrapper, if it has one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def trained_head(plain: Any) -> Any:
-    """Return a plain model's vocabulary head; of one that PEFT trains whole beside its adapters, what trains of it."""
+    """Return a plain model's vocabulary head; if PEFT trains a whole copy of it, that copy."""
     head = plain.get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)
     return head if copies is None else copies[head.active_adapter]
 
 
 class ChunkedLossModel(nn.Module):
-    """A plain causal language model, adapters in its decoder or not, whose training loss is computed in chunks."""
+    """A plain causal language model, with or without adapters, whose training loss is computed in chunks."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ChunkedLossModel(nn.Module):
         token_losses: Tensor | None = None,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Return the loss alone; arguments as of a widened model in training (`modeling_scale.py`)."""
+        """Return only the loss; the arguments are those of a widened model in training (`modeling_scale.py`)."""
         head = trained_head(self.model)
         decoder = self.model.get_decoder()
         states: Tensor = decoder(input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
@@ -70,10 +70,10 @@ class ChunkedLossModel(nn.Module):
 
 
 def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
-    """Return what a training step calls; its parameters are the model's own.
+    """Return the module that a training step calls; its parameters are the model's own.
 
-    A widened model computes its loss in chunks itself. A plain one is given the same; where its vocabulary head is more
-    than a matrix (adapters in it, a bias) it keeps transformers' loss over whole logits.
+    A widened model computes its loss in chunks itself. A plain one is wrapped to do the same, unless its vocabulary
+    head is more than a matrix (adapters in it, a bias): then it keeps transformers' loss over whole logits.
     """
     if train.attention is not None:
         _set_attention(model, train.attention)
@@ -92,12 +92,12 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
 
 
 def _compile_layers(model: MethodModel) -> None:
-    """Let every decoder layer run compiled while it trains."""
+    """Make every decoder layer run compiled in training mode."""
     if isinstance(model, ScaleForCausalLM):
         layers = [layer for branch in model.branches for layer in branch.expansion.layers]
     else:
         layers = list(plain_of(model).model.layers)
-    # Of a sparse model no layer is like another.
+    # In a sparse model, no two layers share compiled code.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(layers))
     fast: dict[Callable[..., Any], Callable[..., Any]] = {}
     for layer, name in product(layers, ("forward", "read_on")):
@@ -111,10 +111,10 @@ def _run_layer(layer: nn.Module, plain: Callable[..., Any], fast: Callable[..., 
 
 
 def settings_on(device_type: str, config: RunConfig) -> TrainConfig:
-    """Return how a run is trained on a device.
+    """Return a run's `train` settings for a device; ConfigError if its attention cannot train there.
 
-    Where a config leaves its kernels open, isolated documents attend on a GPU by flex_attention, which skips what is
-    masked; by sdpa they would have a mask of T x T for every call, and lose the flash kernel.
+    If the config names no attention, isolated documents use flex_attention on a GPU, which skips masked blocks. sdpa
+    would need a T x T mask for every call, and could not use the flash kernel.
     """
     train = config.train
     if train.attention == "flex_attention" and device_type == "cpu":
@@ -131,7 +131,7 @@ def attends_by_mask(config: RunConfig, device_type: str) -> bool:
 
 @contextmanager
 def attending_by_sdpa(model: MethodModel) -> Iterator[None]:
-    """Attend within whole texts of any length: flex_attention would be compiled for each."""
+    """Use sdpa within the body, for whole texts of any length: flex_attention would be compiled for each length."""
     trained_by = _root(model).config._attn_implementation
     if trained_by not in ("flex_attention", SHARING_WINDOWS):
         yield
@@ -156,9 +156,9 @@ def _set_attention(model: MethodModel, implementation: str) -> None:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function compiled whole, for the shapes it is called with.
+    """Return a function compiled as a whole, for each shape it is called with; TrainingError if that fails.
 
-    What was compiled is not kept on disk for the next run: inductor's cache is a pickle.
+    Compiled code is not kept on disk for the next run, because inductor's cache is a pickle.
     """
     fast = torch.compile(function, fullgraph=True, dynamic=False, options={"fx_graph_cache": False})
 
@@ -172,15 +172,15 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def expansion_norms(model: nn.Module) -> dict[str, ExpansionNorm]:
-    """Return the norms of all expansions by name, each expansion's bottom up; none of a model that is not widened."""
+    """Return the norms of all expansions by name, bottom up in each expansion; empty if the model is not widened."""
     return {name: norm for name, norm in model.named_modules() if isinstance(norm, ExpansionNorm)}
 
 
 @contextmanager
 def measured_stream_ratios(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield the largest rms(u) / rms(x) of any position that each norm meets in the body, by the norm's name.
+    """Yield a dict that the body's forward passes fill: for each norm, by name, the largest rms(u) / rms(x).
 
-    Scalars on the model's device, of the forward passes that there are: nothing is computed twice or waited for.
+    The values are scalars on the model's device, over all positions. No extra pass is run, and nothing waits for them.
     """
     largest: dict[str, Tensor] = {}
 
@@ -199,7 +199,7 @@ def measured_stream_ratios(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def layer_ratios(model: Any, by_norm: dict[str, Tensor]) -> Tensor:
-    """Return (layers + 1,): the largest that was measured before a norm of each layer that trains, and the last's."""
+    """Return (layers + 1,): the largest ratio at any norm of each trained layer, then the ratio at the last norm."""
     of_layers = [
         torch.stack([by_norm[f"expansion.layers.{index}.{name}"] for name in expansion_norms(layer)]).amax()
         for index, layer in enumerate(model.expansion.layers)

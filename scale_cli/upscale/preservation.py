@@ -1,4 +1,4 @@
-"""The proof that a widened model still is its base: logits bitwise equal, on text, at equal shapes."""
+"""The proof that a widened model preserves its base: bitwise equal logits, on text, at equal shapes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
 
 @torch.no_grad()
 def own_logits(model: MethodModel, prompts: list[Tensor]) -> list[Tensor]:
-    """Return what stays when a model becomes the base of another: its trained head's logits on (1, T) prompts."""
+    """Return the trained head's logits on (1, T) prompts, which must stay equal when the model becomes a base."""
     model.eval()
     return [trained_logits(model, ids) for ids in prompts]
 
 
 def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
-    """Return the trained head's logits: H x_a + H' u of a widened model, the only ones of any other."""
+    """Return the trained head's logits: H x_a + H' u for a widened model, the only logits of any other."""
     if isinstance(model, ScaleForCausalLM):
         return model.adaptation_logits(model.final_states(input_ids, preserved=False))
     return model(input_ids=input_ids, use_cache=False).logits
@@ -45,10 +45,11 @@ def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_preservation(model: MethodModel, prompts: list[Tensor], base_logits: list[Tensor]) -> None:
-    """Compare a method's model with its base, bit for bit: the base head of a widened one, any other's only head.
+    """Raise PreservationError unless a method's model has its base's logits, bit for bit.
 
-    A widened model is held to it at any time, any other at its start. Where the base is widened too, it is held to its
-    own base likewise. `base_logits` are the base's own on `prompts` (`sample_ids`), from before it became a part.
+    The base head of a widened model must equal them at any time; the only head of any other model, at its start. If the
+    base is widened too, it is compared with its own base. `base_logits` are the base's logits on `prompts`
+    (`sample_ids`), computed before it became a part of the model.
     """
     model.eval()
     for text, ids, expected in zip(SAMPLE_TEXTS, prompts, base_logits, strict=True):
@@ -60,5 +61,5 @@ def check_preservation(model: MethodModel, prompts: list[Tensor], base_logits: l
             raise PreservationError(f"the base logits are not preserved on {text!r}")
     if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
         below = model.base.base
-        known = [ids % below.config.vocab_size for ids in prompts]  # it may lack tokens: others in their place
+        known = [ids % below.config.vocab_size for ids in prompts]  # replaces tokens that it may lack
         check_preservation(model.base, known, own_logits(below, known))

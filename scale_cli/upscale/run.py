@@ -1,13 +1,13 @@
-"""A run, and the folders of it: what every verb begins with, so that all check the same, and read each thing once.
+"""A run and its folders. Every verb starts here, so that all verbs check the same things, and read each only once.
 
-| opened by        | what                                    | is held to its              |
+| opened by        | what                                    | recorded, and checked       |
 |------------------|-----------------------------------------|-----------------------------|
 | `Run.open_start` | `upscaled/`, to be trained              | files, tokenizer and config |
 | `Run.open_final` | `final/`, to be measured or exported    | the same                    |
 | `open_folder`    | any method folder, wherever it lies     | files and tokenizer         |
 
-The base is held to its hashes, tensor by tensor, when the model is loaded. What can be known before a verb writes
-anything is found by `Run.check`: no weight is loaded and little text is read, so it takes a moment.
+The base is checked against its hashes, tensor by tensor, when the model is loaded. `Run.check` finds every error that
+can be known before a verb writes anything. It loads no weights and reads little text, so it is fast.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ from scale_cli.vocabulary.extension import SENTENCEPIECE, Spelling, with_new_pie
 from scale_cli.vocabulary.proofs import check_extension
 from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, Extension, load_grown, read_texts, write_grown
 
-_BYTES_RETURNED = 1 << 22  # of every source that new tokens are learned on: text that has to come back from them
+_BYTES_RETURNED = 1 << 22  # per source that new tokens are learned on: text that must survive encoding and decoding
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run by its config, and what that names, each read when it is first asked for."""
+    """A run, given by its config; everything that the config names is read at first use."""
 
     config: RunConfig
 
@@ -89,7 +89,7 @@ class Run:
 
     @cached_property
     def extension(self) -> Extension | None:
-        """The tokens that the run adds to the base's; None where it adds none."""
+        """The tokens that the run adds to the base's; None if it adds none."""
         config, vocabulary = self.config, self.config.method.vocabulary
         if vocabulary is None:
             return None
@@ -101,21 +101,21 @@ class Run:
         return Extension(self.base_config.vocab_size, vocabulary, learned_on(config), cache)
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer of a run that is about to be upscaled, whatever was before."""
+        """Return the tokenizer for a run that is about to be upscaled; any earlier `upscaled/` is ignored."""
         return self.base_tokenizer if self.extension is None else self.extension.tokenizer()
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The run's own; new tokens are learned first where nobody has yet."""
+        """The run's own tokenizer; new tokens are learned first if they are not there yet."""
         return load_grown(self.folder.upscaled) if self._has_grown else self.make_tokenizer()
 
     def known_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the run's own tokenizer; None where it would have to be learned first."""
+        """Return the run's own tokenizer; None if new tokens would have to be learned first."""
         extension = self.extension
         if extension is None or extension.vocabulary.folder is not None or self._has_grown:
             return self.tokenizer
         if not any(extension.cache.folder.glob("vocabulary.*")):
-            return None  # and no text has to be looked at
+            return None  # decided without reading any text
         return load_grown(extension.folder) if is_whole(extension.folder) else None
 
     @property
@@ -137,7 +137,7 @@ class Run:
         return open_folder(final.path, self)
 
     def check(self, sources: Sequence[TextSource], num_processes: int = 1) -> None:
-        """Refuse what is certain to fail later on: a place, a base, sizes, or one of the `sources` that are read."""
+        """Raise an error for what is certain to fail later: a folder, the base, sizes, or one of the `sources`."""
         config = self.config
         self.folder.check()
         if config.corpus.cache_dir is not None and not config.corpus.cache_dir.is_dir():
@@ -168,21 +168,21 @@ class Run:
 
 @dataclass(frozen=True)
 class MethodFolder:
-    """A method folder of a run: `upscaled/`, a checkpoint, `final/` or an adapter; it is read as it is asked."""
+    """A method folder of a run: `upscaled/`, a checkpoint, `final/` or an adapter; its files are read at first use."""
 
     path: Path
-    run: Run  # whose base it stands on, and whose router a widened model gets
+    run: Run  # gives the base, and the router of a widened model
 
     @classmethod
     def at(cls, path: Path) -> MethodFolder:
         return cls(path, Run(load_config(path / "scale.yaml")))
 
     @cached_property
-    def config(self) -> RunConfig:  # that it was made with; the run's own may have changed since
+    def config(self) -> RunConfig:  # the one that made the folder; the run's own may have changed since
         return load_config(self.path / "scale.yaml")
 
     @cached_property
-    def method(self) -> MethodConfig:  # likewise, with what was found to upscale
+    def method(self) -> MethodConfig:  # likewise, completed by what `upscale` has found
         return read_method(self.path)
 
     @cached_property
@@ -195,7 +195,7 @@ class MethodFolder:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its own where it has new tokens, else its base's."""
+        """The folder's own tokenizer if it has new tokens, else its base's."""
         grown = read_json(self.path / "config.json").get("new_tokens")
         return load_grown(self.path) if grown else self.run.base_tokenizer
 
@@ -205,9 +205,9 @@ class MethodFolder:
         return check_same_run(self.path, self.config, self.run.config, sections, ignored_keys, accepted)
 
     def check_base(self) -> None:
-        """Hold the base to what was recorded of it, as far as that is known without its weights.
+        """Check the base against its record, as far as possible without its weights.
 
-        BaseModelError says that the base or its tokenizer is not at hand; ChangedBaseError, that it is another.
+        BaseModelError: the base or its tokenizer cannot be loaded; ChangedBaseError: it is not the recorded one.
         """
         _ = self.run.base_config
         check_tokenizer(self.tokenizer, self.record)
@@ -216,7 +216,7 @@ class MethodFolder:
         return self._served(load_onto_base(self.path, self.run.config.model, of_machine=of_machine))
 
     def load_to_export(self) -> MethodModel:
-        """Return the model on a base that is quantised no more: of what its weights stand for, as numbers."""
+        """Return the model on a dequantised base: the quantised weights as plain numbers."""
         base = load_recorded_base(self.path, self.run.config.model)
         return self._served(put_on_base(self.path, dequantise(base)))
 
@@ -225,7 +225,7 @@ class MethodFolder:
         return placed(model)
 
     def load_two_headed(self, of_machine: Share | None = None) -> HeadedModel:
-        """Return the model beside its untouched base, where it does not hold that inside; the base is read once."""
+        """Return the model beside its untouched base, read once; a widened model already has the base inside."""
         if self.method.definition.widens:
             widened: Any = self.load(of_machine)
             return widened
@@ -233,19 +233,19 @@ class MethodFolder:
         return beside_base(placed(model), untouched)
 
     def load_to_train(self) -> MethodModel:
-        """Return the model where it was read to, to be placed or sharded; all processes have to call this."""
+        """Return the model on the device it was read to, not yet placed or sharded; all processes must call this."""
         config = self.run.config
         return load_onto_base(self.path, config.model, config.seed, share_of_machine())
 
     def load_beside_base(self, of_machine: Share | None = None) -> tuple[MethodModel, PreTrainedModel]:
-        """Return the model and a copy of its base, which is read once, both where that was read to."""
+        """Return the model and a copy of its base, both on the device they were read to; the base is read once."""
         base = load_recorded_base(self.path, self.run.config.model, of_machine)
         untouched = copy.deepcopy(base)
         return put_on_base(self.path, base, self.run.config.seed), untouched
 
 
 def open_folder(path: Path, run: Run | None = None) -> MethodFolder:
-    """Open a method folder that is whole and whose base is at hand; by the config in it, where no run is given."""
+    """Open a method folder after checking its files and its base; without `run`, the folder's own config is used."""
     if not path.is_dir():
         raise RunFolderError(f"{path}: no such folder; run the verb that makes it first")
     verify_folder(path)
@@ -286,21 +286,21 @@ def check_processes(sizes: TrainConfig, num_processes: int) -> None:
         )
 
 
-# Tokenizers: a model's, wherever it comes from, and a run's own, where its method adds tokens
+# Tokenizers: a model's, from any place, and a run's own if its method adds tokens
 
 
 @dataclass(frozen=True)
 class TokenizerPlace:
     """Where a tokenizer lies."""
 
-    key: str  # of the config, that says so
+    key: str  # the config key that names it
     name: str  # hub id or folder
     revision: str | None  # on the hub
-    of_run: bool = False  # whether a run with new tokens has it
+    of_run: bool = False  # whether it lies in the folder of a run with new tokens
 
 
 def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
-    """Return where a model's tokenizer lies; of a widened base without new tokens, that of what it stands on."""
+    """Return where a model's tokenizer lies; a widened base without new tokens has the tokenizer of its own base."""
     for folder, config in stages_below(model):
         if model.tokenizer is not None:
             break
@@ -321,7 +321,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             place.name, revision=place.revision, trust_remote_code=False
         )
-    except Exception as error:  # of a damaged folder it may say anything
+    except Exception as error:  # a damaged folder may raise anything
         raise BaseModelError(
             f"{place.key}: the tokenizer of {place.name} cannot be loaded; say in model.tokenizer where one is: "
             f"{one_line(error)}"
@@ -345,11 +345,11 @@ def learned_on(config: RunConfig) -> list[CorpusSource]:
 
 
 def write_grown_tokenizer(folder: Path, base: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save a tokenizer that has new tokens; where its base has a SentencePiece model too, that with them."""
+    """Save a tokenizer that has new tokens; if its base has a SentencePiece model, add them to that and save it too."""
     write_grown(folder, tokenizer)
     place = tokenizer_place(base)
     found = None
-    with suppress(OSError):  # it has none, or it is not at hand
+    with suppress(OSError):  # the base has none, or it cannot be fetched
         found = cached_file(place.name, SENTENCEPIECE, revision=place.revision)
     if found is not None and not Spelling.of(tokenizer.backend_tokenizer, base.base).byte_level:
         first_id = load_base_config(base).vocab_size
