@@ -92,7 +92,7 @@ def parse_share(option: str, written: str) -> Share:
 
 
 def quieten_libraries() -> None:
-    """Silence warnings and logs of libraries; call it after the config is checked, as errors must not wait for imports."""
+    """Silence warnings and logs of libraries; call it after the config check, since its errors must not wait for it."""
     warnings.simplefilter("ignore", FutureWarning)
     for library in ("torchao", "torch.utils._pytree"):  # torchao warns of kernels for other devices, pytree of torchao
         logging.getLogger(library).setLevel(logging.ERROR)

@@ -54,8 +54,8 @@ class Sampling:
 class Decoder:
     """Decodes tokens one at a time into the text that each adds: whole characters, and no special tokens.
 
-    A token alone may lose its space in decoding, so it is decoded with the tokens before it; the last token of the prompt
-    is enough. An incomplete character is held back until it is whole.
+    A token alone may lose its space in decoding, so it is decoded with the tokens before it; the prompt's last token is
+    enough. An incomplete character is held back until it is whole.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, last_of_prompt: int) -> None:
@@ -111,7 +111,7 @@ class Generator:
         self.ends = ends_of(self.model.generation_config, self.tokenizer)
 
     def prompt_ids(self, prompt: str | Messages) -> Tensor:
-        """Return (T,) ids: of a text after the boundary that begins a training document; of turns by the chat template."""
+        """Return (T,) ids: of a text after the boundary that begins training documents, or of turns by the template."""
         text = prompt if isinstance(prompt, str) else self._asked(prompt)
         try:
             text.encode()

@@ -65,7 +65,7 @@ _BY_ROWS = "experts_by_rows"
 
 
 def _experts_by_rows(experts: Any, rows_ND: Tensor, chosen_NK: Tensor, shares_NK: Tensor) -> Tensor:
-    """Compute as many products as the chosen experts do, all with the first expert's weights; the shapes are the same."""
+    """Compute as many products as the chosen experts do, all with the first one's weights; all shapes are the same."""
     packed, down = experts.gate_up_proj[0], experts.down_proj[0]
     with torch.autocast("cpu", enabled=False):  # as in transformers' own grouped products
         rows = rows_ND.to(packed.dtype).repeat_interleave(chosen_NK.shape[1], dim=0)
