@@ -3,12 +3,11 @@
     python scripts/all_methods.py [--tuned-share 1.0] [--only METHOD]... [CONFIG] [KEY.SUB=VALUE]...
 
 CONFIG is configs/petitions.yaml by default. Each method is tuned (`scale sweep`) on documents of the first training
-source: nothing is trained on these meanwhile, and they are not the reported ones. Then each method runs twice: at as
-many tokens as the config says, replay included, and at as much training work (`scale plan`) as Preserve does on them.
-Tuning takes the reported number of steps, or a share of it, but at least half: tuning with fewer steps prefers rates
-that are too high for more steps. Everything is in output_dir: METHOD/tuning, METHOD/tokens-seed0, ..., table.md,
-comparison/. Finished runs are skipped. The table's work leaves out how ADEPT measures its rates, 3 % of its work at
-these steps.
+source: nothing is trained on these meanwhile, and they are not the reported ones. Then each method runs at as many
+tokens as the config says, replay included, and at as much training work (`scale plan`) as Preserve does on them. Tuning
+takes the reported number of steps, or a share of it, but at least half: tuning with fewer steps prefers rates that are
+too high for more steps. Everything is in output_dir: METHOD/tuning, METHOD/tokens-seed0, ..., table.md, comparison/.
+Finished runs are skipped. The table's work leaves out how ADEPT measures its rates, 3 % of its work at these steps.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def write_biographies(folder: Path, seed: int) -> dict[str, list[str]]:
 def make_base(config: RunConfig, texts: dict[str, list[str]]) -> None:
     """Train the tiny English model that the demo widens.
 
-    Its tokenizer is trained on both languages, so that a token holds a few bytes of Hangul; the model reads only English.
+    Its tokenizer is trained on both languages, so a token holds a few bytes of Hangul; the model reads only English.
     """
     folder = Path(config.model.base)
     tokenizer = train_tokenizer([*texts["english-train"], *texts["korean-train"]], vocab_size=2048)

@@ -2,7 +2,7 @@
 
     python -m scripts.large_runs [--gib-per-s 46] [--flops 4e14]
 
-Parameters and FLOPs are those of `scale plan` for the shapes of Llama-3.2-1B and Llama-3.1-8B, with route at r = 1/8.
+Parameters and FLOPs are those of `scale plan` for shapes like Llama-3.2-1B and Llama-3.1-8B, with route at r = 1/8.
 tests/training/test_sharding.py counts what a step exchanges. Without sharding: every gradient once, in float32, in both
 directions. With sharding: trained weights twice per micro-batch, in bfloat16, and their gradients once per step. With
 `all`: the base too, once per micro-batch.
@@ -29,7 +29,7 @@ _GB = 1e9
 
 
 def exchanged_bytes(trained: int, frozen: int, num_micro_batches: int) -> dict[str, float]:
-    """Return the bytes a process sends in a step, by `train.sharding`; of many processes, each sends all but its part."""
+    """Return the bytes a process sends per step, by `train.sharding`; of many processes, each sends all but its own."""
     gathered = 2 * 2 * trained * num_micro_batches
     return {
         "none": 2 * 4 * trained,

@@ -285,7 +285,7 @@ def _read(source: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
 
 
 def part(text: Text, held_name: str, file: Path, num_tokens: int) -> Parted:
-    """Hold out a tenth of a text's documents, but no more than give 32 documents and 64 KiB.
+    """Hold out a tenth of a text's documents, or fewer if these are 32 documents and 64 KiB.
 
     Of fewer than ten documents, hold out the end of each. Both parts leave out what a run of `num_tokens` does not read
     of a large text.

@@ -228,9 +228,9 @@ def macro_f1(counts: Indices, classes_UC: Values) -> Values:
 def paired_p(before_N: Values, after_N: Values, rng: np.random.Generator) -> float | None:
     """Return the p-value of a paired difference of scores; None if one is not finite.
 
-    If items are right or wrong, it is McNemar's exact test: a fair coin for every item on which the heads disagree. If
-    scores lie in between (truthfulqa_mc2 gives a share of probability), it is a test by random sign flips of the
-    differences, the same test for such scores.
+    If items are right or wrong, this is McNemar's exact test: a fair coin for every item on which the heads disagree. If
+    scores lie in between (truthfulqa_mc2 gives a share of probability), the differences' signs are flipped at random, which
+    is the same test for such scores.
     """
     from scipy import stats
 

@@ -88,7 +88,7 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor,  # (B, T)
-        attention_mask: Tensor | None = None,  # (B, past + T), 1 for tokens; padding stands on the left
+        attention_mask: Tensor | None = None,  # (B, past + T), 1 for tokens; padding is on the left
         position_ids: Tensor | None = None,  # (B, T); counted from the cache's length if not given
         past_key_values: Any = None,  # made by this class, or an empty one of transformers, which is replaced
         logits_to_keep: int = 0,  # for the last positions only; 0 for all

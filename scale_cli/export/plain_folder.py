@@ -6,7 +6,7 @@ config.json is used, with other sizes and both spellings, and its small files ar
 change in the tokenizer: it puts the boundary that began a training document before a prompt.
 
 Keys in config.json, and two code files beside it (`model/routed_scale.py`), let the folder be served routed. A loader
-that does not know the keys, or does not trust the code, loads the plain model. It cannot be routed if an expansion
+that does not know the keys, or does not trust the code, loads the plain model. A model cannot be routed if an expansion
 writes into x (W12), since the base's head reads an x that no expansion has written into.
 """
 

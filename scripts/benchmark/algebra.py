@@ -24,8 +24,8 @@ Whether x needs one is followed map by map from the bottom: it does above the fi
 The sizes and the trained parameters come from the method's model on the meta device, which is never run.
 
 Attention over S keys costs 2 S A FLOPs for each token, product and head of A channels: forward Q K^T and P V; backward
-dP = dO V^T if q or k needs a gradient; dQ, dK and dV = P^T dO if q, k or v does, respectively. It is causal: a token sees
-(T + 1) / 2 keys on average.
+dP = dO V^T if q or k needs a gradient; dQ, dK and dV = P^T dO if q, k or v does, respectively. It is causal: a token
+sees (T + 1) / 2 keys on average.
 
 OSF's part of a map is two maps of its rank, beside W like LoRA's. Its projections count per step, not per token.
 

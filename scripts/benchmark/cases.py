@@ -145,7 +145,7 @@ def ours(
 
 
 def _hf_lora(shape: Shape, batches: Batches) -> BenchmarkCase:
-    """Return LoRA of rank 16 on every projection, with transformers and PEFT in the simplest loop and the model's loss."""
+    """Return LoRA of rank 16 on every projection, in a plain loop of transformers and PEFT, with the model's loss."""
     lora = MethodConfig(variant="lora").settings
     settings = LoraConfig(task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
     model, train, clock = get_peft_model(shape.base(SEED), settings), shape.train(), Clock(shape.device)

@@ -142,8 +142,8 @@ def answer(person: Person, attribute: str, language: Language) -> str:
 def resolve_particles(korean: str) -> str:
     """Replace each Korean particle that is written with both forms by the form that fits its place.
 
-    The form depends on whether the syllable before it ends in a consonant: 은(는), 이(가), 을(를), 과(와), (으)로, and (이)
-    as in (이)다. After ㄹ, (으)로 is 로 too.
+    The form depends on whether the syllable before it ends in a consonant: 은(는), 이(가), 을(를), 과(와), (으)로, and
+    (이) as in (이)다. After ㄹ, (으)로 is 로 too.
     """
     return _PARTICLE.sub(_resolve_particle, korean)
 

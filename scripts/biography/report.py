@@ -65,7 +65,7 @@ def served_lines(results: list[MethodResult]) -> list[Line]:
 
 
 def verdicts(lines: list[Line]) -> list[str]:
-    """Return a sentence for each posterior line: what it kept, what it learned beside `full`, and if both are enough."""
+    """Return a sentence for each posterior line: what it kept, what it learned beside `full`, and if both suffice."""
     full = {line.variant: line for line in reversed(lines)}.get("full")
     sentences = []
     for line in (line for line in lines if line.served == "posterior"):
