@@ -32,7 +32,7 @@ class ComparedRun:
     """One finished run."""
 
     name: str  # short, distinct in this comparison
-    folder: Path  # where it lies, as the user gave it
+    folder: Path  # its path, as the user gave it
     config: RunConfig  # what it was trained with
     report: Report
     base: BaseRecord

@@ -121,7 +121,7 @@ class SavedTensors:
 
     copies_bytes: int  # independent of the batch: mostly weights in autocast's precision
     bytes_per_token: int  # of the decoder
-    head_bytes_per_token: int  # of the vocabulary's width
+    head_bytes_per_token: int  # of tensors as wide as the vocabulary
     bytes_per_pair: int = 0  # per pair of positions in a window: masks that isolate documents
 
 

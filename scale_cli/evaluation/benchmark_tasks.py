@@ -77,7 +77,7 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         max_length: int,  # tokens that the model reads at once
         batch_size: int,  # requests at once
         mixed_precision: str,
-        progress: str | None = None,  # what to call it on a progress bar; None for no bar
+        progress: str | None = None,  # label of the progress bar; None for no bar
         share: Share = ALONE,  # this process's share of the batches; each process returns all answers
     ) -> None:
         super().__init__(

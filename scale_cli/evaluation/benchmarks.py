@@ -206,7 +206,7 @@ def _average(language: str, metrics: list[_Metric]) -> LanguageAverage:
 
 
 def means(counts: Indices, scores_UH: Values) -> Values:
-    """Return (..., H), the heads' mean scores, where `counts` (..., U) says how often each row occurs."""
+    """Return (..., H), the heads' mean scores; `counts` (..., U) says how often each row occurs."""
     return counts @ scores_UH / counts.sum(axis=-1, keepdims=True)
 
 
@@ -228,9 +228,9 @@ def macro_f1(counts: Indices, classes_UC: Values) -> Values:
 def paired_p(before_N: Values, after_N: Values, rng: np.random.Generator) -> float | None:
     """Return the p-value of a paired difference of scores; None if one is not finite.
 
-    If items are right or wrong, this is McNemar's exact test: a fair coin for every item on which the heads disagree. If
-    scores lie in between (truthfulqa_mc2 gives a share of probability), the differences' signs are flipped at random, which
-    is the same test for such scores.
+    For items that are right or wrong, this is McNemar's exact test: a fair coin for every item on which the heads
+    disagree. For scores in between (truthfulqa_mc2 gives a share of probability), the signs of the differences are
+    flipped at random, which is the same test for such scores.
     """
     from scipy import stats
 

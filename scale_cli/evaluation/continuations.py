@@ -123,7 +123,7 @@ class Prompt:
     """The beginning of a document."""
 
     ids: list[int]
-    script: str  # of most of its letters
+    script: str  # that most of its letters have
 
 
 def count_letters(
@@ -134,7 +134,7 @@ def count_letters(
     asked: ContinuationsConfig,
     passes: Passes,  # batch size and precision
     *,
-    progress: str | None = None,  # what to call it on a progress bar; None for no bar
+    progress: str | None = None,  # label of the progress bar; None for no bar
     share: Share = ALONE,  # this process's share of the batches; each process returns the whole
 ) -> dict[str, Values]:
     """Return (P, 2) by head: after each prompt, its letters in the prompt's script, and all its letters."""

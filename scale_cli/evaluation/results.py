@@ -127,7 +127,7 @@ class BenchmarkHead:
     differences: dict[str, Interval]  # of the same metrics from the base head; empty for the base head itself
     # items that this head has right and the base head wrong; None if scores lie in between
     gained: int | None = None
-    lost: int | None = None  # the other way round
+    lost: int | None = None  # the opposite
     # of the difference in the judging metric: McNemar's exact test, or random sign flips if scores lie in between
     p_value: float | None = None
     p_holm: float | None = None  # the same, adjusted over all benchmarks of the report

@@ -58,7 +58,7 @@ class DocumentLosses:
 class Passes:
     """Sizes and precision of the passes that score texts."""
 
-    sequence_length: int  # tokens a window
+    sequence_length: int  # tokens per window
     batch_size: int  # windows at once
     mixed_precision: str  # `no` | `bf16` | `fp16`
 
@@ -99,7 +99,7 @@ def score_corpus(
     *,
     heads: Sequence[str] = TWO_HEADS,  # names of the model's heads
     max_documents: int | None = None,
-    progress: str | None = None,  # what to call it on a progress bar; None for no bar
+    progress: str | None = None,  # label of the progress bar; None for no bar
     share: Share = ALONE,  # this process's share of the work; each process returns the whole
 ) -> DocumentLosses:
     """Score the first documents of a corpus, or all of them, by a model in evaluation mode."""

@@ -16,11 +16,13 @@ class PeopleConfig(Section):
     """The number of synthetic people in each stage."""
 
     pretraining: int = Field(default=200, ge=1, le=1_000_000, description="people whose biographies are pre-trained")
-    biographies_each: int = Field(default=5, ge=1, le=10_000, description="tellings of one person, differently worded")
-    task_0: int = Field(default=100, ge=1, le=1_000_000, description="of them, people that Task 0 asks about")
+    biographies_each: int = Field(
+        default=5, ge=1, le=10_000, description="biographies of one person, differently worded"
+    )
+    task_0: int = Field(default=100, ge=1, le=1_000_000, description="people among them whom Task 0 asks about")
     task_1: int = Field(default=100, ge=1, le=1_000_000, description="people never seen before, whom Task 1 asks about")
     measured: int | None = Field(
-        default=None, ge=1, le=1_000_000, description="first people of a task that are measured; null: all"
+        default=None, ge=1, le=1_000_000, description="number of people measured per task, from the first; null: all"
     )
 
     @model_validator(mode="after")
