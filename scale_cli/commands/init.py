@@ -241,8 +241,7 @@ def _write(file: Path, text: str, texts: dict[Path, list[str]]) -> None:
 def look_into(name: str, given: str, language: str, tokenizer: PreTrainedTokenizerBase) -> Text:
     """Read the beginning of a user's text: files, or a dataset of the hub.
 
-    A .txt without blank lines is read line by line if its lines vary in length, as comments or sentences do.
-    The lines of a page do not.
+    A .txt without blank lines is read line by line if its lines vary in length, like comments, unlike those of a page.
     """
     text = _read(source_of(name, given, language), tokenizer)
     if len(text.documents) < _MOST_HELD_OUT and _is_txt(text.source):
@@ -287,8 +286,7 @@ def _read(source: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
 def part(text: Text, held_name: str, file: Path, num_tokens: int) -> Parted:
     """Hold out a tenth of a text's documents, or fewer if these are 32 documents and 64 KiB.
 
-    Of fewer than ten documents, hold out the end of each. Both parts leave out what a run of `num_tokens` does not read
-    of a large text.
+    Of fewer than ten, hold out the end of each. Of a large text, leave out what a run of `num_tokens` does not read.
     """
     number = len(text.documents)
     if number < _MOST_HELD_OUT and text.is_whole:

@@ -255,8 +255,7 @@ def paired_p(before_N: Values, after_N: Values, rng: np.random.Generator) -> flo
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """Return Holm's adjusted p-values: below 5 %, the chance of any false difference among them is at most 5 %.
 
-    A difference that was not tested stays None. Source: Holm 1979, "A simple sequentially rejective multiple test
-    procedure".
+    None stays None: not tested. Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
     """
     tested = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
     adjusted: list[float | None] = [None] * len(p_values)

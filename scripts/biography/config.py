@@ -16,9 +16,7 @@ class PeopleConfig(Section):
     """The number of synthetic people in each stage."""
 
     pretraining: int = Field(default=200, ge=1, le=1_000_000, description="people whose biographies are pre-trained")
-    biographies_each: int = Field(
-        default=5, ge=1, le=10_000, description="biographies of one person, differently worded"
-    )
+    biographies_each: int = Field(default=5, ge=1, le=10_000, description="biographies per person, differently worded")
     task_0: int = Field(default=100, ge=1, le=1_000_000, description="people among them whom Task 0 asks about")
     task_1: int = Field(default=100, ge=1, le=1_000_000, description="people never seen before, whom Task 1 asks about")
     measured: int | None = Field(
