@@ -7,7 +7,7 @@ source: nothing is trained on these meanwhile, and they are not the reported one
 tokens as the config says, replay included, and at as much training work (`scale plan`) as Preserve does on them. Tuning
 takes the reported number of steps, or a share of it, but at least half: tuning with fewer steps prefers rates that are
 too high for more steps. Everything is in output_dir: METHOD/tuning, METHOD/tokens-seed0, ..., table.md, comparison/.
-Finished runs are skipped. The work in the table is without ADEPT's measuring of its rates, 3 % of its work at these steps.
+Finished runs are skipped. The table's work is without ADEPT's measuring of its rates, 3 % of its work at these steps.
 """
 
 from __future__ import annotations
