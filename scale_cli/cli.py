@@ -1,4 +1,4 @@
-"""The command line, a function for each verb. Imports are inside, so that `scale --help` is instant."""
+"""The command line: one function per verb. Each function imports its own code, so that `scale --help` is fast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = Typer(
     rich_markup_mode=None,
 )
 
-# What several verbs take
+# Parameters of several verbs
 Config = Annotated[Path, Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")]
 Overrides = Annotated[list[str] | None, Argument(metavar="KEY.SUB=VALUE", help="Override config keys.")]
 Runs = Annotated[list[Path], Argument(metavar="RUN", help="Folders of finished runs, or their configs.")]
@@ -56,9 +56,9 @@ def plan(
     num_processes: Annotated[int, Option(metavar="N", min=1, help="That share a step, each on its own device.")] = 1,
     _form: Form = None,
 ) -> None:
-    """Tell what a run and every other method will cost.
+    """Estimate the cost of a run, and of every other method.
 
-    Of the base it needs the config.json only.
+    It reads only the config.json of the base.
     """
     checked = load(config, overrides)
     from scale_cli.commands.plan import plan
@@ -79,7 +79,7 @@ def init(
 ) -> None:
     """Write a first config for a base and text of your own.
 
-    In sizes for the device at hand. It asks for what no flag says, where there is a terminal.
+    Its sizes fit the device. At a terminal, it asks for flags that are not given.
     """
     refuse_several("init")
     model = base or ask("--base", "the base: a hub id or a folder")
@@ -102,7 +102,7 @@ def schema() -> None:
 
 @app.command()
 def upscale(config: Config, overrides: Overrides = None, _form: Form = None) -> None:
-    """Widen the base model; nothing it computes changes."""
+    """Widen the base model without changing what it computes."""
     checked = load(config, overrides)
     from scale_cli.commands.upscale import upscale
 
@@ -119,7 +119,7 @@ def prepare(
 ) -> None:
     """Tokenise every corpus ahead of training.
 
-    Stopped or killed, the same command goes on where it was.
+    After a stop or a kill, the same command continues.
     """
     share = None if part is None else parse_share("--part", part)
     checked = load(config, overrides)
@@ -138,7 +138,7 @@ def train(
 ) -> None:
     """Train what the method trains, and nothing else.
 
-    In one process, or in several under `accelerate launch -m scale_cli`.
+    Uses one process, or several under `accelerate launch -m scale_cli`.
     """
     checked = load(config, overrides)
     from scale_cli.commands.train import train
@@ -152,7 +152,7 @@ def evaluate(
 ) -> None:
     """Compare base and trained model: the forgetting report.
 
-    On held-out text, and on benchmarks where the config names some.
+    Uses held-out text, and benchmarks if the config names any.
     """
     checked = load(config, overrides)
     from scale_cli.commands.evaluate import check_forgetting, check_gate, evaluate
@@ -190,7 +190,7 @@ def sweep(
 ) -> None:
     """Train a config with several values of some keys.
 
-    Ranks the runs by what they learned; goes on where it was.
+    Ranks the runs by what they learned. The same command continues a stopped sweep.
     """
     refuse_several("sweep")
     from scale_cli.config.load import parse_grid
@@ -248,9 +248,9 @@ def generate(
     samples: Annotated[int | None, Option(metavar="N", min=1, help="Texts of the base; PATH: a config.")] = None,
     output: Annotated[Path | None, Option(metavar="FILE", help="Of --samples: a new .jsonl.")] = None,
 ) -> None:
-    """Continue prompts with a trained model, router and all.
+    """Continue prompts with a trained model and its router.
 
-    Without --prompt, every line of standard input is one; with --samples, texts of the base begin with nothing.
+    Without --prompt, each line of standard input is a prompt; with --samples, texts start from an empty prompt.
     """
     if (samples is None) != (output is None) or (samples and chat):
         raise ConfigError("--samples, --output: each needs the other, and neither goes with --chat")
@@ -269,7 +269,7 @@ def generate(
         on_main(lambda: verb.generate(folder, prompt, sampling, chat=chat, as_json=as_json, show_heads=show_heads))
 
 
-@app.command(context_settings={"ignore_unknown_options": True})  # they are the engine's, which refuses what it lacks
+@app.command(context_settings={"ignore_unknown_options": True})  # the engine checks its own options
 def serve(
     path: Annotated[Path, Argument(metavar="PATH", help="A plain export (llama), or a run that has one.")],
     options: Annotated[list[str] | None, Argument(metavar="[-- OPTION...]", help="The engine's own.")] = None,
@@ -289,9 +289,9 @@ def verify(
     path: Annotated[Path, Argument(metavar="PATH", help="A run, one folder of it, or its config.")],
     _form: Form = None,
 ) -> None:
-    """Check a folder of ours, or all folders of a run.
+    """Check one folder that scale wrote, or all folders of a run.
 
-    Hashes, preservation, the log, exports.
+    Checks hashes, preservation, the log and exports.
     """
     folder = run_folder(path)
     quieten_libraries()
@@ -308,19 +308,19 @@ def run_all(
     accept: Accepted = None,
     _form: Form = None,
 ) -> None:
-    """Upscale, train, evaluate and export, unless done already."""
+    """Upscale, train, evaluate and export; skip what is done."""
     checked = load(config, overrides)
     from scale_cli.commands.evaluate import check_forgetting, check_gate
     from scale_cli.commands.run import run_pipeline
 
     check_gate(checked.evaluation, max_forgetting)
     report = run_pipeline(checked, log, accept or ())
-    if report is not None:  # of the process that speaks
+    if report is not None:  # may be None on processes other than the main one
         print_json(report.to_json())
         check_forgetting(report, max_forgetting)
 
 
 def main() -> None:
-    """Run the command line; user errors end in one message and their exit code, without a traceback."""
+    """Run the command line; a user error prints one message, without a traceback, and sets its exit code."""
     with ended_in_one_message():
         app()

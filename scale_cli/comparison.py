@@ -1,7 +1,7 @@
-"""Finished runs, read from their folders if they can stand in one table at all; and how each could be served: the rows.
+"""Finished runs, read from their folders if they are comparable, and each way of serving them: the rows of a table.
 
-A trained model can be served alone, or mixed with the untouched base by the posterior rule. A widened model holds that
-base inside. Any other method needs it beside itself: a second model, and a second pass for every token.
+A trained model can be served alone, or mixed with the untouched base by the posterior rule. A widened model contains
+that base. Any other method needs it as a second model, with a second pass for every token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scale_cli.storage.atomic import MANIFEST, read_json
 from scale_cli.storage.records import BaseRecord, Cost, RunFolder, trained_sha256
 from scale_cli.values import language_name
 
-# Floating point and bfloat16 move the base's loss by less than this; another corpus or context length, by more.
+# Relative. Rounding, also to bfloat16, moves the base's loss by less; another corpus or context length, by more.
 _SAME_BASE_LOSS = 5e-3
 
 
@@ -32,7 +32,7 @@ class ComparedRun:
     """One finished run."""
 
     name: str  # short, distinct in this comparison
-    folder: Path  # where it lies, as the user gave it
+    folder: Path  # its path, as the user gave it
     config: RunConfig  # what it was trained with
     report: Report
     base: BaseRecord
@@ -45,7 +45,7 @@ class ComparedRun:
 
     @property
     def new_tokens(self) -> list[str]:
-        """The tokens that its base has not, which what it stands upon may have brought."""
+        """The tokens that its plain base does not have; a widened base may have brought them."""
         config: dict[str, Any] | None = self.model_config
         while config and not config.get("new_tokens"):
             config = config.get("base_config")
@@ -53,7 +53,7 @@ class ComparedRun:
 
     @property
     def passes(self) -> str:
-        """How often a token passes the model to be routed; layers from the first that collaborates run twice."""
+        """How often a token passes the model when routed; layers from the first collaborating one on run twice."""
         num_layers = self.model_config["base_config"]["num_hidden_layers"]
         keys = ("attention_collaboration_layers", "mlp_collaboration_layers")
         twice = num_layers - min((layer for key in keys for layer in self.model_config[key]), default=num_layers)
@@ -65,7 +65,7 @@ class Option:
     """One trained model, served in one way."""
 
     run: ComparedRun
-    untouched: Report  # whose base it is held against
+    untouched: Report  # compared with the base of this report
     head: str  # of its own report: adapted | posterior | cosine
     label: str  # distinct, for the figure and the tables
     served: str  # in words
@@ -73,7 +73,7 @@ class Option:
     passes: str  # forward passes for every token, in words
     lost: Interval  # bits per byte on what the base knew; the mean over the retention corpora
     gained: Interval  # bits per byte on what was taught; the mean over the acquisition corpora
-    base_share: dict[str, float] | None  # of the tokens, by language; None where nothing is mixed
+    base_share: dict[str, float] | None  # share of tokens by language; None if nothing is mixed
 
     @property
     def is_finite(self) -> bool:
@@ -81,11 +81,11 @@ class Option:
 
 
 def load_runs(folders: list[Path]) -> list[ComparedRun]:
-    """Read the runs to compare, in the order given; refuse what cannot be compared with the first."""
+    """Read the runs in the order given; raise RunFolderError if one cannot be compared with the first."""
     resolved = [folder.resolve() for folder in folders]
     if twice := [folder for folder, whole in zip(folders, resolved, strict=True) if resolved.count(whole) > 1]:
         raise RunFolderError(f"{twice[-1]}: given twice")
-    depth = 1  # runs of one name are told apart by their parents
+    depth = 1  # parent folders tell runs of one name apart
     while len({folder.parts[-depth:] for folder in resolved}) < len(resolved):
         depth += 1
     runs = [_load_run(folder, "/".join(whole.parts[-depth:])) for folder, whole in zip(folders, resolved, strict=True)]
@@ -127,7 +127,7 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
                 found = f"{name} has {key} {before} and {now}"
                 raise RunFolderError(f"runs must be evaluated on the same corpora: {found} in {both}")
         before, now = (corpus.heads["base"].nats_per_token for corpus in (one, same))
-        as_many = one.num_tokens == same.num_tokens  # of other tokens each base is scored on its own
+        as_many = one.num_tokens == same.num_tokens  # with other tokens, the base's loss per token differs
         if as_many and before is not None and now is not None and abs(before - now) > _SAME_BASE_LOSS * abs(before):
             raise RunFolderError(
                 f"runs must be evaluated alike: on {name} the same base has {before:.4f} and {now:.4f} nats/token in "
@@ -157,7 +157,7 @@ def option_of(run: ComparedRun, head: str, untouched: Report) -> Option:
 
 
 def beside_base(untouched: Report, corpus: CorpusResult, head: str) -> Interval:
-    """Return what a head pays for a byte beside the base's own figure; of other tokens than the base's, no interval."""
+    """Return a head's bits/byte minus the base's; there is no interval if their tokens differ."""
     base, result = untouched.corpus(corpus.name), corpus.heads[head]
     if base.num_tokens == corpus.num_tokens:
         return result.bits_per_byte_difference
@@ -169,7 +169,7 @@ def mean_interval(intervals: Sequence[Interval]) -> Interval:
     """Return the mean of differences measured on different corpora, with its interval.
 
     The corpora are independent samples, so the arms of their intervals add as the square root of a sum of squares.
-    A part that is not finite, or has no interval, leaves the mean without one.
+    The mean has no value if a part is not finite, and no interval if a part has none.
     """
     values = [interval.value for interval in intervals if interval.value is not None]
     if not intervals or len(values) < len(intervals):
@@ -183,7 +183,7 @@ def mean_interval(intervals: Sequence[Interval]) -> Interval:
 
 
 def front(options: Sequence[Option], most_models: int) -> list[Option]:
-    """Return the options of so many models that neither another such nor the untouched base beats, least loss first."""
+    """Return options of at most `most_models` models that neither another one nor the base beats, least loss first."""
     shown = [option for option in options if option.num_models <= most_models and option.is_finite]
     places: list[Any] = [(option.lost.value, option.gained.value) for option in shown]
 
@@ -196,7 +196,7 @@ def front(options: Sequence[Option], most_models: int) -> list[Option]:
 
 
 def side_names(report: Report) -> tuple[str, str]:
-    """Return what the two sides are called: `forgetting of English`, `gain in Korean`."""
+    """Return the names of the two sides: `forgetting of English`, `gain in Korean`."""
     kept, taught = (
         " and ".join(dict.fromkeys(language_name(corpus.language) for corpus in report.with_role(role)))
         for role in ROLES

@@ -1,4 +1,4 @@
-"""What every verb has in common at the command line: its options, its config, and how it ends."""
+"""Shared by all verbs of the command line: options, config, and how a verb ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _GROUPS = {
 
 
 class Verbs(TyperGroup):
-    """The verbs, which the help shows in groups."""
+    """The verbs; the help shows them in groups."""
 
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         width = max(map(len, self.commands))
@@ -54,18 +54,18 @@ class Verbs(TyperGroup):
 
 
 def ask(flag: str, meaning: str) -> str:
-    """Ask for what a flag would have said, or refuse where nobody can answer."""
+    """Ask for the value of a flag that was not given; raise UsageError if there is no terminal."""
     if sys.stdin is None or not sys.stdin.isatty():
         raise UsageError(f"{flag}: not given ({meaning}), and there is no terminal to ask at")
     return str(typer.prompt(f"{flag}, {meaning}"))
 
 
 def load(path: Path, overrides: Sequence[str] | None) -> RunConfig:
-    """Return the config of a file or of a run's folder, after a look at where its results will land."""
+    """Return the config of a file or of a run's folder, after a check of its output folder."""
     from scale_cli.config.load import load_config
     from scale_cli.storage.records import RunFolder
 
-    if path.is_dir():  # of a run: its own config, wherever it lies now
+    if path.is_dir():  # a run's own config; the run may have moved
         overrides = [f"output_dir={json.dumps(str(path))}", *(overrides or ())]
         path = RunFolder(path).config
     config = load_config(path, overrides or ())
@@ -75,7 +75,7 @@ def load(path: Path, overrides: Sequence[str] | None) -> RunConfig:
 
 
 def run_folder(path: Path) -> Path:
-    """Return the folder of the run that a config is of, or the folder that was given itself."""
+    """Return the run's folder for a config file; return any other path unchanged."""
     if not path.is_file():
         return path
     from scale_cli.config.load import load_config
@@ -84,7 +84,7 @@ def run_folder(path: Path) -> Path:
 
 
 def parse_share(option: str, written: str) -> Share:
-    """Return which of how many an option names, as in 3/64."""
+    """Return the share that an option names, such as 3/64."""
     index, _, number = written.partition("/")
     if not (index.isdecimal() and number.isdecimal() and 1 <= int(index) <= int(number)):
         raise UsageError(f"{option} {written}: give which of how many, from 1/N to N/N")
@@ -92,9 +92,9 @@ def parse_share(option: str, written: str) -> Share:
 
 
 def quieten_libraries() -> None:
-    """Silence what libraries say to each other; after a config has been found good: its errors must not wait for it."""
+    """Silence warnings and logs of libraries; call it after the config check, since its errors must not wait for it."""
     warnings.simplefilter("ignore", FutureWarning)
-    for library in ("torchao", "torch.utils._pytree"):  # the one of its kernels for other devices, the other of the one
+    for library in ("torchao", "torch.utils._pytree"):  # torchao warns of kernels for other devices, pytree of torchao
         logging.getLogger(library).setLevel(logging.ERROR)
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
@@ -106,11 +106,11 @@ def quieten_libraries() -> None:
 
 @contextmanager
 def ended_in_one_message() -> Iterator[None]:
-    """Run a verb: user errors end in one message, of all processes one, and their exit code, without a traceback."""
+    """Run a verb; a user error ends all processes with one message and its exit code, without a traceback."""
     stopped_by: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        """End at once, outside the training loop, which has its own way: half-written is never taken for whole."""
+        """End at once; the training loop has its own way. A half-written folder is never taken for a whole one."""
         stopped_by.append(number)
         name = signal.Signals(number).name
         _end(f"stopped by {name}; the same command starts what was not finished again", 128 + number)
@@ -127,7 +127,7 @@ def ended_in_one_message() -> Iterator[None]:
                     leave()
                 raise
             except Exception:
-                if stopped_by:  # and a library that was at work made an error of its own of it
+                if stopped_by:  # a library may have turned the stop into its own error
                     sys.exit(128 + stopped_by[0])
                 raise
     except Interrupted as stopped:
@@ -150,7 +150,7 @@ def ended_in_one_message() -> Iterator[None]:
 
 
 def _end(message: str, exit_code: int) -> NoReturn:
-    """Say why the process ends, unless another one of the launch has said why it does."""
+    """Print why the process ends, unless another process of the launch has printed its reason; then exit."""
     if is_first_to_end():
         _say(message)
     sys.exit(exit_code)

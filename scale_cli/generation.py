@@ -1,6 +1,6 @@
-"""Continue prompts with a base, a trained model or an export, and tell which head gave each token.
+"""Continue prompts with a base, a trained model or an export, and show which head gave each token.
 
-Shapes: K heads (base, trained; of a joined model base and every member), B prompts, T positions.
+Shapes: K heads (base, trained; in a joined model the base and every member), B prompts, T positions.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from scale_cli.upscale.base import load_written
 from scale_cli.upscale.method import load_any_base, router_of
 from scale_cli.upscale.run import load_tokenizer, open_folder
 
-_NO_CHARACTER = "\ufffd"  # what bytes that are no character decode to
+_NO_CHARACTER = "\ufffd"  # stands for bytes that are no character
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen."""
 
-    max_new_tokens: int = 128  # at most so many
+    max_new_tokens: int = 128  # upper limit
     temperature: float = 0.0  # 0 takes the likeliest token
-    top_p: float = 1.0  # sample among the likeliest tokens that make up this share; 1 for all
+    top_p: float = 1.0  # sample from the likeliest tokens that make up this share; 1 for all
     seed: int = 0  # of the sampling
 
     def __post_init__(self) -> None:
@@ -52,10 +52,10 @@ class Sampling:
 
 
 class Decoder:
-    """Tells token by token what text each adds: whole characters, and no special tokens.
+    """Decodes tokens one at a time into the text that each adds: whole characters, and no special tokens.
 
-    A token alone may be decoded without its space, so each is read with those before it, of which the prompt's last is
-    enough; what is half a character is held back until it is whole.
+    A token alone may lose its space in decoding, so it is decoded with the tokens before it; the prompt's last token is
+    enough. An incomplete character is held back until it is whole.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, last_of_prompt: int) -> None:
@@ -85,8 +85,8 @@ class Decoder:
 class SpokenToken:
     """One generated token."""
 
-    text: str  # of it
-    shares: dict[str, float] | None = None  # every head's in its prediction, by name; None where there is one head
+    text: str  # that it adds
+    shares: dict[str, float] | None = None  # of each head in its prediction, by name; None if there is one head
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ class Continuation:
 
 
 class Generator:
-    """A model and its tokenizer: a base, or from a run, one of its folders, or an export."""
+    """A model and its tokenizer, from a base, a run, a folder of a run, or an export."""
 
     def __init__(self, source: Path | ModelConfig, *, plainly: bool = False) -> None:
-        """Open a model; an export plainly is its trained head alone."""
+        """Open a model; `plainly` opens an export as its trained head alone."""
         self.model: Any
         if isinstance(source, ModelConfig):
             self.model, self.tokenizer = placed(load_any_base(source)), load_tokenizer(source)
@@ -111,7 +111,7 @@ class Generator:
         self.ends = ends_of(self.model.generation_config, self.tokenizer)
 
     def prompt_ids(self, prompt: str | Messages) -> Tensor:
-        """Return (T,) ids: of a text after the boundary that documents have in training; of turns as written."""
+        """Return (T,) ids: of a text after the boundary that begins training documents, or of turns by the template."""
         text = prompt if isinstance(prompt, str) else self._asked(prompt)
         try:
             text.encode()
@@ -140,14 +140,14 @@ class Generator:
             )
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # a template is a program, and refuses by an exception of its own
+        except Exception as error:  # a template is a program with exceptions of its own
             raise ConfigError(f"refused by the chat template: {one_line(error)}") from None
 
     @torch.no_grad()
     def continue_all(
         self, prompts: Sequence[str | Messages], sampling: Sampling, streamer: BaseStreamer | None = None
     ) -> list[Continuation]:
-        """Continue texts or conversations, all in one batch; a streamer is told of every token as it comes."""
+        """Continue texts or conversations in one batch; a streamer gets each token as it comes."""
         rows = [self.prompt_ids(prompt) for prompt in prompts]
         generated = self.generate(rows, sampling, streamer)
         return [self._continuation(prompt, row, new) for prompt, row, new in zip(prompts, rows, generated, strict=True)]
@@ -155,7 +155,7 @@ class Generator:
     def generate(
         self, rows: Sequence[Tensor], sampling: Sampling, streamer: BaseStreamer | None = None
     ) -> list[Tensor]:
-        """Return the new ids of some prompts' ids; each text ends where the model's context does, at the latest."""
+        """Return the new ids for each prompt's ids; a text ends at the latest where the model's context ends."""
         rooms = [self.num_positions - len(row) for row in rows]
         padding = self.tokenizer.pad_token_id
         padding = next(iter(self.ends), 0) if padding is None else padding
@@ -184,8 +184,8 @@ class Generator:
         return Continuation(said, "".join(added), tokens)
 
     def head_names(self) -> list[str]:
-        """Return the names of the heads that are routed among; none where one head alone is served."""
-        if isinstance(self.model, Routed):  # which knows no names
+        """Return the names of the routed heads; empty if one head alone is served."""
+        if isinstance(self.model, Routed):  # its config has no names
             added = range(1, self.model.num_heads)
             return ["base", "trained"] if len(added) == 1 else ["base", *(f"head {head}" for head in added)]
         names: list[str] = getattr(self.model.config, "head_names", [])
@@ -217,14 +217,14 @@ def _opened(path: Path, *, plainly: bool) -> tuple[Any, Any]:
 
 
 class TextStreamer(BaseStreamer):
-    """Prints a prompt, and what every token adds to it as it comes."""
+    """Prints a prompt, and the text of each token as it comes."""
 
     def __init__(self, prompt: str, generator: Generator) -> None:
         self._prompt, self._generator = prompt, generator
         self._decoder: Decoder | None = None
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt's ids (1, T) first, then one token at a time."""
+        """Take the prompt's ids (1, T) first, then one token per call."""
         if self._decoder is None:
             self._decoder = Decoder(self._generator.tokenizer, int(value[0, -1]))
             typer.echo(printable(self._prompt), nl=False)

@@ -1,8 +1,8 @@
-"""What a step of a real model computes, keeps and holds, and how fast a device does it: counted, measured or stated.
+"""FLOPs and memory of a training step, counted without weights, and the speed of a device, measured or stated.
 
-Products are counted on the meta device, where tensors have shapes and no numbers. What is saved for the backward pass
-depends on autocast, which the meta device does not know, so that is counted on fake CPU tensors: PyTorch's own
-dispatch, autocast and fused attention included, without storage.
+FLOPs are counted on the meta device, where tensors have shapes and no numbers. The memory saved for the backward pass
+depends on autocast, which the meta device does not know. So it is counted on fake CPU tensors, which run PyTorch's own
+dispatch, autocast and fused attention without storage.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ from scale_cli.upscale.method import (
 from scale_cli.upscale.objective import attends_by_mask, for_training
 from scale_cli.upscale.run import Run
 
-# A plan is of the model as it stands: neither compiled nor checkpointed.
+# Plans assume a model that is neither compiled nor checkpointed.
 _UNCOMPILED = TrainConfig(max_steps=1)
-# Lengths of a window to count in: one that no width of a model is a multiple of tells tokens from weights.
+# Window lengths to count in: the first that divides no width of the model, to tell tokens from weights.
 _LENGTHS = (17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 
-# The attention of a real step. Under its own name transformers would look at numbers to see that no mask is needed;
-# under a name without a mask function it does not, and leaves causality to the kernel as it does in a real step.
+# The attention of a real step. Under its own name, transformers would read tensor values to see that no mask is needed.
+# Under a name without a mask function it does not, and leaves causality to the kernel, as in a real step.
 _UNMASKED = "sdpa_without_mask"
 AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
-# The same where documents are isolated: which pairs of positions are masked makes no mask smaller.
+# The same for isolated documents: a mask has the same size whichever pairs it masks.
 _MASKED = "sdpa_with_mask"
 AttentionInterface.register(_MASKED, sdpa_attention_forward)
 AttentionMaskInterface.register(
     _MASKED,
     lambda batch_size, q_length, kv_length, **_: torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool),
 )
-# Which token comes to which expert is decided by numbers.
+# Tensor values decide which token goes to which expert, and there are none here.
 _BY_ROWS = "experts_by_rows"
 
 
 def _experts_by_rows(experts: Any, rows_ND: Tensor, chosen_NK: Tensor, shares_NK: Tensor) -> Tensor:
-    """Compute as many products as the chosen experts do, all with the first one's weights, whose shapes are theirs."""
+    """Compute as many products as the chosen experts do, all with the first one's weights; all shapes are the same."""
     packed, down = experts.gate_up_proj[0], experts.down_proj[0]
-    with torch.autocast("cpu", enabled=False):  # as transformers' own grouped products
+    with torch.autocast("cpu", enabled=False):  # as in transformers' own grouped products
         rows = rows_ND.to(packed.dtype).repeat_interleave(chosen_NK.shape[1], dim=0)
         written = experts._apply_gate(rows @ packed.T) @ down.T
     return (written * shares_NK.reshape(-1, 1)).unflatten(0, chosen_NK.shape).sum(dim=1).to(rows_ND.dtype)
@@ -75,29 +75,29 @@ def _experts_by_rows(experts: Any, rows_ND: Tensor, chosen_NK: Tensor, shares_NK
 
 ALL_EXPERTS_FUNCTIONS.register(_BY_ROWS, _experts_by_rows)
 
-# The counter does not know a product that is summed in place.
+# PyTorch's counter does not count this in-place product.
 SUMMED_IN_PLACE = {torch.ops.aten.addmm_: lambda _total, left, right, **_: 2 * left[0] * left[1] * right[1]}
 
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """FLOPs of training on one token, forward and backward: every product of matrices that a real model computes."""
+    """FLOPs of training on one token, forward and backward: all matrix products of a real model."""
 
     products: float  # linear maps and the vocabulary head
-    attention_per_key: float  # of queries, keys and values, for every position that a token sees
+    attention_per_key: float  # of queries, keys and values, per position that a token sees
 
     def total(self, sequence_length: int) -> float:
-        """Return all of them in windows of some length; attention is causal: a token sees (T + 1) / 2 keys."""
+        """Return the total for a window length; attention is causal, so a token sees (T + 1) / 2 keys on average."""
         return self.products + self.attention_per_key * (sequence_length + 1) / 2
 
 
 def count_flops(model: MethodModel, sequence_length: int) -> TokenFlops:
-    """Return the FLOPs of a token of one training window, of a model on the meta device.
+    """Return the FLOPs per token of one training window, for a model on the meta device.
 
-    There attention is products of its own, over every key: two forward, four backward where all train.
+    There, attention is separate products over every key: two forward, four backward if all of it trains.
     """
     for parameter in model.parameters():
-        parameter._backward_hooks = None  # OSF's projections of gradients: a step's, not a token's
+        parameter._backward_hooks = None  # OSF's gradient projections count per step, not per token
     with torch.device("meta"), FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE) as counter:
         _loss(model, sequence_length).backward()
     model.zero_grad(set_to_none=True)
@@ -107,7 +107,7 @@ def count_flops(model: MethodModel, sequence_length: int) -> TokenFlops:
 
 
 def model_without_weights(config: RunConfig) -> MethodModel:
-    """Return a run's model on the meta device; its new tokens are those that have been learned."""
+    """Return a run's model on the meta device; its new tokens must have been learned."""
     base, new = any_base_without_weights(config.model), None
     if config.method.vocabulary is not None:
         new = NewPieces.unknown(len(Run(config).tokenizer) - base.config.vocab_size)
@@ -117,19 +117,19 @@ def model_without_weights(config: RunConfig) -> MethodModel:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What autograd keeps from the forward pass for the backward pass, parameters themselves left out."""
+    """What autograd keeps from the forward pass for the backward pass, without the parameters themselves."""
 
-    copies_bytes: int  # what does not grow with the batch: weights in the precision of autocast, mostly
+    copies_bytes: int  # independent of the batch: mostly weights in autocast's precision
     bytes_per_token: int  # of the decoder
-    head_bytes_per_token: int  # of the vocabulary's width
-    bytes_per_pair: int = 0  # of two positions of a window: masks, where documents are isolated by them
+    head_bytes_per_token: int  # of tensors as wide as the vocabulary
+    bytes_per_pair: int = 0  # per pair of positions in a window: masks that isolate documents
 
 
 def count_saved_tensors(model: MethodModel, mixed_precision: str, *, masked: bool = False) -> SavedTensors:
     """Return what a training forward keeps for the backward pass; fused attention keeps no scores.
 
-    The model, on the meta device, is left on fake tensors. Where attention is `masked`, as by sdpa for isolated
-    documents, every call keeps a mask.
+    It moves the model from the meta device to fake tensors. If attention is `masked`, as sdpa is for isolated
+    documents, each call keeps a mask.
     """
     widths = {width for tensor in chain(model.parameters(), model.buffers()) for width in tensor.shape}
     length = next(length for length in _LENGTHS if all(width % length for width in widths))
@@ -143,7 +143,7 @@ def count_saved_tensors(model: MethodModel, mixed_precision: str, *, masked: boo
     of_tokens = [tensor for tensor in kept.values() if tensor.untyped_storage().nbytes() % length == 0]
     wide = num_bytes(tensor for tensor in of_tokens if tensor.shape[-1:] == (model.config.vocab_size,))
     all_of_tokens = num_bytes(of_tokens)
-    of_pairs = num_bytes(masks.values()) // length**2 + masked  # and the one mask that all are made of
+    of_pairs = num_bytes(masks.values()) // length**2 + masked  # plus the one mask that all are made from
     return SavedTensors(
         num_bytes(kept.values()) - all_of_tokens, (all_of_tokens - wide) // length, wide // length, of_pairs
     )
@@ -164,9 +164,9 @@ def _loss_of(trained: nn.Module, ids: Tensor) -> Tensor:
 
 @contextmanager
 def kept_for_backward(model: nn.Module, device_type: str, mixed_precision: str) -> Iterator[dict[int, Tensor]]:
-    """Yield what autograd keeps of a forward pass, parameters left out, by storage: one tensor of each."""
+    """Yield what autograd keeps of a forward pass, without parameters: one tensor for each storage."""
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, Tensor] = {}  # held with its storage's address, which another one could get otherwise
+    kept: dict[int, Tensor] = {}  # held, so that no other storage gets the same address
 
     def keep(tensor: Tensor) -> Tensor:
         if (storage := tensor.untyped_storage()._cdata) not in parameters:
@@ -179,12 +179,12 @@ def kept_for_backward(model: nn.Module, device_type: str, mixed_precision: str) 
 
 
 def num_bytes(kept: Iterable[Tensor]) -> int:
-    """Return the bytes of some tensors' whole storages."""
+    """Return the total bytes of the tensors' whole storages."""
     return sum(tensor.untyped_storage().nbytes() for tensor in kept)
 
 
 def _put_on_fake_cpu(model: nn.Module) -> None:
-    """Replace every tensor of a model by a fake one (`Module.to` cannot); tied ones stay tied."""
+    """Replace every tensor of a model by a fake one, which `Module.to` cannot do; tied tensors stay tied."""
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -198,15 +198,15 @@ def _put_on_fake_cpu(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many parameters there are (a tied one counts once), and their bytes."""
+    """The numbers of parameters, tied ones counted once, and their bytes."""
 
-    num_frozen: int  # that no optimiser moves
-    num_trainable: int  # that one does
-    # in the dtype they are held in; of OSF's parts of them, and of the start that what trains may decay to
+    num_frozen: int  # that no optimiser updates
+    num_trainable: int  # that an optimiser updates
+    # in their own dtype, with OSF's parts of them; also the start weights that trained ones may decay to
     frozen_bytes: int
     trainable_bytes: int  # of the float32 master copy
-    # what the optimiser keeps of it: AdamW two moments, Muon a momentum of each matrix; the average and
-    # lookahead's slow weights where they are asked for
+    # of the optimiser: two moments for AdamW, a momentum per matrix for Muon; also the average and lookahead's slow
+    # weights, if used
     moments_bytes: int
 
     @classmethod
@@ -231,7 +231,7 @@ class Parameters:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What trains, and the optimiser's moments of it; the base is never written."""
+        """Bytes of the trained parameters and their moments; the base is never written."""
         return self.trainable_bytes + self.moments_bytes
 
 
@@ -239,17 +239,17 @@ class Parameters:
 class Memory:
     """Bytes that one process holds from the last forward to the first backward product of a step."""
 
-    # weights that do not train, and OSF's parts of them; with `train.decay_to_base` the start of those that do
+    # frozen weights, and OSF's parts of them; with `train.decay_to_base` also the start of the trained ones
     frozen: int
     trainable: int  # float32 master weights
     gradients: int  # float32; with several processes they lie in DistributedDataParallel's buckets
     moments: int  # the optimiser's, the average, lookahead's slow weights
-    saved: int  # what a micro-batch keeps for the backward pass, weights in autocast's precision included
-    head: int  # logits at once, and what becomes of them
+    saved: int  # by a micro-batch for the backward pass, with weights in autocast's precision
+    head: int  # logits computed at once, and what is derived from them
 
     @property
     def total(self) -> int:
-        """All of them; allocators, libraries and data come on top."""
+        """The sum; allocators, libraries and data need more."""
         return sum(vars(self).values())
 
 
@@ -261,15 +261,15 @@ def training_memory(
     sequence_length: int,
     vocab_size: int,
     num_processes: int,  # that share a step
-    device_type: str,  # decides the size of a chunk of logits
-    distils: bool,  # whether the base's predictions are learned from too
+    device_type: str,  # sets the size of a chunk of logits
+    distils: bool,  # whether the base is distilled
 ) -> Memory:
     """Return what one process holds.
 
     Logits that are kept whole exist three times in float32 when the backward pass begins: their log-softmax, its
-    gradient and theirs. In chunks they exist as their products gave them and, in float32, as log-probabilities; where
-    products are less precise also as the gradient that goes into the next ones. Where the base is distilled, both
-    heads' log-probabilities stand beside them, and the base's probabilities of one sequence, all in float32.
+    gradient and their own gradient. Logits in chunks exist in the precision of the products and, in float32, as
+    log-probabilities. If the products are less precise, the gradient for the next products exists too. Distillation
+    adds both heads' log-probabilities, and the base's probabilities of one sequence, all in float32.
     """
     num_tokens = train.sequences_at_once(num_processes) * sequence_length // train.sharing_windows(num_processes)
     product_dtype = lowered_dtype(train.mixed_precision) or torch.float32
@@ -292,7 +292,7 @@ def training_memory(
 
 
 def memory_of_run(config: RunConfig, num_processes: int, device_type: str, model: MethodModel | None = None) -> Memory:
-    """Return what one process of a run holds; `model` is its own without weights, else that of a widened run."""
+    """Return what one process of a run holds; `model`, without weights, is by default built from the config."""
     model = model_without_weights(config) if model is None else model
     return training_memory(
         Parameters.of(model, config.train),
@@ -306,27 +306,27 @@ def memory_of_run(config: RunConfig, num_processes: int, device_type: str, model
     )
 
 
-# Of a step of one layer that is timed: it tells the speed of all layers, and takes little time and memory.
+# Of the timed step of one layer: it shows the speed of all layers, and takes little time and memory.
 _VOCABULARY, _LENGTH = 2048, 128
 _LEAST_STEP_S, _MOST_WINDOWS = 0.1, 128
 _NUM_TIMINGS = 9
-# Dense products in 16 bits, FLOP/s, by the makers' data sheets; an NVL of the same name is slower.
+# FLOP/s of dense 16-bit products, from the makers' data sheets; an NVL of the same name is slower.
 _PEAK_FLOPS_PER_S = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12, "B200": 2.25e15}
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a time is computed with."""
+    """A device, with the speed that a plan's times use."""
 
-    type: str  # `cpu` or `cuda`; `cuda` for a device that is stated
+    type: str  # `cpu` or `cuda`; `cuda` if the speed is stated
     flops_per_s: float  # that one process sustains in training
     origin: str  # where flops_per_s comes from, for the terminal
 
 
 def measure_device(base_config: Any, dtype: str, mixed_precision: str) -> Device:
-    """Measure the device at hand by forward and backward passes of a widened model with one of the base's layers.
+    """Measure the speed of the device with training steps of a widened model that has one of the base's layers.
 
-    They grow until one takes a tenth of a second, and the median of several is taken.
+    The steps grow until one takes a tenth of a second; the result is the median of several.
     """
     where = own_device()
     config = copy.deepcopy(base_config)
@@ -356,7 +356,7 @@ def measure_device(base_config: Any, dtype: str, mixed_precision: str) -> Device
             torch.accelerator.synchronize()
         return time.perf_counter() - started_s
 
-    time_step(1)  # what is set up once is not timed
+    time_step(1)  # warm-up
     num_windows = 1
     while time_step(num_windows) < _LEAST_STEP_S and num_windows < _MOST_WINDOWS:
         num_windows *= 2
@@ -367,9 +367,9 @@ def measure_device(base_config: Any, dtype: str, mixed_precision: str) -> Device
 
 
 def peak_tokens_per_s(config: RunConfig, named: str, num_processes: int) -> float | None:
-    """Return the tokens a second that a run could train on if its devices did nothing but its products.
+    """Return the tokens per second that a run could train on if its devices did nothing but its products.
 
-    At their makers' figures; None where none is known. What training reaches of it is its MFU.
+    It uses the makers' figures; None if none is known. The share that training reaches is its MFU.
     """
     if (peak := peak_flops_per_s(named, config.train.mixed_precision)) is None:
         return None
@@ -378,7 +378,7 @@ def peak_tokens_per_s(config: RunConfig, named: str, num_processes: int) -> floa
 
 
 def peak_flops_per_s(named: str, mixed_precision: str) -> float | None:
-    """Return what a device's maker says it can do in the run's precision; None where no figure is known."""
+    """Return the FLOP/s that a device's maker states for the run's precision; None if no figure is known."""
     if mixed_precision == "no":
         return None
     known = (peak for name, peak in _PEAK_FLOPS_PER_S.items() if re.search(rf"\b{name}\b(?! NVL)", named))

@@ -1,6 +1,6 @@
-"""What reports are made of: figures as text, tables, and pages and cards from templates.
+"""Parts of reports: figures as text, tables, and pages and cards from templates.
 
-In a template a value is text: markup in a name of a run or a file stays text.
+Templates escape values: markup in the name of a run or a file is shown as text.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from scale_cli.values import language_name
 
 NOT_FINITE, DASH = "not finite", "—"
 NO_DIFFERENCE = "no difference shown"
-# p-values, adjusted by Holm's method, from here on show nothing.
+# A p-value adjusted by Holm's method shows a difference if it is below this.
 SIGNIFICANCE = 0.05
-# Beyond these, digits are noise: of a perplexity, and of nats lost by one document.
+# Beyond these, digits are noise: in a perplexity, and in the nats that one document lost.
 _LARGE, _LONG_DOCUMENT = 1e6, 100.0
 
-# What Markdown, or the HTML in it, reads as more than text. A bracket alone is none of it, nor a line within a word:
+# Characters with a meaning in Markdown or its HTML. A bracket alone has none, nor has an underscore within a word:
 # [+0.1, +0.2] and kobest_copa stay.
 _SPECIAL = re.compile(r"([\\`*{}<>#|]|!(?=\[)|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_]))")
 
@@ -34,8 +34,8 @@ _SPECIAL = re.compile(r"([\\`*{}<>#|]|!(?=\[)|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W
 class Interval:
     """A difference and its 95 % interval."""
 
-    value: float | None  # None where it is not finite
-    low: float | None  # None where there is one document, or no finite value
+    value: float | None  # None if not finite
+    low: float | None  # None if there is one document, or no finite value
     high: float | None
 
     @property
@@ -50,7 +50,7 @@ NO_INTERVAL = Interval(None, None, None)
 
 
 def number(value: float | None, digits: int = 3, sign: str = "") -> str:
-    """Return a figure, with `sign` "+" as a difference; nothing is written as minus zero."""
+    """Return a figure, with sign if `sign` is "+"; nothing is written as minus zero."""
     if value is None:
         return NOT_FINITE
     text = f"{value:{sign}.{digits}f}"
@@ -58,7 +58,7 @@ def number(value: float | None, digits: int = 3, sign: str = "") -> str:
 
 
 def bounds(interval: Interval, digits: int = 3, sign: str = "+") -> str:
-    """Return the two ends of an interval in brackets; nothing where there is none."""
+    """Return the two ends of an interval in brackets; empty if there is no interval."""
     if interval.low is None or interval.high is None:
         return ""
     return f"[{number(interval.low, digits, sign)}, {number(interval.high, digits, sign)}]"
@@ -79,7 +79,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def quantity(value: float, unit: str = "") -> str:
-    """Return a figure in three digits with its SI prefix: 9.03 GFLOP, 263 k, 42."""
+    """Return a figure in three digits with an SI prefix: 9.03 GFLOP, 263 k, 42."""
     for prefix in ("", "k", "M", "G", "T", "P", "E", "Z"):
         if abs(value) < 999.5 or prefix == "Z":
             break
@@ -97,14 +97,14 @@ def duration(seconds: float) -> str:
 
 
 def perplexity(value: float | None) -> str:
-    """Return a perplexity, which has no upper end, with as many digits as can be read."""
+    """Return a perplexity, which has no upper limit, with a readable number of digits."""
     if value is None:
         return NOT_FINITE
     return f"{value:,.2f}" if value < _LARGE else f"{value:.1e}"
 
 
 def worst_document(value: float | None) -> str:
-    """Return the most nats that a document lost; below zero it gained them, and no document lost any."""
+    """Return the most nats that a document lost; if negative, every document gained."""
     return number(value, 3 if value is None or abs(value) < _LONG_DOCUMENT else 0, "+")
 
 
@@ -117,7 +117,7 @@ def shows_difference(p_holm: float | None) -> bool:
 
 
 def difference_in_words(difference: Interval, p_holm: float | None) -> str:
-    """Return in a word what the test says of a difference in accuracy."""
+    """Return in words what the test says of a difference in accuracy."""
     if difference.value is None or p_holm is None:
         return "not tested"
     if not shows_difference(p_holm):
@@ -127,15 +127,15 @@ def difference_in_words(difference: Interval, p_holm: float | None) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """Words or a figure."""
+    """A cell of a table: words or a figure."""
 
     text: str
-    below: str = ""  # stands small beneath it, or after it
+    below: str = ""  # small text below it, or after it
     bold: bool = False
 
     @property
     def after(self) -> str:
-        """What stands after it on one line: an interval as it is, anything else behind a comma."""
+        """The text after it on one line: an interval as it is, anything else after a comma."""
         return f"{' ' if self.below.startswith('[') else ', '}{self.below}" if self.below else ""
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ def difference_cell(difference: Interval) -> Cell:
 
 
 def share_cell(share: Interval | None) -> Cell:
-    """Return a share in percent with its interval: 98.2 % [96.1, 99.5]; a dash where it is of nothing."""
+    """Return a share in percent with its interval: 98.2 % [96.1, 99.5]; a dash if it has no value."""
     if share is None or share.value is None:
         return Cell(DASH)
     return Cell(percent(share.value), bounds(in_points(share), 1, ""))
@@ -164,7 +164,7 @@ class Table:
     rows: Sequence[Row]
     align: str  # of every column: l (words) or r (figures)
     name: str = ""
-    methods: Sequence[str] = ()  # by row: whose mark stands before it on a page
+    methods: Sequence[str] = ()  # by row: the method whose mark stands before it on a page
 
     def without_empty_columns(self) -> Table:
         kept = [at for at in range(len(self.titles)) if any(str(row[at]) != DASH for row in self.rows)]
@@ -179,7 +179,7 @@ class Table:
         return aligned([self.titles, *self.rows], self.align)
 
     def markdown(self) -> Markup:
-        """Return it in Markdown; what is not Markup is shown as it is written."""
+        """Return it in Markdown; text is escaped, unless it is Markup."""
         rule = ["---" if side == "l" else "---:" for side in self.align]
         titles, *rows = ([_in_markdown(cell) for cell in row] for row in self.cells)
         return Markup("\n".join(f"| {' | '.join(cells)} |" for cells in (titles, rule, *rows)))
@@ -198,7 +198,7 @@ def aligned(rows: Sequence[Row], align: str) -> list[str]:
 
 
 def num_columns(text: str) -> int:
-    """Return how many columns of a terminal a text takes: Hangul and other wide signs take two."""
+    """Return how many terminal columns a text takes; Hangul and other wide characters take two."""
     return sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text)
 
 
@@ -220,7 +220,7 @@ def text(template: str, **values: object) -> str:
 
 
 def plain(value: Any) -> Markup:
-    """Return a value as Markdown that shows it as it is; Markdown that was made here (Markup) is left alone."""
+    """Return a value escaped for Markdown; Markup, which was made here, stays as it is."""
     return value if isinstance(value, Markup) else Markup(_SPECIAL.sub(r"\\\1", str(value)))
 
 
@@ -245,5 +245,5 @@ def _environment(form: Literal["html", "markdown", "text"]) -> Environment:
 
 
 COLOURS = {"base": "#555555"} | {method.name: method.colour for method in METHODS.values()}
-# Shapes are the second code, for print without colour: for matplotlib, and as a sign in a line of text.
+# Shapes repeat what colours say, for print without colour: one for matplotlib, and a character for text.
 MARKS = {"base": ("o", "●")} | {method.name: method.mark for method in METHODS.values()}

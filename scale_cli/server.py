@@ -1,6 +1,6 @@
-"""An OpenAI endpoint that answers with a `Generator`: prompts are framed and text is cut as in `scale generate`.
+"""An OpenAI endpoint on a `Generator`; it frames prompts and cuts texts as `scale generate` does.
 
-One request is computed at a time, in the order in which they come; the others wait.
+It computes one request at a time, in the order of arrival; the others wait.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ from scale_cli.data.documents import Messages
 from scale_cli.errors import ScaleError
 from scale_cli.generation import Decoder, Generator, Sampling
 
-_MOST_ANSWERS = 64  # of one request: they are computed as one batch
-_SHUTDOWN_S = 1  # after a signal, for answers that are on their way
-# By what value a client that fills in every field says that it does not want this.
+_MOST_ANSWERS = 64  # per request, computed as one batch
+_SHUTDOWN_S = 1  # after a signal, for answers in progress
+# Values with which clients that fill in every field say that they do not want it.
 _ASKS_NOTHING = {"presence_penalty": 0, "frequency_penalty": 0, "best_of": 1}
 
 
 class StreamOptions(BaseModel):
-    """What else a stream tells."""
+    """Options of a stream."""
 
-    include_usage: bool = False  # how many tokens it was, in a last event
+    include_usage: bool = False  # the number of tokens, in a last event
 
 
 class Asked(BaseModel):
-    """What both endpoints take; a field that is not here is refused."""
+    """Fields of both endpoints; an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     temperature: float = Field(1.0, ge=0.0, le=2.0)  # 0 takes the likeliest token
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    seed: int | None = None  # the same text for the same seed
+    seed: int | None = None  # the same seed gives the same text
     n: int = Field(1, ge=1, le=_MOST_ANSWERS)
     stop: str | list[str] = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    user: str | None = None  # says who asks, and changes nothing
+    user: str | None = None  # names the client; ignored
 
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_nothing(cls, body: Any) -> Any:
-        """Leave out fields without a value: many clients send every field."""
+        """Drop fields that ask for nothing, since many clients send every field."""
         if not isinstance(body, dict):
             return body
         return {k: v for k, v in body.items() if v is not None and v is not False and _ASKS_NOTHING.get(k, ...) != v}
 
     def stops(self) -> list[str]:
-        """Return the texts that end an answer, and are no part of it."""
+        """Return the texts that end an answer; they are not part of it."""
         return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
 
     def sampling(self, most: int) -> Sampling:
@@ -109,7 +109,7 @@ class AskedChat(Asked):
 
 @dataclass(frozen=True)
 class Piece:
-    """What has become certain of one answer."""
+    """New text of one answer, which can no longer change."""
 
     index: int
     text: str
@@ -123,7 +123,7 @@ class Answer:
         self.num_tokens = 0
         self.finish: Literal["stop", "length"] | None = None
         self._decoder, self._ends, self._stops, self._most = decoder, ends, stops, most
-        self._held = ""  # text in which a stop may have begun
+        self._held = ""  # text that may contain the beginning of a stop
 
     def take(self, token: int) -> str:
         self.num_tokens += 1
@@ -145,11 +145,11 @@ class Answer:
 
 
 class _Enough(Exception):
-    """Ends a generation of which nobody wants more."""
+    """Ends a generation that nobody needs any more."""
 
 
 class Answers(BaseStreamer):
-    """The answers to one request: takes tokens from transformers, and tells the text that becomes certain."""
+    """The answers to one request: takes tokens from transformers, and passes on text that can no longer change."""
 
     def __init__(self, generator: Generator, asked: Asked, row: Tensor, most: int) -> None:
         most = min(most, generator.num_positions - len(row))
@@ -175,7 +175,7 @@ class Answers(BaseStreamer):
                     raise told
                 yield told
         finally:
-            self._is_wanted = False  # where the client has gone
+            self._is_wanted = False  # the client may have gone
 
     def _compute(self) -> None:
         try:
@@ -189,7 +189,7 @@ class Answers(BaseStreamer):
         self._loop.call_soon_threadsafe(self._told.put_nowait, told)
 
     def put(self, value: Tensor) -> None:
-        """Take the prompts' ids (B, T) first, then a token of each (B,) at a time."""
+        """Take the prompts' ids (B, T) first, then one token of each prompt (B,) per call."""
         if not self._is_wanted:
             raise _Enough
         if value.dim() > 1:
@@ -203,7 +203,7 @@ class Answers(BaseStreamer):
             raise _Enough
 
     def end(self) -> None:
-        """Say nothing: every answer has told its end."""
+        """Do nothing: each answer has already sent its end."""
 
 
 class Endpoint:
@@ -211,7 +211,7 @@ class Endpoint:
 
     def __init__(self, generator: Generator, name: str) -> None:
         self._generator, self._name = generator, name
-        self._worker = ThreadPoolExecutor(1)  # torch's random numbers are one stream: one request at a time draws
+        self._worker = ThreadPoolExecutor(1)  # all requests share torch's random numbers, so one at a time draws
 
     async def respond(self, asked: Asked, prompt: str | Messages, most: int) -> Response:
         """Return the answer to a request, whole or as a stream of events."""
@@ -240,7 +240,7 @@ class Endpoint:
         yield "data: [DONE]\n\n"
 
     def _head(self, asked: Asked) -> dict[str, Any]:
-        """Return what the answer, or every event of its stream, begins with."""
+        """Return the fields that begin an answer, or each event of its stream."""
         kind = "text_completion"
         if isinstance(asked, AskedChat):
             kind = "chat.completion.chunk" if asked.stream else "chat.completion"

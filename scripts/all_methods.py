@@ -1,13 +1,13 @@
-"""Every method, tuned by as many runs as every other, then run with several seeds, and all of it in one table.
+"""Tune every method with the same number of runs, run it with several seeds, and put all results in one table.
 
     python scripts/all_methods.py [--tuned-share 1.0] [--only METHOD]... [CONFIG] [KEY.SUB=VALUE]...
 
-CONFIG is configs/petitions.yaml where none is named. Each method is tuned (`scale sweep`) on documents of the first
-training source that nothing is trained on meanwhile and that are not those reported, then run at as many tokens as the
-config says, replay among them, and at as much training work (`scale plan`) as those tokens are of Preserve. It is tuned
-at as many steps as are reported, or at a share of them, half at the least: what is tuned at fewer likes rates that are
-too high for more. Everything lands in output_dir: METHOD/tuning, METHOD/tokens-seed0, ..., table.md, comparison/. What
-is finished is not run again. What ADEPT measures its rates by, 3 % of its work at these steps, is not in the table's.
+CONFIG is configs/petitions.yaml by default. Each method is tuned (`scale sweep`) on documents of the first training
+source: nothing is trained on these meanwhile, and they are not the reported ones. Then each method runs at as many
+tokens as the config says, replay included, and at as much training work (`scale plan`) as Preserve does on them. Tuning
+takes the reported number of steps, or a share of it, but at least half: tuning with fewer steps prefers rates that are
+too high for more steps. Everything is in output_dir: METHOD/tuning, METHOD/tokens-seed0, ..., table.md, comparison/.
+Finished runs are skipped. The table's work is without ADEPT's measuring of its rates, 3 % of its work at these steps.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from scripts.benchmark.algebra import ideal_flops_per_token
 SEEDS, TUNING_SEED = (0, 1, 2), 3
 HELD_BACK = 60
 LEAST_TUNED_SHARE = 0.5
-# Of each method four settings are tried: rates about the best of earlier studies on the same base, and Muon.
+# Four settings are tried per method: rates around the best of earlier studies on the same base, and Muon.
 MUON_OR_ADAMW = "train.optimiser=muon,muon,muon,adamw"
 
 
-# Text of what the base knows, where a config has none itself.
+# Text that the base knows, for a config without its own.
 KNOWN = {"name": "eltec-train", "path": "../shared/data/en-eltec/train.txt.xz", "language": "en", "role": "replay"}
 
 
 @dataclass(frozen=True)
 class Method:
-    """What makes a config one of a method, and what is tried in tuning it (`scale sweep --paired`)."""
+    """The overrides that select a method, and the values tried in tuning it (`scale sweep --paired`)."""
 
     overrides: tuple[str, ...]
     tried: tuple[str, ...]
-    # of text that the base knows, relative to a new source's weight of 1: 1/3 is a quarter of the windows, and 0 is
-    # only measured on; None: none is read
+    # weight of text that the base knows, relative to a new source's 1: 1/3 is a quarter of the windows, and 0 is only
+    # measured on; None: no such text is read
     replay: float | None = None
 
     def makes(self, path: Path, given: list[str]) -> list[str]:
-        """Return the overrides that make a config one of the method, those given among them."""
+        """Return the overrides that make a config one of the method, with the given overrides included."""
         if self.replay is None:
             return [*self.overrides, *given]
         sources = [source.model_dump(mode="json") for source in load_config(path, given).corpus.sources]
@@ -62,12 +62,12 @@ class Method:
         return [*self.overrides, *given, f"corpus.sources={json.dumps(sources, ensure_ascii=False)}"]
 
 
-# Of full fine-tuning's kin: at 125 steps the third is its best that is known (docs/results/rivals.md).
+# For full fine-tuning and its variants: at 125 steps the third is the best known (docs/results/rivals.md).
 OF_FULL = (MUON_OR_ADAMW, "train.lr=2e-2,5e-3,1e-2,2e-3", "train.lr_multipliers.embedding=1,4,2,10")
 OF_PRESERVE = (
     "train.optimiser=muon,muon,adamw,adamw",
     "train.lr=2e-2,2e-2,5e-3,1e-2",
-    # Beside Muon, what AdamW has at 5e-3 and at 1e-2.
+    # For Muon, what AdamW has at 5e-3 and at 1e-2.
     "train.lr_multipliers.embedding=200,400,null,null",
     "train.lr_multipliers.head=0.5,1,null,null",
     "train.lr_multipliers.gains=0.025,0.05,null,null",
@@ -101,7 +101,7 @@ METHODS = {
         ("method.variant=lora", "method.lora={rank: 128, alpha: 256, embeddings: true}"),
         (MUON_OR_ADAMW, "train.lr=2e-2,2e-2,1e-2,5e-3", "train.lr_multipliers.embedding=1,2,2,4"),
     ),
-    # Its scale is 11 times that of the one above, so its rates are lower.
+    # Its scale is 11 times that of the method above, so its rates are lower.
     "lora-r128-rank-stabilised": Method(
         ("method.variant=lora", "method.lora={rank: 128, alpha: 256, embeddings: true, rank_stabilised: true}"),
         (MUON_OR_ADAMW, "train.lr=2e-2,5e-3,2e-3,1e-3", "train.lr_multipliers.embedding=2,8,20,20"),
@@ -110,7 +110,7 @@ METHODS = {
         ("method.variant=llama-pro",), ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,8e-3,2e-3")
     ),
     "preserve": Method(("method.variant=preserve", "method.collaboration.layers=null"), OF_PRESERVE),
-    # A tenth of the windows, on which the base is what is learned.
+    # A tenth of the windows is replay, on which the base is distilled.
     "preserve-replay": Method(
         ("method.variant=preserve", "method.collaboration.layers=null", "method.distillation.weight=1"),
         OF_PRESERVE,
@@ -120,7 +120,7 @@ METHODS = {
 
 
 def main() -> None:
-    """Tune every method, run it, and compare."""
+    """Tune, run and compare every method."""
     asked = parsed(sys.argv[1:])
     given = [*asked.given]
     path = Path(given.pop(0) if given and "=" not in given[0] else "configs/petitions.yaml")
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
-    """Return what the command line asks for, or end with what is wrong with it."""
+    """Return the parsed command line; exit with an error message if it is wrong."""
     parser = argparse.ArgumentParser(description="Every method tuned, run and compared.")
     parser.add_argument(
         "--tuned-share", type=float, default=1.0, help="of the reported steps, that methods are tuned at"
@@ -159,12 +159,12 @@ def parsed(words: list[str]) -> argparse.Namespace:
 
 
 def words_of_run(steps: int, folder: Path, seed: int) -> list[str]:
-    """Return what makes a config a run of some length in a folder."""
+    """Return the overrides for a run of some length in a folder."""
     return [f"seed={seed}", f"train.max_steps={steps}", f"output_dir={folder}"]
 
 
 def tune(method: Method, path: Path, overrides: list[str], folder: Path, steps: int) -> list[str]:
-    """Return the best of what is tried."""
+    """Tune a method, and return the overrides of its best run."""
     place = folder / "tuning"
     words = words_of_run(steps, place, TUNING_SEED)
     scale("sweep", str(path), *overrides, *words, *method.tried, "--paired")
@@ -173,14 +173,14 @@ def tune(method: Method, path: Path, overrides: list[str], folder: Path, steps: 
 
 
 def scale(*words: str) -> None:
-    """Run one verb in a process of its own, so that each run's peak memory is its own; stop where it fails."""
+    """Run one verb in its own process, so that its peak memory is measured alone; exit if it fails."""
     finished = subprocess.run([sys.executable, "-m", "scale_cli", *words], check=False)
     if finished.returncode:
         sys.exit(finished.returncode)
 
 
 def tuning_overrides(config: RunConfig) -> list[str]:
-    """Return what makes a config one to tune with: other documents."""
+    """Return the overrides for tuning: documents that are held back from training."""
     source = config.corpus.sources[0].model_dump(include=set(TextSource.model_fields))
     held_back = [{**source, "name": "tuning", "max_documents": HELD_BACK, "role": "acquisition"}]
     return [
@@ -190,21 +190,21 @@ def tuning_overrides(config: RunConfig) -> list[str]:
 
 
 def flops_per_token(config: RunConfig) -> float:
-    """Return a method's training work on a token."""
+    """Return a method's training FLOPs per token."""
     return ideal_flops_per_token(load_base_config(config.model), config.method, config.corpus.sequence_length).total
 
 
 def budgets(configs: dict[str, RunConfig], name: str) -> dict[str, int]:
-    """Return the steps of a method at as many tokens as the config says, and at the work that those are of Preserve."""
+    """Return a method's steps by budget: the config's tokens, and the work that Preserve does on those tokens."""
     steps = configs[name].train.max_steps
     relative = flops_per_token(configs[name]) / flops_per_token(configs["preserve"])
     return {"tokens": steps} | ({} if name == "preserve" else {"work": round(steps / relative)})
 
 
 def table(runs: dict[tuple[str, str], list[Path]], configs: dict[str, RunConfig]) -> Table:
-    """Return a row for every method and budget of which runs are there: their means, and their range.
+    """Return a row for each method and budget with finished runs: means and ranges over seeds.
 
-    The corpora are the first of each role; routed is the model beside its base, by the posterior rule.
+    The corpora are the first of each role; routed is the model beside its base, mixed by the posterior rule.
     """
     rows, unit = [], flops_per_token(configs["preserve"]) * configs["preserve"].train.max_steps
     for (name, budget), folders in runs.items():
@@ -227,7 +227,7 @@ def table(runs: dict[tuple[str, str], list[Path]], configs: dict[str, RunConfig]
 
 
 def spread(values: list[float | None], digits: int = 3) -> str:
-    """Return the mean of some figures, and of several their range."""
+    """Return the mean of some figures, with the range if there are several."""
     finite = [value for value in values if value is not None]
     if len(finite) < len(values):
         return NOT_FINITE

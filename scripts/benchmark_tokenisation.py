@@ -1,11 +1,12 @@
-"""How fast `scale prepare` tokenises, against `tokenizers` alone and against `datasets.map(batched=True)`.
+"""Measure the speed of `scale prepare` against `tokenizers` alone and `datasets.map(batched=True)`.
 
     python scripts/benchmark_tokenisation.py TOKENIZER FILE... [--num-workers 2] [--rounds 5]
 
-All have the same tokenizer and documents, in memory (tokenizers), as Arrow (datasets) and as .jsonl (scale), and run in
-turn, so that whatever else the machine does falls on all. tokenizers is timed in `encode_batch_fast` alone, in one
-process; datasets in `map` alone; scale from opening its file to the finished folder, with reading, decoding, ledger,
-hashing and syncing. The processor seconds are of all processes. Prints a JSON line a round, and the ratios of medians.
+All three use the same tokenizer and documents: in memory (tokenizers), as Arrow (datasets) and as .jsonl (scale). They
+run in turns, so that other work on the machine affects all alike. Only `encode_batch_fast` is timed for tokenizers, in
+one process, and only `map` for datasets. For scale everything is timed, from opening its file to the finished folder:
+reading, decoding, ledger, hashing and syncing. Processor seconds are summed over all processes. Prints a JSON line per
+round, and the ratios of medians.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from typing import Any
 
 _DOCUMENTS_AT_ONCE = 64
 
-# What takes long to import is imported where it is used: the workers import this file too.
+# Slow imports are inside functions, since the workers import this file too.
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What one run took."""
+    """The time that one run took."""
 
     elapsed_s: float
     processor_s: float
 
 
 def timed(work: Callable[[], Any]) -> tuple[Timed, Any]:
-    """Run something, and return what it took and what it returned."""
+    """Run a function, and return its time and its result."""
     started_s, processor_s = time.perf_counter(), _processor_s()
     result = work()
     return Timed(time.perf_counter() - started_s, _processor_s() - processor_s), result
@@ -48,7 +49,7 @@ def _processor_s() -> float:
 
 
 def write_corpus(files: list[str], folder: Path) -> Any:
-    """Write the documents of some corpus files as corpus.jsonl, and return them as a dataset on disk."""
+    """Write the documents of corpus files as corpus.jsonl, and return them as a dataset on disk."""
     import datasets
 
     from scale_cli.config.sources import ReadingConfig, TextSource
@@ -87,7 +88,7 @@ def map_dataset(dataset: Any, tokenizer: Any, num_workers: int) -> Any:
 
 
 def prepare(folder: Path, tokenizer: Any, num_workers: int) -> int:
-    """Tokenise with scale into an empty cache; return the number of tokens, markers left out."""
+    """Tokenise with scale into an empty cache; return the number of tokens without markers."""
     from scale_cli.config.sources import ReadingConfig, TextSource
     from scale_cli.data.tokens import TokenCache
 
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     datasets.disable_progress_bars()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism, theirs as ours
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # parallelism comes from processes only, for datasets as for scale
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     rounds = []
     with tempfile.TemporaryDirectory() as place:

@@ -1,10 +1,10 @@
-"""A small English base that knows some Korean, trained from random weights: what the honest table is measured on.
+"""Train a small English base that knows some Korean, from random weights: the base of the honest table.
 
     python -m scripts.bilingual_base FOLDER [--hidden 256] [--layers 4] [--steps 3000] [--korean 0.15] [DATA]
 
-It has the tokenizer and, at those sizes, the shape of DATA/ckpt-eltec. It reads English novels and the first half of
-DATA/ko-mixed, of which the second half stays unread. FOLDER gets the random start, the run, and the base in
-`run/export/llama`. Stopped or killed, the same command goes on.
+It has the tokenizer and, at the default sizes, the shape of DATA/ckpt-eltec. It reads English novels and the first half
+of DATA/ko-mixed; the second half stays unread. FOLDER gets the random start, the run, and the base in
+`run/export/llama`. After a stop or a kill, the same command continues.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scale_cli.storage.atomic import write_text
 from scripts.from_scratch import write_base
 
 SEED = 0
-FIRST_HALF = 8651  # documents of ko-mixed/train, whose order is random
+FIRST_HALF = 8651  # documents of ko-mixed/train, which are in random order
 HEAD_DIM = 32
 
 

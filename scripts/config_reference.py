@@ -1,4 +1,4 @@
-"""Write what docs/ holds of the config's schema: a JSON Schema, and a page with every key (`make reference`)."""
+"""Write the config's schema to docs/: a JSON Schema, and a page with every key (`make reference`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ where a config begins with `# yaml-language-server: $schema=` and the place of t
 
 
 def files() -> dict[Path, str]:
-    """Return what is to lie in docs/, by place."""
+    """Return the contents of the files in docs/, by path."""
     rows = "".join(f"| {' | '.join(row)} |\n" for row in _rows(json_schema()))
     return {
         DOCS / "run.schema.json": json_schema_text(),
@@ -32,7 +32,7 @@ def files() -> dict[Path, str]:
 
 
 def _rows(schema: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield key, type, default and meaning of every key that is no section."""
+    """Yield key, type, default and meaning of every key that is not a section."""
 
     def resolved(node: dict[str, Any]) -> dict[str, Any]:
         node = node | schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
@@ -76,7 +76,7 @@ def _range(node: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write them."""
+    """Write the files."""
     for path, text in files().items():
         path.write_text(text, encoding="utf-8")
 

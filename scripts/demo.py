@@ -1,7 +1,7 @@
-"""`make demo`: the whole loop in two minutes, from nothing but a random seed.
+"""`make demo`: the whole workflow in two minutes, from a random seed alone.
 
-Writes English and Korean biographies of synthetic people, trains a tiny English base model on the English ones, and
-runs configs/demo.yaml on it: upscale, train on the Korean ones, evaluate, export, and a few generations.
+It writes English and Korean biographies of synthetic people, and trains a tiny English base model on the English ones.
+Then it runs configs/demo.yaml: upscale, train on the Korean ones, evaluate, export, and generate a few texts.
 """
 
 # ruff: noqa: E402 (libraries are silenced before any is imported)
@@ -51,7 +51,7 @@ BASE_TRAIN = TrainConfig(
 
 
 def write_biographies(folder: Path, seed: int) -> dict[str, list[str]]:
-    """Write train and valid texts in both languages, all of different people, and return them by file name."""
+    """Write train and valid texts in both languages, all about different people; return them by file name."""
     people = generate_people(2 * (NUM_TRAIN + NUM_VALID), seed)
     texts: dict[str, list[str]] = {}
     start = 0
@@ -69,7 +69,7 @@ def write_biographies(folder: Path, seed: int) -> dict[str, list[str]]:
 def make_base(config: RunConfig, texts: dict[str, list[str]]) -> None:
     """Train the tiny English model that the demo widens.
 
-    Its tokenizer has seen both languages, so that Hangul is a few bytes a token; the model has seen English only.
+    Its tokenizer is trained on both languages, so a token holds a few bytes of Hangul; the model reads only English.
     """
     folder = Path(config.model.base)
     tokenizer = train_tokenizer([*texts["english-train"], *texts["korean-train"]], vocab_size=2048)
@@ -100,7 +100,7 @@ def make_base(config: RunConfig, texts: dict[str, list[str]]) -> None:
 
 
 def show_answers(config: RunConfig, texts: dict[str, list[str]]) -> None:
-    """Show how the base, the trained head alone and the routed model go on with unseen biographies."""
+    """Print how the base, the trained head alone and the routed model continue unseen biographies."""
     folder = RunFolder(config.output_dir).export("llama", config.export.dtype)
     tokenizer = load_tokenizer(config.model)
     models = [
@@ -118,7 +118,7 @@ def show_answers(config: RunConfig, texts: dict[str, list[str]]) -> None:
 
 
 def next_sentence(model: Any, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> str:
-    """Return the sentence that a model says next, or the beginning of a longer one."""
+    """Return the next sentence of a model, or the beginning of a longer one."""
     said = model.generate(ids, min_new_tokens=24, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
     text = str(tokenizer.decode(said, skip_special_tokens=True))
     sentence, end, _ = text.strip().partition(".")
@@ -126,7 +126,7 @@ def next_sentence(model: Any, tokenizer: PreTrainedTokenizerBase, ids: torch.Ten
 
 
 def main() -> None:
-    """Run the demo; what is already there is not made again."""
+    """Run the demo; keep what already exists."""
     started_s = time.monotonic()
     precision = cpu_precision()
     config = load_config(CONFIG, [f"train.mixed_precision={precision}", f"evaluation.mixed_precision={precision}"])

@@ -1,4 +1,4 @@
-"""A small base model of one's own: a tokenizer and a Llama trained from random weights, for demos and benchmarks."""
+"""Train a small base model: a tokenizer, and a Llama from random weights, for demos and benchmarks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FULL = MethodConfig(variant="full")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """Return a byte-level BPE tokenizer learned on some texts; END_OF_TEXT closes every document."""
+    """Return a byte-level BPE tokenizer trained on texts; END_OF_TEXT closes every document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,13 +69,13 @@ def training_steps(
     train: TrainConfig,
     description: str,  # of the bar
     method: MethodConfig = _FULL,
-    probe: Callable[[int], Sequence[MicroBatch]] = lambda _: [],  # returns so many windows of what the base knows
+    probe: Callable[[int], Sequence[MicroBatch]] = lambda _: [],  # returns so many windows of text that the base knows
 ) -> Iterator[int]:
-    """Train what is trainable of a model, in one process; yield 0, and then the number of steps done after each.
+    """Train a model's trainable parameters in one process; yield 0, and then the number of steps after each step.
 
     Between two steps the model may be used in evaluation mode.
     """
-    accelerator = Accelerator(mixed_precision="no")  # autocast is the step's
+    accelerator = Accelerator(mixed_precision="no")  # the step sets autocast
     start = copy_start(model, train)
     wrapped = accelerator.prepare(for_training(model.to(accelerator.device), train))
     optimiser = build_optimiser(model, train, by_tensor=method.definition.has_tensor_rates)

@@ -1,11 +1,11 @@
-"""What many GPUs exchange and wait for: time of a step, bytes of each sharding, checkpoints; computed, not measured.
+"""Estimate runs on many GPUs: step time, bytes sent by each sharding, checkpoints; computed, not measured.
 
     python -m scripts.large_runs [--gib-per-s 46] [--flops 4e14]
 
-Parameters and FLOPs are `scale plan`'s for shapes like Llama-3.2-1B's and Llama-3.1-8B's, route at r = 1/8. What a
-step exchanges is what tests/training/test_sharding.py counts: without sharding every gradient once, in float32, to and
-fro; with it what trains twice a micro-batch, in bfloat16, and its gradient once a step; with `all` the base too, once a
-micro-batch.
+Parameters and FLOPs are those of `scale plan` for shapes like Llama-3.2-1B and Llama-3.1-8B, with route at r = 1/8.
+tests/training/test_sharding.py counts what a step exchanges. Without sharding: every gradient once, in float32, in both
+directions. With sharding: trained weights twice per micro-batch, in bfloat16, and their gradients once per step. With
+`all`: the base too, once per micro-batch.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.method import build_model, kinds_of_parameters
 from scripts.random_base import reference_config
 
-LENGTH, WINDOWS = 8192, 512  # of the reference config's step
+LENGTH, WINDOWS = 8192, 512  # of a step of the reference config
 SHAPES = {"1 B": (16, 2048), "8 B": (32, 4096)}
 GPUS = (8, 64, 512)
-AT_ONCE = 8  # windows of a micro-batch
+AT_ONCE = 8  # windows per micro-batch
 METHOD = MethodConfig.model_validate({"variant": "route", "expansion": {"ratio": 0.125}})
 _GB = 1e9
 
 
 def exchanged_bytes(trained: int, frozen: int, num_micro_batches: int) -> dict[str, float]:
-    """Return what one process sends in a step, by `train.sharding`; of many processes each sends all but its part."""
+    """Return the bytes a process sends per step, by `train.sharding`; of many processes, each sends all but its own."""
     gathered = 2 * 2 * trained * num_micro_batches
     return {
         "none": 2 * 4 * trained,

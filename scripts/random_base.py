@@ -1,4 +1,4 @@
-"""A random base as wide as Llama-3.2-1B, and synthetic text for it: for probes of the reference size without a hub.
+"""Write a random base as wide as Llama-3.2-1B, and synthetic text for it: for tests at that size without the hub.
 
     python -m scripts.random_base FOLDER [--layers 16] [--hidden 2048] [--vocabulary 128256]
 
@@ -17,11 +17,11 @@ from scripts.demo import write_biographies
 from scripts.from_scratch import train_tokenizer, write_base
 
 SEED = 0
-TOKENS_LEARNED = 8192  # of the vocabulary; nothing but its rows' number matters to a probe
+TOKENS_LEARNED = 8192  # of the vocabulary; only its number of rows matters here
 
 
 def reference_config(layers: int, hidden: int, vocabulary: int) -> LlamaConfig:
-    """Return the shapes of Llama-3.2-1B, or of fewer layers, channels and tokens in the same proportions."""
+    """Return the shape of Llama-3.2-1B, or one with other layers, channels and tokens in the same proportions."""
     return LlamaConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -47,7 +47,7 @@ def reference_config(layers: int, hidden: int, vocabulary: int) -> LlamaConfig:
 
 
 def main() -> None:
-    """Write base and text."""
+    """Write the base and its text."""
     parser = argparse.ArgumentParser("python -m scripts.random_base", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=16)

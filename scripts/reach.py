@@ -1,10 +1,10 @@
-"""`make reach`: every verb on a random Llama of Llama-3.2-1B's shapes, its time and peak memory beside the plan's.
+"""`make reach`: run every verb on a random Llama of Llama-3.2-1B's shape; compare peak memory with the plan's.
 
     python -m scripts.reach [FOLDER] [--layers 16] [--hidden 2048] [--vocabulary 128256] [--steps 3]
 
-The config is configs/llama-3.2-1b-korean.yaml; `shrink` names everything that differs. Training is killed after its
-first checkpoint and goes on from there. The export is then loaded plainly and routed, by transformers alone.
-A CPU without bfloat16 computes in float32 and holds the base in it: a bfloat16 step takes minutes there.
+The config is configs/llama-3.2-1b-korean.yaml; `shrink` has all differences. Training is killed after its first
+checkpoint and resumed. Then transformers alone loads the export, plainly and routed. A CPU without bfloat16 computes in
+float32 and holds the base in it, since a bfloat16 step takes minutes there.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from scale_cli.processes import cpu_precision
 
 CONFIG = Path(__file__).parent.parent / "configs" / "llama-3.2-1b-korean.yaml"
 LENGTH, DOCUMENTS = 512, 4
-MOST_GIB = {"bf16": 12.0, "no": 24.0}  # of two bytes a weight, or four
+MOST_GIB = {"bf16": 12.0, "no": 24.0}  # for weights of two bytes, or four
 _GIB = 2**30
-# Both ways to load the export, without a line of ours but the folder's own.
+# Both ways to load the export, with no code of ours but the folder's own.
 _LOAD = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,7 +45,7 @@ print(type(model).__name__)
 
 @dataclass(frozen=True)
 class Cost:
-    """What one process took."""
+    """The time and memory that one process took."""
 
     cpu_s: float
     elapsed_s: float
@@ -53,7 +53,7 @@ class Cost:
 
 
 def shrink(config: dict[str, Any], folder: Path, steps: int, precision: str) -> dict[str, Any]:
-    """Return the reference config with a local base and text, and as few steps and tokens as show every verb."""
+    """Return the reference config with a local base and text, and as few steps and tokens as still test every verb."""
     dtype = "bfloat16" if precision == "bf16" else "float32"
     sources = [
         {"name": "korean", "path": f"{folder}/text/korean-train.txt", "language": "ko", "weight": 0.9},
@@ -93,13 +93,13 @@ def shrink(config: dict[str, Any], folder: Path, steps: int, precision: str) -> 
 
 
 def run(command: list[str], *, kill_when: Path | None = None) -> Cost:
-    """Run a process to its end, or kill it once a file is there, and return what it took."""
+    """Run a process to its end, or kill it once a file exists; return its cost."""
     began = time.monotonic()
     process = subprocess.Popen(command)
     if kill_when is not None:
         while not kill_when.exists() and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)  # Popen.kill would collect a process that has ended
+        os.kill(process.pid, signal.SIGKILL)  # Popen.kill would reap a process that has ended
     _, status, used = os.wait4(process.pid, 0)
     if (code := os.waitstatus_to_exitcode(status)) != (0 if kill_when is None else -signal.SIGKILL):
         raise SystemExit(f"{' '.join(command[1:4])} ended with {code}")
@@ -107,7 +107,7 @@ def run(command: list[str], *, kill_when: Path | None = None) -> Cost:
 
 
 def take_through_verbs(folder: Path) -> dict[str, Cost]:
-    """Take the run through every verb, each in a process of its own, and load its export in both ways."""
+    """Run every verb, each in its own process, and load the export in both ways."""
     config, export = folder / "run.yaml", folder / "run" / "export" / "llama-bfloat16"
 
     def verb(name: str, *options: str, kill_when: Path | None = None) -> Cost:
@@ -127,9 +127,9 @@ def take_through_verbs(folder: Path) -> dict[str, Cost]:
 
 
 def least_bytes(folder: Path, precision: str) -> dict[str, int]:
-    """Return what each verb has to hold at least: models as they are stored; while training, what the plan says.
+    """Return the least bytes that each verb must hold: stored models, or in training the plan's memory.
 
-    That is its memory, and the copy of a checkpoint that is being written.
+    Training also holds the copy of a checkpoint while it is written.
     """
     told = subprocess.run(
         [sys.executable, "-m", "scale_cli", "plan", "--json", str(folder / "run.yaml")],
@@ -154,7 +154,7 @@ def least_bytes(folder: Path, precision: str) -> dict[str, int]:
 
 
 def main() -> None:
-    """Make base, text and config, run the verbs, and print the table; exit 1 above MOST_GIB."""
+    """Write base, text and config, run the verbs, and print the table; exit with 1 above MOST_GIB."""
     parser = argparse.ArgumentParser("python -m scripts.reach", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/reach"))
     for size, default in (("layers", 16), ("hidden", 2048), ("vocabulary", 128_256)):

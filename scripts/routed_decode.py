@@ -1,10 +1,10 @@
-"""What routing costs in transformers: one folder plainly and with its router, and the two streams, in turns.
+"""Measure the cost of routing in transformers: one folder served plainly and with its router, and the two streams.
 
     OMP_NUM_THREADS=1 python scripts/routed_decode.py [--shape small|wide] [--rounds 8] [--tokens 16]
 
-CPU time of one thread, as `scripts/benchmark/` takes it. A round lets every model read one prompt and go on from it;
-the order turns by one place a round, and ratios are formed within rounds. Weights are random: what is timed does not
-hang on them.
+Times are CPU time of one thread, as in `scripts/benchmark/`. In each round every model reads one prompt and continues
+it. The order rotates by one place per round, and ratios are formed within rounds. Weights are random; the time does not
+depend on them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT_TOKENS = 128
 
 
 def contestants(shape: str) -> dict[str, Any]:
-    """Return the models of one random widening."""
+    """Return three models of one random widening: plain, routed, and with two streams."""
     hidden, mlp, layers, heads, key_value_heads, vocabulary = SHAPES[shape]
     base = LlamaForCausalLM(
         LlamaConfig(
@@ -50,7 +50,7 @@ def contestants(shape: str) -> dict[str, Any]:
 
 
 def timed(model: Any, ids_BT: torch.Tensor, num_tokens: int) -> tuple[float, float]:
-    """Return seconds of reading a prompt, and of a token after it."""
+    """Return the seconds for reading a prompt, and for one token after it."""
     started = time.process_time()
     out = model(ids_BT, use_cache=True, logits_to_keep=1)
     read = time.process_time()
@@ -62,7 +62,7 @@ def timed(model: Any, ids_BT: torch.Tensor, num_tokens: int) -> tuple[float, flo
 
 @torch.no_grad()
 def main() -> None:
-    """Print tokens/s of every model, and its speed beside the plain one's."""
+    """Print the tokens/s of every model, and its speed relative to the plain one's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--rounds", type=int, default=8)

@@ -1,11 +1,11 @@
-"""How much text of a new script a routed model reads and writes in a second, with new tokens and without, in turns.
+"""Measure the characters per second that a routed model reads and writes in a new script, with and without new tokens.
 
     OMP_NUM_THREADS=1 python scripts/served_characters.py [CONFIG] [KEY.SUB=VALUE]... [--new-tokens 2048,4096,8192]
 
-CONFIG is configs/petitions.yaml where none is named. CPU time of one thread, as `scripts/routed_decode.py` takes it, of
-plain exports with their router. A round lets every model score the beginning of the held-out text in one pass, and then
-go through it token by token, which is what writing it costs; the order turns by one place a round, and ratios are
-formed within rounds. The models are untrained: what is timed does not hang on their weights.
+CONFIG is configs/petitions.yaml by default. Times are CPU time of one thread, as in `scripts/routed_decode.py`. The
+models are plain exports with their router. In each round every model scores the beginning of the held-out text in one
+pass, and then reads it token by token, which costs as much as writing it. The order rotates by one place per round, and
+ratios are formed within rounds. The models are untrained; the time does not depend on their weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHARACTERS = 300
 
 
 def served(config: RunConfig) -> tuple[Any, Tensor]:
-    """Return the routed export of a config's model at its start, and its ids of the held-out text."""
+    """Return the routed export of a config's model before training, and its ids of the held-out text."""
     run = Run(config)
     base_tokenizer, tokenizer = run.base_tokenizer, run.make_tokenizer()
     new = new_pieces(config, base_tokenizer, tokenizer)
@@ -49,7 +49,7 @@ def served(config: RunConfig) -> tuple[Any, Tensor]:
 
 
 def timed(model: Any, ids_1T: Tensor) -> tuple[float, float]:
-    """Return seconds of scoring a text in one pass, and of going through it token by token."""
+    """Return the seconds for scoring a text in one pass, and for reading it token by token."""
     started = time.process_time()
     model(ids_1T)
     scored = time.process_time()
@@ -60,7 +60,7 @@ def timed(model: Any, ids_1T: Tensor) -> tuple[float, float]:
 
 
 def rounds_of(models: dict[str, tuple[Any, Tensor]], count: int) -> Sequence[dict[str, tuple[float, float]]]:
-    """Return what each model took in every round but the first."""
+    """Return the times of each model in every round but the first."""
     rounds = []
     for turn in range(count + 1):
         names = [*models][turn % len(models) :] + [*models][: turn % len(models)]
@@ -70,7 +70,7 @@ def rounds_of(models: dict[str, tuple[Any, Tensor]], count: int) -> Sequence[dic
 
 @torch.no_grad()
 def main() -> None:
-    """Print characters/s of every model, and its speed beside that without new tokens."""
+    """Print the characters/s of every model, and its speed relative to the one without new tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="CONFIG or KEY.SUB=VALUE")
     parser.add_argument("--new-tokens", default="2048,4096,8192")

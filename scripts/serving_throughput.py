@@ -1,11 +1,11 @@
-"""What routing costs in vLLM: one plain folder of random weights, served plain and routed, in turns.
+"""Measure the cost of routing in vLLM: one plain folder of random weights, served plain and routed, in turns.
 
     .venv/vllm/bin/python scripts/serving_throughput.py
 
-Prefill is prompts of which one token is asked for; decode is what more tokens of short prompts take, for each step of
-the batch. Both are processor time of the one thread that computes, so that it matters little who else uses the machine;
-ratios are formed within turns, and the median of all turns is told. Beside them stands a plain model of the base's own
-size: two of those are what it would cost to mix the base with a fine-tuned copy of it.
+Prefill is the time of prompts with one new token each. Decode is the time of further tokens after short prompts, per
+step of the batch. Both are processor time of the one computing thread, so that other users of the machine matter
+little. Ratios are formed within turns; the table has their medians. It also has a plain model of the base's own size:
+two of those are the cost of mixing the base with a fine-tuned copy of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPT, SHORT = 128, 16
 
 
 def folder_of(root: Path, name: str, hidden: int, options: argparse.Namespace, router: dict[str, Any] | None) -> Path:
-    """Write the config of a Llama; its weights are made up when it is loaded."""
+    """Write the config of a Llama, and return its folder; weights are made up at loading."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -72,7 +72,7 @@ def engine_of(folder: Path, options: argparse.Namespace, architecture: str = "Ll
 
 
 def seconds(engine: Any, batch: int, length: int, new: int) -> float:
-    """Return the processor time of one call."""
+    """Return the processor time of one call, in seconds."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": [1 + (at * 7 + row) % 900 for at in range(length)]} for row in range(batch)]
@@ -83,7 +83,7 @@ def seconds(engine: Any, batch: int, length: int, new: int) -> float:
 
 
 def measured(engines: dict[str, Any], turns: int, new: int) -> dict[tuple[str, int, str], list[float]]:
-    """Return of every engine and batch the seconds of a prefill and of one step of decoding, turn by turn."""
+    """Return, for every engine and batch, the seconds of a prefill and of one decoding step in each turn."""
     took: dict[tuple[str, int, str], list[float]] = {}
     for turn in range(turns + 1):
         for batch in BATCHES:
@@ -91,13 +91,13 @@ def measured(engines: dict[str, Any], turns: int, new: int) -> dict[tuple[str, i
                 prefill = seconds(engine, batch, PROMPT, 1)
                 decode = (seconds(engine, batch, SHORT, 1 + new) - seconds(engine, batch, SHORT, 1)) / new
                 for what, each in (("prefill", prefill), ("decode", decode)):
-                    if turn > 0:  # in the first, what is compiled is compiled
+                    if turn > 0:  # the first turn compiles
                         took.setdefault((name, batch, what), []).append(each)
     return took
 
 
 def times(numerator: list[float], denominator: list[float], factor: int = 1) -> str:
-    """Return the median of ratios formed within turns."""
+    """Return the median of the ratios within turns."""
     return f"{factor * statistics.median(a / b for a, b in zip(numerator, denominator, strict=True)):.2f}x"
 
 

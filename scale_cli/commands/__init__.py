@@ -1,1 +1,1 @@
-"""The verbs of the command line, a file each: a verb prints its lines by `log`, and returns its figures."""
+"""The verbs of the command line, one file each. A verb prints its lines with `log` and returns its figures."""

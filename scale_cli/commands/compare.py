@@ -1,4 +1,4 @@
-"""The verb `scale compare`: one report of finished runs, as a page, as Markdown and as JSON, with a figure."""
+"""The verb `scale compare`: one report of finished runs, as HTML, Markdown and JSON, with a figure."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.records import check_replaceable
 from scale_cli.values import language_name
 
-# What report.json says of itself; a folder whose report says this may be replaced by another comparison.
+# The `kind` of report.json; a comparison may only replace a folder whose report has this kind.
 KIND = "scale comparison"
-# Which parts of a config the reader is shown where they differ; `model` is held equal by its content hash.
+# Config sections whose differences are reported; `model` is left out, as all runs have the same base content hash.
 _SHOWN_SECTIONS = ("seed", "corpus", "train", "evaluation")
 _SOURCES = r"(corpus\.sources|evaluation\.(perplexity|benchmarks))(\..*)?"
-_LINEAR_BELOW = 0.01  # bits/byte forgotten; more of it on a logarithmic axis
+_LINEAR_BELOW = 0.01  # bits/byte forgotten; the axis is logarithmic above this
 _LINES = "#8a8a8a"
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # the reader's font has Hangul, matplotlib's has not
+    "svg.fonttype": "none",  # the reader's font has Hangul, matplotlib's does not
     "svg.hashsalt": "scale",
-    "text.parse_math": False,  # names of runs are text
+    "text.parse_math": False,  # a `$` in a run's name is not mathematics
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#e2e2e2",
@@ -64,7 +64,7 @@ class Comparison:
     folder: Path  # where it is written
     runs: list[ComparedRun]
     options: list[Option]
-    best: list[Option]  # that no other beats, or no other of one model
+    best: list[Option]  # not beaten by any other, or by any other of one model
 
     def lines(self) -> list[str]:
         rows = [
@@ -79,7 +79,7 @@ class Comparison:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return report.json: what was read, and what was made of it."""
+        """Return the contents of report.json."""
         base = self.runs[0].base
         return {
             "kind": KIND,
@@ -131,9 +131,9 @@ def compare(folders: list[Path], output: Path) -> Comparison:
 
 
 def compare_runs(runs: list[ComparedRun], folder: Path) -> Comparison:
-    """Return the comparison of some runs, in their order; the base is one that reads its own tokens, if any does."""
+    """Return the comparison of runs, in their order; base figures are those of a run without new tokens, if any."""
     untouched = next((run for run in runs if not run.new_tokens), runs[0]).report
-    # Every model as it is configured to be served, then mixed.
+    # Each model as it is configured to be served, then mixed.
     options = [
         option_of(run, head, untouched) for run in runs for head in dict.fromkeys((run.report.served, "posterior"))
     ]
@@ -142,7 +142,7 @@ def compare_runs(runs: list[ComparedRun], folder: Path) -> Comparison:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Return what a reader must know before comparing: unequal budgets and settings, figures that are not there."""
+    """Return notes that a reader needs before comparing: unequal budgets and settings, missing figures."""
     runs, lines = comparison.runs, []
     if len({run.report.num_tokens_trained for run in runs}) > 1:
         spent = ", ".join(f"{run.name} {run.report.num_tokens_trained:,}" for run in runs)
@@ -171,7 +171,7 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def setup_differences(first: RunConfig, other: RunConfig) -> list[str]:
-    """Return in what, besides its method, a run was set up otherwise: a line a key, or a list of sources."""
+    """Return how a run's setup differs apart from its method: one line per key, or per list of sources."""
     lines = [line.replace("None", "not set") for line in differences(first, other, _SHOWN_SECTIONS, _SOURCES)]
     for section, key in (("corpus", "sources"), ("evaluation", "perplexity"), ("evaluation", "benchmarks")):
         old, new = (
@@ -183,7 +183,7 @@ def setup_differences(first: RunConfig, other: RunConfig) -> list[str]:
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Return the methods, every corpus, and all benchmarks where there are any; a row is an option, or the base."""
+    """Return tables of the methods, each corpus and the benchmarks, if any; a row is an option or the base."""
     corpora = (_corpus_table(comparison.options, corpus) for corpus in comparison.runs[0].report.corpora)
     return [_methods_table(comparison), *corpora, *_benchmark_tables(comparison)]
 
@@ -219,7 +219,7 @@ def _methods_table(comparison: Comparison) -> Table:
 
 
 def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
-    """Return every base's figures, in its own tokens, and every option's; figures of a token where alike."""
+    """Return each base, once per tokenisation, and each option; a row with other tokens has no figures per token."""
     shown = [figure for figure in FIGURES if figure.compared]
     titles = [Cell("method"), Cell("bytes", "a token"), *(Cell(figure.title, figure.unit) for figure in shown)]
     untouched = options[0].untouched.corpus(corpus.name)
@@ -249,7 +249,7 @@ def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
 
 
 def _benchmark_tables(comparison: Comparison) -> list[Table]:
-    """Return of every benchmark the base's score, and the points by which each option differs from it."""
+    """Return a table of the base's benchmark scores and each option's difference in points; empty if there are none."""
     runs, options = comparison.runs, comparison.options
     measured = {result.name: result for run in runs for result in run.report.benchmarks}
     if not measured:
@@ -273,7 +273,7 @@ def _benchmark_tables(comparison: Comparison) -> list[Table]:
 
 
 def draw_trade_off(options: Sequence[Option]) -> str:
-    """Return as SVG every option, numbered as in the legend, and lines through those that no other beats."""
+    """Return an SVG of all finite options, numbered as in the legend, with lines through those that no other beats."""
     from matplotlib import rc_context  # takes a second, and only the figure needs it
     from matplotlib.figure import Figure
 
@@ -298,7 +298,7 @@ def draw_trade_off(options: Sequence[Option]) -> str:
             places = [option.lost.value for option in best], [option.gained.value for option in best]
             axes.plot(*places, linestyle=line, color=_LINES, zorder=1)
         axes.margins(0.08)
-        axes.set_xscale("symlog", linthresh=_LINEAR_BELOW)  # what forgets little stands apart from what forgets much
+        axes.set_xscale("symlog", linthresh=_LINEAR_BELOW)  # shows small and large losses alike
         axes.xaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
         axes.set(title="Against the base", xlabel=f"{lost}, bits/byte", ylabel=f"{gained}, bits/byte")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
@@ -307,7 +307,7 @@ def draw_trade_off(options: Sequence[Option]) -> str:
 
 
 def _arms(interval: Interval) -> list[list[float]] | None:
-    """Return how far an interval reaches to either side, as matplotlib's error bars take it."""
+    """Return an interval's lengths below and above its value, as matplotlib's error bars take them."""
     if interval.value is None or interval.low is None or interval.high is None:
         return None
     return [[max(0.0, interval.value - interval.low)], [max(0.0, interval.high - interval.value)]]

@@ -31,7 +31,7 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
     final = run.open_final()
     for warning in slow_precisions(device().type, evaluation=asked.mixed_precision):
         log(f"warning: {warning}")
-    benchmarks = open_benchmarks_of(asked)  # before time is spent: a file may not be there
+    benchmarks = open_benchmarks_of(asked)  # early, since a file may be missing
     model = final.load_two_headed(share_of_machine())
     corpora = main_first(lambda: open_sources(config, asked.perplexity, final.tokenizer))
     resampling, results = {"num_resamples": asked.bootstrap_resamples, "seed": config.seed}, []
@@ -68,7 +68,7 @@ def log_report(report: Report, folder: Path, log: Log) -> None:
 
 
 def _write(report: Report, config: RunConfig, folder: Path, benchmarks: Sequence[BenchmarkItems]) -> None:
-    """Write report.{json,md,html}, and items/NAME.jsonl of every benchmark."""
+    """Write report.{json,md,html}, and items/NAME.jsonl for each benchmark."""
     with new_folder(folder) as partial:
         for benchmark in benchmarks:
             lines = "".join(item.to_json_line() for item in benchmark.items)
@@ -80,13 +80,13 @@ def _write(report: Report, config: RunConfig, folder: Path, benchmarks: Sequence
 
 
 def check_gate(evaluation: EvaluationConfig, max_forgetting: float | None) -> None:
-    """Refuse a gate, where there is one, that would hold nothing."""
+    """Raise ConfigError if --max-forgetting is given but no corpus has the role retention."""
     if max_forgetting is not None and not any(source.role == "retention" for source in evaluation.perplexity):
         raise ConfigError("--max-forgetting: evaluation.perplexity has no corpus of role retention")
 
 
 def check_forgetting(report: Report, max_forgetting: float | None) -> None:
-    """Hold the served head to a limit on every retention corpus."""
+    """Raise CheckFailed if the served head lost more than the limit on a retention corpus."""
     for corpus in report.with_role("retention"):
         lost = corpus.heads[report.served].bits_per_byte_difference.value
         if max_forgetting is not None and (lost is None or lost > max_forgetting):

@@ -1,4 +1,4 @@
-"""The verb `scale export`: write, load what was written, compare, and only then call it done, or send it to the hub."""
+"""The verb `scale export`: write an export, load and compare it, and only then keep it or send it to the hub."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.preservation import sample_ids
 from scale_cli.upscale.run import MethodFolder, Run, open_folder
 
-# What tells of the folders of this machine, and is of use beside the run alone; an adapter cannot be loaded without.
+# Not sent to the hub: these name local folders, and are only useful beside the run. An adapter needs them to load.
 _STAYS_HERE = ["manifest.json", "parity.json", "scale.yaml"]
 _DOCUMENTS_PER_CORPUS = 4
 
 
 @dataclass(frozen=True)
 class Exported:
-    """An export that computes what was trained."""
+    """An export that was checked against the trained model."""
 
     folder: Path
     parity: Parity
 
 
 def export_all(config: RunConfig, repository: str | None, *, dry_run: bool) -> list[Exported]:
-    """Write every format that a config asks for, and send it to a repository of the hub, where one is named."""
+    """Write every format of a config, and send it to a repository of the hub, if one is named."""
     if repository is not None:
         check_repository(repository, config.export.formats)
     exports = export_each(formats_of(config))
@@ -53,13 +53,13 @@ def export_all(config: RunConfig, repository: str | None, *, dry_run: bool) -> l
 
 
 def export(config: RunConfig) -> Exported:
-    """Write the trained model in the format of a config that has one, or leave nothing behind."""
+    """Write the trained model in the config's only format; a failed export leaves no folder."""
     (exported,) = export_each(formats_of(config))
     return exported
 
 
 def export_each(formats: Sequence[Format], log: Log = log) -> list[Exported]:
-    """Write the trained model of a run, loaded once, in each of some formats."""
+    """Load a run's trained model once, and write it in each format."""
     if not formats:
         return []
     config = formats[0].config
@@ -96,7 +96,7 @@ def _export(made: Format, final: MethodFolder, model: MethodModel, prompts: list
 
 
 def check_written_export(config: RunConfig, folder: Path) -> None:
-    """Compare an export that is there with the trained model that is beside it, if it is of that training."""
+    """Raise ExportParityError if an export is of another training than the run's, or does not compute the same."""
     run = Run(config)
     if ExportRecord.load(folder).trained_sha256 != trained_sha256(run.folder.final):
         raise ExportParityError(f"{folder}: was made from another training than {run.folder.final}")
@@ -106,7 +106,7 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
 
 
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
-    """Return (1, T) ids: the beginnings of held-out documents, or sample sentences where the config names none."""
+    """Return (1, T) ids: the beginnings of held-out documents, or sample sentences if the config names no corpus."""
     length = min(config.corpus.sequence_length, 512)
     documents = [
         corpus.document(index)[:length].astype("int64")
@@ -119,7 +119,7 @@ def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tens
 
 
 def export_is_finished(export_format: Format) -> bool:
-    """Return whether an export is there, of this training and this report."""
+    """Return whether an export of the current training and report exists."""
     folder, config = export_format.folder, export_format.config
     if not is_whole(folder) or differences(load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS):
         return False
@@ -129,7 +129,7 @@ def export_is_finished(export_format: Format) -> bool:
 
 
 def check_repository(repository: str, formats: Sequence[str]) -> None:
-    """Refuse what cannot be a model repository of somebody, before anything is exported."""
+    """Raise UsageError if the name is not OWNER/NAME, or if several formats would go to one repository."""
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
@@ -144,10 +144,10 @@ def check_repository(repository: str, formats: Sequence[str]) -> None:
 
 
 def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
-    """Send a folder to the hub, as one commit to a repository that is made private where it is new.
+    """Send a folder to the hub as one commit; a new repository is made private.
 
     Returns:
-        Lines on what was sent, or in a dry run would be.
+        Lines that say what was sent, or would be in a dry run.
     """
     is_adapter = BaseRecord.is_in(folder)
     staying = [] if is_adapter else _STAYS_HERE

@@ -28,11 +28,11 @@ _SEEDS_APART = 1_000_003
 def generate(
     path: Path, prompts: list[str] | None, sampling: Sampling, *, chat: bool, as_json: bool, show_heads: bool
 ) -> None:
-    """Continue prompts, or the lines of standard input; in a chat at a terminal, what is typed there."""
+    """Continue prompts, or the lines of standard input; in a chat at a terminal, answer what the user types."""
     if chat and not prompts and not as_json and sys.stdin is not None and sys.stdin.isatty():
         _converse(Generator(path), sampling, show_heads=show_heads)
         return
-    lines = sys.stdin or ()  # closed
+    lines = sys.stdin or ()  # None if closed
     prompts = prompts or [line.rstrip("\r\n") for line in lines if line.strip()]
     if not prompts:
         raise ConfigError("--prompt: none given, and nothing on standard input")
@@ -42,9 +42,9 @@ def generate(
 def _continue(
     generator: Generator, prompts: list[str], sampling: Sampling, *, chat: bool, as_json: bool, show_heads: bool
 ) -> None:
-    """Continue prompts and print them: one alone as it comes; how much each head spoke on standard error.
+    """Continue prompts and print them, and each head's share on standard error.
 
-    In a chat each prompt is the first turn of a conversation.
+    A single prompt is printed token by token. In a chat, each prompt is the first turn of a conversation.
     """
     asked = [[_turn("user", prompt)] for prompt in prompts] if chat else prompts
     streams = len(prompts) == 1 and not as_json and not show_heads
@@ -67,7 +67,7 @@ def _continue(
 
 
 def _converse(generator: Generator, sampling: Sampling, *, show_heads: bool) -> None:
-    """Answer what is typed, line after line until Ctrl-D: as the answers come, or with their heads."""
+    """Answer each typed line until Ctrl-D: token by token, or in one piece with the heads' names."""
     messages: Messages = []
     while True:
         try:
@@ -89,7 +89,7 @@ def _turn(role: str, content: str) -> dict[str, str]:
 
 
 def _with_heads(continuation: Continuation) -> str:
-    """Return a continuation with a head's name wherever that head takes over: its share is the largest from there."""
+    """Return a continuation with a head's name wherever another head begins to have the largest share."""
 
     def head_of(token: SpokenToken) -> str:
         shares = token.shares or {"": 1.0}
@@ -100,10 +100,10 @@ def _with_heads(continuation: Continuation) -> str:
 
 
 def write_samples(base: ModelConfig, num_samples: int, file: Path, sampling: Sampling, prompts: list[str]) -> None:
-    """Let a base, widened already or not, write texts, and write them as a corpus: one object with its `text` a line.
+    """Sample texts from a plain or widened base, and write them as a corpus: one JSON object with a `text` per line.
 
-    Texts begin with the prompts in turn; an empty one leaves it to the base. Every batch has a seed of its own, and the
-    same base, seed and sizes give the same texts on the same machine.
+    Texts begin with the prompts in turn; an empty prompt gives no beginning. Each batch has its own seed.
+    The same base, seed and sizes give the same texts on the same machine.
     """
     if file.suffix != ".jsonl":
         raise ConfigError(f"--output {file}: is read as a source only if it is named .jsonl")
@@ -115,7 +115,7 @@ def write_samples(base: ModelConfig, num_samples: int, file: Path, sampling: Sam
     texts: list[str] = []
     with progress_bar(total=num_samples, desc="writing", unit=" texts") as bar:
         for number, batch in enumerate(iter(lambda: list(islice(rows, _AT_ONCE)), [])):
-            seed = (sampling.seed * _SEEDS_APART + number) % 2**32  # a CPU's generator takes no more of it
+            seed = (sampling.seed * _SEEDS_APART + number) % 2**32  # a CPU's generator takes no larger seed
             drawn = generator.continue_all(batch, replace(sampling, seed=seed))
             texts += [text for written in drawn if (text := written.prompt + written.completion).strip()]
             bar.update(len(batch))

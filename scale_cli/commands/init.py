@@ -1,4 +1,4 @@
-"""The verb `scale init`: a first config for a base and text of somebody's own, in sizes for the device at hand."""
+"""The verb `scale init`: write a first config for a user's base and text, with sizes that fit the device."""
 
 from __future__ import annotations
 
@@ -39,54 +39,54 @@ from scale_cli.vocabulary.extension import extended
 from scale_cli.vocabulary.tokenizer import Extension, most_added
 
 SCHEMA_FILE = "scale.schema.json"
-_FIRST = 32  # documents, of a text that is only measured on
-_REPLAY_SHARE = 0.1  # of the windows, which a weight of 0.111 beside 1 gives
-# Measured on bases of 5 M parameters (docs/training.md); of larger ones the paper's, which is the default.
+_FIRST = 32  # documents of a text that is only evaluated on
+_REPLAY_SHARE = 0.1  # of the windows; a weight of 0.111 beside a weight of 1 gives it
+# The first rate was measured on bases of 5 M parameters (docs/training.md); larger bases get the paper's, the default.
 _SMALL_HIDDEN_SIZE, _MEASURED_LR, _PAPERS_LR = 512, "5.0e-3", "1.0e-3"
 _LENGTHS = (2048, 1024, 512, 256, 128, 64)
-# A step of fewer tokens is noise; a schedule of fewer steps is none, where the time allows more.
+# Steps with fewer tokens are too noisy, and schedules with fewer steps too short, if there is time for more.
 _MIN_STEP_TOKENS, _MAX_STEP_TOKENS, _MIN_BATCH_SIZE = 2048, 131_072, 8
 _MIN_STEPS, _WANTED_STEPS, _MAX_STEPS = 10, 100, 100_000
-_MOST_READINGS = 4  # of a text: they teach nearly what new text would (Muennighoff et al., arXiv 2305.16264)
-_SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.5, 0.8  # of memory; the rest is for the data, the evaluation, and others
+_MOST_READINGS = 4  # readings of a text; they teach nearly as much as new text (Muennighoff et al., arXiv 2305.16264)
+_SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.5, 0.8  # of memory; the rest is for data, evaluation and other processes
 _FILES = re.compile(r".*\.(txt|jsonl|json|csv|parquet)(\.(gz|xz|zst))?")
 _DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]*))?")
-# Of a text: documents are counted up to there, and tokens on a sample of those; a file of a single one may be large.
+# Limits in bytes: documents that are read, the sample whose tokens are counted, and one document.
 _BYTES_READ, _BYTES_SAMPLED, _LARGEST_DOCUMENT = 1 << 22, 1 << 18, 1 << 28
-_HELD_OUT_DOCUMENTS, _HELD_OUT_BYTES, _MOST_HELD_OUT = 32, 1 << 16, 10  # of 10 documents one at most
-_OF_A_DATASET = 1 << 40  # bytes: more than a first run reads
+_HELD_OUT_DOCUMENTS, _HELD_OUT_BYTES, _MOST_HELD_OUT = 32, 1 << 16, 10  # at most 1 of 10 documents is held out
+_OF_A_DATASET = 1 << 40  # bytes that a dataset is taken to have: more than a first run reads
 _FEWEST_LINES, _UNEVEN = 100, 1.5
 _PIECE, _LARGEST_PIECE = 2_000, 500_000  # characters
-_TOKENS_PER_CHARACTER = 2.0  # a script whose letters cost more is spelt in bytes
+_TOKENS_PER_CHARACTER = 2.0  # above this, the tokenizer spells a script in bytes
 _FEWEST_NEW = 256  # fewer new tokens save little
-_SURE = 0.8  # of the tokens that a text gives, those that it gives too when a part of it is held out
+_SURE = 0.8  # share of a text's new tokens that it still gives when a part of it is held out
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text of a user's, and what its beginning shows."""
+    """A user's text, and what its beginning shows."""
 
-    source: dict[str, Any]  # as a config calls it
+    source: dict[str, Any]  # an entry of a config
     documents: list[str]  # the first
     is_whole: bool  # whether those are all
-    num_bytes: int  # of all of it, as far as that can be told
+    num_bytes: int  # of the whole text, estimated if it was not read to the end
     sample: str
     tokens_per_byte: float
 
 
 @dataclass(frozen=True)
 class Parted:
-    """A text in two: what is trained on, and what is held out."""
+    """A text in two parts: one to train on, one held out."""
 
-    trained_on: dict[str, Any]  # as a config calls them
+    trained_on: dict[str, Any]  # entries of a config
     held_out: dict[str, Any]
-    words: str  # where its documents went
-    files: dict[Path, list[str]] = field(default_factory=dict)  # documents to be written, where those files are new
+    words: str  # how it was split
+    files: dict[Path, list[str]] = field(default_factory=dict)  # the documents of each new file to write
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens that a text's script would save, or why none are added."""
+    """New tokens for a text's script, or why none are added."""
 
     words: str
     script: str = ""
@@ -96,7 +96,7 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What fits."""
+    """Sizes of a run that fit the device and the time."""
 
     device: Device
     mixed_precision: str
@@ -104,7 +104,7 @@ class Sizes:
     global_batch_size: int
     micro_batch_size: int
     max_steps: int
-    minutes: float  # that its steps take, at the device's speed
+    minutes: float  # that its steps take at the device's speed
     memory_bytes: int
     available_bytes: int
 
@@ -122,7 +122,7 @@ def init(
     retention_language: str,
     minutes: float,
 ) -> None:
-    """Write a config that `scale run` takes as it is; texts are files, or OWNER/NAME[:SUBSET[:SPLIT]]."""
+    """Write a config that `scale run` accepts unchanged; texts are files, or OWNER/NAME[:SUBSET[:SPLIT]]."""
     if file.exists():
         raise UsageError(f"{file}: is there already; give another name")
     model = {"base": base, "dtype": "float32"}
@@ -160,15 +160,15 @@ def init(
 
 
 def config_text(file: Path, **found: object) -> str:
-    """Return the config, comments and all."""
+    """Return the config as YAML with comments."""
     output_dir = json.dumps(f"runs/{file.stem}", ensure_ascii=False)
     return report.text("starter.yaml.j2", file=file, **found, output_dir=output_dir, line=dump_line)
 
 
 def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -> Sizes:
-    """Return the longest windows, and the most at once, that the device holds and of which there is time for many.
+    """Return the longest windows, and the largest micro-batch, that fit in memory and leave time for many steps.
 
-    Steps are as many as there is time for, and as read the text, of `num_tokens`, four times.
+    The time limits the number of steps, and so do four readings of the text, of `num_tokens`.
     """
     devices = {precision: measure_device(base_config, "float32", precision) for precision in ("no", "bf16")}
     mixed_precision, device = max(devices.items(), key=lambda item: item[1].flops_per_s)
@@ -214,14 +214,14 @@ def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -
 
 
 def _memory_bytes(device_type: str) -> int:
-    """Return what a run may hold: a share of a CPU's whole memory, or of what is free on any other device."""
+    """Return the bytes a run may use: a share of a CPU's whole memory, or of another device's free memory."""
     if device_type == "cpu":
         return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SHARE_OF_HOST)
     return int(torch.accelerator.get_memory_info()[0] * _SHARE_OF_DEVICE)
 
 
 def _write(file: Path, text: str, texts: dict[Path, list[str]]) -> None:
-    """Write the config and the parts of texts that it names; nothing, where `scale run` would refuse it."""
+    """Write the config and the text files that it names; write nothing if `scale run` would reject it."""
     if there := next((path for path in texts if path.exists()), None):
         raise UsageError(f"{there}: is there already; give the config another name, or move that away")
     config = checked(RunConfig, parse(text, str(file)), str(file))
@@ -239,9 +239,9 @@ def _write(file: Path, text: str, texts: dict[Path, list[str]]) -> None:
 
 
 def look_into(name: str, given: str, language: str, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """Read the beginning of what a user names: files, or a dataset of the hub.
+    """Read the beginning of a user's text: files, or a dataset of the hub.
 
-    A .txt without blank lines is read line by line where its lines are not those of a page: comments, sentences.
+    A .txt without blank lines is read line by line if its lines vary in length, like comments, unlike those of a page.
     """
     text = _read(source_of(name, given, language), tokenizer)
     if len(text.documents) < _MOST_HELD_OUT and _is_txt(text.source):
@@ -253,7 +253,7 @@ def look_into(name: str, given: str, language: str, tokenizer: PreTrainedTokeniz
 
 
 def source_of(name: str, given: str, language: str) -> dict[str, Any]:
-    """Return what the config calls a text: files where there are any, or a name like one; else a dataset on the hub."""
+    """Return a text's entry in the config: files if they exist or look like file names, else a dataset of the hub."""
     dataset = _DATASET.fullmatch(given)
     if dataset is None or _FILES.fullmatch(given) or glob.glob(os.path.expanduser(given)):  # noqa: PTH111
         return {"name": name, "path": given, "language": language}
@@ -273,7 +273,7 @@ def _read(source: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
         documents.append(document.text)
         size += document.num_bytes
         if size >= _BYTES_READ:
-            is_whole, read_bytes = False, reader.position_bytes  # while its file is open
+            is_whole, read_bytes = False, reader.position_bytes  # known only while its file is open
             break
     if not is_whole:
         size = size * reader.total_bytes // read_bytes if read_bytes else _OF_A_DATASET
@@ -284,9 +284,9 @@ def _read(source: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
 
 
 def part(text: Text, held_name: str, file: Path, num_tokens: int) -> Parted:
-    """Hold out a tenth of a text's documents, and some tens at most; of fewer than ten the end of each.
+    """Hold out a tenth of a text's documents, or fewer if these are 32 documents and 64 KiB.
 
-    What a run of `num_tokens` does not read of a large text is left out of both.
+    Of fewer than ten, hold out the end of each. Of a large text, leave out what a run of `num_tokens` does not read.
     """
     number = len(text.documents)
     if number < _MOST_HELD_OUT and text.is_whole:
@@ -298,7 +298,7 @@ def part(text: Text, held_name: str, file: Path, num_tokens: int) -> Parted:
     held = min(max(1, number // _MOST_HELD_OUT), enough)
     source = {**text.source, "skip_documents": held}
     counted, rest, each = f"{number:,}", "the rest to train on", ""
-    if not text.is_whole:  # what a run reads, twice over, and no less than was looked into
+    if not text.is_whole:  # twice what a run reads, and at least what was read here
         most = max(number, ceil(2 * num_tokens / text.tokens_per_byte / sizes[-1] * number))
         source["max_documents"] = most
         counted, rest = f"more than {number:,}", f"{most:,} to train on, which is enough for these steps"
@@ -335,12 +335,12 @@ def _cut(text: Text, held_name: str, file: Path) -> Parted:
 
 
 def _split(text: str, length: int) -> list[str]:
-    """Cut a text after white space, about every so many characters; without white space, anywhere."""
+    """Cut a text into pieces of at most `length` characters, after white space if there is any."""
     return re.findall(rf".{{1,{length}}}(?:(?<=\s)|\Z)|.{{1,{length}}}", text, re.DOTALL)
 
 
 def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) -> NewTokens:
-    """Find new tokens for a text whose characters cost more than two each."""
+    """Find new tokens for a text whose characters cost more than two tokens each."""
     num_bytes = len(text.sample.encode())
     cost = text.tokens_per_byte * num_bytes / len(text.sample)
     words = f"{cost:.2f} a character, {1 / text.tokens_per_byte:.2f} bytes each"
@@ -349,7 +349,7 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
         letters.update({name: number for name, of in SCRIPTS.items() if any(a <= ord(sign) <= b for a, b in of)})
     if cost <= _TOKENS_PER_CHARACTER or not letters:
         return NewTokens(words)
-    script = letters.most_common(1)[0][0]  # of most letters beyond ASCII
+    script = letters.most_common(1)[0][0]  # the most frequent one beyond ASCII
     wanted, known = VocabularyConfig(script=script), CorpusSource.model_validate(text.source)
     more = wanted.model_copy(update={"new_tokens": round(wanted.new_tokens / _SURE)})
     try:

@@ -32,7 +32,7 @@ _NUM_NEW_READ = 64
 def join(
     runs: Sequence[Path],
     output: Path,
-    prior: float | None,  # this and the switch rate as for `stack_reads`
+    prior: float | None,  # `prior` and `switch_rate`: see `stack_reads`
     switch_rate: float,
     folder_format: str = "transformers",  # computes every head bit for bit; or `llama`, one plain model
 ) -> JoinReport:
@@ -52,7 +52,7 @@ def join(
         ],
         router_prior=joined.model.config.router_prior,
         router_switch_rate=switch_rate,
-        # ln(K + 1) where the prior is even
+        # ln(K + 1) if the prior is even
         max_cost_nats=bound_nats(float(joined.model.log_prior().exp().min()), switch_rate),
         corpora=score_corpora(joined.model, joined.configs, joined.tokenizer),
         format=folder_format,
@@ -71,10 +71,10 @@ def join(
 
 
 def _check_one_head_holds_all(joined: JoinedRuns) -> None:
-    """Refuse what one plain vocabulary head cannot say, and what llama.cpp would take for another model."""
+    """Raise ConfigError if one plain vocabulary head cannot hold the join, or if llama.cpp would misread the model."""
     config, brought = joined.model.config, list[range]()
     if config.new_tokens:
-        check_size(config.vocab_size)  # each run alone was held to that
+        check_size(config.vocab_size)  # each run alone was already checked
     root, stages = config.base(), config.stages()
     channels = root.hidden_size + sum(stage.expansion_hidden_size for stage in stages)
     heads = root.num_attention_heads + sum(stage.expansion_num_attention_heads for stage in stages)
@@ -94,7 +94,7 @@ def _check_one_head_holds_all(joined: JoinedRuns) -> None:
 
 
 def _write_plain(joined: JoinedRuns, folder: Path) -> None:
-    """Write one plain model of all expansions, and beside it its router and the tokenizer of all."""
+    """Write one plain model of all expansions, with its router and the joined tokenizer."""
     plain = dense_model(joined.model, "float32", sample_ids(joined.tokenizer))
     base, router = joined.configs[0].model, router_keys(joined.model)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as grown:
@@ -107,7 +107,7 @@ def _write_plain(joined: JoinedRuns, folder: Path) -> None:
 def prove(joined: JoinedRuns) -> None:
     """Check that every head of a joined model computes, bit for bit, what it does in its run alone.
 
-    Of tokens that its run has not it says what follows from that (`JoinedForCausalLM.of_all_tokens`).
+    For tokens that its run does not have, `JoinedForCausalLM.of_all_tokens` gives the expected logits.
     """
     model, num_old = joined.model, joined.model.base.config.vocab_size
     alone = [("base", joined.prompts, joined.base_logits), *((m.name, m.prompts, m.logits) for m in joined.members)]
@@ -120,7 +120,7 @@ def prove(joined: JoinedRuns) -> None:
 
 
 def _prompts(joined: JoinedRuns) -> list[Tensor]:
-    """Return the sample texts, and one of new tokens from all over, since no text has those of every script."""
+    """Return ids of the sample texts, and of new tokens from the whole vocabulary: no text covers every script."""
     prompts, config = sample_ids(joined.tokenizer), joined.model.config
     if num_new := len(config.new_tokens):
         first = config.vocab_size - num_new
@@ -131,7 +131,7 @@ def _prompts(joined: JoinedRuns) -> list[Tensor]:
 
 @torch.no_grad()
 def _check_written(folder: Path, joined: JoinedRuns) -> None:
-    """Load what was written, and hold its heads to those that were measured, bit for bit."""
+    """Check that the heads of the written model equal those that were measured, bit for bit."""
     loaded = placed(load_written(JoinedForCausalLM, folder)).eval()
     for ids in _prompts(joined):
         one, other = (m.routed_logits(m.final_states(ids, preserved=True)) for m in (loaded, joined.model))
@@ -140,13 +140,13 @@ def _check_written(folder: Path, joined: JoinedRuns) -> None:
 
 
 def _check_plain(folder: Path, joined: JoinedRuns) -> None:
-    """Load a plain model that was written, with its router, and hold it to what was measured."""
+    """Check that the written plain model, with its router, computes what was measured."""
     loaded = placed(load_written(routed_class(folder), folder)).eval()
     check_parity(measure_parity(loaded, joined.model, served_logits, _prompts(joined)), "float32")
 
 
 def check_plain_join(folder: Path) -> None:
-    """Hold a joined folder of the format `llama` to the runs that it was made of, if they are at hand."""
+    """Compare a joined folder of the format `llama` with its runs; BaseModelError if a run is not there any more."""
     report = JoinReport.load(folder)
     runs = [Path(member["folder"]) for member in report.members]
     if gone := [run for run in runs if not run.is_dir()]:

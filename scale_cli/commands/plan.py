@@ -1,4 +1,4 @@
-"""The verb `scale plan`: what a run and its alternatives will cost, from the base's config.json alone."""
+"""The verb `scale plan`: the cost of a run and its alternatives, from the base's config.json alone."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from scale_cli.upscale.method import NewPieces, build_model
 from scale_cli.upscale.run import Run, check_context, check_processes
 from scale_cli.vocabulary.tokenizer import num_added, read_texts
 
-_WITHOUT = "no new tokens"  # the config's method on the same text
-_WIDTH, _LABEL = 100, 15  # of the lines for the terminal, and of what stands before them
-_BYTES_COUNTED, _BYTES_LEARNED = 1 << 20, 1 << 24  # of every source, for new tokens
+_WITHOUT = "no new tokens"  # the row of the config's method on the same text
+_WIDTH, _LABEL = 100, 15  # of terminal lines, and of the labels before them
+_BYTES_COUNTED, _BYTES_LEARNED = 1 << 20, 1 << 24  # read from every source, to count and to learn new tokens
 
 
 @dataclass(frozen=True)
 class SourceGrowth:
-    """The beginning of a training source, in old tokens and in new ones."""
+    """The size of a training source's beginning, in old and in new tokens."""
 
     name: str
     num_bytes: int
@@ -41,42 +41,42 @@ class SourceGrowth:
 
 @dataclass(frozen=True)
 class Growth:
-    """What new tokens do to a run."""
+    """The effect of new tokens on a run."""
 
     num_new: int
-    is_learned: bool  # else they are what the beginnings of the sources give
+    is_learned: bool  # if not, they are estimated from the beginnings of the sources
     sources: list[SourceGrowth]
-    tokens_without: float  # that the text of a token of the run is without them
+    tokens_without: float  # tokens without them for each token of the run, on the same text
 
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """What one method costs."""
+    """The cost of one method."""
 
     variant: str  # its name
     parameters: Parameters
-    flops: TokenFlops  # what training on a token computes
-    num_tokens: int  # that the run's text is: more without new tokens
-    flops_per_token: float  # all of it, in the run's windows
+    flops: TokenFlops  # of training on a token
+    num_tokens: int  # of the run's text: more without new tokens
+    flops_per_token: float  # in all, in the run's windows
     memory: Memory  # of one process
-    time_s: float  # the run's FLOPs at what the devices sustain
+    time_s: float  # the run's FLOPs at the speed that the devices sustain
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the config's method costs, and every other one."""
+    """The cost of the config's method, and of every other one."""
 
     config: RunConfig
     base_config: Any  # transformers' class
     num_processes: int  # that share a step
-    device: Device  # what the times are computed with
+    device: Device  # the times are for its speed
     methods: list[MethodPlan]  # the config's first
-    refused: dict[str, str]  # methods that cannot be had with this base, and why
-    warnings: list[str]  # what is rarely meant
-    new_tokens: Growth | None  # what they do; None where there are none
+    refused: dict[str, str]  # methods that this base does not allow, and why
+    warnings: list[str]  # settings and sources that are likely mistakes
+    new_tokens: Growth | None  # None if there are none
 
     def lines(self) -> list[str]:
-        """Return the run, a table of work and one of memory, and how to read them, at most 100 columns wide."""
+        """Return lines of at most 100 columns: the run, tables of work and of memory, and footnotes."""
         return [*_heading(self), "", *_tables(self), *_footnotes(self)]
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Plan:
 
 
 def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
-    """Plan a run, and beside it every other method, without loading or downloading a weight."""
+    """Plan a run and every other method, without loading or downloading weights."""
     if stage_folder(config.model) is not None:
         raise ConfigError(f"model.base: {config.model.base} is widened already; only plain bases are planned")
     run = Run(config)
@@ -112,7 +112,7 @@ def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
 
 
 def methods_beside(method: MethodConfig) -> list[MethodConfig]:
-    """Return every other variant at the config's sizes, collaborating where it does by default."""
+    """Return every other method at the config's sizes, with its default collaboration layers."""
     sections = method.model_dump()
     sections["collaboration"]["layers"] = None
     del sections["distillation"]  # most have no base to distil from
@@ -132,7 +132,7 @@ def _plan_method(
     train, length, new = config.train, config.corpus.sequence_length, None
     num_tokens = train.max_steps * train.global_batch_size * length
     if not method.trains_base_weights:
-        train = train.model_copy(update={"decay_to_base": False})  # as it would be asked to be
+        train = train.model_copy(update={"decay_to_base": False})  # the setting needs a method that trains base weights
     if growth is not None and method.vocabulary is not None:
         new = NewPieces.unknown(growth.num_new)
     elif growth is not None:
@@ -152,7 +152,7 @@ def _plan_method(
 
 
 def growth_of(run: Run) -> Growth:
-    """Return how many tokens the texts are before and after the new tokens, by their beginnings."""
+    """Return how new tokens change the token counts, measured on the beginnings of the sources."""
     config, extension = run.config, run.extension
     assert extension is not None
     known: Any = run.known_tokenizer()
@@ -172,14 +172,14 @@ def growth_of(run: Run) -> Growth:
 
 
 def _absent(run: Run) -> list[str]:
-    """Return a line for every source and benchmark of which a run would refuse the files or the first text."""
+    """Return a warning for each source and benchmark whose files or first text a run would reject."""
     errors: list[CorpusError] = []
     sources: list[BenchmarkSource | TextSource] = [*run.config.evaluation.benchmarks, *every_source(run.config)]
     for asked in sources:
         try:
             if isinstance(asked, BenchmarkSource):
                 check_task_file(asked)
-            elif asked.dataset is None and not any("://" in path for path in asked.paths):  # nobody else is asked
+            elif asked.dataset is None and not any("://" in path for path in asked.paths):  # no request is sent
                 check_source(asked)
                 with suppress(BaseModelError):  # a plan needs no tokenizer
                     check_sample(asked, run.base_tokenizer, run.config.corpus)

@@ -15,7 +15,7 @@ from scale_cli.upscale.run import Run
 
 
 def prepare(config: RunConfig) -> dict[str, Any]:
-    """Tokenise all training and held-out corpora that the cache does not hold, or join the parts that it holds."""
+    """Tokenise all training and held-out corpora that are not cached, or join the cached parts."""
     tokenizer = _tokenizer_of(config)
     training = open_sources(config, config.corpus.sources, tokenizer)
     held_out = open_sources(config, config.evaluation.perplexity, tokenizer)
@@ -51,6 +51,6 @@ def _tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def _names(config: RunConfig) -> list[str]:
-    """Return a name for every source; a held-out one may be named like one that is trained on."""
+    """Return a distinct name for each source; a held-out one may be named like a training one."""
     names = [f"{source.name} (trained on)" for source in config.corpus.sources]
     return [*names, *(f"{source.name} (held out)" for source in config.evaluation.perplexity)]

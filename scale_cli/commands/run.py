@@ -1,4 +1,4 @@
-"""The verb `scale run`: the four verbs in turn, each skipped where its result is already there."""
+"""The verb `scale run`: run the four verbs in turn; skip each whose result is already there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from scale_cli.upscale.run import Run
 def run_pipeline(
     config: RunConfig, log: Log, accepted: Collection[str] = (), *, exported: bool = True
 ) -> Report | None:
-    """Upscale, train (resuming what was interrupted), evaluate and export; return, on the main process, the report."""
+    """Upscale, train or resume, evaluate and export; return the report, on the main process."""
     run = Run(config)
     on_main(lambda: _check(run))
     with ExitStack() as held:
@@ -48,7 +48,7 @@ def run_pipeline(
 
 
 def _check(run: Run) -> None:
-    """Refuse before the first verb what the last ones would refuse."""
+    """Check before the first verb what the last ones would reject."""
     config = run.config
     formats_of(config)
     if not config.evaluation.perplexity and not config.evaluation.benchmarks:
@@ -61,7 +61,7 @@ def _check(run: Run) -> None:
 
 
 def _sources(run: Run) -> Sequence[TextSource]:
-    """Return what has to be here: of a finished run what it was trained on need not be, any more."""
+    """Return the sources that must exist; a finished run does not need its training text any more."""
     return run.config.evaluation.perplexity if run.folder.final.is_dir() else every_source(run.config)
 
 
@@ -75,7 +75,7 @@ def _upscale(run: Run, log: Log) -> None:
 
 
 def _export(config: RunConfig, log: Log) -> None:
-    """Export what is not there yet, and say what can be done with a run that is finished."""
+    """Write the exports that are missing, and log what can be done with a finished run."""
     log("== export")
     missing = []
     for one in formats_of(config):

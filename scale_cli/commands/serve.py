@@ -1,4 +1,4 @@
-"""The verb `scale serve`: which server serves a plain export, and what it keeps of the promise."""
+"""The verb `scale serve`: choose a server for a plain export, and say what it guarantees."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from scale_cli.storage.atomic import read_json
 from scale_cli.terminal import Log
 
 Engine = Literal["vllm", "transformers"]
-# Not vLLM's command line: in the build for processors, a package of another name, it does not find itself.
+# Not the command `vllm`: in the CPU build, a package of another name, it does not find its own package.
 _VLLM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
 def serve(path: Path, engine: Engine | None, options: Sequence[str], log: Log, *, plainly: bool) -> None:
-    """Say what a server of a folder promises and how to ask it, and become that server."""
+    """Log what the server guarantees and an example request, then become the server."""
     folder = find_plain_export(path)
     config = read_json(folder / "config.json")
     architecture = config["architectures"][0]
@@ -59,9 +59,9 @@ def serve(path: Path, engine: Engine | None, options: Sequence[str], log: Log, *
     if chosen == "vllm":
         architectures = json.dumps({"architectures": [routed_name(architecture)]})
         command = [*_VLLM, str(folder), *([] if plainly else ["--hf-overrides", architectures]), *options]
-        # vLLM reports how it is used, unless it is told not to.
+        # vLLM sends usage statistics unless told not to.
         os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ})
-    for number in (signal.SIGINT, signal.SIGTERM):  # a server that was stopped has left nothing unfinished
+    for number in (signal.SIGINT, signal.SIGTERM):  # stopping a server leaves nothing unfinished
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     from scale_cli.generation import Generator
     from scale_cli.server import run_server
@@ -81,7 +81,7 @@ def _promise(folder: Path, config: dict[str, Any], engine: Engine, *, plainly: b
 
 
 def _address(folder: Path, options: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return where a server will listen and under which name, and the options that say nothing of that."""
+    """Return the host, port and model name of a server, and the remaining options."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--host", default="localhost")
     parser.add_argument("--port", type=int, default=8000)
@@ -93,7 +93,7 @@ def _address(folder: Path, options: Sequence[str]) -> tuple[Namespace, list[str]
 
 
 def _check_port(host: str, port: int) -> None:
-    """Refuse a port that is not to be had, before anything is announced."""
+    """Raise UsageError if a port is not available, before anything is announced."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()

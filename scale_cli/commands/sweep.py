@@ -1,8 +1,8 @@
-"""The verb `scale sweep`: one config trained with several values of some keys, ranked by what it learned.
+"""The verb `scale sweep`: train one config with several values of some keys, and rank the runs by what they learned.
 
-Every run is a folder of its own, named after its values: the same command goes on where it was stopped, and one with
-further values runs those alone. The text it is ranked on, the config's held-out corpora of the role acquisition, should
-be other text than what is reported in the end.
+Each run has its own folder, named after its values. The same command continues a stopped sweep; with further values
+it runs only those. Runs are ranked on the config's held-out corpora of the role acquisition. Final results should be
+reported on other text.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _TITLES = ("values", "bits/byte", "base's text, bits/byte lost")
 
 @dataclass(frozen=True)
 class Trial:
-    """One run, and what the head that it serves pays over all corpora of a role; None: not finite."""
+    """One run, and its served head's loss on all corpora of each role; None if not finite."""
 
     values: Values  # of the keys that are swept over
     folder: str  # of the run
-    bits_per_byte: float | None = None  # on what it was to learn
-    # against the base on what it was to keep; None too where no corpus has that role
+    bits_per_byte: float | None = None  # on the acquisition corpora
+    # against the base on the retention corpora; also None if there are none
     retention_bits_per_byte_lost: float | None = None
-    failure: str | None = None  # what stopped its training, if anything
+    failure: str | None = None  # the error that stopped its training, if any
 
     def row(self) -> list[str]:
         if self.failure is not None:
@@ -45,7 +45,7 @@ class Trial:
 
 
 def sweep(path: Path, grid: Grid, log: Log) -> list[Trial]:
-    """Run a config with several values of some keys, and rank the runs; what is finished is not run again."""
+    """Run a config with several values of some keys, and rank the runs; skip finished runs."""
     points, whole = grid.points, load_config(path, grid.shared)
     if all(source.role == "retention" for source in whole.evaluation.perplexity):
         raise ConfigError("evaluation.perplexity: has no corpus of role acquisition to rank runs by")
@@ -59,7 +59,7 @@ def sweep(path: Path, grid: Grid, log: Log) -> list[Trial]:
     for values, config in zip(points, configs, strict=True):
         log(f"==== run {len(trials) + 1} of {len(points)}: {' '.join(values)}")
         trials.append(_trial(values, config, log))
-        trials.sort(key=lambda trial: (trial.bits_per_byte is None, trial.bits_per_byte))  # whatever their tokens
+        trials.sort(key=lambda trial: (trial.bits_per_byte is None, trial.bits_per_byte))  # for any tokenizer
         table = Table(_TITLES, [trial.row() for trial in trials], "lrr")
         with new_folder(whole.output_dir / "report") as partial:
             write_json(partial / "report.json", {"runs": len(points), "trials": [asdict(trial) for trial in trials]})
@@ -89,7 +89,7 @@ def _trial(values: Values, config: RunConfig, log: Log) -> Trial:
 
 
 def _mean(corpora: Sequence[CorpusResult], figures: Sequence[float | None]) -> float | None:
-    """Return the mean of corpora's figures by their bytes; None where one is not finite, or there is none."""
+    """Return the mean of the figures, weighted by bytes; None if one is not finite or there are none."""
     if not figures or None in figures:
         return None
     sizes = [corpus.num_bytes for corpus in corpora]

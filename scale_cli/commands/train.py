@@ -74,18 +74,18 @@ if TYPE_CHECKING:
 
 
 def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[str] = ()) -> TrainState:
-    """Train what the method trains, from `upscaled/` or from a checkpoint, and write `final/`."""
+    """Train from `upscaled/` or from a checkpoint, and write `final/`."""
     process_state()  # joins the process group, with our own time-out
     run = Run(config)
-    # Autocast is the step's, by the config alone, whatever the launcher was told.
+    # The step uses autocast as the config says, whatever the launcher was told.
     accelerator = Accelerator(
         mixed_precision="no",
         log_with=list(config.train.trackers) or None,
         project_dir=run.folder.tensorboard,
-        # No buffer changes, and a gradient lies where it is exchanged: neither is sent or kept twice.
+        # Buffers do not change, so they are not sent. Gradients lie in the exchange buckets, and are not kept twice.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
-    log = log if accelerator.is_main_process else lambda _: None  # the main process alone speaks
+    log = log if accelerator.is_main_process else lambda _: None  # only the main process logs
     final = MethodFolder(run.folder.final, run)
     goes_on = (
         "train.max_steps" in accepted and final.path.is_dir() and config.train.max_steps > final.config.train.max_steps
@@ -97,7 +97,7 @@ def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[
     if not run.folder.upscaled.is_dir():
         raise RunFolderError(f"{run.folder.upscaled}: not there; run `scale upscale` first")
     run.check(training_sources(config), accelerator.num_processes)
-    parallelism(config.train, accelerator.num_processes)  # or it is refused
+    parallelism(config.train, accelerator.num_processes)  # raises ConfigError if the processes do not fit
     check_trackers(config.train.trackers)
     benchmarks = open_benchmarks_of(config.evaluation) if config.train.eval_benchmarks_every_steps else None
     for skipped in benchmarks.skipped if benchmarks is not None else ():
@@ -127,14 +127,14 @@ def _log_trained(folder: Path, state: TrainState, log: Log) -> None:
 
 
 def _claim(run_folder: RunFolder, held: ExitStack) -> None:
-    """Keep every other launch out of the run, and remove what a killed one has left."""
+    """Lock the run against other launches, and remove what a killed one has left."""
     held.enter_context(claimed(run_folder.root))
     remove_leftovers(run_folder.checkpoints)
 
 
 @contextmanager
 def _memory_named(config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
-    """Where memory runs out, say what to lower, and what the plan expects."""
+    """If memory runs out, raise OutOfMemory, which says what to lower and what the plan expects."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -151,12 +151,12 @@ def _memory_named(config: RunConfig, accelerator: Accelerator) -> Iterator[None]
 
 
 def _check_finished(final: MethodFolder, accepted: Collection[str]) -> None:
-    """Hold a finished run to its files, its base, its config and its text."""
+    """Check that a finished run has its files, its base, its config and its text."""
     config = final.run.config
     verify_folder(final.path)
     final.check_base()
     if final.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
-        final.load_to_train()  # a base that lies elsewhere than it did is held to what it was
+        final.load_to_train()  # compares a base that has moved with the recorded hashes
         check_same_text(final.path, open_sources(config, config.corpus.sources, final.tokenizer))
 
 
@@ -167,7 +167,7 @@ def _open_training(
     benchmarks: OpenedBenchmarks | None,
     log: Log,
 ) -> TrainingRun:
-    """Load the model and its text, and put back what a checkpoint (`begun`), or another run, has trained."""
+    """Load the model and its text, and restore what a checkpoint (`begun`) or another run has trained."""
     config, settings, start, main = run.config, run.config.train, run.open_start(), accelerator.is_main_process
     corpora, held_out, batches = _open_text(start, accelerator, log)
     if begun is not None:
@@ -215,7 +215,7 @@ def _open_training(
         metrics=MetricsLog(run.folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
         peak_tokens_per_s=peak,
         branch_point=branch_point,
-        # `--resume PATH` may name a checkpoint outside this run, which then has none of that step yet.
+        # `--resume PATH` may name a checkpoint outside this run, which then has no checkpoint of that step yet.
         saved_step=None if begun is None or begun.path.resolve() != saved.resolve() else state.step,
         base_parts=_hashes_of_base(model, config),
         beside=group_beside() if is_sharded(model) else None,
@@ -223,7 +223,7 @@ def _open_training(
 
 
 def _log_processes(config: RunConfig, accelerator: Accelerator, log: Log) -> None:
-    """Say what trains, and what is slow of it."""
+    """Log the devices and the precision, and warn if a precision is slow."""
     device_type, precisions = accelerator.device.type, {"train": config.train.mixed_precision}
     if config.train.observes:
         precisions["evaluation"] = config.evaluation.mixed_precision
@@ -233,20 +233,20 @@ def _log_processes(config: RunConfig, accelerator: Accelerator, log: Log) -> Non
 
 
 def _take_size_of_embedding(model: Any, before: MethodFolder | None) -> None:
-    """Let rates follow the size that E' had where its training began, also of a run in between."""
+    """Take the size that E' had at the start of training from an earlier folder; learning rates follow it."""
     if before is not None and hasattr(model.config, "expansion_embedding_rms"):
         model.config.expansion_embedding_rms = read_json(before.path / "config.json").get("expansion_embedding_rms")
 
 
 def _hashes_of_base(model: Any, config: RunConfig) -> dict[str, str]:
-    """Return hashes of what this process holds of a sharded base; of any other its start has them."""
+    """Return hashes of this process's part of a sharded base; the start has those of any other base."""
     if not is_sharded(model) or not config.method.definition.widens:
         return {}
     return {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
 
 
 def _scaler(train: TrainConfig, accelerator: Accelerator, state: TrainState) -> torch.amp.GradScaler:
-    """Return what scales the loss, as it was at a position."""
+    """Return the scaler of the loss, in the state of a checkpoint."""
     scaler = torch.amp.GradScaler(accelerator.device.type, enabled=train.mixed_precision == "fp16")
     if state.loss_scale is not None:
         reached = {"scale": state.loss_scale, "_growth_tracker": state.loss_scale_steps}
@@ -257,16 +257,16 @@ def _scaler(train: TrainConfig, accelerator: Accelerator, state: TrainState) -> 
 def _open_text(
     start: MethodFolder, accelerator: Accelerator, log: Log
 ) -> tuple[list[TokenisedCorpus], list[TokenisedCorpus], Batches]:
-    """Return a corpus for every source, those to measure on the way, and the batches; say what there is.
+    """Return the training corpora, the corpora to evaluate on during training, and the batches; log what there is.
 
-    What is not in the cache is tokenised by the main process; on a machine with a cache of its own, by its first.
+    The main process tokenises what is not in the cache; on a machine with a cache of its own, its first process does.
     """
     config, tokenizer = start.run.config, start.tokenizer
     corpora = main_first(lambda: open_sources(config, config.corpus.sources, tokenizer))
     held_out = []
     if config.train.eval_every_steps:
         held_out = main_first(lambda: open_sources(config, config.evaluation.perplexity, tokenizer))
-    names = [corpus.folder.name for corpus in (*corpora, *held_out)]  # with hashes of their text
+    names = [corpus.folder.name for corpus in (*corpora, *held_out)]  # names contain hashes of the text
     of_all = gathered(names, share())
     on_main(lambda: _check_same_names(of_all))
     batches = build_batches(config, corpora, accelerator.num_processes)
@@ -283,7 +283,7 @@ def _open_text(
 
 
 def _check_same_names(of_all: list[list[str]]) -> None:
-    """Refuse processes that read different text, as machines without a common disk may."""
+    """Raise CorpusError if processes read different text, as machines without a common disk may."""
     for of_source in zip(*of_all, strict=True):
         if len(different := sorted(set(of_source))) > 1:
             names = ", ".join(different)
@@ -291,14 +291,14 @@ def _check_same_names(of_all: list[list[str]]) -> None:
 
 
 def _known_text(config: RunConfig, batches: Batches, num_windows: int) -> list[MicroBatch]:
-    """Return some windows of every source of the role replay."""
+    """Return up to `num_windows` windows of each source with the role replay."""
     roles = [source.role for source in config.corpus.sources]
     known = [windows for windows, role in zip(batches.sources, roles, strict=True) if role == "replay"]
     return known_windows(known, config.seed, num_windows)
 
 
 def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> nn.Module:
-    """Return the model as it is run: sharded, which Accelerate would wrap once more, or by Accelerate."""
+    """Return the model to run: sharded here, since Accelerate would wrap it again, or prepared by Accelerate."""
     settings, device_type = settings_on(accelerator.device.type, config), accelerator.device.type
     layout = parallelism(settings, accelerator.num_processes)
     mesh = layout.build_device_mesh(device_type) if layout.total_size > 1 else None
@@ -311,7 +311,7 @@ def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) ->
 
 
 def _with_best_to_compare(begun: MethodFolder, log: Log) -> TrainState:
-    """Return the position, its best so far dropped where its checkpoint is gone or was scored by other settings."""
+    """Return the training state, without its best if that checkpoint is gone or was scored with other settings."""
     state, run = begun.state, begun.run
     if state.best is None:
         return state
@@ -329,7 +329,7 @@ def _with_best_to_compare(begun: MethodFolder, log: Log) -> TrainState:
 def _observed(
     model: Any, untouched: PreTrainedModel | None, train: TrainConfig, accelerator: Accelerator
 ) -> HeadedModel:
-    """Return what this process scores in a periodic evaluation: both heads, of one model or of two."""
+    """Return the model that this process scores in a periodic evaluation: both heads, of one model or of two."""
     if untouched is None:
         return model
     if not is_sharded(model) or train.sharding == "expansion":
@@ -340,7 +340,7 @@ def _observed(
 
 
 def _put_back_best(run: TrainingRun, log: Log) -> TrainState:
-    """Return what `final/` is of: the last step, or where the best is kept, that, the model being put back to it."""
+    """Return the state that `final/` holds, the last step or the best that is kept, and restore the model to it."""
     best, bound = run.state.best, run.config.train.max_forgetting
     if best is None or bound is None:
         return run.state
@@ -355,7 +355,7 @@ def _put_back_best(run: TrainingRun, log: Log) -> TrainState:
 
 
 def _write_final(run: TrainingRun, state: TrainState) -> None:
-    """Write `final/`: a method folder of whole tensors, whatever was sharded; of their average, where there is one."""
+    """Write `final/`: a method folder of unsharded tensors; of their average, if there is one."""
     with all_succeed(run.beside):
         run.check_base(state.step, run.base_here())
     with of_final(run.hooks, run.optimiser):

@@ -1,4 +1,4 @@
-"""The verb `scale upscale`: load, make what the method trains, prove that nothing changed, write."""
+"""The verb `scale upscale`: load the base, set up the method, prove that nothing changed, write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scale_cli.upscale.run import MethodFolder, Run, check_tokenizer, prove_voca
 
 
 def upscale(config: RunConfig, log: Log = log) -> MethodFolder:
-    """Make what the method trains of the base model and write `upscaled/`; nothing the base computes changes."""
+    """Set up the method on the base model and write `upscaled/`; what the base computes does not change."""
     run = Run(config)
     with claimed(run.folder.root):
         return _upscale(run, log)
@@ -40,13 +40,13 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
     run.check(training_sources(config))
     of_base = run.base_tokenizer
     tokenizer = run.make_tokenizer()
-    open_sources(config, training_sources(config), tokenizer)  # what is wrong with a text is known before weights load
+    open_sources(config, training_sources(config), tokenizer)  # errors in a text are found before weights load
     num_texts = prove_vocabulary(config, of_base, tokenizer) if method.vocabulary else 0
     base = load_any_base(config.model)
     check_finite(base, config.model.base)
     record = record_base(base, config.model, tokenizer)
     if method.trains_base_weights:
-        base.float()  # the master copy it will be trained in: compared in the same precision
+        base.float()  # training uses a float32 master copy: compare in that precision
     definition = method.definition
     if num_windows := definition.probe_windows(method.settings):
         known = [windows_of(config.corpus, corpus) for corpus in open_sources(config, config.corpus.replay, tokenizer)]
@@ -75,7 +75,7 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
 
 
 def _described(method: MethodConfig, model: Any, record: BaseRecord, num_new: int, num_texts: int) -> Iterator[str]:
-    """Yield what was made; `num_texts` were held to the base's ids, which the new tokens leave alone."""
+    """Yield lines on what was made; the new tokens left the base's ids of `num_texts` texts unchanged."""
     definition, parameters = method.definition, list(model.parameters())
     num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
     yield f"base           {record.name} ({record.dtype})"

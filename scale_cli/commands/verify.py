@@ -1,7 +1,7 @@
-"""The verb `scale verify`: whether a folder of ours is what it was when it was written, offline.
+"""The verb `scale verify`: check offline that a folder is as scale wrote it.
 
-`_CHECKS` says what is checked, by what is in the folder. What could not be checked here, because a base or a trained
-model is not at hand, is no failure.
+The contents of the folder decide which of `_CHECKS` are done. A check that needs a base or a trained model that is not
+at hand does not fail.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from scale_cli.upscale.run import MethodFolder, load_tokenizer
 
 @dataclass
 class FolderCheck:
-    """What was found in one folder."""
+    """The results of the checks of one folder."""
 
     folder: Path
     held: list[str] = field(default_factory=list)  # what was checked and found good
@@ -48,7 +48,7 @@ class FolderCheck:
 
 
 def verify(path: Path) -> None:
-    """Say what is found, and refuse what is not as it was written."""
+    """Log what is found; raise CheckFailed if a folder is not as it was written."""
     checks = check_folders(path)
     for check in checks:
         held = ", ".join(check.held) or "nothing could be checked"
@@ -62,7 +62,7 @@ def verify(path: Path) -> None:
 
 
 def check_folders(path: Path) -> list[FolderCheck]:
-    """Check one folder of ours, or every one in the folder of a run; half-written ones have names with a dot."""
+    """Check one folder, or every folder of a run; skip half-written ones, whose names begin with a dot."""
     places = (manifest.relative_to(path) for manifest in path.rglob(MANIFEST))
     inside = (path / place.parent for place in places if not any(part.startswith(".") for part in place.parts))
     folders = [path] if (path / MANIFEST).is_file() else sorted(inside)
@@ -83,12 +83,12 @@ def _check(folder: Path) -> FolderCheck:
             not_at_hand = isinstance(error, BaseModelError) and not isinstance(error, ChangedBaseError)
             (check.unchecked if not_at_hand else check.failed).append(f"{name}: {error}")
             if prove is _check_files:
-                break  # nothing more can be said of what is damaged
+                break  # further checks of damaged files mean nothing
     return check
 
 
 def _check_files(folder: Path) -> None:
-    """Hold every file to its size and SHA-256 in the manifest; none may have come in."""
+    """Compare each file's size and SHA-256 with the manifest; raise CheckFailed if there is a further file."""
     verify_folder(folder)
     present = [file for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()]
     listed = described_files(folder).keys() | {MANIFEST}
@@ -97,7 +97,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_base(path: Path) -> None:
-    """Hold the base to its hashes, and the base logits of a widened model to the base's, bit for bit."""
+    """Check the base's hashes, and that a widened model's base logits equal the base's, bit for bit."""
     folder = MethodFolder.at(path)
     folder.check_base()
     model: Any = folder.load()
@@ -107,7 +107,7 @@ def _check_base(path: Path) -> None:
 
 
 def _check_log(folder: Path) -> None:
-    """Hold the log to `final/`: its steps in order, no more of them between two records than are logged at once."""
+    """Check that the log leads up to `final/`: steps in order, with no gap larger than the logging interval."""
     state, train = TrainState.load(folder), load_config(folder / "scale.yaml").train
     metrics, before, every = RunFolder(folder.parent).metrics, 0, train.log_every_steps
     for record in read_records(metrics):
@@ -131,13 +131,13 @@ def _check_export(folder: Path) -> None:
 
 
 def _check_joined(folder: Path) -> None:
-    """Hold a joined model to its base: the hashes, and the base logits bit for bit."""
+    """Check the hash of a joined model's base, and that its base logits equal the base's, bit for bit."""
     report = JoinReport.load(folder)
     model = placed(load_written(JoinedForCausalLM, folder)).eval()
     now = record_base(model.base, ModelConfig(base=report.base)).content_sha256
     if now != report.base_sha256:
         raise CheckFailed(f"{folder}: its base is SHA-256 {now[:12]}, joined was {report.base_sha256[:12]}")
-    num_old = model.base.config.vocab_size  # it lacks new tokens: others in their place
+    num_old = model.base.config.vocab_size  # it has no new tokens: old ones replace them
     prompts = [ids % num_old for ids in sample_ids(load_tokenizer(ModelConfig(base=str(folder))))]
     alone = [model.of_all_tokens(0, logits) for logits in own_logits(model.base, prompts)]
     with torch.no_grad():
@@ -151,7 +151,7 @@ def _is_joined(folder: Path, folder_format: str) -> bool:
     return report.get("kind") == KIND and report["format"] == folder_format
 
 
-# The name of a check, the folders that it concerns, and how it is done.
+# Of each check: its name, whether a folder needs it, and how it is done.
 _CHECKS: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], None]], ...] = (
     ("hashes", Path.is_dir, _check_files),
     ("base and its preservation", BaseRecord.is_in, _check_base),

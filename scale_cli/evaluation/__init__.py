@@ -1,1 +1,1 @@
-"""What was gained and what was lost: per-document losses, intervals, the forgetting report."""
+"""Evaluation of a trained model: per-document losses, intervals, the forgetting report."""

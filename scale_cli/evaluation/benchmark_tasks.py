@@ -1,8 +1,8 @@
-"""Benchmarks by lm-eval: its tasks, and their items, answered by every head and marked by lm-eval's metrics.
+"""Benchmarks of lm-eval: every head answers the items of its tasks, and lm-eval's metrics mark the answers.
 
-A request is a context and a continuation. Its tokens, the context's too, pass the model once: the score of every head
-and of both routing rules follows. The router has seen the context, as it has when the model is served. lm-eval's own
-`hf` model encodes, truncates from the left, and generates.
+A request is a context and a continuation. Both pass the model once, which gives the scores of every head and of both
+routing rules. The router reads the context, as it does when the model is served. lm-eval's own `hf` model encodes,
+truncates from the left, and generates.
 
 Shapes: K heads (base, trained), H those and both routing rules, B requests of a batch, T positions.
 """
@@ -51,22 +51,22 @@ from scale_cli.processes import ALONE, Share, is_main, lowered_dtype, shared_out
 from scale_cli.storage.records import Losses
 from scale_cli.terminal import progress_bar
 
-_FORMS = ("arrow", "csv", "json", "parquet", "text")  # of local files; datasets knows others, pickles among them
-# lm-eval's own choice wherever few-shot examples are drawn, and where a task samples its answers.
+_FORMS = ("arrow", "csv", "json", "parquet", "text")  # of local files; datasets has other formats, pickles among them
+# lm-eval's own seed for few-shot examples, and for tasks that sample their answers.
 _SEED = 1234
-# A context and a continuation, as text and as token ids: what lm-eval hands on.
+# A context and a continuation, as text and as token ids, as lm-eval passes them.
 Encoded = tuple[tuple[str, str], list[int], list[int]]
-# A template is data: it is rendered where it reaches nothing but the item.
+# Templates are untrusted data: the sandbox gives them access to the item only.
 _sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 _sandbox.filters.update(lm_eval.utils.env.filters)
 lm_eval.utils.env = _sandbox
-# By this package lm-eval would download a metric's Python from the hub and run it: importing it fails.
+# With this package lm-eval would download a metric's Python from the hub and run it. So its import must fail.
 sys.modules["evaluate"] = None  # type: ignore[assignment]
-logging.getLogger("lm_eval").setLevel(logging.CRITICAL)  # what matters of it is said in the report
+logging.getLogger("lm_eval").setLevel(logging.CRITICAL)  # the report says what matters
 
 
 class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
-    """A model of lm-eval's whose answers are those of `head`, which may be changed between two evaluations."""
+    """An lm-eval model that answers with `head`, which may be changed between two evaluations."""
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         max_length: int,  # tokens that the model reads at once
         batch_size: int,  # requests at once
         mixed_precision: str,
-        progress: str | None = None,  # what to call it on a progress bar; None for no bar
-        share: Share = ALONE,  # of the batches of requests, that is this process's; every one of them answers them all
+        progress: str | None = None,  # label of the progress bar; None for no bar
+        share: Share = ALONE,  # this process's share of the batches; each process returns all answers
     ) -> None:
         super().__init__(
             SelectableHeads(model, router),
             backend="causal",
-            tokenizer=copy.deepcopy(tokenizer),  # lm-eval gives it a token for padding
+            tokenizer=copy.deepcopy(tokenizer),  # lm-eval adds a token for padding
             max_length=max_length,
             batch_size=batch_size,
             mixed_precision_dtype=lowered_dtype(mixed_precision),
@@ -91,11 +91,11 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         self.head = "base"
         self._headed, self._router, self._mixed_precision = model, router, mixed_precision
         self._progress, self._share = progress, share
-        self._stderr = sys.stderr  # for the bar; what lm-eval writes there itself goes nowhere
+        self._stderr = sys.stderr  # for the bar; lm-eval's own output there is discarded
         self._scores: dict[tuple[str, str], dict[str, float]] = {}
 
     def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Return the chosen head's log-likelihood of each continuation, observed once; none is ever called greedy."""
+        """Return the chosen head's log-likelihood of each continuation, computed once; `is_greedy` is always False."""
         unseen = {request.args: request for request in requests if request.args not in self._scores}
         if unseen:
             super().loglikelihood(list(unseen.values()), disable_tqdm=True)
@@ -121,7 +121,7 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         return [(self._scores[text][self.head], False) for text, _, _ in requests]
 
     def _observe(self, batch: Sequence[Encoded]) -> Sequence[Tensor]:
-        """Return (1, H) of each request of a batch: what each head and rule of HEADS said of it."""
+        """Return (1, H) for each request of a batch: its log-likelihood by each head and rule of HEADS."""
         rows = [torch.tensor((context + continuation)[-self.max_length - 1 :]) for _, context, continuation in batch]
         tokens = observe(self._headed, self._mixed_precision, rows)
         ends_B = torch.tensor([len(row) - 1 for row in rows])
@@ -147,7 +147,7 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         return answers
 
     def _generation_batches(self, requests: list[Any]) -> list[list[int]]:
-        """Return the places of requests in batches, cut before they are shared out: no answer hangs on how many do."""
+        """Return batches of request indices, cut before they are shared: the number of processes changes no answer."""
         by_options = defaultdict(list)
         for at, request in enumerate(requests):
             by_options[repr(request.args[1])].append(at)
@@ -176,12 +176,12 @@ class Benchmark:
     """A benchmark that is ready to be measured."""
 
     name: str  # in the report
-    source: BenchmarkSource  # the config's item that it comes from
-    tasks: dict[str, Any]  # lm-eval's tasks by name; several where the name is that of a group
+    source: BenchmarkSource  # its entry in the config
+    tasks: dict[str, Any]  # lm-eval's tasks by name; several if the name is a group's
 
     @property
     def reports_macro_f1(self) -> bool:
-        """Whether lm-eval reports macro-F1 of its tasks, as it does of KoBEST's."""
+        """Whether lm-eval reports macro-F1 for its tasks, as for KoBEST's."""
         return any(_reports_macro_f1(task) for task in self.tasks.values())
 
 
@@ -198,9 +198,9 @@ class OpenedBenchmarks:
         tokenizer: PreTrainedTokenizerBase,
         config: RunConfig,
         share: Share,
-        max_items: int | None = None,  # of every task
+        max_items: int | None = None,  # per task
     ) -> tuple[list[BenchmarkItems], list[SkippedBenchmark]]:
-        """Return every benchmark's items under every head, and what could not be measured."""
+        """Return each benchmark's items under every head, and the benchmarks that could not be measured."""
         measured, skipped = [], list(self.skipped)
         for benchmark in self.ready:
             answers = ObservedHeads(
@@ -222,17 +222,17 @@ class OpenedBenchmarks:
     def accuracies(
         self, model: HeadedModel, tokenizer: PreTrainedTokenizerBase, config: RunConfig, share: Share
     ) -> Losses:
-        """Return of every benchmark each head's mean of the metric that judges it, on the first items of every task."""
+        """Return, by benchmark, each head's mean of the judging metric on the first items of every task."""
         measured, _ = self.measure(model, tokenizer, config, share, config.train.eval_max_items)
         return {benchmark.name: benchmark.mean_scores() for benchmark in measured}
 
 
 def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
-    """Open the benchmarks that can be measured; what cannot, where that is not the config's mistake, is told."""
+    """Open the benchmarks, and list those that cannot be measured; a mistake of the config raises ConfigError."""
     opened = OpenedBenchmarks([], [])
     for source in sources:
         check_task_file(source)
-    # The bar keeps the terminal's stderr; lm-eval and datasets, which draw a bar for every task, get none.
+    # The bar keeps the terminal's stderr. lm-eval and datasets get none, since they draw a bar for every task.
     bar = progress_bar(iterable=sources, desc="opening benchmarks", unit=" benchmarks", leave=False)
     with redirect_stderr(io.StringIO()):
         for source in bar:
@@ -243,12 +243,12 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
                 opened.skipped.append(SkippedBenchmark(source.name, str(error)))
                 continue
             for task in tasks.values():
-                # As lm-eval itself does: a task that says 0 stays at 0.
+                # As in lm-eval, a task that says 0 stays at 0.
                 if source.num_fewshot is not None and task.get_config("num_fewshot") != 0:
                     task.set_config("num_fewshot", source.num_fewshot)
                 if task.get_config("num_fewshot") is None:
                     task.set_config("num_fewshot", 0)
-            # Items of a group's tasks are pooled, as lm-eval weighs them by size; F1 of different classes cannot be.
+            # A group's items are pooled, as lm-eval weights its tasks by size. F1 over different classes cannot be.
             if any(_reports_macro_f1(task) for task in tasks.values()):
                 opened.ready.extend(Benchmark(name, source, {name: task}) for name, task in tasks.items())
             else:
@@ -260,7 +260,7 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
 
 
 def _read_task(source: BenchmarkSource, path: str) -> Any:
-    """Return a task that the user has written for lm-eval; its data are local files, and no code is run for it."""
+    """Return a task that a user wrote for lm-eval; its data are local files, and it runs no code."""
     config = parse(read_text(Path(path)), path)
     if not isinstance(config, dict) or {"group", "include"} & config.keys():
         raise ConfigError(f"{path}: not a task of lm-eval that stands by itself")
@@ -269,32 +269,32 @@ def _read_task(source: BenchmarkSource, path: str) -> Any:
         raise ConfigError(f"{path}: dataset_path: local files are read, as one of {', '.join(_FORMS)}")
 
     def load(**kwargs: Any) -> Any:
-        with TemporaryDirectory() as cache:  # nothing of it stays
+        with TemporaryDirectory() as cache:  # removed afterwards
             return datasets.load_dataset(form, **kwargs, cache_dir=cache, keep_in_memory=True)
 
     try:
         for metric in config.get("metric_list") or []:
-            if metric.get("aggregation") == "macro_f1":  # which lm-eval's YAML says by naming a function
+            if metric.get("aggregation") == "macro_f1":  # lm-eval's own YAML names a function instead
                 metric["aggregation"] = macro_f1_score
         return ConfigurableTask(config=config | {"task": source.name, "custom_dataset": load})
-    except Exception as error:  # of lm-eval, of datasets, of a template
+    except Exception as error:  # from lm-eval, datasets or a template
         raise ConfigError(f"{path}: {one_line(error)}") from None
 
 
 def _find_tasks(source: BenchmarkSource) -> dict[str, Any]:
-    """Return lm-eval's tasks of a name; RunError where they cannot be opened."""
+    """Return lm-eval's tasks of a name; ConfigError if there are none, RunError if they cannot be opened."""
     if source.name not in _all_tasks().task_index:
         raise ConfigError(f"evaluation.benchmarks: lm-eval has no task {source.name!r}")
     try:
         tasks: dict[str, Any] = _all_tasks().load([source.name])["tasks"]
-    except Exception as error:  # a task is YAML, Python and a download: it may fail in any way, and the rest still run
+    except Exception as error:  # a task is YAML, Python and a download: it may fail in any way, and others still run
         raise RunError(one_line(error)) from None
     return tasks
 
 
 @cache
 def _all_tasks() -> Any:
-    return TaskManager()  # reads 14,000 files: seconds, so only for a task by name, and once
+    return TaskManager()  # reads 14,000 files, which takes seconds: only for a task by name, and once
 
 
 def _check_measurable(tasks: dict[str, Any]) -> None:
@@ -306,7 +306,7 @@ def _check_measurable(tasks: dict[str, Any]) -> None:
         if getattr(task, "UNSAFE_CODE", False):
             raise RunError("it runs code that the model has written")
         for name, metric in getattr(task, "_metric_fn_list", {}).items():
-            # Of a multiple-choice task lm-eval calls no such function.
+            # lm-eval does not call this function for multiple choice.
             if metric is None and kinds == ["generate_until"]:
                 raise RunError(f"{name} is no metric of lm-eval's own, and no code is fetched from the hub")
 
@@ -316,17 +316,17 @@ def _reports_macro_f1(task: Any) -> bool:
 
 
 def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int | None = None) -> BenchmarkItems:
-    """Return a benchmark's items, of every task at most so many, with lm-eval's metrics of each under every head.
+    """Return a benchmark's items, at most `max_items` per task, with lm-eval's metrics for each under every head.
 
     Raises:
-        RunError: lm-eval cannot score a request, or reports nothing by which an item is right or wrong.
+        RunError: lm-eval cannot score a request, or reports no metric by which an item is right or wrong.
     """
     limit = min(benchmark.source.limit or sys.maxsize, max_items or sys.maxsize)
-    # Of every task and item what lm-eval logged of each head: once for each filter.
+    # What lm-eval logged by task and item, then by head: one sample for each filter.
     logged: dict[tuple[str, int], dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for answers.head in HEADS:
         for task in benchmark.tasks.values():
-            task.set_fewshot_seed(_SEED)  # every head is asked the same
+            task.set_fewshot_seed(_SEED)  # all heads get the same examples
         with redirect_stderr(io.StringIO()):
             found: Any = evaluate(answers, {"tasks": benchmark.tasks}, limit=limit, bootstrap_iters=0)
         for name in benchmark.tasks:
@@ -344,15 +344,15 @@ def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int |
 
 
 def _chosen(task: Any, by_head: dict[str, list[Any]]) -> tuple[int | list[int], dict[str, ItemOutcome]]:
-    """Return the right choice of an item, and what every head made of it."""
+    """Return an item's right choice, and every head's outcome."""
     sample = by_head["base"][0]
     if "acc" not in sample:
         raise RunError(f"lm-eval reports {', '.join(sample['metrics'])} of it, and no acc")
     choices = task.doc_to_choice(sample["doc"])
-    # Where choices stand in the context (winogrande), what lm-eval calls text is the index of the right one.
+    # If the choices are in the context (winogrande), lm-eval's text is the index of the right one.
     gold = task.doc_to_text(sample["doc"]) if task.multiple_input else sample["target"]
     if isinstance(gold, str):
-        gold = choices.index(gold) if gold in choices else -100  # lm-eval's own mark of an answer that is no choice
+        gold = choices.index(gold) if gold in choices else -100  # lm-eval's own mark for an answer that is not a choice
     outcomes = {}
     for head, (of_head, *_) in by_head.items():
         said = [float(response[0]) for response in of_head["filtered_resps"][: len(choices)]]
@@ -362,7 +362,7 @@ def _chosen(task: Any, by_head: dict[str, list[Any]]) -> tuple[int | list[int], 
 
 
 def _generated(task: Any, by_head: dict[str, list[Any]]) -> tuple[str, dict[str, ItemOutcome]]:
-    """Return the answer that was asked for, and every head's, with those metrics that are means, more being better."""
+    """Return the expected answer, and every head's outcome with the metrics that are means and better if higher."""
     means = [
         metric
         for metric, aggregated in task.aggregation().items()

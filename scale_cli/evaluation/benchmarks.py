@@ -1,11 +1,11 @@
-"""From the items of benchmarks to figures, intervals, tests and averages.
+"""Figures, intervals, tests and averages from the items of benchmarks.
 
 `benchmark_tasks.py` measures the items. It imports lm-eval, an extra that takes seconds to import, so it is imported
-only where a config names benchmarks.
+only if a config names benchmarks.
 
-Items are resampled whole, so what the heads share of their difficulty cancels in a difference. Outcomes repeat (right
-or wrong, four heads: sixteen rows), and n draws with replacement from n items are, counted by distinct row, one draw of
-a multinomial: the very same bootstrap, at a cost that does not grow with the number of items.
+The bootstrap resamples whole items, so the difficulty that heads share cancels in a difference. Outcomes repeat: four
+heads, right or wrong, have sixteen distinct rows. To draw n of n items with replacement, counted by distinct row, is
+one draw from a multinomial. It is the same bootstrap, and its cost does not grow with the number of items.
 
 Shapes: N items, H heads (in the order of HEADS), C columns, U distinct rows, R resamples.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from scale_cli.evaluation.benchmark_tasks import OpenedBenchmarks
 
 Indices = npt.NDArray[np.int64]
-# Of how often each distinct row occurs (..., U), and those rows (U, C): a figure of each head (..., H).
+# From counts of distinct rows (..., U) and those rows (U, C) to a figure of each head (..., H).
 Statistic = Callable[[Indices, Values], Values]
 
 _VALUES_AT_ONCE = 2**23  # numbers held at once, over all resamples of one batch
@@ -44,7 +44,7 @@ def check_task_file(source: BenchmarkSource) -> None:
 
 
 def open_benchmarks_of(evaluation: EvaluationConfig) -> OpenedBenchmarks | None:
-    """Open every benchmark that a config names; None where it names none."""
+    """Open every benchmark that a config names; None if it names none."""
     if not evaluation.benchmarks:
         return None
     require("lm_eval", "evaluation.benchmarks")
@@ -55,9 +55,9 @@ def open_benchmarks_of(evaluation: EvaluationConfig) -> OpenedBenchmarks | None:
 
 @dataclass(frozen=True)
 class ItemOutcome:
-    """What one head made of one item."""
+    """The outcome of one head on one item."""
 
-    log_likelihoods: list[float]  # of every choice, nats; none where the answer is generated
+    log_likelihoods: list[float]  # of every choice, nats; empty if the answer is generated
     prediction: int | str  # the most likely choice, or what was generated
     metrics: dict[str, float]  # lm-eval's own, of this item: `acc`, ...
 
@@ -66,13 +66,13 @@ class ItemOutcome:
 class Item:
     """One item under every head."""
 
-    subtask: str  # the task that it is of, where the benchmark is a group
+    subtask: str  # its task, if the benchmark is a group
     doc_id: int
     gold: int | list[int] | str
     heads: dict[str, ItemOutcome]
 
     def to_json_line(self) -> str:
-        """Return it as a line of JSON, in which a log-likelihood of minus infinity is null."""
+        """Return the item as a line of JSON; a figure that is not finite is null."""
         value = asdict(self)
         for outcome in value["heads"].values():
             outcome["log_likelihoods"] = [finite(said) for said in outcome["log_likelihoods"]]
@@ -84,10 +84,10 @@ class Item:
 class BenchmarkItems:
     """All items of one benchmark."""
 
-    source: BenchmarkSource  # the config's item that it comes from
+    source: BenchmarkSource  # its entry in the config
     name: str  # in the report: a task of a group may be a benchmark by itself
     items: list[Item]
-    reports_macro_f1: bool  # whether lm-eval reports macro-F1 of it
+    reports_macro_f1: bool  # whether lm-eval reports macro-F1 for it
 
     def scores(self) -> dict[str, Values]:
         """Return (N, H) scores by every metric that all items have."""
@@ -100,11 +100,11 @@ class BenchmarkItems:
 
     @property
     def judged_by(self) -> str | None:
-        """The first metric by which every item is right, wrong or in between: `acc` of multiple choice."""
+        """The first metric with scores from 0 to 1 for all items: `acc` for multiple choice."""
         return next((name for name, values in self.scores().items() if ((values >= 0.0) & (values <= 1.0)).all()), None)
 
     def mean_scores(self) -> dict[str, float | None]:
-        """Return every head's mean of that metric."""
+        """Return every head's mean of the judging metric."""
         assert self.judged_by is not None, "such items are not measured"
         columns = zip(HEADS, self.scores()[self.judged_by].T, strict=True)
         return {head: finite(np.mean(scores_N)) for head, scores_N in columns}
@@ -112,7 +112,7 @@ class BenchmarkItems:
 
 @dataclass(frozen=True)
 class _Metric:
-    """One metric of every head, and the same of every resample."""
+    """One metric of every head, on all items and on every resample."""
 
     value_H: Values
     resampled_RH: Values
@@ -128,7 +128,7 @@ class _Metric:
         return cls(statistic(np.ones(num_items, dtype=np.int64), rows_NC), np.concatenate(drawn), num_items)
 
     def intervals(self) -> dict[str, Interval]:
-        """Return the middle 95 % of every head's resampled values; no interval where one item says nothing of it."""
+        """Return every head's value with the middle 95 % of its resamples; one item alone gives no interval."""
         intervals = {}
         for head, value, drawn_R in zip(HEADS, self.value_H, self.resampled_RH.T, strict=True):
             low = high = None
@@ -149,7 +149,7 @@ def summarise_benchmarks(
     """Return the figures of every benchmark, p-values adjusted over all of them, and the averages per language."""
     results, judging = [], []
     for index, benchmark in enumerate(measured):
-        # Each has random numbers of its own: an average over benchmarks needs independent resamples.
+        # Each has its own random numbers, since an average over benchmarks needs independent resamples.
         rng = np.random.default_rng([seed, index])
         metrics = _resample(benchmark, num_resamples, rng)
         results.append(_test(benchmark, metrics, rng))
@@ -206,14 +206,14 @@ def _average(language: str, metrics: list[_Metric]) -> LanguageAverage:
 
 
 def means(counts: Indices, scores_UH: Values) -> Values:
-    """Return (..., H), the heads' mean scores, where `counts` (..., U) says how often each row occurs."""
+    """Return (..., H), the heads' mean scores; `counts` (..., U) says how often each row occurs."""
     return counts @ scores_UH / counts.sum(axis=-1, keepdims=True)
 
 
 def macro_f1(counts: Indices, classes_UC: Values) -> Values:
     """Return (..., H), the heads' means over classes of F1 = 2 tp / (2 tp + fp + fn).
 
-    A row is the right class and every head's. A class that neither side names does not count.
+    A row holds the right class and every head's class. A class that neither side names does not count.
     """
     gold_U1, said_UH = classes_UC[:, :1], classes_UC[:, 1:]
     total, num_classes = np.zeros(()), np.zeros(())
@@ -226,11 +226,11 @@ def macro_f1(counts: Indices, classes_UC: Values) -> Values:
 
 
 def paired_p(before_N: Values, after_N: Values, rng: np.random.Generator) -> float | None:
-    """Return the p-value of a paired difference of scores; None where one is not finite.
+    """Return the p-value of a paired difference of scores; None if one is not finite.
 
-    McNemar's exact test where items are right or wrong: a fair coin for every item on which the heads disagree. Where
-    they score in between (truthfulqa_mc2 gives a share of probability), random sign flips of the differences, which is
-    the same test for such scores.
+    For items that are right or wrong, this is McNemar's exact test: a fair coin for every item on which the heads
+    disagree. For scores in between (truthfulqa_mc2 gives a share of probability), the signs of the differences are
+    flipped at random, which is the same test for such scores.
     """
     from scipy import stats
 
@@ -253,9 +253,9 @@ def paired_p(before_N: Values, after_N: Values, rng: np.random.Generator) -> flo
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Return p-values adjusted so that, over all of them together, a false difference is shown in at most 5 % of cases.
+    """Return Holm's adjusted p-values: below 5 %, the chance of any false difference among them is at most 5 %.
 
-    None stands where nothing was tested. Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
+    None stays None: not tested. Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
     """
     tested = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
     adjusted: list[float | None] = [None] * len(p_values)

@@ -1,9 +1,8 @@
-"""Every head of a model, and every routing rule over them, as a model that transformers' `generate` takes.
+"""Every head of a model, and every routing rule over them, as a model for transformers' `generate`.
 
-Language confusion is counted with it: of the letters that each head goes on with after a held-out prompt, those in the
-prompt's script. A letter's script is the first word of its name in Unicode, after compatibility forms have become plain
-ones; Han and kana, which Japanese mixes, are one. What is no letter of a script (digits, signs, half a character) is
-not counted.
+It measures language confusion: of the letters with which a head continues a held-out prompt, those in the prompt's
+script. A letter's script is the first word of its Unicode name, after compatibility forms are replaced by plain ones.
+Han and kana count as one script, since Japanese mixes them. Digits, signs and incomplete characters do not count.
 
 Shapes: K heads, B batch, T positions, V vocabulary; P prompts, H heads and rules.
 """
@@ -39,7 +38,7 @@ _HAN_AND_KANA = ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHI
 
 
 def ends_of(settings: GenerationConfig, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a text: what ends a document in training, and what the base's own settings name."""
+    """Return the tokens that end a text: the end of a training document, and those of the generation settings."""
     named = settings.eos_token_id
     ends = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
     return [end for end in dict.fromkeys(ends) if end is not None]
@@ -51,19 +50,19 @@ def before_end(ends: Sequence[int], new_T: Tensor) -> Tensor:
 
 
 def padded_left(prompts: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
-    """Return the ids of some prompts as (B, T), and a mask: 1 for tokens, 0 for what stands before the shorter ones."""
+    """Return prompts padded on the left, (B, T) ids, and a mask: 1 for tokens, 0 for padding."""
     ids_BT = pad_sequence(list(prompts), batch_first=True, padding_value=padding, padding_side="left")
     mask_BT = pad_sequence([torch.ones_like(ids) for ids in prompts], batch_first=True, padding_side="left")
     return ids_BT, mask_BT
 
 
 class SelectableHeads(PreTrainedModel, GenerationMixin):
-    """A model in evaluation mode whose answers are those of `head`, which may be changed between two generations.
+    """A model in evaluation mode that answers with `head`, which may be changed between two generations.
 
-    All heads are computed whichever answers, as they are when texts are scored: what one says does not depend on it.
+    It computes all heads whichever one answers, as scoring does, so the choice does not change what a head says.
     """
 
-    # Whatever attention the model has.
+    # It supports whatever attention the model has.
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
     def __init__(self, model: HeadedModel, router: RouterSettings, heads: Sequence[str] = TWO_HEADS) -> None:
@@ -76,24 +75,24 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
 
     def answers(self, ids_BT: Tensor, mask_BT: Tensor, **options: Any) -> Tensor:
         """Return (B, new) ids: what `generate` adds to prompts that are padded on the left."""
-        model: Any = self  # transformers annotates it for its own classes alone
+        model: Any = self  # transformers types it for its own classes only
         whole: Tensor = model.generate(ids_BT, attention_mask=mask_BT, **options)
         return whole[:, ids_BT.shape[1] :]
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Leave every block alone: the model is there already."""
+        """Do nothing: the model has its weights."""
 
     def tie_weights(self, *_args: Any, **_kwargs: Any) -> None:
-        """Leave every weight alone; lm-eval asks for it."""
+        """Do nothing; lm-eval calls it."""
 
     def forward(
         self,
         input_ids: Tensor,  # (B, T)
-        attention_mask: Tensor | None = None,  # (B, past + T), 1 for tokens; padding stands on the left
-        position_ids: Tensor | None = None,  # (B, T); counted from the cache's length where not given
-        past_key_values: Any = None,  # of this class's own making, or an empty one of transformers, which is replaced
-        logits_to_keep: int = 0,  # of the last so many positions only, 0 for all
-        **_: Any,  # transformers' own, of which none changes an answer
+        attention_mask: Tensor | None = None,  # (B, past + T), 1 for tokens; padding is on the left
+        position_ids: Tensor | None = None,  # (B, T); counted from the cache's length if not given
+        past_key_values: Any = None,  # made by this class, or an empty one of transformers, which is replaced
+        logits_to_keep: int = 0,  # for the last positions only; 0 for all
+        **_: Any,  # other arguments of transformers, which change no answer
     ) -> CausalLMOutputWithPast:
         cache = past_key_values if isinstance(past_key_values, ScaleCache) else self._model.new_cache()
         logits_at = self._model.head_logits(input_ids, attention_mask, position_ids, cache)
@@ -124,7 +123,7 @@ class Prompt:
     """The beginning of a document."""
 
     ids: list[int]
-    script: str  # of most of its letters
+    script: str  # that most of its letters have
 
 
 def count_letters(
@@ -133,12 +132,12 @@ def count_letters(
     corpus: TokenisedCorpus,
     tokenizer: PreTrainedTokenizerBase,
     asked: ContinuationsConfig,
-    passes: Passes,  # how many prompts at once, and how precisely
+    passes: Passes,  # batch size and precision
     *,
-    progress: str | None = None,  # what to call it on a progress bar; None for no bar
-    share: Share = ALONE,  # of the prompts' batches, that is this process's; every one of them returns the whole
+    progress: str | None = None,  # label of the progress bar; None for no bar
+    share: Share = ALONE,  # this process's share of the batches; each process returns the whole
 ) -> dict[str, Values]:
-    """Return of each head (P, 2): after every prompt, its letters in the prompt's script, and all its letters."""
+    """Return (P, 2) by head: after each prompt, its letters in the prompt's script, and all its letters."""
     prompts = list(prompts_of(corpus, tokenizer, asked))
     longest_first = sorted(range(len(prompts)), key=lambda place: -len(prompts[place].ids))
     batches = [longest_first[at : at + passes.batch_size] for at in range(0, len(prompts), passes.batch_size)]
@@ -170,7 +169,7 @@ def prompts_of(corpus: TokenisedCorpus, tokenizer: Any, asked: ContinuationsConf
             return
         ids = corpus.document(index).tolist()[: asked.prompt_tokens]
         if ids and ids[-1] == markers.eos:
-            ids = ids[:-1]  # of a document that is shorter
+            ids = ids[:-1]  # the document is shorter
         if scripts := scripts_of(tokenizer.decode(ids, skip_special_tokens=True)):
             yield Prompt(before + ids, Counter(scripts).most_common(1)[0][0])
             num_found += 1
@@ -185,7 +184,7 @@ def continuations(
     mixed_precision: str,
     batch: Sequence[Prompt],
 ) -> list[str]:
-    """Return how a head goes on after some prompts, taking the likeliest token every time."""
+    """Return a head's greedy continuations of some prompts."""
     ends = ends_of(answers.own_generation_config, tokenizer)
     answers.generation_config = GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=next(iter(ends), 0)
@@ -204,6 +203,6 @@ def scripts_of(text: str) -> list[str]:
 
 @cache
 def _script(letter: str) -> str:
-    """Return a letter's script; nothing where it is of none."""
+    """Return a letter's script; empty if it has none."""
     word = unicodedata.name(letter, "").partition(" ")[0]
     return "" if word == "MODIFIER" else "HAN AND KANA" if word in _HAN_AND_KANA else word

@@ -1,4 +1,4 @@
-"""A forgetting report to read: the lines that `scale evaluate` prints, report.md and report.html."""
+"""A forgetting report as text: the lines that `scale evaluate` prints, report.md and report.html."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _BETTER = {"retention": "kept and improved", "acquisition": "learned"}
 
 
 def terminal_lines(report: Report) -> list[str]:
-    """Return what `scale evaluate` prints: the base, the trained head and what is served, on text and benchmarks."""
+    """Return what `scale evaluate` prints: the base, the trained and the served head, on text and benchmarks."""
     heads = list(dict.fromkeys(("base", "adapted", report.served)))
     names = ["base", "trained", "routed"][: len(heads)]
     rows: list[Row] = []
@@ -76,7 +76,7 @@ def terminal_lines(report: Report) -> list[str]:
 
 
 def _benchmark_rows(report: Report, average: LanguageAverage, heads: Sequence[str], digits: int) -> list[Row]:
-    """Return a row a metric: benchmark, items, metric, each head, served - base, items gained and lost, verdict."""
+    """Return a row per metric: benchmark, items, metric, each head, served - base, items gained and lost, verdict."""
     benchmarks, rows = [b for b in report.benchmarks if b.language == average.language], list[Row]()
     for benchmark in benchmarks:
         served = benchmark.heads[report.served]
@@ -85,7 +85,7 @@ def _benchmark_rows(report: Report, average: LanguageAverage, heads: Sequence[st
             if metric == benchmark.judged_by:
                 name, items = benchmark.name, f"{benchmark.num_items:,}"
                 changed = "" if served.gained is None else f"{served.gained:,}, {served.lost:,}"
-                # What may be said of the difference once all benchmarks are corrected for.
+                # The verdict, corrected for all benchmarks.
                 told = p_value(served.p_holm or 0.0) if shows_difference(served.p_holm) else NO_DIFFERENCE
                 verdict = "" if served.p_holm is None else told
             figures = [number(benchmark.heads[head].metrics[metric].value) for head in heads]
@@ -104,7 +104,7 @@ def markdown(report: Report, method: MethodConfig) -> str:
 
 
 def html(report: Report, method: MethodConfig) -> str:
-    """Return report.html, which needs nothing beside it."""
+    """Return report.html, which needs no other file."""
     return reports.page("evaluation.html.j2", **_values(report, method))
 
 
@@ -143,7 +143,7 @@ def _values(report: Report, method: MethodConfig) -> dict[str, Any]:
 
 
 def _became(corpus: CorpusResult, served: str) -> str:
-    """Return a sentence of what was served on a corpus: from which figure to which, and whether that is a loss."""
+    """Return a sentence on what was served on a corpus: the figures before and after, and whether that is a loss."""
     ends = corpus.heads[served].bits_per_byte_difference.ends
     before, after = (number(corpus.heads[head].bits_per_byte) for head in ("base", served))
     if not ends:
@@ -160,7 +160,7 @@ def _became(corpus: CorpusResult, served: str) -> str:
 
 
 def _corpus_table(corpus: CorpusResult, served: str, has_own_tokens: bool) -> Table:
-    """Return every head's figures; of tokens that no other run has, those alone that compare."""
+    """Return every head's figures; if the run has its own tokens, without figures per token."""
     figures = [figure for figure in FIGURES if not (figure.per_token and has_own_tokens)]
     rows: list[Row] = []
     for head, title in _TITLES.items():

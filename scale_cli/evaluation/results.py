@@ -30,7 +30,7 @@ from scale_cli.storage.atomic import file_sha256, is_whole
 from scale_cli.storage.records import RunFolder, RunRecord, trained_sha256
 
 if TYPE_CHECKING:
-    from scale_cli.evaluation.scoring import DocumentLosses  # imports torch, which a finished report does without
+    from scale_cli.evaluation.scoring import DocumentLosses  # imports torch, which a finished report does not need
 
 Values = npt.NDArray[np.float64]
 
@@ -38,7 +38,7 @@ _VALUES_AT_ONCE = 2**23  # numbers held at once, over all resamples of one batch
 _MAX_EXPONENT = 700.0  # the exponential of more overflows
 HEADS = ("base", "adapted", "posterior", "cosine")
 ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}  # of corpora, in words
-# Of what the posterior rule guarantees.
+# What the guarantee of the posterior rule leaves out.
 NOT_COVERED = (
     "That is of whole documents, scored from their first token. It does not cover a text scored after a context that "
     "favours the other head (the choices of a benchmark), nor a generation: as many nats as a long prompt has given "
@@ -56,21 +56,21 @@ class HeadResult:
     bits_per_byte_difference: Interval  # from the base head
     # the most that any one document lost against the base head, over the whole document
     worst_document_nats: float | None
-    base_share: float | None  # share of tokens that the base head served; None where nothing is routed
-    # of the letters that it goes on with after a prompt, those in the prompt's script; None where it was not asked
+    base_share: float | None  # share of tokens that the base head served; None if nothing is routed
+    # share of letters in the prompt's script when it continues prompts; None if not measured
     in_script: Interval | None = None
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A column of the tables of the report and of the comparison: what is shown of a head on a corpus."""
+    """A column in the tables of the report and the comparison: one figure of a head on a corpus."""
 
     title: str
-    unit: str  # and what else stands beneath it
-    cell: Callable[[HeadResult], str | Cell]  # a dash where there is nothing; the report has no column of dashes
-    of_base: bool = True  # whether it is shown of the base's head too
-    per_token: bool = False  # of other tokens it compares with no other run's
-    of_own_base: bool = False  # against the base of the same run: of other tokens it compares with no other run's
+    unit: str  # and other text below the title
+    cell: Callable[[HeadResult], str | Cell]  # a dash if there is no figure; a column of dashes is left out
+    of_base: bool = True  # whether it is shown for the base's head too
+    per_token: bool = False  # comparable only between runs with the same tokens
+    of_own_base: bool = False  # against the run's own base: comparable only between runs with the same tokens
     compared: bool = True  # whether the comparison has it
 
 
@@ -110,7 +110,7 @@ class CorpusResult:
     num_tokens: int
     num_bytes: int
     heads: dict[str, HeadResult]
-    num_prompts: int = 0  # that every head went on with
+    num_prompts: int = 0  # that every head continued
 
     @property
     def bytes_per_token(self) -> float:
@@ -121,15 +121,14 @@ class CorpusResult:
 class BenchmarkHead:
     """One head, or one routing rule, on one benchmark."""
 
-    # `acc`, and `acc_norm` and `macro_f1` where lm-eval reports them, each with its interval; of a generative task what
-    # lm-eval reports, with the name of its filter where there are several: `exact_match, strict-match`
+    # `acc`, and `acc_norm` and `macro_f1` if lm-eval reports them, with intervals; for a generative task, lm-eval's own
+    # metrics, with the filter's name if there are several: `exact_match, strict-match`
     metrics: dict[str, Interval]
     differences: dict[str, Interval]  # of the same metrics from the base head; empty for the base head itself
-    # items that this head has right and the base head wrong; None where items are not right or wrong
+    # items that this head has right and the base head wrong; None if scores lie in between
     gained: int | None = None
-    lost: int | None = None  # the other way round
-    # of the difference in what the benchmark is judged by: McNemar's exact test (random sign flips where items score
-    # in between)
+    lost: int | None = None  # the opposite
+    # of the difference in the judging metric: McNemar's exact test, or random sign flips if scores lie in between
     p_value: float | None = None
     p_holm: float | None = None  # the same, adjusted over all benchmarks of the report
 
@@ -156,7 +155,7 @@ class SkippedBenchmark:
 
 @dataclass(frozen=True)
 class LanguageAverage:
-    """The mean of what a language's benchmarks are judged by, each weighing the same."""
+    """The mean of the judging metrics of a language's benchmarks, with equal weights."""
 
     language: str
     num_benchmarks: int
@@ -170,7 +169,7 @@ class Report(RunRecord):
 
     FILE = "report.json"
     variant: str  # of the method
-    served: str  # which of the heads is what the model answers with
+    served: str  # the head that the model answers with
     step: int  # optimiser steps trained
     num_tokens_trained: int  # target tokens trained on
     trained_sha256: str  # of the expansion that was measured
@@ -184,7 +183,7 @@ class Report(RunRecord):
 
     @property
     def has_trade_off(self) -> bool:
-        """Whether there is anything to set against each other: corpora of both roles."""
+        """Whether there are corpora of both roles, so that loss and gain can be compared."""
         return bool(self.with_role("retention") and self.with_role("acquisition"))
 
     def corpus(self, name: str) -> CorpusResult:
@@ -209,15 +208,15 @@ class Report(RunRecord):
 
 
 def finite(value: float) -> float | None:
-    """Return a figure, or None where it is not finite (JSON has no infinity)."""
+    """Return a figure, or None if it is not finite (JSON has no infinity)."""
     return float(value) if math.isfinite(value) else None
 
 
 def paired_difference(before_N: Values, after_N: Values, units_N: Values, *, num_resamples: int, seed: int) -> Interval:
     """Return (sum after - sum before) / sum units, with its paired bootstrap interval over documents.
 
-    Of nats under two heads; units are tokens, or bytes times ln 2 for bits per byte. The interval holds for the
-    corpus-level figure (a ratio of sums), not for a mean of per-document ones.
+    Before and after are nats under two heads; units are tokens, or bytes times ln 2 for bits per byte. The interval is
+    of the corpus-level figure (a ratio of sums), not of a mean of per-document figures.
     """
     from scipy import stats  # takes half a second to import
 
@@ -246,12 +245,12 @@ def paired_difference(before_N: Values, after_N: Values, units_N: Values, *, num
 def summarise(
     source: EvaluationSource,
     losses: DocumentLosses,
-    letters: dict[str, Values] | None = None,  # by head (P, 2): letters in the prompt's script, and letters
+    letters: dict[str, Values] | None = None,  # by head (P, 2): letters in the prompt's script, and all letters
     *,
     num_resamples: int,
     seed: int,
 ) -> CorpusResult:
-    """Return the figures of one corpus from its documents' losses, and from what was said after its prompts."""
+    """Return the figures of one corpus from its documents' losses, and from the letters after its prompts."""
     bits = losses.num_bytes * math.log(2)
 
     def difference(before_N: Values, after_N: Values, units_N: Values) -> Interval:
@@ -300,15 +299,15 @@ def report_sha256(config: RunConfig, report: Report | None) -> str | None:
 
 
 def bound_nats(prior: float, switch_rate: float) -> float | None:
-    """Return by how much routing may cost a document more than a head of some weight at the start, whatever heads do.
+    """Return the most nats that routing costs a document over a head with this weight at the start, whatever heads do.
 
-    With a switch rate there is no figure that holds for documents of every length.
+    None with a switch rate, as no bound holds for documents of every length.
     """
     return None if switch_rate else -math.log(prior)
 
 
 def guarantee(router: RouterConfig) -> str:
-    """Return what is guaranteed of a router of two heads, in a sentence or two; empty where nothing is."""
+    """Return the guarantee of a router of two heads in words; empty if there is none."""
     over_base, over_trained = (bound_nats(prior, router.switch_rate) for prior in (router.prior, 1.0 - router.prior))
     if router.rule != "posterior" or over_base is None or over_trained is None:
         return ""

@@ -1,9 +1,9 @@
-"""What each head, and each routing rule, pays for every token of a text and every document of a corpus.
+"""The loss of each head and each routing rule, on every token of a text and every document of a corpus.
 
-One pass of a model gives, for every token, the log-probability under every head and the cosine of the logits of the
-first and the last; the routing rules follow from those numbers, so they cost nothing more and can be compared on the
-very same pass. A document longer than the context is scored in windows, each starting with the last token of the one
-before; the router's weight carries over, so the posterior bound holds for the whole document.
+One pass of a model gives each token's log-probability under every head, and the cosine of the logits of the first and
+the last head. The routing rules follow from these numbers: they cost nothing more, and are compared on the same pass.
+A document longer than the context is scored in windows, each starting with the last token of the window before. The
+router's weight carries over, so the posterior bound holds for the whole document.
 
 Shapes: K heads, B batch, T tokens, N documents.
 """
@@ -29,7 +29,7 @@ from scale_cli.processes import ALONE, Share, autocast, shared_out
 from scale_cli.terminal import progress_bar
 
 TWO_HEADS = ("base", "adapted")
-# Documents whose windows are sorted by length together, so that little of a batch is padding.
+# Documents whose windows are sorted by length together, to limit padding.
 _DOCUMENTS_AT_ONCE = 256
 
 Values = npt.NDArray[np.float64]
@@ -37,12 +37,12 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DocumentLosses:
-    """Of every document."""
+    """Losses of every document."""
 
     num_tokens: Values  # (N,) scored: the document's and its closing marker
     num_bytes: Values  # (N,) UTF-8 bytes of the text
     nats: dict[str, Values]  # (N,) of every head and rule, by name
-    served: dict[str, Values]  # of every rule (K, N): tokens served by each head, its weights summed
+    served: dict[str, Values]  # by rule (K, N): tokens served by each head, the sum of its weights
 
     def nats_per_token(self, name: str) -> float:
         return float(self.nats[name].sum() / self.num_tokens.sum())
@@ -56,9 +56,9 @@ class DocumentLosses:
 
 @dataclass(frozen=True)
 class Passes:
-    """How texts pass a model."""
+    """Sizes and precision of the passes that score texts."""
 
-    sequence_length: int  # tokens a window
+    sequence_length: int  # tokens per window
     batch_size: int  # windows at once
     mixed_precision: str  # `no` | `bf16` | `fp16`
 
@@ -70,7 +70,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class _Window:
-    """Some consecutive tokens of one document, each predicted from those before it, but the first."""
+    """Consecutive tokens of one document; each but the first is predicted from those before it."""
 
     document: int
     start: int
@@ -80,9 +80,9 @@ class _Window:
 def score_tokens(
     tokens: TokenLogProbs, router: RouterSettings, heads: Sequence[str] = TWO_HEADS
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what heads and rules say of tokens, (B, T) nats, and how each rule weighs the heads, (K, B, T) logarithms.
+    """Return tokens' log-probabilities by head and rule, (B, T) nats, and each rule's log-weights of heads, (K, B, T).
 
-    Both are by name; the cosine is a rule of two heads.
+    The cosine rule needs two heads.
     """
     log_probs_KBT = tokens.log_probs_KBT.double()
     rules = ("posterior", "cosine") if len(heads) == 2 else ("posterior",)
@@ -97,10 +97,10 @@ def score_corpus(
     router: RouterSettings,  # of both rules, whatever the model serves
     passes: Passes,
     *,
-    heads: Sequence[str] = TWO_HEADS,  # the names of the model's
+    heads: Sequence[str] = TWO_HEADS,  # names of the model's heads
     max_documents: int | None = None,
-    progress: str | None = None,  # what to call it on a progress bar; None for no bar
-    share: Share = ALONE,  # of the work, that is this process's; every one of them returns the whole
+    progress: str | None = None,  # label of the progress bar; None for no bar
+    share: Share = ALONE,  # this process's share of the work; each process returns the whole
 ) -> DocumentLosses:
     """Score the first documents of a corpus, or all of them, by a model in evaluation mode."""
     num_documents, scores = min(len(corpus), max_documents or len(corpus)), []
@@ -127,14 +127,14 @@ def score_corpus(
 def _observe_documents(
     model: HeadedModel, corpus: TokenisedCorpus, documents: range, passes: Passes, share: Share
 ) -> list[tuple[int, TokenLogProbs]]:
-    """Return the places of some documents, and what the heads said of each one's tokens, window by window."""
+    """Return the documents' indices, and the heads' log-probabilities of their tokens, scored in windows."""
     windows = [window for index in documents for window in _windows(corpus, index, passes.sequence_length)]
-    sizes = {window.document: window.start + len(window.ids) - 1 for window in windows}  # the last one's end
+    sizes = {window.document: window.start + len(window.ids) - 1 for window in windows}  # the end of the last window
     windows.sort(key=lambda window: (-len(window.ids), window.document, window.start))
     batches = [windows[first : first + passes.batch_size] for first in range(0, len(windows), passes.batch_size)]
 
     def observe_windows(batch: Sequence[_Window]) -> list[Tensor]:
-        """Return (T, K + 1) for each window: what every head said of its tokens, and the cosine."""
+        """Return (T, K + 1) for each window: every head's log-probabilities of its tokens, and the cosine."""
         tokens = observe(model, passes.mixed_precision, [window.ids for window in batch])
         said_CBT = torch.cat([tokens.log_probs_KBT, tokens.cosine_BT.unsqueeze(0)])
         return [said_CBT[:, row, : len(window.ids) - 1].T for row, window in enumerate(batch)]
@@ -147,8 +147,8 @@ def _observe_documents(
 
 
 def observe(model: HeadedModel, mixed_precision: str, rows: Sequence[Tensor]) -> TokenLogProbs:
-    """Return what the heads say of the tokens of some rows, from each one's second; shorter rows are padded."""
-    # Padding stands on the right, where causal attention keeps it out of every real position.
+    """Return the heads' log-probabilities of the tokens of rows, from the second on; shorter rows are padded."""
+    # Padding is on the right, where causal attention keeps it out of every real position.
     ids = pad_sequence(list(rows), batch_first=True).to(next(model.parameters()).device)
     with torch.no_grad(), autocast(ids.device.type, mixed_precision):
         return token_log_probs(model, ids[:, :-1], ids[:, 1:])

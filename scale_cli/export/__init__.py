@@ -1,1 +1,1 @@
-"""From a trained run to a folder other tools load: plain Llama, transformers, adapter."""
+"""Write a trained run as a folder that other tools load: plain Llama, transformers, adapter."""

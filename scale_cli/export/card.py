@@ -1,6 +1,6 @@
 """The model card of an export: what it was made of, how, what it forgot, and under which licence.
 
-What a card says stands in `templates/`; here is what it is told of. Source: the hub's metadata,
+The text of cards is in `templates/`; this module collects its values. Source: the hub's metadata,
 https://huggingface.co/docs/hub/model-cards.
 """
 
@@ -26,17 +26,17 @@ from scale_cli.storage.records import BaseRecord, BranchPoint, Parity, RunFolder
 from scale_cli.upscale.base import looks_local, root_model, stages_below
 from scale_cli.values import language_name
 
-# By the names that the hub's models use: Llama comes with USE_POLICY.md, Apache-licensed work may come with NOTICE.
+# Names that the hub's models use: Llama has USE_POLICY.md, Apache-licensed work may have NOTICE.
 _LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 
 @dataclass(frozen=True)
 class Licence:
-    """What a base says of its licence."""
+    """The licence that a base states."""
 
-    # as its card's metadata has it (`apache-2.0`, `llama3.2`); None where it says nothing
+    # from its card's metadata (`apache-2.0`, `llama3.2`); None if not stated
     identifier: str | None = None
-    name: str | None = None  # of a licence that the hub does not know, where `identifier` is `other`
+    name: str | None = None  # if `identifier` is `other`: a licence that the hub does not know
     link: str | None = None  # to its text
     files: tuple[Path, ...] = ()  # its licence files
 
@@ -46,9 +46,9 @@ class Licence:
 
 
 def base_licence(model: ModelConfig) -> Licence:
-    """Return what the plain base says of its licence, in its README.md's metadata and in files beside it.
+    """Return the licence that the plain base states, in its README.md's metadata and in files beside it.
 
-    A base from the hub is asked there; offline, its cached copy is, and where that has neither, nothing is known.
+    A base from the hub is looked up there, and offline in its cache; if neither has it, the licence is empty.
     """
     model = root_model(model)
     folder = Path(model.base)
@@ -61,16 +61,16 @@ def base_licence(model: ModelConfig) -> Licence:
     files = tuple(sorted({file for pattern in _LICENCE_FILES for file in folder.glob(pattern) if file.is_file()}))
     if not (folder / "README.md").is_file():
         return Licence(files=files)
-    # The card is somebody else's: what is wrong in the rest of its metadata is no matter here.
+    # Other errors in the metadata of the base's card do not matter here.
     data = ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data
     return Licence(data.license, data.license_name, data.license_link, files)
 
 
 class Stage:
-    """One training that made a model: of itself, or of a widened base that it stands on."""
+    """One training behind a model: its own, or that of a widened base below it."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        """Read a run's `final/`, or an adapter export, which says neither how long it was trained nor on how much."""
+        """Read a run's `final/`, or an adapter export, which does not say how long or on how much it was trained."""
         self.name, self.config = config.output_dir.name, config
         self.base = BaseRecord.load(folder)
         self.state, self.begun = TrainState.load_if_there(folder), BranchPoint.load_if_there(folder)
@@ -106,13 +106,13 @@ def model_card(
 
 def card(
     template: str,
-    stages: Sequence[Stage],  # the trainings that made the model, the first of them on the plain base
+    stages: Sequence[Stage],  # in order; the first was on the plain base
     licence: Licence,
-    tag: str,  # for the hub: the kind of model
+    tag: str,  # the kind of model, for the hub
     loaded_as: str,  # the part of `card_loading.md.j2` that says how it is loaded
     **values: Any,
 ) -> str:
-    """Return a card from a template upon `card.md.j2`."""
+    """Return a card from a template that extends `card.md.j2`."""
     record, sources = stages[0].base, [source for stage in stages for source in stage.config.corpus.sources]
     kept = [each for stage in stages for each in stage.config.evaluation.perplexity if each.role == "retention"]
     metadata = ModelCardData(
@@ -140,5 +140,5 @@ def card(
 
 
 def base_title(record: BaseRecord) -> str:
-    """Return what the base is called, of a local folder its last two names: where it lies is nobody's business."""
+    """Return the base's name; of a local folder only the last two parts, to keep its location private."""
     return "/".join(Path(record.name).parts[-2:]) if looks_local(record.name) else record.name

@@ -1,27 +1,27 @@
-"""The widened model as a plain dense one of its family: one bigger matrix for every four blocks, no custom code.
+"""The widened model as a plain dense model of its family: one larger matrix for every four blocks, no custom code.
 
-With both streams normalised by the base stream's RMS this is exact. Let x have d channels and u d', and store them as
-one stream [a x ; b u] with powers of two a and b, b / a so small that u does not count in the joint mean square:
+This is exact if the base stream's RMS normalises both streams. Let x have d channels and u have d'. Store them as one
+stream [a x ; b u] with powers of two a and b. Let b / a be so small that u does not count in the joint mean square:
 
     rms([a x ; b u]; eps') = sqrt((a^2 |x|^2 + b^2 |u|^2) / (d + d') + eps')  ->  a sqrt(d / (d + d')) rms(x; eps)
 
 with eps' = a^2 eps d / (d + d'). So the gains become g sqrt(d / (d + d')) for x and g' (a / b) sqrt(d / (d + d')) for
-u, and every row that writes x or u into the stream is multiplied by a or by b, which is lossless in floating point.
-Expansions upon one another, or beside one another, are stored one after another, d' being the channels of all of them.
+u. Every row that writes x or u into the stream is multiplied by a or by b, which is lossless in floating point.
+Stacked or parallel expansions are stored one after another; d' is the channels of all of them.
 
-Every other norm is met in the same way, with the one eps' that there is:
+Every other norm is treated in the same way, with the same eps':
 
-- Of what a layer writes (o, down): their rows are stored as x and u are. The output is to be [a y ; b y'], so the gains
-  are a g sqrt(d / (d + d')) and a g' sqrt(d / (d + d')).
-- Of one head's queries or keys: rms(q; eps') is sqrt(eps' / eps) times rms(q; eps) where q is as many times as large,
-  and so are the rows that make it. The gains are the same for all heads.
-- Of all queries or keys together, n of the base's and n' more: the rows of q are times s, those of q' times s b / a,
-  with s^2 = (eps' / eps) (n + n') / n. The gains are those of a norm of the stream, with n in the place of d.
+- A norm of what a layer writes (o, down): these rows are stored as x and u are. The output must be [a y ; b y'], so the
+  gains are a g sqrt(d / (d + d')) and a g' sqrt(d / (d + d')).
+- A norm of one head's queries or keys: rms(q; eps') is sqrt(eps' / eps) times rms(q; eps) if q is larger by the same
+  factor. So the rows that make q are multiplied by it. The gains are the same for all heads.
+- A norm of all queries or keys together, n of the base's and n' more: the rows of q are multiplied by s, those of q' by
+  s b / a, with s^2 = (eps' / eps) (n + n') / n. The gains are those of a norm of the stream, with n instead of d.
 
-What reads the stream without a norm has its columns divided by a and by b. Gains that are stored as w = g - 1 are
-stored so. What multiplies the embedding by the root of the width is divided out of its rows.
+Maps that read the stream without a norm have their columns divided by a and by b. Gains that a family stores as
+w = g - 1 are stored so. If a family multiplies the embedding by the root of the width, its rows are divided by that.
 
-Source: ours (docs/serving.md); only b / a matters for exactness, the split keeps weights in range of fp16 and int8.
+Source: ours (docs/serving.md). Only b / a matters for exactness; the split keeps weights in the range of fp16 and int8.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from scale_cli.upscale.objective import expansion_norms, measured_stream_ratios
 
 @dataclass(frozen=True)
 class StreamScales:
-    """The powers of two that x and u are stored with."""
+    """The powers of two by which x and u are multiplied when stored."""
 
     base: float
     expansion: float
 
 
 _ONCE = StreamScales(1.0, 1.0)
-# u counts as (b/a)^2 |u|^2/|x|^2 in the joint mean square. These are below the rounding of the dtype for a u of up to
-# _COVERED times the size of x; training can make it larger still, and then it is stored smaller by as much.
-# In float16 a smaller b would push the rows that write u below its smallest normal number, 6e-5: in f16 and q8_0 that
-# costs more than u's part of the mean square does; so a u that is large at few tokens is let count there.
+# u adds (b/a)^2 |u|^2/|x|^2 to the joint mean square. With these scales that is below the rounding of the dtype, for a
+# u of up to _COVERED times the size of x. If training makes u larger still, u is stored smaller by as much.
+# In float16 a smaller b would push the rows that write u below the smallest normal number, 6e-5. In f16 and q8_0 that
+# costs more than u's part of the mean square, so there a u that is large at few tokens may count.
 _SCALES = {
     "float32": StreamScales(2.0**4, 2.0**-12),
     "bfloat16": StreamScales(2.0**2, 2.0**-6),
@@ -71,16 +71,16 @@ _LARGEST_GAIN = {"float32": 2.0**60, "bfloat16": 2.0**60, "float16": 2.0**15}
 
 
 def dense_model(model: WidenedModel, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
-    """Return a plain model of the base's own class whose logits are the trained head's, put together in float32.
+    """Return a plain model of the base's own class with the trained head's logits, computed in float32.
 
-    Of expansions beside one another there is no such head: its logits are the base's and what each of them adds. The
-    size of u beside x is measured on prompts, (1, T) ids; without any, on random tokens.
+    Parallel expansions have no joint trained head: the logits are the base's plus what each expansion adds. The size of
+    u relative to x is measured on prompts, (1, T) ids; without prompts, on random tokens.
     """
     measured = largest_stream_ratio(model, prompts or [random_ids(model.root, seed=0)])
     excess = max(1.0, measured / _COVERED[dtype])
     scales = _SCALES[dtype]
     expansion = scales.expansion * 2.0 ** -math.ceil(math.log2(excess))
-    # The gains of u are divided by as much; float16 has no number beyond 65,504.
+    # The gains of u are divided by the same scale; float16 has no number beyond 65,504.
     largest_gain = max(norm.weight.abs().max().item() for norm in expansion_norms(model).values())
     smallest = scales.base * 2.0 ** math.ceil(math.log2(largest_gain / _LARGEST_GAIN[dtype]))
     scales = replace(scales, expansion=max(expansion, smallest))
@@ -91,7 +91,7 @@ def dense_model(model: WidenedModel, dtype: str, prompts: Sequence[Tensor] = ())
     parameters = dict(dense.named_parameters())
     factor = float(family_of(model.root.config).embedding_factor(dense.get_input_embeddings()))
     with torch.no_grad():
-        # Each is made in float32, and lowered before the next.
+        # Each tensor is made in float32, and lowered before the next one.
         for name, tensor in _dense_tensors(model, scales, factor):
             parameters.pop(name).copy_(tensor)
     assert not parameters, f"every tensor of a plain model is made: {list(parameters)}"
@@ -109,7 +109,7 @@ def largest_stream_ratio(model: WidenedModel, prompts: Sequence[Tensor]) -> floa
 
 
 def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
-    """Return any method's trained model as a plain one: a widened one made dense, LoRA merged, the rest as they are."""
+    """Return any method's trained model as a plain one: widened models made dense, LoRA merged, others as they are."""
     if isinstance(model, WidenedModel):
         return dense_model(model, dtype, prompts)
     plain = copy.deepcopy(model).float()
@@ -120,10 +120,9 @@ def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) 
 
 
 def lower_weights(model: MethodModel, dtype: torch.dtype) -> None:
-    """Hold every weight in a dtype, in place.
+    """Convert every weight to a dtype, in place.
 
-    RoPE's frequencies are no weights: `Module.to` would round them too, and no model that is loaded from a folder has
-    them in less than float32.
+    Unlike `Module.to`, it does not round RoPE's frequencies: models loaded from a folder always have them in float32.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -147,14 +146,14 @@ def dense_config(model: WidenedModel, scales: StreamScales) -> PreTrainedConfig:
 
 
 def _eps_growth(model: WidenedModel, scales: StreamScales) -> float:
-    """Return eps' / eps, which is the growth of the mean square of whatever a norm reads."""
+    """Return eps' / eps: the factor by which the mean square that any norm reads grows."""
     num_base: int = model.root.config.hidden_size
     num_added = sum(stage.expansion_hidden_size for stage in model.config.stages())
     return scales.base**2 * num_base / (num_base + num_added)
 
 
 def _dense_tensors(model: WidenedModel, scales: StreamScales, embedding_factor: float) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the plain model, which multiplies its embedding with a factor of its own."""
+    """Yield every tensor of the plain model; that model multiplies its embedding by `embedding_factor`."""
     base, stages = model.root, [branch.expansion for branch in model.branches]
     decoder, family, num_base = base.model, family_of(base.config), base.config.hidden_size
     embedding = dense_embedding(base, stages)
@@ -191,7 +190,7 @@ def _layer_maps(
 ) -> Iterator[tuple[str, Tensor]]:
     family, parents = family_of(model.root.config), [branch.parent for branch in model.branches]
     eps_growth = _eps_growth(model, scales)
-    as_stored = StreamScales(1.0 / scales.base, 1.0 / scales.expansion)  # of columns that read what no norm has scaled
+    as_stored = StreamScales(1.0 / scales.base, 1.0 / scales.expansion)  # columns that read the stream without a norm
     columns = dict.fromkeys(OWNERS, _ONCE)
     columns |= dict.fromkeys(READ_BY_ATTENTION, _ONCE if family.before_attention else as_stored)
     columns |= dict.fromkeys(READ_BY_MLP, _ONCE if family.before_mlp else as_stored)
@@ -206,7 +205,7 @@ def _layer_maps(
     for name, frozen, added in widened_linears(family, base_layer, layers):
         for kind, tensor in _joined_linear(frozen, added, parents, columns[name], rows[name]).items():
             yield f"{OWNERS[name]}.{name}.{kind}", tensor
-    if not layers[0].has_mlp:  # experts and their gate read x alone, and write into x alone
+    if not layers[0].has_mlp:  # experts and their gate read only x, and write only into x
         mlp, num_added = base_layer.mlp, sum(stage.expansion_hidden_size for stage in model.config.stages())
         yield "mlp.gate.weight", F.pad(mlp.gate.weight.float(), (0, num_added))
         yield "mlp.experts.gate_up_proj", F.pad(mlp.experts.gate_up_proj.float(), (0, num_added))
@@ -214,7 +213,7 @@ def _layer_maps(
 
 
 def _joined_head(model: WidenedModel) -> Tensor:
-    """Return [H, H'_1, ...], below H the rows of new tokens."""
+    """Return [H, H'_1, ...], with the rows of new tokens below H."""
     base: Tensor = model.root.lm_head.weight
     added = [branch.expansion.lm_head.weight for branch in model.branches]
     widths = [base.shape[1], *(weight.shape[1] for weight in added)]
@@ -232,7 +231,7 @@ def _joined_head(model: WidenedModel) -> Tensor:
 
 
 def _gains(layer: ExpansionLayer, name: str) -> Tensor:
-    """Return the added gains of a norm: 0 of the one before a sparse MLP, which does not read u."""
+    """Return the added gains of a norm; zeros for the norm before a sparse MLP, which does not read u."""
     norm: ExpansionNorm | None = getattr(layer, name, None)
     return torch.zeros(len(layer.o_proj.weight_22)) if norm is None else norm.weight.float()
 
@@ -245,7 +244,7 @@ def _widths(frozen: Any, added: Sequence[Tensor]) -> tuple[int, int]:
 def _joined_gains(
     family: Family, frozen: Any, added: Sequence[Tensor], scales: StreamScales, wanted: StreamScales = _ONCE
 ) -> Tensor:
-    """Return the weight of a norm over all streams, which are stored with `scales`, and `wanted` with others."""
+    """Return the weight of a norm over all streams, stored with `scales`, whose output has the scales `wanted`."""
     num_base, num_all = _widths(frozen, added)
     of_base = wanted.base * family.norm_form.gains(frozen.weight.float())
     of_added = [wanted.expansion * (scales.base / scales.expansion) * gains for gains in added]

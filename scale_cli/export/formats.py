@@ -1,4 +1,4 @@
-"""The formats of exports: what each writes, and every way in which that is served, held to the trained model."""
+"""The formats of exports: what each writes, and the comparison of each way to serve it with the trained model."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from scale_cli.upscale.preservation import trained_logits
 from scale_cli.upscale.run import MethodFolder, tokenizer_place
 
 MAX_LOGIT_DIFFERENCE = 1e-4  # float32
-# An export may be this many times as far from the exact model as the trained model itself, held in the export's dtype:
-# in the mean, which any wrong weight raises, and, where a float32 model rounds by more than the figure above, at the
-# worst position, which is one of hundreds of thousands and scatters.
+# An export may differ from the exact model by this many times as much as the trained model in the export's dtype.
+# The first limit is for the mean, which any wrong weight raises. The second is for the worst position, one of
+# hundreds of thousands, which scatters; it applies if a float32 model rounds by more than the figure above.
 MAX_OWN_RATIO = 2.0
 MAX_OWN_RATIO_AT_WORST = 10.0
 _POSITIONS_AT_ONCE = 32
@@ -40,12 +40,12 @@ Logits = Callable[[MethodModel, Tensor], Tensor]
 
 
 def served_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
-    """Return what the trained model answers with: routed logits for `route`."""
+    """Return the logits that the trained model answers with: routed ones for `route`."""
     return model(input_ids=input_ids, use_cache=False).logits
 
 
 class _Exact(TorchDispatchMode):
-    """Compute whatever is read in a wider precision, one tensor at a time: no exact copy of a model has to be held."""
+    """Compute in a wider precision, one tensor at a time, so that no wider copy of the model is needed."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Exact(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op.is_view:  # of a weight, that is widened where it is read
+        if op.is_view:  # a view of a weight is widened when it is read
             return op(*args, **kwargs)
         if isinstance(asked := kwargs.get("dtype"), torch.dtype):
             kwargs = kwargs | {"dtype": self._wider(asked)}
@@ -72,14 +72,14 @@ class _Exact(TorchDispatchMode):
 
 
 def _grouped_product(rows_SD: Tensor, weights_KDC: Tensor, ends_K: Tensor, *_: Any) -> Tensor:
-    """Return every expert's product with the rows that came to it, which torch has in no more than float32."""
+    """Return every expert's product with its rows; torch's own grouped product has at most float32."""
     starts_and_ends = pairwise([0, *ends_K.tolist()])
     return torch.cat([rows_SD[slice(*at)] @ weight for at, weight in zip(starts_and_ends, weights_KDC, strict=True)])
 
 
 @contextmanager
 def _held_in(parameters: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Let parameters be other tensors, as long as this lasts."""
+    """Replace parameters by other tensors within the context."""
     before = {parameter: parameter.data for parameter in parameters}
     try:
         for parameter, tensor in parameters.items():
@@ -91,7 +91,7 @@ def _held_in(parameters: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
 
 
 class _Differences:
-    """The largest and the mean of what some logits differ by from others, of which only one prompt's are held."""
+    """The largest and the mean difference between logits, of which only one prompt's are held at a time."""
 
     def __init__(self) -> None:
         self.largest, self.total, self.count = torch.zeros(()), 0.0, 0
@@ -151,9 +151,9 @@ def check_parity(parity: Parity, dtype: str) -> None:
 
 
 class Format:
-    """A kind of folder, of a run's model."""
+    """A kind of folder in which a run's model is written."""
 
-    name: ClassVar[str]  # as `export.format`
+    name: ClassVar[str]  # its value of `export.format`
     description: ClassVar[str]  # for the terminal
 
     def __init__(self, config: RunConfig) -> None:
@@ -163,11 +163,11 @@ class Format:
         self.answers_as_served = False  # whether it answers as the run is served, or with the trained head alone
 
     def check(self) -> None:
-        """Refuse what the format does not have."""
+        """Raise ConfigError if the config asks for what the format does not have."""
 
     @property
     def folder(self) -> Path:
-        """Where it lands."""
+        """The folder of this export."""
         return RunFolder(self.config.output_dir).export(self.name, self.config.export.dtype)
 
     def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
@@ -175,16 +175,16 @@ class Format:
         raise NotImplementedError
 
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
-        """Yield each way of loading the folder, with the logits it has to match; the router's way comes second."""
+        """Yield the model for each way to load the folder, with the logits to match; the routed way comes second."""
         raise NotImplementedError
 
     def prove(self, folder: Path, model: MethodModel, prompts: list[Tensor]) -> Parity:
-        """Load a folder in every way in which it is served, and hold it to the trained model."""
+        """Load a folder in every way in which it is served, and check that it computes what the trained model does."""
         parities = []
         for loaded, expected in self.load(folder):
             parities.append(measure_parity(placed(loaded).eval(), model, expected, prompts))
             check_parity(parities[-1], str(loaded.dtype).removeprefix("torch."))
-            del loaded  # before another is loaded
+            del loaded  # freed before the next is loaded
         return replace(parities[0], routed=parities[1] if len(parities) > 1 else None)
 
 
@@ -211,8 +211,8 @@ class Llama(Format):
 
 
 def write_self_contained(model: WidenedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write weights, configuration, code and tokenizer; it loads with trust_remote_code=True, and here without."""
-    # Not the base's own files: which class reads those may hang on the family, which this configuration does not name.
+    """Write weights, configuration, code and tokenizer; loads with trust_remote_code=True, and in scale without."""
+    # Not the base's own files: the class to read them may depend on the family, which this configuration does not name.
     tokenizer.save_pretrained(folder)
     frame_prompts(folder, tokenizer)
     # Registered here and not where the classes are defined: only this folder carries its own code.
@@ -247,7 +247,7 @@ class Transformers(Format):
 
 
 class Adapter(Format):
-    """What was trained, to be put onto the base: PEFT's own folder where it is PEFT's."""
+    """The trained tensors, to load onto the base; for PEFT's methods in PEFT's own folder."""
 
     name = "adapter"
     description = "what was trained, alone; loads onto the base it was trained on, and no other"
@@ -278,9 +278,10 @@ FORMATS: dict[str, type[Format]] = {one.name: one for one in (Llama, Transformer
 
 
 def formats_of(config: RunConfig) -> list[Format]:
-    """Return the formats that a config asks for, each with the config that asks for it alone.
+    """Return the formats that a config asks for, each with a copy of the config that asks for it alone.
 
-    ConfigError says that the method does not have one of them, or that it does not have the precision.
+    Raises:
+        ConfigError: the method does not have one of the formats, or a format does not have the precision.
     """
     made = [
         FORMATS[name](config.model_copy(update={"export": config.export.model_copy(update={"format": name})}))

@@ -1,13 +1,13 @@
-"""A plain model as a folder that everything loads that loads its base.
+"""A plain model as a folder that loads wherever its base loads.
 
-transformers 5 writes config.json and the tokenizer in a spelling of its own: version 4, which much that serves models
-still pins, does not know `rope_parameters`, goes on with unscaled positions, and does not find the tokenizer's class.
-Here the base's own config.json is taken, with other sizes and both spellings, and its small files byte for byte. One
-thing may change in the tokenizer: whoever tokenises a prompt gets the boundary that stood before it in training.
+transformers 5 writes config.json and the tokenizer in its own format. Version 4, which many servers still pin, does not
+know `rope_parameters`: it goes on with unscaled positions, and does not find the tokenizer's class. So the base's own
+config.json is used, with other sizes and both spellings, and its small files are copied byte for byte. One thing may
+change in the tokenizer: it puts the boundary that began a training document before a prompt.
 
-Keys of its config.json, and two files of code beside it (`model/routed_scale.py`), let it be served routed. Who does
-not know them, or does not trust the code, loads the plain model. It cannot be routed where an expansion writes into x
-(W12): the base's head reads the x that nobody has written into.
+Keys in config.json, and two code files beside it (`model/routed_scale.py`), let the folder be served routed. A loader
+that does not know the keys, or does not trust the code, loads the plain model. A model cannot be routed if an expansion
+writes into x (W12), since the base's head reads an x that no expansion has written into.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from scale_cli.upscale.preservation import SAMPLE_TEXTS
 from scale_cli.upscale.run import TokenizerPlace, tokenizer_place
 
 KEY = "scale_router"
-# The second is for `transformers serve`, which asks for a class of that kind first, and else takes the plain one.
+# The second is for `transformers serve`, which looks for such a class first, and otherwise takes the plain one.
 _ASKED_FOR = ("AutoModelForCausalLM", "AutoModelForDecision")
 _CODE = (Path(str(routed_scale.__file__)), Path(str(routing.__file__)))
 
 
 def router_keys(model: MethodModel) -> dict[str, Any] | None:
-    """Return what `scale_router` is in the config.json of a model's plain export; None where it cannot be routed.
+    """Return the value of `scale_router` in a plain export's config.json; None if the model cannot be routed.
 
     Returns:
-        `stream_sizes`: channels of the hidden row by stream, the base head's first (of a stack, all that its base head
-        reads); `parents`: of every other head, the head that its logits are added to; `prior` of the base head, the
-        rest being shared evenly by the others; `switch_rate`; `new_tokens`, where the base has not all (`PieceShares`):
-        of each the `first` of its pieces, those that are the scripts' `own`, and which are `known` by every head.
+        `stream_sizes`: channels of the hidden row by stream, the base head's first (in a stack, all that it reads);
+        `parents`: for every other head, the head that its logits are added to;
+        `prior` of the base head, while the others share the rest evenly; `switch_rate`;
+        `new_tokens`, if the base lacks some (`PieceShares`): the `first` of the pieces of each, the pieces that are the
+        scripts' `own`, and the range that is `known` by each head.
     """
     if not isinstance(model, WidenedModel):
         return None
@@ -70,14 +71,14 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
 
 
 def routed_class(folder: Path) -> Any:
-    """Return the class that serves a plain export routed; None where the folder is not one that can be."""
+    """Return the class that serves a plain export routed; None if the folder cannot be routed."""
     config = read_json(folder / "config.json")
     (architecture,) = config.get("architectures") or [""]
     return getattr(routed_scale, routed_name(architecture), None) if KEY in config else None
 
 
 def routed_name(architecture: str) -> str:
-    """Return what the routed class of a plain one is called, in transformers and in vLLM."""
+    """Return the name of the routed class of a plain architecture, in transformers and in vLLM."""
     return f"ScaleRouted{architecture}"
 
 
@@ -95,11 +96,11 @@ _TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# Of a tokenizer's settings: transformers puts them in the place of the template that the tokenizer has.
+# Tokenizer settings with which transformers replaces the tokenizer's own template.
 _SETTINGS_OF_A_FRAME = ("add_bos_token", "add_eos_token")
 _MORE_TEMPLATES = "additional_chat_templates"
 _GENERATION = "generation_config.json"
-# What the methods change of a configuration.
+# Configuration keys that methods change.
 _CHANGED = (
     "hidden_size",
     "intermediate_size",
@@ -114,19 +115,19 @@ _CHANGED = (
     "tie_word_embeddings",
     "vocab_size",
 )
-# What is written anew, and what a base may have of its own: code, and, as an export of ours, a router.
+# Keys that are written anew, or that a base may have of its own: code, and a router if it is an export of ours.
 _LEFT_OUT = ("auto_map", KEY, "dtype", "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype")
 
 
 def write_plain(
     plain: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    base: ModelConfig,  # of a widened base it is the plain model at its bottom that counts
+    base: ModelConfig,  # for a widened base, the plain model below it counts
     folder: Path,
     router: dict[str, Any] | None = None,  # `router_keys`
-    grown_in: Path | None = None,  # the folder of the run that has the tokenizer, where it is not the base's
+    grown_in: Path | None = None,  # the run's folder with the tokenizer, if that is not the base's
 ) -> None:
-    """Write a plain model, and beside it what its base has: configuration, generation settings, tokenizer."""
+    """Write a plain model with its base's configuration, generation settings and tokenizer."""
     plain.save_pretrained(folder)
     root = root_model(base)
     config, *others = _files_at("model.base", root.base, root.revision, (_CONFIG, _GENERATION))
@@ -146,7 +147,7 @@ def write_plain(
 
 
 def find_plain_export(path: Path) -> Path:
-    """Return the folder of a plain export: the one that was given, or the only one of a run."""
+    """Return the folder of a plain export: the given folder, or the only export of a run."""
     if (path / "config.json").is_file():
         return path
     found = [folder for folder in sorted(path.glob("export/llama*")) if (folder / "config.json").is_file()]
@@ -158,7 +159,7 @@ def find_plain_export(path: Path) -> Path:
 
 
 def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, place: TokenizerPlace, folder: Path) -> None:
-    """Copy a tokenizer's files to where a config.json of the base's family is, and let them frame prompts."""
+    """Copy a tokenizer's files into a folder with a config.json of the base's family, and let them frame prompts."""
     files = _files_at(place.key, place.name, place.revision, _TOKENIZER)
     for file in files:
         shutil.copyfile(file, folder / file.name)
@@ -169,9 +170,9 @@ def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, place: TokenizerPlace, fo
 
 
 def frame_prompts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let the tokenizer's files in a folder begin a prompt as training began a document; the files may do so already.
+    """Make a folder's tokenizer begin a prompt as training began a document, unless it already does.
 
-    A chat template writes its own beginning: what it has rendered is tokenised without special tokens everywhere.
+    A chat template writes its own beginning; its text is tokenised without special tokens everywhere.
     """
     boundary = DocumentMarkers.of(tokenizer).context
     if boundary is not None and not _is_framed(folder, tokenizer):
@@ -184,7 +185,7 @@ def frame_prompts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         settings = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else {}
         settings = {name: value for name, value in settings.items() if name not in _SETTINGS_OF_A_FRAME}
         write_json(folder / _SETTINGS, settings)
-        if not _is_framed(folder, tokenizer):  # some families' classes keep steps of their own
+        if not _is_framed(folder, tokenizer):  # the classes of some families keep their own steps
             marks = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
             write_json(folder / _SETTINGS, {**settings, **marks, "tokenizer_class": "PreTrainedTokenizerFast"})
     if not _is_framed(folder, tokenizer):
@@ -194,13 +195,13 @@ def frame_prompts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _is_framed(folder: Path, trained: PreTrainedTokenizerBase) -> bool:
-    """Return whether a folder's tokenizer turns prompts into what stood in training: the boundary, then the text."""
+    """Return whether a folder's tokenizer encodes prompts as training did: the boundary, then the text."""
     served = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return all(served(text).input_ids == prompt_ids(trained, text) for text in SAMPLE_TEXTS)
 
 
 def _framing(written: dict[str, Any] | None, token: str, boundary: int) -> dict[str, Any]:
-    """Return the post-processor of a tokenizer.json that sets a token before a text; offsets stay as they were."""
+    """Return a post-processor for tokenizer.json that puts a token before a text and keeps offsets unchanged."""
     before, first, second = (
         {"SpecialToken": {"id": token, "type_id": 0}},
         {"Sequence": {"id": "A", "type_id": 0}},
@@ -217,7 +218,7 @@ def _framing(written: dict[str, Any] | None, token: str, boundary: int) -> dict[
 
 
 def _files_at(key: str, name: str, revision: str | None, names: Sequence[str]) -> list[Path]:
-    """Return those of some files that there are, in order: in a folder, on the hub, or in the hub's cache."""
+    """Return the paths of the files that exist, in order: in a folder, on the hub, or in the hub's cache."""
     try:
         found = cached_files(name, list(names), revision=revision, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
@@ -228,14 +229,14 @@ def _files_at(key: str, name: str, revision: str | None, names: Sequence[str]) -
 
 
 def _configuration(written: dict[str, Any], plain: PreTrainedModel, base: Any) -> dict[str, Any]:
-    """Return what a base's config.json tells, changed to what a plain model is."""
+    """Return a base's config.json, changed to describe a plain model."""
     dtype = str(plain.dtype).removeprefix("torch.")
     now = {name: getattr(plain.config, name, None) for name in _CHANGED}
     return {
         **{name: value for name, value in written.items() if name not in _LEFT_OUT},
         **{name: value for name, value in now.items() if value != getattr(base, name, None)},
         **_rope(plain.config.rope_parameters),
-        # As the base spells it, where it does: transformers 4 takes no other keys of Phi's.
+        # In the base's own spelling, if it has one: transformers 4 accepts no other keys for Phi.
         **({"rope_scaling": written["rope_scaling"]} if written.get("rope_scaling") else {}),
         "architectures": [type(plain).__name__],
         "torch_dtype": dtype,
@@ -244,7 +245,7 @@ def _configuration(written: dict[str, Any], plain: PreTrainedModel, base: Any) -
 
 
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return RoPE as transformers 4 spells it, and as 5 does; some families have one for each kind of layer."""
+    """Return RoPE's settings in the spellings of transformers 4 and 5; some families have them per kind of layer."""
     of_all = parameters.get("full_attention", parameters)
     local = parameters.get("sliding_attention")
     scaling = {name: value for name, value in of_all.items() if name != "rope_theta"}

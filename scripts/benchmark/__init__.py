@@ -1,1 +1,1 @@
-"""What training costs: every method in one process, on one random model, against what the mathematics allows."""
+"""Training cost: all methods in one process on one random model, compared with the mathematical minimum."""

@@ -1,4 +1,4 @@
-"""What training costs: every method in one process, in turns, on one random Llama; figures against their bars.
+"""Measure training cost: every method in one process, in turns, on one random Llama; compare figures with their bars.
 
     python -m scripts.benchmark [--shape cpu|cpu-fp32|gpu|tiny] [--rounds N] [--methods NAME,...] [--output FOLDER]
 
@@ -23,7 +23,7 @@ from scripts.benchmark.shapes import SHAPES, Shape
 def run_benchmark(
     shape: Shape, names: list[str], num_rounds: int, output: Path, log: Callable[[str], None]
 ) -> dict[str, Measured]:
-    """Measure methods (of `cases`; all where no names are given), print the tables and write OUTPUT/SHAPE.json."""
+    """Measure the named methods (all of `cases` by default), print the tables and write OUTPUT/SHAPE.json."""
     with tempfile.TemporaryDirectory() as scratch:
         batches = shape.batches(Path(scratch), SEED)
         makers = cases(shape, batches, Path(scratch))

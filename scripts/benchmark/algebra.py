@@ -1,40 +1,40 @@
-"""What training on one token must cost in floating-point operations, by algebra from the sizes of a model.
+"""The FLOPs that training on one token must cost, by algebra from the sizes of a model.
 
-A linear map y = W x, W (out, in), is one product per pass, each 2 in out FLOPs a token (a multiplication and an
-addition for every weight):
+A linear map y = W x, W (out, in), is one product per pass. Each costs 2 in out FLOPs a token: a multiplication and an
+addition for every weight.
 
-| pass                    | product         | is needed where                                                       |
+| pass                    | product         | needed if                                                             |
 |-------------------------|-----------------|-----------------------------------------------------------------------|
 | forward                 | W x             | always                                                                |
 | gradient of activations | W^T dy          | x needs a gradient: something below that reaches x trains             |
 | gradient of weights     | dy x^T          | W trains                                                              |
 
 So every map costs 2 in out (1 + [x needs a gradient] + [W trains]). Over N weights in maps that is 6 N for full
-fine-tuning and 4 N for LoRA. A widened map has up to four blocks; its u always needs a gradient, for E' trains:
+fine-tuning and 4 N for LoRA. A widened map has up to four blocks; its u always needs a gradient, since E' trains:
 
 | block | reads | writes | FLOPs                                          |
 |-------|-------|--------|------------------------------------------------|
 | W     | x     | x      | 2 D D (1 + [x needs a gradient])               |
-| W12   | u     | x      | 2 E D 3, where it exists                       |
+| W12   | u     | x      | 2 E D 3, if it exists                          |
 | W21   | x     | u      | 2 D E (2 + [x needs a gradient])               |
 | W22   | u     | u      | 2 E E 3                                        |
 
-with E = r D: 2 D^2 (1 + 2r + 3r^2) where x needs no gradient and 2 D^2 (2 + 6r + 3r^2) where it does and W12 exists.
-Whether x needs one is followed map by map, bottom up: it does above the first thing that trains and writes into x.
-Sizes, and what trains, are read off the method's model without weights (on the meta device), which is never run.
+with E = r D: 2 D^2 (1 + 2r + 3r^2) if x needs no gradient, and 2 D^2 (2 + 6r + 3r^2) if it does and W12 exists.
+Whether x needs one is followed map by map from the bottom: it does above the first thing that trains and writes into x.
+The sizes and the trained parameters come from the method's model on the meta device, which is never run.
 
-Attention over S keys costs 2 S A FLOPs a token and head of A channels for each product: forward Q K^T and P V;
-backward dP = dO V^T where q or k needs a gradient, dQ, dK and dV = P^T dO where q, k and v do. It is causal: a token
+Attention over S keys costs 2 S A FLOPs for each token, product and head of A channels: forward Q K^T and P V; backward
+dP = dO V^T if q or k needs a gradient; dQ, dK and dV = P^T dO if q, k or v does, respectively. It is causal: a token
 sees (T + 1) / 2 keys on average.
 
-OSF's part of a map is two maps of its rank, beside W as LoRA's are. Its projections are a step's, not a token's.
+OSF's part of a map is two maps of its rank, beside W like LoRA's. Its projections count per step, not per token.
 
 Distillation has no product of its own: the base's logits are those of the trained head before H' u is added.
 
 Not counted: look-ups, norms, rotations, activation functions, softmax, the optimiser. Nothing is computed twice.
 
-Source: the blocks are SCALE's (arXiv 2511.03270). For full fine-tuning it is the familiar 6 N (Kaplan et al., arXiv
-2001.08361), the head's weights included, and causal attention.
+Source: the blocks are SCALE's (arXiv 2511.03270). Full fine-tuning is the familiar 6 N (Kaplan et al., arXiv
+2001.08361), with the head's weights and causal attention included.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TokenFlops:
     linear: float  # the decoder's linear maps
     attention: float  # products of queries, keys and values
     head: float  # the vocabulary head
-    # attention as kernels that fuse it are counted: over every key, and Q K^T once more in backward
+    # attention as counted for fused kernels: over every key, with Q K^T once more in backward
     fused_attention: float
 
     @property
@@ -71,12 +71,12 @@ class TokenFlops:
 
 
 def ideal_flops_per_token(base_config: Any, method: MethodConfig, sequence_length: int) -> TokenFlops:
-    """Return what a method must compute per training token: every product that is needed, once (module docstring).
+    """Return the FLOPs a method needs per training token: every necessary product, once (module docstring).
 
     Args:
         base_config: the base's configuration, transformers' class.
         method: the method section of the config.
-        sequence_length: T, tokens a window.
+        sequence_length: T, tokens per window.
 
     Raises:
         ConfigError: the method asks for layers that the base does not have.
@@ -123,9 +123,9 @@ def _linear(one: int, other: int, *, reads_grad: bool, trains: bool) -> float:
 
 
 def _product(module: Any, added: Any, reads_grad: bool) -> tuple[float, bool]:
-    """Return the FLOPs of a map, and whether what it writes into x needs a gradient.
+    """Return the FLOPs of a map, and whether its output into x needs a gradient.
 
-    `module` is a plain one or PEFT's, which has two trained matrices beside the frozen one; `added` widens it.
+    `module` is a plain map, or PEFT's with two trained matrices beside the frozen one; `added` widens it.
     """
     weight = getattr(module, "base_layer", module).weight
     flops = _linear(*weight.shape, reads_grad=reads_grad, trains=weight.requires_grad)
@@ -145,14 +145,14 @@ def _product(module: Any, added: Any, reads_grad: bool) -> tuple[float, bool]:
 
 
 def _embedding(module: Any) -> tuple[float, bool]:
-    """Return the same of the embedding: a look-up, and with an adapter one product, from its rank to the stream."""
+    """Return the same for the embedding: a look-up, and with an adapter one product from its rank to the stream."""
     rank, trains = _rank(module), any(parameter.requires_grad for parameter in module.parameters())
     flops = _linear(rank, module.base_layer.weight.shape[1], reads_grad=True, trains=True) if rank else 0.0
     return flops, trains
 
 
 def _rank(module: Any) -> int:
-    """Return the rank of the matrices that PEFT has put beside a module's; 0 where there are none."""
-    if hasattr(module, "osf_svd_params"):  # what is trained, and what it was at the start
+    """Return the rank of PEFT's matrices beside a module's weight; 0 if there are none."""
+    if hasattr(module, "osf_svd_params"):  # the trained part, and its value at the start
         return 2 * int(module.osf_svd_params["default"]["U_low"].shape[1])
     return int(getattr(module, "r", {}).get("default", 0))

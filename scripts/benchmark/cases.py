@@ -28,7 +28,7 @@ from scripts.benchmark.shapes import Shape
 
 SEED = 0
 RATIOS = (0.125, 0.25)
-# Methods that take part a second time, with `train.compile`.
+# Methods that are measured a second time, with `train.compile`.
 COMPILED: dict[str, dict[str, Any]] = {
     "full": {"variant": "full"},
     "preserve r=0.125": {"variant": "preserve", "expansion": {"ratio": 0.125}},
@@ -39,7 +39,7 @@ PHASES = ("data", "forward", "backward", "optimiser")
 
 
 class Clock:
-    """Times the phases of a step; on a GPU by events, so that asking never makes the device wait."""
+    """Times the phases of a step; on a GPU with events, so that the device never waits."""
 
     def __init__(self, device: str) -> None:
         self._on_gpu = device == "cuda"
@@ -50,7 +50,7 @@ class Clock:
         self.mark("start")
 
     def mark(self, phase: str) -> None:
-        """Say that everything since the last mark was this phase."""
+        """Count the time since the last mark to this phase."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -59,7 +59,7 @@ class Clock:
             self._marks.append((phase, time.perf_counter()))
 
     def phases_s(self) -> dict[str, float]:
-        """Return the seconds of each phase of the step that has ended, in order of PHASES."""
+        """Return the seconds of each phase of the last step, in the order of PHASES."""
         if self._on_gpu:
             torch.cuda.synchronize()
         seconds = dict.fromkeys(PHASES, 0.0)
@@ -76,14 +76,14 @@ class BenchmarkCase:
     """A method on a shape."""
 
     name: str  # in tables
-    method: MethodConfig | None  # the config's method section; None for what is not ours
-    model: Any  # what trains
-    step: Callable[[int], float]  # takes one optimiser step on the batch of an index and returns its loss
+    method: MethodConfig | None  # the config's method section; None if not ours
+    model: Any  # the trained model
+    step: Callable[[int], float]  # takes one optimiser step on the batch with this index, and returns its loss
     clock: Clock  # marked by `step`
 
 
 def cases(shape: Shape, batches: Batches, folder: Path) -> dict[str, Callable[[], BenchmarkCase]]:
-    """Return every method by name, each to be built when it is wanted."""
+    """Return a function for every method, by name, that builds its case."""
 
     def of_ours(name: str, **method: Any) -> Callable[[], BenchmarkCase]:
         settings = MethodConfig.model_validate(method)
@@ -117,13 +117,13 @@ def _mark_forward(model: nn.Module, clock: Clock) -> None:
 def ours(
     name: str, method: MethodConfig, shape: Shape, batches: Batches, train: TrainConfig | None = None
 ) -> BenchmarkCase:
-    """A method as `scale train` runs it; with the shape's own settings where no others are given."""
+    """Return a method's case as `scale train` runs it, with the shape's training settings by default."""
     model: Any = start_model(shape.base(SEED), method, SEED)
     model.to(shape.device).train()
     train, clock = train or shape.train(), Clock(shape.device)
     optimiser = build_optimiser(model, train)
-    # All accelerators of a process share one state, the Trainer's too, so their precisions have to agree; the model is
-    # not wrapped by it: autocast is the step's own.
+    # All accelerators of a process share one state, the Trainer's too, so their precisions must agree. The accelerator
+    # does not wrap the model: the step sets autocast itself.
     accelerator = Accelerator(cpu=shape.device == "cpu", mixed_precision=shape.mixed_precision)
     plain_backward = accelerator.backward
 
@@ -145,7 +145,7 @@ def ours(
 
 
 def _hf_lora(shape: Shape, batches: Batches) -> BenchmarkCase:
-    """Transformers and PEFT in the plainest loop, with the model's own loss: LoRA of rank 16 on every projection."""
+    """Return LoRA of rank 16 on every projection, in a plain loop of transformers and PEFT, with the model's loss."""
     lora = MethodConfig(variant="lora").settings
     settings = LoraConfig(task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
     model, train, clock = get_peft_model(shape.base(SEED), settings), shape.train(), Clock(shape.device)
@@ -173,7 +173,7 @@ def _hf_lora(shape: Shape, batches: Batches) -> BenchmarkCase:
 
 
 class _Windows(Dataset[dict[str, Tensor]]):
-    """The run's sequences in the run's order, as transformers' Trainer takes them."""
+    """The run's sequences in order, in the form that transformers' Trainer takes."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -188,7 +188,7 @@ class _Windows(Dataset[dict[str, Tensor]]):
 
 
 def _hf_trainer(shape: Shape, batches: Batches, folder: Path) -> BenchmarkCase:
-    """Full fine-tuning by transformers' Trainer: its data loader, training step, clipping and optimiser."""
+    """Return full fine-tuning by transformers' Trainer: its data loader, training step, clipping and optimiser."""
     train: TrainConfig = shape.train()
     arguments = TrainingArguments(
         output_dir=str(folder / "trainer"),

@@ -1,4 +1,4 @@
-"""What can be counted without a clock: floating-point operations, activations saved for backward, peak memory."""
+"""Counts that need no clock: floating-point operations, activations saved for backward, peak memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _attention_backward_flops(grad_out: Any, query: Any, key: Any, value: Any, *
     return sdpa_backward_flop_count(grad_out, query, key, value)
 
 
-# The counter knows sums of products and the attention kernels of GPUs; in place and on a CPU they are counted the same.
+# The counter knows products with sums and GPU attention kernels; the in-place and the CPU forms count the same.
 _UNKNOWN_TO_THE_COUNTER = {
     **SUMMED_IN_PLACE,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
@@ -36,16 +36,16 @@ _UNKNOWN_TO_THE_COUNTER = {
 
 
 def count_flops(step: Callable[[], object]) -> int:
-    """Return the operations of the matrix products and the attention of one training step."""
+    """Return the FLOPs of the matrix products and the attention of one training step."""
     with FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_THE_COUNTER) as counter:
         step()
     return counter.get_total_flops()
 
 
 def saved_activation_bytes(model: Any, input_ids: Tensor, mixed_precision: str) -> int:
-    """Return the bytes that the decoder keeps of a batch for its backward pass: distinct storages, the head excluded.
+    """Return the bytes that the decoder keeps of a batch for its backward pass: distinct storages, without the head.
 
-    Only what grows with the batch is an activation: weights, and autocast's copies of them, do not.
+    Only what grows with the batch is an activation: weights, and autocast's copies of them, are not.
 
     Args:
         model: widened, plain, or plain with PEFT's adapters.
@@ -65,7 +65,7 @@ def _saved_bytes(model: Any, input_ids: Tensor, mixed_precision: str) -> int:
 
 
 def run_decoder(model: Any, input_ids: Tensor) -> Any:
-    """Run a model in training mode up to what its vocabulary head reads."""
+    """Run a model in training mode up to the input of its vocabulary head."""
     model.train()
     if isinstance(model, ScaleForCausalLM):
         return model.final_states(input_ids, preserved=False)
@@ -74,7 +74,7 @@ def run_decoder(model: Any, input_ids: Tensor) -> Any:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows what is allocated inside it, on any device and on fake tensors too: the most bytes alive at once."""
+    """Follows allocations within the context, on any device and on fake tensors: the most bytes alive at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,20 +104,20 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(step: Callable[[], object]) -> int:
-    """Return the most bytes that a step held at once beyond what was there before it."""
+    """Return the most bytes that a step held at once, without what existed before it."""
     with LiveBytes() as bytes_of:
         step()
     return bytes_of.peak
 
 
-# Of the vocabulary head of Llama-3.2-1B, measured on fake tensors: shapes without numbers.
+# Sizes of Llama-3.2-1B's vocabulary head, measured on fake tensors: shapes without numbers.
 VOCABULARY, NUM_TOKENS, HIDDEN, EXPANSION = 128_256, 8192, 2048, 256
 
 
 def head_peak_bytes(device: str) -> tuple[int, int]:
-    """Return the peak of a head's forward and backward: ours in chunks, and transformers' over whole logits.
+    """Return the peak memory of a head's forward and backward: ours in chunks, and transformers' on whole logits.
 
-    Both are H x + H' u, H frozen in bfloat16, H' trained, at 8,192 tokens and a vocabulary of 128,256.
+    Both compute H x + H' u, with H frozen in bfloat16 and H' trained, for 8,192 tokens and a vocabulary of 128,256.
     """
 
     def whole(x: Tensor, u: Tensor, base_head: Tensor, head: Tensor, targets: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Rounds: every case takes a turn in every round, so that a noisy machine is noisy for all alike.
+"""Rounds of measurements: every case has one turn per round, so that noise of the machine affects all alike.
 
-A step is timed by the wall clock on a GPU, and by the CPU time of this process on a CPU, which other people's work on a
-shared machine does not enter. What a step waits for is in the wall clock alone: `Measured.phases_s`.
+A step is timed by the wall clock on a GPU, and by this process's CPU time on a CPU, which other users of a shared
+machine do not affect. Waiting shows only in the wall clock: `Measured.phases_s`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from scripts.benchmark.shapes import Shape
 
 @dataclass
 class Measured:
-    """What one case did."""
+    """The measurements of one case."""
 
-    name: str  # the case's
-    trainable_parameters: int  # how many an optimiser moves
+    name: str  # of the case
+    trainable_parameters: int  # that an optimiser updates
     flops: int  # counted in one step
-    ideal_flops: int | None  # what the mathematics asks for; None of what is not ours
+    ideal_flops: int | None  # the mathematical minimum; None if the case is not ours
     saved_bytes: int  # activations the decoder keeps for backward
-    peak_bytes: int  # most bytes that a step held at once beyond weights and optimiser state
-    # of each round; on a CPU per second of this process's CPU time
+    peak_bytes: int  # the most bytes held at once in a step, beyond weights and optimiser state
+    # of each round; on a CPU, per second of this process's CPU time
     tokens_per_s: list[float] = field(default_factory=list)
-    # seconds of each phase, of each round, by the wall clock
+    # seconds of each phase in each round, by the wall clock
     phases_s: list[dict[str, float]] = field(default_factory=list)
     loss: float = float("nan")  # of the last step
 
@@ -49,9 +49,9 @@ class Measured:
 
 
 def measure_counts(case: BenchmarkCase, shape: Shape, batches: Batches) -> Measured:
-    """Take a case's first steps (they also warm it up) and count what no clock is needed for.
+    """Take a case's first steps, which also warm it up, and count what needs no clock.
 
-    The counters see single operations, so a compiled decoder is counted as it is written, and timed as it is compiled.
+    The counters see single operations, so a compiled decoder is counted uncompiled, and timed compiled.
     """
     case.step(0)
     (batch,) = batches.micro_batches(3)
@@ -71,7 +71,7 @@ def measure_counts(case: BenchmarkCase, shape: Shape, batches: Batches) -> Measu
 
 
 def ideal_flops(shape: Shape, method: MethodConfig) -> int:
-    """Return what one step has to compute, by algebra, attention as torch's counter counts the fused kernel."""
+    """Return the FLOPs that one step needs, by algebra, with attention as torch's counter counts the fused kernel."""
     per_token = ideal_flops_per_token(shape.llama_config(), method, shape.sequence_length)
     return round(per_token.total_fused * shape.num_tokens)
 
@@ -79,7 +79,7 @@ def ideal_flops(shape: Shape, method: MethodConfig) -> int:
 def take_rounds(
     cases: list[BenchmarkCase], results: list[Measured], shape: Shape, num_rounds: int, log: Callable[[str], None]
 ) -> None:
-    """Time one step of everyone in every round; the order is turned by one place each round."""
+    """Time one step of every case in every round; the order rotates by one place per round."""
     pairs = list(zip(cases, results, strict=True))
     for index in range(num_rounds):
         gc.collect()

@@ -1,4 +1,4 @@
-"""The bars, the tables that are printed, and the JSON that is written. Ratios are formed within rounds."""
+"""The bars, the printed tables and the JSON file. Ratios are formed within rounds."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Results = dict[str, Measured]
 
 @dataclass(frozen=True)
 class Bar:
-    """One figure and its bar."""
+    """A figure and its bar."""
 
-    what: str  # is measured
-    figure: float  # median over rounds where there are rounds
-    quartiles: tuple[float, float] | None  # lower and upper; None of a figure that is counted
-    bar: float  # the figure asked for
+    what: str  # the name of the figure
+    figure: float  # median over rounds, if there are rounds
+    quartiles: tuple[float, float] | None  # lower and upper; None for a count
+    bar: float  # the required figure
     at_least: bool  # whether more is better
 
     @property

@@ -1,4 +1,4 @@
-"""The shapes that are measured, by name: a random Llama, a batch, a precision."""
+"""The measured shapes, by name: a random Llama, a batch, a precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scale_cli.config.schema import Dtype
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 
-# More steps than any run takes: batches are drawn, not stored.
+# More steps than any run takes; batches are drawn, not stored.
 _NUM_STEPS = 10_000
 
 
@@ -22,10 +22,10 @@ _NUM_STEPS = 10_000
 class Shape:
     """A model, a batch and a precision."""
 
-    name: str  # what it is asked for by
-    sizes: dict[str, Any]  # of the Llama, transformers' names
-    batch_size: int  # sequences a step, all at once
-    sequence_length: int  # tokens a sequence
+    name: str  # its name on the command line
+    sizes: dict[str, Any]  # of the Llama, by transformers' names
+    batch_size: int  # sequences per step, all in one micro-batch
+    sequence_length: int  # tokens per sequence
     dtype: Dtype = "float32"  # of the frozen base
     mixed_precision: Literal["no", "bf16"] = "no"  # autocast of the step
     device: str = "cpu"  # cpu or cuda
@@ -36,7 +36,7 @@ class Shape:
 
     @property
     def top_layers(self) -> int:
-        """How many layers the top quarter is: whole ones only, and at least one."""
+        """The number of layers in the top quarter: rounded down, and at least one."""
         return max(1, int(self.sizes["num_hidden_layers"]) // 4)
 
     def train(self) -> TrainConfig:
@@ -53,13 +53,13 @@ class Shape:
         return LlamaConfig(**self.sizes)
 
     def base(self, seed: int) -> LlamaForCausalLM:
-        """Return the random base, frozen, on its device, in its dtype."""
+        """Return the random base, frozen, on its device and in its dtype."""
         torch.manual_seed(seed)
         model: Any = LlamaForCausalLM(self.llama_config())
         return model.to(self.device, getattr(torch, self.dtype)).requires_grad_(False).eval()
 
     def batches(self, folder: Path, seed: int) -> Batches:
-        """Return batches of random tokens, read from a file as a corpus is."""
+        """Return batches of random tokens, read from a file like a corpus."""
         path = folder / f"{self.name}.npy"
         num_ids = 512 * self.num_tokens + 1
         ids = np.random.default_rng(seed).integers(0, self.sizes["vocab_size"], num_ids, dtype=np.uint32)
@@ -92,7 +92,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("tiny", _llama(2, 64, 128, 8, 8, 256), batch_size=2, sequence_length=32),
-        Shape(  # bfloat16 with float32 master weights, as models of any size are trained
+        Shape(  # bfloat16 with float32 master weights, as usual in training
             "cpu",
             _llama(6, 512, 2048, 8, 8, 8192),
             batch_size=4,

@@ -1,4 +1,4 @@
-"""The paper's controlled benchmark: teach synthetic people to every method, task after task; draw what each forgets.
+"""The paper's controlled benchmark: teach synthetic people to every method, task by task; plot what each forgets.
 
 python -m scripts.biography scripts/biography/configs/small.yaml [KEY.SUB=VALUE ...]
 """

@@ -1,4 +1,4 @@
-"""Hard first-token accuracy: is the likeliest token after a question the first one of its answer?
+"""Hard first-token accuracy: is the most likely token after a question the first token of its answer?
 
 Shapes: K heads (base, trained), B questions, T positions, V vocabulary.
 """
@@ -23,9 +23,9 @@ _QUESTIONS_AT_ONCE = 256
 def first_token_accuracy(
     model: HeadedModel, questions: Sequence[Question], router: RouterConfig, mixed_precision: str
 ) -> dict[str, float]:
-    """Return the share of questions answered, for each of HEADS, by a model in evaluation mode.
+    """Return, for each of HEADS, the share of questions that a model in evaluation mode answers correctly.
 
-    The router has seen the question before it comes to the answer, as it has when the model is served.
+    The router reads the question before the answer, as it does when the model is served.
 
     Source: SCALE, arXiv 2511.03270 (its biography benchmark).
     """

@@ -1,4 +1,4 @@
-"""The config of the benchmark: how many people, what is trained on them, and by which methods."""
+"""The config of the benchmark: the number of people, the training stages, and the methods."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from scale_cli.values import BatchSize, Folder, LearningRate, MixedPrecision, Na
 
 
 class PeopleConfig(Section):
-    """How many synthetic people each stage is about."""
+    """The number of synthetic people in each stage."""
 
     pretraining: int = Field(default=200, ge=1, le=1_000_000, description="people whose biographies are pre-trained")
-    biographies_each: int = Field(default=5, ge=1, le=10_000, description="tellings of one person, differently worded")
-    task_0: int = Field(default=100, ge=1, le=1_000_000, description="of them, people that Task 0 asks about")
+    biographies_each: int = Field(default=5, ge=1, le=10_000, description="biographies per person, differently worded")
+    task_0: int = Field(default=100, ge=1, le=1_000_000, description="people among them whom Task 0 asks about")
     task_1: int = Field(default=100, ge=1, le=1_000_000, description="people never seen before, whom Task 1 asks about")
     measured: int | None = Field(
-        default=None, ge=1, le=1_000_000, description="first people of a task that are measured; null: all"
+        default=None, ge=1, le=1_000_000, description="number of people measured per task, from the first; null: all"
     )
 
     @model_validator(mode="after")
@@ -56,7 +56,7 @@ class StageConfig(Section):
     warmup_steps: int = Field(default=10, ge=0, le=10_000_000)
 
     def train_config(self, mixed_precision: MixedPrecision, **others: Any) -> TrainConfig:
-        """Return the training settings of this stage, some of them others where they are given."""
+        """Return the training settings of this stage; `others` replace some of them."""
         of_stage = {
             "max_steps": self.max_steps,
             "global_batch_size": self.batch_size,
@@ -69,7 +69,7 @@ class StageConfig(Section):
 
 
 class ComparedMethod(Section):
-    """A method that learns Task 1, the learning rate at which it does, and what it keeps of Task 0 by."""
+    """A method that learns Task 1, its learning rate, and its means to keep Task 0."""
 
     name: Name
     lr: LearningRate
@@ -107,8 +107,8 @@ def _widened(variant: Literal["preserve", "adapt", "route"], layers: str | None 
     )
 
 
-# Rates at which each learns Task 1 within the default steps; they are not tuned one against another. The top layer
-# collaborates in Route, so that it differs from Preserve served with a router.
+# Rates with which each learns Task 1 within the default steps; they are not tuned against one another. In Route the top
+# layer collaborates, so that it differs from Preserve served with a router.
 _DEFAULT_METHODS = [
     ComparedMethod(name="full", lr=2.0e-3, method=MethodConfig(variant="full")),
     ComparedMethod(name="lora", lr=5.0e-3, method=MethodConfig(variant="lora")),

@@ -1,4 +1,4 @@
-"""Synthetic people, and what can be told and asked of them in English and Korean."""
+"""Synthetic people, and the texts and questions about them in English and Korean."""
 
 import datetime
 import random
@@ -24,7 +24,7 @@ def _pairs(words: dict[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _institutions(kinds: list[dict[str, dict[str, str]]]) -> tuple[tuple[str, str], ...]:
-    """Follow each name with the kind of institution that it is."""
+    """Return each name followed by its kind of institution."""
     return tuple(
         (f"{english} {english_kind}", f"{korean} {korean_kind}")
         for kind in kinds
@@ -62,7 +62,7 @@ _LAST_BIRTH_DATE = datetime.date(1999, 12, 31)
 
 _SUBJECT_PRONOUNS: dict[Gender, str] = {"feminine": "she", "masculine": "he"}
 _POSSESSIVE_PRONOUNS: dict[Gender, str] = {"feminine": "her", "masculine": "his"}
-# A full name of three words in every other sentence would read like a list.
+# A full name of three words in every later sentence would read like a list.
 _LATER_MENTIONS: tuple[_Mention, ...] = ("name", "pronoun", "pronoun", "omitted", "omitted")
 
 _FORMS_AFTER_CONSONANT_AND_VOWEL = {
@@ -90,7 +90,7 @@ class Translated:
 
 @dataclass(frozen=True)
 class Person:
-    """One synthetic person; each value is held in both languages so that the same fact can be told in either."""
+    """One synthetic person; values are in both languages, so that either can tell the same fact."""
 
     name: Translated
     gender: Gender
@@ -103,9 +103,9 @@ class Person:
 
 
 def generate_people(num_people: int, seed: int) -> list[Person]:
-    """Draw people of distinct names, every other attribute independent and uniform over its list.
+    """Draw people with distinct names; all other attributes are independent and uniform over their lists.
 
-    A pure function of its arguments; the first people of a longer list are those of a shorter one.
+    A pure function of its arguments. A longer list begins with the people of a shorter one.
     """
     if not 0 <= num_people <= NUM_NAMES:
         raise ValueError(f"num_people must be from 0 to {NUM_NAMES}, the number of distinct names: {num_people}")
@@ -115,10 +115,10 @@ def generate_people(num_people: int, seed: int) -> list[Person]:
 
 
 def biography(person: Person, language: Language, seed: int) -> str:
-    """Tell every attribute of a person once, in one paragraph of six sentences.
+    """Return a paragraph of six sentences that tells every attribute of a person once.
 
-    The order of the attributes, each sentence's template and how the person is mentioned after the first
-    sentence, which gives the full name, are drawn at random. A pure function of its arguments.
+    The first sentence gives the full name. The order of the attributes, each sentence's template, and how later
+    sentences mention the person are random. A pure function of its arguments.
     """
     rng = random.Random(f"biography/{language}/{seed}/{person.name.en}")
     tell = _english_sentence if language == "en" else _korean_sentence
@@ -129,21 +129,21 @@ def biography(person: Person, language: Language, seed: int) -> str:
 
 
 def question(person: Person, attribute: str, language: Language) -> str:
-    """Ask for one attribute of a person, who is given by full name; raises KeyError if it is not in `ATTRIBUTES`."""
+    """Return a question for one attribute of a person, given by full name; KeyError if it is not in `ATTRIBUTES`."""
     questions = ENGLISH_QUESTIONS if language == "en" else KOREAN_QUESTIONS
     return questions[attribute].format(name=person.name.in_language(language))
 
 
 def answer(person: Person, attribute: str, language: Language) -> str:
-    """Return one attribute of a person as its biography words it; raises KeyError if it is not in `ATTRIBUTES`."""
+    """Return one attribute of a person as its biography words it; KeyError if it is not in `ATTRIBUTES`."""
     return _values(person)[attribute].in_language(language)
 
 
 def resolve_particles(korean: str) -> str:
-    """Replace each Korean particle written with both of its forms by the form that its place calls for.
+    """Replace each Korean particle that is written with both forms by the form that fits its place.
 
-    Which form it is depends on whether the syllable before it ends in a consonant: 은(는), 이(가), 을(를), 과(와),
-    (으)로, and (이) as in (이)다. (으)로 is 로 after ㄹ too.
+    The form depends on whether the syllable before it ends in a consonant: 은(는), 이(가), 을(를), 과(와), (으)로, and
+    (이) as in (이)다. After ㄹ, (으)로 is 로 too.
     """
     return _PARTICLE.sub(_resolve_particle, korean)
 
@@ -152,7 +152,7 @@ def _resolve_particle(match: re.Match[str]) -> str:
     syllable, particle = match.groups()
     if not syllable or not _FIRST_SYLLABLE <= syllable <= _LAST_SYLLABLE:
         raise ValueError(f"a particle must follow a Hangul syllable: {match[0]!r} in {match.string!r}")
-    # Unicode orders the syllables so that the final consonant varies fastest, from none at 0.
+    # In Unicode's order the final consonant of a syllable varies fastest, and no consonant is 0.
     final = (ord(syllable) - ord(_FIRST_SYLLABLE)) % _NUM_FINALS
     after_consonant, after_vowel = _FORMS_AFTER_CONSONANT_AND_VOWEL[particle]
     takes_vowel_form = final == 0 or (particle == "(으)로" and final == _RIEUL)
@@ -160,7 +160,7 @@ def _resolve_particle(match: re.Match[str]) -> str:
 
 
 def _permutation(size: int, rng: random.Random) -> Iterator[int]:
-    """Yield the integers below `size` in a random order, at a cost of only those that are taken."""
+    """Yield the integers below `size` in random order; the cost depends only on how many are taken."""
     displaced: dict[int, int] = {}
     for position in range(size):
         chosen = rng.randrange(position, size)
@@ -196,7 +196,7 @@ def _values(person: Person) -> dict[str, Translated]:
 
 
 def _english_sentence(person: Person, attribute: str, mention: _Mention, rng: random.Random) -> str:
-    """Tell one attribute; an omitted mention is a pronoun too, since English leaves no subject out."""
+    """Return a sentence on one attribute; an omitted mention becomes a pronoun, since English needs a subject."""
     template = rng.choice(ENGLISH_TEMPLATES[attribute])
     their = _POSSESSIVE_PRONOUNS[person.gender]
     if mention == "name":
@@ -209,7 +209,7 @@ def _english_sentence(person: Person, attribute: str, mention: _Mention, rng: ra
 
 
 def _korean_sentence(person: Person, attribute: str, mention: _Mention, rng: random.Random) -> str:
-    """Tell one attribute; an omitted mention leaves the person out wherever Korean may."""
+    """Return a sentence on one attribute; an omitted mention leaves the person out wherever Korean allows it."""
     template = rng.choice(KOREAN_TEMPLATES[attribute])
     person_word = person.name.ko if mention == "name" else "그"
     sentence = template.format(

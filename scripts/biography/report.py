@@ -1,4 +1,4 @@
-"""What a method kept of Task 0 and learned of Task 1 as training went on, and the report of it."""
+"""What each method kept of Task 0 and learned of Task 1 during training, and the report on it."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from scale_cli.report import COLOURS, MARKS, Table, percent
 from scale_cli.storage.atomic import write_json, write_text
 from scripts.biography.config import BiographyConfig
 
-# What is asked of the posterior rule: to keep so much of Task 0, and to learn so much of what full fine-tuning learns.
+# Bars for the posterior rule: the share of Task 0 that it keeps, and its share of what full fine-tuning learns.
 KEPT_BAR, LEARNED_BAR = 0.95, 0.90
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """One method's run of Task 1, as the method's file holds it."""
+    """One method's run of Task 1, as its file stores it."""
 
     name: str  # of the method in the config
     variant: str  # `method.variant`
-    settings: dict[str, Any]  # the method's own settings; `settings.json` beside has what else decides the result
-    trainable_parameters: int  # that Task 1 moved
-    training_s: float  # of the steps, measurements excluded
-    steps: list[int]  # at which accuracy was measured, 0 first
-    task_0: dict[str, list[float]]  # accuracy on Task 0 at each of them, by what is served (`results.HEADS`)
+    settings: dict[str, Any]  # the method's own settings; `settings.json` beside it has what else decides the result
+    trainable_parameters: int  # that Task 1 trained
+    training_s: float  # of the steps, without measurements
+    steps: list[int]  # steps at which accuracy was measured, 0 first
+    task_0: dict[str, list[float]]  # accuracy on Task 0 at each of them, by served head (`results.HEADS`)
     task_1: dict[str, list[float]]  # the same on Task 1
 
 
 @dataclass(frozen=True)
 class Line:
-    """What one served model did: a line of the figure and a row of the table."""
+    """The results of one served model: a line of the figure and a row of the table."""
 
     label: str  # of the figure
     variant: str  # decides colour and marker
-    result: MethodResult  # whose it is
+    result: MethodResult  # that it shows
     served: str  # one of `results.HEADS`
 
     @property
@@ -49,12 +49,12 @@ class Line:
 
     @property
     def kept(self) -> float | None:
-        """The least share of the first Task 0 accuracy that was held at any step; None where there was none to keep."""
+        """The lowest share of the first Task 0 accuracy at any step; None if that accuracy was 0."""
         return min(self.task_0) / self.task_0[0] if self.task_0[0] else None
 
 
 def served_lines(results: list[MethodResult]) -> list[Line]:
-    """Return what every method serves: its trained head, and for `route` both rules, ours last."""
+    """Return the lines of every method: its trained head, or for `route` both rules, ours last."""
     lines = []
     for result in results:
         if METHODS[result.variant].routes:
@@ -65,7 +65,7 @@ def served_lines(results: list[MethodResult]) -> list[Line]:
 
 
 def verdicts(lines: list[Line]) -> list[str]:
-    """Return a sentence for each posterior line: what it kept, what it learned beside `full`, and if it is enough."""
+    """Return a sentence for each posterior line: what it kept, what it learned beside `full`, and if both suffice."""
     full = {line.variant: line for line in reversed(lines)}.get("full")
     sentences = []
     for line in (line for line in lines if line.served == "posterior"):
@@ -88,7 +88,7 @@ def _met(met: bool) -> str:
 
 
 def terminal_lines(results: list[MethodResult]) -> list[str]:
-    """Return an aligned table of what is served, and the verdicts."""
+    """Return an aligned table of the served models, and the verdicts."""
     lines = served_lines(results)
     rows = [
         [line.label, *(percent(task[at]) for task in (line.task_0, line.task_1) for at in (0, -1))] for line in lines
@@ -148,7 +148,7 @@ posterior rule (two models, two forwards):
 
 
 def _draw(folder: Path, results: list[MethodResult]) -> None:
-    """Draw accuracy against steps, a panel for each task."""
+    """Plot accuracy against steps, with a panel for each task."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

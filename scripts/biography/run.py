@@ -1,4 +1,4 @@
-"""The benchmark: pre-train, learn Task 0, then learn Task 1 by every method, measuring both on the way."""
+"""The benchmark: pre-train, learn Task 0, then learn Task 1 with every method, measuring both during training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from scripts.from_scratch import training_steps, write_base
 
 
 def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> list[MethodResult]:
-    """Run the benchmark; what is there already, made with the same settings, is not made again."""
+    """Run the benchmark; keep results that exist with the same settings."""
     require("matplotlib", "the biography benchmark")
     if any(compared.method.definition.adapter == "peft" for compared in config.methods):
         require("peft", "methods: variant lora")
@@ -69,7 +69,7 @@ def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> list[M
 
 
 def _check_methods(config: BiographyConfig) -> None:
-    """Refuse a method that cannot be made of the base, before that is learned."""
+    """Raise ConfigError if a method does not fit the base, before the base is trained."""
     sizes = LlamaConfig(**config.model.model_dump(), tie_word_embeddings=True)
     for compared in config.methods:
         base = base_without_weights(sizes, "float32")
@@ -81,7 +81,7 @@ def _check_methods(config: BiographyConfig) -> None:
 
 
 def _claim(folder: Path, config: BiographyConfig) -> None:
-    """Write down what decides every result, or refuse a folder in which it is something else; methods may be added."""
+    """Write the settings that decide every result; RunFolderError if the folder has others. Methods may be added."""
     deciding = config.model_dump(mode="json", exclude={"output_dir", "methods"})
     file = folder / "settings.json"
     if file.is_file():
@@ -191,7 +191,7 @@ def _learn_task_1(
 def _learning(
     config: BiographyConfig, curriculum: Curriculum, base: ModelConfig, compared: ComparedMethod
 ) -> Iterator[tuple[MethodModel, int]]:
-    """Yield what learns Task 1 and the number of steps that it has done, 0 and then after each."""
+    """Yield the model that learns Task 1 and its number of steps: 0, and then after each step."""
     known, asked = (curriculum.sequences(questions) for questions in (curriculum.task_0, curriculum.task_1))
     tasks, weights = ([asked, known], [1.0 - compared.replay, compared.replay]) if compared.replay else ([asked], [1.0])
     train, method = compared.training(config.task_1, config.mixed_precision), compared.method

@@ -1,4 +1,4 @@
-"""What each stage trains on: tellings of people, and questions about them, as token sequences."""
+"""The training data of each stage: biographies, and questions about people, as token sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.from_scratch import train_tokenizer
 
 
 class SequenceWindows(Windows):
-    """Sequences that each stand in a window of their own, padded to the longest."""
+    """Sequences that each have a window of their own, padded to the longest."""
 
     def __init__(self, sequences: list[list[int]], longest: int = 0) -> None:
         assert sequences and min(map(len, sequences)) >= 2, "a sequence needs an input and a target"
@@ -26,7 +26,7 @@ class SequenceWindows(Windows):
 
     @classmethod
     def alike(cls, sources: list[list[list[int]]]) -> list[SequenceWindows]:
-        """Return several sources' windows, as long as the longest of any."""
+        """Return the windows of several sources, all as long as the longest of any."""
         longest = max(len(sequence) for sequences in sources for sequence in sequences)
         return [cls(sequences, longest) for sequences in sources]
 
@@ -39,27 +39,27 @@ class SequenceWindows(Windows):
 class Question:
     """One question with its answer, as token ids."""
 
-    prompt: list[int]  # the boundary of documents and the question
-    answer: list[int]  # what follows it; first-token accuracy looks at the first of them alone
+    prompt: list[int]  # the document boundary and the question
+    answer: list[int]  # the answer; first-token accuracy uses only its first token
 
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Everything that is told and asked, in the order in which it is learned."""
+    """All biographies and questions, in the order in which they are learned."""
 
-    tokenizer: PreTrainedTokenizerBase  # learned on all of it
+    tokenizer: PreTrainedTokenizerBase  # trained on all of it
     biographies: list[list[int]]  # pre-training sequences
     task_0: list[Question]  # questions on people whose biographies were told
     task_1: list[Question]  # questions on people never seen before
 
     def sequences(self, questions: list[Question]) -> list[list[int]]:
-        """Return questions as what is trained on: boundary, question, answer, boundary."""
+        """Return the training sequences of questions: boundary, question, answer, boundary."""
         boundary = self.tokenizer.eos_token_id
         return [[*asked.prompt, *asked.answer, boundary] for asked in questions]
 
 
 def write_curriculum(config: BiographyConfig) -> Curriculum:
-    """Draw the people of a config and put what is told and asked of them into tokens; a pure function of it."""
+    """Draw a config's people, and tokenise their biographies and questions; a pure function of the config."""
     sizes, language = config.people, config.language
     people = generate_people(sizes.pretraining + sizes.task_1, config.seed)
     shown, asked_0, asked_1 = people[: sizes.pretraining], people[: sizes.task_0], people[sizes.pretraining :]
@@ -79,7 +79,7 @@ def write_curriculum(config: BiographyConfig) -> Curriculum:
 
 
 def _questions(people: list[Person], config: BiographyConfig) -> list[tuple[str, str]]:
-    """Return every question on every person, and its answer with the space before it."""
+    """Return every question on every person, with its answer and the space before it."""
     language = config.language
     return [
         (question(person, attribute, language), f" {answer(person, attribute, language)}")
