@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from scale_cli.config.schedule import SCHEDULES
 from scale_cli.methods import METHODS
-from scale_cli.methods.recipes import AverageConfig, LookaheadConfig
+from scale_cli.methods.recipes import AverageConfig, LookaheadConfig, recipes_of
 from scale_cli.values import (
     Accepted,
     BatchSize,
@@ -199,12 +199,11 @@ class TrainConfig(Section):
     def _problems(self) -> Iterator[str]:
         if self.global_batch_size % self.sequences_at_once(1):
             yield f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size {self.global_batch_size}"
-        unsharded = {
-            "optimiser: muon": self.optimiser == "muon",  # which needs whole matrices
-            "decay_to_base: true": self.decay_to_base,
-        }
-        for asked in (key for key, is_asked in unsharded.items() if is_asked and self.sharding != "none"):
-            yield f"{asked} goes with sharding: none, not with {self.sharding}"
+        unsharded = [recipe.key for recipe in recipes_of(self) if not recipe.is_sharded]
+        if self.optimiser == "muon":  # it needs whole matrices
+            unsharded.append("optimiser: muon")
+        for key in unsharded if self.sharding != "none" else ():
+            yield f"{key} goes with sharding: none, not with {self.sharding}"
         if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
             yield "profile_steps: the first step comes after the last"
         if self.lookahead is not None and self.lookahead.every_steps > self.max_steps:

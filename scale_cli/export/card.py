@@ -120,7 +120,7 @@ def card(
         license=licence.identifier,
         license_name=licence.name,
         license_link=licence.link,
-        library_name="peft" if loaded_as == "peft" else "transformers",
+        library_name={"peft": "peft", "adapter": "scale"}.get(loaded_as, "transformers"),
         pipeline_tag="text-generation",
         base_model=None if looks_local(record.name) else record.name,
         tags=["scale", "continual-pretraining", tag],

@@ -171,7 +171,7 @@ class Format:
         return RunFolder(self.config.output_dir).export(self.name, self.config.export.dtype)
 
     def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
-        """Write weights, configuration and tokenizer of the model in `trained`; `prompts` are (1, T) ids."""
+        """Write weights, tokenizer and a config.json of the model in `trained`; `prompts` are (1, T) ids."""
         raise NotImplementedError
 
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:

@@ -34,7 +34,7 @@ class Method(Generic[Settings]):
 
     name: ClassVar[str]  # as `method.variant`
     label: ClassVar[str]  # the name that people read
-    colour: ClassVar[str]  # in figures; Okabe and Ito's palette without its yellow: https://jfly.uni-koeln.de/color/
+    colour: ClassVar[str]  # in figures, its own; after Okabe and Ito: https://jfly.uni-koeln.de/color/
     mark: ClassVar[tuple[str, str]]  # in figures: for matplotlib, and as a sign in a line of text
     section: ClassVar[str | None] = None  # the section of `method` with its settings; None: all of `method`
     settings: ClassVar[type[Section]] = MethodSection
@@ -68,7 +68,7 @@ class Method(Generic[Settings]):
         return False
 
     def trains_base_weights(self, settings: Settings) -> bool:
-        """Return whether the base's own weights (or copies of them) train, and so are held in float32."""
+        """Return whether the base's own weights, or copies of them, train; the whole base is then held in float32."""
         return True
 
     def build(self, base: PreTrainedModel, settings: Settings, seed: int, new: Any = None) -> Any:

@@ -53,7 +53,7 @@ class Hook:
         return torch.zeros_like(parameter)
 
     def before(self, update: Update) -> None:
-        """Run before the update."""
+        """Run before the update: gradients are summed over processes, unscaled and clipped, and may be changed."""
 
     def after(self, update: Update) -> None:
         """Run after the update."""
@@ -101,6 +101,7 @@ class Recipe(Hook):
     key: ClassVar[str]  # the key of `train` that asks for it
     copies_kept: ClassVar[int] = 0  # copies of what trains that it keeps beside the moments
     copies_of_start: ClassVar[int] = 0  # copies of the initial values of what trains; never written to disk
+    is_sharded: ClassVar[bool] = True  # goes with every `train.sharding`; its tensors are then this process's parts
 
     def __init__(self, training: Training) -> None:
         self.train = training.train
@@ -254,7 +255,7 @@ class DecayToBase(Recipe):
     Source: L2-SP, Li et al. 2018, https://arxiv.org/abs/1802.01483
     """
 
-    key, copies_of_start = "decay_to_base", 1
+    key, copies_of_start, is_sharded = "decay_to_base", 1, False
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)

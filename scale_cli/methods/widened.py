@@ -29,7 +29,9 @@ def _leading_directions(weight: Tensor, drawn: Tensor) -> Tensor:
     return leading_directions(weight.detach(), len(drawn))
 
 
-# From W and a block's rows drawn from N(0, s^2), to the rows that replace the first of these; the rest stay as drawn.
+# A start takes W (out, in), which may be on any device in any dtype, and the block's rows (k, in), drawn in float32 on
+# the CPU from N(0, s^2). It returns rows that replace the first of these. For E', W is E transposed. The bits must not
+# depend on the number of threads. What computes with torch lies in `methods/starts.py`, with the table of starts.
 STARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"svd": _leading_directions, "normal": lambda _, drawn: drawn}
 if TYPE_CHECKING:  # a type checker rejects a computed Literal; pydantic takes the names from the table
     Start = str

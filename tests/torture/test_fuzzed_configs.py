@@ -15,6 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import scale_cli.commands.plan
+from scale_cli.config.schedule import SCHEDULES
+from scale_cli.methods import METHODS
+from scale_cli.methods.widened import STARTS
 from scale_cli.upscale.run import Run
 from tests.command_line import Outcome, Scale, model_loads
 from tests.one_step import write_config
@@ -168,8 +171,8 @@ def good_overrides(draw: st.DrawFn) -> list[str]:
     """Keys of a good config with other good values."""
     values = {
         "seed": st.integers(0, 2**32 - 1),
-        "method.variant": st.sampled_from(["preserve", "route", "full", "lora", "osf", "freeze", "llama-pro"]),
-        "method.expansion.init": st.sampled_from(["svd", "normal"]),
+        "method.variant": st.sampled_from([name for name, method in METHODS.items() if not method.reads_known_text]),
+        "method.expansion.init": st.sampled_from([*STARTS]),
         "method.expansion.ratio": st.floats(1e-3, 1.0),
         "method.expansion.hidden_ratio": st.floats(1e-3, 1.0),
         "method.expansion.mlp_ratio": st.floats(1e-3, 1.0),
@@ -178,7 +181,7 @@ def good_overrides(draw: st.DrawFn) -> list[str]:
         "corpus.isolate_documents": st.sampled_from(["true", "false"]),
         "corpus.sources.0.weight": st.floats(1e-6, 1e6),
         "train.lr": st.floats(1e-12, 1e-2),
-        "train.schedule": st.sampled_from(["cosine", "linear", "constant", "wsd"]),
+        "train.schedule": st.sampled_from([*SCHEDULES]),
         "train.optimiser": st.sampled_from(["adamw", "muon"]),
         "train.average": st.sampled_from(["null", "{kind: ema}", "{kind: tail, steps: 1}"]),
         "train.lookahead": st.sampled_from(["null", "{every_steps: 1}", "{every_steps: 2, share: 0.1}"]),
