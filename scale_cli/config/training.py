@@ -133,8 +133,8 @@ class TrainConfig(Section):
         description="weight_decay pulls weights towards the base's instead of 0, also embeddings and gains",
     )
     adam_beta1: Accepted[float] = Field(default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's average")
-    adam_beta2: Accepted[float] = Field(default=0.95, ge=0.0, lt=1.0, description="decay of the average square")
-    adam_epsilon: Accepted[float] = Field(default=1.0e-8, gt=0.0, le=1.0, description="added to the average's root")
+    adam_beta2: Accepted[float] = Field(default=0.95, ge=0.0, lt=1.0, description="decay of its square's average")
+    adam_epsilon: Accepted[float] = Field(default=1.0e-8, gt=0.0, le=1.0, description="added to that average's root")
     max_grad_norm: Accepted[float] = Field(default=1.0, gt=0.0, description="a larger gradient is scaled down to it")
     mixed_precision: Accepted[MixedPrecision] = Field(
         default="no", description="autocast; fp16, for GPUs without bfloat16, scales the loss"
