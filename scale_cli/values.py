@@ -99,8 +99,7 @@ def gone(**became: str) -> BeforeValidator:
 def local_path(written: str) -> str:
     """Return a path with `~` expanded: no shell does this for a config.
 
-    Raises:
-        ValueError: it is a URL (not quoted, since it may hold a password), or a path that no file system could hold.
+    ValueError if it is a URL (not quoted, since it may hold a password), or a path that no file system could hold.
     """
     if "://" in written:
         raise ValueError("is a URL; local files and hub ids are read, nothing else")

@@ -116,9 +116,7 @@ class BenchmarkSource(Section):
     )
     language: Language
     role: Role
-    num_fewshot: int | None = Field(
-        default=None, ge=0, le=1000, description="examples per prompt; null: the task's own"
-    )
+    num_fewshot: int | None = Field(default=None, ge=0, le=1000, description="examples a prompt; null: the task's own")
     limit: Documents | None = Field(default=None, description="only this many first items of every task")
 
     @field_validator("path")

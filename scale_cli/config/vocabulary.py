@@ -105,10 +105,7 @@ class VocabularyConfig(Section):
     """New tokens for a script that the base's tokenizer splits into bytes; no old token changes."""
 
     new_tokens: int = Field(
-        default=4096,
-        ge=1,
-        le=2**18,
-        description="how many; a few more are added to make the vocabulary a multiple of 64",
+        default=4096, ge=1, le=2**18, description="how many; rounded up to a vocabulary that is a multiple of 64"
     )
     script: str = Field(
         default="hangul", description="script of their letters: a name, or ranges of code points such as AC00-D7A3"

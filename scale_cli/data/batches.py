@@ -111,10 +111,7 @@ class MicroBatch:
     distillation: tuple[float, ...] | None = None
 
     def part(self, index: int, number: int) -> MicroBatch:
-        """Return one process's share of every sequence: part `index`, and the part at the same distance from the end.
-
-        `number` processes share the sequences, which are cut into twice as many parts.
-        """
+        """Return parts `index` and -1 - `index` of every sequence, cut into twice as many parts as processes."""
         positions = self.position_ids
         if positions is None:
             positions = torch.arange(self.input_ids.shape[1]).expand_as(self.input_ids)

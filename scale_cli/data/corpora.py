@@ -67,11 +67,7 @@ def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> None:
-    """Check that a tokenizer preserves the beginning of every path of a source; nothing remote is fetched.
-
-    Raises:
-        CorpusError: it loses too much of the text, or the text is bad.
-    """
+    """Raise CorpusError if a tokenizer loses text from the beginning of a source's paths; fetch nothing remote."""
     elsewhere = source.dataset is not None and not Path(source.dataset).is_dir()
     if elsewhere or any("://" in path for path in source.paths):
         return

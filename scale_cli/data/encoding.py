@@ -248,8 +248,7 @@ def _learned(text: str, spans: Spans, offsets: list[tuple[int, int]], num_tokens
 def encode_all(documents: Iterator[Document], spec: TokenizerSpec, num_workers: int) -> Iterator[Encoded]:
     """Yield the ids of all documents in order; documents are read as needed, at most a few chunks ahead.
 
-    The ids do not depend on the number of worker processes. This process works alone if `num_workers` is 1 or there
-    is little to do.
+    The ids do not depend on `num_workers`. With 1 worker, or for few documents, this process works alone.
     """
     chunks = _chunks(documents)
     head = list(islice(chunks, _CHUNKS_FOR_WORKERS))

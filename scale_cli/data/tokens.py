@@ -10,10 +10,9 @@ folder, and nothing stale is ever read:
     learned.bin     (tokens,) bool: which ids are learned; for conversations only
     ledger.json     what was read, kept and dropped (data/ledger.py)
 
-While NAME is being made, the folder is called .NAME.unfinished. The file .NAME.progress.json (.NAME.joined.json when
-parts are joined) says how much of it is safely on disk; a later run cuts the files to that length and continues. One
-process writes, and the workers tokenise each document by itself, so the bytes do not depend on the number of workers or
-interruptions.
+While NAME is being made, it is called .NAME.unfinished. .NAME.progress.json (.NAME.joined.json when parts are joined)
+says how much of it is safely on disk; a later run cuts the files to that and continues. One process writes, and workers
+tokenise each document by itself, so the bytes do not depend on the number of workers or interruptions.
 
 Several machines can each tokenise parts of a source's files to such folders in `parts/`; `TokenCache.open` joins them.
 """

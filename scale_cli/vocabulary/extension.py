@@ -28,9 +28,7 @@ from scale_cli.errors import BaseModelError
 
 _SPACE = "▁"  # a space in tokenizers with byte fallback
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_BYTE_OF: dict[str, int] = {
-    character: byte for byte, character in bytes_to_unicode().items()
-}  # GPT-2's characters for bytes
+_BYTE_OF: dict[str, int] = {character: byte for byte, character in bytes_to_unicode().items()}  # GPT-2's spelling
 # Token for an id with a row in the base but no token in its tokenizer; no text and no spelling of bytes contains it.
 _UNUSED = "\ue000unused {}\ue000"
 

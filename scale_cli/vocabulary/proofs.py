@@ -26,10 +26,7 @@ def check_extension(
 
     Old and special tokens must keep their ids. Both must give the same ids to every character outside the script, to
     random strings of them, and to the `kept` texts with a newline in place of the script's letters. The `learned`
-    texts must decode from their new ids as from the old ones.
-
-    Raises:
-        PreservationError: one of these does not hold.
+    texts must decode from their new ids as from the old ones. If not, PreservationError is raised.
     """
     old, new = (Tokenizer.from_str(tokenizer.to_str()) for tokenizer in (old, new))  # copies, to change settings
     _check_tokens(old, new)

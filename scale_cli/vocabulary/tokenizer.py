@@ -76,8 +76,7 @@ class Extension:
     def sketched(self, num_bytes: int) -> Tokenizer:
         """Return an approximate tokenizer, from `num_bytes` of each source; it may lack the rarest tokens.
 
-        Raises:
-            ConfigError: the sources have no more text, and give too few tokens.
+        ConfigError if the sources have no more text, and give too few tokens.
         """
         new, is_all = self.learned(num_bytes, self.vocabulary.min_count)
         if is_all:
