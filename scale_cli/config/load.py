@@ -309,7 +309,7 @@ def parse(text: str, where: str) -> Any:
 
 
 def _check(text: str) -> None:
-    """Refuse deep nesting and aliases (PyYAML recurses without a limit, nested aliases grow exponentially), and NUL."""
+    """Refuse deep nesting (PyYAML recurses without a limit), aliases (they can grow exponentially) and non-text."""
     depth, problem = 0, None
     event: Any
     for event in yaml.parse(text, Loader=_Loader):

@@ -81,7 +81,7 @@ class TokenisedCorpus:
     offsets: npt.NDArray[np.int64]  # (documents + 1,)
     num_bytes: npt.NDArray[np.int64]  # (documents,)
     hashes: npt.NDArray[np.uint64]  # (documents,) of the texts
-    ledger: Ledger  # what was read
+    ledger: Ledger
     markers: DocumentMarkers  # the tokenizer's marks
     learned: npt.NDArray[np.bool_] | None = None  # (tokens,) which ids are targets; None: all
 

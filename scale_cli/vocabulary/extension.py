@@ -153,7 +153,7 @@ def _units(
 ) -> Iterator[tuple[Unit, ...]]:
     """Yield the units of every part of a word that the tokenizer merges by itself.
 
-    The first letters follow `space`, or nothing if it is None, whatever the tokenizer puts before a text.
+    `space`, if any, precedes the first letters, whatever the tokenizer puts before a text.
     """
     units: list[Unit] = []
     unit: list[str] = []
