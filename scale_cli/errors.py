@@ -1,6 +1,6 @@
-"""Every error a user can meet, in one tree; the command line prints its message and exits with its code.
+"""Every error a user can meet; the command line prints its message and exits with its code.
 
-Where a library is missing that only some verbs need, `require` names the extra of this package that brings it.
+If a library is missing that only some verbs need, `require` names the extra of this package that installs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXTRA_OF = {
 
 
 class ScaleError(Exception):
-    """Root of the tree: a message for the user, and the exit code that goes with it."""
+    """Base class of all: a message for the user, and an exit code."""
 
     exit_code = 1
 
@@ -40,11 +40,11 @@ class BaseModelError(UsageError):
 
 
 class ChangedBaseError(BaseModelError):
-    """The base model, or its tokenizer, is at hand and is another one than was upscaled."""
+    """The base model or its tokenizer was found, but is not the one that was upscaled."""
 
 
 class CorpusError(UsageError):
-    """A corpus is missing, of no format that is read, or too much of it is bad (names file:line)."""
+    """A corpus is missing, has an unknown format, or too much of it is bad (names file:line)."""
 
 
 class RunFolderError(UsageError):
@@ -52,11 +52,11 @@ class RunFolderError(UsageError):
 
 
 class MissingExtraError(UsageError):
-    """A library that only some verbs need is not installed; an extra of this package brings it."""
+    """A library that only some verbs need is not installed; an extra of this package installs it."""
 
 
 class RunError(ScaleError):
-    """Something went wrong on the way."""
+    """A verb failed while it ran."""
 
 
 class TrainingError(RunError):
@@ -80,7 +80,7 @@ class StorageError(RunError):
 
 
 class CheckFailed(ScaleError):
-    """A promise did not hold: of this package, or of `--max-forgetting`."""
+    """A guarantee of this package, or the limit of `--max-forgetting`, did not hold."""
 
     exit_code = 3
 
@@ -94,7 +94,7 @@ class ExportParityError(CheckFailed):
 
 
 class EndedElsewhere(ScaleError):
-    """The main process of a launch has failed; this one ends with its code, and has nothing to add."""
+    """Another process of the launch failed and reports why; this one only ends with the same exit code."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("another process has failed; its own message says why")
@@ -110,14 +110,14 @@ class Interrupted(ScaleError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, torch's or Python's, says that there is no memory left; imports nothing."""
+    """Return whether an error of torch or Python says that memory ran out; imports nothing."""
     told = ("out of memory", "can't allocate memory")  # by CUDA, by the CPU's allocator
     of_torch = isinstance(error, RuntimeError) and any(words in str(error) for words in told)
     return of_torch or isinstance(error, MemoryError)
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error that a library meant for its own users as one line, cut where it grows long."""
+    """Return a library's error message as one line, cut if it is long."""
     line = " ".join(str(error).split()) or type(error).__name__
     return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."
 
@@ -127,7 +127,7 @@ def is_installed(module: str) -> bool:
 
 
 def require(module: str, needed_by: str) -> None:
-    """Refuse to begin what cannot be ended without a library, for a key of the config or a verb."""
+    """Raise MissingExtraError if a library is missing; `needed_by` is the config key or verb that needs it."""
     if not is_installed(module):
         package = f"'scale-cli[{EXTRA_OF[module]}]'" if module in EXTRA_OF else module
         raise MissingExtraError(f"{needed_by}: needs {module.replace('_', '-')}: pip install {package}")

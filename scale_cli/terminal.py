@@ -1,4 +1,4 @@
-"""What is printed: lines for people or figures as JSON, progress bars, and other people's text made safe to print."""
+"""Printing: lines for people or figures as JSON, progress bars, and other people's text made safe to print."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tqdm import tqdm
 
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _PASSWORD = re.compile(r"://[^/@\s]*@")
-_SECONDS_APART = 30.0  # of the lines that stand for a bar in a log; what takes less long has none
+_SECONDS_APART = 30.0  # between the lines that replace a bar in a log; shorter work prints none
 Log = Callable[[str], None]
-_form: Literal["lines", "figures", "nothing"] = "lines"  # of standard output; bars are shown beside lines alone
+_form: Literal["lines", "figures", "nothing"] = "lines"  # of standard output; bars appear only with lines
 
 
 class Report(Protocol):
-    """What a verb returns that prints itself."""
+    """A verb's result, which can be printed."""
 
     def lines(self) -> list[str]: ...
 
@@ -27,7 +27,7 @@ class Report(Protocol):
 
 
 def choose_form(as_json: bool | None) -> None:
-    """Choose what the verb at work prints: figures alone, nothing (False), or lines for people (None)."""
+    """Choose what the verb prints: only figures (True), nothing (False), or lines for people (None)."""
     global _form
     _form = "lines" if as_json is None else "figures" if as_json else "nothing"
 
@@ -37,7 +37,7 @@ def shows_lines() -> bool:
 
 
 def log(line: str) -> None:
-    """Print a line for people; where none are wanted, a warning alone, on standard error."""
+    """Print a line for people; if none are wanted, print only warnings, on standard error."""
     if shows_lines() or line.startswith("warning:"):
         _speak(line, err=not shows_lines())
 
@@ -49,7 +49,7 @@ def show(made: Report) -> None:
 
 
 def print_json(figures: object) -> None:
-    """Print figures, where they are asked for."""
+    """Print figures as JSON, if they were asked for."""
     if _form == "figures":
         from pydantic_core import to_json
 
@@ -57,23 +57,23 @@ def print_json(figures: object) -> None:
 
 
 def _speak(line: str, *, err: bool = False) -> None:
-    """Print a line once: every process of `accelerate launch` runs the verb, one of them speaks."""
+    """Print a line once: every process of `accelerate launch` runs the verb, but only rank 0 prints."""
     if os.environ.get("RANK", "0") == "0":
         typer.echo(printable(line), err=err)
 
 
 def printable(text: str) -> str:
-    """Return a text with its control characters spelled out: a terminal would obey them."""
+    """Return a text with its control characters escaped: a terminal would obey them."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def without_passwords(text: str) -> str:
-    """Return a text without what stands before the host of a URL."""
+    """Return a text without the user names and passwords of its URLs."""
     return _PASSWORD.sub("://***@", text)
 
 
 class _Lines:
-    """Standard error, with every state of a bar on a line of its own, and nothing that moves a cursor."""
+    """Writes every state of a bar to standard error as a line of its own, without moving the cursor."""
 
     def write(self, text: str) -> None:
         if state := text.replace("\x1b[A", "").strip():
@@ -84,7 +84,7 @@ class _Lines:
 
 
 def progress_bar(**options: Any) -> Any:
-    """Return a bar with tqdm's options; where standard error is no terminal, a plain line now and then in its place."""
+    """Return a tqdm bar; if standard error is not a terminal, plain lines now and then replace it."""
     options["disable"] = not shows_lines() or options.get("disable", False)
     if sys.stderr.isatty():
         return tqdm(**options)

@@ -1,4 +1,4 @@
-"""What a section and single values of a config may be: names, shares, counts with an end, paths."""
+"""Types of config sections and values: names, fractions, bounded counts, paths."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 
 class Section(BaseModel):
-    """What every section shares: unknown keys are errors, values are not changed after loading."""
+    """Base of every section: unknown keys are errors, and values do not change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
-    REMOVED: ClassVar[Mapping[str, Any]] = {}  # keys that are no more, at what is always so now
+    REMOVED: ClassVar[Mapping[str, Any]] = {}  # removed keys, with the value that now always holds
 
     @model_validator(mode="before")
     @classmethod
     def _drop_removed(cls, given: Any) -> Any:
-        """Read the configs of earlier runs, which hold removed keys."""
+        """Drop removed keys that have the value that now always holds, so that earlier runs' configs still load."""
         if not isinstance(given, dict):
             return given
         return {key: value for key, value in given.items() if key not in cls.REMOVED or value != cls.REMOVED[key]}
 
 
 class Change(Enum):
-    """What marks a key that may change between two verbs of one run; one that is not marked never may.
+    """Marks a key that may change between two verbs of one run; an unmarked key never may.
 
-    In a section that stands in a list, as a source does, or that may be null, a mark does nothing (`schema._marked`).
+    A mark has no effect in a section that is in a list (such as a source) or may be null (`schema._marked`).
     """
 
     FREE = "a cadence, a place, or how work is cut up: what is written, when and by whom, not what is computed"
@@ -42,12 +42,12 @@ Free = Annotated[Value, Change.FREE]
 Accepted = Annotated[Value, Change.ACCEPTED]
 
 _LANGUAGE = r"^[a-z]{2,3}$"
-# Codes of countries, given for their languages; what is a language's too (kr, Kanuri) has a code of three letters.
+# Country codes that users give for languages. A code that also is a language's (kr: Kanuri) has a three-letter form.
 _COUNTRIES = {"kr": "ko", "jp": "ja", "cn": "zh", "tw": "zh", "vn": "vi", "ua": "uk", "cz": "cs", "gr": "el"}
 
 
 def check_language(code: object) -> object:
-    """Raise a ValueError, which says what to give, for a text that is no language's code."""
+    """Return a language code; ValueError if it is not one, with the code to give instead."""
     if isinstance(code, str):
         if not re.fullmatch(_LANGUAGE, code):
             raise ValueError(f"{code}: give its ISO 639 code, such as ko")
@@ -56,7 +56,7 @@ def check_language(code: object) -> object:
     return code
 
 
-# What languages are called where people read of them.
+# English names of languages, for reports.
 _LANGUAGE_NAMES = {"en": "English", "ko": "Korean", "de": "German", "fr": "French", "ja": "Japanese", "zh": "Chinese"}
 
 
@@ -68,13 +68,13 @@ def language_name(code: str) -> str:
 Language = Annotated[
     str, Field(pattern=_LANGUAGE, description="ISO 639 code: en, ko, ..."), BeforeValidator(check_language)
 ]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="in results, and of files")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="used in results and file names")]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 # YAML 1.1 reads a bare `no` as false.
 MixedPrecision = Annotated[
     Literal["no", "bf16", "fp16"], BeforeValidator(lambda value: "no" if value is False else value)
 ]
-# Far beyond any run, and near enough that sizes, times and files computed from them stay finite.
+# Limits far beyond any run, yet low enough that sizes, times and files computed from them stay finite.
 Steps = Annotated[int, Field(ge=1, le=10_000_000)]
 Length = Annotated[int, Field(ge=2, le=2**24)]
 BatchSize = Annotated[int, Field(ge=1, le=2**20)]
@@ -86,7 +86,7 @@ _LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4000, 255
 
 
 def gone(**became: str) -> BeforeValidator:
-    """Say of a value that is no more what became of it."""
+    """Return a validator that refuses removed values and says what replaces them."""
 
     def check(value: object) -> object:
         if isinstance(value, str) and value in became:
@@ -97,9 +97,9 @@ def gone(**became: str) -> BeforeValidator:
 
 
 def local_path(written: str) -> str:
-    """Return a path with `~` expanded, as a shell would: a config has none.
+    """Return a path with `~` expanded: no shell does this for a config.
 
-    ValueError where it is a URL (which may hold a password, so it is not quoted), or no file system could hold it.
+    ValueError if it is a URL (not quoted, since it may hold a password), or a path that no file system could hold.
     """
     if "://" in written:
         raise ValueError("is a URL; local files and hub ids are read, nothing else")
@@ -113,7 +113,7 @@ def local_path(written: str) -> str:
 
 
 def source_pattern(written: str) -> str:
-    """Return where text lies: a path as `local_path` does, or the URL of a store."""
+    """Return the place of text: a path as `local_path` does, or the URL of a store."""
     if not written:
         raise ValueError("is empty")
     scheme, parted, place = written.partition("://")
@@ -141,6 +141,6 @@ def _folder(written: object) -> object:
 
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(local_path)]
-# Of either form first and of what it says then: an error is one line, and not one for each form.
+# The type is checked before the content, so that an error is one line, not one per alternative.
 SourcePatterns = Annotated[str | list[str], AfterValidator(_source_patterns)]
 Folder = Annotated[Path, Field(strict=False), BeforeValidator(_folder)]

@@ -1,6 +1,6 @@
-"""From a YAML file and `key.sub=value` overrides to a checked config, with errors that name the field.
+"""Load a config from a YAML file and `key.sub=value` overrides, and check it; errors name the field.
 
-YAML is plain data and nothing else: safe tags only, of bounded size, every key once, no aliases.
+The YAML may hold plain data only: safe tags, no aliases, no key twice, limited size and depth.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from scale_cli.errors import ConfigError, one_line
 from scale_cli.values import Section
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)
-Values = tuple[str, ...]  # key=value, of the keys that have several
-# What became of keys that were.
+Values = tuple[str, ...]  # one run's key=value overrides, of the keys with several values
+# Removed keys, and what to do instead.
 _REMOVED = {
     "corpus.sources.order": "leave it out; easy_first did worse than shuffled, so windows are shuffled",
     "corpus.sources.select": "leave it out; typical text taught less than a random part of the same size",
@@ -40,16 +40,16 @@ _REMOVED = {
     "method.elo": "leave it out; llama-pro and freeze train some of the layers too",
     "method.vocabulary.init": "new rows start as the mean of the old tokens that they are made of; leave it out",
 }
-# What a section is most often taken for.
+# If a plain value stands where a section should, the user most likely meant this key of the section.
 _MEANT_BY_SECTION = {"model": "base", "method": "variant", "corpus": "sources", "train": "max_steps"}
 _MAX_ERRORS = 10
 _LONGEST_QUOTE, _LONGEST_MESSAGE, _LONGEST_NAME = 200, 300, 100
-_MOST_MEANT = 3  # keys of the same name elsewhere
-# Of YAML
+_MOST_MEANT = 3  # more keys of the same name elsewhere are ambiguous
+# Limits of the YAML.
 _MAX_BYTES = 1 << 18
 _MAX_DEPTH = 40
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
-# What other trainers call a key of ours.
+# Names that other trainers give to our keys.
 _SYNONYMS = Path(__file__).with_name("synonyms.yaml")
 _DEVICE = (
     "no key: a GPU is taken where there is one; CUDA_VISIBLE_DEVICES says which, ACCELERATE_USE_CPU=1 none, "
@@ -87,7 +87,7 @@ def checked(schema: type[AnyConfig], tree: dict[str, Any], where: str, overrides
 
 
 def _origin(line: str, where: str, overrides: Sequence[str]) -> str:
-    """Return where the value was given that a line, which begins with its key, speaks of."""
+    """Return the override or file that gave the value of an error line; the line begins with the value's key."""
     place = line.partition(":")[0]
     for override in reversed(overrides):
         key = override.partition("=")[0]
@@ -97,7 +97,7 @@ def _origin(line: str, where: str, overrides: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return what the user wrote as one line, cut where it is long."""
+    """Return the user's text quoted on one line, cut if it is long."""
     return repr(text) if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]!r}..."
 
 
@@ -117,7 +117,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _place(node: Any, part: str, where: str) -> Any:
-    """Return the key of a mapping, or the index of a list, that a part of an override's key stands for."""
+    """Return one part of an override's key as the key of a mapping or the index of a list."""
     if isinstance(node, dict):
         return part
     if not isinstance(node, list) or part not in map(str, range(len(node))):
@@ -151,12 +151,12 @@ def _key(part: str) -> str:
 
 
 def _is_union_branch(part: str | int) -> bool:
-    # Pydantic puts the tried branch of a union into the location; it is no key of the user's.
+    # Pydantic puts the union branch that it tried into the location; the user did not write it.
     return isinstance(part, str) and (part in ("str", "int") or "[" in part)
 
 
 def _did_you_mean(schema: type[Section], location: Sequence[str | int]) -> str:
-    """Return what was meant by an unknown key: a key elsewhere in the config, one here with a like name, or none."""
+    """Return a hint for an unknown key: a key elsewhere in the config, a similar key of this section, or ""."""
     *above, name = map(str, location)
     if name in _NO_KEYS:
         return f" ({_NO_KEYS[name]})"
@@ -176,7 +176,7 @@ def _did_you_mean(schema: type[Section], location: Sequence[str | int]) -> str:
 
 
 def _all_keys(section: type[BaseModel], place: str = "") -> Iterator[str]:
-    """Yield every key of a section and of those in it, `corpus.sources[].name`."""
+    """Yield every key of a section and its subsections, written as `corpus.sources[].name`."""
     for name, field in section.model_fields.items():
         yield f"{place}{name}"
         annotation: Any = field.annotation
@@ -191,7 +191,7 @@ def dump_config(config: Section) -> str:
 
 
 class _Untitled(GenerateJsonSchema):
-    """Without titles, which would say every key's name again."""
+    """Leave out titles, which only repeat the keys' names."""
 
     def field_title_should_be_set(self, _schema: Any) -> bool:
         return False
@@ -200,7 +200,7 @@ class _Untitled(GenerateJsonSchema):
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the config.
 
-    It knows every key, type, range and default. Which keys go together only `scale` itself knows.
+    It has every key, type, range and default. Only `scale` itself checks which keys go together.
     """
     return {"$schema": _Untitled.schema_dialect, **RunConfig.model_json_schema(schema_generator=_Untitled)}
 
@@ -211,17 +211,17 @@ def json_schema_text() -> str:
 
 @dataclass(frozen=True)
 class Grid:
-    """The overrides of several runs of one config: those that all share, and the values of each."""
+    """The overrides for several runs of one config: the shared ones, and each run's own."""
 
     shared: list[str]
     points: list[Values]
 
 
 def parse_grid(arguments: Sequence[str], *, paired: bool) -> Grid:
-    """Return the runs that some arguments stand for: `key=value` of all, and `key=a,b,c`, a value each.
+    """Return the runs of a sweep: `key=value` holds for all runs, `key=a,b,c` gives several values to choose from.
 
-    Values are YAML, and a list in brackets is one. `paired`, the keys' first values make a run, then their second ones;
-    otherwise every combination does.
+    Values are YAML; a list in brackets is one value. If `paired`, the first values of all keys make a run, then the
+    second ones, and so on; otherwise every combination makes a run.
     """
     shared, axes = [], []
     for argument in arguments:
@@ -241,7 +241,7 @@ def parse_grid(arguments: Sequence[str], *, paired: bool) -> Grid:
 
 
 def name_of(values: Values) -> str:
-    """Return a name for a run's folder: its values, and where they make no short and plain one, a hash of them."""
+    """Name a run's folder after its values; if that is too long or has unusual characters, add a hash of them."""
     parts = [value.partition("=") for value in values]
     whole = "_".join(f"{key.rpartition('.')[2]}={_bare(value)}" for key, _, value in parts)
     name = re.sub(r"[^A-Za-z0-9.=_-]", "", whole)[:_LONGEST_NAME]
@@ -249,7 +249,7 @@ def name_of(values: Values) -> str:
 
 
 def _bare(value: str) -> str:
-    """Return a value without quotation marks, unless it would be another one so: the text "1" is no number."""
+    """Remove a value's quotation marks, unless this changes the value (the text "1" would become a number)."""
     bare = value.replace('"', "")
     try:
         return value if json.loads(bare) != json.loads(value) else bare
@@ -258,7 +258,7 @@ def _bare(value: str) -> str:
 
 
 class _Loader(yaml.CSafeLoader):
-    """Safe YAML in which a key stands once and `1e-4` is a number (to PyYAML, faithful to YAML 1.1, it is a string)."""
+    """Load safe YAML: a repeated key is an error, and `1e-4` is a number (in PyYAML and YAML 1.1 it is a string)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -272,7 +272,7 @@ class _Loader(yaml.CSafeLoader):
 
 
 class _Dumper(yaml.CSafeDumper):
-    """Safe YAML that quotes a string which that loader would read as a number (a git revision such as 1e10)."""
+    """Write safe YAML: quote a string that `_Loader` would read as a number (such as the git revision 1e10)."""
 
 
 for _half in (_Loader, _Dumper):
@@ -282,10 +282,10 @@ for _half in (_Loader, _Dumper):
 
 
 def read_text(path: Path) -> str:
-    """Read a config file, or the pipe it comes through."""
+    """Read a config from a file or a pipe, as UTF-8 text."""
     try:
         with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)  # no more: it may be a device without an end
+            content = file.read(_MAX_BYTES + 1)  # bounded: it may be an endless device
         if len(content) > _MAX_BYTES:
             raise ConfigError(f"{path}: more than {_MAX_BYTES:,} bytes, too many for a config")
         return content.decode()
@@ -296,7 +296,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, where: str) -> Any:
-    """Return what a YAML text says, as plain data."""
+    """Return the plain data in a YAML text."""
     try:
         _check(text)
         return _Loader(text).get_single_data()
@@ -304,12 +304,12 @@ def parse(text: str, where: str) -> Any:
         mark = error.problem_mark
         place = f"{where}:{mark.line + 1}" if mark else where
         raise ConfigError(f"{place}: not valid YAML ({error.problem})") from None
-    except Exception as error:  # PyYAML lets through what int(), a regex or a dict says of a scalar
+    except Exception as error:  # PyYAML passes on errors of int(), a regex or a dict
         raise ConfigError(f"{where}: not valid YAML ({one_line(error)})") from None
 
 
 def _check(text: str) -> None:
-    """Refuse what would be endless: composing recurses without a limit, and aliases of aliases grow exponentially."""
+    """Refuse deep nesting (PyYAML recurses without a limit), aliases (they can grow exponentially) and non-text."""
     depth, problem = 0, None
     event: Any
     for event in yaml.parse(text, Loader=_Loader):
@@ -325,11 +325,11 @@ def _check(text: str) -> None:
 
 
 def dump(tree: Any, **style: Any) -> str:
-    """Return plain data as YAML that `parse` reads as the same."""
+    """Return plain data as YAML; `parse` reads it back unchanged."""
     dumped: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **style)
     return dumped
 
 
 def dump_line(tree: dict[str, Any]) -> str:
-    """Return a mapping of plain values in one line."""
-    return dump(tree, default_flow_style=True, width=-1).rstrip("\n")  # a width without an end
+    """Return a mapping of plain values as one line of YAML."""
+    return dump(tree, default_flow_style=True, width=-1).rstrip("\n")  # -1: unlimited

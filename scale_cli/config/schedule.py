@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from scale_cli.config.training import TrainConfig
 
-# Of max_steps: a decay whose length a config leaves out.
+# Default of decay_steps, as a share of max_steps.
 _SHARE_OF_DECAY = 0.2
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Return the learning rate of a step (0 is the first).
 
-    Linear warm-up to `lr` over `warmup_steps`, the first step at lr / warmup_steps; then what `SCHEDULES` says.
+    Linear warm-up to `lr` over `warmup_steps`, the first step at lr / warmup_steps; then a schedule of `SCHEDULES`.
     """
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps
@@ -32,7 +32,7 @@ def _linear(step: int, train: TrainConfig) -> float:
 
 
 def _progress(step: int, train: TrainConfig) -> float:
-    """Return how far a step is, 1 being the last step (two steps after the warm-up at the least)."""
+    """Return a step's progress after the warm-up, from 0 to 1 at the last step (0 if only one step is left)."""
     return (step - train.warmup_steps) / max(1, train.max_steps - 1 - train.warmup_steps)
 
 
@@ -51,7 +51,7 @@ def _wsd(step: int, train: TrainConfig) -> float:
     return _down_to(train.min_lr_ratio, 1.0 - math.sqrt(decayed / decay_steps))
 
 
-# From a step after the warm-up to its rate, relative to `train.lr`, by the names that a config has.
+# By the config's names: functions that map a step after the warm-up to its rate relative to `train.lr`.
 SCHEDULES: dict[str, Callable[[int, TrainConfig], float]] = {
     "cosine": _cosine,
     "linear": _linear,
@@ -61,5 +61,5 @@ SCHEDULES: dict[str, Callable[[int, TrainConfig], float]] = {
 
 
 def _down_to(low: float, remaining: float) -> float:
-    """Return what is between a minimum and 1, `remaining` of the way above the minimum."""
+    """Interpolate between `low` (`remaining` 0) and 1 (`remaining` 1)."""
     return low + (1.0 - low) * remaining

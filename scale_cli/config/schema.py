@@ -1,6 +1,6 @@
-"""The schema of the config file, one class per section; and which keys may change between two verbs of one run.
+"""The schema of the config file, one class per section, and which keys may change between two verbs of one run.
 
-Every key is public (docs/configuration.md). One may change where its field is marked so (`values.Change`).
+Every key is public (docs/configuration.md). A key may change only if its field is marked so (`values.Change`).
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ class ModelConfig(Section):
     """The pretrained model that is widened."""
 
     base: PathText = Field(
-        description="hub id or local folder of a family of docs/families.md (Llama, Qwen, ...); or a finished run"
+        description="hub id or local folder of a model (Llama, Qwen, ...: docs/families.md), or a finished run's folder"
     )
-    revision: str | None = Field(default=None, description="of a base on the hub: branch, tag or commit")
+    revision: str | None = Field(default=None, description="branch, tag or commit of a base on the hub")
     tokenizer: PathText | None = Field(default=None, description="hub id or local folder; null: the base's own")
-    dtype: Dtype = Field(default="float32", description="of the frozen base")
+    dtype: Dtype = Field(default="float32", description="dtype of the frozen base")
     quantisation: Quantised | None = Field(
         default=None,
-        description="of the base's linear maps, which compute in dtype: 8 bits, or 4 as QLoRA's; null: none",
+        description="hold the base's linear maps in 8 bits, or in 4 as QLoRA does; they compute in dtype; null: off",
     )
 
     @property
     def held_in(self) -> str:
-        """The dtype, and where linear maps are held in less, in what."""
+        """The dtype, and the quantisation of the linear maps if any."""
         return self.dtype if self.quantisation is None else f"{self.dtype}, linear maps in {self.quantisation}"
 
 
 class _AnyMethod(WideningConfig):
     """What is trained, and what is served."""
 
-    vocabulary: VocabularyConfig | None = Field(default=None, description="tokens that are added; null: none")
+    vocabulary: VocabularyConfig | None = Field(default=None, description="new tokens to add; null: none")
 
     @property
     def definition(self) -> Method[Any]:
@@ -73,18 +73,18 @@ class _AnyMethod(WideningConfig):
 
     @property
     def settings(self) -> Any:
-        """The method's own section; of one that widens, all of them."""
+        """The method's own section, or this whole section if the method widens."""
         section = self.definition.section
         return self if section is None else getattr(self, section)
 
     def with_settings(self, settings: Section) -> MethodConfig:
-        """Return the same method with another section of its own."""
+        """Return the method with its own section replaced."""
         section = self.definition.section
         return self if section is None else self.model_copy(update={section: settings})
 
     @property
     def in_words(self) -> str:
-        """Its name and the settings that matter most."""
+        """The method's name and its most important settings."""
         words = self.definition.label + self.definition.in_words(self.settings)
         if self.vocabulary is not None:
             words += f", {'' if self.vocabulary.folder else f'{self.vocabulary.new_tokens:,} '}new tokens"
@@ -108,7 +108,7 @@ class _AnyMethod(WideningConfig):
         return self
 
 
-# With a section for every method that has one. A type checker knows what all methods have in common.
+# At run time it has a section for every method with one; a type checker knows only what all methods share.
 if TYPE_CHECKING:
     MethodConfig = _AnyMethod
 else:
@@ -129,11 +129,11 @@ else:
 
 
 class ContinuationsConfig(Section):
-    """Prompts that every head goes on with: in which script?"""
+    """Prompts that every head continues, to measure in which script it answers."""
 
-    prompts: int = Field(default=20, ge=1, le=1_000_000, description="beginnings of each held-out corpus's documents")
-    prompt_tokens: int = Field(default=32, ge=1, le=2**20, description="of each, at most")
-    new_tokens: int = Field(default=32, ge=1, le=2**20, description="after each, at most; the likeliest ones")
+    prompts: int = Field(default=20, ge=1, le=1_000_000, description="prompts per corpus: beginnings of its documents")
+    prompt_tokens: int = Field(default=32, ge=1, le=2**20, description="tokens per prompt, at most")
+    new_tokens: int = Field(default=32, ge=1, le=2**20, description="greedily chosen tokens after each prompt, at most")
 
 
 class EvaluationConfig(Section):
@@ -141,15 +141,15 @@ class EvaluationConfig(Section):
 
     perplexity: list[EvaluationSource] = Field(default=[], description="held-out corpora")
     benchmarks: list[BenchmarkSource] = Field(
-        default=[], description="lm-eval names, or mappings {name, path, language, role} of task files"
+        default=[], description="task names of lm-eval, or mappings {name, path, language, role} for task files"
     )
     continuations: ContinuationsConfig | None = Field(
-        default=None, description="language confusion, of every held-out corpus; null: not measured, {}: 20 prompts"
+        default=None, description="measure language confusion on every held-out corpus; null: off; {}: with 20 prompts"
     )
-    sequence_length: Length | None = Field(default=None, description="null: corpus.sequence_length")
-    batch_size: BatchSize = Field(default=8, description="windows at once")
-    mixed_precision: MixedPrecision = Field(default="no", description="autocast; where it is left out, train's")
-    bootstrap_resamples: int = Field(default=2000, ge=100, le=1_000_000, description="behind every interval")
+    sequence_length: Length | None = Field(default=None, description="tokens per window; null: corpus.sequence_length")
+    batch_size: BatchSize = Field(default=8, description="windows evaluated at once")
+    mixed_precision: MixedPrecision = Field(default="no", description="autocast; if left out, train's")
+    bootstrap_resamples: int = Field(default=2000, ge=100, le=1_000_000, description="resamples per interval")
 
     @field_validator("perplexity", "benchmarks")
     @classmethod
@@ -162,10 +162,10 @@ class ExportConfig(Section):
 
     format: ExportFormat | list[ExportFormat] = Field(
         default="llama",
-        description="one or several; where it is left out: llama, and transformers too where llama cannot be routed",
+        description="one format or several; if left out: llama, plus transformers if llama cannot be routed",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32", description="float16 for what becomes f16 or q8_0 in llama.cpp"
+        default="float32", description="choose float16 for models that become f16 or q8_0 in llama.cpp"
     )
 
     @field_validator("format", mode="before")
@@ -187,8 +187,8 @@ class ExportConfig(Section):
 class RunConfig(Section):
     """The whole file: one YAML serves upscale, train, evaluate and export."""
 
-    output_dir: Free[Folder] = Field(description="everything is written under it")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="of the start, the order of the data, the bootstrap")
+    output_dir: Free[Folder] = Field(description="the folder under which everything is written")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the initial weights, data order and bootstrap")
     model: ModelConfig
     method: MethodConfig = MethodConfig()
     corpus: CorpusConfig
@@ -199,7 +199,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, tree: Any) -> Any:
-        """Fill in what is left out and hangs on another section: the method's rates, precisions, formats of exports."""
+        """Fill in defaults that depend on another section: the method's rates, precisions, export formats."""
         sections = ("method", "train", "evaluation", "export")
         if not isinstance(tree, dict) or "train" not in tree:
             return tree
@@ -208,7 +208,7 @@ class RunConfig(Section):
         method, train, evaluation, export = (tree.get(name, {}) for name in sections)
         try:
             checked = MethodConfig.model_validate(method)
-        except ValidationError:  # it is told of where the method is
+        except ValidationError:  # reported when the method is validated
             return tree
         is_routed_apart = checked.definition.routes and not checked.definition.routes_plainly(checked.settings)
         autocasts = train.get("mixed_precision") in ("bf16", "fp16")
@@ -286,7 +286,7 @@ class RunConfig(Section):
         if train.attention != "flash_attention_2":
             return
         if self.corpus.isolate_documents and at_once > 1:
-            # It finds documents by their positions, and in a batch of one alone; others it would run together.
+            # It finds documents by their positions, and only in a batch of one; in larger batches it would join them.
             yield (
                 "train.attention: flash_attention_2 cannot keep corpus.isolate_documents with train.micro_batch_size "
                 f"{at_once}: set that to 1, or take flex_attention"
@@ -301,15 +301,15 @@ class RunConfig(Section):
                 yield f"train.attention: flash_attention_2 computes in 16 bits: set {section}.mixed_precision to bf16"
 
 
-# Where something lies is no matter to whoever compares its content: the hashes of the base, or of every corpus.
+# Keys that say where something lies. Callers that compare its content by hash (base, corpora) ignore them.
 BASE_KEYS = r"model\.(base|revision|tokenizer)"
 LOCATION_KEYS = BASE_KEYS + r"|corpus\.sources\.\d+\.(path(\.\d+)?|revision)"
-# What the scores of a run's periodic evaluations hang on.
+# Keys that change the scores of periodic evaluations.
 _SCORED_BY = (
     r"train\.eval_max_documents|method\.router\..+"
     r"|evaluation\.(sequence_length|mixed_precision|perplexity\.\d+\.(?!path|revision).+)"
 )
-# The router acts in evaluation and generation only, so it may be set after training: a section of its own here.
+# The router acts in evaluation and generation only, so it may be set after training; here it is its own section.
 # Distillation acts in training only, so it may be set after upscaling.
 _MOVED = {"method.router.": "router", "method.distillation.": "train"}
 UPSCALE_SECTIONS = ("seed", "model", "method")
@@ -331,21 +331,21 @@ FREE, ACCEPTABLE = (frozenset(_marked(RunConfig, mark)) for mark in (Change.FREE
 
 
 def differences(before: RunConfig, now: RunConfig, sections: tuple[str, ...], ignored_keys: str = "") -> list[str]:
-    """Return one `key: before -> now` for every key in `sections` that would make another run.
+    """Return `key: before -> now` for every changed key in `sections` that makes it a different run.
 
-    Keys that match the pattern `ignored_keys` do not count: whoever asks compares what they stand for.
+    Keys that match the pattern `ignored_keys` do not count: the caller compares the content behind them.
     """
 
     def counts(key: str) -> bool:
         section = next((moved for prefix, moved in _MOVED.items() if key.startswith(prefix)), key.partition(".")[0])
-        is_free = re.sub(r"\.\d+$", "", key) in FREE  # of a list, by its own key
+        is_free = re.sub(r"\.\d+$", "", key) in FREE  # items of a list share its key
         return section in sections and not is_free and not re.fullmatch(ignored_keys, key)
 
     return [line for key, line in _changes(before, now).items() if counts(key)]
 
 
 def scored_otherwise(before: RunConfig, now: RunConfig) -> list[str]:
-    """Return one `key: before -> now` for every key that keeps scores of two periodic evaluations from comparing."""
+    """Return `key: before -> now` for every changed key that makes scores of periodic evaluations incomparable."""
     return [line for key, line in _changes(before, now).items() if re.fullmatch(_SCORED_BY, key)]
 
 
@@ -357,10 +357,10 @@ def check_same_run(
     ignored_keys: str,
     accepted: Collection[str] | None,
 ) -> list[str]:
-    """Refuse to go on from a folder with another config than it was made with; return a line for every other change.
+    """Refuse a folder that was made with a different config; return a line for every change that is allowed.
 
-    These are the `accepted` ones and those that `ignored_keys` matches, which are held by content. A verb that trains
-    nothing gives None for `accepted`: no key may change.
+    Allowed are changes of `accepted` keys and of those that `ignored_keys` matches, whose content is compared instead.
+    A verb that does not train passes None for `accepted`: no key can be accepted.
     """
     for key in accepted or ():
         if key not in ACCEPTABLE:
@@ -384,7 +384,7 @@ def _changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of a tree with its key, `train.lr`, `corpus.sources.0.name`."""
+    """Yield every value of a tree with its key, such as `train.lr` or `corpus.sources.0.name`."""
     if isinstance(value, dict | list) and value:  # an empty one is a value too: layers [] is not layers null
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(child, f"{prefix}.{key}" if prefix else str(key))

@@ -1,4 +1,4 @@
-"""Where text and benchmarks come from: what a config says of each source, and of how they are read and mixed."""
+"""Config sections for the sources of text and benchmarks, and for how they are read and mixed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from scale_cli.values import (
     SourcePatterns,
 )
 
-# How the names of lm-eval's Korean suites begin; any other suite is English unless the config says otherwise.
+# Name prefixes of lm-eval's Korean suites; any other suite is English unless the config says otherwise.
 _KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
 _LEAST_WEIGHT = 1e-6
 Role = Annotated[
     Literal["retention", "acquisition"],
-    Field(description="what is to be kept, or what is to be learned; of a benchmark left out: kept if it is English"),
+    Field(description="knowledge to keep, or to acquire; default for benchmarks: retention if English"),
 ]
 
 
@@ -36,36 +36,36 @@ class TextSource(Section):
     name: Name
     path: SourcePatterns | None = Field(
         default=None,
-        description="one or several globs of .txt .jsonl .json .csv, plain or .gz .xz "
-        ".zst, or of .parquet; local, or hf:// s3:// gs:// az:// https://",
+        description="one or several globs of .txt .jsonl .json .csv files, plain or compressed as .gz .xz .zst, or of "
+        ".parquet files; local, or on hf:// s3:// gs:// az:// https://",
     )
     dataset: PathText | None = Field(default=None, description="hub dataset id")
-    subset: str | None = Field(default=None, description="of the dataset: its configuration")
-    split: str = Field(default="train", description="of the dataset")
-    revision: str | None = Field(default=None, description="of the dataset: branch, tag or commit")
+    subset: str | None = Field(default=None, description="configuration of the dataset")
+    split: str = Field(default="train", description="split of the dataset")
+    revision: str | None = Field(default=None, description="branch, tag or commit of the dataset")
     text_field: str = Field(
-        default="text", description="column of a dataset, of .csv or .parquet, key of .jsonl or .json"
+        default="text", description="where the text is: column of a dataset, .csv or .parquet; key in .jsonl or .json"
     )
     messages_field: str | None = Field(
         default=None,
         min_length=1,
-        description="in place of text_field: key of a conversation, a list of {role, content}, in .jsonl, .json or a "
-        "dataset; the base's chat template writes it, and what is trained on are the assistant's turns alone",
+        description="instead of text_field: key of a conversation, a list of {role, content}, in .jsonl, .json or a "
+        "dataset; the base's chat template formats it, and only the assistant's turns are trained on",
     )
     documents: Literal["paragraph", "line", "file"] = Field(
-        default="paragraph", description="what one document of a .txt file is: text between blank lines, a line, or all"
+        default="paragraph", description="a .txt file's documents: text between blank lines, a line, or the whole file"
     )
     language: Language
     skip_documents: int = Field(
-        default=0, ge=0, le=10**12, description="the first so many are passed over, as if they were not there"
+        default=0, ge=0, le=10**12, description="skip this many first documents, as if they were not there"
     )
     max_documents: Documents | None = Field(
-        default=None, description="the first that are kept; reading ends too when more than so many were dropped"
+        default=None, description="reading ends after this many documents, or when more than this many were dropped"
     )
 
     @property
     def paths(self) -> list[str]:
-        """The patterns of its files; none of a dataset."""
+        """The patterns of its files; empty for a dataset."""
         return [self.path] if isinstance(self.path, str) else self.path or []
 
     @model_validator(mode="after")
@@ -89,7 +89,7 @@ class CorpusSource(TextSource):
         default=1.0,
         ge=0.0,
         le=1e6,
-        description="share of the training windows, relative to the others; 0 of replay that is only measured on",
+        description="share of the training windows, relative to the others; 0: replay that is only measured on",
     )
 
     @field_validator("weight")
@@ -101,9 +101,9 @@ class CorpusSource(TextSource):
 
 
 class EvaluationSource(TextSource):
-    """A held-out corpus, and what a change on it would mean."""
+    """A held-out corpus, and whether it measures retention or acquisition."""
 
-    split: str = Field(default="validation", description="of the dataset")
+    split: str = Field(default="validation", description="split of the dataset")
     role: Role
 
 
@@ -112,12 +112,12 @@ class BenchmarkSource(Section):
 
     name: Name
     path: PathText | None = Field(
-        default=None, description="a task's .yaml as lm-eval has it, of local files; null: `name` is lm-eval's name"
+        default=None, description="a task's .yaml in lm-eval's format, with local files; null: `name` is lm-eval's name"
     )
     language: Language
     role: Role
-    num_fewshot: int | None = Field(default=None, ge=0, le=1000, description="null: the task's own")
-    limit: Documents | None = Field(default=None, description="first items of every task")
+    num_fewshot: int | None = Field(default=None, ge=0, le=1000, description="examples a prompt; null: the task's own")
+    limit: Documents | None = Field(default=None, description="only this many first items of every task")
 
     @field_validator("path")
     @classmethod
@@ -140,7 +140,7 @@ class BenchmarkSource(Section):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Say so in the JSON Schema too: a name is enough."""
+        """Allow a plain name in the JSON Schema too."""
         mapping = handler(core)
         handler.resolve_ref_schema(mapping)["required"] = ["name"]
         return {"anyOf": [{"type": "string"}, mapping]}
@@ -150,7 +150,7 @@ AnySource = TypeVar("AnySource", bound="TextSource | BenchmarkSource")
 
 
 def distinct_names(sources: list[AnySource]) -> list[AnySource]:
-    """Return the sources, or raise where two share a name (results are keyed by it)."""
+    """Return the sources; ValueError if two share a name, since results are keyed by it."""
     names = [source.name for source in sources]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -159,39 +159,39 @@ def distinct_names(sources: list[AnySource]) -> list[AnySource]:
 
 
 class ReadingConfig(Section):
-    """How every source is read, those that are trained on and those that are held out."""
+    """How every source is read, for training and held out."""
 
     max_document_bytes: int = Field(
-        default=10_000_000, ge=1, le=2**31, description="a larger document is dropped, and is bad"
+        default=10_000_000, ge=1, le=2**31, description="a larger document is dropped and counts as bad"
     )
     max_bad_fraction: Free[Fraction] = Field(
-        default=0.001, description="more of a source's records or files: it is refused"
+        default=0.001, description="a source is refused if more than this share of its records or files is bad"
     )
     max_unknown_fraction: Free[Fraction] = Field(
-        default=0.01, description="more of a source's text is lost by the tokenizer: it is refused"
+        default=0.01, description="a source is refused if the tokenizer loses more than this share of its text"
     )
     num_workers: Free[int | None] = Field(
         default=None,
         ge=1,
         le=1024,
-        description="processes that tokenise, to the same bytes for any number; null: the usable cores",
+        description="processes that tokenise; any number gives the same bytes; null: one per usable core",
     )
 
 
 class CorpusConfig(ReadingConfig):
-    """What is trained on."""
+    """The training corpus."""
 
     REMOVED: ClassVar[Mapping[str, Any]] = {"stages": []}
 
-    sequence_length: Length = Field(default=2048, description="tokens a window")
+    sequence_length: Length = Field(default=2048, description="tokens per window")
     isolate_documents: bool = Field(
-        default=False, description="in a window, positions restart and attention ends at every document's beginning"
+        default=False, description="positions restart at every document in a window, and attention stays within it"
     )
     cache_dir: Free[Folder | None] = Field(
         default=None,
-        description="tokenised corpora, keyed by content, each with its ledger.json; null: output_dir/tokens",
+        description="folder of tokenised corpora, named by content, each with its ledger.json; null: output_dir/tokens",
     )
-    sources: list[CorpusSource] = Field(min_length=1, description="what is trained on")
+    sources: list[CorpusSource] = Field(min_length=1, description="the sources to train on")
 
     @property
     def new(self) -> list[CorpusSource]:
@@ -203,7 +203,7 @@ class CorpusConfig(ReadingConfig):
 
     @property
     def shares(self) -> list[float]:
-        """Of every source its share of all the windows of a run."""
+        """Each source's share of the windows of a run."""
         whole = sum(source.weight for source in self.sources)
         return [source.weight / whole for source in self.sources]
 

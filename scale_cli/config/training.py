@@ -26,18 +26,18 @@ from scale_cli.values import (
     gone,
 )
 
-# Sequences that a process holds at once, where a config leaves it open and its share is a multiple of them.
+# Largest default of micro_batch_size.
 _MICRO_BATCH_SIZE = 8
-# Of max_steps: what is averaged, where a config leaves it open.
+# Default of average.steps, as a share of max_steps.
 _SHARE_AVERAGED = 0.1
-# Keys that mean nothing with other schedules.
+# Keys, and the only schedules that use them.
 KEYS_OF_SCHEDULES = {"decay_steps": ("wsd",)}
 # The order of a run's sequences is kept in memory: 18 bytes each.
 _MAX_SEQUENCES = 10**9
 
 
 def _left_out(key: str) -> str:
-    """Return what a key of `train` is where a config leaves it out, with methods that have a value of their own."""
+    """Return, in words, the defaults of a `train` key that differ by method."""
     by_value: dict[float, list[str]] = {}
     for method in METHODS.values():
         if key in method.left_out:
@@ -45,7 +45,7 @@ def _left_out(key: str) -> str:
     return ", ".join(f"{value:g} with {' and '.join(names)}" for value, names in by_value.items())
 
 
-if TYPE_CHECKING:  # a checker knows no Literal that is computed; pydantic reads the names off the table
+if TYPE_CHECKING:  # a type checker accepts no computed Literal; pydantic takes the names from the table
     _Schedule = str
 else:
     _Schedule = Annotated[
@@ -55,7 +55,7 @@ else:
 
 
 class LrMultipliers(Section):
-    """Learning rates by kind of tensor, relative to `train.lr`, which is that of the matrices; null: by the start."""
+    """Learning rates by kind of tensor, relative to `train.lr`, the matrices' rate; null: depends on how E' starts."""
 
     embedding: float | None = Field(default=None, gt=0.0, le=1e6, description="E', or a baseline's token embedding")
     head: float | None = Field(default=None, gt=0.0, le=1e6, description="H', or a baseline's untied vocabulary head")
@@ -63,132 +63,132 @@ class LrMultipliers(Section):
 
 
 class TrainConfig(Section):
-    """How it is trained."""
+    """How the model is trained."""
 
     REMOVED: ClassVar[Mapping[str, Any]] = {"cooldown_steps": None, "constant_lr_ratio": 0.5, "decay_shape": None}
 
     max_steps: Accepted[Steps] = Field(description="optimiser steps, one global batch each")
-    global_batch_size: BatchSize = Field(default=32, description="sequences an optimiser step")
+    global_batch_size: BatchSize = Field(default=32, description="sequences per optimiser step")
     micro_batch_size: Free[BatchSize | None] = Field(
-        default=None, description="sequences a process holds at once; null: as many as divide its share, at most 8"
+        default=None, description="sequences a process holds at once; null: the most that divide its share, up to 8"
     )
     sharding: Free[Literal["none", "expansion", "all"]] = Field(
         default="none",
-        description="what is split over the processes: nothing, what trains, or the frozen base too: docs/processes.md",
+        description="split over the processes: nothing, what trains, or the frozen base too (docs/processes.md)",
     )
     sharded_within: Free[Literal["launch", "node"]] = Field(
         default="launch",
-        description="what is split is split over all processes, or over those of each machine, which then exchange no "
-        "weights, gradients only",
+        description="split over all processes, or over those of each machine; machines then exchange only gradients, "
+        "no weights",
     )
     context_parallel: Free[int] = Field(
         default=1,
         ge=1,
         le=1024,
-        description="processes that share every window, each with some of its positions: docs/processes.md",
+        description="processes that share every window, each with some of its positions (docs/processes.md)",
     )
     init_from: PathText | None = Field(
         default=None,
-        description="a checkpoint, or the final/, of a run of the same base and method: begin with that; several "
-        "branches off one trunk take seeds of their own, or the trunk's first batches come again",
+        description="start from a checkpoint or the final/ of another run with the same base and method; give each "
+        "branch off one trunk its own seed, or it repeats the trunk's first batches",
     )
     init_moments: Literal["fresh", "kept"] = Field(
-        default="fresh", description="of the optimiser, with init_from a checkpoint: new ones, or those in it"
+        default="fresh", description="optimiser moments if init_from is a checkpoint: new ones, or the checkpoint's"
     )
     optimiser: Literal["adamw", "muon"] = Field(
         default="adamw",
-        description="muon: on the matrices, each block by itself, updates of AdamW's size; AdamW on the rest",
+        description="muon: Muon on each block of the matrices, with updates of AdamW's size, and AdamW on the rest",
     )
     lr: Accepted[LearningRate] = Field(
         default=1.0e-3,
-        description=f"of a matrix; left out, {_left_out('lr')}",
+        description=f"learning rate of the matrices; if left out, {_left_out('lr')}",
     )
     lr_multipliers: LrMultipliers = LrMultipliers()
     average: AverageConfig | None = Field(
-        default=None, description="final/ holds the mean of the weights over several steps; null: the last ones"
+        default=None, description="final/ holds the mean of the weights over several steps; null: the last weights"
     )
     lookahead: LookaheadConfig | None = Field(
-        default=None, description="what trains goes back part of its way every few steps; null: never"
+        default=None, description="every few steps, the trained weights go back part of their way; null: never"
     )
-    min_lr_ratio: Accepted[Fraction] = Field(default=0.1, description="the last rate, relative to lr")
+    min_lr_ratio: Accepted[Fraction] = Field(default=0.1, description="rate of the last step, relative to lr")
     schedule: Accepted[_Schedule] = Field(
-        default="cosine", description="after the warm-up; wsd: constant, then a decay over the last steps"
+        default="cosine", description="rate after the warm-up; wsd: constant, then a decay over the last steps"
     )
-    warmup_steps: Accepted[int] = Field(default=0, ge=0, description="the first steps, up to lr in a line")
+    warmup_steps: Accepted[int] = Field(default=0, ge=0, description="first steps, with a linear rise to lr")
     decay_steps: Accepted[int | None] = Field(
         default=None,
         ge=0,
-        description="the last steps, of wsd, down to min_lr_ratio; null: a fifth of max_steps; 0: none, for a trunk "
-        "that others branch off",
+        description="last steps of wsd, which decay to min_lr_ratio; null: a fifth of max_steps; 0: none, for a trunk "
+        "that other runs branch off",
     )
     weight_decay: Accepted[float] = Field(
-        default=0.1, ge=0.0, le=100.0, description=f"by either optimiser; left out, {_left_out('weight_decay')}"
+        default=0.1, ge=0.0, le=100.0, description=f"of either optimiser; if left out, {_left_out('weight_decay')}"
     )
     embedding_norm: Accepted[Literal["free", "bounded"]] = Field(
         default="free",
-        description="rms of E' of every token; bounded: at most what it starts with, which long runs learn more by",
+        description="rms of each token's row of E'; bounded: at most the initial rms, which helps long runs learn",
     )
     decay_to_base: Accepted[bool] = Field(
         default=False,
-        description="weight_decay draws what trains to the base's weights instead of 0, embeddings and gains too",
+        description="weight_decay pulls weights towards the base's instead of 0, also embeddings and gains",
     )
-    adam_beta1: Accepted[float] = Field(default=0.9, ge=0.0, lt=1.0, description="of the gradient's average")
-    adam_beta2: Accepted[float] = Field(default=0.95, ge=0.0, lt=1.0, description="of its square's")
-    adam_epsilon: Accepted[float] = Field(default=1.0e-8, gt=0.0, le=1.0, description="beside the root of that")
+    adam_beta1: Accepted[float] = Field(default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's average")
+    adam_beta2: Accepted[float] = Field(default=0.95, ge=0.0, lt=1.0, description="decay of its square's average")
+    adam_epsilon: Accepted[float] = Field(default=1.0e-8, gt=0.0, le=1.0, description="added to that average's root")
     max_grad_norm: Accepted[float] = Field(default=1.0, gt=0.0, description="a larger gradient is scaled down to it")
     mixed_precision: Accepted[MixedPrecision] = Field(
         default="no", description="autocast; fp16, for GPUs without bfloat16, scales the loss"
     )
     on_nonfinite: Accepted[Literal["stop", "skip"]] = Field(
         default="stop",
-        description="a loss or gradient that is not finite, which never reaches the weights: stop, or leave it out",
+        description="if a loss or gradient is not finite: stop, or skip the step; it never reaches the weights",
     )
     max_skipped_steps: Accepted[int] = Field(
-        default=10, ge=0, le=10_000_000, description="steps that `skip` may leave out in the whole run"
+        default=10, ge=0, le=10_000_000, description="most steps that `skip` may skip in the whole run"
     )
     max_hours: Free[float | None] = Field(
         default=None,
         gt=0.0,
         le=1e6,
-        description="of one invocation: when they are over, a checkpoint is written and it ends",
+        description="time limit of one invocation; it then writes a checkpoint and ends",
     )
     attention: Accepted[Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] | None] = Field(
         default=None,
-        description="kernels by transformers' name, null: its choice, on a GPU flex_attention for isolated documents",
+        description="kernel, by transformers' name; null: its choice; for isolated documents on a GPU, flex_attention",
     )
     compile: Accepted[bool] = Field(
-        default=False, description="every layer of the decoder, by torch.compile; needs a C++ compiler on a CPU"
+        default=False, description="compile every decoder layer with torch.compile; on a CPU it needs a C++ compiler"
     )
-    activation_checkpointing: Accepted[bool] = Field(default=False, description="less memory for more time")
-    log_every_steps: Free[Steps] = Field(default=10, description="a record in metrics.jsonl")
-    save_every_steps: Free[Steps] = Field(default=500, description="a checkpoint")
-    keep_checkpoints: Free[int] = Field(default=2, ge=1, le=1_000_000, description="the newest; older ones are deleted")
+    activation_checkpointing: Accepted[bool] = Field(default=False, description="less memory, more time")
+    log_every_steps: Free[Steps] = Field(default=10, description="steps between records in metrics.jsonl")
+    save_every_steps: Free[Steps] = Field(default=500, description="steps between checkpoints")
+    keep_checkpoints: Free[int] = Field(default=2, ge=1, le=1_000_000, description="newest to keep; older are deleted")
     profile_steps: Free[list[Steps] | None] = Field(
         default=None,
         min_length=2,
         max_length=2,
-        description="first and last: their trace by torch.profiler, of every process, into profile/",
+        description="first and last step that torch.profiler traces; every process writes its trace into profile/",
     )
     max_forgetting: Accepted[float | None] = Field(
         default=None,
         ge=0.0,
         le=100.0,
-        description="final/ holds the weights of the periodic evaluation that is best on what is to be learned, among "
-        "those that lost at most so many bits/byte on any corpus to be kept; null: the last ones",
+        description="final/ holds the weights of the periodic evaluation that is best on acquisition corpora, among "
+        "those that lost at most this many bits/byte on any retention corpus; null: the last weights",
     )
     trackers: Free[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]]] = Field(
-        default=[], description="that get what metrics.jsonl gets; none unless named, each set up as its own docs say"
+        default=[], description="trackers that also get the records of metrics.jsonl; set each up as its own docs say"
     )
-    project: Free[Name] = Field(default="scale", description="in a tracker (MLflow calls it an experiment)")
-    run_name: Free[Name | None] = Field(default=None, description="in a tracker; null: the name of output_dir")
+    project: Free[Name] = Field(default="scale", description="project in a tracker (in MLflow, the experiment)")
+    run_name: Free[Name | None] = Field(default=None, description="run's name in a tracker; null: output_dir's name")
     eval_every_steps: Free[Steps | None] = Field(
-        default=None, description="held-out losses into metrics.jsonl; null: only `scale evaluate` evaluates"
+        default=None, description="steps between held-out losses in metrics.jsonl; null: only `scale evaluate`"
     )
-    eval_max_documents: Free[Documents] = Field(default=32, description="per corpus, at each periodic evaluation")
+    eval_max_documents: Free[Documents] = Field(default=32, description="documents per corpus, each time")
     eval_benchmarks_every_steps: Free[Steps | None] = Field(
-        default=None, description="accuracy on evaluation.benchmarks into metrics.jsonl; null: only `scale evaluate`"
+        default=None, description="steps between benchmark accuracies in metrics.jsonl; null: only `scale evaluate`"
     )
-    eval_max_items: Free[Documents] = Field(default=32, description="per task, each time")
+    eval_max_items: Free[Documents] = Field(default=32, description="items per task, each time")
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> TrainConfig:
@@ -211,27 +211,27 @@ class TrainConfig(Section):
         if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
             yield f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences"
         warmup_steps, decay_steps = self.warmup_steps, self.decay_steps or 0
-        # The warm-up alone may be longer, as with every schedule: a short trial of a long config.
+        # The warm-up alone may be longer, as with every schedule, for a short trial of a long config.
         if self.schedule == "wsd" and warmup_steps + decay_steps > max(self.max_steps, warmup_steps):
             given = f"warmup_steps {warmup_steps:,}, decay_steps {decay_steps:,}"
             yield f"{given}: more than max_steps {self.max_steps:,} together"
 
     @property
     def observes(self) -> bool:
-        """Whether anything is measured on the way."""
+        """Whether anything is measured during training."""
         return self.eval_every_steps is not None or self.eval_benchmarks_every_steps is not None
 
     @property
     def averaged_steps(self) -> int:
-        """What `average.steps` is or, left out, stands for."""
+        """`average.steps`, or its default."""
         given = None if self.average is None else self.average.steps
         return given or math.ceil(_SHARE_AVERAGED * self.max_steps)
 
     def sharing_windows(self, num_processes: int) -> int:
-        """Return how many of some processes share a window; one alone has nobody to share it with."""
+        """Return how many processes share a window: `context_parallel`, but no more than there are."""
         return min(self.context_parallel, num_processes)
 
     def sequences_at_once(self, num_processes: int) -> int:
-        """Return what `micro_batch_size` is or, left out, stands for among some processes that share a step."""
+        """Return `micro_batch_size`, or its default if this many processes share a step."""
         share = self.global_batch_size // (num_processes // self.sharing_windows(num_processes))
         return self.micro_batch_size or max(size for size in range(1, _MICRO_BATCH_SIZE + 1) if share % size == 0)

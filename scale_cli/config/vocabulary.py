@@ -1,6 +1,6 @@
-"""The section `method.vocabulary`: tokens that are added to the base's, of a script.
+"""The section `method.vocabulary`: new tokens for a script.
 
-A script is ranges of code points; by its bytes a text shows that it has a letter of one.
+A script is ranges of code points; `Script` also tells from UTF-8 bytes whether they begin its letters.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pydantic import Field, field_validator
 
 from scale_cli.values import Name, PathText, Section
 
-# llama.cpp takes models of so many tokens for others (CodeLlama, Granite), and changes how their text begins or ends.
+# llama.cpp takes a model with this many tokens for CodeLlama or Granite, and changes how its text begins or ends.
 TAKEN_FOR_OTHERS = (32_016, 49_152)
-ROWS_MULTIPLE = 64  # of all tokens together: products by the vocabulary head are quicker so
+ROWS_MULTIPLE = 64  # the total number of tokens is a multiple of this: the vocabulary head is faster
 # Letters alone, by Unicode's blocks; adjacent blocks are one range.
 SCRIPTS: dict[str, tuple[tuple[int, int], ...]] = {
     "arabic": ((0x0600, 0x06FF),),
@@ -38,7 +38,7 @@ SCRIPTS: dict[str, tuple[tuple[int, int], ...]] = {
     "thai": ((0x0E00, 0x0E7F),),
     "tibetan": ((0x0F00, 0x0FFF),),
 }
-# After these lead bytes the second one has a narrower range: nothing overlong, no surrogate, nothing beyond Unicode.
+# UTF-8 lead bytes that narrow the second byte's range, to exclude overlong forms, surrogates and > U+10FFFF.
 _SECOND_BYTES = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
 _LAST_CODE_POINT, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
 
@@ -51,7 +51,7 @@ class Script:
 
     @classmethod
     def named(cls, name: str) -> Script:
-        """Return the script of a name, or of ranges in hexadecimal: `AC00-D7A3`, several parted by commas."""
+        """Return a script by its name, or by hexadecimal ranges such as `AC00-D7A3`, separated by commas."""
         if name in SCRIPTS:
             return cls(SCRIPTS[name])
         if not re.fullmatch(r"[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6}(,[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6})*", name):
@@ -64,21 +64,21 @@ class Script:
 
     @property
     def characters(self) -> str:
-        """What stands between the brackets of a regular expression's class."""
+        """The inside of a regular expression's character class."""
         return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in self.ranges)
 
     def holds(self, first: int, last: int) -> bool:
-        """Return whether all code points from one to another are the script's."""
+        """Return whether one range of the script holds all code points from `first` to `last`."""
         return any(begin <= first and last <= end for begin, end in self.ranges)
 
     def meets(self, other: Script) -> bool:
-        """Return whether some code point is of both."""
+        """Return whether the two scripts share a code point."""
         return any(one <= last and first <= end for one, end in self.ranges for first, last in other.ranges)
 
     def alone_begins(self, text: bytes) -> bool:
-        """Return whether bytes can only be the beginning of the script's letters, after a space at the most.
+        """Return whether bytes can only begin a run of the script's letters, after at most one space.
 
-        Their last character may be cut short: then whatever completes it has to be a letter of the script.
+        If the last character is cut short, every way to complete it must give a letter of the script.
         """
         letters = text.removeprefix(b" ")
         whole = letters.decode(errors="ignore")
@@ -90,7 +90,7 @@ class Script:
 
 
 def _completions(cut: bytes) -> tuple[int, int] | None:
-    """Return the first and the last code point whose UTF-8 begins with some bytes; None where none does."""
+    """Return the first and the last code point whose UTF-8 begins with the bytes `cut`; None if there is none."""
     missing = (2 if cut[0] < 0xE0 else 3 if cut[0] < 0xF0 else 4) - len(cut)
     least, greatest = _SECOND_BYTES.get(cut[0], (0x80, 0xBF)) if len(cut) == 1 else (0x80, 0xBF)
     fillings = ([least] + [0x80] * (missing - 1), [greatest] + [0xBF] * (missing - 1))
@@ -102,20 +102,20 @@ def _completions(cut: bytes) -> tuple[int, int] | None:
 
 
 class VocabularyConfig(Section):
-    """New tokens for a script that the base's tokenizer splits into bytes; no old one changes."""
+    """New tokens for a script that the base's tokenizer splits into bytes; no old token changes."""
 
     new_tokens: int = Field(
-        default=4096, ge=1, le=2**18, description="how many; a few more, so that all together are a multiple of 64"
+        default=4096, ge=1, le=2**18, description="how many; rounded up to a vocabulary that is a multiple of 64"
     )
     script: str = Field(
-        default="hangul", description="whose letters they are made of: a name, or ranges of code points as AC00-D7A3"
+        default="hangul", description="script of their letters: a name, or ranges of code points such as AC00-D7A3"
     )
     sources: list[Name] = Field(
-        default=[], description="of corpus.sources, by name, that they are learned on; []: all with the role new"
+        default=[], description="names of the corpus.sources to learn them from; []: all with the role new"
     )
-    min_count: int = Field(default=50, ge=1, le=10**9, description="what is rarer in those becomes no token")
+    min_count: int = Field(default=50, ge=1, le=10**9, description="a rarer string in those becomes no token")
     folder: PathText | None = Field(
-        default=None, description="a tokenizer that has them already, the base's ids first; null: they are learned"
+        default=None, description="tokenizer that already has them, after the base's ids; null: they are learned"
     )
 
     @field_validator("script")

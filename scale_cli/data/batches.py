@@ -1,8 +1,8 @@
-"""Packing and mixing: which tokens stand in which batch, as a pure function of (seed, step, rank).
+"""Packing and mixing: which tokens are in which batch, as a pure function of (seed, step, rank).
 
-A source is one long stream of framed documents, cut into windows of T inputs; each window's targets are its inputs
-shifted by one, across the cut, so every token but the stream's first is a target exactly once an epoch; of
-conversations, every one that is learned. The last window is padded, and its padding is no target.
+A source is one long stream of framed documents, cut into windows of T inputs. A window's targets are its inputs shifted
+by one, across the cut. So every token but the stream's first is a target exactly once an epoch; in conversations, only
+the learned tokens are. The last window is padded; its padding has no targets.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from torch import Tensor
 from scale_cli.data.ledger import TrainedTokens
 
 _STEPS_AHEAD = 2
-IGNORED = -100  # the target that torch's cross-entropy leaves out; once more in model/head_loss.py, which is exported
+IGNORED = -100  # target that torch's cross-entropy ignores; repeated in model/head_loss.py, which is exported
 
 
 Item = TypeVar("Item")
 
 
 class Windows(ABC):
-    """Sequences of one length to train on, padded where they are shorter."""
+    """Training sequences of one length; shorter ones are padded."""
 
     sequence_length: int
-    num_targets: npt.NDArray[np.int64]  # (windows,) of each
+    num_targets: npt.NDArray[np.int64]  # (windows,)
 
     def __len__(self) -> int:
         return len(self.num_targets)
 
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
         """Return each input's position, (T,), restarting where attention may not look back; None: counted from 0."""
-        del index  # a window is one text, where nothing else is said
+        del index  # by default, a window is one text
         return None
 
     @abstractmethod
@@ -50,10 +50,10 @@ class Windows(ABC):
 
 
 class PackedWindows(Windows):
-    """A token stream as windows of `sequence_length` inputs and as many targets, or where `learned` is given, those.
+    """A token stream as windows of `sequence_length` inputs and as many targets; `learned` masks the targets.
 
-    Where `offsets` say where documents begin in the stream, positions restart at each, and so attention with them: at
-    its first token, or `lead` tokens before it, at what it is scored after.
+    If `offsets` give the documents' beginnings in the stream, positions and attention restart at each document: at its
+    first token, or `lead` tokens earlier, at the token that its first token is predicted from.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PackedWindows(Windows):
         return inputs, targets
 
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
-        """Return each input's position, (T,), since its document began, or the window; padding goes on counting."""
+        """Return each input's position, (T,), in its document or, if that began earlier, window; padding counts on."""
         if self._offsets is None:
             return None
         start = index * self.sequence_length + self._lead
@@ -101,18 +101,17 @@ class PackedWindows(Windows):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes."""
+    """The inputs of one forward pass."""
 
     input_ids: Tensor  # (micro_batch_size, T)
     targets: Tensor  # (micro_batch_size, T), IGNORED where there is none
-    sources: Tensor  # (micro_batch_size,), which each sequence is of
-    position_ids: Tensor | None = None  # (micro_batch_size, T), where documents are isolated
-    # weight of every sequence's divergence from the base, where any has one. It stays with the process, which so knows
-    # what to compute without asking a device
+    sources: Tensor  # (micro_batch_size,), each sequence's source
+    position_ids: Tensor | None = None  # (micro_batch_size, T), if documents are isolated
+    # weight of each sequence's divergence from the base, if any has one; on the host, so that no device is asked
     distillation: tuple[float, ...] | None = None
 
     def part(self, index: int, number: int) -> MicroBatch:
-        """Return what one of some processes has of every sequence: a part, and the part as far from its end."""
+        """Return parts `index` and -1 - `index` of every sequence, cut into twice as many parts as processes."""
         positions = self.position_ids
         if positions is None:
             positions = torch.arange(self.input_ids.shape[1]).expand_as(self.input_ids)
@@ -126,7 +125,7 @@ class MicroBatch:
         return self._each(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the same on a device; from pinned memory without waiting for the copy."""
+        """Copy it to a device; from pinned memory, without waiting for the copy."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
@@ -138,7 +137,7 @@ class MicroBatch:
 def stacked(
     sources: Sequence[Windows], located: Sequence[tuple[int, int]], distillation: tuple[float, ...] | None = None
 ) -> MicroBatch:
-    """Return some windows, each given by its source and its place there, as one forward pass takes them."""
+    """Stack windows, each given as (source, index in the source), into one micro-batch."""
     windows = [sources[source].window(window) for source, window in located]
     inputs, targets = (torch.from_numpy(np.stack(rows)) for rows in zip(*windows, strict=True))
     positions = [sources[source].positions(window) for source, window in located]
@@ -149,36 +148,36 @@ def stacked(
 
 
 def known_windows(sources: Sequence[Windows], seed: int, num_windows: int) -> list[MicroBatch]:
-    """Return windows of each source of what the base knows, each by itself: for a seed the same, whoever measures."""
+    """Return random windows of each source of known text, one per micro-batch; the seed alone decides which."""
     orders = (np.random.default_rng([seed, 2, index]).permutation(len(sources[index])) for index in range(len(sources)))
     return [stacked(sources, [(index, window)]) for index, order in enumerate(orders) for window in order[:num_windows]]
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """What one process takes in one step."""
+    """The batches of one process in one step."""
 
     step: int  # counted from 0
-    micro_batches: list[MicroBatch]  # of this process
+    micro_batches: list[MicroBatch]
     num_targets: tuple[int, ...]  # of the global batch, over all processes, by source
 
 
 class Batches:
     """All batches of a run.
 
-    Sample n of the run (0 is the first sequence of step 0) comes from a source drawn by weight; the k-th sample drawn
-    from a source is the k-th window of that source's epochs, each epoch in an order of its own. Nothing depends on the
-    number of processes, so the global batch of a step is the same on one device and on eight; and a run of more steps
-    begins with the same batches.
+    Sample n of the run (0 is the first sequence of step 0) comes from a source drawn by weight. The k-th sample drawn
+    from a source is the k-th window of that source's epochs; each epoch has its own order. Nothing depends on the
+    number of processes, so a step's global batch is the same on one device and on eight. A longer run begins with the
+    same batches.
 
     Args:
         sources: the windows of each source.
         weights: each source's share of the samples, relative to the others; some may be 0.
-        num_steps: of the run.
+        num_steps: steps of the run.
         seed: decides draws and orders.
-        global_batch_size: sequences a step.
+        global_batch_size: sequences per step.
         micro_batch_size: sequences a process holds at once.
-        distillation: of each source, the weight of the divergence from the base; None: there is none.
+        distillation: each source's weight of the divergence from the base; None: all 0.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class Batches:
         num_samples = num_steps * global_batch_size
         draws = np.random.default_rng([seed, 0]).random(num_samples)
         bounds = np.cumsum(weights) / np.sum(weights)
-        # The last bound may round to just below 1; a draw above it falls on the last source that has a weight.
+        # The last bound may round to just below 1; a draw above it gets the last source with a weight.
         drawn = np.minimum(np.searchsorted(bounds, draws, side="right"), np.flatnonzero(weights)[-1])
         self._source_of = drawn.astype(np.uint16)
         self._turn_of = np.zeros(num_samples, dtype=np.int64)
@@ -237,7 +236,7 @@ class Batches:
         return (self.of_step(step, rank, num_processes) for step in range(first, self.num_steps))
 
     def trained_tokens(self, num_steps: int) -> list[TrainedTokens]:
-        """Return, for every source, what the first steps train of it, and what they leave of its unfinished epoch."""
+        """Return, for every source, the targets trained in the first steps and those left in its unfinished epoch."""
         turns = np.bincount(self._source_of[: num_steps * self.global_batch_size], minlength=len(self.sources))
         trained = []
         for source, (windows, num_turns) in enumerate(zip(self.sources, turns.tolist(), strict=True)):
@@ -259,10 +258,10 @@ class Batches:
 
 
 class Prefetched(Generic[Item]):
-    """The items of an iterable, in order, a few of them made before they are asked for.
+    """Iterate over an iterable, with the next few items made ahead by a thread.
 
-    One thread is enough for batches: reading a memory map and filling arrays lets go of the interpreter. Use it in a
-    `with` statement, which stops the thread however the body ends. An error of the iterable is raised in its place.
+    One thread is enough for batches: reading a memory map and filling arrays release the GIL. Use it in a `with`
+    statement, which stops the thread. An error of the iterable is raised in place of its item.
     """
 
     def __init__(self, items: Iterable[Item], num_ahead: int) -> None:
@@ -270,7 +269,7 @@ class Prefetched(Generic[Item]):
         self._num_ahead = num_ahead
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ready: deque[Future[Item]] = deque()
-        self.waited_s = 0.0  # that somebody has waited for an item
+        self.waited_s = 0.0  # total wait for items
 
     def __enter__(self) -> Self:
         self._make_ahead()
@@ -288,7 +287,7 @@ class Prefetched(Generic[Item]):
 
     def __next__(self) -> Item:
         asked_s = time.monotonic()
-        item = self._ready[0].result()  # an end or an error stays the first: asked again, it says the same
+        item = self._ready[0].result()  # an end or an error stays first, and is raised again at the next call
         self.waited_s += time.monotonic() - asked_s
         self._ready.popleft()
         self._make_ahead()
@@ -298,10 +297,10 @@ class Prefetched(Generic[Item]):
 def batches_ahead(
     batches: Batches, first: int, rank: int, num_processes: int, device: torch.device, sharing: int = 1
 ) -> Prefetched[StepBatches]:
-    """Return what one process takes, step by step from a step on, the next made meanwhile.
+    """Return one process's batches from step `first` on, with the next ones made ahead.
 
-    So many neighbours share every window (`sharing`), as the innermost dimension of a mesh of all processes.
-    For a GPU they are made in memory that it copies from by itself.
+    `sharing` neighbouring processes share every window: the innermost dimension of a mesh of all processes.
+    For a GPU, the batches are in pinned memory.
     """
     group, part = divmod(rank, sharing)
     steps = batches.from_step(first, group, num_processes // sharing)

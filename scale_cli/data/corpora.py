@@ -1,4 +1,4 @@
-"""The corpora a config names, opened: training batches, held-out documents, and warnings."""
+"""Open the corpora of a config: training batches, held-out documents, and warnings."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from scale_cli.processes import is_main
 from scale_cli.report import percent
 from scale_cli.storage.records import RunFolder, read_corpora
 
-# Up to 4 readings of a text teach nearly what new text would, and a reading after 16 less than half of it (Muennighoff
-# et al., arXiv 2305.16264).
+# The first 4 epochs on a text teach nearly as much as new text; an epoch after 16 teaches less than half of that
+# (Muennighoff et al., arXiv 2305.16264).
 _OFTEN = 16
 _FEW_LOST, _PLAINLY_LOST = 1e-4, 0.1
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 1 << 10, 1 << 17
@@ -41,7 +41,7 @@ def cache_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> TokenCach
 
 
 def training_sources(config: RunConfig) -> list[TextSource]:
-    """Return every source that training reads: what is trained on, and what is scored on the way."""
+    """Return every source that training reads, for training or for periodic evaluations."""
     return [*config.corpus.sources, *(config.evaluation.perplexity if config.train.eval_every_steps else ())]
 
 
@@ -57,7 +57,7 @@ def open_sources(
 
 
 def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[TokenisedCorpus | None]:
-    """Open every evaluation source that the cache holds; None for the others, and for those that are not there."""
+    """Open every evaluation source that the cache holds; None for one that it does not hold or that is missing."""
     cache, corpora = cache_of(config, tokenizer), list[TokenisedCorpus | None]()
     for source in config.evaluation.perplexity:
         corpora.append(None)
@@ -67,7 +67,7 @@ def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> None:
-    """Hold a tokenizer to giving back the first text of every path of a source; what lies elsewhere is not fetched."""
+    """Raise CorpusError if a tokenizer loses text from the beginning of a source's paths; fetch nothing remote."""
     elsewhere = source.dataset is not None and not Path(source.dataset).is_dir()
     if elsewhere or any("://" in path for path in source.paths):
         return
@@ -90,19 +90,19 @@ def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
     all_skipped = ledger.num_skipped > 0 and len(parts) == 1
     if not ledger.kept.documents and (all_skipped or ledger.bad_fraction > reading.max_bad_fraction):
         check_bad_fraction(source, ledger, reading.max_bad_fraction)
-    # Of a part of the text the share is not known to a hundredth, but a script that is lost is seen in it.
+    # A sample does not give the share exactly, but shows a script that is lost.
     least = 0.0 if is_whole else _PLAINLY_LOST
     check_unknown_fraction(source, ledger.round_trip, max(least, reading.max_unknown_fraction))
 
 
 def windows_of(config: CorpusConfig, corpus: TokenisedCorpus) -> PackedWindows:
     offsets = corpus.offsets if config.isolate_documents else None
-    lead = int(corpus.markers.bos is None)  # a document without a mark of its own is scored after the one before
+    lead = int(corpus.markers.bos is None)  # without BOS, the token before predicts a document's first token
     return PackedWindows(corpus.ids, config.sequence_length, corpus.learned, offsets, lead)
 
 
 def build_batches(config: RunConfig, corpora: Sequence[TokenisedCorpus], num_processes: int) -> Batches:
-    """Return the batches of a whole run, each shared by some processes."""
+    """Return the batches of a whole run, for this many processes."""
     distilled = config.method.distillation.weight
     return Batches(
         [windows_of(config.corpus, corpus) for corpus in corpora],
@@ -127,7 +127,7 @@ def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
 def corpus_warnings(
     config: RunConfig, training: Sequence[TokenisedCorpus], held_out: Sequence[TokenisedCorpus | None]
 ) -> list[str]:
-    """Return a line for everything that is doubtful about some corpora; a held-out one is None where it is not open."""
+    """Return a warning for everything doubtful about the corpora; a held-out corpus that is not open is None."""
     trained = {source.name: corpus for source, corpus in zip(config.corpus.sources, training, strict=True)}
     lines = idle_settings(config)
     for source, share in zip(config.corpus.sources, config.corpus.shares, strict=True):
@@ -149,7 +149,7 @@ def corpus_warnings(
 
 
 def _text_warnings(source: TextSource, corpus: TokenisedCorpus) -> list[str]:
-    """Return a line where the tokenizer loses text, and one where large files are not parted into documents."""
+    """Warn if the tokenizer loses text, and if large .txt files are not split into documents."""
     lost, kept, lines = corpus.ledger.round_trip, corpus.ledger.kept, []
     if lost.lost_fraction > _FEW_LOST:
         share = percent(lost.lost_fraction, 2)
@@ -173,7 +173,7 @@ def one_document(name: str) -> str:
 
 
 def idle_settings(config: RunConfig) -> list[str]:
-    """Return a line for every setting that comes to nothing in this run, or never to what it says."""
+    """Return a warning for every setting that has no effect in this run, or is never reached."""
     train = config.train
     lines = [
         f"train.{key}: nothing with train.schedule {train.schedule}, only with {' and '.join(schedules)}"
@@ -190,11 +190,11 @@ def idle_settings(config: RunConfig) -> list[str]:
 
 
 def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCorpus]) -> list[str]:
-    """Return a line for every training source that has documents of a held-out one, whatever their white space."""
+    """Return a warning for every training source with documents of a held-out corpus, ignoring white space."""
     lines = []
     for source, corpus in trained.items():
         found = np.zeros(len(held_out), np.bool_)
-        for start in range(0, len(corpus), _HASHES_AT_ONCE):  # of which there may be very many
+        for start in range(0, len(corpus), _HASHES_AT_ONCE):  # there may be very many
             found |= np.isin(held_out.hashes, corpus.hashes[start : start + _HASHES_AT_ONCE])
         if found.any():
             lines.append(

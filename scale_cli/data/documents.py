@@ -1,11 +1,11 @@
-"""Documents, one at a time, from local files (plain or compressed) or a hub dataset; what is bad comes with its place.
+"""Read documents one at a time from files (plain or compressed) or a hub dataset; bad records come with their place.
 
-Memory does not grow with the corpus: lines, paragraphs and rows are read one by one, and one that is larger than the
-limit is passed over without being held.
+Memory does not grow with the corpus: lines, paragraphs and rows are read one by one, and one above the size limit is
+skipped without being held.
 
-A conversation becomes text by the base's chat template, in transformers' sandbox. Learned are the assistant's turns:
-all that the template adds with one, behind what it writes to ask for it. So the mask needs nothing of the template but
-that a conversation's text begins with the text of its beginning. A conversation of which this does not hold is dropped.
+The base's chat template turns a conversation into text, in transformers' sandbox. Only the assistant's turns are
+learned: the text that the template adds for a turn, after its generation prompt. This mask needs only that the text of
+a conversation's first turns is a prefix of the whole text. A conversation for which this does not hold is dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scale_cli.errors import one_line
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NEWLINE = "\r\n"
-# A line of JSON is longer than its text: an escape takes up to six bytes for one, and there are other fields.
+# A line of JSON is longer than its text: an escape takes up to six bytes per byte, and there are other fields.
 _JSON_BYTES_PER_TEXT_BYTE = 8
 _SKIPPED_AT_ONCE = 1 << 20
 _MAX_JSON_BYTES = 1 << 28
@@ -42,9 +42,9 @@ Messages = list[dict[str, Any]]
 
 
 class CorpusReader:
-    """The records of a source in order, good and bad, each entered into the ledger as it comes; iterate once.
+    """Iterate once over a source's records in order, good and bad, and enter each into the ledger.
 
-    Conversations are written by the chat template of `template_of`. Of `files` it reads some of the source's.
+    The chat template of `template_of` writes conversations. `files`, if given, are the source's files to read.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CorpusReader:
 
     @property
     def position_bytes(self) -> int:
-        """How far into its files it has read, of `total_bytes`."""
+        """Bytes read so far, of `total_bytes`."""
         return self._finished_bytes + (self._raw.tell() if self._raw is not None else 0)
 
     def __iter__(self) -> Iterator[Record]:
@@ -79,7 +79,7 @@ class CorpusReader:
                 record = _write_conversation(record, self._template_of, self._limit)
             self.ledger.enter(record)
             yield record
-            # The latter is no corpus, and a dataset on the hub may be endless.
+            # So many bad records are no corpus, and a hub dataset may be endless.
             if most is not None and (kept == most or dropped > most):
                 return
 
@@ -97,12 +97,12 @@ class CorpusReader:
 
 
 def judge(text: str | Reason, place: str, limit: int, learned: Spans | None = None, *, num_bytes: int = 0) -> Record:
-    """Return a document, or why it is none; of what has no text, `num_bytes` is how long it is in its file."""
+    """Return a document, or the reason to reject it; for a record without text, `num_bytes` is its size in the file."""
     if isinstance(text, Reason):
         return Rejected(text, place, num_bytes)
     try:
         num_bytes = len(text.encode())
-    except UnicodeEncodeError:  # JSON can say "\ud800", half a surrogate pair; no tokenizer can
+    except UnicodeEncodeError:  # JSON can hold "\ud800", half a surrogate pair; UTF-8 cannot
         return Rejected(Reason.NOT_UTF8, place, len(text.encode(errors="replace")))
     if num_bytes > limit:
         return Rejected(Reason.TOO_LARGE, place, num_bytes)
@@ -114,12 +114,12 @@ def judge(text: str | Reason, place: str, limit: int, learned: Spans | None = No
 
 
 def _lines(stream: IO[bytes], limit: int) -> Iterator[tuple[int, str | Reason, int]]:
-    """Yield every line's number, its text (or why it has none) and its length in bytes."""
+    """Yield every line's number, its text or the reason to reject it, and its length in bytes."""
     number = 0
     while line := stream.readline(limit + 1):
         number, length = number + 1, len(line)
         if number == 1:
-            line = line.removeprefix(_BYTE_ORDER_MARK)  # Windows puts one there
+            line = line.removeprefix(_BYTE_ORDER_MARK)  # Windows programs write one
         if length <= limit or line.endswith(b"\n"):
             yield number, _decode(line), len(line)
             continue
@@ -150,7 +150,7 @@ def _read_txt(file: SourceFile, stream: IO[bytes], source: TextSource, limit: in
 
 
 def _joined(lines: Iterable[tuple[int, str | Reason, int]], file: SourceFile, limit: int) -> Record:
-    """Return the document that some lines are; the first bad one spoils it, and says where."""
+    """Join lines into a document; if a line is bad, reject the document at the first bad line."""
     texts: list[str] = []
     first, bad, num_bytes = 0, None, 0
     for number, line, length in lines:
@@ -180,7 +180,7 @@ def _read_jsonl(file: SourceFile, stream: IO[bytes], source: TextSource, limit: 
 
 
 def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) -> Iterator[Record]:
-    """Read a list of records, which is held whole; what does not begin as one is lines of JSON, as on the hub."""
+    """Read a JSON list of records, which is held in memory; a file without a list is JSON Lines, as on the hub."""
     if not stream.peek(_SKIPPED_AT_ONCE).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         yield from _read_jsonl(file, stream, source, limit)
         return
@@ -196,7 +196,7 @@ def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) ->
 
 
 def _picked(record: Any, source: TextSource, place: str, limit: int, num_bytes: int = 0) -> Record:
-    """Return what a source takes of a record, or why it is none: its text, or its messages as JSON."""
+    """Return a record's text, or its messages as JSON, or the reason to reject it."""
     name = source.messages_field or source.text_field
     if isinstance(record, Reason):
         return Rejected(record, place, num_bytes)
@@ -228,16 +228,16 @@ def _read_csv(file: SourceFile, stream: IO[bytes], source: TextSource, limit: in
         stream,
         read_options=pa.csv.ReadOptions(use_threads=False, block_size=max(2 * limit, _SKIPPED_AT_ONCE)),
         parse_options=pa.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip),
-        # As bytes: a value that is not UTF-8 is one record then, and not the end of the file.
+        # As bytes, so that a value that is not UTF-8 is one bad record and does not end the file.
         convert_options=pa.csv.ConvertOptions(include_columns=[field], column_types={field: pa.binary()}),
     )
-    numbers = (number for number in count(2) if number not in broken)  # the first row has the titles
+    numbers = (number for number in count(2) if number not in broken)  # row 1 is the header
     yield from _read_column((batch.column(0).to_pylist() for batch in rows), numbers, file, limit)
     yield from (Rejected(Reason.NOT_CSV, f"{file}: row {row}", 0) for row in broken)
 
 
 def _read_parquet(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
-    # Buffered, and not ahead, a row group's column is read page by page instead of whole.
+    # With a buffer and without pre-buffering, a column is read page by page instead of a row group at once.
     table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
     names = table.schema_arrow.names
     if names.count(source.text_field) != 1:
@@ -256,7 +256,7 @@ def _encoded(column: Any) -> list[bytes | None]:
 def _read_column(
     blocks: Iterable[list[bytes | None]], numbers: Iterator[int], file: SourceFile, limit: int
 ) -> Iterator[Record]:
-    """Read a table's texts, a block of rows at once; the rows have these numbers."""
+    """Read a table's texts from blocks of rows; `numbers` are the row numbers."""
     for values in blocks:
         for value, number in zip(values, numbers, strict=False):
             text = Reason.WRONG_TYPE if value is None else _decode(value)
@@ -264,7 +264,7 @@ def _read_column(
 
 
 def _read_dataset(source: TextSource, limit: int) -> Iterator[Record]:
-    import datasets  # takes seconds: only such sources need it
+    import datasets  # slow to import
 
     with dataset_errors(source):
         rows = datasets.load_dataset(
@@ -284,7 +284,7 @@ _READERS = {
 
 
 def _write_conversation(document: Document, tokenizer: PreTrainedTokenizerBase, limit: int) -> Record:
-    """Return a document that is messages as JSON with the text that a template makes of them, and where one answers."""
+    """Apply the chat template to a document of JSON messages, and mark the assistant's turns as learned."""
     messages: Messages = json.loads(document.text)
 
     def text_of(messages: Messages, *, asks: bool = False) -> str:
@@ -299,6 +299,6 @@ def _write_conversation(document: Document, tokenizer: PreTrainedTokenizerBase, 
                 if not (after.startswith(before) and whole.startswith(after)):
                     return Rejected(Reason.REWRITTEN, document.place, document.num_bytes)
                 learned.append((len(before), len(after)))
-    except Exception:  # a template is a program: it may fail in any way, and refuses by an exception of its own
+    except Exception:  # a template is a program: it may fail in any way, or refuse by its own exception
         return Rejected(Reason.NOT_RENDERED, document.place, document.num_bytes)
     return judge(whole, document.place, limit, tuple(learned))

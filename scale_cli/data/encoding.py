@@ -1,6 +1,6 @@
-"""Text to framed token ids, in this process or in many.
+"""Turn text into framed token ids, in this process or in many.
 
-Worker processes import this file. It stands on numpy and tokenizers alone, so that they start in a moment.
+Worker processes import this file. It needs only numpy and tokenizers, so that they start fast.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from scale_cli.errors import BaseModelError, RunError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What one call tokenises: enough that handing it over costs nothing, little enough to share among many.
+# Bytes per call: large enough that passing it to a worker is cheap, small enough to keep all workers busy.
 _CHUNK_BYTES = 1 << 19
 _CHUNK_DOCUMENTS = 4096
-# With fewer chunks than this, workers would start for longer than they work.
+# For fewer chunks than this, starting workers takes longer than the work.
 _CHUNKS_FOR_WORKERS = 8
 _LONGEST_EXAMPLE = 40
 
@@ -47,19 +47,19 @@ Spans = tuple[tuple[int, int], ...]  # of characters, from and to
 class Document:
     """A text that can be tokenised."""
 
-    text: str  # with something but white space in it; the marks of a conversation's turns are special tokens
+    text: str  # not only white space; a conversation's marks between turns are special tokens
     num_bytes: int  # of its UTF-8 form
     place: str = ""  # file:line, or the row
-    learned: Spans | None = None  # from where to where it is learned; None: all of it
+    learned: Spans | None = None  # spans to learn; None: all of it
 
 
 @dataclass(frozen=True)
 class DocumentMarkers:
-    """The tokenizer's own marks around a document; None where it has none."""
+    """The tokenizer's markers around a document; None if it has none."""
 
-    # Stands before every document. None also where BOS and EOS are one token, which then stands between two documents.
+    # Before every document. Also None if BOS and EOS are the same token, which then separates documents.
     bos: int | None
-    eos: int | None  # stands after every document
+    eos: int | None  # after every document
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> DocumentMarkers:
@@ -68,12 +68,12 @@ class DocumentMarkers:
 
     @property
     def context(self) -> int | None:
-        """What stands before a document's first token when it is scored: BOS, or else the EOS of the one before."""
+        """The token before a document's first token when it is scored: BOS, or else the previous document's EOS."""
         return self.eos if self.bos is None else self.bos
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return a prompt's ids: the text, after what stands before a document in training."""
+    """Return a prompt's ids, after the token that precedes a document in training."""
     boundary = DocumentMarkers.of(tokenizer).context
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     return ids if boundary is None else [boundary, *ids]
@@ -85,13 +85,13 @@ def id_dtype(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """All that decides the ids of a text."""
+    """Everything that decides the ids of a text."""
 
-    tokenizer_json: str  # the tokenizer, as tokenizers writes it
-    before: tuple[int, ...]  # ids that stand before every document
-    after: tuple[int, ...]  # ids that stand after it
+    tokenizer_json: str  # the tokenizer as JSON of the tokenizers library
+    before: tuple[int, ...]  # ids before every document
+    after: tuple[int, ...]  # ids after every document
     dtype: str  # of the ids
-    conversations: bool = False  # whether the texts are a chat template's, whose marks are special tokens
+    conversations: bool = False  # whether a chat template wrote the texts; its marks are special tokens
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, conversations: bool) -> TokenizerSpec:
@@ -102,7 +102,7 @@ class TokenizerSpec:
         markers = DocumentMarkers.of(tokenizer)
         return cls(
             tokenizer.backend_tokenizer.to_str(),
-            before=() if markers.bos is None or conversations else (markers.bos,),  # which a template writes itself
+            before=() if markers.bos is None or conversations else (markers.bos,),  # a template writes BOS itself
             after=() if markers.eos is None else (markers.eos,),
             dtype=id_dtype(tokenizer),
             conversations=conversations,
@@ -111,11 +111,11 @@ class TokenizerSpec:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """What of some texts comes back when their ids are decoded."""
+    """How much of some texts is lost when they are encoded and decoded."""
 
     num_bytes: int = 0  # of the texts
-    num_lost: int = 0  # of those, the share of the letters, digits, punctuation and symbols that do not come back
-    example: str = ""  # the first word that loses one; empty: none does
+    num_lost: int = 0  # of these bytes, in proportion to the letters, digits, punctuation and symbols that are lost
+    example: str = ""  # the first word that loses a character; empty: none does
 
     def __add__(self, later: RoundTrip) -> RoundTrip:
         num_bytes, num_lost = self.num_bytes + later.num_bytes, self.num_lost + later.num_lost
@@ -131,11 +131,11 @@ class Encoded:
     """Some consecutive documents as ids."""
 
     ids: Ids  # (tokens,) one document after another, markers included
-    lengths: npt.NDArray[np.int64]  # (documents,) of each
+    lengths: npt.NDArray[np.int64]  # (documents,) in tokens
     num_bytes: npt.NDArray[np.int64]  # (documents,) of each text
-    hashes: npt.NDArray[np.uint64]  # (documents,) of each text, whatever its white space
-    round_trip: RoundTrip  # what of the texts the ids give back
-    learned: npt.NDArray[np.bool_] | None = None  # (tokens,) whether each is; None: all are
+    hashes: npt.NDArray[np.uint64]  # (documents,) of each text, ignoring white space
+    round_trip: RoundTrip  # of the texts
+    learned: npt.NDArray[np.bool_] | None = None  # (tokens,) whether each is learned; None: all are
 
 
 class Encoder:
@@ -149,14 +149,14 @@ class Encoder:
         self._tokenizer.encode_special_tokens = not spec.conversations  # a "</s>" in a text is text
         described = json.loads(spec.tokenizer_json)
         self._gives_all_back = _gives_all_back(described)
-        # What the model itself puts in the place of text that it does not know; a Unigram model says it by its id.
+        # The token that the model puts in place of unknown text; a Unigram model gives it as an id.
         unknown = described["model"].get("unk_token")
         self._unknown = described["model"].get("unk_id") if unknown is None else self._tokenizer.token_to_id(unknown)
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
         """Return the ids of some documents, each tokenised alone and framed by the markers of the spec."""
         texts = [document.text for document in documents]
-        # Markers are added later, once, whatever the tokenizer's template would add; the fast way counts no characters.
+        # Markers are added below, not by the tokenizer's template. encode_batch_fast gives no character offsets.
         encode = self._tokenizer.encode_batch if self._spec.conversations else self._tokenizer.encode_batch_fast
         encodings = encode(texts, add_special_tokens=False)
         unframed = [encoding.ids for encoding in encodings]
@@ -165,7 +165,7 @@ class Encoder:
         for document, encoding, own in zip(documents, encodings, unframed, strict=True):
             framed = [*self._spec.before, *own, *self._spec.after]
             if document.learned is not None:
-                if own[-1:] == list(self._spec.after):  # the template has written it
+                if own[-1:] == list(self._spec.after):  # the template wrote EOS itself
                     framed = own
                 learned.append(_learned(document.text, document.learned, encoding.offsets, len(framed)))
             ids += framed
@@ -182,9 +182,9 @@ class Encoder:
         )
 
     def _round_trip(self, texts: list[str], sizes: list[int], ids: list[list[int]]) -> RoundTrip:
-        if self._gives_all_back:  # to decode takes a fifth of the time
+        if self._gives_all_back:  # decoding would take a fifth of the time
             return RoundTrip(sum(sizes))
-        # What stands for unknown text is no text, whatever letters its own name has.
+        # The token for unknown text is dropped, so that the letters of its name do not count.
         unknown = self._unknown
         known = [[token for token in own if token != unknown] if unknown in own else own for own in ids]
         decoded_texts = self._tokenizer.decode_batch(known, skip_special_tokens=False)
@@ -200,7 +200,7 @@ class Encoder:
 
 
 def _gives_all_back(described: dict[str, Any]) -> bool:
-    """Say whether every text comes back from its ids: a byte-level tokenizer has all bytes, and no step drops one."""
+    """Return whether no text is ever lost: a byte-level tokenizer with all bytes, and no step that drops one."""
     model, decoder, first = (described[part] or {} for part in ("model", "decoder", "pre_tokenizer"))
     steps = first.get("pretokenizers", [first])
     kinds = [step.get("type") for step in steps]
@@ -213,12 +213,12 @@ def _gives_all_back(described: dict[str, Any]) -> bool:
         and all(kind in ("ByteLevel", "Split", "Digits") for kind in kinds)
         and not any(step.get("behavior") == "Removed" for step in steps)
         and decoder.get("type") == "ByteLevel"
-        and all(added["content"].isascii() for added in described["added_tokens"])  # others are decoded as if bytes
+        and all(added["content"].isascii() for added in described["added_tokens"])  # others would be decoded as bytes
     )
 
 
 def _characters(text: str) -> Counter[str]:
-    """Count a text's letters, digits, punctuation and symbols, as whatever normal form a tokenizer has leaves them."""
+    """Count a text's letters, digits, punctuation and symbols, independently of the tokenizer's normal form."""
     counts: Counter[str] = Counter()
     for character, number in Counter(text).items():
         for plain in _plain(character):
@@ -228,15 +228,15 @@ def _characters(text: str) -> Counter[str]:
 
 @lru_cache(maxsize=1 << 17)
 def _plain(character: str) -> str:
-    """Return a character without case, accents and width; of Hangul its letters; nothing of space and controls."""
-    for _ in range(2):  # an accent may have a letter for its other case, and a letter an accent
+    """Return a character without case, accents and width, Hangul as its letters, and "" for spaces and controls."""
+    for _ in range(2):  # the other case of an accent may be a letter, and that of a letter may have an accent
         parts = unicodedata.normalize("NFKD", character)
         character = "".join(part for part in parts if unicodedata.category(part)[0] in "LNPS").casefold()
     return character
 
 
 def _learned(text: str, spans: Spans, offsets: list[tuple[int, int]], num_tokens: int) -> npt.NDArray[np.bool_]:
-    """Return (tokens,): whether any character of each is learned; what stands behind the text is not."""
+    """Return (tokens,): whether any character of each token is learned; tokens after the text are not."""
     before = np.zeros(len(text) + 1, np.int64)  # learned characters before each place
     for start, end in spans:
         before[start + 1 : end + 1] = 1
@@ -246,9 +246,9 @@ def _learned(text: str, spans: Spans, offsets: list[tuple[int, int]], num_tokens
 
 
 def encode_all(documents: Iterator[Document], spec: TokenizerSpec, num_workers: int) -> Iterator[Encoded]:
-    """Yield the ids of all documents in order, which are read as they are needed, a few chunks ahead at the most.
+    """Yield the ids of all documents in order; documents are read as needed, at most a few chunks ahead.
 
-    They are the same whatever the number of workers beside this process; of one, or with little to do, it works alone.
+    The ids do not depend on `num_workers`. With 1 worker, or for few documents, this process works alone.
     """
     chunks = _chunks(documents)
     head = list(islice(chunks, _CHUNKS_FOR_WORKERS))
@@ -257,7 +257,7 @@ def encode_all(documents: Iterator[Document], spec: TokenizerSpec, num_workers: 
         for chunk in chain(head, chunks):
             yield encoder.encode(chunk)
         return
-    # Not by fork: this process has threads, torch's among them.
+    # Not by fork: this process has threads, such as torch's.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(spec,)) as workers:
         pending: deque[Future[Encoded]] = deque()
@@ -290,12 +290,12 @@ def _chunks(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield chunk
 
 
-_worker_encoder: Encoder | None = None  # of a worker process, made once
+_worker_encoder: Encoder | None = None  # made once in each worker process
 
 
 def _start_worker(spec: TokenizerSpec) -> None:
     global _worker_encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends its workers in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and stops its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_die_with_parent, daemon=True).start()
     _worker_encoder = Encoder(spec)
@@ -305,12 +305,12 @@ def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # killed, it could not tell: the worker would wait for work for ever
+    os._exit(1)  # a killed parent cannot stop its workers, which would wait forever
 
 
 def _encode_in_worker(documents: list[Document]) -> Encoded:
     assert _worker_encoder is not None
     try:
         return _worker_encoder.encode(documents)
-    except BaseException as error:  # a panic in Rust is no Exception, and may not survive the way to the parent
+    except BaseException as error:  # a Rust panic is no Exception, and may not be picklable
         raise RunError(f"tokenising failed: {type(error).__name__}: {error}") from None

@@ -1,6 +1,6 @@
-"""Where text lies: local files by a pattern, files of a store that fsspec reads (hf://, s3://, gs://), hub datasets.
+"""Find and open text: local files by a pattern, files of a store that fsspec reads (hf://, s3://, gs://), hub datasets.
 
-Compressed files are streams, read to their last byte: what is cut off or damaged says so.
+Compressed files are read as streams to their last byte, so that a truncated or damaged one raises an error.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from scale_cli.storage.atomic import file_sha256, json_sha256, read_json, write_
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 _HASHES = ".sources.json"
-# Fewer bytes are hashed in a millisecond.
+# A smaller file is hashed in a millisecond.
 _LEAST_BYTES = 1 << 20
 _SETTLED_NS = 2 * 10**9
 _READ_AT_ONCE = 1 << 16
-# No xz preset needs more than 65 MB to decompress; a header may ask for 4 GB.
+# Decompression limit: no xz preset needs more than 65 MB, but a header may ask for 4 GB.
 _XZ_MEMORY_BYTES = 1 << 30
-# The least that a process of many takes: to begin and end with it costs little beside it.
+# Smallest part for one of many processes: large enough that starting and ending it costs little.
 _PART_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file, here or in a store."""
+    """One file, local or in a store."""
 
     name: str  # path or URL, as messages give it
-    size: int  # in bytes, as it lies there
-    store: Any = None  # fsspec's file system; None where the file is local
-    told: str = ""  # the hash of all that the store told of it: its own hash, or size and time
+    size: int  # in bytes, as stored
+    store: Any = None  # fsspec's file system; None if the file is local
+    told: str = ""  # hash of the metadata from the store, such as the content's hash, or size and time
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def compression(self) -> str:
-        """The suffix that says how it is compressed; empty where it is not."""
+        """The suffix of its compression; empty if it is not compressed."""
         suffix = PurePosixPath(self.name).suffix
         return suffix if suffix in COMPRESSIONS else ""
 
@@ -63,7 +63,7 @@ class SourceFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Open it for reading from any place; what a store holds is fetched first: it fails as a whole or not."""
+        """Open it for reading; a file in a store is fetched whole first, so that it fails as a whole or not at all."""
         if self.store is None:
             with Path(self.name).open("rb") as file:
                 yield file
@@ -77,7 +77,7 @@ class SourceFile:
 
 @contextmanager
 def named_errors(place: str, problem: str = "cannot be read") -> Iterator[None]:
-    """Tell in one line what went wrong at a place; every store and every dataset has errors of its own."""
+    """Turn any error into a one-line CorpusError that names `place`; stores and datasets each have their own errors."""
     try:
         yield
     except Exception as error:
@@ -85,7 +85,7 @@ def named_errors(place: str, problem: str = "cannot be read") -> Iterator[None]:
 
 
 def source_files(source: TextSource) -> list[SourceFile]:
-    """Return the files of a source: those of each of its patterns by name, none twice."""
+    """Return the files of a source, each once: pattern by pattern, sorted by name."""
     files: dict[str, SourceFile] = {}
     for pattern in source.paths:
         found = _in_store(source.name, pattern) if "://" in pattern else _local(source.name, pattern)
@@ -109,7 +109,7 @@ def _local(name: str, pattern: str) -> list[SourceFile]:
     for path in sorted(map(Path, glob.glob(pattern, recursive=True))):
         if path.is_file():
             files.append(SourceFile(str(path), path.stat().st_size))
-        # Folders that a pattern happens to match are no corpus; one that is named like a file was meant as one.
+        # Folders that a pattern happens to match are ignored; a folder that is named like a file is an error.
         elif not path.is_dir() or path.suffix in (*FORMATS, *COMPRESSIONS) or path == Path(pattern):
             kind = f"a folder, not a file{_text_in(path)}" if path.is_dir() else "a broken link or a device, not a file"
             raise CorpusError(f"{name}: {path} is {kind}")
@@ -117,7 +117,7 @@ def _local(name: str, pattern: str) -> list[SourceFile]:
 
 
 def _text_in(folder: Path) -> str:
-    """Return which pattern finds text in a folder, for a message; nothing where there is none."""
+    """Return a hint, for a message, which pattern finds text in a folder; "" if there is no text."""
     for below, form, compression in product(("*", "**/*"), FORMATS, ("", *COMPRESSIONS)):
         if any(folder.glob(below + form + compression)):
             return f"; give {folder / below}{form}{compression}"
@@ -125,7 +125,7 @@ def _text_in(folder: Path) -> str:
 
 
 def _in_store(name: str, pattern: str) -> list[SourceFile]:
-    import fsspec  # it, and what it opens a store with, only where a URL asks for them
+    import fsspec  # imported only for URLs
 
     with named_errors(f"{name}: {pattern}"):
         store, path = fsspec.url_to_fs(pattern)
@@ -137,7 +137,7 @@ def _in_store(name: str, pattern: str) -> list[SourceFile]:
         for one, told in sorted(found.items()):
             if told["type"] != "file":
                 continue
-            told = told if told["size"] is not None else store.info(one)  # an index page of a server has names alone
+            told = told if told["size"] is not None else store.info(one)  # a server's index page gives only names
             if told["size"] is None:
                 raise ValueError(f"{one}: its server tells no size, so that a change would go unnoticed; download it")
             files.append(SourceFile(store.unstrip_protocol(one), int(told["size"]), store, json_sha256(told)))
@@ -145,9 +145,9 @@ def _in_store(name: str, pattern: str) -> list[SourceFile]:
 
 
 def file_parts(source: TextSource) -> list[list[SourceFile]]:
-    """Return the files of a source in consecutive parts, the same whoever asks.
+    """Return the files of a source in consecutive parts, the same in every process.
 
-    There is none where one process has to read all: of a dataset, and where documents are counted from the beginning.
+    There are no parts if one process has to read everything: a dataset, or documents counted from the beginning.
     """
     if source.dataset is not None or source.skip_documents or source.max_documents is not None:
         return []
@@ -160,11 +160,11 @@ def file_parts(source: TextSource) -> list[list[SourceFile]]:
 
 
 def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
-    """Return what names the content of each file: its SHA-256, or the hash of all that its store told of it.
+    """Return a hash of each file's content: the SHA-256 of a local file, or the hash of a store's metadata.
 
-    The SHA-256 of a local file is remembered in the cache, while the file system says that the file is the same: by its
-    inode, size, and the times of its last write and last change; the latter is the system's own and cannot be set back.
-    A file that has changed just now is not remembered, for another change might fall into the same tick of that clock.
+    The cache remembers the SHA-256 of a local file for the same path, inode, size and times of last write and change;
+    a program cannot set the time of change back. A file that changed just now is not remembered: another change might
+    fall into the same clock tick.
     """
     remembered = cache_dir / _HASHES
     hashes, known, new = [], _read_hashes(remembered), {}
@@ -184,8 +184,8 @@ def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
                     new[key] = known[key]
         hashes.append(known[key])
     if new:
-        with suppress(StorageError):  # it is computed again another time
-            write_json(remembered, _read_hashes(remembered) | new)  # others may have written meanwhile
+        with suppress(StorageError):  # the hashes are then computed again
+            write_json(remembered, _read_hashes(remembered) | new)  # another process may have written meanwhile
     return hashes
 
 
@@ -200,18 +200,18 @@ def decompressed(file: SourceFile, raw: IO[bytes]) -> IO[bytes]:
     if not file.compression:
         return raw
     if file.size == 0:
-        raise EOFError("an empty file is not a compressed one")  # gzip takes it for one without text
+        raise EOFError("an empty file is not a compressed one")  # gzip would read it as empty text
     if file.compression == ".gz":
-        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))  # another buffer would lose what is before damage
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))  # another buffer would lose text before damage
     if file.compression == ".xz":
         return io.BufferedReader(_XzStreams(raw), _READ_AT_ONCE)
-    # Arrow's reader says that a stream was cut off; zstandard's ends there as if it were whole.
+    # Arrow's reader reports a truncated stream; that of zstandard ends there without an error.
     zstd: Any = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
     return io.BufferedReader(zstd)
 
 
 class _XzStreams(io.RawIOBase):
-    """The streams of an .xz file, one after another; Python's own reader drops a damaged one after the first."""
+    """Read the streams of an .xz file one after another; Python's reader drops a damaged one after the first."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
@@ -225,7 +225,7 @@ class _XzStreams(io.RawIOBase):
         while not data:
             more = b""
             if self._stream.eof:
-                more = self._stream.unused_data.lstrip(b"\0")  # zeros may pad it
+                more = self._stream.unused_data.lstrip(b"\0")  # zeros may pad a stream
                 while not more:
                     if not (block := self._raw.read(_READ_AT_ONCE)):
                         return 0
@@ -239,7 +239,7 @@ class _XzStreams(io.RawIOBase):
 
 
 def dataset_builder(source: TextSource) -> Any:
-    """Return what `datasets` knows of a dataset before it is loaded; its `hash` is the commit of the revision."""
+    """Return the builder of a dataset, without loading it; its `hash` is the commit of the revision."""
     import datasets
 
     with dataset_errors(source):
@@ -251,20 +251,20 @@ def dataset_errors(source: TextSource) -> AbstractContextManager[None]:
 
 
 def check_source(source: TextSource) -> None:
-    """Find out whether a source is there: the first byte of every file read, or the hub (or its cache) asked."""
+    """Raise CorpusError if a source is missing: read a byte of every local file, or ask the store, hub or hub cache."""
     if source.dataset is not None:
         splits = [str(split) for split in dataset_builder(source).config.data_files or ()]
         if splits and source.split not in splits:
             known = ", ".join(splits)
             raise CorpusError(f"{source.name}: the dataset {source.dataset} has no split {source.split!r} ({known})")
     for file in source_files(source):
-        if file.store is None:  # a store has been asked for it; to open it there is to fetch it
+        if file.store is None:  # the store has listed it already; opening it would fetch it
             with named_errors(f"{source.name}: {file}"), file.open() as opened:
                 opened.read(1)
 
 
 def describe_content(source: TextSource, cache_dir: Path) -> list[object]:
-    """Return what decides a source's records, with a hash for every file."""
+    """Return a description of a source's content, with a hash for every file."""
     if source.dataset is None:
         files = source_files(source)
         kinds = [file.format + file.compression for file in files]

@@ -1,4 +1,4 @@
-"""What became of everything that was read of a source: read = kept + dropped, in documents and in bytes."""
+"""Account for everything read from a source: read = kept + dropped, in documents and in bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIELDS, _LONGEST_FIELD = 12, 40
 
 
 class Reason(Enum):
-    """Why something that was read is no document."""
+    """Why a record is not a document."""
 
     NOT_UTF8 = "not UTF-8"
     NOT_JSON = "not JSON"
@@ -30,7 +30,7 @@ class Reason(Enum):
     NO_ANSWER = "no turn of the assistant"
     NOT_RENDERED = "refused by the chat template"
     REWRITTEN = "earlier turns that the chat template writes otherwise when more follow"
-    DAMAGED_FILE = "damaged file"  # whatever of it came before the damage is read
+    DAMAGED_FILE = "damaged file"  # the part before the damage is read
 
 
 _REMEDIES = {
@@ -41,12 +41,12 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Rejected:
-    """Something that is no document."""
+    """A record that is not a document."""
 
-    reason: Reason  # why
+    reason: Reason
     place: str  # file:line, or the row
-    num_bytes: int  # of its text, or where there is none, as it lies in its file
-    fields: tuple[str, ...] = ()  # that it has in the place of the one that is read
+    num_bytes: int  # of its text or, without text, of the record in its file
+    fields: tuple[str, ...] = ()  # its fields, if it lacks the one to read
 
 
 Record = Document | Rejected
@@ -69,7 +69,7 @@ class DropCount(Count):
     """What was dropped for one reason."""
 
     places: tuple[str, ...] = ()  # the first few
-    fields: tuple[str, ...] = ()  # of the first record without the one that is read
+    fields: tuple[str, ...] = ()  # of the first record that lacks the field to read
 
     def described(self, reason: str) -> str:
         more = ", ..." if self.documents > len(self.places) else ""
@@ -84,15 +84,15 @@ class Ledger(RunRecord):
 
     FILE = "ledger.json"
     read: Count = field(default_factory=Count)  # every record, good or bad
-    kept: Count = field(default_factory=Count)  # what was tokenised
+    kept: Count = field(default_factory=Count)  # tokenised documents
     dropped: dict[str, DropCount] = field(default_factory=dict)  # the rest, by reason
     files: int = 0  # how many were opened; 0 for a dataset
-    damaged_files: tuple[str, ...] = ()  # those that could not be read to their end, the first few by name
-    num_damaged_files: int = 0  # all of those
-    num_skipped: int = 0  # documents that were passed over before the first was read
+    damaged_files: tuple[str, ...] = ()  # names of the first few that could not be read to their end
+    num_damaged_files: int = 0  # how many of them in all
+    num_skipped: int = 0  # documents skipped before the first was read
     num_tokens: int = 0  # ids kept, markers included
-    round_trip: RoundTrip = field(default_factory=RoundTrip)  # what of the kept text they give back
-    num_targets: int | None = None  # of them, those that are learned; None: every one but the first
+    round_trip: RoundTrip = field(default_factory=RoundTrip)  # of the kept text
+    num_targets: int | None = None  # ids that are learned; None: all but the first
 
     def enter(self, record: Record) -> None:
         if isinstance(record, Rejected) and record.reason == Reason.DAMAGED_FILE:
@@ -125,7 +125,7 @@ class Ledger(RunRecord):
 
     @property
     def bad_fraction(self) -> float:
-        """The dropped share of the records, or the damaged share of the files where that is more."""
+        """The dropped share of the records or the damaged share of the files, whichever is larger."""
         dropped = sum(count.documents for count in self.dropped.values())
         return max(dropped / max(self.read.documents, 1), self.num_damaged_files / max(self.files, 1))
 
@@ -134,7 +134,7 @@ class Ledger(RunRecord):
         return self.num_tokens - 1 if self.num_targets is None else self.num_targets
 
     def described_losses(self) -> str:
-        """Return what was dropped and where, on one line; nothing where nothing was."""
+        """Return one line that says what was dropped and where; "" if nothing was."""
         losses = dict(self.dropped)
         if self.num_damaged_files:
             losses[Reason.DAMAGED_FILE.value] = DropCount(self.num_damaged_files, places=self.damaged_files)
@@ -144,27 +144,27 @@ class Ledger(RunRecord):
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """What became of one source's target tokens in the first steps of a run.
+    """One source's target tokens in the first steps of a run.
 
-    Every token of the stream but the first, or of conversations those that are learned, is a target once an epoch, so
+    Every token of the stream but the first is a target once an epoch; in conversations, every learned token is. So
     num_trained + num_held_over = num_epochs x targets_an_epoch.
     """
 
-    num_trained: int  # targets trained, each as often as it was
+    num_trained: int  # targets trained, counted each time
     num_epochs: int  # epochs begun
-    num_held_over: int  # targets of the last of them that were not reached
+    num_held_over: int  # targets of the last epoch begun that were not reached
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTokens(TrainedTokens):
-    """The same, and the account of the source."""
+    """A source's trained tokens, and the account of the source."""
 
     corpus: Ledger
 
 
 @dataclass(frozen=True)
 class TokenLedger(RunRecord):
-    """Of every source of a run, by its name: what was read, trained, and left for later."""
+    """For every source of a run, by name: what was read, trained on, and left in its last epoch."""
 
     FILE = "token_ledger.json"
     sources: dict[str, SourceTokens]
@@ -178,7 +178,7 @@ class TokenLedger(RunRecord):
 
 
 def check_bad_fraction(source: TextSource, ledger: Ledger, max_bad_fraction: float) -> None:
-    """Hold a source to a limit: CorpusError where more of it is bad, or none is good, with what and where first."""
+    """Raise CorpusError if a source has too many bad records, or no good one; the message names the first places."""
     name, losses = _described(source), ledger.described_losses()
     if ledger.num_skipped and not ledger.read.documents:
         raise CorpusError(f"{name}: no document is left: skip_documents passes over all {ledger.num_skipped:,}")

@@ -1,20 +1,20 @@
-"""A corpus as token ids: tokenised once by workers, written by one process, and then read from a memory map.
+"""A corpus as token ids: tokenised once by workers, written by one process, then read from a memory map.
 
-A folder of the cache is named after everything that decides its content (tokenizer, text, settings), so a change of any
-of them makes another folder and nothing stale is ever read:
+A cache folder's name hashes everything that decides its content (tokenizer, text, settings). So a change makes a new
+folder, and nothing stale is ever read:
 
     tokens.bin      every document's ids, one after another: uint16, or uint32 for a large vocabulary
     offsets.bin     (documents + 1,) int64: where each document begins in tokens.bin
     num_bytes.bin   (documents,) int64: UTF-8 bytes of each document, for bits per byte
     hashes.bin      (documents,) uint64: of each document's text, to find it in other corpora
-    learned.bin     (tokens,) bool: of conversations, which ids are learned
-    ledger.json     what was read and what became of it (data/ledger.py)
+    learned.bin     (tokens,) bool: which ids are learned; for conversations only
+    ledger.json     what was read, kept and dropped (data/ledger.py)
 
-While it is made, it stands beside its place as .NAME.unfinished. .NAME.progress.json, or .NAME.joined.json where parts
-are joined, says how much of its files is certain. A later run cuts them to that and goes on from there. One process
-writes and the workers only tokenise, each document alone: the bytes depend on no number of workers or interruptions.
+While NAME is being made, it is called .NAME.unfinished. .NAME.progress.json (.NAME.joined.json when parts are joined)
+says how much of it is safely on disk; a later run cuts the files to that and continues. One process writes, and workers
+tokenise each document by itself, so the bytes do not depend on the number of workers or interruptions.
 
-Many machines tokenise parts of a source's files, each to such a folder in `parts/`; who opens the source joins them.
+Several machines can each tokenise parts of a source's files to such folders in `parts/`; `TokenCache.open` joins them.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ from scale_cli.terminal import progress_bar
 PARTS = "parts"  # in a cache: sources that many machines tokenise, part by part
 TOKENS, OFFSETS, NUM_BYTES, HASHES, LEARNED = "tokens.bin", "offsets.bin", "num_bytes.bin", "hashes.bin", "learned.bin"
 _FORMAT_VERSION = 5
-_TOKENS_A_SHARD = 1 << 22  # between two records of progress: what a kill can cost
-# What the saved configuration says of how the tokenizer was loaded, not of how it tokenises.
+_TOKENS_A_SHARD = 1 << 22  # between two records of progress: the most that a kill can cost
+# Keys of the saved configuration that say how the tokenizer was loaded, not how it tokenises.
 _HOW_LOADED = ("is_local", "local_files_only", "name_or_path", "transformers_version")
 
 
@@ -76,14 +76,14 @@ _HOW_LOADED = ("is_local", "local_files_only", "name_or_path", "transformers_ver
 class TokenisedCorpus:
     """A tokenised source, read from its memory map."""
 
-    folder: Path  # where it lies
+    folder: Path
     ids: Ids  # (tokens,) all documents, framed by their markers
     offsets: npt.NDArray[np.int64]  # (documents + 1,)
     num_bytes: npt.NDArray[np.int64]  # (documents,)
     hashes: npt.NDArray[np.uint64]  # (documents,) of the texts
-    ledger: Ledger  # what was read
+    ledger: Ledger
     markers: DocumentMarkers  # the tokenizer's marks
-    learned: npt.NDArray[np.bool_] | None = None  # (tokens,) which are targets; None: all
+    learned: npt.NDArray[np.bool_] | None = None  # (tokens,) which ids are targets; None: all
 
     def __len__(self) -> int:
         return len(self.num_bytes)
@@ -94,7 +94,7 @@ class TokenisedCorpus:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """A folder of tokenised sources, as one tokenizer and some settings of reading make them."""
+    """A folder of sources that one tokenizer tokenises, with one set of reading settings."""
 
     folder: Path
     tokenizer: PreTrainedTokenizerBase
@@ -102,15 +102,15 @@ class TokenCache:
     show_progress: bool = False
 
     def open(self, source: TextSource) -> TokenisedCorpus:
-        """Open a source's tokenised form, making it first where the cache does not hold it."""
+        """Open a tokenised source; tokenise it first if the cache does not hold it."""
         folder = self.folder / self.name_of(source)
         if not is_tokenised(folder):
             files = file_parts(source) if (self.folder / PARTS).is_dir() else []
             parts = [self._part_folder(source, part) for part in files]
             if any(map(is_tokenised, parts)):
-                with sole_user(self.folder / PARTS):  # or another process makes anew what this one has joined
+                with sole_user(self.folder / PARTS):  # else another process would redo what this one has joined
                     if not is_tokenised(folder):
-                        self.tokenise_parts(source)  # what is missing
+                        self.tokenise_parts(source)  # only the missing ones
                         join_parts(source, self.spec_of(source), parts, folder)
                     for part in parts:
                         shutil.rmtree(part, ignore_errors=True)
@@ -122,9 +122,9 @@ class TokenCache:
         return corpus
 
     def open_if_there(self, source: TextSource) -> TokenisedCorpus | None:
-        """Open a source's tokenised form where the cache holds it; CorpusError where the source cannot be read."""
+        """Open a tokenised source if the cache holds it; CorpusError if the source cannot be read."""
         if not any(self.folder.glob(f"{source.name}-*")):
-            return None  # and no file has to be hashed
+            return None  # without hashing a file
         folder = self.folder / self.name_of(source)
         return self._opened(folder, source) if is_tokenised(folder) else None
 
@@ -142,9 +142,9 @@ class TokenCache:
         )
 
     def tokenise_parts(self, source: TextSource, share: Share = ALONE) -> Ledger:
-        """Tokenise a share of the parts of a source's files, for `open` to join; return the account of that share.
+        """Tokenise a share of the parts of a source, for `open` to join; return the share's ledger.
 
-        Of the files only those of the share are read, to be hashed too.
+        Only the files of this share are read or hashed.
         """
         account = Ledger()
         for part in file_parts(source)[share.index :: share.num_processes]:
@@ -158,17 +158,17 @@ class TokenCache:
         return TokenizerSpec.of(self.tokenizer, conversations=source.messages_field is not None)
 
     def name_of(self, source: TextSource) -> str:
-        """Return a name for a source's text and settings as the tokenizer reads them: another for other content."""
+        """Return a folder name that hashes a source's text, its settings and the tokenizer."""
         return self._named(source, content=describe_content(source, self.folder))
 
     def _part_folder(self, source: TextSource, part: Sequence[SourceFile]) -> Path:
-        """Return where a part of a source's files is tokenised; by their names too, which its ledger has."""
+        """Return the folder of a part; its name hashes the files' names too, since the part's ledger holds them."""
         files = [file.name for file in part]
         return self.folder / PARTS / self._named(source, files=files, content=content_hashes(part, self.folder))
 
     def _named(self, source: TextSource, **text: object) -> str:
-        # A new key of a source that decides its text has to be here, or a stale cache is read; and only where it is not
-        # the default, or every cache that there is would be made again.
+        # A new source key that changes the text must be added here, or a stale cache is read. Add it only if it differs
+        # from its default, or every existing cache becomes useless.
         settings = {
             **text,
             "format": _FORMAT_VERSION,
@@ -183,7 +183,7 @@ class TokenCache:
         return f"{source.name}-{json_sha256(settings)[:16]}"
 
 
-@lru_cache(maxsize=4)  # nobody changes a tokenizer that is loaded, and every source is named by it
+@lru_cache(maxsize=4)  # a loaded tokenizer never changes, and the name of every source needs this
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         with writing(Path(folder)):
@@ -204,7 +204,7 @@ def _tokenizer_content(file: Path) -> str:
 
 
 def _columns(dtype: str, *, conversations: bool) -> dict[str, str]:
-    """Return the files of a tokenised source, and what is in each."""
+    """Return the files of a tokenised source, and the dtype of each."""
     columns = {TOKENS: dtype, OFFSETS: "int64", NUM_BYTES: "int64", HASHES: "uint64"}
     return columns | {LEARNED: "bool"} if conversations else columns
 
@@ -215,19 +215,19 @@ def _mapped(folder: Path, dtype: str, *, conversations: bool) -> dict[str, Any]:
 
 
 def is_tokenised(folder: Path) -> bool:
-    """Return whether a source is tokenised there, whole by its sizes: to hash it at every start would cost too much."""
+    """Return whether a folder holds a whole tokenised source, by file sizes: hashing at every start costs too much."""
     try:
         sizes = {name: file["bytes"] for name, file in described_files(folder).items()}
         whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (StorageError, FileNotFoundError):  # a part is removed as soon as another process has joined it
+    except (StorageError, FileNotFoundError):  # another process removes a part once it has joined it
         return False
     return whole and sizes.keys() >= {TOKENS, OFFSETS, NUM_BYTES, HASHES, Ledger.FILE}
 
 
 def tokenise(source: TextSource, cache: TokenCache, folder: Path, part: Sequence[SourceFile] | None = None) -> None:
-    """Tokenise a source to a folder that is whole or absent; of a `part` of its files there may be no text at all.
+    """Tokenise a source, or a `part` of its files, to a folder that is whole or absent; a part may be without text.
 
-    The folder is named after its content: what is unfinished beside it is taken to be of the same.
+    The folder is named after its content, so an unfinished one beside it is continued.
     """
     spec, reading = cache.spec_of(source), cache.reading
     template_of = cache.tokenizer if spec.conversations else None
@@ -235,7 +235,7 @@ def tokenise(source: TextSource, cache: TokenCache, folder: Path, part: Sequence
     documents = (record for record in reader if isinstance(record, Document))
 
     def encoded_after(num_done: int) -> Iterator[Encoded]:
-        next(islice(documents, num_done, num_done), None)  # those are passed over
+        next(islice(documents, num_done, num_done), None)  # skip those
         title, total, hidden = f"tokenising {source.name}", reader.total_bytes or None, not cache.show_progress
         with progress_bar(total=total, desc=title, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
             for encoded in encode_all(documents, spec, reading.num_workers or len(os.sched_getaffinity(0))):
@@ -246,7 +246,7 @@ def tokenise(source: TextSource, cache: TokenCache, folder: Path, part: Sequence
 
 
 def join_parts(source: TextSource, spec: TokenizerSpec, parts: Sequence[Path], folder: Path) -> None:
-    """Write what `tokenise` writes of a source, from what it wrote of its parts; progress counts whole parts."""
+    """Join tokenised parts into the folder that `tokenise` would write for the source; progress counts whole parts."""
 
     ledger = Ledger()
 
@@ -268,18 +268,18 @@ def _write(
     folder: Path,
     progress_name: str,
     encoded_after: Callable[[int], Iterator[Encoded]],
-    ledger: Ledger,  # of all, once all is written
+    ledger: Ledger,  # complete once everything is written
     *,
     may_be_empty: bool = False,
 ) -> None:
-    """Write the documents after those that are certain, and publish all with their ledger."""
+    """Write the documents after those safely on disk, and publish the folder with its ledger."""
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     progress = folder.with_name(f".{folder.name}.{progress_name}.json")
     with sole_user(unfinished):
-        if is_tokenised(folder):  # another process made it while this one waited
+        if is_tokenised(folder):  # by another process, while this one waited
             unfinished.rmdir()
             return
-        shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
+        shutil.rmtree(folder, ignore_errors=True)  # its name shows that it is ours, so it is damaged
         with _Columns(unfinished, progress, spec) as columns:
             for encoded in encoded_after(columns.written.documents):
                 columns.append(encoded)
@@ -287,19 +287,19 @@ def _write(
         ledger.num_targets = _num_targets(unfinished)
         try:
             if not may_be_empty:
-                check_bad_fraction(source, ledger, max_bad_fraction=1.0)  # without text there is nothing to open
+                check_bad_fraction(source, ledger, max_bad_fraction=1.0)  # without text it cannot be opened
         except CorpusError:
             shutil.rmtree(unfinished)
             progress.unlink()
             raise
         ledger.save(unfinished)
         publish_folder(unfinished, folder)
-        for kind in ("progress", "joined"):  # it may have been begun the other way
+        for kind in ("progress", "joined"):  # an earlier run may have begun the other way
             folder.with_name(f".{folder.name}.{kind}.json").unlink(missing_ok=True)
 
 
 def _num_targets(folder: Path) -> int | None:
-    """Count the ids that are learned, of conversations; what stands first in the stream is nobody's target."""
+    """Count the learned ids of conversations, without the stream's first id, which is never a target."""
     learned = folder / LEARNED
     if not learned.exists():
         return None
@@ -308,7 +308,7 @@ def _num_targets(folder: Path) -> int | None:
 
 @dataclass(frozen=True)
 class _Written(RunRecord):
-    """How much of an unfinished folder there is."""
+    """How much of an unfinished folder is written."""
 
     documents: int = 0
     tokens: int = 0
@@ -316,7 +316,7 @@ class _Written(RunRecord):
 
 
 class _Columns:
-    """The files of an unfinished folder, cut to what is certain and then appended to."""
+    """The files of an unfinished folder, cut to what is safely on disk and then appended to."""
 
     def __init__(self, folder: Path, progress: Path, spec: TokenizerSpec) -> None:
         self._folder, self._progress = folder, progress
@@ -344,12 +344,12 @@ class _Columns:
                 self._files[name] = (self._folder / name).open("ab")
                 if not self.written.documents:
                     self._files[name].truncate(0)
-                self._files[name].truncate(size)  # longer than before by the first offset, 0
+                self._files[name].truncate(size)  # offsets.bin grows by its first offset, 0
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         try:
-            if failed is None or not issubclass(failed, StorageError):  # of a full disk nothing more is asked
+            if failed is None or not issubclass(failed, StorageError):  # a full disk can take no record
                 self._record()
         finally:
             with writing(self._folder):
@@ -357,7 +357,7 @@ class _Columns:
                     file.close()
 
     def append(self, part: Encoded) -> None:
-        """Write some documents; after enough of them, make what is written certain."""
+        """Write some documents; after enough of them, sync the files and record the progress."""
         arrays: dict[str, Any] = {
             TOKENS: part.ids,
             OFFSETS: self.written.tokens + np.cumsum(part.lengths),
@@ -368,7 +368,7 @@ class _Columns:
         with writing(self._folder):
             for name, file in self._files.items():
                 file.write(arrays[name].data)
-        # In one statement: a signal that ends the process here must not record one without the others.
+        # In one statement: if a signal ends the process here, no count may be recorded without the others.
         self.written = _Written(
             self.written.documents + len(part.lengths),
             self.written.tokens + len(part.ids),

@@ -1,9 +1,9 @@
-"""Files and folders that are either whole or absent: written beside, synced, renamed.
+"""Files and folders that are either whole or absent: written under another name, synced, renamed.
 
-What a kill leaves behind has a name of its own, which nobody takes for the folder NAME, and goes at the next start:
+A killed process leaves only these names behind, never a broken NAME; the next start removes them:
 
     .NAME.partial    being filled, or deleted
-    .NAME.previous   just replaced by the new one, and put back if the new one never came
+    .NAME.previous   just replaced by the new one; put back if the new one never came
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST = "manifest.json"
-_SEAL = "manifest_sha256"  # of the rest of the manifest, which has the hashes of all other files
-# What a folder's numbers may hang on.
+_SEAL = "manifest_sha256"  # hash of the rest of the manifest, which has the hashes of all other files
+# Libraries that may change a folder's numbers.
 _LIBRARIES = ("scale-cli", "torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
-# Folders that this process has claimed: a verb that runs other verbs holds theirs.
+# Folders that this process has claimed: a verb that runs other verbs already holds their folders.
 _claimed: set[str] = set()
 
 
@@ -50,7 +50,7 @@ def json_sha256(value: Any) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the system says, through Python, safetensors or tokenizers, into a StorageError that names a path."""
+    """Turn a write error, raised by Python, safetensors or tokenizers, into a StorageError that names a path."""
     try:
         yield
     except Exception as error:
@@ -62,7 +62,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn what a file that is missing, unreadable or damaged raises into a StorageError that names it."""
+    """Turn the errors of a missing, unreadable or damaged file into a StorageError that names it."""
     try:
         yield
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new, never a part of it."""
+    """Write a file; a reader sees the old text or the new one, never a part of it."""
     partial = partial_folder(path)
     try:
         with writing(path):
@@ -92,7 +92,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON; NaN and infinities are refused, they are not JSON."""
+    """Write a value as indented JSON; ValueError for NaN and infinities, which are not JSON."""
     write_text(path, _json_text(value))
 
 
@@ -101,13 +101,13 @@ def _json_text(value: Any) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of ours; StorageError where it is missing or not JSON."""
+    """Read a JSON file; StorageError if it is missing or not JSON."""
     with _reading(path):
         return json.loads(path.read_text(encoding="utf-8"))
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], header: dict[str, str] | None = None) -> None:
-    from safetensors.torch import save_file  # imports torch, which folders of text do without
+    from safetensors.torch import save_file  # imports torch, which text folders do not need
 
     with writing(path):
         make_folder(path.parent)
@@ -122,7 +122,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and what it lies in, and each new name durable."""
+    """Make a folder and its parents, and sync each new name to the disk."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -130,7 +130,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Sync a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -149,7 +149,7 @@ def partial_folder(path: Path) -> Path:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill; on leaving, add a manifest, sync, and rename it to `path`.
 
-    A folder of ours already at `path` is replaced. Where the body fails, nothing at `path` has changed.
+    A folder of ours at `path` is replaced. If the body fails, `path` is unchanged.
     """
     _put_back(path)
     if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
@@ -158,7 +158,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     with claimed(partial):
         try:
             with writing(path):
-                _empty(partial)  # of one killed here before
+                _empty(partial)  # a killed process may have left files
                 yield partial
             publish_folder(partial, path)
         except BaseException:
@@ -177,7 +177,7 @@ def _empty(folder: Path) -> None:
 def publish_folder(partial: Path, path: Path) -> None:
     """Give a filled folder its manifest, sync it, and rename it to `path`, in the same parent folder."""
     with writing(path):
-        for leftover in (partial / MANIFEST, *partial.rglob(".*.partial")):  # of one killed here before
+        for leftover in (partial / MANIFEST, *partial.rglob(".*.partial")):  # of a killed process
             leftover.unlink(missing_ok=True)
         files = sorted(file for file in partial.rglob("*") if file.is_file())
         entries = {
@@ -186,7 +186,7 @@ def publish_folder(partial: Path, path: Path) -> None:
         }
         manifest = {"files": entries, "versions": _versions()}
         write_json(partial / MANIFEST, {**manifest, _SEAL: json_sha256(manifest)})
-        mode = (partial / MANIFEST).stat().st_mode  # as the umask has it; safetensors lets only the owner read
+        mode = (partial / MANIFEST).stat().st_mode  # as the umask sets it; safetensors lets only the owner read
         for inside in [*partial.rglob("*"), partial]:
             if inside.is_file():
                 inside.chmod(mode)
@@ -195,7 +195,7 @@ def publish_folder(partial: Path, path: Path) -> None:
 
 
 def _replace(partial: Path, path: Path) -> None:
-    """Rename a folder to `path`; one that is there stands aside until the new one is in its place."""
+    """Rename a folder to `path`; an old folder there is kept as .NAME.previous until the new one is in place."""
     previous = path.with_name(f".{path.name}.previous")
     if path.exists():
         path.rename(previous)
@@ -211,7 +211,7 @@ def _replace(partial: Path, path: Path) -> None:
 
 
 def _put_back(path: Path) -> None:
-    """End a replacement that was killed: put the previous folder back, or delete it where the new one is there."""
+    """Finish a killed replacement: put the previous folder back, or delete it if the new one is in place."""
     previous = path.with_name(f".{path.name}.previous")
     if not path.exists() and is_whole(previous):
         previous.rename(path)
@@ -219,7 +219,7 @@ def _put_back(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder: it is gone at once, even where this process dies before its last file is."""
+    """Remove a folder; its name is gone at once, even if this process dies before the last file is deleted."""
     rubbish = partial_folder(path)
     with writing(path):
         shutil.rmtree(rubbish, ignore_errors=True)
@@ -228,7 +228,7 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left half-written or half-deleted; only where no other process writes."""
+    """Remove what killed processes left half-written or half-deleted; call it only if no other process writes here."""
     for leftover in folder.glob(".*"):
         if leftover.suffix == ".previous":
             _put_back(folder / leftover.stem.removeprefix("."))
@@ -238,7 +238,7 @@ def remove_leftovers(folder: Path) -> None:
             leftover.unlink()
 
 
-# What a manifest says
+# Manifests
 
 
 @cache
@@ -251,13 +251,13 @@ def _versions() -> dict[str, str]:
 
 
 def changed_versions(folder: Path) -> list[str]:
-    """Return one `library before -> now` for every library that was another version when a folder was written."""
+    """Return `library before -> now` for every library whose version has changed since a folder was written."""
     before = _read_manifest(folder)["versions"]
     return [f"{name} {before[name]} -> {now}" for name, now in _versions().items() if before.get(name, now) != now]
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a folder's manifest; StorageError where it is missing, or not byte for byte what was written."""
+    """Return a folder's manifest; StorageError if it is missing, or not byte for byte as written."""
     path = folder / MANIFEST
     with _reading(path):
         text = path.read_text(encoding="utf-8")
@@ -269,13 +269,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def described_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return of each file, by its name, the `bytes` and `sha256` that a folder's manifest has."""
+    """Return each file's `bytes` and `sha256` from a folder's manifest, by file name."""
     files: dict[str, dict[str, Any]] = _read_manifest(folder)["files"]
     return files
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder is there and every file in it is what was written."""
+    """Return whether a folder exists and every file in it is as written."""
     try:
         verify_folder(folder)
     except StorageError:
@@ -284,10 +284,10 @@ def is_whole(folder: Path) -> bool:
 
 
 def verify_folder(folder: Path) -> None:
-    """Check every file of a folder against its manifest; StorageError names the first that is not what was written."""
+    """Check every file of a folder against its manifest; StorageError names the first that is not as written."""
     for name, described in described_files(folder).items():
         file = folder / name
-        if os.path.realpath(file) != f"{os.path.realpath(folder)}/{name}":  # by a link, or by its name
+        if os.path.realpath(file) != f"{os.path.realpath(folder)}/{name}":  # through a link, or through its name
             raise StorageError(f"{folder}: {name} leads out of the folder")
         with _reading(file):
             if file.stat().st_size != described["bytes"] or file_sha256(file) != described["sha256"]:
@@ -299,10 +299,10 @@ def verify_folder(folder: Path) -> None:
 
 @contextmanager
 def sole_user(folder: Path) -> Iterator[None]:
-    """Make a folder if need be and hold it; another process that wants it waits.
+    """Make a folder if needed and lock it; another process that wants it waits.
 
-    The system lets go when a process ends, however it ends. Where the other renamed or removed the folder, whoever
-    waited gets a new one.
+    The system releases the lock when a process ends, however it ends. If the holder renamed or removed the folder, the
+    waiting process gets a new one.
     """
     descriptor = _lock(folder, fcntl.LOCK_EX)
     try:
@@ -313,10 +313,10 @@ def sole_user(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make a folder if need be and hold it; another process that wants it is refused.
+    """Make a folder if needed and lock it; RunFolderError in another process that wants it.
 
-    Whoever holds it already in this process goes on holding it. What was made for it and is empty in the end goes.
-    Where a file system knows no locks, nobody is refused.
+    If this process already holds it, nothing changes. Folders made for it that are still empty at the end are removed.
+    On a file system without locks, no process is refused.
     """
     place = os.path.realpath(folder)
     if place in _claimed:
@@ -329,7 +329,7 @@ def claimed(folder: Path) -> Iterator[None]:
         yield
     finally:
         _claimed.discard(place)
-        with suppress(OSError):  # something came of it
+        with suppress(OSError):  # it is not empty
             for made in new:
                 made.rmdir()
         os.close(descriptor)
@@ -339,11 +339,11 @@ def _lock(folder: Path, operation: int) -> int:
     with writing(folder):
         while True:
             make_folder(folder.parent)
-            with suppress(FileExistsError):  # another made it
+            with suppress(FileExistsError):  # another process made it
                 folder.mkdir()
             try:
                 descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            except FileNotFoundError:  # another removed it in between
+            except FileNotFoundError:  # another process removed it meanwhile
                 continue
             try:
                 fcntl.flock(descriptor, operation)
@@ -357,4 +357,4 @@ def _lock(folder: Path, operation: int) -> int:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), folder.stat()):
                     return descriptor
-            os.close(descriptor)  # another has renamed or removed it
+            os.close(descriptor)  # another process has renamed or removed it

@@ -1,7 +1,7 @@
-"""The folders of a run: where its results land, and what they say in JSON beside their tensors, a type and a file each.
+"""The folders of a run, and the JSON files in them: one type per file.
 
-`corpora.json`, beside the state, names the text that was trained on; the token ledger is of `data/ledger.py`.
-`metrics.jsonl` is the log: one JSON object a line, no step twice and none missing, whatever was interrupted.
+`corpora.json`, beside the state, names the text that was trained on; the token ledger is in `data/ledger.py`.
+`metrics.jsonl` is the log: one JSON object per line; interruptions neither repeat nor drop a step.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class RunFolder:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.upscaled = root / "upscaled"  # the expansion as `scale upscale` made it
-        self.checkpoints = root / "checkpoints"  # where `scale train` saves what it needs to go on
+        self.checkpoints = root / "checkpoints"  # from which `scale train` resumes
         self.final = root / "final"  # the trained expansion
         self.tensorboard = root / "tensorboard"  # TensorBoard's files
         self.tokens = root / "tokens"  # tokenised corpora, unless corpus.cache_dir says otherwise
         self.evaluation = root / "evaluation"  # the forgetting report
-        self.exports = root / "export"  # a folder for each format
+        self.exports = root / "export"  # a folder per format
         self.profile = root / "profile"  # traces of `train.profile_steps`
-        self.metrics = root / "metrics.jsonl"  # an object a line, for every logged step and periodic evaluation
+        self.metrics = root / "metrics.jsonl"  # a line for every logged step and periodic evaluation
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
@@ -48,7 +48,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The config that the run was made with, as far as it has come."""
+        """The config file of the run's newest folder."""
         newest_first = sorted(self.checkpoints.glob("step-*"), reverse=True)
         for folder in (self.root, self.final, *newest_first, self.upscaled):
             if (folder / "scale.yaml").is_file():
@@ -56,7 +56,7 @@ class RunFolder:
         raise RunFolderError(f"{self.root}: is a folder, and not one of a run: give a config (YAML), or a run's folder")
 
     def check(self) -> None:
-        """Find out before any work whether results can land here, and only here."""
+        """Raise RunFolderError, before any work, if results cannot be written here or would land elsewhere."""
         check_folder("output_dir", self.root)
         root = os.path.realpath(self.root)
         places = [path for path in vars(self).values() if path != self.root]
@@ -69,13 +69,13 @@ class RunFolder:
 
 
 def _links(place: Path) -> Iterator[Path]:
-    """Yield the symbolic links where something of ours may be written, half-written folders included."""
+    """Yield the symbolic links at and below a place that may be written to, half-written folders included."""
     for path in (place, *place.parent.glob(f".{place.name}.*")):
         yield from (found for found in (path, *path.rglob("*")) if found.is_symlink())
 
 
 def check_folder(key: str, folder: Path) -> None:
-    """Find out whether a folder is there, or can be made, and may be written to."""
+    """Raise RunFolderError unless a folder exists or can be made, and can be written to."""
     missing, there = None, folder.absolute()
     while not os.path.lexists(there):
         missing, there = there, there.parent
@@ -84,9 +84,9 @@ def check_folder(key: str, folder: Path) -> None:
     try:
         if not os.access(there, os.W_OK | os.X_OK):
             raise PermissionError
-        if missing is not None:  # root may write anywhere, but for file systems that hold no folders of anybody's
+        if missing is not None:  # root passes os.access, but some file systems hold no folders
             missing.mkdir()
-            with suppress(OSError):  # another process is at work in it
+            with suppress(OSError):  # another process writes in it
                 missing.rmdir()
     except FileExistsError:  # another process has just made it
         return
@@ -95,7 +95,7 @@ def check_folder(key: str, folder: Path) -> None:
 
 
 def check_replaceable(output: Path, kind: str) -> None:
-    """Refuse a folder that holds anything but a result of one kind, whole and with nothing added."""
+    """Raise RunFolderError unless a folder is empty, or holds a result of this kind and nothing else."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     there = {path.relative_to(output).as_posix() for path in output.rglob("*")}
@@ -109,7 +109,7 @@ def check_replaceable(output: Path, kind: str) -> None:
 
 
 class RunRecord:
-    """A dataclass that lies in a folder as JSON; keys that it does not know are passed over."""
+    """A dataclass that is saved in a folder as JSON; unknown keys are ignored."""
 
     FILE: ClassVar[str]
 
@@ -129,7 +129,7 @@ class RunRecord:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read the file; StorageError where it is missing, or holds something else."""
+        """Read the file; StorageError if it is missing, or holds something else."""
         value = read_json(folder / cls.FILE)
         try:
             return cls.from_json(value)
@@ -148,19 +148,19 @@ def _adapter_of(record: type[RunRecord]) -> TypeAdapter[Any]:
 
 @dataclass(frozen=True)
 class BaseRecord(RunRecord):
-    """Which base model an expansion belongs to; in every method folder."""
+    """The base model that an expansion belongs to; in every method folder."""
 
     FILE = "base.json"
     name: str  # hub id or folder, as the config gave it
-    revision: str | None  # the commit the hub served, where it came from one
-    dtype: str  # what the hashed tensors are held in
+    revision: str | None  # the hub's commit, if it came from there
+    dtype: str  # of the hashed tensors
     tensors: dict[str, str]  # SHA-256 of every tensor, by name
-    config_sha256: str  # of what the configuration says about computing: sizes, norms, RoPE
-    tokenizer_sha256: str  # of the files the tokenizer saves; empty where none was recorded
+    config_sha256: str  # of the configuration's keys that affect computing: sizes, norms, RoPE
+    tokenizer_sha256: str  # of the files that the tokenizer saves; empty if not recorded
 
     @property
     def content_sha256(self) -> str:
-        """One hash for the whole model, whatever folder it lies in."""
+        """One hash for the whole model, independent of its folder."""
         lines = "".join(f"{name} {sha256}\n" for name, sha256 in sorted(self.tensors.items()))
         return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -170,11 +170,11 @@ class BaseRecord(RunRecord):
 
 @dataclass(frozen=True)
 class Score:
-    """What a periodic evaluation says of the weights at a step, in bits/byte of the head that is served."""
+    """A periodic evaluation's score of the weights at a step, in bits/byte of the served head."""
 
     step: int
-    acquisition: float  # a loss, in bits/byte: the mean over the corpora of that role; less is better
-    forgetting: float  # the most lost against the base on any corpus of role retention
+    acquisition: float  # mean loss over the corpora with that role; lower is better
+    forgetting: float  # largest loss increase over the base on any corpus with the role retention
 
 
 @dataclass(frozen=True)
@@ -184,32 +184,32 @@ class TrainState(RunRecord):
     FILE = "position.json"
     step: int = 0  # optimiser steps done
     num_tokens: int = 0  # target tokens trained on
-    # seconds of training, evaluating and saving, over all resumes, as are the three that follow
+    # seconds of training, evaluating and saving; like the next three, over all resumes
     elapsed_s: float = 0.0
     stepping_s: float = 0.0  # of those, seconds in steps
     evaluating_s: float = 0.0  # of those, seconds in periodic evaluations
-    saving_s: float = 0.0  # of those, seconds that training has waited for checkpoints
-    skipped_steps: int = 0  # of the steps done, those left out because their loss or gradient was not finite
-    skipped_tokens: int = 0  # the target tokens of those, and of those whose gradient overflowed float16
-    loss_scale: float | None = None  # that the next loss is multiplied by; None: float16 is not computed in
-    loss_scale_steps: int = 0  # since it changed
-    evaluation_due: bool = False  # a signal came in this step's periodic evaluation, which a resume begins with
-    # since the last record of the log, of every source: the summed loss, and of how many targets; empty: nothing yet
+    saving_s: float = 0.0  # of those, seconds that training waited for checkpoints
+    skipped_steps: int = 0  # steps skipped because their loss or gradient was not finite
+    skipped_tokens: int = 0  # target tokens of those steps, and of steps whose gradient overflowed float16
+    loss_scale: float | None = None  # factor of the next loss; None: no float16
+    loss_scale_steps: int = 0  # steps since it changed
+    evaluation_due: bool = False  # a signal interrupted this step's periodic evaluation; a resume begins with it
+    # by source, (summed loss, number of targets) since the last record of the log; empty: nothing yet
     since_logged: tuple[tuple[float, int], ...] = ()
-    best: Score | None = None  # whose checkpoint is kept, where `train.max_forgetting` asks for one
+    best: Score | None = None  # its checkpoint is kept, if `train.max_forgetting` is set
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Target tokens a second of training, without evaluations and checkpoints; None before the first step."""
+        """Target tokens per second of training, without evaluations and checkpoints; None before the first step."""
         return self.rate_since(TrainState())
 
     def rate_since(self, earlier: TrainState) -> float | None:
-        """Return target tokens a second of training since an earlier state; None where no step lies between."""
+        """Return target tokens per second of training since an earlier state; None if there was no step between."""
         between_s = self.stepping_s - earlier.stepping_s
         return (self.num_tokens - earlier.num_tokens) / between_s if between_s > 0 else None
 
     def advanced(self, num_tokens: int, by_source: Sequence[tuple[float, int]] = ()) -> TrainState:
-        """Return the state one step on, in which every source had some summed loss on some targets."""
+        """Return the state after one more step; `by_source` has each source's (summed loss, number of targets)."""
         since = self.since_logged
         if by_source:
             before = since or ((0.0, 0),) * len(by_source)
@@ -220,18 +220,18 @@ class TrainState(RunRecord):
         return replace(self.overflowed(num_tokens), skipped_steps=self.skipped_steps + 1)
 
     def overflowed(self, num_tokens: int) -> TrainState:
-        """Return the state one step on, that step left out by the loss scale's own rule."""
+        """Return the state after a step that was skipped because its gradient overflowed float16."""
         return replace(self.advanced(0), skipped_tokens=self.skipped_tokens + num_tokens)
 
 
 @dataclass(frozen=True)
 class BranchPoint(RunRecord):
-    """What a run began with, where another run had trained that (`train.init_from`); beside its states."""
+    """The folder of another run that a run began with (`train.init_from`); saved beside each state."""
 
     FILE = "init_from.json"
     content_sha256: str  # of the manifest of the checkpoint or `final/`, which has the hash of each of its files
-    step: int  # that it was written after, in the run it is of
-    num_tokens: int  # that run had trained on
+    step: int  # of the other run, when it wrote that folder
+    num_tokens: int  # the other run had trained on
     moments: str  # of the optimiser: `fresh`, or `kept` from there
 
     def __str__(self) -> str:
@@ -244,29 +244,29 @@ class Cost(RunRecord):
     """What a training run cost; in `final/`."""
 
     FILE = "cost.json"
-    trainable_parameters: int  # that an optimiser moved
+    trainable_parameters: int
     total_parameters: int  # of the whole model in training, frozen ones included; a tied one counts once
-    # target tokens over all processes, during optimiser steps only: no periodic evaluation, no checkpoint; over all
-    # resumes; None where no step was taken
+    # target tokens of all processes per second of optimiser steps, without periodic evaluations and checkpoints, over
+    # all resumes; None if no step was taken
     tokens_per_s: float | None
-    # of the main process since it started; on a GPU what PyTorch allocated there, elsewhere resident memory, the
-    # libraries' own included
+    # of the main process since it started: on a GPU, what PyTorch allocated there; otherwise resident memory, with that
+    # of the libraries
     peak_memory_bytes: int
-    device: str  # `cpu`, or what the GPU calls itself
-    num_processes: int  # that shared the work
-    saving_s: float  # seconds that training has waited for checkpoints, over all resumes
+    device: str  # `cpu`, or the GPU's name
+    num_processes: int
+    saving_s: float  # seconds that training waited for checkpoints, over all resumes
 
 
 @dataclass(frozen=True)
 class Parity:
     """How far an export is from the trained model."""
 
-    max_logit_difference: float  # the largest, over all positions of all prompts
-    mean_logit_difference: float  # the mean
-    own_mean_difference: float  # how far the trained model itself moves when it is held in the export's dtype
+    max_logit_difference: float  # largest over all positions of all prompts
+    mean_logit_difference: float
+    own_mean_difference: float  # mean change of the trained model's own logits when held in the export's dtype
     num_positions: int  # compared
-    own_max_difference: float = 0.0  # as own_mean_difference, the largest
-    # the same figures of a plain export that is served routed, against the trained model's router
+    own_max_difference: float = 0.0  # largest such change
+    # the same figures for a plain export served with routing, against the trained model's router
     routed: Parity | None = None
 
 
@@ -275,8 +275,8 @@ class ExportRecord(Parity, RunRecord):
     """What an export was made from, and how far it is from that."""
 
     FILE = "parity.json"
-    trained_sha256: str | None = None  # of the training
-    report_sha256: str | None = None  # that its card tells of; None: of none
+    trained_sha256: str | None = None  # of the trained tensors
+    report_sha256: str | None = None  # of the report that its card cites; None: none
 
 
 def trained_sha256(folder: Path) -> str:
@@ -287,7 +287,7 @@ def trained_sha256(folder: Path) -> str:
 
 
 def read_corpora(folder: Path) -> list[str]:
-    """Return what names the content of every corpus that a checkpoint or `final/` was trained on."""
+    """Return the content-hashed name of every corpus that a checkpoint or `final/` was trained on."""
     return list(read_json(folder / CORPORA))
 
 
@@ -297,43 +297,43 @@ SHARES: Final = "evaluation_base_share"
 SAMPLES: Final = "samples"
 BENCHMARKS: Final = "benchmark_accuracies"
 Losses = dict[str, dict[str, float | None]]  # by head, by corpus or benchmark; None: not finite
-Shares = dict[str, float | None]  # by corpus, the share of tokens that the base head served under the router's rule
+Shares = dict[str, float | None]  # by corpus, the share of tokens for which the router chose the base head
 
 
 class MetricsRecord(TypedDict, total=False):
-    """One line: of a step that is logged or left out, or of the periodic evaluation that follows a step."""
+    """One line of the log: a logged or skipped step, or the periodic evaluation after a step."""
 
     step: Required[int]
     stream_ratios: list[float | None]  # rms(u)/rms(x) by layer
     loss: float
-    loss_by_source: dict[str, float]  # the mean since the record before
+    loss_by_source: dict[str, float]  # mean since the previous record
     grad_norm: float
     lr: float
-    num_tokens: int  # target tokens trained on by then
-    tokens_per_s: float  # since the record before
-    mfu: float  # of the devices' peak, the share that those are; where the peak is known
-    data_wait_s: float  # since the record before, waiting for batches
+    num_tokens: int  # target tokens trained on so far
+    tokens_per_s: float  # since the previous record
+    mfu: float  # tokens_per_s as a share of the devices' peak, if that is known
+    data_wait_s: float  # wait for batches since the previous record
     peak_memory_bytes: int  # of this process so far; on a GPU, of the GPU
     elapsed_s: float
     evaluating_s: float
     saving_s: float
     log_every_steps: int  # it may change at a resume
-    skipped: str  # why the step was left out
+    skipped: str  # why the step was skipped
     evaluation_nats_per_token: Losses
     evaluation_bits_per_byte: Losses
     evaluation_base_share: Shares
-    samples: dict[str, dict[str, str]]  # by corpus a prompt, and how the served head goes on
+    samples: dict[str, dict[str, str]]  # by corpus, a prompt and the served head's continuation
     benchmark_accuracies: Losses
-    best_step: int  # of the evaluation whose weights are kept, where one is chosen
+    best_step: int  # step of the evaluation whose weights are kept, if one is chosen
 
 
 def _whole_lines(path: Path) -> list[bytes]:
-    """Return the lines of a log; one without its newline was cut off in the middle of a write."""
+    """Return the lines of a log, without a last line that a kill cut off before its newline."""
     return path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
 
 
 def read_records(path: Path) -> list[MetricsRecord]:
-    """Read every whole record of a log; there is none where there is no log."""
+    """Read every whole record of a log; [] if there is no log."""
     records = []
     for number, line in enumerate(_whole_lines(path), 1):
         try:
@@ -346,25 +346,25 @@ def read_records(path: Path) -> list[MetricsRecord]:
 
 
 def place_of(record: MetricsRecord) -> tuple[int, bool]:
-    """Return what records are in order of: the step, and whether it is the evaluation that follows it."""
+    """Return the sort key of a record: its step, and whether it is the evaluation after that step."""
     return int(record["step"]), EVALUATION in record or BENCHMARKS in record
 
 
 class MetricsLog:
-    """Appends records to a file; a resumed run first drops what came after its checkpoint.
+    """Append records to a file; a resumed run first drops the records after its checkpoint.
 
-    Where the run begins with the evaluation of that step (`evaluation_due`), what the log has of it goes too.
+    If the run begins with that step's evaluation (`evaluation_due`), its record is dropped too.
     """
 
     def __init__(self, path: Path, resumed_step: int, *, evaluation_due: bool = False) -> None:
         self.path = path
-        self.listeners: list[Callable[[MetricsRecord], None]] = []  # called with every record that is written
+        self.listeners: list[Callable[[MetricsRecord], None]] = []  # called with every written record
         lines = zip(_whole_lines(path), read_records(path), strict=True)
         kept = [line for line, record in lines if place_of(record) <= (resumed_step, not evaluation_due)]
         write_text(path, "".join(f"{line.decode()}\n" for line in kept))
 
     def append(self, record: MetricsRecord) -> None:
-        """Write one record; it is on its way to the disk before the next step starts."""
+        """Write one record and pass it to the listeners; it is flushed, but not synced."""
         line = json.dumps(record, allow_nan=False) + "\n"
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line)
@@ -372,6 +372,6 @@ class MetricsLog:
             listen(record)
 
     def sync(self) -> None:
-        """Make what was appended durable, before a checkpoint that counts on it."""
+        """Sync the log to the disk, before a checkpoint that relies on it."""
         with writing(self.path):
             sync(self.path)

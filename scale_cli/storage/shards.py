@@ -1,7 +1,7 @@
-"""Tensors in parts: every process writes the parts it holds, as safetensors, and any number of processes reads them.
+"""Sharded tensors: every process writes its parts as safetensors, and any number of processes can read them.
 
-Read by torch.distributed.checkpoint with its safetensors storage, in whose form they are written: each file holds parts
-of tensors, and their places in its JSON header. A process needs no other to write its file.
+The format is that of torch.distributed.checkpoint's safetensors storage, which also reads them: each file holds parts
+of tensors, and their places in its JSON header. A process writes its file independently of the others.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from scale_cli.errors import StorageError, one_line
 from scale_cli.processes import Share
 
 _SHARDS = "shards"
-_PLACES = "DCP_SHARDING_INFO"  # torch's name for them
+_PLACES = "DCP_SHARDING_INFO"  # torch's header key for the parts' places
 
 
 class Shard(NamedTuple):
-    """What one process writes of some tensors."""
+    """The file that one process writes."""
 
-    file: str  # below the folder
-    tensors: dict[str, Tensor]  # those that it holds, or its parts of them
-    header: dict[str, str]  # where they lie in the whole ones
+    file: str  # path below the folder
+    tensors: dict[str, Tensor]  # whole tensors, or parts of them
+    header: dict[str, str]  # the parts' places in the whole tensors
 
 
 def has_shards(folder: Path) -> bool:
-    """Return whether a folder's tensors are in parts."""
+    """Return whether a folder's tensors are sharded."""
     return (folder / _SHARDS).is_dir()
 
 
 def shard_of(tensors: Mapping[str, Tensor], share: Share) -> Shard:
-    """Return what this process writes of some tensors, of which others write the rest; nothing is copied."""
+    """Return this process's share of some tensors, without a copy; the other processes write the rest."""
     parts, places = {}, {}
     for index, (name, tensor) in enumerate(tensors.items()):
         if not isinstance(tensor, DTensor):
@@ -55,7 +55,7 @@ def shard_of(tensors: Mapping[str, Tensor], share: Share) -> Shard:
 
 
 def _is_writer(tensor: DTensor, index: int) -> bool:
-    """Return whether this process writes its part of the index-th tensor: those that hold the same part take turns."""
+    """Return whether this process writes its part of tensor `index`; processes with the same part take turns."""
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     for place, placement, size in zip(coordinate, tensor.placements, tensor.device_mesh.shape, strict=True):
         if placement.is_replicate():
@@ -66,22 +66,22 @@ def _is_writer(tensor: DTensor, index: int) -> bool:
 
 
 def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors, sharded or whole, from a folder's parts or from its whole safetensors files.
+    """Fill tensors, sharded or whole, from a folder's sharded or whole safetensors files.
 
-    Each process reads what it holds; in a group of processes all of them have to call this.
+    Each process reads only what it holds. In a group, every process must call this.
     """
     where = folder / _SHARDS if has_shards(folder) else folder
     reader = HuggingFaceStorageReader(path=str(where))
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process has no group: no matter
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process alone has no group
             load(dict(tensors), storage_reader=reader)
     except (CheckpointException, RuntimeError, ValueError) as error:
         raise StorageError(f"{where}: does not fit this model ({_first_reason(error)})") from None
 
 
 def _first_reason(error: BaseException) -> str:
-    """Return one line: the first process's reason where several failed."""
+    """Return one line; if several processes failed, the first one's reason."""
     if isinstance(error, CheckpointException) and error.failures:
         error, _ = next(iter(error.failures.values()))
     return one_line(error)

@@ -1,20 +1,20 @@
-"""Checkpoints: what trains, the optimiser, and where the run stands, each whole or absent; and where a run goes on.
+"""Checkpoints: their content, how they are loaded, and from which one a run continues.
 
-A checkpoint is a method folder (`upscale/method.py`) and beside it
+A checkpoint is whole or absent. It is a method folder (`upscale/method.py`) and also has:
 
-    optimiser.safetensors  of every trainable parameter the moments, and what hooks keep (`methods/recipes.py`)
-    init_from.json         what the run began with, where that was trained by another run (`train.init_from`)
-    corpora.json           what was read of every source, by hash
+    optimiser.safetensors  the moments of every trainable parameter, and the tensors of hooks (`methods/recipes.py`)
+    init_from.json         the folder of another run that the run began with (`train.init_from`)
+    corpora.json           the content of every source, by hash
     position.json          step, tokens seen, where the time went
-    token_ledger.json      of every source: read, kept, dropped and why; trained, and held over in the unfinished epoch
+    token_ledger.json      per source: read, kept, dropped and why; trained, and left in the unfinished epoch
     scale.yaml             the resolved config
 
-A sharded model's parameters and moments lie in `shards/` instead, one file a process (`storage/shards.py`). Either
-kind is read by any number of processes, sharded or not. `training/run.py` writes them.
+A sharded model's parameters and moments are in `shards/` instead, one file per process (`storage/shards.py`). Either
+kind can be read by any number of processes, sharded or not. `training/run.py` writes them.
 
-A run's first step goes on from its own start, from another run, or from a checkpoint of its own. A run with
-`train.init_from` is one of its own, with its own schedule and data, from step 0. Each of its folders says by
-`init_from.json` what it began with; a resume needs nothing but them.
+A run begins from its own `upscaled/`, from another run, or from one of its own checkpoints. A run with
+`train.init_from` is a new run, with its own schedule and data, from step 0. Each of its folders names its beginning in
+`init_from.json`, so a resume does not need the other run's folder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPTIMISER = "optimiser.safetensors"
 
 
 def checkpoints(run: RunFolder) -> list[Path]:
-    """Return the checkpoints of a run, oldest first; folders of any other name are somebody else's."""
+    """Return the checkpoints of a run, oldest first; folders with any other name are ignored."""
     folders = [folder for folder in run.checkpoints.glob("step-*") if folder.name.removeprefix("step-").isdecimal()]
     return sorted(folders, key=step_of)
 
@@ -53,7 +53,7 @@ def step_of(folder: Path) -> int:
 
 
 def newest_whole_checkpoint(run: RunFolder) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint that is as it was written, and a line for every one that had to be skipped."""
+    """Return the newest whole checkpoint, and a line for every damaged one that was skipped."""
     skipped = []
     for folder in reversed(checkpoints(run)):
         try:
@@ -66,7 +66,7 @@ def newest_whole_checkpoint(run: RunFolder) -> tuple[Path | None, list[str]]:
 
 
 def branch_point_at(folder: MethodFolder, moments: str) -> BranchPoint:
-    """Return what a run begins with, of the folder that it begins with."""
+    """Return the branch point of a run that begins with `folder`."""
     return BranchPoint(file_sha256(folder.path / MANIFEST), folder.state.step, folder.state.num_tokens, moments)
 
 
@@ -77,10 +77,10 @@ def load_checkpoint(
     train: TrainConfig | None,
     hooks: Sequence[Hook] = (),
 ) -> TrainState:
-    """Put a checkpoint's blocks and moments back, and return its position; that it is whole is known by now.
+    """Load a verified checkpoint's parameters and moments, and return its position.
 
-    `train` says which tensors of hooks are taken up beside the moments: the checkpoint's own settings, or those of the
-    run that goes on, which may begin its average later; None where it is another run, which begins without.
+    `train` decides which tensors of hooks are loaded with the moments: the checkpoint's own settings, or those of the
+    run that continues, which may begin its average later. None for another run, which begins without them.
     """
     folder, state = checkpoint.path, checkpoint.state
     beside = [hook for hook in hooks if train is not None and hook.keeps(train, state.step)]
@@ -95,13 +95,13 @@ def load_checkpoint(
 
 
 def starting_point(run: Run, resume: str | None, log: Log, accepted: Collection[str]) -> MethodFolder | None:
-    """Return the checkpoint to go on from, or None for the beginning: looked at by one process, the same in all.
+    """Return the checkpoint to continue from, or None to begin; the main process decides for all.
 
-    `resume` is None, `auto`, or a checkpoint's path; `accepted` keys may differ from what the run was begun with.
+    `resume` is None, `auto`, or a checkpoint's path; `accepted` keys may differ from the run's first config.
     """
 
     def decide() -> int:
-        """Return what the others are told: 0 for the beginning, else 1 + the steps done."""
+        """Return 0 to begin, else 1 + the steps done."""
         if (start := _find(run.folder, resume, log)) is not None:
             return 1 + _hold_to(MethodFolder(start, run), log, accepted)
         check_init_from(run)
@@ -112,12 +112,12 @@ def starting_point(run: Run, resume: str | None, log: Log, accepted: Collection[
 
     if not (number := main_decides(decide)):
         return None
-    assert resume is not None  # or there is nothing to go on from
+    assert resume is not None  # else a run begins
     return MethodFolder(run.folder.checkpoint(number - 1) if resume == "auto" else Path(resume), run)
 
 
 def _find(run_folder: RunFolder, resume: str | None, log: Log) -> Path | None:
-    """Return the checkpoint that `--resume` means, read through; None where a run is to begin."""
+    """Return the checkpoint that `--resume` means, verified; None if a run is to begin."""
     if resume == "auto":
         start, skipped = newest_whole_checkpoint(run_folder)
         for line in skipped:
@@ -141,13 +141,13 @@ def _find(run_folder: RunFolder, resume: str | None, log: Log) -> Path | None:
 
 
 def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> int:
-    """Return the steps done by a checkpoint, which is refused where the run has become another since."""
+    """Return a checkpoint's step; RunFolderError if the config has since become that of another run."""
     path, config = start.path, start.run.config
     for line in start.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         log(f"changed        {line}")
     if (step := start.state.step) > config.train.max_steps:
         raise RunFolderError(f"{path}: is beyond train.max_steps {config.train.max_steps}; give at least {step}")
-    # A change of max_steps may ask for an average that should have begun by now.
+    # A new max_steps may move the beginning of the average to before this checkpoint.
     begins = first_averaged(config.train)
     if begins is not None and first_averaged(start.config.train) != begins < step:
         least = f"give at least train.max_steps={step + config.train.averaged_steps}, or an earlier checkpoint"
@@ -159,15 +159,15 @@ def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> int:
 
 
 def init_from(run: Run) -> MethodFolder | None:
-    """Return what another run has trained that this one begins with, if any."""
+    """Return the folder of another run that this one begins with, if any."""
     train = run.config.train
     return None if train.init_from is None else MethodFolder(Path(train.init_from), run)
 
 
 def check_init_from(run: Run) -> None:
-    """Refuse to begin with what is not whole, or was trained of another model or by another method.
+    """Raise an error if `train.init_from` is not whole, or is of another model or method.
 
-    Nothing is asked of a run that has begun, or that begins with its own start.
+    A run that has begun, or has no `train.init_from`, is not checked.
     """
     config, train, trunk = run.config, run.config.train, init_from(run)
     if trunk is None or run.folder.final.is_dir() or checkpoints(run.folder):
@@ -177,7 +177,7 @@ def check_init_from(run: Run) -> None:
         raise RunFolderError(f"{key}: is neither a checkpoint of a run (checkpoints/step-...) nor its final/")
     verify_folder(trunk.path)
     before = trunk.config
-    if not config.method.definition.probe_windows(config.method.settings):  # what a run has found is in the folder
+    if not config.method.definition.probe_windows(config.method.settings):  # compare with what that run found
         before = before.model_copy(update={"method": trunk.method})
     if changed := differences(before, config, ("model", "method"), BASE_KEYS):
         raise RunFolderError(f"{key}: was trained with another model or method ({'; '.join(changed)})")
@@ -189,7 +189,7 @@ def check_init_from(run: Run) -> None:
 
 
 def _check_same_start(trunk: MethodFolder, ours: MethodFolder) -> None:
-    """Hold what a run begins with to the base, the tokenizer and the copied layers of its own `upscaled/`."""
+    """Raise RunFolderError if `trunk` has another base, tokenizer or copied layers than the run's own `upscaled/`."""
     subjects = {"content": "base", "config": "base's config.json", "tokenizer": "tokenizer"}
     for what, subject in subjects.items():
         before, now = (getattr(folder.record, f"{what}_sha256") for folder in (trunk, ours))

@@ -1,13 +1,13 @@
-"""Context parallelism: processes that share every window, each with some of its positions and all of its keys.
+"""Context parallelism: processes share every window; each has some of its positions and all of its keys.
 
-Queries, products and losses are a process's own. Keys and values are gathered where attention is computed: with few
-heads for them they are small beside what a layer keeps. A window is cut into twice as many parts as processes share
-it; process i has the i-th and the i-th from behind, so that all look back as far.
+Each process computes its own queries, products and losses. Attention gathers keys and values; with few key/value heads
+they are small compared with a layer's activations. A window is cut into twice as many parts as processes share it.
+Process i has part i and the i-th part from the end, so that all processes attend to equally many positions.
 
-Accelerate's ParallelismConfig lays the processes out. Its own attention (torch's ring) has kernels for GPUs alone, and
-knows neither documents nor windows.
+Accelerate's ParallelismConfig lays the processes out. Its own attention (torch's ring) has kernels for GPUs only, and
+supports neither isolated documents nor sliding windows.
 
-Shapes: B batch, T positions of a window, P parts of it, S positions of a part, N heads, A channels a head.
+Shapes: B batch, T positions of a window, P parts of it, S positions of a part, N heads, A channels per head.
 
 Source: Llama 3, arXiv 2407.21783, section 3.3.2.
 """
@@ -35,7 +35,7 @@ from scale_cli.upscale.objective import SHARING_WINDOWS
 
 
 def parallelism(train: TrainConfig, num_processes: int) -> ParallelismConfig:
-    """Return how processes stand: copies of what is split, its parts, and within those the parts of windows."""
+    """Return the layout of processes: replicas, shards in each, window parts in each; ConfigError if none fits."""
     sharing = train.sharing_windows(num_processes)
     within = num_processes
     if train.sharded_within == "node" and train.sharding != "none":
@@ -55,13 +55,13 @@ def parallelism(train: TrainConfig, num_processes: int) -> ParallelismConfig:
 
 
 def share_windows(mesh: DeviceMesh, *, isolated: bool) -> str:
-    """Have attention look over all parts of a window, and return its name to transformers."""
+    """Register attention over all parts of a window, and return its name in transformers."""
     AttentionInterface.register(SHARING_WINDOWS, partial(attend_over_parts, mesh["cp"].get_group(), isolated))
     return SHARING_WINDOWS
 
 
 class _GatheredParts(torch.autograd.Function):
-    """What every process of a group holds, stacked; the gradients of all come back to each, summed."""
+    """Stack the tensors of all processes of a group; backward, each gets the sum of all gradients of its tensor."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, own: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class _GatheredParts(torch.autograd.Function):
 
 
 def _of_all_positions(group: dist.ProcessGroup, own_BNSA: Tensor) -> Tensor:
-    """Return (B, N, T, A) in the order of the window, of this process's two parts."""
+    """Return (B, N, T, A), in the window's order, gathered from every process's two parts."""
     gathered = _GatheredParts.apply(group, own_BNSA)
     early, late = gathered.unflatten(3, (2, -1)).unbind(3)
     return torch.cat([early, late.flip(0)]).movedim(0, 2).flatten(2, 3)
@@ -99,7 +99,7 @@ def attend_over_parts(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return causal attention as transformers' functions do: a position sees those of its document before it."""
+    """Compute causal attention with transformers' interface: a position sees its document up to itself."""
     rank, num_processes = group.rank(), group.size()
     keys, values = _of_all_positions(group, torch.cat([k_BNSA, v_BNSA], dim=1)).chunk(2, dim=1)
     size = q_BNSA.shape[2] // 2
@@ -108,7 +108,7 @@ def attend_over_parts(
         begin, end = part * size, (part + 1) * size
         seen = q_BNSA[:, :, own], keys[:, :, :end], values[:, :, :end]
         looks_over_all = not isolated and (sliding_window is None or sliding_window >= end)
-        if looks_over_all and q_BNSA.is_cuda:  # whose kernels need no mask
+        if looks_over_all and q_BNSA.is_cuda:  # CUDA kernels need no mask
             grouped = q_BNSA.shape[1] != k_BNSA.shape[1]
             bias = causal_lower_right(size, end)
             attended.append(F.scaled_dot_product_attention(*seen, attn_mask=bias, scale=scaling, enable_gqa=grouped))
@@ -120,7 +120,7 @@ def attend_over_parts(
 
 
 def _visible(position_ids_BS: Tensor, begin: int, sliding_window: int | None) -> Tensor:
-    """Return (B, 1, S, keys) of a part that begins somewhere in its window, by positions that documents count."""
+    """Return the mask (B, 1, S, keys) of a part at `begin` in its window; positions count from a document's start."""
     end = begin + position_ids_BS.shape[1]
     places = torch.arange(end, device=position_ids_BS.device)
     back = position_ids_BS if sliding_window is None else position_ids_BS.clamp(max=sliding_window - 1)

@@ -38,7 +38,7 @@ from scale_cli.training.step import StepResult, TakenStep, train_step
 from scale_cli.upscale.objective import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8
-# A loss half again above all of the last ones has leapt, also while losses fall steeply and their spread is wide.
+# A loss leaps if it is 1.5 times the highest recent one; this also holds while losses fall steeply and spread widely.
 _LEAP, _COMPARED_STEPS, _FEWEST_STEPS = 1.5, 64, 3
 
 
@@ -46,9 +46,9 @@ def run_loop(run: TrainingRun) -> None:
     """Train from the run's position to its last step.
 
     Raises:
-        TrainingError: losses or gradients are not finite, more often than the config allows.
+        TrainingError: losses or gradients were not finite more often than the config allows.
         StorageError: a checkpoint or the log could not be written.
-        Interrupted: SIGTERM or SIGINT came, or the time is over; a checkpoint was written.
+        Interrupted: SIGTERM, SIGINT or the time limit stopped the run; a checkpoint was written.
     """
     run.wrapped.train()
     accelerator, train, done = run.accelerator, run.config.train, run.state.step
@@ -70,9 +70,9 @@ def run_loop(run: TrainingRun) -> None:
 
 @contextmanager
 def _profiled(run: TrainingRun) -> Iterator[Callable[[], None]]:
-    """Yield what is to be called after every step, and write a trace of `train.profile_steps`, where they are ahead.
+    """Yield a function to call after every step; if `train.profile_steps` lie ahead, write their trace.
 
-    Each process writes one, by torch.profiler, for Perfetto or TensorBoard.
+    Each process writes its own with torch.profiler, for Perfetto or TensorBoard.
     """
     done, steps = run.state.step, run.config.train.profile_steps
     if steps is None or steps[1] <= done:
@@ -88,30 +88,30 @@ def _profiled(run: TrainingRun) -> Iterator[Callable[[], None]]:
         def count_step() -> None:
             profiler.step()
             if profiler.step_num == last - done:
-                run.accelerator.wait_for_everyone()  # a trace may take one process longer than a step waits
+                run.accelerator.wait_for_everyone()  # writing a trace may take longer than the timeout of a step
 
         yield count_step
 
 
 @dataclass
 class _Loop:
-    """The steps of a run in this process, and what is done between them.
+    """The steps of a run in this process, and the work between them.
 
-    What a step came to is asked for only where it has to be known: for a record, an evaluation, a checkpoint, the end.
-    Until then the device works on, and a step that is not finite updates nothing by the device's own doing.
+    A step's result is read only when it is needed: for a record, an evaluation, a checkpoint or the end. Until then the
+    device works on without a wait; it applies no update itself if a step is not finite.
     """
 
     run: TrainingRun  # its state is that after the last step whose loss is known
-    batches: Prefetched[StepBatches]  # of this process, from that position on
-    stop: StopRequest  # what has asked this process to stop
-    bar: Any  # of progress
+    batches: Prefetched[StepBatches]  # of this process, from that state on
+    stop: StopRequest
+    bar: Any  # the progress bar
     count_step: Callable[[], None]  # for the profiler
-    taken: list[TakenStep] = field(default_factory=list)  # the steps after the position
+    taken: list[TakenStep] = field(default_factory=list)  # steps after that state
     taken_since_s: float = 0.0  # when the first of them began
-    begun: TrainState = field(init=False)  # where the run stood when this process took it up
-    begun_s: float = field(init=False)  # when that was
-    logged: TrainState = field(init=False)  # where the run stood at its last record
-    logged_wait_s: float = 0.0  # how long it had waited for batches by then
+    begun: TrainState = field(init=False)  # state when this process began or resumed the run
+    begun_s: float = field(init=False)  # time of that
+    logged: TrainState = field(init=False)  # state at the last record
+    logged_wait_s: float = 0.0  # total wait for batches by then
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_COMPARED_STEPS))  # of the last steps
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class _Loop:
             if self._is_logged(done):
                 self._settle_steps()
                 if train.trackers:
-                    run.accelerator.wait_for_everyone()  # the main one sends to them, longer perhaps than a step waits
+                    run.accelerator.wait_for_everyone()  # sending to trackers may take longer than a step's timeout
             self._evaluate_what_is_due(done)
             if not last and (asked := self.stop.agreed(run.accelerator, summed)):
                 self._save_and_leave(asked)
@@ -145,7 +145,7 @@ class _Loop:
                 run.save()
 
     def clock(self, *, stepping_s: float = 0.0, evaluating_s: float = 0.0) -> None:
-        """Bring the position's times up to now."""
+        """Update the times in the run's state."""
         state = self.run.state
         self.run.state = replace(
             state,
@@ -156,11 +156,11 @@ class _Loop:
         )
 
     def _take_step(self, step: int) -> Tensor:
-        """Take a step, and return the sum of all processes' requests to stop, 0 without one."""
+        """Take a step; return the sum of all processes' requests to stop (0: none)."""
         run, started_s = self.run, time.monotonic()
         look = partial(self.stop.between_micro_batches, clock_too=step > self.begun.step)
         measured: AbstractContextManager[dict[str, Tensor]] = nullcontext({})
-        if self._is_logged(step + 1) and not run.config.train.compile:  # what is compiled has no place to measure at
+        if self._is_logged(step + 1) and not run.config.train.compile:  # compiled layers cannot be measured
             measured = measured_stream_ratios(run.model)
         with waiting_for_steps(), measured as ratios:
             of_run = run.accelerator, run.wrapped, run.optimiser, next(self.batches), run.config.train
@@ -201,7 +201,7 @@ class _Loop:
                     self._log(result, step)
 
     def _warn_of_leap(self, loss: float) -> None:
-        """Name the batch of a loss far above the last ones; nothing in a run depends on it."""
+        """Warn of a loss far above the last ones, and name its batch; the run itself is unaffected."""
         highest, step, train = max(self.losses, default=math.inf), self.run.state.step, self.run.config.train
         if len(self.losses) >= _FEWEST_STEPS and loss > _LEAP * highest:
             advice = f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
@@ -210,10 +210,10 @@ class _Loop:
         self.losses.append(loss)
 
     def _log(self, result: StepResult, taken: TakenStep) -> None:
-        """Show the loss, and write a record of that step alone.
+        """Show the loss, and write a record of this step.
 
-        The speed and the losses of the sources are of all steps since the last record: a source may have no sequence in
-        one of them. The position has the sums of the losses, so that they are the same after a resume.
+        The speed and the losses by source cover all steps since the last record, since a source may have no sequence
+        in a single step. The run's state holds the sums of the losses, so that they are the same after a resume.
         """
         state, train = self.run.state, self.run.config.train
         tokens_per_s = state.rate_since(self.logged) or 0.0
@@ -249,7 +249,7 @@ class _Loop:
             )
 
     def _evaluate_what_is_due(self, done: int) -> None:
-        """Measure the weights that `final/` would hold; where a signal comes meanwhile, leave it to the resumed run."""
+        """Evaluate the weights that `final/` would hold; if a signal comes meanwhile, leave it to the resumed run."""
         run, train, observer = self.run, self.run.config.train, self.run.observer
         chooses = train.max_forgetting is not None
         losses_due = _is_due(done, train.eval_every_steps) or (chooses and done == train.max_steps)
@@ -260,7 +260,7 @@ class _Loop:
         started_s, best = time.monotonic(), run.state.best
         record: MetricsRecord = {"step": done}
         try:
-            with of_final(run.hooks, run.optimiser), self.stop.at_once():  # a signal finds the weights put back
+            with of_final(run.hooks, run.optimiser), self.stop.at_once():  # a signal restores the training weights too
                 if losses_due:
                     losses, samples = observer.losses(), observer.samples()
                     record[EVALUATION], record[BITS], record[SHARES] = losses
@@ -281,18 +281,18 @@ class _Loop:
         if run.metrics is not None:
             run.metrics.append(record)
             _show_samples(record)
-        run.accelerator.wait_for_everyone()  # samples are the main process's, and may take longer than a step waits
+        run.accelerator.wait_for_everyone()  # the main process's samples may take longer than a step's timeout
         if is_new:
             run.save()
 
     def _save_and_leave(self, asked: int) -> NoReturn:
-        """Save a checkpoint, wait until it is on the disk, and raise Interrupted; every process has to call this."""
+        """Save a checkpoint, wait until it is on the disk, and raise Interrupted; every process must call this."""
         self._settle_steps()
         run = self.run
         run.optimiser.zero_grad(set_to_none=True)
         run.save()
         run.finish_saving()
-        run.accelerator.wait_for_everyone()  # a launcher ends all processes as soon as one of them has ended
+        run.accelerator.wait_for_everyone()  # a launcher ends all processes when one has ended
         words, exit_code = describe_stop(asked)
         raise Interrupted(
             f"{words} after step {run.state.step}; checkpoint {run.folder.checkpoint(run.state.step)}", exit_code
@@ -300,7 +300,7 @@ class _Loop:
 
 
 def _show_samples(record: MetricsRecord) -> None:
-    """Print how the model goes on, above the bar, in whole characters."""
+    """Print the samples above the bar, without incomplete characters."""
     for name, said in record.get(SAMPLES, {}).items() if shows_lines() else ():
         text = f"{said['prompt']} ... {said['continuation']}".replace("\ufffd", "")
         tqdm.write(printable(f"step {record['step']:,}, {name}: {' '.join(text.split())}"), file=sys.stderr)
@@ -311,7 +311,7 @@ def _is_due(done: int, every_steps: int | None) -> bool:
 
 
 def _skip_step(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> None:
-    """Go on to the position after a step that was not finite."""
+    """Skip a step that was not finite; TrainingError if the config does not allow it."""
     train = run.config.train
     message = f"{error}; its batch: {_sources(run, taken.step)}"
     if train.on_nonfinite == "stop":

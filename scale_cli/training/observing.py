@@ -1,4 +1,4 @@
-"""What is measured of the weights on the way: held-out text, some items of benchmarks; and the best weights so far."""
+"""Evaluations during training, on held-out text and some benchmark items; and the choice of the best weights."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ _SAMPLE = ContinuationsConfig(prompts=1, prompt_tokens=32, new_tokens=32)
 
 
 class Evaluated(NamedTuple):
-    """What every head pays for the first documents of every corpus, `routed` for the router's rule."""
+    """Every head's loss on the first documents of every corpus; `routed` is the loss under the router's rule."""
 
     nats_per_token: Losses
     bits_per_byte: Losses
-    base_shares: Shares  # of tokens, those that the base head served under that rule
+    base_shares: Shares  # share of tokens for which the router chose the base head
 
 
 @dataclass(frozen=True)
 class Observer:
-    """What measures a model as it trains; every process takes part."""
+    """Evaluates a model as it trains; every process takes part."""
 
     config: RunConfig
-    model: MethodModel  # what is trained
+    model: MethodModel  # the trained model
     wrapped: nn.Module  # the same as it is run
     observed: HeadedModel  # the same with its base head
-    tokenizer: PreTrainedTokenizerBase  # of the run
+    tokenizer: PreTrainedTokenizerBase
     held_out: list[TokenisedCorpus]  # in the config's order
-    benchmarks: OpenedBenchmarks | None  # those of which a few items are asked
+    benchmarks: OpenedBenchmarks | None
 
     def losses(self) -> Evaluated:
-        """Return what some documents of every held-out corpus cost."""
+        """Return the losses on the first documents of every held-out corpus."""
         evaluated = Evaluated({}, {}, {})
         heads = {"base": "base", "adapted": "adapted", "routed": self.config.method.router.rule}
         with self._in_evaluation():
@@ -74,14 +74,14 @@ class Observer:
         """Return every head's share of right answers among the first items of every benchmark."""
         assert self.benchmarks is not None, "opened where train.eval_benchmarks_every_steps is set"
         with self._in_evaluation():
-            # A sharded model's processes run it together, and answers have as many tokens as they happen to have.
+            # The processes of a sharded model must run it together, but answers differ in their number of tokens.
             of_all = ALONE if is_sharded(self.model) else share()
             return self.benchmarks.accuracies(self.observed, self.tokenizer, self.config, of_all)
 
     def samples(self) -> dict[str, dict[str, str]]:
-        """Return how the served head goes on after the beginning of a held-out document of each language, by corpus.
+        """Return, by corpus, the served head's continuation of one held-out document per language.
 
-        The main process alone does it, but where parts of the model are elsewhere; where attention is compiled nobody.
+        Only the main process generates, or all if the model is sharded. There are no samples with flex_attention.
         """
         config, texts = self.config, {}
         if config.train.attention == "flex_attention" or not (is_main() or is_sharded(self.model)):
@@ -99,7 +99,7 @@ class Observer:
         return texts
 
     def score(self, step: int, bits_per_byte: Losses) -> Score | None:
-        """Return what the head that is served has learned and lost; None where that is not finite."""
+        """Return the served head's score; None if a loss is not finite."""
         served = "routed" if self.config.method.definition.routes else "adapted"
         learned, lost = [], []
         for source in self.config.evaluation.perplexity:
@@ -121,10 +121,10 @@ class Observer:
 
 
 def better_of(best: Score | None, new: Score | None, max_forgetting: float) -> Score | None:
-    """Return which of two evaluations to keep the weights of.
+    """Return the evaluation whose weights to keep.
 
-    Of those that keep within the bound on forgetting, that which has learned most; where none does, that which has
-    lost least. Of two that are alike, the first.
+    Among those within the bound on forgetting, it is the one that learned most; if none is, the one that forgot least.
+    Of equals, the first.
     """
     known = [score for score in (best, new) if score is not None]
     return min(known, key=lambda score: (max(score.forgetting - max_forgetting, 0.0), score.acquisition), default=None)

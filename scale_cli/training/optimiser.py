@@ -1,4 +1,4 @@
-"""AdamW or Muon over what trains, and its state as named tensors (no pickle)."""
+"""AdamW or Muon over the trainable parameters, and its state as named tensors (no pickle)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import Hook, trainable_parameters
 from scale_cli.upscale.method import Kind, kinds_of_parameters, moments_of
 
-# Of an expansion whose E' has a size of its own: rates relative to train.lr, that of E' to its size as well. At a rate
-# of 5e-3 a step moves E' by a fifth of itself. Source: ours (docs/training.md).
+# Rates relative to train.lr if E' starts with a size of its own; the rate of E' is relative to that size too. At a rate
+# of 5e-3, a step moves E' by a fifth of itself. Source: ours (docs/training.md).
 _EMBEDDING_PER_RMS, _HEAD, _GAINS = 40.0, 2.0, 0.1
 
 
 def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:
-    """Return the learning rates of a model's kinds of tensors, relative to `train.lr`: its start's, or the config's."""
+    """Return the learning rates by kind of tensor, relative to `train.lr`: the config's, or defaults by E's start."""
     rates = {"embedding": 1.0, "head": 1.0, "gains": 1.0, "matrix": 1.0}
-    # The size that E' started with; None where there is no E', or where `init` gave it.
+    # The rms that E' started with; None if there is no E', or if `init` set it.
     embedding_rms = getattr(getattr(model, "config", None), "expansion_embedding_rms", None)
     if embedding_rms is not None:
         rates |= {"embedding": _EMBEDDING_PER_RMS * embedding_rms, "head": _HEAD, "gains": _GAINS}
@@ -30,16 +30,13 @@ def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:
 
 
 def build_optimiser(model: nn.Module, train: TrainConfig, *, by_tensor: bool = False) -> torch.optim.Optimizer:
-    """Return an optimiser over the trainable parameters, a group for each kind; nothing frozen has any state.
+    """Return an optimiser over the trainable parameters, with a group per kind, or per tensor if `by_tensor`.
 
-    `by_tensor` makes a group of every tensor, which can have a rate of its own.
-
-    AdamW, or of `muon` Muon on the matrices, each block by itself and LoRA's two factors too, and AdamW on the rest.
+    It is AdamW, or for `muon`, Muon on the matrices (each block and each LoRA factor by itself) and AdamW on the rest.
     Muon's updates are scaled to AdamW's size (Liu et al. 2025, arXiv 2502.16982), so that one `lr` serves both.
 
     Weight decay acts on matrices only: not on gains and biases, and not on embeddings, whose rows would shrink at every
-    step in which their token does not occur. Towards the base it acts on everything, and not by the optimiser
-    (`methods/recipes.py`).
+    step without their token. Decay towards the base acts on everything, outside the optimiser (`methods/recipes.py`).
     """
     rates, parameters, kinds = rates_of(model, train), trainable_parameters(model), kinds_of_parameters(model)
 
@@ -68,7 +65,7 @@ def _adamw(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.Adam
 
 
 class MuonBesideAdamW(torch.optim.Optimizer):
-    """Muon over some groups of parameters and AdamW over others: their groups and their state are this optimiser's."""
+    """Muon over some groups of parameters and AdamW over others; it shares their groups and their state."""
 
     def __init__(self, muon: WithholdingMuon, adamw: torch.optim.AdamW | None) -> None:
         self._parts: list[Any] = [muon] if adamw is None else [muon, adamw]
@@ -77,7 +74,7 @@ class MuonBesideAdamW(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters; where `found_inf` is set and not 0, none."""
+        """Update all parameters; none if `found_inf` is set and not 0."""
         assert closure is None, "gradients are there already"
         for part in self._parts:
             if (found_inf := getattr(self, "found_inf", None)) is not None:
@@ -89,14 +86,14 @@ class MuonBesideAdamW(torch.optim.Optimizer):
 
 
 class WithholdingMuon(torch.optim.Muon):
-    """Muon that is told as a fused optimiser is, by `found_inf`, to change nothing, and does not wait for the device.
+    """Muon that changes nothing if `found_inf` is set, as a fused optimiser does, without waiting for the device.
 
-    It steps one matrix after the other, so that no more than one is kept a copy of.
+    It steps one matrix after another, so that it holds a copy of only one at a time.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all matrices; where `found_inf` is set and not 0, neither them nor their momentum."""
+        """Update all matrices; if `found_inf` is set and not 0, neither they nor their momentum change."""
         assert closure is None, "gradients are there already"
         groups, found_inf = self.param_groups, getattr(self, "found_inf", None)
         try:
@@ -121,7 +118,7 @@ class WithholdingMuon(torch.optim.Muon):
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group its own rate, where the matrices have `lr`."""
+    """Set every group's rate to `lr`, the rate of the matrices, times its multiplier."""
     for group in optimiser.param_groups:
         group["lr"] = lr * group.get("lr_multiplier", 1.0)
 
@@ -136,7 +133,7 @@ def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def empty_optimiser_tensors(model: nn.Module, beside: Sequence[Hook] = ()) -> dict[str, Tensor]:
-    """Return AdamW's moments to be filled, named as by `optimiser_tensors`, and sharded where the parameters are."""
+    """Return AdamW's moments to be filled, named as by `optimiser_tensors`, sharded like the parameters."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in trainable_parameters(model).items():
         for moment in moments_of("matrix", "adamw"):
@@ -149,7 +146,7 @@ def empty_optimiser_tensors(model: nn.Module, beside: Sequence[Hook] = ()) -> di
 def load_optimiser_tensors(
     optimiser: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor], beside: Sequence[Hook] = ()
 ) -> None:
-    """Put saved moments back, and what hooks kept beside them."""
+    """Load saved moments and the tensors of hooks; StorageError if one is missing or has another shape."""
     if not tensors:
         return  # no step had been taken
     moments = {id(parameter): group["moments"] for group in optimiser.param_groups for parameter in group["params"]}

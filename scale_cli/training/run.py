@@ -1,4 +1,4 @@
-"""A run in training: everything that the loop, its checkpoints and `final/` share; and how it is saved."""
+"""A run in training: what the loop, its checkpoints and `final/` share, and how checkpoints are written."""
 
 from __future__ import annotations
 
@@ -50,39 +50,39 @@ from scale_cli.upscale.run import MethodFolder, copy_grown_tokenizer
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this process writes of a checkpoint, as it was at one instant, so that training may go on."""
+    """Copies of what this process writes of a checkpoint, so that training can continue meanwhile."""
 
-    files: dict[str, dict[str, Tensor]]  # copies on the CPU, by the file's name
-    header: dict[str, str] | None  # of a file of parts: their places
-    base: dict[str, Tensor]  # what this process holds of a sharded base: no copies, it does not change
+    files: dict[str, dict[str, Tensor]]  # copies on the CPU, by file name
+    header: dict[str, str] | None  # of a sharded file: the places of its parts
+    base: dict[str, Tensor]  # this process's parts of a sharded base; not copied, since they do not change
 
 
 @dataclass
 class TrainingRun:
-    """Everything that is trained with."""
+    """Everything that training uses."""
 
     start: MethodFolder  # `upscaled/` of the run
-    corpora: list[TokenisedCorpus]  # that it trains on, one for every source
+    corpora: list[TokenisedCorpus]  # to train on, one per source
     batches: Batches  # of the whole run
     accelerator: Accelerator  # processes and devices
-    model: MethodModel  # what is trained
+    model: MethodModel  # the trained model
     # the model as it is run: by Accelerate (DistributedDataParallel with several processes), or sharded
     wrapped: nn.Module
-    optimiser: torch.optim.Optimizer  # over what trains
-    scaler: torch.amp.GradScaler  # of the loss; it does nothing but with fp16
-    hooks: Sequence[Hook]  # what is done around every update
-    observer: Observer | None  # what measures the model on the way; None where nothing is measured
+    optimiser: torch.optim.Optimizer  # over the trainable parameters
+    scaler: torch.amp.GradScaler  # of the loss; enabled only with fp16
+    hooks: Sequence[Hook]  # called around every update
+    observer: Observer | None  # evaluates during training; None if nothing is evaluated
     state: TrainState  # where the run stands
     metrics: MetricsLog | None  # the log; None except on the main process
-    # of all devices, would they do nothing but the method's products; None where it is not known
+    # of all devices, if they computed only the method's products without a pause; None if not known
     peak_tokens_per_s: float | None
-    branch_point: BranchPoint | None  # what it began with, where another run had trained that
-    saved_step: int | None  # of the last checkpoint that is in the run's folder, or on its way there
-    # hashes of what this process holds of a sharded base; empty where it is not sharded
+    branch_point: BranchPoint | None  # the folder of another run that it began with
+    saved_step: int | None  # of the last checkpoint that is written or being written
+    # hashes of this process's parts of a sharded base; empty if it is not sharded
     base_parts: dict[str, str]
-    beside: ProcessGroup | None  # of those who write a checkpoint together; None where the main one does it alone
-    stalled_s: float = 0.0  # seconds that training has waited for checkpoints
-    _thread: ThreadPoolExecutor = field(init=False)  # that writes them
+    beside: ProcessGroup | None  # processes that write a checkpoint together; None if only the main one writes
+    stalled_s: float = 0.0  # seconds that training waited for checkpoints
+    _thread: ThreadPoolExecutor = field(init=False)  # writes checkpoints
     _job: Future[None] | None = field(default=None, init=False)
 
     @property
@@ -95,7 +95,7 @@ class TrainingRun:
 
     @cached_property
     def method(self) -> MethodConfig:
-        """The method, with what was found to upscale."""
+        """The method, with the settings that `scale upscale` found."""
         return self.config.method.with_settings(self.start.method.settings)
 
     def warn(self, line: str) -> None:
@@ -105,12 +105,11 @@ class TrainingRun:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Save checkpoints beside the body, and wait for the last one.
+        """Write checkpoints in a thread while the body runs, and wait for the last one.
 
-        One is being written at most: the next one waits for it. The training thread copies what trains and the moments
-        to host memory, or what the process holds of them; hashing the base, writing, syncing and deleting old
-        checkpoints are the other thread's. It ends with the body: a thread that frees tensors while the interpreter
-        ends aborts the process.
+        At most one is being written: the next one waits for it. The training thread copies this process's trainable
+        parameters and moments to host memory. The other thread hashes the base, writes, syncs and deletes old
+        checkpoints. It ends with the body: a thread that frees tensors while the interpreter ends aborts the process.
         """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         try:
@@ -119,13 +118,13 @@ class TrainingRun:
             started_s = time.monotonic()
             self._thread.shutdown()
             self.stalled_s += time.monotonic() - started_s
-        self.finish_saving()  # where the body fails, its error is the one to tell
+        self.finish_saving()  # not reached if the body fails: its error is the one to report
         self.accelerator.wait_for_everyone()
 
     def save(self) -> None:
-        """Begin a checkpoint, unless the position already has one; every process has to call this.
+        """Begin a checkpoint, unless this step already has one; every process must call this.
 
-        All of them wait for the checkpoint before, which may take longer than a step waits.
+        All processes wait for the previous checkpoint, which may take longer than a step's timeout.
         """
         if self.saved_step == self.state.step:
             return
@@ -141,23 +140,23 @@ class TrainingRun:
         self.stalled_s += time.monotonic() - started_s
 
     def check_saving(self) -> None:
-        """Raise what went wrong with a checkpoint that has ended by now."""
+        """Raise the error of a checkpoint that has failed, without waiting for one under way."""
         if self._job is not None and self._job.done():
             self.finish_saving()
 
     def finish_saving(self) -> None:
-        """Return when nothing is being written any more."""
+        """Wait for the checkpoint being written, and raise its error if it failed."""
         job, self._job = self._job, None
         if job is not None:
             job.result()
 
     def base_here(self) -> dict[str, Tensor]:
-        """Return what this process holds of a sharded base."""
+        """Return this process's parts of a sharded base."""
         model: Any = self.model
         return parts_here(model.base) if self.base_parts else {}
 
     def check_base(self, step: int, here: Mapping[str, Tensor]) -> None:
-        """Check a widened model's base against its hashes: a sharded one what is `here`, any other the main process."""
+        """Check a widened model's base by hash: each process its parts `here`, or the main process a whole base."""
         model: Any = self.model
         changed = []
         if self.base_parts:
@@ -168,7 +167,7 @@ class TrainingRun:
             raise PreservationError(f"step {step}: the base has changed: {', '.join(changed[:3])}")
 
     def describe(self, folder: Path, state: TrainState) -> None:
-        """Write what a checkpoint and `final/` have in common: everything but tensors."""
+        """Write the files that a checkpoint and `final/` share: everything but tensors."""
         describe_method(folder, self.model, self.method, self.start.record)
         copy_grown_tokenizer(self.config, folder)
         state.save(folder)
@@ -184,7 +183,7 @@ class TrainingRun:
         write_text(folder / "scale.yaml", dump_config(self.config))
 
     def cost(self) -> Cost:
-        """Return what a run that has just ended cost; `final/cost.json`, for `scale compare`."""
+        """Return the cost of a run that has just ended, for `final/cost.json` and `scale compare`."""
         parameters = list(self.model.parameters())
         return Cost(
             trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
@@ -198,7 +197,7 @@ class TrainingRun:
 
 
 def take_snapshot(run: TrainingRun) -> Snapshot:
-    """Copy what this process has to write of a checkpoint."""
+    """Copy what this process must write of a checkpoint."""
     trained, moments = trainable_parameters(run.model), optimiser_tensors(run.optimiser, run.model)
     if run.beside is None:
         return Snapshot({TRAINED: _copied(trained), OPTIMISER: _copied(moments)}, None, {})
@@ -207,7 +206,7 @@ def take_snapshot(run: TrainingRun) -> Snapshot:
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU; a GPU writes them all into memory of its own reach, and is waited for once."""
+    """Return copies on the CPU; from a GPU they go to pinned memory, with one wait for all."""
     copies = {
         name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(
             tensor.detach(), non_blocking=True
@@ -220,10 +219,10 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) -> None:
-    """Write a checkpoint, then delete the oldest, on any thread, while the model trains.
+    """Write a checkpoint, then delete old ones; any thread may call this while the model trains.
 
-    Of a sharded model every process has to call this, and writes its parts. They exchange no more than whether each
-    has succeeded, in a group of their own. The folder is whole where all have, and absent where any has not.
+    For a sharded model every process must call this, and writes its parts. The processes exchange only whether each
+    succeeded, in a group of their own. The folder is whole if all succeeded, and absent otherwise.
     """
     with ExitStack() as held:
         with all_succeed(run.beside):
@@ -236,31 +235,31 @@ def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) ->
             for name, tensors in snapshot.files.items():
                 save_tensors(partial / name, tensors, snapshot.header)
                 with writing(partial):
-                    sync(partial / name)  # on the disk of the process that wrote it, which may be another machine's
+                    sync(partial / name)  # on the disk of the process that wrote it, perhaps on another machine
     if is_main():
         _remove_old_checkpoints(run, state)
 
 
 def _begin_folder(run: TrainingRun, folder: Path, held: ExitStack) -> Path:
-    """Return where a checkpoint is filled, by the main process or by all; it gets its name when `held` ends well."""
+    """Return the folder to fill, in every process; it gets its final name when `held` ends without an error."""
     if not is_main():
         return partial_folder(folder)
     if run.metrics is not None:
         run.metrics.sync()
     if folder.is_dir() and not (folder / MANIFEST).is_file():
-        remove_folder(folder)  # so damaged that it cannot be told from somebody else's folder
+        remove_folder(folder)  # so damaged that `new_folder` would refuse to replace it
     return held.enter_context(new_folder(folder))
 
 
 def _beside_the_training_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Let copies from a GPU not wait for the steps under way, nor those for them: what is frozen needs no order."""
+    """Use a CUDA stream of its own: copies of frozen tensors and training steps need not wait for each other."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def _remove_old_checkpoints(run: TrainingRun, newest: TrainState) -> None:
-    """Remove all but the newest and the best.
+    """Remove all checkpoints but the newest `keep_checkpoints` and the best.
 
-    One of a later step is a damaged one that a resume has skipped, and does not count.
+    A checkpoint of a later step is a damaged one that a resume has skipped; it does not count.
     """
     best_step = None if newest.best is None else newest.best.step
     written = [folder for folder in checkpoints(run.folder) if step_of(folder) <= newest.step]

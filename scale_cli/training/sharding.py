@@ -1,4 +1,4 @@
-"""FSDP2: a process holds a part of every sharded tensor, and the whole of one layer's while it computes that layer.
+"""FSDP2: a process holds a part of every sharded tensor, and gathers a layer's tensors while it computes that layer.
 
 | train.sharding | what trains | what is frozen    |
 |----------------|-------------|-------------------|
@@ -6,16 +6,16 @@
 | expansion      | sharded     | replicated        |
 | all            | sharded     | sharded           |
 
-Parameters, gradients and moments are split by rows. A unit is one layer; the root unit is all that lies outside the
+Parameters, gradients and moments are split by rows. A unit is one layer; the root unit is everything outside the
 layers: embeddings, norms, heads.
 
-A layer of the base into which nothing is written is a unit of its own. Its weights are read forward alone, so they are
-gathered forward alone. What is added beside it is gathered in the precision of its products; gains and biases, which
-autocast does not lower, lie in the root unit. Gradients are reduced once a step where what trains is the smaller part
-of the model: every process holds them whole until then. Elsewhere they are reduced at every micro-batch.
+A base layer that no expansion writes into is a unit of its own. Only the forward pass reads its weights, so only the
+forward pass gathers them. The layer added beside it is gathered in the precision of its products; its gains and biases,
+which autocast does not lower, are in the root unit. If what trains is the smaller part of the model, gradients are
+reduced once per step, and every process holds them whole until then; otherwise at every micro-batch.
 
-`fully_shard` is called here and not by Accelerate, whose wrapping knows modules that are called: a widened model's
-heads are read without a call (`model/head_loss.py`), and so are its base layers (`model/expansion_scale.py`).
+This module calls `fully_shard` itself, because Accelerate's wrapping only handles modules that are called. A widened
+model's heads are read without a call (`model/head_loss.py`), and so are its base layers (`model/expansion_scale.py`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from scale_cli.upscale.objective import ChunkedLossModel, for_training, plain_of
 def shard_model(
     model: MethodModel, accelerator: Accelerator, train: TrainConfig, mesh: DeviceMesh | None = None
 ) -> nn.Module:
-    """Shard a model in place, put what this process holds on its device, and return what to train.
+    """Shard a model in place, move this process's parts to its device, and return the module to train.
 
-    It is split over the last dimension of `mesh`, and copied over the first of two; None: over all processes.
+    It is split over the last dimension of `mesh`, and replicated over the first of two; None: split over all processes.
 
-    The model is whole, and on the CPU: one layer at a time goes to the device before it is split.
+    The model is whole and on the CPU before; one layer at a time goes to the device before it is split.
     """
     if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
         raise ConfigError(f"train.sharding: {train.sharding}: not over a base that is widened already; choose none")
@@ -61,7 +61,7 @@ def shard_model(
 
 
 def _lowered(train: TrainConfig) -> MixedPrecisionPolicy:
-    """Return how matrices are gathered that autocast would lower before every product."""
+    """Return the precision in which to gather matrices that autocast would lower before every product."""
     if train.mixed_precision == "no":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -70,7 +70,7 @@ def _lowered(train: TrainConfig) -> MixedPrecisionPolicy:
 def _shard(
     model: MethodModel, root: nn.Module, mesh: DeviceMesh, *, keep_frozen_whole: bool, lowered: MixedPrecisionPolicy
 ) -> None:
-    """Make a unit of every layer of a model, and one of the rest, which is gathered when `root` is called."""
+    """Make a unit of every layer of a model, and a root unit of the rest, which is gathered when `root` is called."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     whole = set(frozen) if keep_frozen_whole else set()
     for parameter in whole:
@@ -82,9 +82,9 @@ def _shard(
         for layer in plain_of(model).model.layers:
             if any(parameter not in whole for parameter in layer.parameters()):
                 fully_shard(layer, mesh=mesh, ignored_params=whole)
-    # The base layers of a widened model lie in units of their own, but not below the modules that these units are of.
+    # The base layers of a widened model are in units, but are not submodules of the modules that these units are of.
     sharded = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    root.of_layers = nn.ModuleList(of_root)  # a unit has what lies below its module, and below no other unit's
+    root.of_layers = nn.ModuleList(of_root)  # a unit has its module's parameters that no unit below has
     fully_shard(root, mesh=mesh, ignored_params=whole | sharded)
     del root.of_layers
 
@@ -92,9 +92,9 @@ def _shard(
 def _shard_widened_layers(
     model: ScaleForCausalLM, mesh: DeviceMesh, whole: set[nn.Parameter], lowered: MixedPrecisionPolicy
 ) -> list[nn.Module]:
-    """Make units of every added layer and its base layer: one of both where they write into each other, else two.
+    """Make units of every added layer and its base layer: one unit if they write into each other, else two.
 
-    Returns the modules in them with gains or biases, which are left to the root unit.
+    Return the modules in separate units that have gains or biases, which are left to the root unit.
     """
     of_root: list[nn.Module] = []
     layers: Any = zip(model.base.model.layers, model.expansion.layers, strict=True)
@@ -103,7 +103,7 @@ def _shard_widened_layers(
             added.base_layer = base_layer
             fully_shard(added, mesh=mesh, ignored_params=whole)
             del added.base_layer
-            # Evaluation runs a collaborating base layer by itself first, for the untouched stream.
+            # Evaluation first runs a collaborating base layer alone, for the unchanged stream.
             base_layer.register_forward_pre_hook(partial(_gather_unit, added))
             continue
         vectors = {vector for layer in (base_layer, added) for vector in layer.parameters() if vector.dim() < 2}
@@ -127,7 +127,7 @@ def _part_unit(unit: Any, *_: object) -> None:
 
 @contextmanager
 def gradients_kept(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Let a micro-batch that is not a step's last leave its gradients to the next, where they are few."""
+    """For a micro-batch before a step's last: keep gradients unreduced, unless most of a sharded model trains."""
     if not isinstance(model, FSDPModule):
         with accelerator.no_sync(model):
             yield
@@ -143,17 +143,17 @@ def gradients_kept(model: nn.Module, accelerator: Accelerator) -> Iterator[None]
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether a process holds parts of a model only."""
+    """Return whether each process holds only parts of a model."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return all of a tensor; of a sharded one by asking every process, so every process has to call this."""
+    """Return the whole tensor; a sharded one is gathered, so every process must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_trained(model: nn.Module, accelerator: Accelerator) -> dict[str, Tensor]:
-    """Return every parameter that trains, whole, to the main process, and nothing to the others; all have to call."""
+    """Return every trainable parameter, whole, on the main process, {} on the others; every process must call this."""
     gathered = {}
     for name, parameter in trainable_parameters(model).items():
         tensor = whole_tensor(parameter.detach())
@@ -163,15 +163,15 @@ def gather_trained(model: nn.Module, accelerator: Accelerator) -> dict[str, Tens
 
 
 def parts_here(module: nn.Module) -> dict[str, Tensor]:
-    """Return what this process holds of every parameter; between two steps, for within one some are together."""
+    """Return this process's part of every parameter; call it between steps, since within one some are gathered."""
     return {name: local_part(parameter.detach()) for name, parameter in module.named_parameters()}
 
 
 @contextmanager
 def gathered_roots(*modules: Any) -> Iterator[None]:
-    """Hold the root units in some modules whole, where parts of sharded models are used without a call of the models.
+    """Keep the root units of some modules gathered, to use parts of sharded models without calling the models.
 
-    Where nothing is sharded this does nothing.
+    It does nothing if nothing is sharded.
     """
     inside = dict.fromkeys(inner for module in modules for inner in module.modules())
     roots = [module for module in inside if isinstance(module, FSDPModule) and _is_root(module)]
@@ -185,15 +185,15 @@ def gathered_roots(*modules: Any) -> Iterator[None]:
 
 
 def _is_root(unit: object) -> bool:
-    peft = sys.modules.get("peft")  # which whoever made a model of its has imported
+    peft = sys.modules.get("peft")  # imported already if there is a PEFT model
     return isinstance(unit, PreTrainedModel | ChunkedLossModel | getattr(peft, "PeftModel", PreTrainedModel))
 
 
 @torch.no_grad()
 def shard_for_evaluation(base: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
-    """Shard a frozen model of which only parts will be called."""
+    """Shard a frozen model whose parts will be called, but not the whole."""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     _shard(base, base, mesh, keep_frozen_whole=False, lowered=MixedPrecisionPolicy())
-    # FSDP2 takes the first module it sees called for the root, so that has to be the model, once.
+    # FSDP2 takes the first module that is called as the root, so the model must be called once.
     base(torch.zeros(1, 1, dtype=torch.long, device=accelerator.device), use_cache=False)
     return base

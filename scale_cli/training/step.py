@@ -1,4 +1,4 @@
-"""One optimiser step, on one process or on many, without waiting for the device: what it came to is asked for later."""
+"""One optimiser step, on one process or on many, without waiting for the device: its result is read later."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ _UNSCALED = GradScaler(enabled=False)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did."""
+    """The result of one step."""
 
     loss: float  # nats per target token, over the global batch, before the update
     grad_norm: float  # before clipping
     lr: float  # of the update
     num_tokens: int  # target tokens of the global batch
-    # of every source, its summed loss and its targets; empty where the model does not tell its tokens apart
+    # by source, (summed loss, number of targets); empty if the model gives no losses of single tokens
     by_source: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class TakenStep:
-    """A step that may still be under way on its device."""
+    """A step that may still be running on its device."""
 
     step: int  # counted from 0
-    # the loss over the global batch before the update, the gradient's norm before clipping, what the loss was scaled
-    # by, and where the model tells its tokens apart, the summed loss of every source
+    # loss over the global batch before the update, gradient norm before clipping, loss scale, and, if the model gives
+    # losses of single tokens, each source's summed loss
     figures: Tensor
-    asked: Tensor  # what processes were asked to stop by, summed; 0 where none was
+    asked: Tensor  # sum of all processes' requests to stop; 0: none
     lr: float  # of the update
     num_targets: tuple[int, ...]  # of the global batch, by source
-    # (layers + 1,), rms(u) / rms(x) in this process (`upscale/objective.py`), where it was measured
+    # (layers + 1,), rms(u) / rms(x) in this process (`upscale/objective.py`), if it was measured
     stream_ratios: Tensor | None = None
 
     @property
@@ -61,7 +61,7 @@ class TakenStep:
         return sum(self.num_targets)
 
     def result(self, figures: Sequence[float] | None = None) -> StepResult:
-        """Return what the step did; unless its figures are known, wait for them."""
+        """Return the step's result, or raise NonFiniteError; wait for its figures unless they are given."""
         loss, grad_norm, scale, *of_sources = self.figures.tolist() if figures is None else figures
         if math.isfinite(loss) and not math.isfinite(grad_norm) and scale > 1.0:
             raise GradientOverflow(
@@ -84,26 +84,26 @@ def train_step(
     hooks: Sequence[Hook] = (),
     scaler: GradScaler = _UNSCALED,
 ) -> TakenStep:
-    """Accumulate the gradient of a global batch, clip it, and update; where loss or gradient is not finite, do not.
+    """Accumulate the gradient of a global batch, clip it, and update unless loss or gradient is not finite.
 
     The loss of every micro-batch is divided by the target tokens of the whole global batch, so the gradient is that of
-    one large batch however it is cut up. What `between_micro_batches` raises ends the step before anything is updated.
+    one large batch however it is split. An error of `between_micro_batches` ends the step before any update.
 
     Args:
         accelerator: processes and devices.
         model: as Accelerate runs it, or sharded; its output has a loss.
-        optimiser: over what trains; a fused one, whose kernel leaves everything as it was where it is told to.
-        batch: this process's part of it.
+        optimiser: over the trainable parameters; a fused one, whose kernel skips the update if `found_inf` is set.
+        batch: this process's part of the global batch.
         train: learning rate, clipping, precision.
-        between_micro_batches: is called between two of them.
-        asked: returns what this process was asked to stop by.
-        hooks: what is done around the update, the outermost first.
-        scaler: of the loss, so that gradients in float16 do not vanish; it learns whether they overflowed.
+        between_micro_batches: called between two micro-batches.
+        asked: returns this process's request to stop.
+        hooks: called around the update, the outermost first.
+        scaler: scales the loss, so that float16 gradients do not vanish; it learns whether they overflowed.
     """
     step, num_targets, micro_batches = batch.step, batch.num_targets, batch.micro_batches
-    num_tokens = max(sum(num_targets), 1)  # of conversations, a batch may have none
+    num_tokens = max(sum(num_targets), 1)  # a batch of conversations may have no targets
     sums_by_source = isinstance(getattr(model, "module", model), ScaleForCausalLM | ChunkedLossModel)
-    # What asks to stop, the whole loss, then each source's.
+    # Request to stop, whole loss, then each source's loss.
     sums = torch.zeros(2 + sums_by_source * len(num_targets), device=accelerator.device)
     for index, micro_batch in enumerate(micro_batches):
         here = micro_batch.to(accelerator.device)
@@ -114,7 +114,7 @@ def train_step(
         with nullcontext() if last else gradients_kept(model, accelerator):
             with autocast(accelerator.device.type, train.mixed_precision):
                 share = loss_share(model, here, accelerator.device, num_tokens, losses_BT)
-            # Processes average their gradients; each holds a part of a sum.
+            # Gradients are averaged over processes, but each process's loss is a part of a sum.
             accelerator.backward(scaler.scale(share * accelerator.num_processes))
         sums[1] += share.detach()
         if losses_BT is not None:
@@ -133,13 +133,13 @@ def train_step(
 
 
 def _by_source(losses_B: Tensor, sources_B: Tensor, num_sources: int) -> Tensor:
-    """Return (S,): the sum of each source's, which on a GPU too is the same sum every time."""
+    """Return (S,), each source's summed loss; the sum is deterministic, also on a GPU."""
     is_of_SB = sources_B == torch.arange(num_sources, device=sources_B.device).unsqueeze(1)
     return torch.where(is_of_SB, losses_B, 0.0).sum(dim=1)
 
 
 def _update(update: Update, hooks: Sequence[Hook], scaler: GradScaler) -> None:
-    """Update by the gradients that there are, between what the hooks do before and after; then drop the gradients."""
+    """Update the parameters, with the hooks before and after, and drop the gradients."""
     for hook in hooks:
         hook.before(update)
     _step_where_finite(update.optimiser, update.finite)
@@ -150,8 +150,8 @@ def _update(update: Update, hooks: Sequence[Hook], scaler: GradScaler) -> None:
 
 
 def _step_where_finite(optimiser: Any, finite: Tensor) -> None:
-    """Update, or leave weights, moments and step counts as they are: the device decides, this process does not wait."""
-    # What gradient scalers tell a fused optimiser by (`torch/optim/adam.py`).
+    """Update, or leave weights, moments and step counts unchanged; the device decides, without a wait."""
+    # Gradient scalers tell a fused optimiser in this way (`torch/optim/adam.py`).
     optimiser.found_inf = (~finite).float()
     try:
         optimiser.step()
@@ -166,13 +166,13 @@ def loss_share(
     num_tokens: int,
     losses_BT: Tensor | None = None,
 ) -> Tensor:
-    """Return a micro-batch's summed loss over the global batch's targets, by the model's own loss function."""
+    """Return a micro-batch's summed loss divided by the global batch's targets, by the model's own loss function."""
     batch = micro_batch.to(device)
-    # Only models of ours know of these; to any other they would be keys too many.
+    # Only our own models accept these arguments.
     ours: dict[str, Any] = {} if batch.distillation is None else {"distillation": batch.distillation}
     if losses_BT is not None:
         ours["token_losses"] = losses_BT
-    # The targets are shifted already; transformers computes a loss only where labels are given too.
+    # The targets are already shifted; transformers computes a loss only if labels are given too.
     output = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -195,7 +195,7 @@ def hooks_of(
     start: Mapping[str, Tensor],
     probe: Callable[[int], Sequence[MicroBatch]],
 ) -> list[Hook]:
-    """Return the hooks of a run of a model, run as `wrapped`; `probe` gives windows of known text by their number."""
+    """Return the hooks of a run of a model, run as `wrapped`; `probe(n)` returns n windows of known text per source."""
     alone = accelerator.unwrap_model(wrapped)
 
     def loss(window: MicroBatch) -> Tensor:

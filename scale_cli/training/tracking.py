@@ -1,6 +1,6 @@
-"""Trackers, by Accelerate (`log_with`): they are sent what is logged from where a run begins or goes on.
+"""Send the log to trackers through Accelerate (`log_with`), from where a run begins or resumes.
 
-metrics.jsonl stays the truth. A resumed run is another run in its tracker, of the same name.
+metrics.jsonl is the authoritative log. In a tracker, a resumed run is another run with the same name.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from scale_cli.storage.records import MetricsLog, MetricsRecord
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that are not installed, before anything is written."""
+    """Raise MissingExtraError if a tracker is not installed, before anything is written."""
     for name in names:
         require(name, f"train.trackers {name}")
 
 
 @contextmanager
 def tracked(log: MetricsLog | None, config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
-    """Send what is logged (None but on the main process) to the accelerator's trackers, until the body ends."""
+    """Send the records of `log` (None except on the main process) to the trackers until the body ends."""
     if log is None or not config.train.trackers:
         yield
         return
@@ -54,6 +54,6 @@ def tracked(log: MetricsLog | None, config: RunConfig, accelerator: Accelerator)
 
 
 def figures(record: MetricsRecord) -> dict[str, float]:
-    """Return the numbers of a record by their places in it, `evaluation_nats_per_token/news/base`."""
+    """Return a record's numbers by their places in it, such as `evaluation_nats_per_token/news/base`."""
     flat = ((key.replace(".", "/"), value) for key, value in leaves(record) if key != "step")
     return {key: value for key, value in flat if isinstance(value, int | float) and not isinstance(value, bool)}

@@ -1,1 +1,1 @@
-"""New tokens for a new script: learned, proved, and added to a tokenizer whose old ids all stay."""
+"""New tokens for a script: learned, checked, and added to a tokenizer without changing its old ids."""

@@ -1,14 +1,13 @@
-"""A tokenizer with more tokens: how it spells bytes, what it can learn, its files with new tokens, the pieces of each.
+"""Learn new tokens for a tokenizer, and add them to its files.
 
 Two kinds of BPE can grow:
 
-- byte-level (Llama 3, Qwen): a character stands for every byte, and all else is merges
-- with byte fallback (Llama 2, Mistral): a character is a token of the vocabulary or falls back to its bytes (`<0xEC>`)
-  before any merge
+- byte-level (Llama 3, Qwen): every byte has a character, and all other tokens are merges
+- with byte fallback (Llama 2, Mistral): before any merge, a character that is no token becomes its bytes (`<0xEC>`)
 
-tokenizer.json is rewritten. SentencePiece's own file (tokenizer.model), which is all that llama.cpp's converter reads,
-is a protobuf message, and what is put after such a message adds to its lists: the old pieces stay byte for byte.
-SentencePiece merges the neighbours whose product has the highest score, tokenizers those of the lowest rank.
+tokenizer.json is rewritten. llama.cpp's converter reads only SentencePiece's own file (tokenizer.model), a protobuf
+message. Data appended to such a message adds to its lists, so the old pieces stay byte for byte.
+SentencePiece first merges the neighbours whose product has the highest score, tokenizers those with the lowest rank.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from scale_cli.config.vocabulary import Script
 from scale_cli.errors import BaseModelError
 
-_SPACE = "▁"  # for a space, beside byte fallback
+_SPACE = "▁"  # a space in tokenizers with byte fallback
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_BYTE_OF: dict[str, int] = {character: byte for byte, character in bytes_to_unicode().items()}  # as GPT-2 spells bytes
-# Of ids that the base has a row for and its tokenizer no token; no text has this, and no bytes are spelt with it.
+_BYTE_OF: dict[str, int] = {character: byte for byte, character in bytes_to_unicode().items()}  # GPT-2's spelling
+# Token for an id with a row in the base but no token in its tokenizer; no text and no spelling of bytes contains it.
 _UNUSED = "\ue000unused {}\ue000"
 
 SENTENCEPIECE = "tokenizer.model"  # the file's name
-_BELOW_ALL = -1e6  # a score that no BPE of SentencePiece has: its own are -rank
+_BELOW_ALL = -1e6  # below every score of a SentencePiece BPE, which are -rank
 _NORMAL_KIND, _CONTROL_KIND, _UNUSED_KIND = 1, 3, 5
-_MORE = 0x80  # of a byte of a number: another follows
+_MORE = 0x80  # bit of a varint's byte: another byte follows
 
-_WORDS_AT_ONCE = 4096  # handed to `tokenizers` in one call
-_FIRST_UNIT = 0x10000  # the character that stands for the first unit; surrogates are below
+_WORDS_AT_ONCE = 4096  # passed to `tokenizers` in one call
+_FIRST_UNIT = 0x10000  # the character for the first unit, above the surrogates
 
-Unit = tuple[str, ...]  # tokens of the tokenizer that make whole letters
+Unit = tuple[str, ...]  # tokens of the tokenizer that together are whole letters
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,18 @@ class NewToken:
     """A token to be added."""
 
     token: str
-    merged: tuple[str, str] | None  # of which two; None: a character, which needs no merge
+    merged: tuple[str, str] | None  # the two tokens merged into it; None: a character, which needs no merge
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """What a tokenizer's tokens are in bytes."""
+    """How a tokenizer's tokens spell bytes."""
 
     byte_level: bool
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, name: str) -> Spelling:
-        """Read it off a tokenizer; `name` is its model's, for the message where its vocabulary cannot grow."""
+        """Return a tokenizer's spelling; BaseModelError, naming the model `name`, if its vocabulary cannot grow."""
         described = json.loads(tokenizer.to_str())
         model = described["model"]
         marks = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
@@ -86,26 +85,26 @@ class Spelling:
         return bytes([int(of_one[1], 16)]) if of_one else token.replace(_SPACE, " ").encode()
 
     def joined(self, tokens: Iterable[str]) -> str:
-        """Return the token that some consecutive ones make, which begin and end with whole characters."""
+        """Join consecutive tokens into one; together they must be whole characters."""
         if self.byte_level:
             return "".join(tokens)
         return b"".join(map(self.to_bytes, tokens)).decode().replace(" ", _SPACE)
 
 
-# Byte-pair encoding learned on, from where a tokenizer left off, of one script's letters alone.
+# Learning continues byte-pair encoding from a tokenizer's own merges, on the letters of one script only.
 #
-# What is merged are units: the shortest runs of the tokenizer's own tokens that are whole letters. A unit is one token
-# where the tokenizer has one, else the tokens of its bytes, which are merged from the left. A merge is kept where its
-# product can only be a beginning of the script's letters (`Script.alone_begins`), after a space at the most, and is no
-# token yet. So no text without the script has a new token in it: old merges come first, and none takes a new token.
+# It merges units: the shortest runs of the tokenizer's tokens that are whole letters. A unit is one token if the
+# tokenizer has one for the letter, else the tokens of its bytes, which are merged from the left. A merge is kept if its
+# product is a new token and can only begin the script's letters (`Script.alone_begins`), after at most one space. So a
+# text without the script never contains a new token: old merges come first, and none of them takes a new token.
 #
-# `tokenizers` learns the merges of units. How often each product was ever made follows from how often it is left: every
-# product that was made of it has taken one. With that, letters and merges are one list, the most frequent first, as if
-# bytes and units had been learned together; it is cut where enough tokens are in it.
+# `tokenizers` learns the merges of units. The count of a product is how often it remains, plus the counts of all
+# products made from it. By these counts, letters and merges form one list, the most frequent first, as if bytes and
+# units had been learned together; the list is cut when it has enough tokens.
 
 
 def count_words(texts: Iterable[str], tokenizer: Tokenizer, script: Script) -> Counter[str]:
-    """Return how often every run of the script's letters, and the space before it, occurs in some texts."""
+    """Count every run of the script's letters in some texts, each with the space before it."""
     run = re.compile(f"[ ▁]?[{script.characters}]+")
     normalizer = tokenizer.normalizer
     words: Counter[str] = Counter()
@@ -115,15 +114,15 @@ def count_words(texts: Iterable[str], tokenizer: Tokenizer, script: Script) -> C
 
 
 def learn(
-    words: Mapping[str, int],  # how often each occurs
+    words: Mapping[str, int],  # with their counts
     tokenizer: Tokenizer,
     spelling: Spelling,  # of its tokens
-    script: Script,  # whose letters the words are
+    script: Script,  # of the words' letters
     *,
     most: int,
-    min_count: int,  # a token that would occur less often in the words is left out
+    min_count: int,  # a token that occurs less often in the words is left out
 ) -> list[NewToken]:
-    """Return the tokens that save the most, each after those that it is made of."""
+    """Return up to `most` tokens, the most frequent first, each after the tokens that it is made of."""
     lines, of_units, spelt = Counter[tuple[Unit, ...]](), Counter[Unit](), dict[str, bytes]()
     for word, encoding in _encoded(tokenizer, sorted(words)):
         space = spelling.space if word[0] in " ▁" else None
@@ -139,7 +138,7 @@ def learn(
     for *merged, count in _merges_of_units(lines, character, 2 * most, min_count):
         left, right = ("".join(whole[char] for char in part) for part in merged)
         candidates.append((count, NewToken(left + right, (left, right))))
-    candidates.sort(key=lambda counted: -counted[0])  # of equals the one that came first, which the other may hold
+    candidates.sort(key=lambda counted: -counted[0])  # stable: of equals, the later may contain the earlier
     return list(islice(_allowed((new for _, new in candidates), tokenizer, spelling, script), most))
 
 
@@ -152,9 +151,9 @@ def _encoded(tokenizer: Tokenizer, words: list[str]) -> Iterator[tuple[str, Enco
 def _units(
     encoding: Encoding, space: str | None, spelling: Spelling, spelt: dict[str, bytes]
 ) -> Iterator[tuple[Unit, ...]]:
-    """Yield the units of every part of a word that is merged by itself.
+    """Yield the units of every part of a word that the tokenizer merges by itself.
 
-    Before the letters of the first stands `space`, or nothing, whatever the tokenizer puts there before a text.
+    `space`, if any, precedes the first letters, whatever the tokenizer puts before a text.
     """
     units: list[Unit] = []
     unit: list[str] = []
@@ -185,7 +184,7 @@ def _units(
 def _merges_of_units(
     lines: Mapping[tuple[Unit, ...], int], character: Mapping[Unit, str], most: int, min_count: int
 ) -> list[tuple[str, str, int]]:
-    """Return the merges of units as characters, in order, and how often each is made; a rare unit parts a line."""
+    """Return the merges of units, as characters, in order, with their counts; a rare unit splits a line."""
     counted = Counter[str]()
     for units, count in lines.items():
         for word in "".join(character.get(unit, " ") for unit in units).split():
@@ -216,8 +215,8 @@ def _repeated(word: str, count: int) -> Iterator[str]:
 
 
 def _letters(of_units: Mapping[Unit, int], spelling: Spelling) -> list[tuple[int, NewToken]]:
-    """Return the tokens that make one of every unit of several, and how often each is made."""
-    if not spelling.byte_level:  # a character is one token at once
+    """Return the new tokens that turn each unit of several tokens into one, with their counts."""
+    if not spelling.byte_level:  # a character becomes a token without merges
         return [(count, NewToken(spelling.joined(unit), None)) for unit, count in of_units.items() if len(unit) > 1]
     made = Counter[Unit]()
     for unit, count in of_units.items():
@@ -232,7 +231,7 @@ def _letters(of_units: Mapping[Unit, int], spelling: Spelling) -> list[tuple[int
 def _allowed(
     candidates: Iterable[NewToken], tokenizer: Tokenizer, spelling: Spelling, script: Script
 ) -> Iterator[NewToken]:
-    """Yield the candidates that no text without the script can hold, and whose parts are there."""
+    """Yield the new candidates that no text without the script can contain, and whose parts were not refused."""
     known, refused = set(tokenizer.get_vocab(with_added_tokens=True)), set[str]()
     for new in candidates:
         if not script.alone_begins(spelling.to_bytes(new.token)) or refused.intersection(new.merged or ()):
@@ -246,13 +245,10 @@ def _allowed(
 
 
 def extended(tokenizer: Tokenizer, new: Sequence[NewToken], first_id: int) -> Tokenizer:
-    """Return a tokenizer with new tokens after all old ids, each after those that it is made of.
-
-    `first_id` is the first of the new ones: how many rows the base's embedding has.
-    """
+    """Return the tokenizer with the new tokens from `first_id` on, the number of rows of the base's embedding."""
     described = json.loads(tokenizer.to_str())
     vocabulary = described["model"]["vocab"]
-    # tokenizers gives an added token that the model does not hold the next free id, so that it would move.
+    # An added token that is not in the model would get the next free id from tokenizers, and so move.
     for added in described["added_tokens"]:
         vocabulary[added["content"]] = added["id"]
     taken = set(vocabulary.values())
@@ -263,13 +259,13 @@ def extended(tokenizer: Tokenizer, new: Sequence[NewToken], first_id: int) -> To
 
 
 def new_tokens(tokenizer: Tokenizer, first_id: int) -> list[NewToken]:
-    """Return what a tokenizer was extended by, from `first_id` on."""
+    """Return the tokens that a tokenizer was extended by: those from `first_id` on."""
     vocabulary, merged = _described(tokenizer)
     return [NewToken(token, merged.get(token)) for token in vocabulary if vocabulary[token] >= first_id]
 
 
 def pieces(tokenizer: Tokenizer, spelling: Spelling, first_id: int) -> list[list[int]]:
-    """Return of every new token of a tokenizer the old ids that stood in its place, in order."""
+    """Return, for every new token in order, the old ids that it replaces."""
     vocabulary, merged = _described(tokenizer)
     known = {token: [index] for token, index in vocabulary.items() if index < first_id}
 
@@ -286,14 +282,14 @@ def pieces(tokenizer: Tokenizer, spelling: Spelling, first_id: int) -> list[list
 
 
 def _described(tokenizer: Tokenizer) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
-    """Return a tokenizer's vocabulary by ids, and of every product the merge that comes first."""
+    """Return a tokenizer's vocabulary, sorted by id, and every product's first merge."""
     model = json.loads(tokenizer.to_str())["model"]
     vocabulary = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
     return vocabulary, {left + right: (left, right) for left, right in reversed(model["merges"])}
 
 
 def with_new_pieces(model: bytes, tokenizer: Tokenizer, first_id: int) -> bytes:
-    """Return a base's SentencePiece model with the rest of a tokenizer's ids."""
+    """Append to a base's SentencePiece model the tokenizer's ids that it lacks."""
     tokens = {index: token for token, index in tokenizer.get_vocab().items()}
     added = tokenizer.get_added_tokens_decoder()
     for index in range(_num_pieces(model), len(tokens)):
@@ -306,7 +302,7 @@ def with_new_pieces(model: bytes, tokenizer: Tokenizer, first_id: int) -> bytes:
 
 
 def _num_pieces(model: bytes) -> int:
-    """Return how many pieces it has: its first field. Of all its fields a length stands before each."""
+    """Count the pieces in a SentencePiece model: they are its field 1. Every field of the model has a length prefix."""
     count = at = 0
     while at < len(model):
         count += model[at] >> 3 == 1

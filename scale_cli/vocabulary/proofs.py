@@ -1,4 +1,4 @@
-"""The proof that a tokenizer with new tokens is the old one wherever their script is not."""
+"""Check that a tokenizer with new tokens treats text without their script as the old one did."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NO_CHARACTERS = ("Cn", "Cs")  # of Unicode's categories: not assigned, and surr
 def check_extension(
     old: Tokenizer, new: Tokenizer, script: Script, kept: Iterable[str], learned: Iterable[str], seed: int
 ) -> int:
-    """Hold a tokenizer to the one it was made of; return how many texts were compared.
+    """Check a tokenizer against the one it extends; return how many texts were compared.
 
-    Old tokens and special ones keep their ids. The same ids are given to every character outside the script, to random
-    strings of them, and to the texts that are to be `kept`, with a line's end in place of the script's letters. The
-    texts that the new tokens were `learned` for come back from their new ids as they do from the old ones.
+    Old and special tokens must keep their ids. Both must give the same ids to every character outside the script, to
+    random strings of them, and to the `kept` texts with a newline in place of the script's letters. The `learned`
+    texts must decode from their new ids as from the old ones. If not, PreservationError is raised.
     """
-    old, new = (Tokenizer.from_str(tokenizer.to_str()) for tokenizer in (old, new))  # settings of these are changed
+    old, new = (Tokenizer.from_str(tokenizer.to_str()) for tokenizer in (old, new))  # copies, to change settings
     _check_tokens(old, new)
     characters = (chr(code) for code in _CODE_POINTS if not script.holds(code, code))
     outside = [character for character in characters if unicodedata.category(character) not in _NO_CHARACTERS]
@@ -39,12 +39,12 @@ def check_extension(
 def check_union(
     parts: Sequence[tuple[Tokenizer, Script]], united: Tokenizer, first_id: int, texts: Sequence[str], seed: int
 ) -> None:
-    """Hold a tokenizer that has the new tokens of several, one's after another's, to each of them.
+    """Check a tokenizer with the new tokens of several others, one's after another's, against each of them.
 
-    Texts, and random ones, without the others' scripts, of which no two meet, have the ids that each gives them, moved
-    by as many as stand before; all come back.
+    No two scripts overlap. Texts and random strings without the other scripts must have the ids of each tokenizer, its
+    new ids moved by the number of tokens put before them. All texts must decode alike.
     """
-    united = Tokenizer.from_str(united.to_str())  # settings of it are changed
+    united = Tokenizer.from_str(united.to_str())  # a copy, to change settings
     letters = [chr(code) for _, script in parts for first, last in script.ranges for code in range(first, last + 1)]
     all_texts = [*_random_strings(united, letters, seed), *texts]
     before = 0
@@ -71,7 +71,7 @@ def _check_tokens(old: Tokenizer, new: Tokenizer) -> None:
 
 
 def _check_ids(old: Tokenizer, new: Tokenizer, texts: Iterable[str], first_id: int = 0, moved: int = 0) -> int:
-    """Check that texts have their old ids, those from `first_id` on moved; return how many were compared."""
+    """Check that texts keep their ids, those from `first_id` on moved by `moved`; return how many were compared."""
     count = 0
     for text, before, after in _both(old, new, texts):
         count += 1
@@ -81,7 +81,7 @@ def _check_ids(old: Tokenizer, new: Tokenizer, texts: Iterable[str], first_id: i
 
 
 def _check_decoded(old: Tokenizer, new: Tokenizer, texts: Iterable[str]) -> int:
-    """Check that texts come back from their new ids as from the old ones; return how many were compared."""
+    """Check that texts decode from their new ids as from their old ones; return how many were compared."""
     count = 0
     for text, before, after in _both(old, new, texts):
         count += 1
@@ -91,7 +91,7 @@ def _check_decoded(old: Tokenizer, new: Tokenizer, texts: Iterable[str]) -> int:
 
 
 def _random_strings(tokenizer: Tokenizer, outside: list[str], seed: int) -> Iterator[str]:
-    """Yield strings of ASCII, white space, any letters outside the script, and what special tokens are written as."""
+    """Yield strings of ASCII, white space, the characters `outside`, and the texts of special tokens."""
     draw = random.Random(seed)
     common = [chr(code) for code in range(0x20, 0x7F)] + list(" \n\t\r\u00a0") * 5
     basic = [char for char in outside if ord(char) < 0x10000]
@@ -102,7 +102,7 @@ def _random_strings(tokenizer: Tokenizer, outside: list[str], seed: int) -> Iter
 
 
 def _without(script: Script, tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[str]:
-    """Yield texts with a line's end for the script's letters; those that become letters only when read are left out."""
+    """Yield texts with newlines for the script's letters; skip a text that normalising gives such letters."""
     letters = re.compile(f"[{script.characters}]+")
     for text in texts:
         other = letters.sub("\n", text)
@@ -112,7 +112,7 @@ def _without(script: Script, tokenizer: Tokenizer, texts: Iterable[str]) -> Iter
 
 
 def _both(old: Tokenizer, new: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Yield every text and its ids by both tokenizers, as corpora are read: a "</s>" in a text is text."""
+    """Yield every text with its ids by both tokenizers; as in corpora, a "</s>" in a text is plain text."""
     iterator = iter(texts)
     for tokenizer in (old, new):
         tokenizer.encode_special_tokens = True

@@ -1,4 +1,4 @@
-"""The tokenizer of a run that adds tokens: learned once for the same texts, or given; kept by content."""
+"""The tokenizer of a run that adds tokens: learned once per set of texts and cached by content, or given."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from scale_cli.storage.atomic import is_whole, json_sha256, new_folder, read_jso
 from scale_cli.vocabulary.extension import SENTENCEPIECE, NewToken, Spelling, count_words, extended, learn
 
 _FORMAT_VERSION = 1
-# Of every source: what comes after it would change hardly a token, and the words of more are held in memory.
+# Limit per source: more text would hardly change a token, and its words are held in memory.
 _BYTES_READ = 1 << 28
 _MIN_COUNT_OF_BEGINNINGS = 10
-_MOST_OF_THE_SCRIPT = 0.1  # of the base's own tokens
+_MOST_OF_THE_SCRIPT = 0.1  # share of the base's own tokens
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     SENTENCEPIECE,
 )
-# What older tools would read in its place, and what holds the old tokens alone.
+# Files with only the old tokens, which older tools would read instead of tokenizer.json.
 _STALE = (SENTENCEPIECE, "vocab.json", "merges.txt", "added_tokens.json")
 _OF_TRANSFORMERS_5 = ("backend", "is_local", "local_files_only")
 
@@ -41,17 +41,17 @@ _OF_TRANSFORMERS_5 = ("backend", "is_local", "local_files_only")
 class Extension:
     """The tokens that a config adds to a base's tokenizer."""
 
-    first_id: int  # of the new tokens: how many rows the base's embedding has
+    first_id: int  # of the new tokens: the number of rows of the base's embedding
     vocabulary: VocabularyConfig
-    sources: Sequence[TextSource]  # the texts that they are learned on
-    cache: TokenCache  # as the base's tokenizer reads them; what was learned lies beside
+    sources: Sequence[TextSource]  # the texts to learn them from
+    cache: TokenCache  # with the base's tokenizer; the learned tokenizer is saved in its folder
 
     @property
     def base(self) -> PreTrainedTokenizerBase:
         return self.cache.tokenizer
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the base's tokenizer with the new tokens: from the cache, where they were learned before."""
+        """Return the base's tokenizer with the new tokens, from the cache if they were learned before."""
         if self.vocabulary.folder is not None:
             return _given(self.first_id, self.vocabulary.folder)
         if not is_whole(folder := self.folder):
@@ -74,9 +74,9 @@ class Extension:
         return self.cache.folder / f"vocabulary.{json_sha256(learned)[:16]}"
 
     def sketched(self, num_bytes: int) -> Tokenizer:
-        """Return about what the tokenizer will be, from so much of each text; it may lack the rarest tokens.
+        """Return an approximate tokenizer, from `num_bytes` of each source; it may lack the rarest tokens.
 
-        ConfigError where that is all the text there is, and gives too few.
+        ConfigError if the sources have no more text, and give too few tokens.
         """
         new, is_all = self.learned(num_bytes, self.vocabulary.min_count)
         if is_all:
@@ -95,7 +95,7 @@ class Extension:
             )
 
     def learned(self, num_bytes: int, min_count: int) -> tuple[list[NewToken], bool]:
-        """Return the tokens that so much of each text gives, and whether that is all of it."""
+        """Return the tokens learned from up to `num_bytes` of each source, and whether that is all of the text."""
         backend, script = self.base.backend_tokenizer, Script.named(self.vocabulary.script)
         spelling = Spelling.of(backend, self.base.name_or_path)
         tokens = self.base.get_vocab()
@@ -116,12 +116,12 @@ class Extension:
 
 
 def num_added(first_id: int, vocabulary: VocabularyConfig) -> int:
-    """Return how many tokens are learned, after so many rows of the base."""
+    """Return `new_tokens`, rounded up so that all rows together are a multiple of ROWS_MULTIPLE."""
     return vocabulary.new_tokens + -(first_id + vocabulary.new_tokens) % ROWS_MULTIPLE
 
 
 def most_added(first_id: int, num_found: int) -> int:
-    """Return the most tokens that can be asked for where so many are found; 0 or less where none can."""
+    """Return the largest `new_tokens` that `num_found` tokens allow; 0 or less if none does."""
     total = (first_id + num_found) // ROWS_MULTIPLE * ROWS_MULTIPLE
     return total - first_id - (ROWS_MULTIPLE if total in TAKEN_FOR_OTHERS else 0)
 
@@ -135,7 +135,7 @@ def check_size(vocab_size: int) -> None:
 
 
 def read_texts(sources: Sequence[TextSource], reading: ReadingConfig, most_bytes: float = math.inf) -> Iterator[str]:
-    """Yield the documents of some sources, of each up to so many bytes."""
+    """Yield the documents of some sources, from each until `most_bytes` are read."""
     for source in sources:
         size = 0
         for record in CorpusReader(source, reading.max_document_bytes):
@@ -147,11 +147,11 @@ def read_texts(sources: Sequence[TextSource], reading: ReadingConfig, most_bytes
 
 
 def _given(first_id: int, folder: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a folder, whose new ids begin where the base's rows end."""
+    """Return the tokenizer in a folder; BaseModelError if its new ids do not begin where the base's rows end."""
     try:
         given = load_grown(Path(folder))
         ids = sorted(given.get_vocab().values())
-    except Exception as error:  # of a damaged folder it may say anything
+    except Exception as error:  # a damaged folder may raise anything
         raise BaseModelError(f"method.vocabulary.folder: {folder} holds no tokenizer: {one_line(error)}") from None
     if len(ids) <= first_id or ids != list(range(len(ids))):
         raise BaseModelError(
@@ -163,7 +163,7 @@ def _given(first_id: int, folder: str) -> PreTrainedTokenizerBase:
 
 
 def write_grown(folder: Path, tokenizer: PreTrainedTokenizerBase, backend: Tokenizer | None = None) -> None:
-    """Save a tokenizer with new tokens, those of `backend` if any, so that every version of transformers takes it."""
+    """Save a tokenizer, with the tokens of `backend` if given, so that transformers 4 and 5 can load it."""
     with writing(folder):
         tokenizer.save_pretrained(folder)
         for name in _STALE:
@@ -172,10 +172,10 @@ def write_grown(folder: Path, tokenizer: PreTrainedTokenizerBase, backend: Token
             backend.save(str(folder / TOKENIZER_FILES[0]))
     settings = read_json(folder / "tokenizer_config.json")
     kept = {name: value for name, value in settings.items() if name not in _OF_TRANSFORMERS_5}
-    # Transformers 4 takes a list of special tokens by that name alone, and 5 by either.
+    # Transformers 4 takes a list of special tokens only under this name, 5 under either.
     if isinstance(kept.get("extra_special_tokens"), list):
         kept["additional_special_tokens"] = kept.pop("extra_special_tokens")
-    # The classes of single families put their own steps in the place of those that are described.
+    # The tokenizer classes of single families would replace the described steps by their own.
     write_json(folder / "tokenizer_config.json", {**kept, "tokenizer_class": "PreTrainedTokenizerFast"})
 
 
