@@ -239,7 +239,7 @@ def parse_grid(arguments: Sequence[str], *, paired: bool) -> Grid:
     if not paired:
         return Grid(shared, list(product(*axes)))
     if len({len(values) for values in axes}) > 1:
-        raise ConfigError("--paired: one key has more values than another; give every key as many")
+        raise ConfigError("--paired: one key has more values than another; give all keys the same number")
     return Grid(shared, list(zip(*axes, strict=True)))
 
 
