@@ -50,9 +50,9 @@ def check_language(code: object) -> object:
     """Return a language code; ValueError if it is not one, with the code to give instead."""
     if isinstance(code, str):
         if not re.fullmatch(_LANGUAGE, code):
-            raise ValueError(f"{code}: give its ISO 639 code, such as ko")
+            raise ValueError(f"{code} is not an ISO 639 code; give the language's code, such as ko")
         if code in _COUNTRIES:
-            raise ValueError(f"{code} is a country; its language is {_COUNTRIES[code]} (ISO 639)")
+            raise ValueError(f"{code} is a country code; the language code is {_COUNTRIES[code]} (ISO 639)")
     return code
 
 
@@ -90,7 +90,7 @@ def gone(**became: str) -> BeforeValidator:
 
     def check(value: object) -> object:
         if isinstance(value, str) and value in became:
-            raise ValueError(f"{value} is no more: {became[value]}")
+            raise ValueError(f"{value} was removed: {became[value]}")
         return value
 
     return BeforeValidator(check)
@@ -102,13 +102,13 @@ def local_path(written: str) -> str:
     ValueError if it is a URL (not quoted, since it may hold a password), or a path that no file system could hold.
     """
     if "://" in written:
-        raise ValueError("is a URL; local files and hub ids are read, nothing else")
+        raise ValueError("is a URL; give a local path, or a hub id if this key takes one")
     path = os.path.expanduser(written)  # noqa: PTH111 (a pattern is no Path, and an unknown user no exception)
     if path.startswith("~"):
-        raise ValueError(f"{path.partition('/')[0]} is nobody's home folder")
+        raise ValueError(f"{path.partition('/')[0]} is not the home folder of any user; write out the path")
     parts = [os.fsencode(part) for part in path.split("/")]
     if sum(map(len, parts)) + len(parts) > _LONGEST_PATH_BYTES or max(map(len, parts)) > _LONGEST_NAME_BYTES:
-        raise ValueError(f"is longer than a path can be ({len(path):,} characters)")
+        raise ValueError(f"is too long for a path ({len(path):,} characters)")
     return path
 
 
@@ -120,9 +120,9 @@ def source_pattern(written: str) -> str:
     if not parted:
         return local_path(written)
     if scheme not in STORES:
-        raise ValueError(f"is a URL of no store that is read ({', '.join(STORES)})")
+        raise ValueError(f"is a URL of an unknown store (known: {', '.join(STORES)})")
     if "@" in place.partition("/")[0] or "::" in written:
-        raise ValueError("is a URL with a user's name or a chain in it; a store's own settings hold the credentials")
+        raise ValueError("is a URL with a user name or a chain (::); put credentials into the store's own settings")
     return written
 
 

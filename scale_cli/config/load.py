@@ -28,17 +28,17 @@ AnyConfig = TypeVar("AnyConfig", bound=Section)
 Values = tuple[str, ...]  # one run's key=value overrides, of the keys with several values
 # Removed keys, and what to do instead.
 _REMOVED = {
-    "corpus.sources.order": "leave it out; easy_first did worse than shuffled, so windows are shuffled",
+    "corpus.sources.order": "leave it out; windows are always shuffled, because easy_first did worse",
     "corpus.sources.select": "leave it out; typical text taught less than a random part of the same size",
-    "corpus.stages": "it made no difference; give the sources weights, or go on with others by train.init_from",
-    "evaluation.benchmarks.prompt": "write it as doc_to_text in the task's .yaml, and give that as path",
-    "evaluation.benchmarks.delimiter": "write it as target_delimiter in the task's .yaml, and give that as path",
-    "train.constant_lr_ratio": "leave it out; it was of the schedule infinite",
-    "train.cooldown_steps": "leave it out; it was of the schedule infinite",
-    "train.decay_shape": "leave it out; the decay of wsd is 1 - sqrt of the way",
-    "method.expansion.codes": "leave it out; codes by cooccurrence gained 0.6 % at most, and full fine-tuning as much",
-    "method.elo": "leave it out; llama-pro and freeze train some of the layers too",
-    "method.vocabulary.init": "new rows start as the mean of the old tokens that they are made of; leave it out",
+    "corpus.stages": "it made no difference; give the sources weights, or begin a run on others with train.init_from",
+    "evaluation.benchmarks.prompt": "write it as doc_to_text in the task's .yaml, and set path to that file",
+    "evaluation.benchmarks.delimiter": "write it as target_delimiter in the task's .yaml, and set path to that file",
+    "train.constant_lr_ratio": "leave it out; only the removed schedule infinite had it",
+    "train.cooldown_steps": "leave it out; only the removed schedule infinite had it",
+    "train.decay_shape": "leave it out; the decay of wsd is always 1 - sqrt",
+    "method.expansion.codes": "leave it out; cooccurrence gained 0.6 % at most, and full fine-tuning gained as much",
+    "method.elo": "leave it out; use llama-pro or freeze, which also train only some of the layers",
+    "method.vocabulary.init": "leave it out; a new row always starts as the mean of the old tokens that it is made of",
 }
 # If a plain value stands where a section should, the user most likely meant this key of the section.
 _MEANT_BY_SECTION = {"model": "base", "method": "variant", "corpus": "sources", "train": "max_steps"}
@@ -52,12 +52,15 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 # Names that other trainers give to our keys.
 _SYNONYMS = Path(__file__).with_name("synonyms.yaml")
 _DEVICE = (
-    "no key: a GPU is taken where there is one; CUDA_VISIBLE_DEVICES says which, ACCELERATE_USE_CPU=1 none, "
-    "`accelerate launch` several"
+    "no key is needed: a GPU is used if there is one; choose it with CUDA_VISIBLE_DEVICES, use the CPU with "
+    "ACCELERATE_USE_CPU=1, or several GPUs with `accelerate launch`"
 )
 _NO_KEYS = {
     **dict.fromkeys(("cuda", "device", "device_map", "devices", "gpu", "gpus", "num_gpus"), _DEVICE),
-    **dict.fromkeys(("resume", "resume_from_checkpoint"), "no key: `scale run` again goes on, and train --resume auto"),
+    **dict.fromkeys(
+        ("resume", "resume_from_checkpoint"),
+        "no key: to resume, start `scale run` again, or `scale train --resume auto`",
+    ),
 }
 
 
@@ -69,7 +72,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def load_checked(schema: type[AnyConfig], path: Path, overrides: Sequence[str] = ()) -> AnyConfig:
     tree = parse(read_text(path), str(path))
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a config is a mapping of keys to values")
+        raise ConfigError(f"{path}: a config must be a mapping of keys to values")
     for override in overrides:
         _apply_override(tree, override)
     return checked(schema, tree, str(path), overrides)
@@ -82,7 +85,7 @@ def checked(schema: type[AnyConfig], tree: dict[str, Any], where: str, overrides
         described = [_describe(schema, detail) for detail in error.errors(include_url=False, include_input=False)]
         lines = list(dict.fromkeys(f"{_origin(line, where, overrides)}: {line}" for line in described))
         if len(lines) > _MAX_ERRORS:
-            lines[_MAX_ERRORS:] = [f"{where}: and {len(lines) - _MAX_ERRORS:,} errors more"]
+            lines[_MAX_ERRORS:] = [f"{where}: and {len(lines) - _MAX_ERRORS:,} more errors"]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -121,7 +124,7 @@ def _place(node: Any, part: str, where: str) -> Any:
     if isinstance(node, dict):
         return part
     if not isinstance(node, list) or part not in map(str, range(len(node))):
-        raise ConfigError(f"{where}: {_quoted(part)} is no key or index of what is there")
+        raise ConfigError(f"{where}: {_quoted(part)} is not a key or index of the value before it")
     return int(part)
 
 
@@ -236,7 +239,7 @@ def parse_grid(arguments: Sequence[str], *, paired: bool) -> Grid:
     if not paired:
         return Grid(shared, list(product(*axes)))
     if len({len(values) for values in axes}) > 1:
-        raise ConfigError("--paired: one key has more values than another")
+        raise ConfigError("--paired: one key has more values than another; give all keys the same number")
     return Grid(shared, list(zip(*axes, strict=True)))
 
 
@@ -265,7 +268,7 @@ class _Loader(yaml.CSafeLoader):
         for key, _ in node.value:
             if str(key.value) in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {key.value[:40]!r} is there twice", problem_mark=key.start_mark
+                    problem=f"the key {key.value[:40]!r} occurs twice", problem_mark=key.start_mark
                 )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
@@ -317,9 +320,9 @@ def _check(text: str) -> None:
         if depth > _MAX_DEPTH:
             problem = f"nested more than {_MAX_DEPTH} deep"
         elif isinstance(event, yaml.AliasEvent):
-            problem = f"an alias, *{event.anchor}: write out what it stands for"
+            problem = f"an alias, *{event.anchor}: write out the value that it stands for"
         elif isinstance(event, yaml.ScalarEvent) and _NO_TEXT.search(event.value):
-            problem = "a NUL or half a character, which no text can hold"
+            problem = "a NUL or half a surrogate pair, which no text can contain"
         if problem is not None:
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 

@@ -99,10 +99,10 @@ class _AnyMethod(WideningConfig):
     def _parts_go_together(self) -> _AnyMethod:
         if self.vocabulary is not None and not self.definition.takes_new_tokens:
             taking = [method.name for method in METHODS.values() if method.takes_new_tokens]
-            raise ValueError(f"vocabulary: {self.variant} takes no new tokens; {', '.join(taking)} do")
+            raise ValueError(f"vocabulary: {self.variant} takes no new tokens; remove it, or use {', '.join(taking)}")
         if self.distils and not self.definition.widens:
             raise ValueError(
-                f"distillation.weight: {self.variant} has no base beside it in memory; only preserve and route have"
+                f"distillation.weight: {self.variant} does not keep the base in memory; only preserve and route do"
             )
         self.definition.check(self.settings)
         return self
@@ -118,7 +118,7 @@ else:
         __doc__=_AnyMethod.__doc__,
         __module__=__name__,
         variant=(
-            Annotated[Literal[tuple(METHODS)], gone(elo="llama-pro and freeze train some of the layers too")],
+            Annotated[Literal[tuple(METHODS)], gone(elo="use llama-pro or freeze, which train some of the layers too")],
             Field(
                 default="route",
                 description="three ways to widen (the paper's SCALE-Preserve, -Adapt, -Route), or a baseline",
@@ -174,7 +174,7 @@ class ExportConfig(Section):
         known = get_args(ExportFormat)
         named = given if isinstance(given, list) else [given]
         if not named or any(name not in known for name in named):
-            raise ValueError(f"{given!r} is none of {', '.join(known)}, and no list of them")
+            raise ValueError(f"{given!r} is neither one of {', '.join(known)} nor a list of them")
         if any(named.count(name) > 1 for name in named):
             raise ValueError("names a format twice")
         return given
@@ -229,11 +229,14 @@ class RunConfig(Section):
     def _method_problems(self) -> Iterator[str]:
         method, train, variant = self.method, self.train, self.method.variant
         if method.distils and not any(source.weight for source in self.corpus.replay):
-            yield "method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay with weight"
+            yield (
+                "method.distillation.weight: acts only on replay; give one of corpus.sources the role replay, with a "
+                "weight above 0"
+            )
         if not method.definition.is_sharded and train.sharding != "none":
             yield f"method.variant: {variant} trains unsharded only; set train.sharding to none"
         if train.mixed_precision == "fp16" and train.sharding != "none":
-            yield f"train.mixed_precision: fp16 goes with sharding: none, not with {train.sharding}"
+            yield f"train.mixed_precision: fp16 needs train.sharding: none, not {train.sharding}"
         if (train.mixed_precision, self.model.dtype) in (("fp16", "bfloat16"), ("bf16", "float16")):
             yield f"train.mixed_precision: {train.mixed_precision} does not go with model.dtype: {self.model.dtype}"
         if train.context_parallel > 1:
@@ -244,36 +247,45 @@ class RunConfig(Section):
         if train.decay_to_base and not method.trains_base_weights:
             yield f"train.decay_to_base: {variant} trains none of the base's weights"
         if train.embedding_norm == "bounded" and not method.definition.widens:
-            yield f"train.embedding_norm: {variant} has no E', which alone can be bounded"
+            yield f"train.embedding_norm: {variant} has no E' to bound; set it to free"
         if train.embedding_norm == "bounded" and method.expansion.embedding_scale is None:
-            yield "train.embedding_norm: bounded by the size that method.expansion.embedding_scale gives E'"
+            yield (
+                "train.embedding_norm: bounded needs a size of E', but method.expansion.embedding_scale is null; "
+                "set it, or train.embedding_norm=free"
+            )
         if method.definition.reads_known_text and not self.corpus.replay:
             yield (
-                f"method.variant: {variant} measures on what the base knows: give a source with the role replay, "
-                "and with weight 0 where it is not to be trained on"
+                f"method.variant: {variant} measures on text that the base knows; add a source with role: replay "
+                "(and weight: 0 if it is not to be trained on)"
             )
         if (vocabulary := method.vocabulary) is None:
             return
         known = [source.name for source in self.corpus.sources]
         if odd := [name for name in vocabulary.sources if name not in known]:
-            yield f"method.vocabulary.sources: {odd[0]!r} is none of corpus.sources ({', '.join(known)})"
+            yield f"method.vocabulary.sources: {odd[0]!r} is not one of corpus.sources ({', '.join(known)})"
         taken = vocabulary.sources or [source.name for source in self.corpus.new]
         if any(source.messages_field is not None and source.name in taken for source in self.corpus.sources):
-            yield "method.vocabulary.sources: new tokens are learned of text, not of conversations"
+            yield (
+                "method.vocabulary.sources: new tokens are learned from text, not from conversations; name only "
+                "sources without messages_field"
+            )
 
     def _problems_of_sharing_windows(self) -> Iterator[str]:
         number, length = self.train.context_parallel, self.corpus.sequence_length
         if length % (2 * number):
-            yield f"train.context_parallel: {number} processes share windows of multiples of {2 * number}, not {length}"
+            yield (
+                f"train.context_parallel: {number} needs a corpus.sequence_length that is a multiple of {2 * number}, "
+                f"not {length}"
+            )
         if self.train.attention not in (None, "sdpa"):
-            yield f"train.context_parallel: goes with train.attention sdpa, not with {self.train.attention}"
+            yield f"train.context_parallel: needs train.attention: sdpa, not {self.train.attention}"
         if self.train.compile:
             yield "train.context_parallel: does not go with train.compile"
 
     def _observing_problems(self) -> Iterator[str]:
         train = self.train
         if train.eval_benchmarks_every_steps and not self.evaluation.benchmarks:
-            yield "train.eval_benchmarks_every_steps: evaluation.benchmarks names none"
+            yield "train.eval_benchmarks_every_steps: evaluation.benchmarks is empty; name a benchmark there"
         if train.max_forgetting is None:
             return
         if not train.eval_every_steps:
@@ -288,8 +300,8 @@ class RunConfig(Section):
         if self.corpus.isolate_documents and at_once > 1:
             # It finds documents by their positions, and only in a batch of one; in larger batches it would join them.
             yield (
-                "train.attention: flash_attention_2 cannot keep corpus.isolate_documents with train.micro_batch_size "
-                f"{at_once}: set that to 1, or take flex_attention"
+                f"train.attention: with train.micro_batch_size {at_once}, flash_attention_2 cannot isolate documents "
+                "(corpus.isolate_documents); set train.micro_batch_size to 1, or use flex_attention"
             )
         if train.compile and at_once == 1:
             yield "train.compile: flash_attention_2 cannot be compiled with train.micro_batch_size 1"
@@ -369,7 +381,7 @@ def check_same_run(
     refused = {key: line for key, line in refused.items() if key not in (accepted or ())}
     if refused:
         may_be_accepted = accepted is not None and refused.keys() <= ACCEPTABLE
-        way = f", say that it may change ({' '.join(f'--accept {key}' for key in refused)})" if may_be_accepted else ""
+        way = f", allow the change ({' '.join(f'--accept {key}' for key in refused)})" if may_be_accepted else ""
         raise RunFolderError(
             f"{folder}: was made with another config ({'; '.join(refused.values())}); "
             f"change it back{way}, or start anew in another output_dir"

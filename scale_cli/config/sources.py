@@ -96,7 +96,9 @@ class CorpusSource(TextSource):
     @classmethod
     def _is_read(cls, weight: float, info: ValidationInfo) -> float:
         if weight < _LEAST_WEIGHT and (weight or info.data.get("role") != "replay"):
-            raise ValueError(f"{weight:g} is below {_LEAST_WEIGHT:g}; 0 is for replay, to be measured on")
+            raise ValueError(
+                f"{weight:g} is below {_LEAST_WEIGHT:g}; 0 is allowed only for replay that is only measured on"
+            )
         return weight
 
 
@@ -123,7 +125,7 @@ class BenchmarkSource(Section):
     @classmethod
     def _names_a_task(cls, path: str | None) -> str | None:
         if path is not None and not path.endswith((".yaml", ".yml")):
-            raise ValueError("is no .yaml; write a task of lm-eval with these data_files: docs/benchmarks.md")
+            raise ValueError("is not a .yaml file; write an lm-eval task with these data_files: docs/benchmarks.md")
         return path
 
     @model_validator(mode="before")
@@ -211,5 +213,5 @@ class CorpusConfig(ReadingConfig):
     @classmethod
     def _distinct(cls, sources: list[CorpusSource]) -> list[CorpusSource]:
         if all(source.role == "replay" for source in sources):
-            raise ValueError("every source has the role replay; what is to be learned has the role new")
+            raise ValueError("every source has the role replay; give the text to be learned the role new")
         return distinct_names(sources)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # a type checker accepts no computed Literal; pydantic takes 
 else:
     _Schedule = Annotated[
         Literal[tuple(SCHEDULES)],
-        gone(infinite="take wsd, whose trunk (decay_steps: 0) is constant and others branch off"),
+        gone(infinite="use wsd; with decay_steps: 0 its rate stays constant, and other runs can branch off it"),
     ]
 
 
@@ -203,7 +203,7 @@ class TrainConfig(Section):
         if self.optimiser == "muon":  # it needs whole matrices
             unsharded.append("optimiser: muon")
         for key in unsharded if self.sharding != "none" else ():
-            yield f"{key} goes with sharding: none, not with {self.sharding}"
+            yield f"{key} needs sharding: none, not {self.sharding}"
         if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
             yield "profile_steps: the first step comes after the last"
         if self.lookahead is not None and self.lookahead.every_steps > self.max_steps:
@@ -213,8 +213,8 @@ class TrainConfig(Section):
         warmup_steps, decay_steps = self.warmup_steps, self.decay_steps or 0
         # The warm-up alone may be longer, as with every schedule, for a short trial of a long config.
         if self.schedule == "wsd" and warmup_steps + decay_steps > max(self.max_steps, warmup_steps):
-            given = f"warmup_steps {warmup_steps:,}, decay_steps {decay_steps:,}"
-            yield f"{given}: more than max_steps {self.max_steps:,} together"
+            given = f"warmup_steps {warmup_steps:,} and decay_steps {decay_steps:,}"
+            yield f"{given} are together more than max_steps {self.max_steps:,}"
 
     @property
     def observes(self) -> bool:

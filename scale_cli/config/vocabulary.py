@@ -55,11 +55,11 @@ class Script:
         if name in SCRIPTS:
             return cls(SCRIPTS[name])
         if not re.fullmatch(r"[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6}(,[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6})*", name):
-            raise ValueError(f"{name!r} is no range (AC00-D7A3), and none of: {', '.join(SCRIPTS)}")
+            raise ValueError(f"{name!r} is neither a range such as AC00-D7A3 nor one of: {', '.join(SCRIPTS)}")
         ranges = tuple((int(first, 16), int(last, 16)) for first, last in (r.split("-") for r in name.split(",")))
         for first, last in ranges:
             if not 0x80 <= first <= last <= _LAST_CODE_POINT or (last >= _SURROGATES[0] and first <= _SURROGATES[1]):
-                raise ValueError(f"{first:X}-{last:X} is no range of letters beyond ASCII")
+                raise ValueError(f"{first:X}-{last:X} is not a range of letters beyond ASCII")
         return cls(ranges)
 
     @property

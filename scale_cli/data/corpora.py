@@ -119,8 +119,8 @@ def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
     for before, corpus in zip(read_corpora(folder), corpora, strict=True):
         if before != corpus.folder.name:
             raise RunFolderError(
-                f"{folder}: other text was trained on: {before} -> {corpus.folder.name} (a source and its hash); give "
-                "back the text that was, or start anew in another output_dir"
+                f"{folder}: the training text has changed: {before} -> {corpus.folder.name} (source and hash); restore "
+                "the text, or start anew in another output_dir"
             )
 
 
@@ -136,9 +136,9 @@ def corpus_warnings(
         often = share * config.train.max_steps * config.train.global_batch_size / num_windows
         if often > _OFTEN:
             lines.append(
-                f"corpus {source.name}: its {num_tokens:,} tokens are read {often:,.0f} times over; beyond {_OFTEN} "
-                "times they teach little but themselves: give more text, a lower weight, fewer train.max_steps, or "
-                "many times the train.weight_decay"
+                f"corpus {source.name}: its {num_tokens:,} tokens are read {often:,.0f} times; after {_OFTEN} times a "
+                "text teaches little but itself. Give more text, a lower weight, fewer train.max_steps, or many times "
+                "the train.weight_decay"
             )
         lines += _text_warnings(source, trained[source.name])
     for held, corpus in zip(config.evaluation.perplexity, held_out, strict=True):
@@ -159,16 +159,16 @@ def _text_warnings(source: TextSource, corpus: TokenisedCorpus) -> list[str]:
     if source.documents == "paragraph" and is_txt and not parted:
         lines.append(
             f"corpus {source.name}: {kept.documents:,} document{'s' * (kept.documents > 1)} of {kept.num_bytes:,} "
-            "bytes in all: a blank line ends a document, and there is none; say `documents: line` of the source where "
-            "every line is a document, or `documents: file` where every file is"
+            "bytes in all: documents are separated by blank lines, and these files have none; set `documents: line` "
+            "if every line is a document, or `documents: file` if every file is"
         )
     return lines
 
 
 def one_document(name: str) -> str:
     return (
-        f"held-out {name}: one document, and intervals are over documents: its figures have none; a blank line ends a "
-        "document of a .txt, or a line does with `documents: line`"
+        f"held-out {name}: has only one document, so its results have no confidence intervals, which are over "
+        "documents; separate documents in a .txt by blank lines, or set `documents: line`"
     )
 
 
@@ -176,15 +176,15 @@ def idle_settings(config: RunConfig) -> list[str]:
     """Return a warning for every setting that has no effect in this run, or is never reached."""
     train = config.train
     lines = [
-        f"train.{key}: nothing with train.schedule {train.schedule}, only with {' and '.join(schedules)}"
+        f"train.{key}: has no effect with train.schedule {train.schedule}, only with {' and '.join(schedules)}"
         for key, schedules in KEYS_OF_SCHEDULES.items()
         if getattr(train, key) is not None and train.schedule not in schedules
     ]
     if train.warmup_steps > train.max_steps:
         lines.append(
-            f"train.warmup_steps {train.warmup_steps:,}: more than train.max_steps {train.max_steps:,}, so that the "
-            f"rate never gets to train.lr, only to {percent(train.max_steps / train.warmup_steps, 0)} of it; lower "
-            "the one with the other"
+            f"train.warmup_steps {train.warmup_steps:,}: more than train.max_steps {train.max_steps:,}, so the "
+            f"rate reaches only {percent(train.max_steps / train.warmup_steps, 0)} of train.lr; lower "
+            "train.warmup_steps too"
         )
     return lines
 
@@ -199,6 +199,6 @@ def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCo
         if found.any():
             lines.append(
                 f"held-out {name}: {found.sum():,} of its {len(held_out):,} documents ({percent(found.mean())}) "
-                f"are in {source}, which is trained on: what is measured on them is memory"
+                f"are in {source}, which is trained on: results on them measure memorisation"
             )
     return lines

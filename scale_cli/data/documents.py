@@ -186,7 +186,7 @@ def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) ->
         return
     content = stream.read(_MAX_JSON_BYTES + 1)
     if len(content) > _MAX_JSON_BYTES:
-        raise OSError(f"a list of more than {_MAX_JSON_BYTES >> 20} MiB; write a record a line, as .jsonl")
+        raise OSError(f"a list of more than {_MAX_JSON_BYTES >> 20} MiB; write one record per line, as .jsonl")
     try:
         records = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -241,7 +241,7 @@ def _read_parquet(file: SourceFile, stream: IO[bytes], source: TextSource, limit
     table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
     names = table.schema_arrow.names
     if names.count(source.text_field) != 1:
-        raise OSError(f"not one column {source.text_field!r} in: {', '.join(names)}")
+        raise OSError(f"needs exactly one column {source.text_field!r}, and has: {', '.join(names)}")
     batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[source.text_field])
     yield from _read_column((_encoded(batch.column(0)) for batch in batches), count(1), file, limit)
 

@@ -97,7 +97,8 @@ class TokenizerSpec:
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, conversations: bool) -> TokenizerSpec:
         if not tokenizer.is_fast:
             raise BaseModelError(
-                f"{tokenizer.name_or_path}: its tokenizer has no tokenizer.json form (a fast tokenizer)"
+                f"{tokenizer.name_or_path}: its tokenizer has no tokenizer.json form (a fast tokenizer); "
+                "choose another in model.tokenizer"
             )
         markers = DocumentMarkers.of(tokenizer)
         return cls(
@@ -270,8 +271,8 @@ def encode_all(documents: Iterator[Document], spec: TokenizerSpec, num_workers: 
                 yield pending.popleft().result()
         except BrokenProcessPool:
             raise RunError(
-                "a tokenising process died, perhaps for lack of memory; run again to go on, with a smaller "
-                "corpus.num_workers or corpus.max_document_bytes"
+                "a tokenising process died, perhaps because memory ran out; to continue, run the command again with a "
+                "smaller corpus.num_workers or corpus.max_document_bytes"
             ) from None
         finally:
             workers.shutdown(wait=True, cancel_futures=True)

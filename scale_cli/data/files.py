@@ -95,10 +95,10 @@ def source_files(source: TextSource) -> list[SourceFile]:
             files.setdefault(file.name, file)
     for file in files.values():
         if file.format not in FORMATS or (file.format == ".parquet" and file.compression):
-            known = f"{', '.join(FORMATS)}, each but .parquet also {', '.join(COMPRESSIONS)}"
+            known = f"{', '.join(FORMATS)}; all but .parquet also with {', '.join(COMPRESSIONS)}"
             raise CorpusError(f"{file}: not a corpus format (known: {known})")
         if source.messages_field is not None and file.format not in (".jsonl", ".json"):
-            raise CorpusError(f"{file}: messages_field: conversations are read of .jsonl, .json and datasets")
+            raise CorpusError(f"{file}: messages_field: conversations are read only from .jsonl, .json and datasets")
         if source.documents != "paragraph" and file.format != ".txt":
             raise CorpusError(f"{file}: documents: {source.documents} is for .txt; here every record is a document")
     return list(files.values())
@@ -139,7 +139,7 @@ def _in_store(name: str, pattern: str) -> list[SourceFile]:
                 continue
             told = told if told["size"] is not None else store.info(one)  # a server's index page gives only names
             if told["size"] is None:
-                raise ValueError(f"{one}: its server tells no size, so that a change would go unnoticed; download it")
+                raise ValueError(f"{one}: its server tells no size, so a change would go unnoticed; download the file")
             files.append(SourceFile(store.unstrip_protocol(one), int(told["size"]), store, json_sha256(told)))
         return files
 
@@ -200,7 +200,7 @@ def decompressed(file: SourceFile, raw: IO[bytes]) -> IO[bytes]:
     if not file.compression:
         return raw
     if file.size == 0:
-        raise EOFError("an empty file is not a compressed one")  # gzip would read it as empty text
+        raise EOFError("the file is empty, so it is not a compressed file")  # gzip would read it as empty text
     if file.compression == ".gz":
         return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))  # another buffer would lose text before damage
     if file.compression == ".xz":
@@ -256,7 +256,9 @@ def check_source(source: TextSource) -> None:
         splits = [str(split) for split in dataset_builder(source).config.data_files or ()]
         if splits and source.split not in splits:
             known = ", ".join(splits)
-            raise CorpusError(f"{source.name}: the dataset {source.dataset} has no split {source.split!r} ({known})")
+            raise CorpusError(
+                f"{source.name}: the dataset {source.dataset} has no split {source.split!r}; it has {known}"
+            )
     for file in source_files(source):
         if file.store is None:  # the store has listed it already; opening it would fetch it
             with named_errors(f"{source.name}: {file}"), file.open() as opened:

@@ -34,8 +34,8 @@ class Reason(Enum):
 
 
 _REMEDIES = {
-    Reason.TOO_LARGE.value: " (corpus.max_document_bytes says what is)",
-    Reason.NOT_UTF8.value: " (text is read as UTF-8; other text is converted by `iconv -f CP949 -t UTF-8` or the like)",
+    Reason.TOO_LARGE.value: " (corpus.max_document_bytes is the limit)",
+    Reason.NOT_UTF8.value: " (text is read as UTF-8; convert it first, for example by `iconv -f CP949 -t UTF-8`)",
 }
 
 
@@ -74,7 +74,7 @@ class DropCount(Count):
     def described(self, reason: str) -> str:
         more = ", ..." if self.documents > len(self.places) else ""
         if self.fields:
-            more += f" (it has {', '.join(self.fields)}; text_field or messages_field says which is read)"
+            more += f" (it has {', '.join(self.fields)}; set text_field or messages_field to the one to read)"
         return f"{self.documents:,} {reason}: {', '.join(self.places)}{more}{_REMEDIES.get(reason, '')}"
 
 
@@ -181,7 +181,7 @@ def check_bad_fraction(source: TextSource, ledger: Ledger, max_bad_fraction: flo
     """Raise CorpusError if a source has too many bad records, or no good one; the message names the first places."""
     name, losses = _described(source), ledger.described_losses()
     if ledger.num_skipped and not ledger.read.documents:
-        raise CorpusError(f"{name}: no document is left: skip_documents passes over all {ledger.num_skipped:,}")
+        raise CorpusError(f"{name}: no document is left, because skip_documents skips all {ledger.num_skipped:,}")
     if ledger.num_tokens < 2 or not ledger.targets_an_epoch:  # an input and a target
         losses = f" ({losses})" if losses else ""
         raise CorpusError(f"{name}: no document with text{losses}")
@@ -196,8 +196,8 @@ def check_unknown_fraction(source: TextSource, round_trip: RoundTrip, max_unknow
     if round_trip.lost_fraction > max_unknown_fraction:
         raise CorpusError(
             f"{_described(source)}: the tokenizer loses {percent(round_trip.lost_fraction)} of its text, as in "
-            f"{round_trip.example!r}, more than corpus.max_unknown_fraction {max_unknown_fraction} allows: it does not "
-            "know this text, or its files are of two models; name one that does in model.tokenizer"
+            f"{round_trip.example!r}, more than corpus.max_unknown_fraction {max_unknown_fraction} allows; it does not "
+            "know this text, or its files belong to two models; set model.tokenizer to one that knows the text"
         )
 
 

@@ -153,7 +153,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     _put_back(path)
     if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
-        raise RunFolderError(f"{path}: is there already and is not a folder of ours; move it away")
+        raise RunFolderError(f"{path}: exists already and was not written by scale; move it away")
     partial = partial_folder(path)
     with claimed(partial):
         try:
@@ -264,7 +264,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(text)
         described = {key: manifest[key] for key in ("files", "versions")}
         if text != _json_text({**described, _SEAL: json_sha256(described)}):
-            raise ValueError("its content is not what was written")
+            raise ValueError("its content has changed since it was written")
     return described
 
 
@@ -288,10 +288,10 @@ def verify_folder(folder: Path) -> None:
     for name, described in described_files(folder).items():
         file = folder / name
         if os.path.realpath(file) != f"{os.path.realpath(folder)}/{name}":  # through a link, or through its name
-            raise StorageError(f"{folder}: {name} leads out of the folder")
+            raise StorageError(f"{folder}: {name} points outside the folder")
         with _reading(file):
             if file.stat().st_size != described["bytes"] or file_sha256(file) != described["sha256"]:
-                raise ValueError("its content is not what was written")
+                raise ValueError("its content has changed since it was written")
 
 
 # One process at a time in a folder

@@ -53,7 +53,9 @@ class RunFolder:
         for folder in (self.root, self.final, *newest_first, self.upscaled):
             if (folder / "scale.yaml").is_file():
                 return folder / "scale.yaml"
-        raise RunFolderError(f"{self.root}: is a folder, and not one of a run: give a config (YAML), or a run's folder")
+        raise RunFolderError(
+            f"{self.root}: is a folder, but not that of a run; give a config (YAML), or the folder of a run"
+        )
 
     def check(self) -> None:
         """Raise RunFolderError, before any work, if results cannot be written here or would land elsewhere."""
@@ -62,10 +64,12 @@ class RunFolder:
         places = [path for path in vars(self).values() if path != self.root]
         for link in (link for place in places for link in _links(place)):
             if not Path(os.path.realpath(link)).is_relative_to(root):
-                raise RunFolderError(f"{link}: leads out of output_dir, to {link.readlink()}; nothing is written there")
+                raise RunFolderError(
+                    f"{link}: points outside output_dir, to {link.readlink()}; nothing is written there, so remove it"
+                )
         for place in places:
             if os.path.lexists(place) and not place.is_dir() and place != self.metrics:
-                raise RunFolderError(f"{place}: is not a folder, and one is to be written there; move it away")
+                raise RunFolderError(f"{place}: is not a folder, but a folder must be written there; move it away")
 
 
 def _links(place: Path) -> Iterator[Path]:
@@ -340,7 +344,7 @@ def read_records(path: Path) -> list[MetricsRecord]:
             record = json.loads(line)
             int(record["step"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            raise StorageError(f"{path}:{number}: damaged, not a record of ours; remove the line") from None
+            raise StorageError(f"{path}:{number}: damaged, not a record of the log; remove the line") from None
         records.append(record)
     return records
 

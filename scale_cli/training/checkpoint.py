@@ -123,7 +123,9 @@ def _find(run_folder: RunFolder, resume: str | None, log: Log) -> Path | None:
         for line in skipped:
             log(f"warning: {line}")
         if start is None and (skipped or run_folder.final.is_dir()):
-            raise RunFolderError(f"{run_folder.checkpoints}: no checkpoint is whole; remove them to start over")
+            raise RunFolderError(
+                f"{run_folder.checkpoints}: no checkpoint is whole; remove this folder and final/ to start over"
+            )
         return start
     if run_folder.final.is_dir():
         raise RunFolderError(f"{run_folder.root}: holds a finished run; choose another output_dir")
@@ -135,7 +137,7 @@ def _find(run_folder: RunFolder, resume: str | None, log: Log) -> Path | None:
     if not TrainState.is_in(start):
         raise RunFolderError(f"--resume {resume}: not a checkpoint folder")
     if newer := [f.name for f in checkpoints(run_folder) if TrainState.load(f).step > TrainState.load(start).step]:
-        raise RunFolderError(f"--resume {resume}: {run_folder.checkpoints} holds newer ones: remove {', '.join(newer)}")
+        raise RunFolderError(f"--resume {resume}: {run_folder.checkpoints} holds newer ones; remove {', '.join(newer)}")
     verify_folder(start)
     return start
 
@@ -146,15 +148,17 @@ def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> int:
     for line in start.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         log(f"changed        {line}")
     if (step := start.state.step) > config.train.max_steps:
-        raise RunFolderError(f"{path}: is beyond train.max_steps {config.train.max_steps}; give at least {step}")
+        raise RunFolderError(f"{path}: is beyond train.max_steps {config.train.max_steps}; set it to at least {step}")
     # A new max_steps may move the beginning of the average to before this checkpoint.
     begins = first_averaged(config.train)
     if begins is not None and first_averaged(start.config.train) != begins < step:
-        least = f"give at least train.max_steps={step + config.train.averaged_steps}, or an earlier checkpoint"
-        raise RunFolderError(f"{path}: train.average: its steps, from {begins + 1} on, were not averaged; {least}")
+        least = f"set train.max_steps to at least {step + config.train.averaged_steps}, or resume an earlier checkpoint"
+        raise RunFolderError(f"{path}: train.average should have begun at step {begins + 1}, and has not; {least}")
     log(f"resuming       {path}")
     if changed := changed_versions(path):
-        log(f"warning: written by other versions, so the last bits may differ: {', '.join(changed)}")
+        log(
+            f"warning: this checkpoint was written by other versions, so the last bits may differ: {', '.join(changed)}"
+        )
     return step
 
 
@@ -174,7 +178,7 @@ def check_init_from(run: Run) -> None:
         return
     key = f"train.init_from: {train.init_from}"
     if not TrainState.is_in(trunk.path):
-        raise RunFolderError(f"{key}: is neither a checkpoint of a run (checkpoints/step-...) nor its final/")
+        raise RunFolderError(f"{key}: is neither a checkpoint (checkpoints/step-...) nor the final/ of a run")
     verify_folder(trunk.path)
     before = trunk.config
     if not config.method.definition.probe_windows(config.method.settings):  # compare with what that run found
@@ -183,7 +187,7 @@ def check_init_from(run: Run) -> None:
         raise RunFolderError(f"{key}: was trained with another model or method ({'; '.join(changed)})")
     if train.init_moments == "kept":
         if not ((trunk.path / OPTIMISER).is_file() or has_shards(trunk.path)):  # final/ has none
-            raise RunFolderError(f"{key}: has no moments to keep; give a checkpoint, or train.init_moments: fresh")
+            raise RunFolderError(f"{key}: has no moments to keep; give a checkpoint, or set train.init_moments: fresh")
         if before.train.optimiser != train.optimiser:
             raise RunFolderError(f"{key}: has moments of {before.train.optimiser}; set train.init_moments: fresh")
 
@@ -200,6 +204,6 @@ def _check_same_start(trunk: MethodFolder, ours: MethodFolder) -> None:
     trunk_found, ours_found = (of.method.definition.found(of.method.settings) for of in (trunk, ours))
     if trunk_found != ours_found:
         raise RunFolderError(
-            f"train.init_from: {trunk.path}: {trunk_found}; in this run, found on other text, {ours_found}; name the "
-            f"first in method.{ours.method.definition.section}"
+            f"train.init_from: {trunk.path}: {trunk_found}; but this run has found on other text {ours_found}; set the "
+            f"former in method.{ours.method.definition.section}"
         )

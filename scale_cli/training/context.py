@@ -51,7 +51,9 @@ def parallelism(train: TrainConfig, num_processes: int) -> ParallelismConfig:
         )
     except ValueError as error:
         given = f"train.context_parallel {sharing}, train.sharded_within {train.sharded_within}"
-        raise ConfigError(f"{given}: not on {num_processes} processes, {within} a machine: {one_line(error)}") from None
+        raise ConfigError(
+            f"{given}: impossible on {num_processes} processes, {within} per machine: {one_line(error)}"
+        ) from None
 
 
 def share_windows(mesh: DeviceMesh, *, isolated: bool) -> str:

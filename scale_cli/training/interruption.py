@@ -119,7 +119,7 @@ def stop_requests(max_hours: float | None, *, alone: bool) -> Iterator[StopReque
 def describe_stop(asked: int) -> tuple[str, int]:
     """Return the reason for the stop in words, and its exit code."""
     if asked == _OUT_OF_TIME:
-        return "stopped: train.max_hours are over,", 0
+        return "stopped by train.max_hours", 0
     return f"stopped by {signal.Signals(asked).name}", 128 + asked
 
 

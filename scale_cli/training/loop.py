@@ -205,8 +205,8 @@ class _Loop:
         highest, step, train = max(self.losses, default=math.inf), self.run.state.step, self.run.config.train
         if len(self.losses) >= _FEWEST_STEPS and loss > _LEAP * highest:
             advice = f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
-            batch = f"its batch: {_sources(self.run, step - 1)}; where losses leap again and again, {advice}"
-            self.run.warn(f"step {step}: loss {loss:.4f}, where {highest:.4f} was the highest; {batch}")
+            batch = f"its batch: {_sources(self.run, step - 1)}; if this happens again and again, {advice}"
+            self.run.warn(f"step {step}: loss {loss:.4f}, but the highest of the last steps was {highest:.4f}; {batch}")
         self.losses.append(loss)
 
     def _log(self, result: StepResult, taken: TakenStep) -> None:
@@ -319,8 +319,10 @@ def _skip_step(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> Non
             f"{message}; nothing was updated. Lower train.lr, raise train.warmup_steps, or set train.on_nonfinite=skip"
         ) from None
     if run.state.skipped_steps >= train.max_skipped_steps:
-        raise TrainingError(f"{message}; train.max_skipped_steps {train.max_skipped_steps} are used up") from None
-    run.warn(f"{message}; left out")
+        raise TrainingError(
+            f"{message}; the limit train.max_skipped_steps {train.max_skipped_steps} is reached"
+        ) from None
+    run.warn(f"{message}; the step is skipped")
     _leave_out(run, taken, error)
     run.state = run.state.skipped(taken.num_tokens)
 

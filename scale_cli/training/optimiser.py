@@ -157,7 +157,7 @@ def load_optimiser_tensors(
         for moment, shape in shapes.items():
             tensor = tensors.get(f"{moment}.{name}")
             if tensor is None or tensor.shape != shape:
-                raise StorageError(f"optimiser state: {moment}.{name} is missing or of another shape")
+                raise StorageError(f"optimiser state: {moment}.{name} is missing or has another shape")
             state[moment] = tensor.to(parameter.device)
         if "exp_avg" in state:
             # The fused AdamW keeps its step counts on the parameters' device, in float32; Muon counts none.

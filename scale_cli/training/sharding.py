@@ -52,7 +52,9 @@ def shard_model(
     The model is whole and on the CPU before; one layer at a time goes to the device before it is split.
     """
     if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
-        raise ConfigError(f"train.sharding: {train.sharding}: not over a base that is widened already; choose none")
+        raise ConfigError(
+            f"train.sharding: {train.sharding} cannot split a base that is already widened; set it to none"
+        )
     root = for_training(model, train)
     if mesh is None:
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))

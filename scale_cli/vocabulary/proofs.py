@@ -63,11 +63,11 @@ def _check_tokens(old: Tokenizer, new: Tokenizer) -> None:
             raise PreservationError(f"method.vocabulary: the token {token!r} had the id {index}, now {ids.get(token)}")
     added = old.get_added_tokens_decoder()
     if added != new.get_added_tokens_decoder():
-        raise PreservationError("method.vocabulary: the special tokens are not what they were")
+        raise PreservationError("method.vocabulary: the special tokens have changed")
     for special in added.values():
         before, after = (tokenizer.encode(special.content, add_special_tokens=False).ids for tokenizer in (old, new))
         if before != after:
-            raise PreservationError(f"method.vocabulary: {special.content!r} was {before}, and is now {after}")
+            raise PreservationError(f"method.vocabulary: {special.content!r} had the ids {before}, now {after}")
 
 
 def _check_ids(old: Tokenizer, new: Tokenizer, texts: Iterable[str], first_id: int = 0, moved: int = 0) -> int:
@@ -76,7 +76,7 @@ def _check_ids(old: Tokenizer, new: Tokenizer, texts: Iterable[str], first_id: i
     for text, before, after in _both(old, new, texts):
         count += 1
         if after != [index + moved if index >= first_id else index for index in before]:
-            raise PreservationError(f"method.vocabulary: the tokens of {text[:80]!r} are not what they were")
+            raise PreservationError(f"method.vocabulary: the tokens of {text[:80]!r} have changed")
     return count
 
 
@@ -86,7 +86,7 @@ def _check_decoded(old: Tokenizer, new: Tokenizer, texts: Iterable[str]) -> int:
     for text, before, after in _both(old, new, texts):
         count += 1
         if old.decode(before, skip_special_tokens=False) != new.decode(after, skip_special_tokens=False):
-            raise PreservationError(f"method.vocabulary: {text[:80]!r} does not come back from its new tokens")
+            raise PreservationError(f"method.vocabulary: decoding the new tokens of {text[:80]!r} gives another text")
     return count
 
 

@@ -88,10 +88,11 @@ class Extension:
     def _check_enough(self, num_found: int) -> None:
         if num_found < num_added(self.first_id, self.vocabulary):
             most = most_added(self.first_id, num_found)
-            instead = f"put {most} there, or a lower" if most > 0 else "put a lower"
+            instead = f"set it to {most}, or lower" if most > 0 else "lower"
             raise ConfigError(
-                f"method.vocabulary.new_tokens: {self.vocabulary.new_tokens:,}, but the text gives {num_found:,} that "
-                f"occur {self.vocabulary.min_count:,} times: {instead} method.vocabulary.min_count"
+                f"method.vocabulary.new_tokens: {self.vocabulary.new_tokens:,}, but the text gives only "
+                f"{num_found:,} that occur at least {self.vocabulary.min_count:,} times; {instead} "
+                "method.vocabulary.min_count"
             )
 
     def learned(self, num_bytes: int, min_count: int) -> tuple[list[NewToken], bool]:
@@ -103,7 +104,7 @@ class Extension:
         if of_script > _MOST_OF_THE_SCRIPT * len(tokens):
             raise BaseModelError(
                 f"method.vocabulary.script: {of_script:,} of the {len(tokens):,} tokens of {self.base.name_or_path} "
-                f"are {self.vocabulary.script} already; leave method.vocabulary out"
+                f"are {self.vocabulary.script} already; remove method.vocabulary"
             )
         num_new = num_added(self.first_id, self.vocabulary)
         check_size(self.first_id + num_new)
@@ -129,7 +130,7 @@ def most_added(first_id: int, num_found: int) -> int:
 def check_size(vocab_size: int) -> None:
     if vocab_size in TAKEN_FOR_OTHERS:
         raise ConfigError(
-            f"method.vocabulary.new_tokens: {vocab_size:,} tokens in all are what llama.cpp knows another model by; "
+            f"method.vocabulary.new_tokens: llama.cpp takes a model of {vocab_size:,} tokens in all for another one; "
             f"add {ROWS_MULTIPLE} more"
         )
 
@@ -155,8 +156,8 @@ def _given(first_id: int, folder: str) -> PreTrainedTokenizerBase:
         raise BaseModelError(f"method.vocabulary.folder: {folder} holds no tokenizer: {one_line(error)}") from None
     if len(ids) <= first_id or ids != list(range(len(ids))):
         raise BaseModelError(
-            f"method.vocabulary.folder: {folder} does not add its tokens from {first_id:,} on, where the base's "
-            f"embedding of {first_id:,} rows ends, to a vocabulary without gaps"
+            f"method.vocabulary.folder: the ids of {folder} must have no gaps, and its new tokens must begin at "
+            f"{first_id:,}, because the base's embedding has {first_id:,} rows"
         )
     check_size(len(ids))
     return given

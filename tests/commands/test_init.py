@@ -104,8 +104,8 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
         ("--corpus", "/absent/*.txt", "corpus: no file matches /absent/*.txt"),
         ("--corpus", "short.txt", "and a step takes 2,048"),
         ("--retention", "empty.txt", "no document with text"),
-        ("--language", "korean", "korean: give its ISO 639 code, such as ko"),
-        ("--retention-language", "kr", "kr is a country; its language is ko"),
+        ("--language", "korean", "korean is not an ISO 639 code; give the language's code, such as ko"),
+        ("--retention-language", "kr", "kr is a country code; the language code is ko"),
     ],
 )
 def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(

@@ -84,7 +84,7 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
         upscale(upon(below, below.method, tmp_path))
 
     def moved(*_: object) -> int:
-        raise PreservationError("method.vocabulary: the tokens of 'x' are not what they were")
+        raise PreservationError("method.vocabulary: the tokens of 'x' have changed")
 
     monkeypatch.setattr("scale_cli.upscale.run.check_extension", moved)
     again = below.model_copy(update={"output_dir": tmp_path / "again"})
@@ -105,7 +105,7 @@ def test_a_plan_refuses_more_tokens_than_the_text_gives_and_what_it_says_instead
         upscale(config)
     assert str(refused_too.value) == str(refused.value)
     assert not config.output_dir.exists()
-    (instead,) = re.findall(r"put (\d+) there", str(refused.value))
+    (instead,) = re.findall(r"set it to (\d+),", str(refused.value))
     fitting = config_of(shared_data, tmp_path, vocabulary={"new_tokens": int(instead), "min_count": 2})
     assert plan(fitting, 1e12, 1).new_tokens is not None
     with pytest.raises(ModelLoads):

@@ -69,8 +69,8 @@ def test_an_override_fills_an_empty_section(section: str) -> None:
         ("train..lr=1", "key.sub=value"),
         ("corpus.sources.1.name=x", "'1'"),
         ("corpus.sources.-1.name=x", "'-1'"),
-        (f"corpus.sources.{'9' * 5000}=x", "no key or index"),
-        ("model.base.sub=x", "'sub' is no key or index"),
+        (f"corpus.sources.{'9' * 5000}=x", "not a key or index"),
+        ("model.base.sub=x", "'sub' is not a key or index"),
         ("train.lr=[", "not valid YAML"),
     ],
 )
@@ -128,7 +128,7 @@ def test_a_dumped_config_loads_as_itself() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a: 1\nb: 2\na: 3", "x:3: not valid YAML (the key 'a' is there twice)"),
+        ("a: 1\nb: 2\na: 3", "x:3: not valid YAML (the key 'a' occurs twice)"),
         ("? [a]\n: 1", "x:1: not valid YAML (found unhashable key)"),
         ("a: 1\nb: &a {c: *a}", "x:2: not valid YAML (an alias, *a: "),
         ("[" * 100_000, "x:1: not valid YAML (nested more than 40 deep)"),

@@ -75,7 +75,7 @@ def test_a_corpus_that_is_read_many_times_over_is_named(tmp_path: Path, tokenize
     config = configured(tmp_path, [[" ".join(WORDS)], [" ".join(WORDS)]], HELD_OUT, max_steps=150)
     (line,) = warned(config, tokenizer)
     assert "corpus c0" not in line  # 13 times
-    assert line.startswith("corpus c1: its 60 tokens are read 25 times over")
+    assert line.startswith("corpus c1: its 60 tokens are read 25 times;")
     corpora = open_sources(config, config.corpus.sources, tokenizer)
     _, trained = build_batches(config, corpora, 1).trained_tokens(150)
     assert trained.num_trained / (len(corpora[1].ids) - 1) == pytest.approx(25, rel=0.3)  # sources are drawn
@@ -97,7 +97,7 @@ def test_shared_and_lost_text_and_one_document_are_told_and_what_is_common_is_no
             HELD_OUT,
             "corpus c0: the tokenizer loses 0.48 % of its text, as in '고양이'",
         ),
-        ([whole], HELD_OUT[:1], "held-out held: one document,"),
+        ([whole], HELD_OUT[:1], "held-out held: has only one document,"),
     ]
     for training, held_out, line in told:
         lines = warned(configured(tmp_path, [training], held_out), tokenizer)

@@ -133,7 +133,7 @@ def test_a_run_measures_when_it_is_due_and_keeps_the_layers_it_found_which_a_bra
     branch = make_config("branch", *ADEPT, f"train.init_from={run.final}")
     monkeypatch.setattr(adept, "bypass_losses", lambda *_: [float(layer in layers) for layer in range(5)])
     upscale(branch)
-    with pytest.raises(RunFolderError, match=rf"layers copied: {', '.join(map(str, layers))}; in this run") as caught:
+    with pytest.raises(RunFolderError, match=rf"layers copied: {', '.join(map(str, layers))}; but this run") as caught:
         train(branch, None, lambda _: None)
     assert "\n" not in str(caught.value)
     check_init_from(Run(make_config("named", *ADEPT, f"method.adept.layers={layers}", f"train.init_from={run.final}")))

@@ -73,7 +73,9 @@ def test_final_holds_the_average_and_everything_else_is_as_without_one(make_conf
 def test_a_longer_run_has_an_average_of_its_own_last_steps_or_is_refused(make_config: MakeConfig) -> None:
     average = "train.average={kind: tail, steps: 3}"
     run = averaged_run(make_config, "run", average)
-    with pytest.raises(RunFolderError, match=r"its steps, from 4 on, were not averaged; give at least .*=7"):
+    with pytest.raises(
+        RunFolderError, match=r"should have begun at step 4, and has not; set train\.max_steps to at least 7"
+    ):
         go_on(make_config("run", "train.max_steps=6", average), "train.max_steps")
     kept = ("train.save_every_steps=1", "train.keep_checkpoints=9")
     go_on(make_config("run", "train.max_steps=8", *kept, average), "train.max_steps")

@@ -175,7 +175,7 @@ def test_a_manifest_does_not_lead_out_of_its_folder(scale: Scale, tmp_path: Path
     for name in ("../secret", "/etc/hostname", "link", "linked/file", "./base.json"):
         reseal(final, name)
         done = scale("verify", final)
-        assert f"{name} leads out of the folder" in done.stdout
+        assert f"{name} points outside the folder" in done.stdout
         assert done.exit_code == 3
 
 
@@ -211,7 +211,7 @@ def test_a_link_out_of_output_dir_is_refused_before_anything_is_written(
     link.parent.mkdir(parents=True)
     link.symlink_to(outside / "precious" if place.endswith(("jsonl", "partial", "bin")) else outside)
     done = scale(verb, write_config(tmp_path, base))
-    assert done.error().startswith(f"{link}: leads out of output_dir")
+    assert done.error().startswith(f"{link}: points outside output_dir")
     assert done.exit_code == 2
     assert {file.name: file.read_text(encoding="utf-8") for file in outside.iterdir()} == {"precious": "precious"}
 

@@ -85,7 +85,7 @@ def test_the_newest_good_checkpoint_outlives_damaged_ones_of_later_steps(runs: R
     DAMAGES["empty"](run.checkpoint(6) / "optimiser.safetensors")
     for step in (4, 5):
         ended = run_verb(*runs.arguments("train", "damaged"), "train.max_hours=1e-9", "train.keep_checkpoints=1")
-        assert f"train.max_hours are over, after step {step};" in ended.printed
+        assert f"stopped by train.max_hours after step {step};" in ended.printed
         assert newest_whole_checkpoint(run)[0] == run.checkpoint(step)
     runs.finish_as("whole", "damaged")
 

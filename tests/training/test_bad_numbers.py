@@ -66,7 +66,7 @@ def test_skipped_steps_leave_no_trace_and_are_counted_over_resumes_however_often
     run = upscaled(config)
     for broken in ((2, 5, 8), (8,)):
         break_gradient_at(monkeypatch, *broken)
-        with pytest.raises(TrainingError, match=r"^step 8: .* of petitions .*max_skipped_steps 2 are used up"):
+        with pytest.raises(TrainingError, match=r"^step 8: .* of petitions .*max_skipped_steps 2 is reached"):
             train(config, "auto", print)
         position = TrainState.load(run.checkpoint(6))
         assert (position.step, position.skipped_steps) == (6, 2)

@@ -108,7 +108,7 @@ def test_a_finished_run_that_goes_on_ends_as_one_that_was_longer_from_the_start(
 
 def test_a_run_does_not_go_back(make: Make) -> None:
     message = refusal(make("train.max_steps=1"), RunFolderError, "train.max_steps")
-    assert "beyond train.max_steps 1; give at least 2" in message
+    assert "beyond train.max_steps 1; set it to at least 2" in message
 
 
 def test_a_base_and_a_corpus_may_lie_elsewhere(make: Make, begun_once: Path, folder: Path) -> None:
@@ -150,7 +150,7 @@ def test_another_text_is_named_by_its_source(make: Make, folder: Path, finished:
     config = make(f"corpus.sources.0.path={folder / 'other.txt'}")
     if not finished:
         shutil.rmtree(folder / "run" / "final")
-    with pytest.raises(RunFolderError, match=r"other text was trained on: news-\w+ -> news-\w+") as caught:
+    with pytest.raises(RunFolderError, match=r"the training text has changed: news-\w+ -> news-\w+") as caught:
         go_on(config)
     assert "in another output_dir" in str(caught.value)
 

@@ -141,5 +141,5 @@ def test_what_is_no_base_and_what_a_widened_one_is_not_for_are_refused(
     with pytest.raises(ConfigError, match=r"korean is widened already; only plain bases are planned"):
         plan(stacked(shared_data, tmp_path / "upon", below.output_dir), 1e9, 1)
     model = widen(widen(tiny_llama(), "preserve"), "preserve")
-    with pytest.raises(ConfigError, match=r"^train\.sharding: all: not over a base that is widened already"):
+    with pytest.raises(ConfigError, match=r"^train\.sharding: all cannot split a base that is already widened"):
         shard_model(model, Accelerator(cpu=True), TrainConfig(max_steps=1, sharding="all"))
