@@ -152,7 +152,11 @@ def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> int:
     # A new max_steps may move the beginning of the average to before this checkpoint.
     begins = first_averaged(config.train)
     if begins is not None and first_averaged(start.config.train) != begins < step:
-        least = f"set train.max_steps to at least {step + config.train.averaged_steps}, or resume an earlier checkpoint"
+        averaged = config.train.averaged_steps
+        least = (
+            f"with train.average.steps={averaged}, set train.max_steps to at least {step + averaged}; or resume an "
+            "earlier checkpoint"
+        )
         raise RunFolderError(f"{path}: train.average should have begun at step {begins + 1}, and has not; {least}")
     log(f"resuming       {path}")
     if changed := changed_versions(path):

@@ -130,8 +130,8 @@ def most_added(first_id: int, num_found: int) -> int:
 def check_size(vocab_size: int) -> None:
     if vocab_size in TAKEN_FOR_OTHERS:
         raise ConfigError(
-            f"method.vocabulary.new_tokens: llama.cpp takes a model of {vocab_size:,} tokens in all for another one; "
-            f"add {ROWS_MULTIPLE} more"
+            f"method.vocabulary: llama.cpp takes a model of {vocab_size:,} tokens in all for another one; change the "
+            f"number of new tokens by {ROWS_MULTIPLE}"
         )
 
 
