@@ -140,7 +140,7 @@ def test_upscaling_again_replaces_the_folder_until_training_has_begun(config: Ru
     assert upscale(config).path == folder
     assert not (folder / "left-over").exists()
     (config.output_dir / "checkpoints").mkdir()
-    with pytest.raises(RunFolderError, match="training has begun"):
+    with pytest.raises(RunFolderError, match="training from this folder has already begun"):
         upscale(config)
 
 

@@ -138,7 +138,7 @@ def test_what_is_no_base_and_what_a_widened_one_is_not_for_are_refused(
     for base, dtype, message in refused:
         with pytest.raises(BaseModelError, match=message):
             load_any_base(ModelConfig(base=str(base), dtype=dtype))
-    with pytest.raises(ConfigError, match=r"korean is widened already; only plain bases are planned"):
+    with pytest.raises(ConfigError, match=r"korean is already widened, but `scale plan` takes only plain bases"):
         plan(stacked(shared_data, tmp_path / "upon", below.output_dir), 1e9, 1)
     model = widen(widen(tiny_llama(), "preserve"), "preserve")
     with pytest.raises(ConfigError, match=r"^train\.sharding: all: not over a base that is widened already"):
