@@ -134,8 +134,8 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
         as_many = one.num_tokens == same.num_tokens  # with other tokens, the base's loss per token differs
         if as_many and before is not None and now is not None and abs(before - now) > _SAME_BASE_LOSS * abs(before):
             raise RunFolderError(
-                f"runs must be evaluated with the same settings: on {name} the base has {before:.4f} and {now:.4f} nats/token in "
-                f"{both} (is evaluation.sequence_length the same?)"
+                f"runs must be evaluated with the same settings: on {name} the base has {before:.4f} and {now:.4f} "
+                f"nats/token in {both} (is evaluation.sequence_length the same?)"
             )
     for benchmark in other.report.benchmarks:
         same_one = first.report.benchmark(benchmark.name)

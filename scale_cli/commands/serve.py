@@ -75,7 +75,7 @@ def serve(path: Path, engine: Engine | None, options: Sequence[str], log: Log, *
 def _promise(folder: Path, config: dict[str, Any], engine: Engine, *, plainly: bool) -> str:
     if plainly:
         of = (
-            "the trained head alone, without the router that keeps what the base knew"
+            "the trained head alone; only with its router it keeps what the base knew"
             if KEY in config
             else "the model has none"
         )

@@ -121,7 +121,7 @@ def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
 ) -> None:
     config = trained_run(ROUTE)
     monkeypatch.setattr("scale_cli.export.formats.plain_model", lambda *given: corrupted(plain_model(*given)))
-    with pytest.raises(ExportParityError, match="is not the trained model"):
+    with pytest.raises(ExportParityError, match="does not compute what the trained model computes"):
         export(config)
     assert list((config.output_dir / "export").iterdir()) == []
 

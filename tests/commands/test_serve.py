@@ -118,7 +118,7 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(folder: Path, tmp_p
     refused: list[tuple[Path, Any, list[str], str]] = [
         (plain, None, [], "has no scale_router: .*--plain"),
         (several, None, [], "several exports"),
-        (tmp_path, None, [], "holds no plain export"),
+        (tmp_path, None, [], "contains no plain export"),
         (other, "vllm", [], "only transformers can route Olmo2ForCausalLM"),
         (folder, "vllm", [], r"needs vllm: pip install 'scale-cli\[vllm\]'"),
         (folder, None, ["--continuous-batching"], "^--continuous-batching: .* or use --engine vllm"),

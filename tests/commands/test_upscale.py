@@ -129,7 +129,7 @@ def test_a_base_with_a_weight_that_is_not_finite_or_too_many_ids_is_refused(base
     tokenizer = load_tokenizer(config.model)
     tokenizer.add_tokens(["Lily"])
     tokenizer.save_pretrained(base)
-    with pytest.raises(BaseModelError, match="513 ids, the base's embedding 512"):
+    with pytest.raises(BaseModelError, match="513 ids, but the base's embedding has only 512 rows"):
         upscale(config)
     assert not (config.output_dir / "upscaled").exists()
 

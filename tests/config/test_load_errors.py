@@ -59,7 +59,7 @@ DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded
         ([BOUNDED, "method.variant=full"], "train.embedding_norm: full has no E'"),
         ([BOUNDED, "method.expansion.embedding_scale=null"], "train.embedding_norm: bounded by the size"),
         ([DISTILS, REPLAY, "method.variant=full"], "distillation.weight: full has no base beside it"),
-        ([DISTILS, REPLAY, "method.collaboration.layers=top:1"], "layers collaborate"),
+        ([DISTILS, REPLAY, "method.collaboration.layers=top:1"], "collaborating layers"),
         ([DISTILS], "distillation.weight: acts on replay alone, and no corpus.sources[].role is replay"),
         ([REPLAY, "corpus.sources.0.role=replay"], "corpus.sources: every source has the role replay"),
         (["train.context_parallel=7"], "train.context_parallel: 7 processes share windows of multiples of 14"),

@@ -88,7 +88,7 @@ def test_a_card_promises_a_bound_where_its_router_has_one(trained_run: TrainedRu
         for unbound in (cosine, switching, preserve):
             assert BOUND not in card_of(unbound, None, of_two)
     leaning = card_of(with_router(config, prior=0.9), None)
-    assert "0.105 nats over the base head, nor than 2.303 over the trained one" in leaning
+    assert "0.105 nats over the base head, nor more than 2.303 over the trained head" in leaning
 
 
 def test_replay_is_called_so_and_not_taught_and_what_began_a_run_is_told(trained_run: TrainedRun) -> None:

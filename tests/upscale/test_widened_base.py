@@ -112,8 +112,11 @@ def test_a_run_its_final_folder_and_its_adapter_are_one_base_and_an_altered_one_
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ({"variant": "adapt"}, r"^method\.collaboration\.layers: adapt writes into layers 0, 1, .* widened already"),
-        ({"variant": "lora"}, r"^method\.variant: lora: a widened base is only widened further"),
+        (
+            {"variant": "adapt"},
+            r"^method\.collaboration\.layers: adapt writes into layers 0, 1, .* on a widened base may only read",
+        ),
+        ({"variant": "lora"}, r"^method\.variant: lora: a widened base can only be widened again"),
     ],
 )
 def test_a_method_that_would_change_what_is_below_is_refused(
@@ -131,8 +134,8 @@ def test_what_is_no_base_and_what_a_widened_one_is_not_for_are_refused(
     upscale(begun)
     baseline = trained(shared_data, tmp_path / "baseline", variant="freeze")
     refused: list[tuple[Path, Literal["float32", "bfloat16"], str]] = [
-        (begun.output_dir, "float32", r"begun is a run that is not finished: it has no final/"),
-        (baseline.output_dir, "float32", r"baseline holds no expansion; export it as llama and widen that"),
+        (begun.output_dir, "float32", r"begun is an unfinished run, as it has no final/"),
+        (baseline.output_dir, "float32", r"baseline has no expansion; export it as llama, and widen that export"),
         (below.output_dir, "bfloat16", r"^model\.dtype: bfloat16, but .*korean was trained on a base in float32"),
     ]
     for base, dtype, message in refused:
