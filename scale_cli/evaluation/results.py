@@ -41,8 +41,8 @@ ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}
 # What the guarantee of the posterior rule leaves out.
 NOT_COVERED = (
     "This bound holds for whole documents, scored from their first token. It does not cover text scored after a "
-    "context that favours the other head, such as the choices of a benchmark. It does not cover generation either: "
-    "a head must first win back the nats by which a long prompt favours the other."
+    "context that favours another head, such as the choices of a benchmark. It does not cover generation either: "
+    "a head must first win back the nats by which a long prompt favours another."
 )
 
 

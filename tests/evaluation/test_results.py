@@ -176,9 +176,9 @@ def test_what_is_guaranteed_has_the_figures_of_the_router_and_nothing_is_where_n
     )
     assert guarantee(RouterConfig(switch_rate=0.01)) == guarantee(RouterConfig(rule="cosine")) == ""
     told = markdown(report(), MethodConfig(variant="route", router=RouterConfig(prior=0.9)))
-    assert "0.105 at most" in told and "does not cover" in told
+    assert "at most 0.105 nats (" in told and "does not cover" in told
     switching = MethodConfig(variant="route", router=RouterConfig(switch_rate=0.1))
-    assert "at most (" not in markdown(report(), switching)
+    assert "at most 0." not in markdown(report(), switching)
 
 
 def test_of_tokens_of_its_own_a_run_shows_what_compares_alone() -> None:

@@ -109,7 +109,7 @@ def test_the_licence_of_the_base_is_carried_over_with_its_files_and_one_without_
     tmp_path: Path, trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run(ROUTE)
-    assert "Find it out before" in card_of(config, None)
+    assert "Find out what it is before" in card_of(config, None)
     metadata = "license: other\nlicense_name: ours\nlicense_link: https://example.org/licence\nlanguage: 7"
     written = {"README.md": f"---\n{metadata}\n---\n# Base\n", "LICENSE.txt": "do as you like", "USE_POLICY.md": "kind"}
     licensed = tmp_path / "licensed"

@@ -216,7 +216,7 @@ def test_a_plain_join_is_held_to_its_runs_and_says_what_it_is_without_its_router
     plain = tmp_path / "plain"
     join([runs[name].output_dir for name in ("korean", "upon")], plain, None, 0.0, folder_format="llama")
     assert check_folders(plain)[0].held == ["hashes", "routed logits"]
-    assert "adds up what all the expansions say" in " ".join((plain / "README.md").read_text().split())
+    assert "adds up the outputs of all expansions" in " ".join((plain / "README.md").read_text().split())
     with pytest.raises(ConfigError, match=r"--format llama: writer writes into the base's stream"):
         join([runs["writer"].output_dir], tmp_path / "none", prior=None, switch_rate=0.0, folder_format="llama")
 

@@ -81,7 +81,9 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
 ) -> None:
     output = tmp_path / "out"
     report = join(folders(runs, "korean", "plain", "russian"), output, None, 0.0)
-    assert "on text with those it is not what it is alone." in (output / "README.md").read_text(encoding="utf-8")
+    assert "on text with such tokens, it differs from the head alone." in (output / "README.md").read_text(
+        encoding="utf-8"
+    )
     assert report.max_cost_nats == pytest.approx(math.log(4))
     for corpus in report.corpora:
         assert corpus.worst_document_nats is not None and corpus.worst_document_nats <= math.log(4) + 1e-3
