@@ -296,7 +296,7 @@ class JoinReport(RunRecord):
                 f"member         {member['name']}, upon {names[member['parent']]} (sha256 {member['sha256'][:12]})"
                 for member in self.members
             ),
-            f"proved         logits of the base, and of every head and its run alone, bitwise equal on "
+            f"proved         logits of every head, the base's too, bitwise equal to those of the head alone on "
             f"{len(SAMPLE_TEXTS)} prompts",
             *self.table().lines(),
             self.bound_in_words(),

@@ -102,7 +102,7 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
     ("flag", "value", "said"),
     [
         ("--corpus", "/absent/*.txt", "corpus: no file matches /absent/*.txt"),
-        ("--corpus", "short.txt", "and a step takes 2,048"),
+        ("--corpus", "short.txt", "but a step takes 2,048"),
         ("--retention", "empty.txt", "no document with text"),
         ("--language", "korean", "korean: give its ISO 639 code, such as ko"),
         ("--retention-language", "kr", "kr is a country; its language is ko"),

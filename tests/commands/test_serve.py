@@ -116,7 +116,7 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(folder: Path, tmp_p
     for name in ("llama", "llama-bfloat16"):
         shutil.copytree(folder, several / "export" / name)
     refused: list[tuple[Path, Any, list[str], str]] = [
-        (plain, None, [], "has no scale_router: .*--plain"),
+        (plain, None, [], "has no scale_router, .*--plain"),
         (several, None, [], "several exports"),
         (tmp_path, None, [], "contains no plain export"),
         (other, "vllm", [], "only transformers can route Olmo2ForCausalLM"),

@@ -77,7 +77,7 @@ def test_a_key_that_changes_the_run_is_named_with_the_ways_out(
 ) -> None:
     message, key = refusal(make(override), RunFolderError), override.partition("=")[0]
     assert told in message
-    assert "start again in another output_dir" in message
+    assert "start anew in another output_dir" in message
     assert (f"--accept {key}" in message) == (key in ACCEPTABLE)
 
 

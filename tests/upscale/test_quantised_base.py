@@ -122,7 +122,9 @@ def test_training_and_resuming_leave_a_quantised_base_as_it_was_and_an_export_ho
     assert any(map(is_quantised, model.parameters())) and not any(map(is_quantised, plain.parameters()))
     with torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, learned, rtol=0.0, atol=1e-3)
-    assert f"linear maps in {quantisation}, by torchao; in this" in (folder / "README.md").read_text(encoding="utf-8")
+    assert f"linear maps in {quantisation}, by torchao; this folder holds" in (folder / "README.md").read_text(
+        encoding="utf-8"
+    )
     with pytest.raises(RunFolderError, match=f"model.quantisation: '{quantisation}' -> None"):
         Run(config.model_copy(update={"model": whole(config.model)})).open_final()
 
