@@ -26,10 +26,14 @@ app = Typer(
 Config = Annotated[Path, Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")]
 Overrides = Annotated[list[str] | None, Argument(metavar="KEY.SUB=VALUE", help="Override config keys.")]
 Runs = Annotated[list[Path], Argument(metavar="RUN", help="Folders of finished runs, or their configs.")]
-Accepted = Annotated[list[str] | None, Option("--accept", metavar="KEY", help="May have changed: train.max_steps, ...")]
-MaxForgetting = Annotated[float | None, Option(metavar="BITS", min=0.0, help="Bits per byte; exit 3 if more are lost.")]
+Accepted = Annotated[
+    list[str] | None, Option("--accept", metavar="KEY", help="Continue although KEY has changed: train.max_steps, ...")
+]
+MaxForgetting = Annotated[
+    float | None, Option(metavar="BITS", min=0.0, help="Exit with code 3 if more bits per byte are forgotten.")
+]
 JoinFormat = Literal["transformers", "llama"]
-_FORMS = "Figures alone, a JSON object a line; or warnings and errors alone."
+_FORMS = "Print only figures, one JSON object per line; or only warnings and errors."
 Form = Annotated[bool | None, Option("--json/--quiet", callback=choose_form, show_default=False, help=_FORMS)]
 
 
@@ -52,8 +56,12 @@ def _common(
 def plan(
     config: Config,
     overrides: Overrides = None,
-    flops: Annotated[float | None, Option(metavar="FLOP/S", min=1.0, help="A device's speed, else measured.")] = None,
-    num_processes: Annotated[int, Option(metavar="N", min=1, help="That share a step, each on its own device.")] = 1,
+    flops: Annotated[
+        float | None, Option(metavar="FLOP/S", min=1.0, help="Speed of one device; by default it is measured.")
+    ] = None,
+    num_processes: Annotated[
+        int, Option(metavar="N", min=1, help="Processes that share a step, each on its own device.")
+    ] = 1,
     _form: Form = None,
 ) -> None:
     """Estimate the cost of a run, and of every other method.
@@ -70,22 +78,26 @@ def plan(
 def init(
     file: Annotated[Path, Argument(metavar="CONFIG", help="A new YAML file.")] = Path("scale.yaml"),
     base: Annotated[str | None, Option(metavar="MODEL", help="The base: a hub id or a folder.")] = None,
-    corpus: Annotated[str | None, Option(metavar="TEXT", help="Files, or OWNER/DATASET[:SUBSET[:SPLIT]].")] = None,
-    language: Annotated[str | None, Option(metavar="CODE", help="Of that text: ko, de, ...")] = None,
-    retention: Annotated[str | None, Option(metavar="TEXT", help="Text of what the base knows.")] = None,
-    retention_language: Annotated[str, Option(metavar="CODE", help="Of that text.")] = "en",
-    minutes: Annotated[float, Option(metavar="N", min=0.1, max=1e6, help="To train for, by the plan.")] = 5.0,
+    corpus: Annotated[
+        str | None, Option(metavar="TEXT", help="Text to learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]].")
+    ] = None,
+    language: Annotated[str | None, Option(metavar="CODE", help="Language of that text: ko, de, ...")] = None,
+    retention: Annotated[
+        str | None, Option(metavar="TEXT", help="Text that the base already knows, given like --corpus.")
+    ] = None,
+    retention_language: Annotated[str, Option(metavar="CODE", help="Language of that text.")] = "en",
+    minutes: Annotated[float, Option(metavar="N", min=0.1, max=1e6, help="Training time to plan for.")] = 5.0,
     _form: Form = None,
 ) -> None:
     """Write a first config for a base and text of your own.
 
-    Its sizes fit the device. At a terminal, it asks for flags that are not given.
+    Its sizes fit the device. At a terminal, this verb asks for flags that are not given.
     """
     refuse_several("init")
     model = base or ask("--base", "the base: a hub id or a folder")
-    learned = corpus or ask("--corpus", "what it shall learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]]")
-    spoken = language or ask("--language", "of that text: ko, de, ...")
-    kept = retention or ask("--retention", "text of what the base knows, to see that it stays")
+    learned = corpus or ask("--corpus", "text to learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]]")
+    spoken = language or ask("--language", "language of that text: ko, de, ...")
+    kept = retention or ask("--retention", "text that the base knows, to measure forgetting")
     quieten_libraries()
     from scale_cli.commands.init import init
 
@@ -114,7 +126,10 @@ def upscale(config: Config, overrides: Overrides = None, _form: Form = None) -> 
 def prepare(
     config: Config,
     overrides: Overrides = None,
-    part: Annotated[str | None, Option(metavar="I/N", help="A share of the files; one without --part joins.")] = None,
+    part: Annotated[
+        str | None,
+        Option(metavar="I/N", help="Only this share of the files; a last call without --part joins the shares."),
+    ] = None,
     _form: Form = None,
 ) -> None:
     """Tokenise every corpus ahead of training.
@@ -132,7 +147,9 @@ def prepare(
 def train(
     config: Config,
     overrides: Overrides = None,
-    resume: Annotated[str | None, Option(metavar="auto|PATH", help="From the newest checkpoint, or this.")] = None,
+    resume: Annotated[
+        str | None, Option(metavar="auto|PATH", help="Continue from the newest checkpoint, or from PATH.")
+    ] = None,
     accept: Accepted = None,
     _form: Form = None,
 ) -> None:
@@ -170,8 +187,10 @@ app.command("eval", hidden=True, help="The same as evaluate.")(evaluate)
 def export(
     config: Config,
     overrides: Overrides = None,
-    push_to_hub: Annotated[str | None, Option(metavar="OWNER/NAME", help="Also send it there, ...")] = None,
-    dry_run: Annotated[bool, Option(help="... where --no-dry-run is given too.")] = True,
+    push_to_hub: Annotated[
+        str | None, Option(metavar="OWNER/NAME", help="Hub repository for the export; needs --no-dry-run.")
+    ] = None,
+    dry_run: Annotated[bool, Option(help="With --push-to-hub, only list what would be sent.")] = True,
     _form: Form = None,
 ) -> None:
     """Write the trained model as a folder that other tools load."""
@@ -184,8 +203,10 @@ def export(
 @app.command()
 def sweep(
     config: Config,
-    values: Annotated[list[str] | None, Argument(metavar="KEY.SUB=A,B,C", help="Values; one is an override.")] = None,
-    paired: Annotated[bool, Option("--paired", help="Pair values by their places; else combine all.")] = False,
+    values: Annotated[
+        list[str] | None, Argument(metavar="KEY.SUB=A,B,C", help="Values of a key; a single value is an override.")
+    ] = None,
+    paired: Annotated[bool, Option("--paired", help="Pair the values by position; by default combine all.")] = False,
     _form: Form = None,
 ) -> None:
     """Train a config with several values of some keys.
@@ -205,7 +226,7 @@ def sweep(
 @app.command()
 def compare(
     runs: Runs,
-    output: Annotated[Path, Option(metavar="DIR", help="A new folder, or an earlier comparison.")],
+    output: Annotated[Path, Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")],
     _form: Form = None,
 ) -> None:
     """Put any number of finished runs into one report."""
@@ -218,9 +239,14 @@ def compare(
 @app.command()
 def join(
     runs: Runs,
-    output: Annotated[Path, Option(metavar="DIR", help="A new folder, or an earlier join.")],
-    prior: Annotated[float | None, Option(metavar="P", min=0.001, max=0.999, help="Of the base; else even.")] = None,
-    switch_rate: Annotated[float, Option(metavar="ALPHA", min=0.0, max=0.999, help="Within a document.")] = 0.0,
+    output: Annotated[Path, Option(metavar="DIR", help="A new folder, or an earlier join to replace.")],
+    prior: Annotated[
+        float | None,
+        Option(metavar="P", min=0.001, max=0.999, help="Initial weight of the base; by default all heads are equal."),
+    ] = None,
+    switch_rate: Annotated[
+        float, Option(metavar="ALPHA", min=0.0, max=0.999, help="Rate of switches between heads within a document.")
+    ] = 0.0,
     folder_format: Annotated[JoinFormat, Option("--format", help="llama is one plain model, for vLLM too.")] = (
         "transformers"
     ),
@@ -237,23 +263,33 @@ def join(
 @app.command()
 def generate(
     path: Annotated[Path, Argument(metavar="PATH", help="A run, a checkpoint, an export, or a join.")],
-    prompt: Annotated[list[str] | None, Option(metavar="TEXT", help="May be given several times.")] = None,
-    max_new_tokens: Annotated[int | None, Option(metavar="N", min=1, help="128; of --samples a window.")] = None,
-    temperature: Annotated[float | None, Option(metavar="T", min=0.0, help="0, greedy; of --samples 1.")] = None,
-    top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="Sample among the likeliest.")] = 1.0,
-    seed: Annotated[int, Option(metavar="N", min=0, help="Of the sampling.")] = 0,
-    chat: Annotated[bool, Option("--chat", help="By the chat template; at a terminal, turn after turn.")] = False,
+    prompt: Annotated[
+        list[str] | None, Option(metavar="TEXT", help="Prompt to continue; may be given several times.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, Option(metavar="N", min=1, help="Default: 128; with --samples, corpus.sequence_length.")
+    ] = None,
+    temperature: Annotated[
+        float | None, Option(metavar="T", min=0.0, help="Default: 0 (greedy); with --samples, 1.")
+    ] = None,
+    top_p: Annotated[
+        float, Option(metavar="P", min=0.0, max=1.0, help="Sample from the likeliest tokens up to this share.")
+    ] = 1.0,
+    seed: Annotated[int, Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
+    chat: Annotated[bool, Option("--chat", help="Use the chat template; at a terminal, hold a conversation.")] = False,
     show_heads: Annotated[bool, Option("--show-heads", help="Name each head where it takes over.")] = False,
-    as_json: Annotated[bool, Option("--json", help="A JSON object a prompt, with heads' shares.")] = False,
-    samples: Annotated[int | None, Option(metavar="N", min=1, help="Texts of the base; PATH: a config.")] = None,
-    output: Annotated[Path | None, Option(metavar="FILE", help="Of --samples: a new .jsonl.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print a JSON object per prompt, with the heads' shares.")] = False,
+    samples: Annotated[
+        int | None, Option(metavar="N", min=1, help="Let the base write N texts; PATH is then a config.")
+    ] = None,
+    output: Annotated[Path | None, Option(metavar="FILE", help="With --samples: a new .jsonl file.")] = None,
 ) -> None:
     """Continue prompts with a trained model and its router.
 
     Without --prompt, each line of standard input is a prompt; with --samples, texts start from an empty prompt.
     """
     if (samples is None) != (output is None) or (samples and chat):
-        raise ConfigError("--samples, --output: each needs the other, and neither goes with --chat")
+        raise ConfigError("--samples, --output: give both or neither, and not together with --chat")
     config = load(path, None) if samples else None
     folder = run_folder(path)
     quieten_libraries()
@@ -272,9 +308,14 @@ def generate(
 @app.command(context_settings={"ignore_unknown_options": True})  # the engine checks its own options
 def serve(
     path: Annotated[Path, Argument(metavar="PATH", help="A plain export (llama), or a run that has one.")],
-    options: Annotated[list[str] | None, Argument(metavar="[-- OPTION...]", help="The engine's own.")] = None,
-    engine: Annotated[Literal["vllm", "transformers"] | None, Option(help="vLLM where it is installed.")] = None,
-    plain: Annotated[bool, Option("--plain", help="Without the router.")] = False,
+    options: Annotated[
+        list[str] | None, Argument(metavar="[-- OPTION...]", help="Options for the engine itself.")
+    ] = None,
+    engine: Annotated[
+        Literal["vllm", "transformers"] | None,
+        Option(help="By default vLLM, if it is installed and can serve the model."),
+    ] = None,
+    plain: Annotated[bool, Option("--plain", help="Serve without the router.")] = False,
 ) -> None:
     """Serve an export as an OpenAI endpoint, with its router."""
     refuse_several("serve")

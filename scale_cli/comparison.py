@@ -103,9 +103,13 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
     try:
         report = Report.from_json(read_json(run.evaluation / Report.FILE))
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{folder}: damaged, not what a finished run holds ({one_line(error)})") from None
+        raise StorageError(
+            f"{folder}: the evaluation report is damaged ({one_line(error)}); run `scale evaluate` again"
+        ) from None
     if report.trained_sha256 != trained_sha256(run.final):
-        raise RunFolderError(f"{run.evaluation}: is of another training than {run.final}; run `scale evaluate` again")
+        raise RunFolderError(
+            f"{run.evaluation}: measures another training than {run.final}; run `scale evaluate` again"
+        )
     config, model_config = load_config(run.final / "scale.yaml"), read_json(run.final / "config.json")
     return ComparedRun(name, folder, config, report, BaseRecord.load(run.final), model_config, Cost.load(run.final))
 
@@ -117,7 +121,7 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
         raise RunFolderError(f"runs on different base models cannot be compared: {both} ({names})")
     measured = [{corpus.name: corpus for corpus in run.report.corpora} for run in (first, other)]
     if odd := sorted(measured[0].keys() ^ measured[1].keys()):
-        raise RunFolderError(f"runs must be evaluated on the same corpora: of {both}, only one was on {odd[0]}")
+        raise RunFolderError(f"runs must be evaluated on the same corpora: only one of {both} has {odd[0]}")
     tokens = ("num_tokens",) if first.new_tokens == other.new_tokens else ()
     for name, one in measured[0].items():
         same = measured[1][name]
@@ -130,8 +134,8 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
         as_many = one.num_tokens == same.num_tokens  # with other tokens, the base's loss per token differs
         if as_many and before is not None and now is not None and abs(before - now) > _SAME_BASE_LOSS * abs(before):
             raise RunFolderError(
-                f"runs must be evaluated alike: on {name} the same base has {before:.4f} and {now:.4f} nats/token in "
-                f"{both} (is evaluation.sequence_length the same?)"
+                f"runs must be evaluated with the same settings: on {name} the base has {before:.4f} and {now:.4f} "
+                f"nats/token in {both} (is evaluation.sequence_length the same?)"
             )
     for benchmark in other.report.benchmarks:
         same_one = first.report.benchmark(benchmark.name)

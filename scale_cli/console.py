@@ -56,7 +56,7 @@ class Verbs(TyperGroup):
 def ask(flag: str, meaning: str) -> str:
     """Ask for the value of a flag that was not given; raise UsageError if there is no terminal."""
     if sys.stdin is None or not sys.stdin.isatty():
-        raise UsageError(f"{flag}: not given ({meaning}), and there is no terminal to ask at")
+        raise UsageError(f"{flag}: not given ({meaning}), and there is no terminal to ask at; add {flag}")
     return str(typer.prompt(f"{flag}, {meaning}"))
 
 
@@ -87,7 +87,7 @@ def parse_share(option: str, written: str) -> Share:
     """Return the share that an option names, such as 3/64."""
     index, _, number = written.partition("/")
     if not (index.isdecimal() and number.isdecimal() and 1 <= int(index) <= int(number)):
-        raise UsageError(f"{option} {written}: give which of how many, from 1/N to N/N")
+        raise UsageError(f"{option} {written}: not a share; give I/N, from 1/N to N/N")
     return Share(int(index) - 1, int(number))
 
 
@@ -113,7 +113,7 @@ def ended_in_one_message() -> Iterator[None]:
         """End at once; the training loop has its own way. A half-written folder is never taken for a whole one."""
         stopped_by.append(number)
         name = signal.Signals(number).name
-        _end(f"stopped by {name}; the same command starts what was not finished again", 128 + number)
+        _end(f"stopped by {name}; run the same command to start again what was not finished", 128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)

@@ -122,10 +122,11 @@ class Generator:
         else:
             ids = self.tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
-            raise ConfigError("prompt: empty, and the tokenizer has no boundary to start from")
+            raise ConfigError("prompt: empty, and the tokenizer has neither BOS nor EOS to start from; give a text")
         if len(ids) >= self.num_positions:
             raise ConfigError(
-                f"prompt: {len(ids):,} tokens long; the model's context is {self.num_positions:,}, the answer included"
+                f"prompt: {len(ids):,} tokens, but prompt and answer must fit in the model's context of "
+                f"{self.num_positions:,}; shorten the prompt"
             )
         return torch.tensor(ids, device=self.model.device)
 
@@ -136,12 +137,12 @@ class Generator:
     def _asked(self, messages: Messages) -> str:
         if not self.tokenizer.chat_template:
             raise ConfigError(
-                "the tokenizer has no chat template: this is no model to talk to; give it a text to go on with"
+                "the tokenizer has no chat template, so this model cannot chat; give it a text to continue"
             )
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is a program with exceptions of its own
-            raise ConfigError(f"refused by the chat template: {one_line(error)}") from None
+            raise ConfigError(f"the chat template refuses these messages: {one_line(error)}") from None
 
     @torch.no_grad()
     def continue_all(
@@ -206,7 +207,7 @@ class Generator:
 def _opened(path: Path, *, plainly: bool) -> tuple[Any, Any]:
     folder = RunFolder(path).final if RunFolder(path).final.is_dir() else path
     if not (folder / "config.json").is_file():
-        raise RunFolderError(f"{path}: holds no model: neither a run with a final/, nor a checkpoint, nor an export")
+        raise RunFolderError(f"{path}: contains no model; give a run with a final/, a checkpoint or an export")
     if BaseRecord.is_in(folder):
         opened = open_folder(folder)
         return opened.load(), opened.tokenizer

@@ -107,7 +107,9 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> 
         final = open_folder(_finished_folder(run))
         widened, config = final.load_to_export(), final.run.config
         if not isinstance(widened, ScaleForCausalLM):
-            raise RunFolderError(f"{run}: holds no expansion (method.variant: {final.method.variant})")
+            raise RunFolderError(
+                f"{run}: has no expansion (method.variant: {final.method.variant}); only widened runs can be joined"
+            )
         tokens = _tokens_of(run, final)
         if base is None:
             base, record = widened.root, record_base(widened.root, root_model(config.model), tokens.base_tokenizer)
@@ -130,9 +132,9 @@ def _finished_folder(run: Path) -> Path:
     if layout.final.is_dir():
         return layout.final
     if layout.upscaled.is_dir():
-        raise RunFolderError(f"{run}: is not finished: it has no final/; run `scale train` first")
+        raise RunFolderError(f"{run}: not finished, as it has no final/; run `scale train` first")
     if not BaseRecord.is_in(run):
-        raise RunFolderError(f"{run}: neither a finished run, nor its final/, nor an adapter export")
+        raise RunFolderError(f"{run}: not a finished run, its final/ or an adapter export; give one of these")
     return run
 
 
@@ -181,8 +183,8 @@ def _joined_tokenizer(runs: Sequence[RunTokens], first_id: int) -> PreTrainedTok
         for other in distinct.values():
             if tokens.script.meets(other.script):
                 raise RunFolderError(
-                    f"{tokens.run} and {other.run} add different tokens for one script, and cut its text differently; "
-                    "train one of them with method.vocabulary.folder: the final/ of the other"
+                    f"{tokens.run} and {other.run} add different tokens for the same script, so they tokenise its text "
+                    "differently; train one of them with method.vocabulary.folder set to the final/ of the other"
                 )
         distinct[described] = tokens
     if len(distinct) <= 1:
@@ -294,7 +296,7 @@ class JoinReport(RunRecord):
                 f"member         {member['name']}, upon {names[member['parent']]} (sha256 {member['sha256'][:12]})"
                 for member in self.members
             ),
-            f"proved         base logits, and every head's against its run alone, bitwise equal on "
+            f"proved         logits of every head, the base's too, bitwise equal to those of the head alone on "
             f"{len(SAMPLE_TEXTS)} prompts",
             *self.table().lines(),
             self.bound_in_words(),

@@ -68,7 +68,7 @@ def check_launch() -> None:
     if os.environ.get("SLURM_PROCID", "0") != "0":
         raise EndedElsewhere(UsageError.exit_code)
     raise UsageError(
-        f"srun has started {number} processes that do not know of each other; have it start one torchrun a node "
+        f"srun has started {number} independent processes; let it start one torchrun per node "
         "(--ntasks-per-node=1), as docs/processes.md shows"
     )
 
@@ -138,7 +138,7 @@ def slow_precisions(device_type: str, **precisions: str) -> list[str]:
     """Return a warning for each section of a config that computes in bfloat16 on a CPU without instructions for it."""
     if device_type != "cpu" or cpu_precision() == "bf16":
         return []
-    words = "this CPU has no instructions for bfloat16; {}.mixed_precision=no is many times as fast here"
+    words = "this CPU has no instructions for bfloat16; set {}.mixed_precision=no, which is many times faster here"
     return [words.format(section) for section, mixed_precision in precisions.items() if mixed_precision == "bf16"]
 
 
@@ -336,4 +336,4 @@ def name_lost_peers() -> Iterator[None]:
 
         if not isinstance(error, DistError) and "gloo" not in str(error):
             raise
-        raise TrainingError(f"another process is gone; its own message says why ({one_line(error)})") from None
+        raise TrainingError(f"another process has ended; its own message says why ({one_line(error)})") from None

@@ -216,7 +216,7 @@ class Endpoint:
     async def respond(self, asked: Asked, prompt: str | Messages, most: int) -> Response:
         """Return the answer to a request, whole or as a stream of events."""
         if asked.model not in (None, self._name):
-            raise HTTPException(404, f"model: {asked.model}: this server has {self._name}")
+            raise HTTPException(404, f"model: {asked.model}: this server serves only {self._name}")
         answers = Answers(self._generator, asked, self._generator.prompt_ids(prompt), most)
         if asked.stream:
             return StreamingResponse(self._events(asked, answers), media_type="text/event-stream")
@@ -299,7 +299,7 @@ def _problem(error: dict[str, Any]) -> str:
         return f"body: is not JSON ({error['ctx']['error']})"
     place = ".".join(str(part) for part in error["loc"] if part != "body")
     if error["type"] == "extra_forbidden":
-        return f"{place}: this server does not answer to it: leave it out, or serve with vLLM"
+        return f"{place}: this server does not support it; remove it, or serve with vLLM"
     return f"{place or 'body'}: {' '.join(str(error['msg']).split())}"
 
 

@@ -152,6 +152,6 @@ def test_a_signal_of_which_a_library_makes_an_error_is_the_signal_still(capsys: 
 
 @pytest.mark.parametrize("written", ["", "3", "0/4", "5/4", "1/", "-1/4", "1.5/4", "1/4/4"])
 def test_a_share_is_one_of_so_many(written: str) -> None:
-    with pytest.raises(UsageError, match=r"^--part .*: give which of how many, from 1/N to N/N$"):
+    with pytest.raises(UsageError, match=r"^--part .*: not a share; give I/N, from 1/N to N/N$"):
         parse_share("--part", written)
     assert [parse_share("--part", f"{index}/3") for index in (1, 2, 3)] == [Share(index, 3) for index in (0, 1, 2)]

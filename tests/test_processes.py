@@ -191,7 +191,7 @@ def test_the_main_process_tells_the_others_however_it_fails(
     assert said == [code]
 
 
-@pytest.mark.parametrize(("rank", "told"), [("0", "srun has started 4 processes"), ("1", "")])
+@pytest.mark.parametrize(("rank", "told"), [("0", "srun has started 4 independent processes"), ("1", "")])
 def test_processes_of_srun_alone_are_refused_in_one_line_and_those_of_a_launcher_taken(
     scale: Scale, monkeypatch: pytest.MonkeyPatch, rank: str, told: str
 ) -> None:

@@ -152,21 +152,21 @@ def notes(comparison: Comparison) -> list[str]:
             f"{run.name} {' '.join(number(corpus.bytes_per_token, 2) for corpus in run.report.corpora)}" for run in runs
         )
         lines.append(
-            "The runs have different tokens: bits/byte compare between them, figures of a token do not. A difference "
-            f"between different tokens has no interval. Bytes a token, by corpus: {held}."
+            "The runs have different tokens: compare their bits/byte, but not their figures per token. A difference "
+            f"between runs with different tokens has no interval. Bytes per token, by corpus: {held}."
         )
     for run in runs[1:]:
         if changed := setup_differences(runs[0].config, run.config):
-            lines.append(f"Set up otherwise than {runs[0].name}: {run.name} in {'; '.join(changed)}.")
+            lines.append(f"{run.name} has other settings than {runs[0].name}: {'; '.join(changed)}.")
     if len({(run.cost.device, run.cost.num_processes) for run in runs}) > 1:
         found = ", ".join(f"{run.name} {run.cost.num_processes} x {run.cost.device}" for run in runs)
-        lines.append(f"The runs were trained on different devices; speed and memory do not compare: {found}.")
+        lines.append(f"The runs were trained on different devices, so do not compare speed and memory: {found}.")
     for run in runs:
         for benchmark in run.report.skipped_benchmarks:
             lines.append(f"{run.name}: {benchmark.name} was not measured ({benchmark.reason}).")
     odd = [option.label for option in comparison.options if not option.is_finite]
     if runs[0].report.has_trade_off and odd:
-        lines.append(f"Left out of the trade-off picture, without a finite loss on both sides: {', '.join(odd)}.")
+        lines.append(f"Not in the trade-off figure, because a loss is not finite: {', '.join(odd)}.")
     return lines
 
 

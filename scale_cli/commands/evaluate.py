@@ -26,7 +26,9 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
     """Score base and trained model on every held-out corpus, and write `evaluation/`; all processes share the work."""
     asked, router = config.evaluation, config.method.router
     if not asked.perplexity and not asked.benchmarks:
-        raise ConfigError("evaluation.perplexity: names no corpus to evaluate on")
+        raise ConfigError(
+            "evaluation.perplexity: names no corpus to evaluate on; add one, or add evaluation.benchmarks"
+        )
     run, passes = Run(config), Passes.of(config)
     final = run.open_final()
     for warning in slow_precisions(device().type, evaluation=asked.mixed_precision):
@@ -82,7 +84,7 @@ def _write(report: Report, config: RunConfig, folder: Path, benchmarks: Sequence
 def check_gate(evaluation: EvaluationConfig, max_forgetting: float | None) -> None:
     """Raise ConfigError if --max-forgetting is given but no corpus has the role retention."""
     if max_forgetting is not None and not any(source.role == "retention" for source in evaluation.perplexity):
-        raise ConfigError("--max-forgetting: evaluation.perplexity has no corpus of role retention")
+        raise ConfigError("--max-forgetting: evaluation.perplexity has no corpus of role retention; add one")
 
 
 def check_forgetting(report: Report, max_forgetting: float | None) -> None:

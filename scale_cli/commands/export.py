@@ -87,7 +87,7 @@ def _export(made: Format, final: MethodFolder, model: MethodModel, prompts: list
     if parity.routed is not None:
         log("routed         with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in")
     elif made.method.routes and not made.answers_as_served:
-        log("note           it holds the trained head; this router needs export.format=transformers")
+        log("note           it holds only the trained head; for the router, set export.format=transformers")
     log(f"parity         {parity_in_words(parity)}")
     if parity.routed is not None:
         log(f"parity, routed {parity_in_words(parity.routed)}")
@@ -99,7 +99,9 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
     """Raise ExportParityError if an export is of another training than the run's, or does not compute the same."""
     run = Run(config)
     if ExportRecord.load(folder).trained_sha256 != trained_sha256(run.folder.final):
-        raise ExportParityError(f"{folder}: was made from another training than {run.folder.final}")
+        raise ExportParityError(
+            f"{folder}: was made from another training than {run.folder.final}; run `scale export` again"
+        )
     final = open_folder(run.folder.final, run)
     (export_format,) = formats_of(config)
     export_format.prove(folder, final.load_to_export(), _prompts(config, final.tokenizer))
@@ -135,11 +137,11 @@ def check_repository(repository: str, formats: Sequence[str]) -> None:
     except HFValidationError as error:
         raise UsageError(f"--push-to-hub {repository}: {one_line(error)}") from None
     if repository.count("/") != 1:
-        raise UsageError(f"--push-to-hub {repository}: OWNER/NAME is wanted")
+        raise UsageError(f"--push-to-hub {repository}: not of the form OWNER/NAME")
     if len(formats) > 1:
         raise UsageError(
-            f"--push-to-hub {repository}: a repository holds one model; of {' and '.join(formats)} say which is sent: "
-            f"export.format={formats[-1]}"
+            f"--push-to-hub {repository}: a repository holds one model, but the config exports "
+            f"{' and '.join(formats)}; choose one: export.format={formats[-1]}"
         )
 
 
@@ -155,15 +157,19 @@ def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
     sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
     total = f"{len(sizes)} files, {sum(sizes.values()) / 1e6:,.1f} MB"
     if dry_run:
-        note = ["               scale.yaml and base.json name folders as the config does"] if is_adapter else []
+        note = (
+            ["               scale.yaml and base.json contain the paths of folders in the config"] if is_adapter else []
+        )
         return [
-            f"dry run        {total} would go to https://huggingface.co/{repository} (private where it is new):",
+            f"dry run        {total} would go to https://huggingface.co/{repository} (private if it is new):",
             *(f"  {num_bytes:>15,} bytes  {name}" for name, num_bytes in sizes.items()),
             *note,
-            "               nothing was sent; --no-dry-run sends it",
+            "               nothing was sent; add --no-dry-run to send it",
         ]
     if get_token() is None:
-        raise RunError("--push-to-hub: not logged in to the hub: `hf auth login`, or HF_TOKEN in the environment")
+        raise RunError(
+            "--push-to-hub: not logged in to the hub; run `hf auth login`, or set HF_TOKEN in the environment"
+        )
     hub = HfApi()
     try:
         hub.create_repo(repository, private=True, exist_ok=True)

@@ -35,7 +35,7 @@ def generate(
     lines = sys.stdin or ()  # None if closed
     prompts = prompts or [line.rstrip("\r\n") for line in lines if line.strip()]
     if not prompts:
-        raise ConfigError("--prompt: none given, and nothing on standard input")
+        raise ConfigError("--prompt: no prompt given, and standard input is empty; add --prompt TEXT")
     _continue(Generator(path), prompts, sampling, chat=chat, as_json=as_json, show_heads=show_heads)
 
 
@@ -61,9 +61,9 @@ def _continue(
     if shares:
         mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
         each = ", ".join(f"{name} {percent(share)}" for name, share in mean.items())
-        typer.echo(f"spoken by {each} of {len(shares):,} tokens", err=True)
+        typer.echo(f"shares of the heads in {len(shares):,} tokens: {each}", err=True)
     elif show_heads:
-        typer.echo("one head speaks alone: there are no heads to show", err=True)
+        typer.echo("--show-heads: one head alone generates, so there are no heads to show", err=True)
 
 
 def _converse(generator: Generator, sampling: Sampling, *, show_heads: bool) -> None:
@@ -106,9 +106,9 @@ def write_samples(base: ModelConfig, num_samples: int, file: Path, sampling: Sam
     The same base, seed and sizes give the same texts on the same machine.
     """
     if file.suffix != ".jsonl":
-        raise ConfigError(f"--output {file}: is read as a source only if it is named .jsonl")
+        raise ConfigError(f"--output {file}: must end in .jsonl, so that it can be read as a source")
     if os.path.lexists(file):
-        raise ConfigError(f"--output {file}: is there already; give a new file")
+        raise ConfigError(f"--output {file}: already exists; give a new file")
     check_folder("--output", file.parent)
     generator = Generator(base)
     rows = islice(cycle(prompts), num_samples)

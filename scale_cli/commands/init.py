@@ -124,7 +124,7 @@ def init(
 ) -> None:
     """Write a config that `scale run` accepts unchanged; texts are files, or OWNER/NAME[:SUBSET[:SPLIT]]."""
     if file.exists():
-        raise UsageError(f"{file}: is there already; give another name")
+        raise UsageError(f"{file}: already exists; give another name")
     model = {"base": base, "dtype": "float32"}
     named = checked(ModelConfig, model, "--base")
     base_config, tokenizer = load_base_config(named), load_tokenizer(named)
@@ -133,13 +133,16 @@ def init(
     new = offer_tokens(text, tokenizer, base_config.vocab_size)
     num_tokens = int(text.num_bytes * (new.tokens_per_byte or text.tokens_per_byte))
     if num_tokens < _MIN_STEP_TOKENS:
-        raise CorpusError(f"--corpus {corpus_text}: about {num_tokens:,} tokens, and a step takes {_MIN_STEP_TOKENS:,}")
+        raise CorpusError(
+            f"--corpus {corpus_text}: only about {num_tokens:,} tokens, but a step takes {_MIN_STEP_TOKENS:,}; "
+            "give more text"
+        )
     sizes = fit_sizes(base_config, new.number, minutes, num_tokens)
     corpus = part(text, "held-out", file, sizes.num_tokens)
     replayed = round(_REPLAY_SHARE * sizes.num_tokens)
     if _MOST_READINGS * retention.num_bytes * retention.tokens_per_byte < replayed:  # too little to train on
         measured_on = retention.source | {"name": "retention", "max_documents": _FIRST}
-        kept = Parted({}, measured_on, "all of it to measure on")
+        kept = Parted({}, measured_on, "too little to train on: all of it is held out")
     else:
         kept = part(retention, "retention", file, replayed)
     if sizes.device.type != "cpu" and base_config.dtype == torch.bfloat16:
@@ -154,8 +157,8 @@ def init(
     for name, words in found.items():
         log(f"{name:15}{words}")
     log(f"sizes          {sizes.max_steps:,} steps of {step}: about {sizes.minutes:.2g} min, {sizes.device.origin}")
-    log("               a run of minutes shows that everything works; to write well takes hours")
-    log(f"written        {file}, and {SCHEMA_FILE} beside it, by which an editor checks it")
+    log("               a run of minutes only shows that everything works; a model that writes well takes hours")
+    log(f"written        {file}, and {SCHEMA_FILE} beside it, with which an editor checks it")
     log(f"next           scale plan {file}; scale run {file}")
 
 
@@ -202,7 +205,9 @@ def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -
     lengths = [length for length in _LENGTHS if length <= longest and memory(length, 1) <= available]
     if not lengths:
         needed, there = (f"{num_bytes / 2**30:.1f} GiB" for num_bytes in (memory(_LENGTHS[-1], 1), available))
-        raise ConfigError(f"--base: needs {needed} to be trained, and {device.type} has {there} for it")
+        raise ConfigError(
+            f"--base: training needs {needed}, but {device.type} has {there} available; choose a smaller base"
+        )
     length = lengths[0]
     batch_size = at_once = 2 ** int(step_tokens / length).bit_length() // 2
     while at_once > 1 and memory(length, at_once) > available:
@@ -223,7 +228,7 @@ def _memory_bytes(device_type: str) -> int:
 def _write(file: Path, text: str, texts: dict[Path, list[str]]) -> None:
     """Write the config and the text files that it names; write nothing if `scale run` would reject it."""
     if there := next((path for path in texts if path.exists()), None):
-        raise UsageError(f"{there}: is there already; give the config another name, or move that away")
+        raise UsageError(f"{there}: already exists; give the config another name, or move this file")
     config = checked(RunConfig, parse(text, str(file)), str(file))
     try:
         for path, documents in texts.items():
@@ -327,7 +332,10 @@ def _cut(text: Text, held_name: str, file: Path) -> Parted:
         files[path] = [piece.strip() for piece in pieces if piece.strip()]
         sources.append({"name": part_name, "path": str(path), "language": text.source["language"]})
     if not all(files.values()):
-        raise CorpusError(f"{name}: {number} documents of {text.num_bytes:,} bytes: too little to hold some out")
+        raise CorpusError(
+            f"{name}: {number} documents of {text.num_bytes:,} bytes are too little text to hold out a part; "
+            "give more text"
+        )
     words = "1 document: its last tenth" if number == 1 else f"{number} documents: the last tenth of each"
     written = " and ".join(path.name for path in files)
     trained_on, held_out = sources
@@ -343,7 +351,7 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
     """Find new tokens for a text whose characters cost more than two tokens each."""
     num_bytes = len(text.sample.encode())
     cost = text.tokens_per_byte * num_bytes / len(text.sample)
-    words = f"{cost:.2f} a character, {1 / text.tokens_per_byte:.2f} bytes each"
+    words = f"{cost:.2f} per character, {1 / text.tokens_per_byte:.2f} bytes each"
     letters = Counter[str]()
     for sign, number in Counter(text.sample).items():
         letters.update({name: number for name, of in SCRIPTS.items() if any(a <= ord(sign) <= b for a, b in of)})
@@ -360,9 +368,9 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
         return NewTokens(f"{words}; no new ones: {error}")
     number = min(wanted.new_tokens, most_added(first_id, int(_SURE * len(found))))
     if number < _FEWEST_NEW:
-        return NewTokens(f"{words}; no new ones: of {script} the text gives {len(found):,}")
+        return NewTokens(f"{words}; no new ones: the text yields only {len(found):,} of {script}")
     grown = extended(tokenizer.backend_tokenizer, found[:number], first_id)
     per_byte = len(grown.encode(text.sample, add_special_tokens=False).ids) / num_bytes
     return NewTokens(
-        f"{words}; with {number:,} new ones of {script} {1 / per_byte:.2f} bytes", script, number, per_byte
+        f"{words}; with {number:,} new ones of {script}, {1 / per_byte:.2f} bytes each", script, number, per_byte
     )

@@ -80,16 +80,16 @@ def _check_one_head_holds_all(joined: JoinedRuns) -> None:
     heads = root.num_attention_heads + sum(stage.expansion_num_attention_heads for stage in stages)
     if family_of(root).heads_divide_channels and channels % heads:
         raise ConfigError(
-            f"--format llama: {channels} channels in all do not divide by {heads} heads, as a Llama's must; "
-            "take --format transformers"
+            f"--format llama: the runs have {channels} channels and {heads} heads in total, but a Llama's channels "
+            "must be a multiple of its heads; use --format transformers"
         )
     for head, (member, branch) in enumerate(zip(joined.members, joined.model.branches, strict=True), start=1):
         brings, known = branch.expansion.new_tokens is not None, config.known_tokens(head)
         reason = "writes into the base's stream" if branch.writes else ""
         if brings and known in brought:
-            reason = "has rows of its own for the new tokens that another has rows for"
+            reason = "has its own rows for the same new tokens as another run"
         if reason:
-            raise ConfigError(f"--format llama: {member.name} {reason}; take --format transformers")
+            raise ConfigError(f"--format llama: {member.name} {reason}; use --format transformers")
         brought += [known] if brings else []
 
 
@@ -116,7 +116,7 @@ def prove(joined: JoinedRuns) -> None:
         for ids, of_one in zip(prompts, expected, strict=True):
             states = model.final_states(torch.where(ids < num_old, ids, ids + before), preserved=True)
             if not torch.equal(model.routed_logits(states)[head], model.of_all_tokens(head, of_one)):
-                raise PreservationError(f"the head {name} does not compute what it does alone")
+                raise PreservationError(f"the head {name} computes other logits in the joined model than alone")
 
 
 def _prompts(joined: JoinedRuns) -> list[Tensor]:
@@ -136,7 +136,7 @@ def _check_written(folder: Path, joined: JoinedRuns) -> None:
     for ids in _prompts(joined):
         one, other = (m.routed_logits(m.final_states(ids, preserved=True)) for m in (loaded, joined.model))
         if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
-            raise ExportParityError("the folder that was written does not compute what was measured; it was removed")
+            raise ExportParityError("the written folder computes other logits than the measured model; it was removed")
 
 
 def _check_plain(folder: Path, joined: JoinedRuns) -> None:
@@ -150,5 +150,5 @@ def check_plain_join(folder: Path) -> None:
     report = JoinReport.load(folder)
     runs = [Path(member["folder"]) for member in report.members]
     if gone := [run for run in runs if not run.is_dir()]:
-        raise BaseModelError(f"{gone[0]}: not there any more")
+        raise BaseModelError(f"{gone[0]}: this run no longer exists")
     _check_plain(folder, join_runs(runs, report.router_prior, report.router_switch_rate))

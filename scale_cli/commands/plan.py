@@ -86,7 +86,9 @@ class Plan:
 def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
     """Plan a run and every other method, without loading or downloading weights."""
     if stage_folder(config.model) is not None:
-        raise ConfigError(f"model.base: {config.model.base} is widened already; only plain bases are planned")
+        raise ConfigError(
+            f"model.base: {config.model.base} is already widened, but `scale plan` takes only plain bases"
+        )
     run = Run(config)
     base_config, method = run.base_config, config.method
     check_context(config, base_config)
@@ -202,7 +204,7 @@ def _heading(plan: Plan) -> list[str]:
         lines["processes"] = f"{plan.num_processes:,}, each on a device of its own"
     growth = plan.new_tokens
     if growth is not None:
-        origin = "" if growth.is_learned else "; here from the beginnings of the sources, so about:"
+        origin = "" if growth.is_learned else "; estimated from the beginnings of the sources:"
         lines["new tokens"] = f"{growth.num_new:,}, {base.vocab_size + growth.num_new:,} in all{origin}"
     told = [f"{label:{_LABEL}}{text}" for label, text in lines.items()]
     for of in [] if growth is None else growth.sources:
@@ -230,15 +232,15 @@ def _tables(plan: Plan) -> list[str]:
 
 def _footnotes(plan: Plan) -> list[str]:
     train = plan.config.train
-    lines = [f"{variant:{_LABEL}}cannot be had: {reason}" for variant, reason in plan.refused.items()]
+    lines = [f"{variant:{_LABEL}}not possible: {reason}" for variant, reason in plan.refused.items()]
     if plan.new_tokens is not None:
-        tokens = f"the same text in {plan.new_tokens.tokens_without:.2f} times the tokens."
-        lines += ["", f"{_WITHOUT}, and baselines that take none: {tokens}"]
+        tokens = f"the same text is {plan.new_tokens.tokens_without:.2f} times as many tokens."
+        lines += ["", f"{_WITHOUT}, and methods that cannot add them: {tokens}"]
     return [
         *lines,
         "",
-        "> is the config's method; the others at the config's sizes. The time is the FLOPs alone, without",
-        "evaluation and checkpoints. memory: of one process; saved: for the backward pass of a micro-batch of",
-        f"{train.sequences_at_once(plan.num_processes):,}, {train.mixed_precision} autocast; "
-        f"head: logits at once, on {plan.device.type}.",
+        "> marks the config's method; the others have the config's sizes. The time is that of the FLOPs only,",
+        "without evaluation and checkpoints. memory: of one process; saved: for the backward pass of a",
+        f"micro-batch of {train.sequences_at_once(plan.num_processes):,}, {train.mixed_precision} autocast; "
+        f"head: logits held at once, on {plan.device.type}.",
     ]

@@ -52,7 +52,7 @@ def _check(run: Run) -> None:
     config = run.config
     formats_of(config)
     if not config.evaluation.perplexity and not config.evaluation.benchmarks:
-        raise ConfigError("evaluation: names nothing to evaluate on (perplexity, benchmarks)")
+        raise ConfigError("evaluation: names nothing to evaluate on; add perplexity or benchmarks")
     run.check(_sources(run), share().num_processes)
     check_init_from(run)
     check_trackers(config.train.trackers)

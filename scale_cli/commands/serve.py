@@ -34,10 +34,12 @@ def serve(path: Path, engine: Engine | None, options: Sequence[str], log: Log, *
     chosen: Engine = engine or ("vllm" if is_installed("vllm") and has_vllm else "transformers")
     if KEY not in config and not plainly:
         raise UsageError(
-            f"{folder}: its config.json has no {KEY}: it cannot be served routed; --plain serves what it holds"
+            f"{folder}: config.json has no {KEY}, so this model cannot be served with a router; add --plain"
         )
     if chosen == "vllm" and not has_vllm:
-        raise UsageError(f"--engine vllm: {architecture} is routed by transformers alone: leave it out, or add --plain")
+        raise UsageError(
+            f"--engine vllm: only transformers can route {architecture}; remove --engine vllm, or add --plain"
+        )
     address, others = _address(folder, options)
     if chosen == "vllm":
         if not is_installed("vllm"):
@@ -49,7 +51,8 @@ def serve(path: Path, engine: Engine | None, options: Sequence[str], log: Log, *
             require(module, "--engine transformers")
         if others:
             raise UsageError(
-                f"{others[0]}: the engine transformers takes --host, --port and --served-model-name; vLLM takes more"
+                f"{others[0]}: the engine transformers takes only --host, --port and --served-model-name; remove it, "
+                "or use --engine vllm"
             )
         _check_port(address.host, address.port)
     log(_promise(folder, config, chosen, plainly=plainly))
@@ -71,13 +74,17 @@ def serve(path: Path, engine: Engine | None, options: Sequence[str], log: Log, *
 
 def _promise(folder: Path, config: dict[str, Any], engine: Engine, *, plainly: bool) -> str:
     if plainly:
-        of = "the trained head alone, without what a router keeps" if KEY in config else "it has no router"
-        return f"serving        {folder}, plainly, in {engine}: {of}"
+        of = (
+            "the trained head alone; only with its router it keeps what the base knew"
+            if KEY in config
+            else "the model has none"
+        )
+        return f"serving        {folder}, without a router, in {engine}: {of}"
     router = config[KEY]
     smallest = min(router["prior"], (1.0 - router["prior"]) / len(router["parents"]))
     nats = bound_nats(smallest, router["switch_rate"])
     bound = "" if nats is None else f"; no document costs more than {nats:.3f} nats over its best head"
-    return f"serving        {folder}, with its router, in {engine}: what the trained model says, to rounding{bound}"
+    return f"serving        {folder}, with its router, in {engine}: the trained model's answers, up to rounding{bound}"
 
 
 def _address(folder: Path, options: Sequence[str]) -> tuple[Namespace, list[str]]:

@@ -48,7 +48,7 @@ def sweep(path: Path, grid: Grid, log: Log) -> list[Trial]:
     """Run a config with several values of some keys, and rank the runs; skip finished runs."""
     points, whole = grid.points, load_config(path, grid.shared)
     if all(source.role == "retention" for source in whole.evaluation.perplexity):
-        raise ConfigError("evaluation.perplexity: has no corpus of role acquisition to rank runs by")
+        raise ConfigError("evaluation.perplexity: has no corpus of role acquisition to rank the runs by; add one")
     cache = f"corpus.cache_dir={json.dumps(str(cache_dir(whole)))}"
     configs = []
     for values in points:

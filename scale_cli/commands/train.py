@@ -95,7 +95,7 @@ def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[
         _log_trained(final.path, final.state, log)
         return final.state
     if not run.folder.upscaled.is_dir():
-        raise RunFolderError(f"{run.folder.upscaled}: not there; run `scale upscale` first")
+        raise RunFolderError(f"{run.folder.upscaled}: does not exist; run `scale upscale` first")
     run.check(training_sources(config), accelerator.num_processes)
     parallelism(config.train, accelerator.num_processes)  # raises ConfigError if the processes do not fit
     check_trackers(config.train.trackers)
@@ -118,10 +118,10 @@ def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[
 def _log_trained(folder: Path, state: TrainState, log: Log) -> None:
     best = state.best
     rate = f" ({state.tokens_per_s:,.0f} tokens/s)" if state.tokens_per_s else ""
-    kept = f", of step {best.step:,}: {best.forgetting:+.4f} bits/byte on what is to be kept" if best else ""
+    kept = f", the best step {best.step:,}: {best.forgetting:+.4f} bits/byte on retention text" if best else ""
     log(
         f"trained        {state.step:,} steps, {state.num_tokens:,} tokens in {state.stepping_s:,.0f} s{rate}; "
-        f"besides {state.evaluating_s:,.0f} s evaluating, {state.saving_s:,.0f} s saving"
+        f"also {state.evaluating_s:,.0f} s evaluating, {state.saving_s:,.0f} s saving"
     )
     log(f"written        {folder}{kept}")
 
@@ -146,7 +146,7 @@ def _memory_named(config: RunConfig, accelerator: Accelerator) -> Iterator[None]
             f"out of memory on {device} while training ({one_line(error)}): lower train.micro_batch_size "
             f"(now {train.sequences_at_once(num_processes)}) or corpus.sequence_length (now "
             f"{config.corpus.sequence_length:,}), or set train.activation_checkpointing=true or, with several "
-            f"processes, train.sharding=all; `scale plan` says {planned} a process, libraries and allocator apart"
+            f"processes, train.sharding=all; `scale plan` says {planned} per process, without libraries and allocator"
         ) from None
 
 
@@ -287,7 +287,7 @@ def _check_same_names(of_all: list[list[str]]) -> None:
     for of_source in zip(*of_all, strict=True):
         if len(different := sorted(set(of_source))) > 1:
             names = ", ".join(different)
-            raise CorpusError(f"corpus: machines read different text ({names}): copy the same files to each")
+            raise CorpusError(f"corpus: machines read different text ({names}); copy the same files to each machine")
 
 
 def _known_text(config: RunConfig, batches: Batches, num_windows: int) -> list[MicroBatch]:
@@ -317,12 +317,12 @@ def _with_best_to_compare(begun: MethodFolder, log: Log) -> TrainState:
         return state
     best = run.folder.checkpoint(state.best.step)
     if not best.is_dir():
-        reason = "is not there"
+        reason = "is missing"
     elif changed := scored_otherwise(begun.config, run.config):
-        reason = f"was scored otherwise ({', '.join(changed)})"
+        reason = f"was scored with other settings ({', '.join(changed)})"
     else:
         return state
-    log(f"warning: {best}: the best so far {reason}; chosen from the steps to come")
+    log(f"warning: {best}: the best checkpoint so far {reason}; the best is chosen from later steps")
     return replace(state, best=None)
 
 
@@ -346,7 +346,7 @@ def _put_back_best(run: TrainingRun, log: Log) -> TrainState:
         return run.state
     if best.forgetting > bound:
         lost = f"{best.forgetting:+.4f} bits/byte at step {best.step:,}"
-        log(f"warning: train.max_forgetting {bound:g}: no evaluation kept within it; the least was lost, {lost}")
+        log(f"warning: train.max_forgetting {bound:g}: every evaluation forgot more; the least was {lost}")
     if best.step == run.state.step:
         return run.state
     kept = MethodFolder(run.folder.checkpoint(best.step), run.start.run)

@@ -35,7 +35,7 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
             changed = differences(MethodFolder(upscaled, run).config, config, UPSCALE_SECTIONS)
         because = f" ({'; '.join(changed)})" if changed else ""
         raise RunFolderError(
-            f"{run.folder.root}: training has begun from what is there; choose another output_dir{because}"
+            f"{run.folder.root}: training from this folder has already begun; choose another output_dir{because}"
         )
     run.check(training_sources(config))
     of_base = run.base_tokenizer
@@ -95,7 +95,7 @@ def _described(method: MethodConfig, model: Any, record: BaseRecord, num_new: in
         name = f"{method.variant} ({found})" if found else method.variant
         yield f"method         {name}: widens nothing; the folder is prepared for `scale train`"
     if num_new:
-        yield f"new tokens     {num_new:,}; the ids of {num_texts:,} texts held to the base's"
+        yield f"new tokens     {num_new:,}; the ids of {num_texts:,} texts checked against the base's"
     yield f"frozen         {sum(p.numel() for p in parameters) - num_trainable:>15,} parameters"
     yield f"trainable      {num_trainable:>15,} parameters"
     held = "base logits" if definition.widens else "logits at the start"

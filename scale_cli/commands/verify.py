@@ -58,7 +58,7 @@ def verify(path: Path) -> None:
                 log(f"      {kind}: {line}")
     print_json({"checks": checks})
     if bad := [str(check.folder) for check in checks if check.failed]:
-        raise CheckFailed(f"not what was written: {', '.join(bad)}")
+        raise CheckFailed(f"not as scale wrote them: {', '.join(bad)}")
 
 
 def check_folders(path: Path) -> list[FolderCheck]:
@@ -67,7 +67,7 @@ def check_folders(path: Path) -> list[FolderCheck]:
     inside = (path / place.parent for place in places if not any(part.startswith(".") for part in place.parts))
     folders = [path] if (path / MANIFEST).is_file() else sorted(inside)
     if not folders:
-        raise RunFolderError(f"{path}: no folder of ours: nothing in it has a {MANIFEST}")
+        raise RunFolderError(f"{path}: scale did not write this folder: nothing in it has a {MANIFEST}")
     return [_check(folder) for folder in folders]
 
 
@@ -93,7 +93,7 @@ def _check_files(folder: Path) -> None:
     present = [file for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()]
     listed = described_files(folder).keys() | {MANIFEST}
     if extra := sorted({file.relative_to(folder).as_posix() for file in present} - listed):
-        raise CheckFailed(f"{folder / extra[0]}: is not among the files that were written")
+        raise CheckFailed(f"{folder / extra[0]}: is not a file that scale wrote")
 
 
 def _check_base(path: Path) -> None:
@@ -115,7 +115,7 @@ def _check_log(folder: Path) -> None:
         if place_of(record)[1]:  # an evaluation
             continue
         if not 0 < step - before <= max(every, now_every):  # a resume may have changed it
-            raise CheckFailed(f"{metrics}: after step {before} steps are missing, or out of order")
+            raise CheckFailed(f"{metrics}: steps after step {before} are missing or out of order")
         before, every = step, now_every
     last = state.step if train.max_forgetting is None else train.max_steps  # the log goes on after the best step
     if before != last:
@@ -125,7 +125,7 @@ def _check_log(folder: Path) -> None:
 def _check_export(folder: Path) -> None:
     run = RunFolder(folder.parent.parent)
     if not (run.final / MANIFEST).is_file():
-        raise BaseModelError("the trained model is not beside it")
+        raise BaseModelError("the trained model (final/) is not beside this export")
     config = load_config(folder / "scale.yaml")
     check_written_export(config.model_copy(update={"output_dir": run.root}), folder)
 
@@ -136,7 +136,9 @@ def _check_joined(folder: Path) -> None:
     model = placed(load_written(JoinedForCausalLM, folder)).eval()
     now = record_base(model.base, ModelConfig(base=report.base)).content_sha256
     if now != report.base_sha256:
-        raise CheckFailed(f"{folder}: its base is SHA-256 {now[:12]}, joined was {report.base_sha256[:12]}")
+        raise CheckFailed(
+            f"{folder}: its base has SHA-256 {now[:12]}, but the joined base had {report.base_sha256[:12]}"
+        )
     num_old = model.base.config.vocab_size  # it has no new tokens: old ones replace them
     prompts = [ids % num_old for ids in sample_ids(load_tokenizer(ModelConfig(base=str(folder))))]
     alone = [model.of_all_tokens(0, logits) for logits in own_logits(model.base, prompts)]

@@ -110,8 +110,8 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         for (context, continuation), _context_ids, continuation_ids in requests:
             if not 0 < len(continuation_ids) <= self.max_length:
                 raise RunError(
-                    f"{continuation!r} after {context[-40:]!r} is {len(continuation_ids)} tokens, "
-                    f"of which lm-eval can score 1 to {self.max_length}"
+                    f"{continuation!r} after {context[-40:]!r} has {len(continuation_ids)} tokens, "
+                    f"but lm-eval can score only 1 to {self.max_length}"
                 )
         longest_first = sorted(requests, key=lambda request: -len(request[1]) - len(request[2]))
         batches = [longest_first[at : at + self.batch_size] for at in range(0, len(requests), self.batch_size)]
@@ -155,7 +155,9 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         for alike in by_options.values():
             length = normalize_gen_kwargs(requests[alike[0]].args[1], self.max_gen_toks)["max_gen_toks"]
             if length >= self.max_length:
-                raise RunError(f"answers of {length:,} tokens are asked of a model that reads {self.max_length:,}")
+                raise RunError(
+                    f"it asks for answers of {length:,} tokens, but the model's context is {self.max_length:,}"
+                )
             contexts = {at: requests[at].args[0] for at in alike}
             alike.sort(key=lambda at: (-len(self.tok_encode(contexts[at])), contexts[at]))
             batches += [alike[at : at + self.batch_size] for at in range(0, len(alike), self.batch_size)]
@@ -255,7 +257,7 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
                 opened.ready.append(Benchmark(source.name, source, tasks))
     names = [benchmark.name for benchmark in opened.ready]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"evaluation.benchmarks: {twice[0]} is named twice, once within a group")
+        raise ConfigError(f"evaluation.benchmarks: {twice[0]} is named twice, once within a group; remove one")
     return opened
 
 
@@ -263,10 +265,10 @@ def _read_task(source: BenchmarkSource, path: str) -> Any:
     """Return a task that a user wrote for lm-eval; its data are local files, and it runs no code."""
     config = parse(read_text(Path(path)), path)
     if not isinstance(config, dict) or {"group", "include"} & config.keys():
-        raise ConfigError(f"{path}: not a task of lm-eval that stands by itself")
+        raise ConfigError(f"{path}: not a single lm-eval task: it must be a mapping without group and include")
     form = config.get("dataset_path")
     if form not in _FORMS:
-        raise ConfigError(f"{path}: dataset_path: local files are read, as one of {', '.join(_FORMS)}")
+        raise ConfigError(f"{path}: dataset_path: must be one of {', '.join(_FORMS)}, which read local files")
 
     def load(**kwargs: Any) -> Any:
         with TemporaryDirectory() as cache:  # removed afterwards
@@ -301,14 +303,14 @@ def _check_measurable(tasks: dict[str, Any]) -> None:
     kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
     if kinds not in (["multiple_choice"], ["generate_until"]):
         named = ", ".join(kinds)
-        raise RunError(f"only multiple choice and generate_until are measured, one at a time, and this is {named}")
+        raise RunError(f"only multiple_choice and generate_until are measured, one kind per benchmark; this is {named}")
     for task in tasks.values():
         if getattr(task, "UNSAFE_CODE", False):
-            raise RunError("it runs code that the model has written")
+            raise RunError("it runs code that the model writes")
         for name, metric in getattr(task, "_metric_fn_list", {}).items():
             # lm-eval does not call this function for multiple choice.
             if metric is None and kinds == ["generate_until"]:
-                raise RunError(f"{name} is no metric of lm-eval's own, and no code is fetched from the hub")
+                raise RunError(f"{name} is not one of lm-eval's own metrics, and scale fetches no code from the hub")
 
 
 def _reports_macro_f1(task: Any) -> bool:
@@ -339,7 +341,7 @@ def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int |
         items.append(Item(name, doc_id, gold, outcomes))
     measured = BenchmarkItems(benchmark.source, benchmark.name, items, benchmark.reports_macro_f1)
     if measured.judged_by is None:
-        raise RunError("lm-eval reports nothing by which an item is right or wrong")
+        raise RunError("lm-eval reports no metric that says whether an item is right")
     return measured
 
 
@@ -347,7 +349,7 @@ def _chosen(task: Any, by_head: dict[str, list[Any]]) -> tuple[int | list[int], 
     """Return an item's right choice, and every head's outcome."""
     sample = by_head["base"][0]
     if "acc" not in sample:
-        raise RunError(f"lm-eval reports {', '.join(sample['metrics'])} of it, and no acc")
+        raise RunError(f"lm-eval reports {', '.join(sample['metrics'])} for it, but no acc")
     choices = task.doc_to_choice(sample["doc"])
     # If the choices are in the context (winogrande), lm-eval's text is the index of the right one.
     gold = task.doc_to_text(sample["doc"]) if task.multiple_input else sample["target"]

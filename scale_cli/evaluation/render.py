@@ -154,7 +154,7 @@ def _became(corpus: CorpusResult, served: str) -> str:
         verdict = "the same to three digits"
     else:
         most = worst_document(corpus.heads[served].worst_document_nats).removeprefix("+")
-        lost = f"worse than the base, by {most} nats a document at most"
+        lost = f"worse than the base, by at most {most} nats in a document"
         verdict = _BETTER[corpus.role] if max(ends) < 0 else lost
     return f"{language_name(corpus.language)} ({corpus.name}) went from {before} to {after} bits/byte: {verdict}."
 

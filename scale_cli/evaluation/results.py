@@ -40,9 +40,9 @@ HEADS = ("base", "adapted", "posterior", "cosine")
 ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}  # of corpora, in words
 # What the guarantee of the posterior rule leaves out.
 NOT_COVERED = (
-    "That is of whole documents, scored from their first token. It does not cover a text scored after a context that "
-    "favours the other head (the choices of a benchmark), nor a generation: as many nats as a long prompt has given "
-    "one head, the other has to win back."
+    "This bound holds for whole documents, scored from their first token. It does not cover text scored after a "
+    "context that favours another head, such as the choices of a benchmark. It does not cover generation either: "
+    "a head must first win back the nats by which a long prompt favours another."
 )
 
 
@@ -313,5 +313,6 @@ def guarantee(router: RouterConfig) -> str:
         return ""
     what = f"{over_base:.3f} nats over the better of the two heads"
     if over_base != over_trained:
-        what = f"{over_base:.3f} nats over the base head, nor than {over_trained:.3f} over the trained one"
-    return f"Whatever was trained, no document costs more than {what} (-ln of its weight at the start). {NOT_COVERED}"
+        what = f"{over_base:.3f} nats over the base head, nor more than {over_trained:.3f} over the trained head"
+    weight = "-ln of that head's weight at the start"
+    return f"Whatever was trained, no document costs more than {what} ({weight}). {NOT_COVERED}"

@@ -145,8 +145,9 @@ def check_parity(parity: Parity, dtype: str) -> None:
         limit = f"{MAX_LOGIT_DIFFERENCE:g} at most, or {limit} and {at_worst:.2g} at most"
     if not good:
         raise ExportParityError(
-            f"the export is not the trained model: logits differ by {parity.max_logit_difference:.2e} at most and "
-            f"{parity.mean_logit_difference:.2e} in the mean, allowed is {limit} ({dtype})"
+            f"the export does not compute what the trained model computes: logits differ by at most "
+            f"{parity.max_logit_difference:.2e}, on average {parity.mean_logit_difference:.2e}; "
+            f"allowed: {limit} ({dtype})"
         )
 
 
@@ -250,7 +251,7 @@ class Adapter(Format):
     """The trained tensors, to load onto the base; for PEFT's methods in PEFT's own folder."""
 
     name = "adapter"
-    description = "what was trained, alone; loads onto the base it was trained on, and no other"
+    description = "only what was trained; loads onto the base of this training, and onto no other"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -259,7 +260,9 @@ class Adapter(Format):
 
     def check(self) -> None:
         if (dtype := self.config.export.dtype) != "float32":
-            raise ConfigError(f"export.dtype: {dtype}: an adapter keeps what was trained, in float32")
+            raise ConfigError(
+                f"export.dtype: {dtype}: an adapter is always written in float32; set export.dtype=float32"
+            )
 
     def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
         if self.method.adapter != "peft":
@@ -291,6 +294,6 @@ def formats_of(config: RunConfig) -> list[Format]:
         if not one.fits_method:
             fitting = " or ".join(name for name, other in FORMATS.items() if other(config).fits_method)
             variant = f"a model of the variant {config.method.variant}"
-            raise ConfigError(f"export.format: {one.name}: {variant} is exported as {fitting}")
+            raise ConfigError(f"export.format: {one.name}: {variant} can only be exported as {fitting}")
         one.check()
     return made

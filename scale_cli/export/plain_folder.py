@@ -132,7 +132,7 @@ def write_plain(
     root = root_model(base)
     config, *others = _files_at("model.base", root.base, root.revision, (_CONFIG, _GENERATION))
     if config.name != _CONFIG:
-        raise BaseModelError(f"model.base: {root.base}: {_CONFIG} is not at hand")
+        raise BaseModelError(f"model.base: {root.base}: {_CONFIG} cannot be found")
     written = _configuration(json.loads(config.read_text(encoding="utf-8")), plain, load_base_config(base))
     if router is not None:
         for source in _CODE:
@@ -152,9 +152,9 @@ def find_plain_export(path: Path) -> Path:
         return path
     found = [folder for folder in sorted(path.glob("export/llama*")) if (folder / "config.json").is_file()]
     if len(found) > 1:
-        raise UsageError(f"{path}: has several exports; say which: {', '.join(map(str, found))}")
+        raise UsageError(f"{path}: has several exports; give one of them: {', '.join(map(str, found))}")
     if not found:
-        raise RunFolderError(f"{path}: holds no plain export: write one with `scale export`, export.format=llama")
+        raise RunFolderError(f"{path}: contains no plain export; write one with `scale export` and export.format=llama")
     return found[0]
 
 
@@ -190,7 +190,8 @@ def frame_prompts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
             write_json(folder / _SETTINGS, {**settings, **marks, "tokenizer_class": "PreTrainedTokenizerFast"})
     if not _is_framed(folder, tokenizer):
         raise ExportParityError(
-            f"the tokenizer's files of {tokenizer.name_or_path} give other ids elsewhere; nothing was written"
+            f"the tokenizer files of {tokenizer.name_or_path} give other ids when they are loaded from the export; "
+            "nothing was written"
         )
 
 
@@ -222,9 +223,9 @@ def _files_at(key: str, name: str, revision: str | None, names: Sequence[str]) -
     try:
         found = cached_files(name, list(names), revision=revision, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
-        raise BaseModelError(f"{key}: the files of {name} are not at hand: {one_line(error)}") from None
+        raise BaseModelError(f"{key}: the files of {name} cannot be found: {one_line(error)}") from None
     if not found:
-        raise BaseModelError(f"{key}: {name}: {names[0]} is not at hand")
+        raise BaseModelError(f"{key}: {name}: {names[0]} cannot be found")
     return [Path(file) for file in found]
 
 

@@ -36,12 +36,12 @@ class AdeptConfig(Section):
         le=10_000,
         description="windows of known text to measure on, from each source with role replay",
     )
-    every_steps: Steps = Field(default=500, description="steps from one measurement of the rates to the next")
+    every_steps: Steps = Field(default=500, description="steps between two measurements of the rates")
 
     @model_validator(mode="after")
     def _layers_are_distinct(self) -> AdeptConfig:
         if self.layers is not None and (len(set(self.layers)) < len(self.layers) or min(self.layers) < 0):
-            raise ValueError("layers: names a layer twice, or one below 0")
+            raise ValueError("layers: contains a layer twice, or a negative one")
         if self.layers is not None and self.num_blocks not in (None, len(self.layers)):
             raise ValueError(f"num_blocks: {self.num_blocks}, but layers names {len(self.layers)}")
         return self
@@ -62,7 +62,9 @@ class Adept(Deeper[AdeptConfig]):
     def copied(self, num_layers: int, settings: AdeptConfig) -> list[int]:
         if settings.layers is None:
             if num_layers < 2:
-                raise ConfigError("method.adept.layers: the base has a single layer, which is needed; name it")
+                raise ConfigError(
+                    "method.adept.layers: the base has a single layer, which cannot be bypassed; set layers: [0]"
+                )
             return evenly_spaced(num_layers, settings.num_blocks, "method.adept.num_blocks")
         if (highest := max(settings.layers)) >= num_layers:
             raise ConfigError(f"method.adept.layers: {highest}, but the base has {num_layers} layers, from 0")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class LoraConfig(Section):
     """Low-rank adapters beside frozen projections (PEFT)."""
 
-    rank: int = Field(default=16, ge=1, le=2**16, description="of A and B")
+    rank: int = Field(default=16, ge=1, le=2**16, description="rank of A and B")
     alpha: int = Field(default=32, ge=1, le=2**20, description="the adapters' output is scaled by alpha / rank")
     rank_stabilised: bool = Field(default=False, description="the output is scaled by alpha / sqrt(rank) instead")
     targets: list[str] = Field(default=[*PROJECTIONS], min_length=1, description="projections that get adapters")
@@ -30,7 +30,9 @@ class LoraConfig(Section):
     @model_validator(mode="after")
     def _adapted_or_whole(self) -> LoraConfig:
         if self.embeddings and (twice := sorted({"embed_tokens", "lm_head"}.intersection(self.targets))):
-            raise ValueError(f"targets: {twice[0]} is there, and trains whole where embeddings is true")
+            raise ValueError(
+                f"targets: contains {twice[0]}, but embeddings: true trains it as a whole matrix; remove one of the two"
+            )
         return self
 
 

@@ -181,8 +181,10 @@ def first_averaged(train: Any) -> int | None:
 class LookaheadConfig(Section):
     """Every few steps, what trains goes back and keeps only a share of the way; with replay, this is MER."""
 
-    every_steps: Steps = Field(description="steps from one return to the next")
-    share: float = Field(default=0.5, gt=0.0, le=1.0, description="share kept of the way since the last return")
+    every_steps: Steps = Field(description="steps between two returns")
+    share: float = Field(
+        default=0.5, gt=0.0, le=1.0, description="share of the change since the last return that is kept"
+    )
 
 
 class Lookahead(Recipe):
@@ -233,7 +235,10 @@ class BoundedRows(Recipe):
         self._codes = [p for name, p in trained.items() if name.endswith("expansion.embed_tokens.weight")]
         rms: float | None = getattr(training.model.config, "expansion_embedding_rms", None)
         if rms is None:
-            raise ConfigError("train.embedding_norm: E' of this run began without a size; only free goes on with it")
+            raise ConfigError(
+                "train.embedding_norm: this run started E' without embedding_scale, so its rows have no bound; "
+                "set train.embedding_norm=free"
+            )
         self._rms = rms
 
     @classmethod

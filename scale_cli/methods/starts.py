@@ -102,8 +102,8 @@ def _start_codes(model: ScaleForCausalLM, seed: int, embedding_scale: float, gen
     embedding_rms = _rounded(embedding_scale * stream_rms["norm"])
     if not 0.0 < embedding_rms < math.inf:
         raise BaseModelError(
-            f"model.base: rms(x) before its last norm is {stream_rms['norm']:g} on random tokens, and E' starts in "
-            "proportion to that; method.expansion.embedding_scale=null starts without"
+            f"model.base: rms(x) before its last norm is {stream_rms['norm']:g} on random tokens, but E' starts in "
+            "proportion to it; set method.expansion.embedding_scale=null"
         )
     codes = model.expansion.embed_tokens.weight
     codes.copy_(_normal(codes.shape, embedding_rms, generator))

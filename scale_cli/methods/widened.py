@@ -118,7 +118,7 @@ class DistillationConfig(Section):
         default=0.0,
         ge=0.0,
         le=1e6,
-        description="of KL(base || trained head) beside the cross-entropy, on windows of replay alone; 0: off",
+        description="weight of KL(base || trained head), added to the cross-entropy on windows of replay only; 0: off",
     )
 
 
@@ -146,15 +146,15 @@ class _Widened(Method[WideningConfig]):
     def check(self, settings: WideningConfig) -> None:
         if settings.distils and (self.default_layers != "none" or settings.collaboration.is_asked_for):
             raise ValueError(
-                "distillation.weight: where layers collaborate the base's predictions are not at hand; take preserve, "
-                "or route with collaboration.layers none"
+                "distillation.weight: with collaborating layers, training does not compute the base's predictions; "
+                "use preserve, or route with collaboration.layers none"
             )
 
     def in_words(self, settings: WideningConfig) -> str:
         expansion = settings.expansion
         words = f", ratio {expansion.ratio:g}"
         for part, ratio in (("stream", expansion.hidden_ratio), ("MLP", expansion.mlp_ratio)):
-            words += "" if ratio is None else f", of the {part} {ratio:g}"
+            words += "" if ratio is None else f", {part} ratio {ratio:g}"
         words += f", {expansion.init} start"
         return words + (f", distilled on replay (weight {settings.distillation.weight:g})" if settings.distils else "")
 
@@ -238,8 +238,8 @@ def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) 
     expansion, family = settings.expansion, family_of(root)
     if expansion.hidden_ratio is not None and family.short_up_to(root) is not None:
         raise ConfigError(
-            f"method.expansion.hidden_ratio: a {family.class_name} with longrope has as many channels as its heads; "
-            "leave it out"
+            f"method.expansion.hidden_ratio: in a {family.class_name} with longrope, the heads set the number of "
+            "channels; remove this key"
         )
     num_key_value_heads = max(1, round(expansion.ratio * root.num_key_value_heads))
     num_heads = num_key_value_heads * (root.num_attention_heads // root.num_key_value_heads)
@@ -248,16 +248,20 @@ def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) 
     if layers and root is not base_config:
         raise ConfigError(
             f"method.collaboration.layers: {settings.variant} writes into layers {', '.join(map(str, layers))}, but "
-            "the base is widened already, and what stands upon it may only read: none (the variants preserve and route)"
+            "an expansion on a widened base may only read; use none, with the variant preserve or route"
         )
     with_mlp = [layer for layer in range(root.num_hidden_layers) if family.has_mlp(root, layer)]
     if expansion.mlp_ratio is not None and not with_mlp:
-        raise ConfigError("method.expansion.mlp_ratio: experts stay as they are, and the base has no other MLP")
+        raise ConfigError(
+            "method.expansion.mlp_ratio: experts are not widened, and the base has no other MLP; remove this key"
+        )
     modules = settings.collaboration.modules
     of_attention = layers if "attention" in modules else []
     of_mlp = [layer for layer in layers if layer in with_mlp] if "mlp" in modules else []
     if layers and not of_attention + of_mlp:
-        raise ConfigError("method.collaboration.modules: experts stay as they are, and these layers have no other MLP")
+        raise ConfigError(
+            "method.collaboration.modules: experts are not widened, and these layers have no other MLP; add attention"
+        )
     mlp_ratio = expansion.mlp_ratio or ratio_of_heads
     return ScaleConfig(
         base_config=base_config.to_diff_dict(),

@@ -119,7 +119,7 @@ class JoinedConfig(_OverABase):
 
     def __post_init__(self, **given: Any) -> None:
         if given.pop("rule", "posterior") != "posterior":
-            raise ValueError("rule: the mean of the heads is no more; join the runs again")
+            raise ValueError("rule: the mean of the heads was removed; join the runs again")
         if self.router_prior is None:
             self.router_prior = 1.0 / len(self.head_names)
         super().__post_init__(**given)

@@ -79,7 +79,9 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> Any:
         """Raise NotImplementedError: a frozen base has learnt no other tokens."""
-        raise NotImplementedError("a widened model keeps its base's vocabulary; enlarge the base's own before it")
+        raise NotImplementedError(
+            "a widened model keeps its base's vocabulary; enlarge that of the base before widening"
+        )
 
     def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
         """Raise NotImplementedError: the paged cache holds neither the second stream nor the router's state."""
@@ -93,14 +95,14 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     @peft_config.setter
     def peft_config(self, adapters: Any) -> None:
         """Raise NotImplementedError: PEFT sets this when it adds adapters, which would not act on the forward pass."""
-        raise NotImplementedError("a widened model takes no PEFT adapters; put them into its plain export")
+        raise NotImplementedError("a widened model takes no PEFT adapters; add them to its plain export")
 
     @staticmethod
     def _own_cache(past_key_values: Any) -> ScaleCache:
         if isinstance(past_key_values, ScaleCache):
             return past_key_values
         if past_key_values is not None and past_key_values.get_seq_length() > 0:
-            raise ValueError("a widened model keeps a cache of its own class, ScaleCache: no other implementation")
+            raise ValueError("past_key_values: a widened model uses its own cache class; pass a ScaleCache, or none")
         return ScaleCache()
 
     def forward(
@@ -124,7 +126,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
             asked = kwargs.get(name)
             if getattr(self.config, name, False) if asked is None else asked is not False:
                 raise ValueError(
-                    f"{name}: a widened model has several streams; pass input_ids, and ask its base (.root)"
+                    f"{name}: a widened model has several streams; pass input_ids, or use its base (.root)"
                 )
         use_cache = not self.training and (self.config.use_cache if use_cache is None else use_cache)
         cache = self._own_cache(past_key_values) if use_cache else None
@@ -231,7 +233,7 @@ def _one_device(device_map: Any) -> Any:
         return "cpu" if accelerator is None else accelerator.type
     places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
     if len(places) > 1 or "disk" in places:
-        raise ValueError(f"device_map: a widened model lies on one device, not on {', '.join(sorted(places))}")
+        raise ValueError(f"device_map: a widened model must lie on one device, not on {', '.join(sorted(places))}")
     return device_map
 
 

@@ -53,11 +53,11 @@ def quantised_maps(base: Any, quantisation: str) -> dict[str, nn.Linear]:
     maps = {f"model.{name}": module for name, module in base.model.named_modules() if isinstance(module, nn.Linear)}
     for layer, (name, owner) in product(base.model.layers, OWNERS.items()):
         if not isinstance(getattr(getattr(layer, owner), name, None), nn.Linear):
-            raise ValueError(f"a layer of the family {base.config.model_type} has no {name} that stands alone")
+            raise ValueError(f"a layer of the family {base.config.model_type} has no separate {name}")
     multiple = QUANTISATIONS[quantisation].weights_multiple
     for name, linear in maps.items():
         if linear.weight.numel() % multiple:
-            raise ValueError(f"{name} has {linear.weight.numel():,} weights, which is no multiple of {multiple:,}")
+            raise ValueError(f"{name} has {linear.weight.numel():,} weights, which is not a multiple of {multiple:,}")
     return maps
 
 

@@ -83,7 +83,9 @@ class RouterLayer:
         if num_removed == 0 or self.is_empty:
             return
         if self.call is None or num_removed > self.call[0].shape[1]:
-            raise NotImplementedError("a routed model's cache gives back the tokens of the last call, and none before")
+            raise NotImplementedError(
+                "a routed model's cache can remove only the tokens of the last call, not earlier ones"
+            )
         rows_BTD, log_weights_KBT = self.call[0][:, :-num_removed], self.call[1][..., :-num_removed]
         if rows_BTD.shape[1]:
             self.call = rows_BTD, log_weights_KBT
@@ -128,10 +130,10 @@ class Routed(nn.Module):
         super().__init__(config)
         router = getattr(config, "scale_router", None)
         if router is None:
-            raise ValueError("config.json has no scale_router: this is a plain model, and has no router")
+            raise ValueError("config.json has no scale_router: this is a plain model without a router")
         sizes, parents = router["stream_sizes"], router["parents"]
         if sum(sizes) != config.hidden_size or len(parents) != len(sizes) - 1:
-            raise ValueError("config.json: scale_router does not fit hidden_size: it is another model's")
+            raise ValueError("config.json: scale_router does not fit hidden_size; it belongs to another model")
         self._columns = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
         self._read: list[list[slice]] = []  # for every head, the columns of its streams
         for own, parent in zip(self._columns, [None, *parents], strict=True):
@@ -170,7 +172,7 @@ class Routed(nn.Module):
         from `attention_mask`; ValueError if that does not have two dimensions, or for `inputs_embeds`.
         """
         if input_ids is None or inputs_embeds is not None:
-            raise ValueError("inputs_embeds: the router judges its heads by the tokens that come; pass input_ids")
+            raise ValueError("inputs_embeds: the router weighs its heads by the tokens of the text; pass input_ids")
         if evidence_mask is None:
             evidence_mask = evidence_of(attention_mask, input_ids.shape[1])
         layer = None if past_key_values is None else _router_layer(past_key_values)
@@ -323,5 +325,7 @@ def _router_layer(cache: Any) -> RouterLayer | None:
     if cache.layers and isinstance(cache.layers[-1], RouterLayer):
         return cache.layers[-1]
     if cache.get_seq_length() > 0:
-        raise ValueError("past_key_values: another model filled this cache; the router has to read its tokens itself")
+        raise ValueError(
+            "past_key_values: another model filled this cache, but the router must read its tokens; pass a new cache"
+        )
     return None

@@ -348,7 +348,7 @@ def evidence_of(attention_mask: Any, num_positions: int) -> Tensor | None:
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        raise ValueError("attention_mask: the router reads padding off a mask of two dimensions, (batch, tokens)")
+        raise ValueError("attention_mask: the router finds padding in a mask of two dimensions, (batch, tokens)")
     seen = attention_mask[:, -num_positions - 1 :].bool()
     if seen.shape[1] == num_positions:
         seen = F.pad(seen, (1, 0))

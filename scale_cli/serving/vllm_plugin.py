@@ -200,7 +200,7 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
     }
     for what, asked in refused.items():
         if asked:
-            raise ValueError(f"{what}: a routed model does not serve with it; leave it out, or serve the plain model")
+            raise ValueError(f"{what}: a routed model cannot be served with it; remove it, or serve the plain model")
 
 
 def shard_of(lm_head: Any) -> Shard:

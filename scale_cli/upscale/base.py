@@ -30,7 +30,7 @@ _NOT_COMPUTING = re.compile(
     r"_name_or_path|architectures|attn_implementation|dtype|transformers_version|use_cache|variant"
     r"|(bos|eos|pad)_token_id|router_(prior|rule|switch_rate|threshold)"
 )
-REMEDY = "give back the one that was, or start anew in another output_dir"
+REMEDY = "restore the earlier one, or start again in another output_dir"
 _LARGEST = 2**24  # far above any size in an existing model
 _SIZES = (
     "hidden_size",
@@ -61,7 +61,9 @@ def stage_folder(model: ModelConfig) -> Path | None:
     if BaseRecord.is_in(run.root):
         return run.root
     if BaseRecord.is_in(run.upscaled):
-        raise BaseModelError(f"model.base: {model.base} is a run that is not finished: it has no final/")
+        raise BaseModelError(
+            f"model.base: {model.base} is an unfinished run, as it has no final/; finish its training first"
+        )
     return None
 
 
@@ -160,18 +162,23 @@ def load_base_config(model: ModelConfig) -> Any:
     # No run uses dropout: training must not depend on random numbers that a checkpoint does not store.
     config.update({key: 0.0 for key in _DROPOUTS if hasattr(config, key)})
     if config.model_type not in FAMILIES:
-        raise BaseModelError(f"model.base: {model.base} is of the family {config.model_type} ({supported})")
+        raise BaseModelError(
+            f"model.base: {model.base} is of the family {config.model_type}, which is not supported ({supported})"
+        )
     for key in family_of(config).refused:
         if value := getattr(config, key, None):
             raise BaseModelError(
-                f"model.base: {model.base}: {key} in config.json is {value!r}; no such model is widened"
+                f"model.base: {model.base}: {key} in config.json is {value!r}; scale cannot widen such a model"
             )
     if getattr(config, "quantization_config", None) is not None:
         raise BaseModelError(
-            f"model.base: {model.base} is quantised already; name the plain one, and model.quantisation"
+            f"model.base: {model.base} is already quantised; name the unquantised model, and set model.quantisation"
         )
     if "/" in str(config._attn_implementation):  # transformers would download and run it
-        raise BaseModelError(f"model.base: {model.base} wants a kernel of the hub ({config._attn_implementation})")
+        raise BaseModelError(
+            f"model.base: {model.base} asks for a kernel from the hub ({config._attn_implementation}), which scale "
+            "does not load"
+        )
     _check_sizes(config, model.base)
     return config
 
@@ -193,8 +200,8 @@ def _check_sizes(config: Any, name: str) -> None:
         )
     if getattr(config, "num_experts", 0) < getattr(config, "num_experts_per_tok", 0):
         raise BaseModelError(
-            f"model.base: {name}: num_experts_per_tok in config.json is {config.num_experts_per_tok}, of "
-            f"{config.num_experts} num_experts"
+            f"model.base: {name}: num_experts_per_tok in config.json is {config.num_experts_per_tok}, but "
+            f"num_experts is {config.num_experts}"
         )
 
 
@@ -206,9 +213,9 @@ def _shards(folder: Path) -> list[str]:
     try:
         shards = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise BaseModelError(f"model.base: {index} is no index of weights") from None
+        raise BaseModelError(f"model.base: {index} is not a valid index of weights") from None
     if odd := [shard for shard in shards if not isinstance(shard, str) or Path(shard).name != shard]:
-        raise BaseModelError(f"model.base: {index} names {odd[0]!r}, which is no file of the folder")
+        raise BaseModelError(f"model.base: {index} names {odd[0]!r}, which is not a file in the folder")
     return sorted(set(shards))
 
 

@@ -99,7 +99,7 @@ def start_model(
 ) -> MethodModel:
     """Return a method's model before any training; `base` becomes a part of it."""
     if method.vocabulary is not None and new is None:
-        raise ConfigError("method.vocabulary: only `scale upscale` adds tokens; leave it out here")
+        raise ConfigError("method.vocabulary: only `scale upscale` adds tokens; remove it here")
     ids = random_ids(base, seed)
     model: Any = build_model(base, method, seed, new)
     if new is not None:
@@ -117,13 +117,13 @@ def build_model(base: PreTrainedModel, method: MethodConfig, seed: int, new: New
     definition = method.definition
     if isinstance(base, ScaleForCausalLM) and not definition.widens:
         raise ConfigError(
-            f"method.variant: {method.variant}: a widened base is only widened further (preserve, route); to train it "
-            "otherwise, export it as llama and start from that"
+            f"method.variant: {method.variant}: a widened base can only be widened again (preserve, route); for "
+            "another method, export it as llama and use that export as model.base"
         )
     if any(map(is_quantised, base.parameters())) and (method.trains_base_weights or not definition.adapter):
         raise ConfigError(
-            f"method.variant: {method.variant} trains weights of the base, or copies of them, and model.quantisation "
-            "holds them for reading alone; preserve, adapt, route and lora read"
+            f"method.variant: {method.variant} trains weights of the base, or copies of them, but model.quantisation "
+            "makes them read-only; use preserve, adapt, route or lora, or remove model.quantisation"
         )
     if new is not None and not definition.widens:
         base = grow_plainly(base, new)
@@ -207,7 +207,7 @@ def _stage(model: ModelConfig) -> tuple[Path, ModelConfig] | None:
     if below.held_in != model.held_in:
         raise BaseModelError(f"model.dtype: {model.held_in}, but {model.base} was trained on a base in {below.held_in}")
     if not read_method(folder).definition.widens:
-        raise BaseModelError(f"model.base: {model.base} holds no expansion; export it as llama and widen that")
+        raise BaseModelError(f"model.base: {model.base} has no expansion; export it as llama, and widen that export")
     return folder, below
 
 

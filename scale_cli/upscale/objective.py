@@ -118,7 +118,7 @@ def settings_on(device_type: str, config: RunConfig) -> TrainConfig:
     """
     train = config.train
     if train.attention == "flex_attention" and device_type == "cpu":
-        raise ConfigError("train.attention: flex_attention has no backward pass on a CPU; leave it out")
+        raise ConfigError("train.attention: flex_attention has no backward pass on a CPU; remove this key")
     if train.attention is None and config.corpus.isolate_documents and device_type == "cuda":
         return train.model_copy(update={"attention": "flex_attention"})
     return train

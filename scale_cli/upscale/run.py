@@ -131,7 +131,7 @@ class Run:
     def open_final(self) -> MethodFolder:
         final = MethodFolder(self.folder.final, self)
         if not final.path.is_dir():
-            raise RunFolderError(f"{final.path}: not there; run `scale train` first")
+            raise RunFolderError(f"{final.path}: does not exist; run `scale train` first")
         final.check_same_run(TRAIN_SECTIONS, BASE_KEYS)
         self.check(self.config.evaluation.perplexity)
         return open_folder(final.path, self)
@@ -151,7 +151,9 @@ class Run:
         tokenizer, num_rows = self.base_tokenizer, base.config.vocab_size
         if (num_ids := len(tokenizer)) > num_rows:
             where = f"{config.model.base}: its tokenizer ({tokenizer.name_or_path})"
-            raise BaseModelError(f"model.base: {where} has {num_ids:,} ids, the base's embedding {num_rows:,}")
+            raise BaseModelError(
+                f"model.base: {where} has {num_ids:,} ids, but the base's embedding has only {num_rows:,} rows"
+            )
         if config.corpus.isolate_documents and DocumentMarkers.of(tokenizer).context is None:
             raise BaseModelError(
                 f"corpus.isolate_documents: the tokenizer of {config.model.base} has neither BOS nor EOS, so a "
@@ -268,8 +270,9 @@ def check_context(config: RunConfig, base_config: Any) -> None:
     short = family_of(root).short_up_to(root)
     if config.train.context_parallel > 1 and short is not None and config.corpus.sequence_length > short:
         raise ConfigError(
-            f"train.context_parallel: beyond {short} tokens the base turns all positions otherwise, which parts of a "
-            f"window do not show; lower corpus.sequence_length (now {config.corpus.sequence_length:,})"
+            f"train.context_parallel: the base rotates all positions of a window above {short} tokens differently, but "
+            "a process sees only its part of the window; lower corpus.sequence_length "
+            f"(now {config.corpus.sequence_length:,})"
         )
 
 
@@ -323,8 +326,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         )
     except Exception as error:  # a damaged folder may raise anything
         raise BaseModelError(
-            f"{place.key}: the tokenizer of {place.name} cannot be loaded; say in model.tokenizer where one is: "
-            f"{one_line(error)}"
+            f"{place.key}: the tokenizer of {place.name} cannot be loaded; set model.tokenizer to a folder or hub id "
+            f"that has one: {one_line(error)}"
         ) from None
     return tokenizer
 
@@ -333,7 +336,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> N
     now = tokenizer_sha256(tokenizer)
     if record.tokenizer_sha256 and now != record.tokenizer_sha256:
         raise ChangedBaseError(
-            f"model.base: the tokenizer of {tokenizer.name_or_path} is not the one at `scale upscale` (SHA-256 "
+            f"model.base: the tokenizer of {tokenizer.name_or_path} is not the one that `scale upscale` used (SHA-256 "
             f"{record.tokenizer_sha256[:12]} -> {now[:12]}); {REMEDY}"
         )
 

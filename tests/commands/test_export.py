@@ -59,7 +59,7 @@ def test_weights_are_written_in_the_dtype_that_was_asked_for_of_an_adapter_in_fl
     trained_run: TrainedRun,
 ) -> None:
     dtype = "float16"
-    with pytest.raises(ConfigError, match=r"^export\.dtype: float16: an adapter keeps"):
+    with pytest.raises(ConfigError, match=r"^export\.dtype: float16: an adapter is always written"):
         export(trained_run(ROUTE, format="adapter", dtype=dtype))
     summary = export(trained_run(ROUTE, dtype=dtype))
     with safe_open(summary.folder / "model.safetensors", framework="pt") as file:
@@ -121,7 +121,7 @@ def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
 ) -> None:
     config = trained_run(ROUTE)
     monkeypatch.setattr("scale_cli.export.formats.plain_model", lambda *given: corrupted(plain_model(*given)))
-    with pytest.raises(ExportParityError, match="is not the trained model"):
+    with pytest.raises(ExportParityError, match="does not compute what the trained model computes"):
         export(config)
     assert list((config.output_dir / "export").iterdir()) == []
 

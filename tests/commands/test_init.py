@@ -84,7 +84,7 @@ def test_what_is_written_offers_new_tokens_and_replay_and_is_never_written_over(
     assert config.method.distils
     assert file.with_name(SCHEMA_FILE).is_file()
     before = file.read_bytes()
-    assert scale("init", file, *flat(flags)).error() == f"{file}: is there already; give another name"
+    assert scale("init", file, *flat(flags)).error() == f"{file}: already exists; give another name"
     assert file.read_bytes() == before
 
 
@@ -95,14 +95,14 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
     del flags["--language"]
     done = scale("init", tmp_path / "mine.yaml", *flat(flags))
     assert done.exit_code == 2
-    assert done.error().startswith("--language: not given (of that text: ko, de, ...)")
+    assert done.error().startswith("--language: not given (language of that text: ko, de, ...)")
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
         ("--corpus", "/absent/*.txt", "corpus: no file matches /absent/*.txt"),
-        ("--corpus", "short.txt", "and a step takes 2,048"),
+        ("--corpus", "short.txt", "but a step takes 2,048"),
         ("--retention", "empty.txt", "no document with text"),
         ("--language", "korean", "korean is not an ISO 639 code; give the language's code, such as ko"),
         ("--retention-language", "kr", "kr is a country code; the language code is ko"),
@@ -166,7 +166,7 @@ def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
         try:
             sizes = fit_sizes(base, 0, minutes, num_tokens)
         except ConfigError as error:
-            assert str(error).startswith("--base: needs ")
+            assert str(error).startswith("--base: training needs ")
             return
     assert sizes.memory_bytes <= sizes.available_bytes
     assert sizes.sequence_length <= base.max_position_embeddings

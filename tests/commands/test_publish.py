@@ -69,5 +69,5 @@ def test_a_refusal_of_the_hub_is_one_line_and_without_a_token_nothing_is_tried(
 def test_what_is_no_repository_of_one_model_is_refused_before_anything_is_exported(name: str) -> None:
     with pytest.raises(UsageError, match="--push-to-hub"):
         export.check_repository(name, ["llama"])
-    with pytest.raises(UsageError, match=r"of llama and transformers say which .*export\.format=transformers"):
+    with pytest.raises(UsageError, match=r"exports llama and transformers; choose one: export\.format=transformers"):
         export.check_repository("me/model", ["llama", "transformers"])

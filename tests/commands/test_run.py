@@ -73,7 +73,7 @@ def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(config:
         row = "| 3 | {:.2f} | {:.3f} | {:.3f} |".format(bytes_per_token, *figures)
         assert row in (folder / "README.md").read_text(encoding="utf-8")
     done = of_config("export", *asked, "--push-to-hub", "me/model")
-    assert done.exit_code == 2 and "say which is sent" in done.stderr
+    assert done.exit_code == 2 and "choose one" in done.stderr
 
 
 def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says(

@@ -77,7 +77,7 @@ def test_vllm_is_taken_where_it_is_and_told_the_routed_class(
     override = json.dumps({"architectures": ["ScaleRoutedLlamaForCausalLM"]})
     assert command == [*engine, "--hf-overrides", override, "--port", "9000", "--max-model-len", "64"]
     assert said(folder, None, [], plainly=True)[1] == (engine,)
-    assert "in vllm: what the trained model says, to rounding" in promise
+    assert "in vllm: the trained model's answers, up to rounding" in promise
     assert "0.693 nats over its best head" in promise
     assert str(folder) in model and "curl http://localhost:9000/v1/completions" in ask
 
@@ -116,12 +116,12 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(folder: Path, tmp_p
     for name in ("llama", "llama-bfloat16"):
         shutil.copytree(folder, several / "export" / name)
     refused: list[tuple[Path, Any, list[str], str]] = [
-        (plain, None, [], "has no scale_router: .*--plain"),
+        (plain, None, [], "has no scale_router, .*--plain"),
         (several, None, [], "several exports"),
-        (tmp_path, None, [], "holds no plain export"),
-        (other, "vllm", [], "Olmo2ForCausalLM is routed by transformers alone"),
+        (tmp_path, None, [], "contains no plain export"),
+        (other, "vllm", [], "only transformers can route Olmo2ForCausalLM"),
         (folder, "vllm", [], r"needs vllm: pip install 'scale-cli\[vllm\]'"),
-        (folder, None, ["--continuous-batching"], "^--continuous-batching: .* vLLM takes more"),
+        (folder, None, ["--continuous-batching"], "^--continuous-batching: .* or use --engine vllm"),
         (folder, None, ["--port", "many"], "^--port: "),
         (folder, None, ["--host", "no such host"], "^--host no such host, --port 8000: "),
     ]

@@ -64,7 +64,7 @@ def test_a_run_that_cannot_go_on_ranks_last_and_the_others_run(config: Path, mon
 
 
 def test_without_a_text_to_rank_by_nothing_is_run(config: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no corpus of role acquisition to rank runs by"):
+    with pytest.raises(ConfigError, match="no corpus of role acquisition to rank the runs by"):
         swept(config, "train.lr=1,2", "evaluation.perplexity.0.role=retention")
     assert not (tmp_path / "run").exists()
 

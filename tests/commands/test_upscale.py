@@ -129,7 +129,7 @@ def test_a_base_with_a_weight_that_is_not_finite_or_too_many_ids_is_refused(base
     tokenizer = load_tokenizer(config.model)
     tokenizer.add_tokens(["Lily"])
     tokenizer.save_pretrained(base)
-    with pytest.raises(BaseModelError, match="513 ids, the base's embedding 512"):
+    with pytest.raises(BaseModelError, match="513 ids, but the base's embedding has only 512 rows"):
         upscale(config)
     assert not (config.output_dir / "upscaled").exists()
 
@@ -140,7 +140,7 @@ def test_upscaling_again_replaces_the_folder_until_training_has_begun(config: Ru
     assert upscale(config).path == folder
     assert not (folder / "left-over").exists()
     (config.output_dir / "checkpoints").mkdir()
-    with pytest.raises(RunFolderError, match="training has begun"):
+    with pytest.raises(RunFolderError, match="training from this folder has already begun"):
         upscale(config)
 
 

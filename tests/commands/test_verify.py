@@ -111,5 +111,5 @@ def test_an_export_of_another_model_is_found_by_its_logits_though_its_manifest_f
 
 
 def test_a_folder_that_is_not_ours_is_said_to_be_none(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="no folder of ours"):
+    with pytest.raises(RunFolderError, match="scale did not write this folder"):
         verify(tmp_path)

@@ -59,7 +59,7 @@ DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded
         ([BOUNDED, "method.variant=full"], "train.embedding_norm: full has no E'"),
         ([BOUNDED, "method.expansion.embedding_scale=null"], "train.embedding_norm: bounded needs a size"),
         ([DISTILS, REPLAY, "method.variant=full"], "distillation.weight: full does not keep the base"),
-        ([DISTILS, REPLAY, "method.collaboration.layers=top:1"], "layers collaborate"),
+        ([DISTILS, REPLAY, "method.collaboration.layers=top:1"], "collaborating layers"),
         ([DISTILS], "distillation.weight: acts only on replay; give one of corpus.sources the role"),
         ([REPLAY, "corpus.sources.0.role=replay"], "corpus.sources: every source has the role replay"),
         (["train.context_parallel=7"], "a corpus.sequence_length that is a multiple of 14"),

@@ -217,9 +217,9 @@ def test_a_generative_task_that_says_nothing_of_right_or_wrong_or_asks_too_much_
     make_task: Any, shared_data: Path, models: dict[str, ScaleForCausalLM]
 ) -> None:
     benchmark = make_task(metric_list=[{"metric": "bleu", "aggregation": "bleu", "higher_is_better": True}])
-    with pytest.raises(RunError, match="lm-eval reports nothing by which an item is right or wrong"):
+    with pytest.raises(RunError, match="lm-eval reports no metric that says whether an item is right"):
         measure_items(benchmark, answering(shared_data, models[STORIES]))
-    with pytest.raises(RunError, match="answers of 12 tokens are asked of a model that reads 12"):
+    with pytest.raises(RunError, match="it asks for answers of 12 tokens, but the model's context is 12"):
         measure_items(benchmark, answering(shared_data, models[STORIES], max_length=12))
 
 

@@ -55,8 +55,8 @@ def test_every_line_of_kobest_is_an_item_and_is_asked_in_lm_evals_own_words(
         ({"doc_to_text": "{{query"}, "unexpected end of template"),
         ({"doc_to_text": "{{question}}"}, "'question' is undefined"),
         ({"dataset_kwargs": {"data_files": {"test": "nowhere.jsonl"}}}, "nowhere.jsonl"),
-        ({"dataset_path": "pandas"}, "dataset_path: local files are read, as one of arrow, csv"),
-        ({"include": "other.yaml"}, "not a task of lm-eval that stands by itself"),
+        ({"dataset_path": "pandas"}, "dataset_path: must be one of arrow, csv"),
+        ({"include": "other.yaml"}, "not a single lm-eval task"),
         ({"dataset_kwargs": {"data_files": {"test": "x"}, "cache_dir": "elsewhere"}}, "cache_dir"),
     ],
 )
@@ -81,8 +81,8 @@ def test_a_name_or_a_file_that_is_not_there_is_named(own_tasks: Path) -> None:
     ("keys", "reason"),
     [
         ({"dataset_path": "nobody/has-this-dataset", "dataset_kwargs": {}}, "nobody/has-this-dataset"),
-        ({"output_type": "loglikelihood_rolling"}, "only multiple choice and generate_until are measured"),
-        ({"unsafe_code": True}, "it runs code that the model has written"),
+        ({"output_type": "loglikelihood_rolling"}, "only multiple_choice and generate_until are measured"),
+        ({"unsafe_code": True}, "it runs code that the model writes"),
         ({"output_type": "generate_until", "metric_list": [{"metric": "of_the_hub", **MEAN}]}, "of_the_hub"),
     ],
 )

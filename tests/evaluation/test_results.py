@@ -143,7 +143,7 @@ def test_every_form_has_every_corpus_and_both_rules_and_the_page_asks_for_nothin
     ("role", "served", "ends", "verdict"),
     [
         ("retention", 1.9, (-0.2, -0.05), "kept and improved"),
-        ("acquisition", 2.1, (0.05, 0.2), "worse than the base, by 0.693 nats a document at most"),
+        ("acquisition", 2.1, (0.05, 0.2), "worse than the base, by at most 0.693 nats in a document"),
         ("acquisition", 1.9, (-0.2, -0.05), "learned"),
         ("acquisition", 1.9, (-0.2, 0.05), "no difference shown"),
         ("retention", 2.0001, (0.00005, 0.0002), "the same to three digits"),
@@ -171,12 +171,14 @@ def test_the_verdict_is_right_for_gains_losses_and_no_difference(
 def test_what_is_guaranteed_has_the_figures_of_the_router_and_nothing_is_where_nothing_holds() -> None:
     assert f"{math.log(2):.3f} nats over the better" in guarantee(RouterConfig())
     told = guarantee(RouterConfig(prior=0.9))
-    assert "0.105 nats over the base head, nor than 2.303 over the trained one" in told and "does not cover" in told
+    assert (
+        "0.105 nats over the base head, nor more than 2.303 over the trained head" in told and "does not cover" in told
+    )
     assert guarantee(RouterConfig(switch_rate=0.01)) == guarantee(RouterConfig(rule="cosine")) == ""
     told = markdown(report(), MethodConfig(variant="route", router=RouterConfig(prior=0.9)))
-    assert "0.105 at most" in told and "does not cover" in told
+    assert "at most 0.105 nats (" in told and "does not cover" in told
     switching = MethodConfig(variant="route", router=RouterConfig(switch_rate=0.1))
-    assert "at most (" not in markdown(report(), switching)
+    assert "Under the posterior rule" not in markdown(report(), switching)
 
 
 def test_of_tokens_of_its_own_a_run_shows_what_compares_alone() -> None:

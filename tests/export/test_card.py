@@ -88,7 +88,7 @@ def test_a_card_promises_a_bound_where_its_router_has_one(trained_run: TrainedRu
         for unbound in (cosine, switching, preserve):
             assert BOUND not in card_of(unbound, None, of_two)
     leaning = card_of(with_router(config, prior=0.9), None)
-    assert "0.105 nats over the base head, nor than 2.303 over the trained one" in leaning
+    assert "0.105 nats over the base head, nor more than 2.303 over the trained head" in leaning
 
 
 def test_replay_is_called_so_and_not_taught_and_what_began_a_run_is_told(trained_run: TrainedRun) -> None:
@@ -109,7 +109,7 @@ def test_the_licence_of_the_base_is_carried_over_with_its_files_and_one_without_
     tmp_path: Path, trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run(ROUTE)
-    assert "Find it out before" in card_of(config, None)
+    assert "Find out what it is before" in card_of(config, None)
     metadata = "license: other\nlicense_name: ours\nlicense_link: https://example.org/licence\nlanguage: 7"
     written = {"README.md": f"---\n{metadata}\n---\n# Base\n", "LICENSE.txt": "do as you like", "USE_POLICY.md": "kind"}
     licensed = tmp_path / "licensed"
@@ -123,7 +123,7 @@ def test_the_licence_of_the_base_is_carried_over_with_its_files_and_one_without_
     assert (folder / "LICENSE.txt").read_text(encoding="utf-8") == "do as you like"
     assert (folder / "USE_POLICY.md").is_file()
     card = ModelCard.load(folder / "README.md")
-    assert "licence, ours, holds" in card.text and "`LICENSE.txt`, `USE_POLICY.md`." in card.text
+    assert "licence, ours, applies" in card.text and "`LICENSE.txt`, `USE_POLICY.md`." in card.text
     assert card.data.license_name == "ours"
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -139,7 +139,7 @@ def test_the_card_of_a_stack_tells_what_every_stage_was_made_of(shared_data: Pat
         train(config, None, print)
     card = ModelCard.load(export(above).folder / "README.md")
     first, second = (read_json(config.output_dir / "final" / "base.json") for config in (below, above))
-    assert "# ckpt-stories260K/hf, taught Korean" in card.text and ", upon first." in card.text
+    assert "# ckpt-stories260K/hf, taught Korean" in card.text and ", on top of first." in card.text
     assert f"| base, SHA-256 | `{first['content_sha256']}` |" in card.text
     assert f"| second: stands on, SHA-256 | `{second['content_sha256']}` |" in card.text
     for name in ("first", "second"):

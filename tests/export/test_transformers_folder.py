@@ -150,7 +150,7 @@ def test_the_proof_of_an_export_is_of_its_router_too(trained_run: TrainedRun) ->
     for change in ({"prior": 0.7}, {"switch_rate": 0.2}):
         changed = {**written, "scale_router": {**written["scale_router"], **change}}
         (summary.folder / "config.json").write_text(json.dumps(changed), encoding="utf-8")
-        with pytest.raises(ExportParityError, match="not the trained model"):
+        with pytest.raises(ExportParityError, match="does not compute what the trained model computes"):
             check_written_export(config, summary.folder)
 
 

@@ -95,7 +95,7 @@ def test_the_verb_prints_a_table_and_the_folder_is_whole_and_speaks(
 ) -> None:
     assert "0.693 at most" in scale("join", runs["korean"].output_dir, "--output", tmp_path / "out").stdout
     done = scale("generate", joined, "--prompt", "Lily", "--max-new-tokens", "3", "--show-heads")
-    assert "spoken by" in done.stderr
+    assert "shares of the heads in" in done.stderr
     (check,) = check_folders(joined)
     assert (check.held, check.failed) == (["hashes", "base and its preservation"], [])
     (continued,) = Generator(joined).continue_all(["Once upon a time"], Sampling(max_new_tokens=8))
@@ -131,7 +131,7 @@ def test_a_joined_folder_whose_base_is_another_is_found(joined: Path, tmp_path: 
         tensors["base.model.norm.weight"] += 1.0
         save_file(tensors, partial / "model.safetensors", {"format": "pt"})
     (check,) = check_folders(folder)
-    assert "its base is SHA-256" in check.failed[0]
+    assert "its base has SHA-256" in check.failed[0]
 
 
 def test_a_joined_model_and_a_stack_open_by_the_code_that_lies_beside_them(
@@ -187,9 +187,9 @@ def test_unfinished_runs_other_folders_baselines_and_runs_that_measured_nothing_
         shutil.copytree(config.output_dir / "final", partial, dirs_exist_ok=True)
         (partial / "scale.yaml").write_text(dump_config(config))
     refused: list[tuple[str, type[ScaleError], str]] = [
-        ("begun", RunFolderError, r"begun: is not finished: it has no final/"),
-        ("nothing", RunFolderError, r"nothing: neither a finished run"),
-        ("plain", RunFolderError, r"plain: holds no expansion \(method\.variant: freeze\)"),
+        ("begun", RunFolderError, r"begun: not finished, as it has no final/"),
+        ("nothing", RunFolderError, r"nothing: not a finished run"),
+        ("plain", RunFolderError, r"plain: has no expansion \(method\.variant: freeze\)"),
         ("bare", ConfigError, r"^evaluation\.perplexity: "),
     ]
     for name, error, message in refused:
@@ -207,7 +207,7 @@ def test_a_head_that_computes_something_else_than_its_run_leaves_nothing_behind(
         return [*others, torch.nextafter(last, last + 1)]
 
     monkeypatch.setattr(JoinedForCausalLM, "routed_logits", off_by_a_bit)
-    with pytest.raises(PreservationError, match="the head korean does not compute what it does alone"):
+    with pytest.raises(PreservationError, match="the head korean computes other logits in the joined model than alone"):
         join([runs["korean"].output_dir], tmp_path / "out", None, 0.0)
     assert not (tmp_path / "out").exists()
 
@@ -216,7 +216,7 @@ def test_a_plain_join_is_held_to_its_runs_and_says_what_it_is_without_its_router
     plain = tmp_path / "plain"
     join([runs[name].output_dir for name in ("korean", "upon")], plain, None, 0.0, folder_format="llama")
     assert check_folders(plain)[0].held == ["hashes", "routed logits"]
-    assert "adds up what all the expansions say" in " ".join((plain / "README.md").read_text().split())
+    assert "adds up the outputs of all expansions" in " ".join((plain / "README.md").read_text().split())
     with pytest.raises(ConfigError, match=r"--format llama: writer writes into the base's stream"):
         join([runs["writer"].output_dir], tmp_path / "none", prior=None, switch_rate=0.0, folder_format="llama")
 
@@ -230,7 +230,9 @@ def test_streams_that_the_heads_of_one_plain_llama_do_not_divide_are_refused_bef
     names = [runs["korean"].output_dir, wide.output_dir]
     assert join_runs(names, None, 0.0).model.config.head_names == ["base", "korean", "korean-2"]
     monkeypatch.setattr(commands_join, "score_corpora", None)
-    with pytest.raises(ConfigError, match=r"^--format llama: \d+ channels in all .* by \d+ heads") as refused:
+    with pytest.raises(
+        ConfigError, match=r"^--format llama: the runs have \d+ channels and \d+ heads in total"
+    ) as refused:
         join(names, tmp_path / "out", None, 0.0, folder_format="llama")
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
 

@@ -81,7 +81,9 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
 ) -> None:
     output = tmp_path / "out"
     report = join(folders(runs, "korean", "plain", "russian"), output, None, 0.0)
-    assert "on text with those it is not what it is alone." in (output / "README.md").read_text(encoding="utf-8")
+    assert "on text with such tokens, it differs from the head alone." in (output / "README.md").read_text(
+        encoding="utf-8"
+    )
     assert report.max_cost_nats == pytest.approx(math.log(4))
     for corpus in report.corpora:
         assert corpus.worst_document_nats is not None and corpus.worst_document_nats <= math.log(4) + 1e-3
@@ -110,7 +112,7 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
 
 def test_other_tokens_of_one_script_are_refused_in_one_line(runs: dict[str, RunConfig]) -> None:
     with pytest.raises(
-        RunFolderError, match=r"other-korean and .*korean add different tokens for one script"
+        RunFolderError, match=r"other-korean and .*korean add different tokens for the same script"
     ) as refused:
         join_runs(folders(runs, "korean", "other-korean"), None, 0.0)
     assert "\n" not in str(refused.value)
@@ -119,7 +121,7 @@ def test_other_tokens_of_one_script_are_refused_in_one_line(runs: dict[str, RunC
 def test_one_plain_model_has_one_row_for_each_token_and_no_size_that_is_taken_for_another_models(
     runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"^--format llama: again has rows of its own"):
+    with pytest.raises(ConfigError, match=r"^--format llama: again has its own rows"):
         join(folders(runs, "korean", "again"), tmp_path / "none", None, 0.0, "llama")
     monkeypatch.setattr(vocabulary_tokenizer, "TAKEN_FOR_OTHERS", (OLD + 2 * NEW,))
     with pytest.raises(ConfigError, match="model of 640 tokens in all"):  # as 32,768 and twice 8,192 would be

@@ -103,5 +103,5 @@ def test_a_step_that_is_not_finite_leaves_rows_beyond_their_bound_too() -> None:
 
 def test_an_embedding_that_began_before_it_had_a_size_is_not_bounded() -> None:
     model = widen(tiny_llama(vocab_size=64), "route", embedding_scale=None)
-    with pytest.raises(ConfigError, match=r"train\.embedding_norm: E' of this run began without a size"):
+    with pytest.raises(ConfigError, match=r"train\.embedding_norm: this run started E' without embedding_scale"):
         BoundedRows(training_of(bounded(), model))

@@ -211,5 +211,5 @@ def test_a_loaded_model_lies_on_one_device_or_is_refused(tmp_path: Path, model_c
     assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}
     assert torch.equal(loaded(input_ids=some_ids(1, 9)).logits, model(input_ids=some_ids(1, 9)).logits)
     for parts in ({"": "cpu", "base.model.layers.0": "meta"}, {"": "disk"}):
-        with pytest.raises(ValueError, match="device_map: a widened model lies on one device, not on"):
+        with pytest.raises(ValueError, match="device_map: a widened model must lie on one device, not on"):
             model_class.from_pretrained(tmp_path, device_map=parts)

@@ -171,7 +171,7 @@ def test_a_manifest_does_not_lead_out_of_its_folder(scale: Scale, tmp_path: Path
         secret.write_text("secret", encoding="utf-8")
     (final / "link").symlink_to(tmp_path / "run" / "secret")
     (final / "linked").symlink_to(outside)
-    assert f"{final / 'link'}: is not among the files that were written" in scale("verify", final).stdout
+    assert f"{final / 'link'}: is not a file that scale wrote" in scale("verify", final).stdout
     for name in ("../secret", "/etc/hostname", "link", "linked/file", "./base.json"):
         reseal(final, name)
         done = scale("verify", final)

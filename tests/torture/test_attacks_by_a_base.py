@@ -55,7 +55,7 @@ ATTACKS = {
         harmless=True,
     ),
     "a template that escapes": Attack(keys={"tokenizer_config.json": {"chat_template": _TEMPLATE}}, harmless=True),
-    "a kernel of the hub": Attack(keys={"config.json": {"attn_implementation": "evil/kernel"}}),
+    "a kernel from the hub": Attack(keys={"config.json": {"attn_implementation": "evil/kernel"}}),
     "a pickled adapter": Attack(
         pickles=("adapter_model.bin",),
         keys={"adapter_config.json": {"peft_type": "LORA", "base_model_name_or_path": "BASE", "r": 1}},

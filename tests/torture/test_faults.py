@@ -192,7 +192,7 @@ def train_together(runs: Runs, name: str, num_processes: int, hook: Hook | None 
     ends = ended_group(start_group(*runs.arguments("train", name), num_processes=num_processes, hook=hook))
     left = [ended for ended in ends if ended.exit_code == 1]
     assert all(ended.exit_code in (0, 1, -signal.SIGKILL) for ended in ends), ends
-    assert sum("another process is gone" in ended.printed for ended in left) == bool(left), ends
+    assert sum("another process has ended" in ended.printed for ended in left) == bool(left), ends
     return [ended.exit_code for ended in ends]
 
 

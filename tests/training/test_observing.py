@@ -198,10 +198,10 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
     ]
     remove_folder(resumed.final)
     fewer = cut.model_copy(update={"train": cut.train.model_copy(update={"eval_max_documents": 1})})
-    warning = "the best so far was scored otherwise (train.eval_max_documents: 32 -> 1)"
+    warning = "the best checkpoint so far was scored with other settings (train.eval_max_documents: 32 -> 1)"
     assert any(warning in line for line in go_on(fewer))
     assert TrainState.load(resumed.final).step == 9 and TrainState.load(resumed.final).best is None
     remove_folder(resumed.final)
     remove_folder(resumed.checkpoint(4))
-    assert any("the best so far is not there" in line for line in go_on(cut))
+    assert any("the best checkpoint so far is missing" in line for line in go_on(cut))
     assert TrainState.load(resumed.final).step == 9

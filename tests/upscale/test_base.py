@@ -156,7 +156,7 @@ def test_a_base_without_a_tokenizer_may_be_given_one(checkpoint: Path, shared_da
     assert "\n" not in str(damaged.value)
     for file in checkpoint.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(BaseModelError, match=r"^model\.base: .* cannot be loaded; say in model\.tokenizer"):
+    with pytest.raises(BaseModelError, match=r"^model\.base: .* cannot be loaded; set model\.tokenizer"):
         load_tokenizer(named(checkpoint))
     elsewhere = shared_data / "ckpt-stories260K" / "hf"
     given = ModelConfig(base=str(checkpoint), tokenizer=str(elsewhere))

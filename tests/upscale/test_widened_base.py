@@ -112,8 +112,11 @@ def test_a_run_its_final_folder_and_its_adapter_are_one_base_and_an_altered_one_
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ({"variant": "adapt"}, r"^method\.collaboration\.layers: adapt writes into layers 0, 1, .* widened already"),
-        ({"variant": "lora"}, r"^method\.variant: lora: a widened base is only widened further"),
+        (
+            {"variant": "adapt"},
+            r"^method\.collaboration\.layers: adapt writes into layers 0, 1, .* on a widened base may only read",
+        ),
+        ({"variant": "lora"}, r"^method\.variant: lora: a widened base can only be widened again"),
     ],
 )
 def test_a_method_that_would_change_what_is_below_is_refused(
@@ -131,14 +134,14 @@ def test_what_is_no_base_and_what_a_widened_one_is_not_for_are_refused(
     upscale(begun)
     baseline = trained(shared_data, tmp_path / "baseline", variant="freeze")
     refused: list[tuple[Path, Literal["float32", "bfloat16"], str]] = [
-        (begun.output_dir, "float32", r"begun is a run that is not finished: it has no final/"),
-        (baseline.output_dir, "float32", r"baseline holds no expansion; export it as llama and widen that"),
+        (begun.output_dir, "float32", r"begun is an unfinished run, as it has no final/"),
+        (baseline.output_dir, "float32", r"baseline has no expansion; export it as llama, and widen that export"),
         (below.output_dir, "bfloat16", r"^model\.dtype: bfloat16, but .*korean was trained on a base in float32"),
     ]
     for base, dtype, message in refused:
         with pytest.raises(BaseModelError, match=message):
             load_any_base(ModelConfig(base=str(base), dtype=dtype))
-    with pytest.raises(ConfigError, match=r"korean is widened already; only plain bases are planned"):
+    with pytest.raises(ConfigError, match=r"korean is already widened, but `scale plan` takes only plain bases"):
         plan(stacked(shared_data, tmp_path / "upon", below.output_dir), 1e9, 1)
     model = widen(widen(tiny_llama(), "preserve"), "preserve")
     with pytest.raises(ConfigError, match=r"^train\.sharding: all cannot split a base that is already widened"):
