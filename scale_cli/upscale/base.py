@@ -30,7 +30,7 @@ _NOT_COMPUTING = re.compile(
     r"_name_or_path|architectures|attn_implementation|dtype|transformers_version|use_cache|variant"
     r"|(bos|eos|pad)_token_id|router_(prior|rule|switch_rate|threshold)"
 )
-REMEDY = "restore the earlier one, or start again in another output_dir"
+REMEDY = "restore the earlier one, or start anew in another output_dir"
 _LARGEST = 2**24  # far above any size in an existing model
 _SIZES = (
     "hidden_size",

@@ -200,13 +200,14 @@ def test_the_memory_follows_the_sequences_of_its_cache(two: Pair) -> None:
 
 
 @torch.no_grad()
-def test_one_token_asks_the_head_once_and_a_head_that_is_no_plain_matrix_is_asked_as_a_whole(two: Pair) -> None:
+def test_one_token_in_16_bits_asks_the_head_once_and_so_does_any_head_that_is_no_plain_matrix(two: Pair) -> None:
     asked: list[tuple[int, ...]] = []
-    hooked = copy.deepcopy(two[1])
+    hooked = copy.deepcopy(two[1]).bfloat16()
     hooked.lm_head.register_forward_hook(lambda _module, rows, _logits: asked.append(tuple(rows[0].shape)))
     cache = hooked(IDS[:1], use_cache=True).past_key_values
     hooked(IDS[:1, :1], past_key_values=cache)
     assert asked == [(2, 1, 1, hooked.config.hidden_size)]
+    hooked = copy.deepcopy(two[1])
     add_hook_to_module(hooked.lm_head, ModelHook())  # as accelerate puts one where it moves a module about
     close(answered(hooked), answered(two[1]))
     quantised = copy.deepcopy(two[1])
