@@ -212,8 +212,10 @@ def _heading(plan: Plan) -> list[str]:
         tokens = " -> ".join(f"{count:,}" for count in counts)
         each = " -> ".join(f"{of.num_bytes / max(count, 1):.2f}" for count in counts)
         told.append(f"{'':{_LABEL}}{of.name}: {of.num_bytes:,} bytes are {tokens} tokens, {each} bytes each")
-    for warning in plan.warnings:
-        told += wrap(warning, _WIDTH, initial_indent=f"{'warning':{_LABEL}}", subsequent_indent=" " * _LABEL)
+    chosen, method = plan.methods[0], plan.config.method.definition
+    advice = method.advice(chosen.num_tokens / max(chosen.parameters.num_frozen, 1))
+    for label, text in [("budget", advice)] * bool(advice) + [("warning", warning) for warning in plan.warnings]:
+        told += wrap(text, _WIDTH, initial_indent=f"{label:{_LABEL}}", subsequent_indent=" " * _LABEL)
     return told
 
 

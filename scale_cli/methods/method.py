@@ -106,6 +106,10 @@ class Method(Generic[Settings]):
         """Return the hooks that run around every update."""
         return []
 
+    def advice(self, tokens_per_parameter: float) -> str:
+        """Return what to know of a run that trains on so many tokens per parameter of the base; "": nothing."""
+        return ""
+
     def work_beside(self, settings: Settings, max_steps: int, global_batch_size: int, num_known_sources: int) -> float:
         """Return the number of windows that a run measures on, relative to the number that it trains on."""
         return 0.0

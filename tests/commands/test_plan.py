@@ -174,3 +174,16 @@ def test_what_cannot_be_planned_is_one_line_that_names_it(
     done = scale("plan", small, *arguments, "--flops", "1e12")
     assert (done.exit_code, done.stdout) == (2, "")
     assert all(part in done.error() for part in named)
+
+
+@pytest.mark.parametrize(
+    ("variant", "max_steps", "is_told"), [("route", 2000, True), ("route", 10, False), ("full", 2000, False)]
+)
+def test_a_budget_at_which_full_fine_tuning_learned_as_much_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, max_steps: int, is_told: bool
+) -> None:
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
+    config = tree(tmp_path, write_base(tmp_path / "base", SMALL), variant=variant)
+    config["train"]["max_steps"] = max_steps
+    planned = plan(RunConfig.model_validate(config), flops=4e14, num_processes=1)
+    assert ("tokens per parameter of the base" in " ".join(planned.lines())) == is_told
