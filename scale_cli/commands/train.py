@@ -74,10 +74,14 @@ if TYPE_CHECKING:
 
 
 def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[str] = ()) -> TrainState:
-    """Train from `upscaled/` or from a checkpoint, and write `final/`."""
+    """Train from `upscaled/` or from a checkpoint, and write `final/`; return where training ended.
+
+    `resume` is None, `auto` or a checkpoint's path; `accepted` are the keys that may have changed since the run began.
+    A finished run is only checked under `auto`, unless `accepted` allows the config to ask for more steps now.
+    """
     process_state()  # joins the process group, with our own time-out
     run = Run(config)
-    # The step uses autocast as the config says, whatever the launcher was told.
+    # `no`, whatever the launcher was told: each step uses autocast itself, as the config says.
     accelerator = Accelerator(
         mixed_precision="no",
         log_with=list(config.train.trackers) or None,
@@ -87,7 +91,7 @@ def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[
     )
     log = log if accelerator.is_main_process else lambda _: None  # only the main process logs
     final = MethodFolder(run.folder.final, run)
-    goes_on = (
+    goes_on = (  # a finished run that is to be longer now: it resumes from its last checkpoint
         "train.max_steps" in accepted and final.path.is_dir() and config.train.max_steps > final.config.train.max_steps
     )
     if resume == "auto" and final.path.is_dir() and not goes_on:
@@ -151,7 +155,10 @@ def _memory_named(config: RunConfig, accelerator: Accelerator) -> Iterator[None]
 
 
 def _check_finished(final: MethodFolder, accepted: Collection[str]) -> None:
-    """Check that a finished run has its files, its base, its config and its text."""
+    """Check that a finished run still has its files, its tokenizer and its config.
+
+    If the base or the text lies elsewhere now, or an accepted key has changed, compare their content too.
+    """
     config = final.run.config
     verify_folder(final.path)
     final.check_base()
@@ -167,7 +174,11 @@ def _open_training(
     benchmarks: OpenedBenchmarks | None,
     log: Log,
 ) -> TrainingRun:
-    """Load the model and its text, and restore what a checkpoint (`begun`) or another run has trained."""
+    """Load the model and its text, and restore what has been trained.
+
+    `begun` is the checkpoint to resume, if any. Otherwise `trunk` is the folder of another run that this one begins
+    with (`train.init_from`), if any. `start` is always this run's `upscaled/`.
+    """
     config, settings, start, main = run.config, run.config.train, run.open_start(), accelerator.is_main_process
     corpora, held_out, batches = _open_text(start, accelerator, log)
     if begun is not None:
@@ -179,7 +190,7 @@ def _open_training(
         model, untouched = start.load_beside_base(share_of_machine())
     else:
         model = start.load_to_train()
-    start_weights = copy_start(model, settings)
+    start_weights = copy_start(model, settings)  # before other weights are loaded
     if trunk is not None:
         load_trained(model, trunk.path)
     _take_size_of_embedding(model, begun or trunk)
@@ -233,13 +244,13 @@ def _log_processes(config: RunConfig, accelerator: Accelerator, log: Log) -> Non
 
 
 def _take_size_of_embedding(model: Any, before: MethodFolder | None) -> None:
-    """Take the size that E' had at the start of training from an earlier folder; learning rates follow it."""
+    """Take the size that E' had when training first began from a checkpoint or another run; rates follow it."""
     if before is not None and hasattr(model.config, "expansion_embedding_rms"):
         model.config.expansion_embedding_rms = read_json(before.path / "config.json").get("expansion_embedding_rms")
 
 
 def _hashes_of_base(model: Any, config: RunConfig) -> dict[str, str]:
-    """Return hashes of this process's part of a sharded base; the start has those of any other base."""
+    """Return hashes of this process's part of a sharded base; {} for any other base, as `base.json` has its hashes."""
     if not is_sharded(model) or not config.method.definition.widens:
         return {}
     return {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
@@ -259,7 +270,7 @@ def _open_text(
 ) -> tuple[list[TokenisedCorpus], list[TokenisedCorpus], Batches]:
     """Return the training corpora, the corpora to evaluate on during training, and the batches; log what there is.
 
-    The main process tokenises what is not in the cache; on a machine with a cache of its own, its first process does.
+    The main process tokenises what is not in the cache; on another machine with a cache of its own, one process does.
     """
     config, tokenizer = start.run.config, start.tokenizer
     corpora = main_first(lambda: open_sources(config, config.corpus.sources, tokenizer))
@@ -298,7 +309,7 @@ def _known_text(config: RunConfig, batches: Batches, num_windows: int) -> list[M
 
 
 def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> nn.Module:
-    """Return the model to run: sharded here, since Accelerate would wrap it again, or prepared by Accelerate."""
+    """Return the model as it is run: prepared by Accelerate, or sharded here, since Accelerate would wrap it again."""
     settings, device_type = settings_on(accelerator.device.type, config), accelerator.device.type
     layout = parallelism(settings, accelerator.num_processes)
     mesh = layout.build_device_mesh(device_type) if layout.total_size > 1 else None
@@ -329,7 +340,7 @@ def _with_best_to_compare(begun: MethodFolder, log: Log) -> TrainState:
 def _observed(
     model: Any, untouched: PreTrainedModel | None, train: TrainConfig, accelerator: Accelerator
 ) -> HeadedModel:
-    """Return the model that this process scores in a periodic evaluation: both heads, of one model or of two."""
+    """Return the model with two heads that periodic evaluations score; `untouched` is the base of one that has none."""
     if untouched is None:
         return model
     if not is_sharded(model) or train.sharding == "expansion":

@@ -7,14 +7,16 @@ folder, and nothing stale is ever read:
     offsets.bin     (documents + 1,) int64: where each document begins in tokens.bin
     num_bytes.bin   (documents,) int64: UTF-8 bytes of each document, for bits per byte
     hashes.bin      (documents,) uint64: of each document's text, to find it in other corpora
-    learned.bin     (tokens,) bool: which ids are learned; for conversations only
+    learned.bin     (tokens,) bool: which ids are targets of the loss; only for conversations, otherwise all are
     ledger.json     what was read, kept and dropped (data/ledger.py)
 
 While NAME is being made, it is called .NAME.unfinished. .NAME.progress.json (.NAME.joined.json when parts are joined)
-says how much of it is safely on disk; a later run cuts the files to that and continues. One process writes, and workers
-tokenise each document by itself, so the bytes do not depend on the number of workers or interruptions.
+says how much of it is safely on disk. A later run cuts the files to that and continues: it reads the text again from
+the beginning, but tokenises only the rest. One process writes, and workers tokenise each document by itself. So the
+bytes do not depend on the number of workers or interruptions.
 
-Several machines can each tokenise parts of a source's files to such folders in `parts/`; `TokenCache.open` joins them.
+A part is some whole files of a source. Several machines can each tokenise some parts, to folders of this kind in
+`parts/`; `TokenCache.open` joins them.
 """
 
 from __future__ import annotations
@@ -94,7 +96,10 @@ class TokenisedCorpus:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """A folder of sources that one tokenizer tokenises, with one set of reading settings."""
+    """A folder of tokenised sources, as one tokenizer with one set of reading settings sees them.
+
+    The folder may also hold those of other tokenizers and settings, under other names.
+    """
 
     folder: Path
     tokenizer: PreTrainedTokenizerBase
@@ -108,7 +113,7 @@ class TokenCache:
             files = file_parts(source) if (self.folder / PARTS).is_dir() else []
             parts = [self._part_folder(source, part) for part in files]
             if any(map(is_tokenised, parts)):
-                with sole_user(self.folder / PARTS):  # else another process would redo what this one has joined
+                with sole_user(self.folder / PARTS):  # else another process would make parts that this one removes
                     if not is_tokenised(folder):
                         self.tokenise_parts(source)  # only the missing ones
                         join_parts(source, self.spec_of(source), parts, folder)
@@ -124,7 +129,7 @@ class TokenCache:
     def open_if_there(self, source: TextSource) -> TokenisedCorpus | None:
         """Open a tokenised source if the cache holds it; CorpusError if the source cannot be read."""
         if not any(self.folder.glob(f"{source.name}-*")):
-            return None  # without hashing a file
+            return None  # no need to hash the source's files
         folder = self.folder / self.name_of(source)
         return self._opened(folder, source) if is_tokenised(folder) else None
 
@@ -235,7 +240,7 @@ def tokenise(source: TextSource, cache: TokenCache, folder: Path, part: Sequence
     documents = (record for record in reader if isinstance(record, Document))
 
     def encoded_after(num_done: int) -> Iterator[Encoded]:
-        next(islice(documents, num_done, num_done), None)  # skip those
+        next(islice(documents, num_done, num_done), None)  # reads them again, so that the ledger counts them
         title, total, hidden = f"tokenising {source.name}", reader.total_bytes or None, not cache.show_progress
         with progress_bar(total=total, desc=title, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
             for encoded in encode_all(documents, spec, reading.num_workers or len(os.sched_getaffinity(0))):
@@ -254,6 +259,7 @@ def join_parts(source: TextSource, spec: TokenizerSpec, parts: Sequence[Path], f
         for part in parts:
             account = Ledger.load(part)
             ledger.take(account)
+            # A part is written whole: those up to `num_done` are on disk.
             if account.kept.documents and ledger.kept.documents > num_done:
                 maps = _mapped(part, spec.dtype, conversations=spec.conversations)
                 of_each = np.diff(maps[OFFSETS]), maps[NUM_BYTES], maps[HASHES]
@@ -268,11 +274,14 @@ def _write(
     folder: Path,
     progress_name: str,
     encoded_after: Callable[[int], Iterator[Encoded]],
-    ledger: Ledger,  # complete once everything is written
+    ledger: Ledger,  # filled while `encoded_after` is read
     *,
     may_be_empty: bool = False,
 ) -> None:
-    """Write the documents after those safely on disk, and publish the folder with its ledger."""
+    """Write the documents that are not safely on disk yet, and publish the folder with its ledger.
+
+    `encoded_after` is called with the number of documents that are.
+    """
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     progress = folder.with_name(f".{folder.name}.{progress_name}.json")
     with sole_user(unfinished):
@@ -287,7 +296,7 @@ def _write(
         ledger.num_targets = _num_targets(unfinished)
         try:
             if not may_be_empty:
-                check_bad_fraction(source, ledger, max_bad_fraction=1.0)  # without text it cannot be opened
+                check_bad_fraction(source, ledger, max_bad_fraction=1.0)  # refuses only a source without text
         except CorpusError:
             shutil.rmtree(unfinished)
             progress.unlink()
@@ -308,7 +317,7 @@ def _num_targets(folder: Path) -> int | None:
 
 @dataclass(frozen=True)
 class _Written(RunRecord):
-    """How much of an unfinished folder is written."""
+    """How much of an unfinished folder is written; its progress file holds this."""
 
     documents: int = 0
     tokens: int = 0
@@ -330,6 +339,7 @@ class _Columns:
         of_each = {name: lengths.get(name, written.documents) for name in self._dtypes}
         return {name: of_each[name] * np.dtype(dtype).itemsize for name, dtype in self._dtypes.items()}
 
+    # What the progress file says, if the files are at least that long; otherwise nothing.
     def _certain(self) -> _Written:
         try:
             written = _Written.from_json(read_json(self._progress))
@@ -344,7 +354,7 @@ class _Columns:
                 self._files[name] = (self._folder / name).open("ab")
                 if not self.written.documents:
                     self._files[name].truncate(0)
-                self._files[name].truncate(size)  # offsets.bin grows by its first offset, 0
+                self._files[name].truncate(size)  # cuts a file; an empty offsets.bin grows to its first offset, 0
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:

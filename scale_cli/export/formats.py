@@ -29,9 +29,9 @@ from scale_cli.upscale.preservation import trained_logits
 from scale_cli.upscale.run import MethodFolder, tokenizer_place
 
 MAX_LOGIT_DIFFERENCE = 1e-4  # float32
-# An export may differ from the exact model by this many times as much as the trained model in the export's dtype.
-# The first limit is for the mean, which any wrong weight raises. The second is for the worst position, one of
-# hundreds of thousands, which scatters; it applies if a float32 model rounds by more than the figure above.
+# A float32 export passes if no logit differs by more than that. Any other export is held to the trained model's own
+# rounding: how far that model moves from its exact logits when it is held in the export's dtype. The first ratio limits
+# the mean, which any wrong weight raises. The second limits the largest difference, which scatters, in float32.
 MAX_OWN_RATIO = 2.0
 MAX_OWN_RATIO_AT_WORST = 10.0
 _POSITIONS_AT_ONCE = 32
@@ -45,7 +45,10 @@ def served_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
 
 
 class _Exact(TorchDispatchMode):
-    """Compute in a wider precision, one tensor at a time, so that no wider copy of the model is needed."""
+    """Compute in a higher precision: each operation first converts what it reads, so no converted model is held.
+
+    To widen means here to convert to that precision, and has nothing to do with widened models.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -79,7 +82,7 @@ def _grouped_product(rows_SD: Tensor, weights_KDC: Tensor, ends_K: Tensor, *_: A
 
 @contextmanager
 def _held_in(parameters: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Replace parameters by other tensors within the context."""
+    """Within the context, the parameters hold these tensors instead of their own."""
     before = {parameter: parameter.data for parameter in parameters}
     try:
         for parameter, tensor in parameters.items():
@@ -91,7 +94,7 @@ def _held_in(parameters: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
 
 
 class _Differences:
-    """The largest and the mean difference between logits, of which only one prompt's are held at a time."""
+    """The largest and the mean difference of a logit; prompts are added one by one, so only one's logits are held."""
 
     def __init__(self) -> None:
         self.largest, self.total, self.count = torch.zeros(()), 0.0, 0
@@ -106,9 +109,10 @@ class _Differences:
 
 @torch.no_grad()
 def measure_parity(exported: MethodModel, trained: MethodModel, expected: Logits, prompts: list[Tensor]) -> Parity:
-    """Compare an export's logits with those of the trained model, prompt by prompt; ids are (1, T).
+    """Compare an export's logits with the exact ones of the trained model, prompt by prompt; ids are (1, T).
 
-    The reference is computed in float64 for a float32 export, and in float32 for a narrower one.
+    "Exact" is float64 for a float32 export, and float32 for one in 16 bits. The trained model's own rounding is
+    measured against the same. `expected` gives the trained model's logits: of the trained head, or routed.
     """
     exact = _Exact(torch.float64 if exported.dtype == torch.float32 else torch.float32)
     lowered = {parameter: parameter.to(exported.dtype) for parameter in trained.parameters()}
@@ -161,10 +165,11 @@ class Format:
         self.config, self.method = config, config.method.definition
         self.fits_method = True  # whether the method's models can be written in this format
         self.loaded_as = self.name  # the part of the card that says how it is loaded (`card_loading.md.j2`)
-        self.answers_as_served = False  # whether it answers as the run is served, or with the trained head alone
+        # False: it answers with the trained head alone. The run is then served otherwise only if its method routes.
+        self.answers_as_served = False
 
     def check(self) -> None:
-        """Raise ConfigError if the config asks for what the format does not have."""
+        """Raise ConfigError if the config asks for a setting that the format does not allow."""
 
     @property
     def folder(self) -> Path:
@@ -172,11 +177,17 @@ class Format:
         return RunFolder(self.config.output_dir).export(self.name, self.config.export.dtype)
 
     def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
-        """Write weights, tokenizer and a config.json of the model in `trained`; `prompts` are (1, T) ids."""
+        """Write weights, tokenizer and config.json of `model`, which was loaded from the folder `trained`.
+
+        `prompts` are (1, T) ids: text on which a format may measure the model.
+        """
         raise NotImplementedError
 
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
-        """Yield the model for each way to load the folder, with the logits to match; the routed way comes second."""
+        """Yield the model for each way to load the folder, with the trained model's logits that it must match.
+
+        If the folder can also be served routed, that way comes second.
+        """
         raise NotImplementedError
 
     def prove(self, folder: Path, model: MethodModel, prompts: list[Tensor]) -> Parity:
@@ -190,7 +201,7 @@ class Format:
 
 
 class Llama(Format):
-    """A plain model of the base's own class; it may carry a router."""
+    """A plain model of the base's own class, of whatever family; it may carry a router."""
 
     name = "llama"
     description = "plain dense model, no custom code: loads wherever the base model does"
@@ -284,7 +295,7 @@ def formats_of(config: RunConfig) -> list[Format]:
     """Return the formats that a config asks for, each with a copy of the config that asks for it alone.
 
     Raises:
-        ConfigError: the method does not have one of the formats, or a format does not have the precision.
+        ConfigError: one of the formats cannot hold a model of this method, or does not allow `export.dtype`.
     """
     made = [
         FORMATS[name](config.model_copy(update={"export": config.export.model_copy(update={"format": name})}))

@@ -300,7 +300,7 @@ BITS: Final = "evaluation_bits_per_byte"
 SHARES: Final = "evaluation_base_share"
 SAMPLES: Final = "samples"
 BENCHMARKS: Final = "benchmark_accuracies"
-Losses = dict[str, dict[str, float | None]]  # by head, by corpus or benchmark; None: not finite
+Losses = dict[str, dict[str, float | None]]  # by corpus or benchmark, then by head; None: not finite
 Shares = dict[str, float | None]  # by corpus, the share of tokens for which the router chose the base head
 
 

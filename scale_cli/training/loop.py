@@ -38,7 +38,8 @@ from scale_cli.training.step import StepResult, TakenStep, train_step
 from scale_cli.upscale.objective import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8
-# A loss leaps if it is 1.5 times the highest recent one; this also holds while losses fall steeply and spread widely.
+# A loss leaps if it is above 1.5 times the highest of up to 64 losses before it, of which there must be 3. A mean would
+# warn of ordinary steps, while losses fall steeply or spread widely.
 _LEAP, _COMPARED_STEPS, _FEWEST_STEPS = 1.5, 64, 3
 
 
@@ -65,14 +66,14 @@ def run_loop(run: TrainingRun) -> None:
     ):
         loop = _Loop(run, batches, stop, bar, count_step)
         loop.take_all_steps()
-    loop.clock()
+    loop.clock()  # only now: leaving `run.saving()` has waited for the last checkpoint
 
 
 @contextmanager
 def _profiled(run: TrainingRun) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after every step; if `train.profile_steps` lie ahead, write their trace.
+    """Yield a function to call after every step; if `train.profile_steps` lie ahead, torch.profiler traces them.
 
-    Each process writes its own with torch.profiler, for Perfetto or TensorBoard.
+    Each process writes a trace of its own, for Perfetto or TensorBoard.
     """
     done, steps = run.state.step, run.config.train.profile_steps
     if steps is None or steps[1] <= done:
@@ -97,8 +98,9 @@ def _profiled(run: TrainingRun) -> Iterator[Callable[[], None]]:
 class _Loop:
     """The steps of a run in this process, and the work between them.
 
-    A step's result is read only when it is needed: for a record, an evaluation, a checkpoint or the end. Until then the
-    device works on without a wait; it applies no update itself if a step is not finite.
+    Steps are taken, and later settled. To take a step is to give it to the device, without a wait. To settle it is to
+    read its loss, and to count it in the run's state. The loop settles only for a record, an evaluation, a checkpoint
+    or the end. A step that is not finite needs no check before then: the device does not apply its update.
     """
 
     run: TrainingRun  # its state is that after the last step whose loss is known
@@ -106,7 +108,7 @@ class _Loop:
     stop: StopRequest
     bar: Any  # the progress bar
     count_step: Callable[[], None]  # for the profiler
-    taken: list[TakenStep] = field(default_factory=list)  # steps after that state
+    taken: list[TakenStep] = field(default_factory=list)  # steps after that state, not settled yet
     taken_since_s: float = 0.0  # when the first of them began
     begun: TrainState = field(init=False)  # state when this process began or resumed the run
     begun_s: float = field(init=False)  # time of that
@@ -156,7 +158,7 @@ class _Loop:
         )
 
     def _take_step(self, step: int) -> Tensor:
-        """Take a step; return the sum of all processes' requests to stop (0: none)."""
+        """Take a step; return the sum of all processes' requests to stop, which the device may still be computing."""
         run, started_s = self.run, time.monotonic()
         look = partial(self.stop.between_micro_batches, clock_too=step > self.begun.step)
         measured: AbstractContextManager[dict[str, Tensor]] = nullcontext({})
@@ -179,7 +181,7 @@ class _Loop:
         return done % train.log_every_steps == 0 or done == train.max_steps
 
     def _settle_steps(self) -> None:
-        """Wait for the steps taken, and count them in the run's state."""
+        """Wait for the steps taken, count them in the run's state, and write the record that is due."""
         run = self.run
         if not self.taken:
             return
@@ -249,7 +251,10 @@ class _Loop:
             )
 
     def _evaluate_what_is_due(self, done: int) -> None:
-        """Evaluate the weights that `final/` would hold; if a signal comes meanwhile, leave it to the resumed run."""
+        """If an evaluation is due, evaluate the weights that `final/` would hold; save them if they are the best yet.
+
+        In a process that is alone, a signal ends the evaluation at once; the resumed run then begins with it.
+        """
         run, train, observer = self.run, self.run.config.train, self.run.observer
         chooses = train.max_forgetting is not None
         losses_due = _is_due(done, train.eval_every_steps) or (chooses and done == train.max_steps)
@@ -327,13 +332,14 @@ def _skip_step(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> Non
     run.state = run.state.skipped(taken.num_tokens)
 
 
+# Only writes the record; the caller counts the step.
 def _leave_out(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> None:
     if run.metrics is not None:
         run.metrics.append({"step": taken.step + 1, "skipped": str(error)})
 
 
 def _sources(run: TrainingRun, step: int) -> str:
-    """Return how many sequences of a step came from each source, and which ones."""
+    """Say in words how many sequences of a step, counted from 0, came from each source, and name their windows."""
     windows = defaultdict(list)
     for source, window in run.batches.windows_of(step):
         windows[run.config.corpus.sources[source].name].append(window)

@@ -1,13 +1,15 @@
 """A run and its folders. Every verb starts here, so that all verbs check the same things, and read each only once.
 
-| opened by        | what                                    | recorded, and checked       |
-|------------------|-----------------------------------------|-----------------------------|
-| `Run.open_start` | `upscaled/`, to be trained              | files, tokenizer and config |
-| `Run.open_final` | `final/`, to be measured or exported    | the same                    |
-| `open_folder`    | any method folder, wherever it lies     | files and tokenizer         |
+A method folder holds a model that a method trains, at one moment (`upscale/method.py`):
 
-The base is checked against its hashes, tensor by tensor, when the model is loaded. `Run.check` finds every error that
-can be known before a verb writes anything. It loads no weights and reads little text, so it is fast.
+| opened by        | what                                    | checked against the folder's records            |
+|------------------|-----------------------------------------|-------------------------------------------------|
+| `Run.open_start` | `upscaled/`, to be trained              | files, tokenizer and config                     |
+| `Run.open_final` | `final/`, to be measured or exported    | the same; also `Run.check` of the held-out text |
+| `open_folder`    | any method folder, wherever it lies     | files and tokenizer                             |
+
+The base's tensors are compared with their recorded hashes only when the model is loaded. `Run.check` finds every error
+that can be known before a verb writes anything. It loads no weights and reads little text, so it is fast.
 """
 
 from __future__ import annotations
@@ -118,6 +120,7 @@ class Run:
             return None  # decided without reading any text
         return load_grown(extension.folder) if is_whole(extension.folder) else None
 
+    # Whether `upscaled/` has the new tokens that the config asks for.
     @property
     def _has_grown(self) -> bool:
         vocabulary, written = self.config.method.vocabulary, self.folder.upscaled / "scale.yaml"
@@ -137,7 +140,7 @@ class Run:
         return open_folder(final.path, self)
 
     def check(self, sources: Sequence[TextSource], num_processes: int = 1) -> None:
-        """Raise an error for what is certain to fail later: a folder, the base, sizes, or one of the `sources`."""
+        """Raise an error for what is certain to fail later: a folder, the base, a size, or one of the `sources`."""
         config = self.config
         self.folder.check()
         if config.corpus.cache_dir is not None and not config.corpus.cache_dir.is_dir():
@@ -173,7 +176,7 @@ class MethodFolder:
     """A method folder of a run: `upscaled/`, a checkpoint, `final/` or an adapter; its files are read at first use."""
 
     path: Path
-    run: Run  # gives the base, and the router of a widened model
+    run: Run  # its config says where the base lies, and which router a widened model has
 
     @classmethod
     def at(cls, path: Path) -> MethodFolder:
@@ -222,12 +225,16 @@ class MethodFolder:
         base = load_recorded_base(self.path, self.run.config.model)
         return self._served(put_on_base(self.path, dequantise(base)))
 
+    # With the router that the config asks for now, on this process's device.
     def _served(self, model: MethodModel) -> MethodModel:
         set_router(model, self.run.config.method.router)
         return placed(model)
 
     def load_two_headed(self, of_machine: Share | None = None) -> HeadedModel:
-        """Return the model beside its untouched base, read once; a widened model already has the base inside."""
+        """Return one model with two heads, the base's and the trained one; the base is read once.
+
+        A widened model has both. Any other model gets an untouched copy of its base beside it.
+        """
         if self.method.definition.widens:
             widened: Any = self.load(of_machine)
             return widened
@@ -304,7 +311,7 @@ class TokenizerPlace:
 
 def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
     """Return where a model's tokenizer lies; a widened base without new tokens has the tokenizer of its own base."""
-    for folder, config in stages_below(model):
+    for folder, config in stages_below(model):  # down to the first base that has a tokenizer of its own
         if model.tokenizer is not None:
             break
         if config.method.vocabulary is not None:
@@ -341,6 +348,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> N
         )
 
 
+# The sources that new tokens are learned on.
 def learned_on(config: RunConfig) -> list[CorpusSource]:
     assert config.method.vocabulary is not None
     named = config.method.vocabulary.sources
@@ -367,6 +375,7 @@ def copy_grown_tokenizer(config: RunConfig, folder: Path) -> None:
                 shutil.copyfile(file, folder / name)
 
 
+# PreservationError if new tokens change other text; returns how many texts were compared.
 def prove_vocabulary(config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase) -> int:
     assert config.method.vocabulary is not None
     kept: list[TextSource] = [source for source in config.evaluation.perplexity if source.role == "retention"]
