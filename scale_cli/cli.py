@@ -47,7 +47,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _common(
-    version: Annotated[bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     pass
 

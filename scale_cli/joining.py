@@ -40,7 +40,7 @@ from scale_cli.upscale.base import check_same_base, record_base, root_model, sta
 from scale_cli.upscale.method import router_of
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, own_logits, sample_ids
 from scale_cli.upscale.run import MethodFolder, check_tokenizer, load_tokenizer, open_folder
-from scale_cli.vocabulary.extension import extended, new_tokens
+from scale_cli.vocabulary.added_tokens import extended, new_tokens
 from scale_cli.vocabulary.proofs import check_union
 from scale_cli.vocabulary.tokenizer import load_grown, read_texts, write_grown
 

@@ -35,8 +35,8 @@ from scale_cli.terminal import log, print_json
 from scale_cli.upscale.base import base_without_weights, load_base_config
 from scale_cli.upscale.method import NewPieces, build_model
 from scale_cli.upscale.run import Run, load_tokenizer
-from scale_cli.vocabulary.extension import extended
-from scale_cli.vocabulary.tokenizer import Extension, most_added
+from scale_cli.vocabulary.added_tokens import extended
+from scale_cli.vocabulary.tokenizer import AddedTokens, most_added
 
 SCHEMA_FILE = "scale.schema.json"
 _FIRST = 32  # documents of a text that is only evaluated on
@@ -361,7 +361,7 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
     wanted, known = VocabularyConfig(script=script), CorpusSource.model_validate(text.source)
     more = wanted.model_copy(update={"new_tokens": round(wanted.new_tokens / _SURE)})
     try:
-        found, _ = Extension(first_id, more, [known], TokenCache(Path(), tokenizer)).learned(
+        found, _ = AddedTokens(first_id, more, [known], TokenCache(Path(), tokenizer)).learned(
             _BYTES_READ, wanted.min_count
         )
     except (BaseModelError, ConfigError) as error:

@@ -155,10 +155,10 @@ def _plan_method(
 
 def growth_of(run: Run) -> Growth:
     """Return how new tokens change the token counts, measured on the beginnings of the sources."""
-    config, extension = run.config, run.extension
-    assert extension is not None
+    config, added_tokens = run.config, run.added_tokens
+    assert added_tokens is not None
     known: Any = run.known_tokenizer()
-    grown: Any = extension.sketched(_BYTES_LEARNED) if known is None else known.backend_tokenizer
+    grown: Any = added_tokens.sketched(_BYTES_LEARNED) if known is None else known.backend_tokenizer
     sources, tokens_without = [], 0.0
     for source, share in zip(config.corpus.sources, config.corpus.shares, strict=True):
         texts = list(read_texts([source], config.corpus, _BYTES_COUNTED))
@@ -168,8 +168,8 @@ def growth_of(run: Run) -> Growth:
         )
         sources.append(SourceGrowth(source.name, sum(len(text.encode()) for text in texts), before, after))
         tokens_without += share * before / max(after, 1)
-    first_id = extension.first_id
-    num_new = num_added(first_id, extension.vocabulary) if known is None else len(known) - first_id
+    first_id = added_tokens.first_id
+    num_new = num_added(first_id, added_tokens.vocabulary) if known is None else len(known) - first_id
     return Growth(num_new, known is not None, sources, tokens_without)
 
 

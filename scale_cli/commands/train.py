@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 
 def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[str] = ()) -> TrainState:
-    """Train from `upscaled/` or from a checkpoint, and write `final/`; return where training ended.
+    """Train from `upscaled/` or from a checkpoint, and write `final/`; return its state: the last step's or the best.
 
     `resume` is None, `auto` or a checkpoint's path; `accepted` are the keys that may have changed since the run began.
     A finished run is only checked under `auto`, unless `accepted` allows the config to ask for more steps now.
@@ -109,14 +109,15 @@ def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[
     with ExitStack() as held:
         on_main(lambda: _claim(run.folder, held))
         begun = starting_point(run, resume, log, accepted)
-        held.enter_context(_memory_named(config, accelerator))
+        held.enter_context(_explaining_out_of_memory(config, accelerator))
         _log_processes(config, accelerator, log)
         training = _open_training(run, accelerator, begun, benchmarks, log)
         on_main(lambda: held.enter_context(tracked(training.metrics, config, accelerator)))
         run_loop(training)
-        _write_final(training, _put_back_best(training, log))
+        kept = _put_back_best(training, log)
+        _write_final(training, kept)
     _log_trained(final.path, training.state, log)
-    return training.state
+    return kept
 
 
 def _log_trained(folder: Path, state: TrainState, log: Log) -> None:
@@ -137,7 +138,7 @@ def _claim(run_folder: RunFolder, held: ExitStack) -> None:
 
 
 @contextmanager
-def _memory_named(config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
+def _explaining_out_of_memory(config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
     """If memory runs out, raise OutOfMemory, which says what to lower and what the plan expects."""
     try:
         yield
@@ -201,7 +202,7 @@ def _open_training(
     state, branch_point = TrainState(), None
     if begun is not None:
         load_checkpoint(begun, model, optimiser, settings, hooks)
-        state, branch_point = _with_best_to_compare(begun, log), BranchPoint.load_if_there(begun.path)
+        state, branch_point = _without_stale_best(begun, log), BranchPoint.load_if_there(begun.path)
     elif trunk is not None:
         if settings.init_moments == "kept":
             load_checkpoint(trunk, model, optimiser, None)
@@ -321,7 +322,7 @@ def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) ->
     return accelerator.prepare(for_training(model.to(accelerator.device), settings))
 
 
-def _with_best_to_compare(begun: MethodFolder, log: Log) -> TrainState:
+def _without_stale_best(begun: MethodFolder, log: Log) -> TrainState:
     """Return the training state, without its best if that checkpoint is gone or was scored with other settings."""
     state, run = begun.state, begun.run
     if state.best is None:

@@ -69,7 +69,7 @@ from scale_cli.terminal import progress_bar
 PARTS = "parts"  # in a cache: sources that many machines tokenise, part by part
 TOKENS, OFFSETS, NUM_BYTES, HASHES, LEARNED = "tokens.bin", "offsets.bin", "num_bytes.bin", "hashes.bin", "learned.bin"
 _FORMAT_VERSION = 5
-_TOKENS_A_SHARD = 1 << 22  # between two records of progress: the most that a kill can cost
+_TOKENS_BETWEEN_RECORDS = 1 << 22  # between two records of progress: the most that a kill can cost
 # Keys of the saved configuration that say how the tokenizer was loaded, not how it tokenises.
 _HOW_LOADED = ("is_local", "local_files_only", "name_or_path", "transformers_version")
 
@@ -330,7 +330,7 @@ class _Columns:
     def __init__(self, folder: Path, progress: Path, spec: TokenizerSpec) -> None:
         self._folder, self._progress = folder, progress
         self._dtypes = _columns(spec.dtype, conversations=spec.conversations)
-        self.written = self._certain()
+        self.written = self._read_progress()
         self._recorded_tokens = self.written.tokens
         self._files: dict[str, IO[bytes]] = {}
 
@@ -340,7 +340,7 @@ class _Columns:
         return {name: of_each[name] * np.dtype(dtype).itemsize for name, dtype in self._dtypes.items()}
 
     # What the progress file says, if the files are at least that long; otherwise nothing.
-    def _certain(self) -> _Written:
+    def _read_progress(self) -> _Written:
         try:
             written = _Written.from_json(read_json(self._progress))
             held = all((self._folder / name).stat().st_size >= size for name, size in self._sizes(written).items())
@@ -366,25 +366,25 @@ class _Columns:
                 for file in self._files.values():
                     file.close()
 
-    def append(self, part: Encoded) -> None:
+    def append(self, encoded: Encoded) -> None:
         """Write some documents; after enough of them, sync the files and record the progress."""
         arrays: dict[str, Any] = {
-            TOKENS: part.ids,
-            OFFSETS: self.written.tokens + np.cumsum(part.lengths),
-            NUM_BYTES: part.num_bytes,
-            HASHES: part.hashes,
-            LEARNED: part.learned,
+            TOKENS: encoded.ids,
+            OFFSETS: self.written.tokens + np.cumsum(encoded.lengths),
+            NUM_BYTES: encoded.num_bytes,
+            HASHES: encoded.hashes,
+            LEARNED: encoded.learned,
         }
         with writing(self._folder):
             for name, file in self._files.items():
                 file.write(arrays[name].data)
         # In one statement: if a signal ends the process here, no count may be recorded without the others.
         self.written = _Written(
-            self.written.documents + len(part.lengths),
-            self.written.tokens + len(part.ids),
-            self.written.round_trip + part.round_trip,
+            self.written.documents + len(encoded.lengths),
+            self.written.tokens + len(encoded.ids),
+            self.written.round_trip + encoded.round_trip,
         )
-        if self.written.tokens - self._recorded_tokens >= _TOKENS_A_SHARD:
+        if self.written.tokens - self._recorded_tokens >= _TOKENS_BETWEEN_RECORDS:
             self._record()
 
     def _record(self) -> None:

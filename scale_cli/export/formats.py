@@ -59,19 +59,19 @@ class _Exact(TorchDispatchMode):
         if op.is_view:  # a view of a weight is widened when it is read
             return op(*args, **kwargs)
         if isinstance(asked := kwargs.get("dtype"), torch.dtype):
-            kwargs = kwargs | {"dtype": self._wider(asked)}
+            kwargs = kwargs | {"dtype": self._raised_dtype(asked)}
         written = (argument.alias_info is not None for argument in op._schema.arguments)
         pairs = zip(args, written, strict=False)
-        read = [value if kept else tree_map_only(Tensor, self._widened, value) for value, kept in pairs]
+        read = [value if kept else tree_map_only(Tensor, self._raised, value) for value, kept in pairs]
         if op is torch.ops.aten._grouped_mm.default:
             return _grouped_product(*read)
-        return op(*read, **tree_map_only(Tensor, self._widened, kwargs))
+        return op(*read, **tree_map_only(Tensor, self._raised, kwargs))
 
-    def _wider(self, dtype: torch.dtype) -> torch.dtype:
+    def _raised_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize else dtype
 
-    def _widened(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._wider(tensor.dtype))
+    def _raised(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._raised_dtype(tensor.dtype))
 
 
 def _grouped_product(rows_SD: Tensor, weights_KDC: Tensor, ends_K: Tensor, *_: Any) -> Tensor:
@@ -81,7 +81,7 @@ def _grouped_product(rows_SD: Tensor, weights_KDC: Tensor, ends_K: Tensor, *_: A
 
 
 @contextmanager
-def _held_in(parameters: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+def _swapped(parameters: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     """Within the context, the parameters hold these tensors instead of their own."""
     before = {parameter: parameter.data for parameter in parameters}
     try:
@@ -116,19 +116,19 @@ def measure_parity(exported: MethodModel, trained: MethodModel, expected: Logits
     """
     exact = _Exact(torch.float64 if exported.dtype == torch.float32 else torch.float32)
     lowered = {parameter: parameter.to(exported.dtype) for parameter in trained.parameters()}
-    of_export, of_own = _Differences(), _Differences()
+    export_error, own_rounding = _Differences(), _Differences()
     for input_ids in prompts:
         with exact:
             wanted = expected(trained, input_ids)
-        of_export.add(exported(input_ids=input_ids, use_cache=False).logits, wanted)
-        with _held_in(lowered):
-            of_own.add(expected(trained, input_ids), wanted)
+        export_error.add(exported(input_ids=input_ids, use_cache=False).logits, wanted)
+        with _swapped(lowered):
+            own_rounding.add(expected(trained, input_ids), wanted)
     return Parity(
-        max_logit_difference=of_export.largest.item(),
-        mean_logit_difference=of_export.total / of_export.count,
-        own_mean_difference=of_own.total / of_own.count,
+        max_logit_difference=export_error.largest.item(),
+        mean_logit_difference=export_error.total / export_error.count,
+        own_mean_difference=own_rounding.total / own_rounding.count,
         num_positions=sum(input_ids.shape[1] for input_ids in prompts),
-        own_max_difference=of_own.largest.item(),
+        own_max_difference=own_rounding.largest.item(),
     )
 
 

@@ -192,7 +192,7 @@ class _Loop:
             try:
                 result = step.result(of_step)
             except GradientOverflow as error:
-                _leave_out(run, step, error)
+                _record_skip(run, step, error)
                 run.state = run.state.overflowed(step.num_tokens)
             except NonFiniteError as error:
                 _skip_step(run, step, error)
@@ -328,12 +328,12 @@ def _skip_step(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> Non
             f"{message}; the limit train.max_skipped_steps {train.max_skipped_steps} is reached"
         ) from None
     run.warn(f"{message}; the step is skipped")
-    _leave_out(run, taken, error)
+    _record_skip(run, taken, error)
     run.state = run.state.skipped(taken.num_tokens)
 
 
 # Only writes the record; the caller counts the step.
-def _leave_out(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> None:
+def _record_skip(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> None:
     if run.metrics is not None:
         run.metrics.append({"step": taken.step + 1, "skipped": str(error)})
 

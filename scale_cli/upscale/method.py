@@ -39,7 +39,7 @@ from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, veri
 from scale_cli.storage.records import TRAINED, BaseRecord
 from scale_cli.storage.shards import has_shards, load_shards
 from scale_cli.upscale.base import base_without_weights, check_same_base, load_base, load_base_config, stages_below
-from scale_cli.vocabulary.extension import Spelling, pieces
+from scale_cli.vocabulary.added_tokens import Spelling, pieces
 
 if TYPE_CHECKING:
     from peft import PeftModel  # slow to import, and only PEFT's methods need it

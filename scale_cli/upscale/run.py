@@ -64,9 +64,9 @@ from scale_cli.upscale.method import (
     read_method,
     set_router,
 )
-from scale_cli.vocabulary.extension import SENTENCEPIECE, Spelling, with_new_pieces
-from scale_cli.vocabulary.proofs import check_extension
-from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, Extension, load_grown, read_texts, write_grown
+from scale_cli.vocabulary.added_tokens import SENTENCEPIECE, Spelling, with_new_pieces
+from scale_cli.vocabulary.proofs import check_added_tokens
+from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, AddedTokens, load_grown, read_texts, write_grown
 
 _BYTES_RETURNED = 1 << 22  # per source that new tokens are learned on: text that must survive encoding and decoding
 
@@ -90,7 +90,7 @@ class Run:
         return load_tokenizer(self.config.model)
 
     @cached_property
-    def extension(self) -> Extension | None:
+    def added_tokens(self) -> AddedTokens | None:
         """The tokens that the run adds to the base's; None if it adds none."""
         config, vocabulary = self.config, self.config.method.vocabulary
         if vocabulary is None:
@@ -100,11 +100,11 @@ class Run:
                 f"method.vocabulary: {config.model.base} is widened; only a plain base takes new tokens"
             )
         cache = cache_of(config, self.base_tokenizer)
-        return Extension(self.base_config.vocab_size, vocabulary, learned_on(config), cache)
+        return AddedTokens(self.base_config.vocab_size, vocabulary, learned_on(config), cache)
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer for a run that is about to be upscaled; any earlier `upscaled/` is ignored."""
-        return self.base_tokenizer if self.extension is None else self.extension.tokenizer()
+        return self.base_tokenizer if self.added_tokens is None else self.added_tokens.tokenizer()
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -113,12 +113,12 @@ class Run:
 
     def known_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the run's own tokenizer; None if new tokens would have to be learned first."""
-        extension = self.extension
-        if extension is None or extension.vocabulary.folder is not None or self._has_grown:
+        added_tokens = self.added_tokens
+        if added_tokens is None or added_tokens.vocabulary.folder is not None or self._has_grown:
             return self.tokenizer
-        if not any(extension.cache.folder.glob("vocabulary.*")):
+        if not any(added_tokens.cache.folder.glob("vocabulary.*")):
             return None  # decided without reading any text
-        return load_grown(extension.folder) if is_whole(extension.folder) else None
+        return load_grown(added_tokens.folder) if is_whole(added_tokens.folder) else None
 
     # Whether `upscaled/` has the new tokens that the config asks for.
     @property
@@ -218,15 +218,15 @@ class MethodFolder:
         check_tokenizer(self.tokenizer, self.record)
 
     def load(self, of_machine: Share | None = None) -> MethodModel:
-        return self._served(load_onto_base(self.path, self.run.config.model, of_machine=of_machine))
+        return self._with_router_placed(load_onto_base(self.path, self.run.config.model, of_machine=of_machine))
 
     def load_to_export(self) -> MethodModel:
         """Return the model on a dequantised base: the quantised weights as plain numbers."""
         base = load_recorded_base(self.path, self.run.config.model)
-        return self._served(put_on_base(self.path, dequantise(base)))
+        return self._with_router_placed(put_on_base(self.path, dequantise(base)))
 
     # With the router that the config asks for now, on this process's device.
-    def _served(self, model: MethodModel) -> MethodModel:
+    def _with_router_placed(self, model: MethodModel) -> MethodModel:
         set_router(model, self.run.config.method.router)
         return placed(model)
 
@@ -379,7 +379,7 @@ def copy_grown_tokenizer(config: RunConfig, folder: Path) -> None:
 def prove_vocabulary(config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase) -> int:
     assert config.method.vocabulary is not None
     kept: list[TextSource] = [source for source in config.evaluation.perplexity if source.role == "retention"]
-    return check_extension(
+    return check_added_tokens(
         base.backend_tokenizer,
         grown.backend_tokenizer,
         Script.named(config.method.vocabulary.script),

@@ -19,7 +19,7 @@ _CODE_POINTS = range(0x110000)
 _NO_CHARACTERS = ("Cn", "Cs")  # of Unicode's categories: not assigned, and surrogates
 
 
-def check_extension(
+def check_added_tokens(
     old: Tokenizer, new: Tokenizer, script: Script, kept: Iterable[str], learned: Iterable[str], seed: int
 ) -> int:
     """Check a tokenizer against the one it extends; return how many texts were compared.

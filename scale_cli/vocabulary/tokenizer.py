@@ -18,7 +18,7 @@ from scale_cli.data.encoding import Document
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, one_line
 from scale_cli.storage.atomic import is_whole, json_sha256, new_folder, read_json, write_json, writing
-from scale_cli.vocabulary.extension import SENTENCEPIECE, NewToken, Spelling, count_words, extended, learn
+from scale_cli.vocabulary.added_tokens import SENTENCEPIECE, NewToken, Spelling, count_words, extended, learn
 
 _FORMAT_VERSION = 1
 # Limit per source: more text would hardly change a token, and its words are held in memory.
@@ -38,7 +38,7 @@ _OF_TRANSFORMERS_5 = ("backend", "is_local", "local_files_only")
 
 
 @dataclass(frozen=True)
-class Extension:
+class AddedTokens:
     """The tokens that a config adds to a base's tokenizer."""
 
     first_id: int  # of the new tokens: the number of rows of the base's embedding

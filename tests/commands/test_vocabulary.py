@@ -86,7 +86,7 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     def moved(*_: object) -> int:
         raise PreservationError("method.vocabulary: the tokens of 'x' have changed")
 
-    monkeypatch.setattr("scale_cli.upscale.run.check_extension", moved)
+    monkeypatch.setattr("scale_cli.upscale.run.check_added_tokens", moved)
     again = below.model_copy(update={"output_dir": tmp_path / "again"})
     with pytest.raises(PreservationError):
         upscale(again)

@@ -44,7 +44,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk is 3 documents, a part of a source about 600 bytes, and progress is recorded about every 100 tokens."""
     monkeypatch.setattr(files, "_PART_BYTES", 600)
     monkeypatch.setattr(encoding, "_CHUNK_DOCUMENTS", 3)
-    monkeypatch.setattr(tokens, "_TOKENS_A_SHARD", 100)
+    monkeypatch.setattr(tokens, "_TOKENS_BETWEEN_RECORDS", 100)
 
 
 def source_in(folder: Path, *patterns: str, **options: object) -> TextSource:

@@ -28,7 +28,7 @@ if __name__ == "__main__":  # workers import this file too
     backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, words[0]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=words[0])
     if num_workers > 1:
-        tokens._TOKENS_A_SHARD, encoding._CHUNK_BYTES = 1_000, 10_000
+        tokens._TOKENS_BETWEEN_RECORDS, encoding._CHUNK_BYTES = 1_000, 10_000
     for path in paths:
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here, without that of the imports
         cache = tokens.TokenCache(Path(path).parent, tokenizer, ReadingConfig(num_workers=num_workers))

@@ -26,7 +26,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.run import Run
 from scale_cli.vocabulary import proofs
 from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
-from scale_cli.vocabulary.extension import new_tokens
+from scale_cli.vocabulary.added_tokens import new_tokens
 from tests.join.conftest import at_its_start
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN

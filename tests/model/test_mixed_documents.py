@@ -17,7 +17,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.vocabulary import Script
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.method import NewPieces, start_model
-from scale_cli.vocabulary.extension import Spelling, count_words, extended, learn, pieces
+from scale_cli.vocabulary.added_tokens import Spelling, count_words, extended, learn, pieces
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 from tests.widening import real_base
 

@@ -14,7 +14,7 @@ from scale_cli.config.vocabulary import VocabularyConfig
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, ScaleError
 from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
-from scale_cli.vocabulary.tokenizer import Extension, load_grown, write_grown
+from scale_cli.vocabulary.tokenizer import AddedTokens, load_grown, write_grown
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 
 ROWS = 8192
@@ -31,7 +31,7 @@ def grow(
     (tmp_path / "ko.txt").write_text(text, encoding="utf-8")
     source = TextSource(name="ko", path=str(tmp_path / "ko.txt"), language="ko")
     vocabulary = VocabularyConfig(**{"new_tokens": 64, "min_count": 1, **keys})
-    return Extension(first_id, vocabulary, [source], TokenCache(tmp_path / "cache", base)).tokenizer()
+    return AddedTokens(first_id, vocabulary, [source], TokenCache(tmp_path / "cache", base)).tokenizer()
 
 
 def test_what_was_learned_is_kept_by_content(

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from scale_cli.config.vocabulary import Script
 from scale_cli.errors import BaseModelError, PreservationError
-from scale_cli.vocabulary.extension import (
+from scale_cli.vocabulary.added_tokens import (
     NewToken,
     Spelling,
     count_words,
@@ -28,7 +28,7 @@ from scale_cli.vocabulary.extension import (
     pieces,
     with_new_pieces,
 )
-from scale_cli.vocabulary.proofs import check_extension, check_union
+from scale_cli.vocabulary.proofs import check_added_tokens, check_union
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KINDS, KOREAN, RUSSIAN, llama_3
 
 HANGUL, CYRILLIC = Script.named("hangul"), Script.named("cyrillic")
@@ -141,18 +141,18 @@ def test_with_the_new_tokens_of_two_scripts_each_has_the_ids_that_it_has_alone(
 def test_the_proofs_hold_and_find_one_token_that_moved_or_that_other_texts_have() -> None:
     one, (cyrillic, together) = grown(llama_3), united(llama_3)
     parts = [(one.new, HANGUL), (cyrillic, CYRILLIC)]
-    check_extension(one.old, one.new, HANGUL, [ENGLISH, KOREAN], [KOREAN], seed=0)
+    check_added_tokens(one.old, one.new, HANGUL, [ENGLISH, KOREAN], [KOREAN], seed=0)
     check_union(parts, together, FIRST_ID, [KOREAN, RUSSIAN, ENGLISH], seed=0)
 
     left, right = one.old.encode("epoch", add_special_tokens=False).tokens[-2:]
     damaged = extended(one.old, [NewToken(left + right, (left, right))], FIRST_ID)
     with pytest.raises(PreservationError, match="have changed"):
-        check_extension(one.old, damaged, HANGUL, [ENGLISH, "epoch"], [KOREAN], seed=0)
+        check_added_tokens(one.old, damaged, HANGUL, [ENGLISH, "epoch"], [KOREAN], seed=0)
     described = json.loads(one.new.to_str())
     vocabulary = described["model"]["vocab"]
     vocabulary["h"], vocabulary["e"] = vocabulary["e"], vocabulary["h"]
     with pytest.raises(PreservationError, match="had the id"):
-        check_extension(one.old, Tokenizer.from_str(json.dumps(described)), HANGUL, [], [], seed=0)
+        check_added_tokens(one.old, Tokenizer.from_str(json.dumps(described)), HANGUL, [], [], seed=0)
     fewer = extended(one.new, new_tokens(cyrillic, FIRST_ID)[:-1], FIRST_ID + 100)
     with pytest.raises(PreservationError, match="have changed"):
         check_union(parts, fewer, FIRST_ID, [RUSSIAN], seed=0)
