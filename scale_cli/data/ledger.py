@@ -177,18 +177,24 @@ class TokenLedger(RunRecord):
         return super().from_json({"sources": value})
 
 
-def check_bad_fraction(source: TextSource, ledger: Ledger, max_bad_fraction: float) -> None:
-    """Raise CorpusError if a source has too many bad records, or no good one; the message names the first places."""
+def check_has_text(source: TextSource, ledger: Ledger) -> None:
+    """Raise CorpusError if a source has no good record."""
     name, losses = _described(source), ledger.described_losses()
     if ledger.num_skipped and not ledger.read.documents:
         raise CorpusError(f"{name}: no document is left, because skip_documents skips all {ledger.num_skipped:,}")
     if ledger.num_tokens < 2 or not ledger.targets_an_epoch:  # an input and a target
         losses = f" ({losses})" if losses else ""
         raise CorpusError(f"{name}: no document with text{losses}")
+
+
+def check_bad_fraction(source: TextSource, ledger: Ledger, max_bad_fraction: float) -> None:
+    """Raise CorpusError if a source has too many bad records, or no good one; the message names the first places."""
+    check_has_text(source, ledger)
     if ledger.bad_fraction > max_bad_fraction:
         raise CorpusError(
-            f"{name}: {percent(ledger.bad_fraction, 3)} of it is bad, more than corpus.max_bad_fraction "
-            f"{max_bad_fraction} allows, among {ledger.read.documents:,} records in {ledger.files:,} files: {losses}"
+            f"{_described(source)}: {percent(ledger.bad_fraction, 3)} of it is bad, more than corpus.max_bad_fraction "
+            f"{max_bad_fraction} allows, among {ledger.read.documents:,} records in {ledger.files:,} files: "
+            f"{ledger.described_losses()}"
         )
 
 

@@ -50,7 +50,7 @@ from scale_cli.data.encoding import (
     id_dtype,
 )
 from scale_cli.data.files import SourceFile, content_hashes, describe_content, file_parts
-from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
+from scale_cli.data.ledger import Ledger, check_bad_fraction, check_has_text, check_unknown_fraction
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.processes import ALONE, Share
 from scale_cli.storage.atomic import (
@@ -296,7 +296,7 @@ def _write(
         ledger.num_targets = _num_targets(unfinished)
         try:
             if not may_be_empty:
-                check_bad_fraction(source, ledger, max_bad_fraction=1.0)  # refuses only a source without text
+                check_has_text(source, ledger)
         except CorpusError:
             shutil.rmtree(unfinished)
             progress.unlink()
