@@ -89,7 +89,10 @@ OF_THE_BASE = [
 OF_TRAINING = [
     ("corpus.sources.0.path={here}/nowhere.txt", r"one: no file matches .*nowhere\.txt"),
     ("corpus.sources.0={{name: rows, dataset: '{here}/none', language: en}}", "rows: the dataset .*none cannot be"),
-    ("corpus.sources.0={{name: rows, dataset: '{here}/rows', split: dev, language: en}}", r"no split 'dev'; it has train"),
+    (
+        "corpus.sources.0={{name: rows, dataset: '{here}/rows', split: dev, language: en}}",
+        r"no split 'dev'; it has train",
+    ),
     ("corpus.cache_dir={here}/trained.txt", r"corpus\.cache_dir .*trained\.txt is not a folder"),
 ]
 OF_WHAT_IS_HELD_OUT = [("evaluation.perplexity.0.path={here}/nowhere.txt", r"kept: no file matches .*nowhere\.txt")]
