@@ -212,9 +212,11 @@ def _heading(plan: Plan) -> list[str]:
         tokens = " -> ".join(f"{count:,}" for count in counts)
         each = " -> ".join(f"{of.num_bytes / max(count, 1):.2f}" for count in counts)
         told.append(f"{'':{_LABEL}}{of.name}: {of.num_bytes:,} bytes are {tokens} tokens, {each} bytes each")
-    chosen, method = plan.methods[0], plan.config.method.definition
-    advice = method.advice(chosen.num_tokens / max(chosen.parameters.num_frozen, 1))
-    for label, text in [("budget", advice)] * bool(advice) + [("warning", warning) for warning in plan.warnings]:
+    chosen, definition = plan.methods[0], plan.config.method.definition
+    notes = [("warning", warning) for warning in plan.warnings]
+    if advice := definition.advice(chosen.num_tokens / max(chosen.parameters.num_frozen, 1)):
+        notes.insert(0, ("budget", advice))
+    for label, text in notes:
         told += wrap(text, _WIDTH, initial_indent=f"{label:{_LABEL}}", subsequent_indent=" " * _LABEL)
     return told
 

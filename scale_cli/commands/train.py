@@ -177,8 +177,7 @@ def _open_training(
 ) -> TrainingRun:
     """Load the model and its text, and restore what has been trained.
 
-    `begun` is the checkpoint to resume, if any. Otherwise `trunk` is the folder of another run that this one begins
-    with (`train.init_from`), if any. `start` is always this run's `upscaled/`.
+    `begun` is the checkpoint to resume, `trunk` another run's folder to begin with (`train.init_from`), if any.
     """
     config, settings, start, main = run.config, run.config.train, run.open_start(), accelerator.is_main_process
     corpora, held_out, batches = _open_text(start, accelerator, log)
@@ -204,9 +203,7 @@ def _open_training(
         load_checkpoint(begun, model, optimiser, settings, hooks)
         state, branch_point = _without_stale_best(begun, log), BranchPoint.load_if_there(begun.path)
     elif trunk is not None:
-        if settings.init_moments == "kept":
-            load_checkpoint(trunk, model, optimiser, None)
-        branch_point = branch_point_at(trunk, settings.init_moments)
+        branch_point = _branch_off(trunk, model, optimiser, settings)
     peak = peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes) if main else None
     saved, observer = run.folder.checkpoint(state.step), None
     if settings.observes:
@@ -232,6 +229,13 @@ def _open_training(
         base_parts=_hashes_of_base(model, config),
         beside=group_beside() if is_sharded(model) else None,
     )
+
+
+def _branch_off(trunk: MethodFolder, model: MethodModel, optimiser: Any, settings: TrainConfig) -> BranchPoint:
+    """Load the moments of another run's folder if the config keeps them; return where this run leaves it."""
+    if settings.init_moments == "kept":
+        load_checkpoint(trunk, model, optimiser, None)
+    return branch_point_at(trunk, settings.init_moments)
 
 
 def _log_processes(config: RunConfig, accelerator: Accelerator, log: Log) -> None:

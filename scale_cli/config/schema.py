@@ -164,9 +164,7 @@ class ExportConfig(Section):
         default="llama",
         description="one format or several; if left out: llama, plus transformers if llama cannot be routed",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32", description="choose float16 for models that become f16 or q8_0 in llama.cpp"
-    )
+    dtype: Dtype = Field(default="float32", description="float16 suits models that become f16 or q8_0 in llama.cpp")
 
     @field_validator("format", mode="before")
     @classmethod

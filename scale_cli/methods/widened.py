@@ -39,7 +39,7 @@ else:
     Start = Annotated[Literal[tuple(STARTS)], gone(copy="svd starts from the same matrices")]
 
 
-# Tokens per parameter of the base from which full fine-tuning learned as much for the same work.
+# Tokens per parameter of the base from which full fine-tuning learned as much or more for the same work.
 _LEVEL_WITH_FULL = 0.5
 
 
@@ -180,9 +180,9 @@ class _Widened(Method[WideningConfig]):
         if tokens_per_parameter < _LEVEL_WITH_FULL:
             return ""
         return (
-            f"{tokens_per_parameter:,.1f} tokens per parameter of the base. On small bases full fine-tuning learned as "
-            "much for the same work from 0.5 on, and more from 1.6 on (docs/results/longer-runs.md). Its model, served "
-            "beside the untouched base, forgets as little."
+            f"{tokens_per_parameter:,.1f} tokens per parameter of the base. From {_LEVEL_WITH_FULL:g} on, full "
+            "fine-tuning of small bases learned as much or more for the same work (docs/results/longer-runs.md). Its "
+            "model, served beside the untouched base, forgets as little."
         )
 
     def start(self, model: Any, settings: WideningConfig, seed: int) -> None:

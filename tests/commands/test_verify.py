@@ -65,8 +65,10 @@ def test_a_run_that_nobody_touched_holds_everything(run: Path) -> None:
 
 @pytest.mark.parametrize("name", ["final", "tokens"])
 def test_a_whole_folder_is_good_wherever_it_lies(run: Path, tmp_path: Path, name: str) -> None:
-    shutil.copytree(run / name, tmp_path / "elsewhere" / "final" / "mine")
-    verify(tmp_path / "elsewhere" / "final" / "mine")
+    moved = shutil.copytree(run / name, tmp_path / "elsewhere" / "final" / "mine")
+    held = [check.held for check in found(Path(moved)).values()]
+    assert held and all("hashes" in of_folder for of_folder in held)
+    verify(Path(moved))
 
 
 def test_another_tokenizer_or_base_is_found_and_a_base_not_at_hand_is_no_failure(run: Path, base: Path) -> None:
