@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, groupby, islice
 from typing import IO, Any
 
@@ -41,6 +41,14 @@ _DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
 Messages = list[dict[str, Any]]
 
 
+# A text, why there is none, or the fields of a record that lacks the one to read.
+Found = str | Reason | tuple[str, ...]
+# Where in its file something was found (such as `:3`), what, and its size there.
+Item = tuple[str, Found, int]
+# A line's number, its text or the reason to reject it, and its length in bytes.
+Line = tuple[int, str | Reason, int]
+
+
 class CorpusReader:
     """Iterate once over a source's records in order, good and bad, and enter each into the ledger.
 
@@ -52,13 +60,12 @@ class CorpusReader:
         source: TextSource,
         max_document_bytes: int,
         template_of: PreTrainedTokenizerBase | None = None,
-        ledger: Ledger | None = None,
         files: Sequence[SourceFile] | None = None,
     ) -> None:
         self.source = source
         self.files = source_files(source) if files is None else files
         self.total_bytes = sum(file.size for file in self.files)
-        self.ledger = ledger or Ledger(files=len(self.files))
+        self.ledger = Ledger(files=len(self.files))
         self._limit, self._template_of = max_document_bytes, template_of
         self._finished_bytes = 0
         self._raw: IO[bytes] | None = None
@@ -69,7 +76,7 @@ class CorpusReader:
         return self._finished_bytes + (self._raw.tell() if self._raw is not None else 0)
 
     def __iter__(self) -> Iterator[Record]:
-        records = self._from_files() if self.source.dataset is None else _read_dataset(self.source, self._limit)
+        records = self._from_files() if self.source.dataset is None else self._from_dataset()
         documents = (record for record in records if isinstance(record, Document))
         self.ledger.num_skipped = sum(1 for _ in islice(documents, self.source.skip_documents))
         most, kept, dropped = self.source.max_documents, 0, 0
@@ -88,33 +95,59 @@ class CorpusReader:
             try:
                 with file.open() as raw:
                     self._raw = raw
-                    yield from _READERS[file.format](file, decompressed(file, raw), self.source, self._limit)
+                    items = _READERS[file.format](decompressed(file, raw), self.source, self._limit)
+                    for where, found, num_bytes in items:
+                        yield judge(found, f"{file}{where}", num_bytes, self._limit)
             except _DAMAGED as error:
                 yield Rejected(Reason.DAMAGED_FILE, f"{file} ({one_line(error)})", 0)
             finally:
                 self._raw = None
             self._finished_bytes += file.size
 
+    def _from_dataset(self) -> Iterator[Record]:
+        import datasets  # slow to import
 
-def judge(text: str | Reason, place: str, limit: int, learned: Spans | None = None, *, num_bytes: int = 0) -> Record:
+        source = self.source
+        with dataset_errors(source):
+            rows = datasets.load_dataset(
+                source.dataset, source.subset, split=source.split, revision=source.revision, streaming=True
+            )
+            for number, row in enumerate(rows, start=1):
+                yield judge(_pick(row, source), f"{source.dataset} row {number}", 0, self._limit)
+
+
+def judge(found: Found, place: str, num_bytes: int, limit: int, learned: Spans | None = None) -> Record:
     """Return a document, or the reason to reject it; for a record without text, `num_bytes` is its size in the file."""
-    if isinstance(text, Reason):
-        return Rejected(text, place, num_bytes)
+    if isinstance(found, tuple):
+        return Rejected(Reason.NO_FIELD, place, num_bytes, found)
+    if isinstance(found, Reason):
+        return Rejected(found, place, num_bytes)
     try:
-        num_bytes = len(text.encode())
+        num_bytes = len(found.encode())
     except UnicodeEncodeError:  # JSON can hold "\ud800", half a surrogate pair; UTF-8 cannot
-        return Rejected(Reason.NOT_UTF8, place, len(text.encode(errors="replace")))
+        return Rejected(Reason.NOT_UTF8, place, len(found.encode(errors="replace")))
     if num_bytes > limit:
         return Rejected(Reason.TOO_LARGE, place, num_bytes)
-    if "\0" in text:
+    if "\0" in found:
         return Rejected(Reason.NUL, place, num_bytes)
-    if not text.strip():
+    if not found.strip():
         return Rejected(Reason.EMPTY, place, num_bytes)
-    return Document(text, num_bytes, place, learned)
+    return Document(found, num_bytes, place, learned)
 
 
-def _lines(stream: IO[bytes], limit: int) -> Iterator[tuple[int, str | Reason, int]]:
-    """Yield every line's number, its text or the reason to reject it, and its length in bytes."""
+def _read_txt(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Item]:
+    lines = _lines(stream, limit + len(_NEWLINE))
+    documents: Iterable[Iterable[Line]] = [lines]
+    if source.documents == "line":
+        documents = ([line] for line in lines if isinstance(line[1], Reason) or line[1].strip(_NEWLINE))
+    elif source.documents == "paragraph":
+        parts = groupby(lines, lambda line: isinstance(line[1], str) and not line[1].strip())
+        documents = (paragraph for is_blank, paragraph in parts if not is_blank)
+    for document in documents:
+        yield _join(document, limit)
+
+
+def _lines(stream: IO[bytes], limit: int) -> Iterator[Line]:
     number = 0
     while line := stream.readline(limit + 1):
         number, length = number + 1, len(line)
@@ -135,21 +168,7 @@ def _decode(text: bytes) -> str | Reason:
         return Reason.NOT_UTF8
 
 
-def _read_txt(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
-    lines = _lines(stream, limit + len(_NEWLINE))
-    if source.documents == "file":
-        yield _joined(lines, file, limit)
-    elif source.documents == "line":
-        for line in lines:
-            if isinstance(line[1], Reason) or line[1].strip(_NEWLINE):
-                yield _joined([line], file, limit)
-    else:
-        for is_blank, paragraph in groupby(lines, lambda line: isinstance(line[1], str) and not line[1].strip()):
-            if not is_blank:
-                yield _joined(paragraph, file, limit)
-
-
-def _joined(lines: Iterable[tuple[int, str | Reason, int]], file: SourceFile, limit: int) -> Record:
+def _join(lines: Iterable[Line], limit: int) -> Item:
     """Join lines into a document; if a line is bad, reject the document at the first bad line."""
     texts: list[str] = []
     first, bad, num_bytes = 0, None, 0
@@ -165,24 +184,24 @@ def _joined(lines: Iterable[tuple[int, str | Reason, int]], file: SourceFile, li
             texts.append(line)
         else:
             first, bad, texts = number, line, []
-    return judge(bad or "".join(texts).rstrip(_NEWLINE), f"{file}:{first or 1}", limit, num_bytes=num_bytes)
+    return f":{first or 1}", bad or "".join(texts).rstrip(_NEWLINE), num_bytes
 
 
-def _read_jsonl(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
+def _read_jsonl(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Item]:
     for number, line, length in _lines(stream, limit * _JSON_BYTES_PER_TEXT_BYTE):
-        record: Any = line if isinstance(line, Reason) else Reason.EMPTY
-        if isinstance(line, str) and line.strip():
+        found: Found = line
+        if isinstance(line, str):
             try:
-                record = json.loads(line)
+                found = _pick(json.loads(line), source) if line.strip() else Reason.EMPTY
             except (ValueError, RecursionError):
-                record = Reason.NUL if "\0" in line else Reason.NOT_JSON
-        yield _picked(record, source, f"{file}:{number}", limit, length)
+                found = Reason.NUL if "\0" in line else Reason.NOT_JSON
+        yield f":{number}", found, length
 
 
-def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) -> Iterator[Record]:
+def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
     """Read a JSON list of records, which is held in memory; a file without a list is JSON Lines, as on the hub."""
     if not stream.peek(_SKIPPED_AT_ONCE).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-        yield from _read_jsonl(file, stream, source, limit)
+        yield from _read_jsonl(stream, source, limit)
         return
     content = stream.read(_MAX_JSON_BYTES + 1)
     if len(content) > _MAX_JSON_BYTES:
@@ -192,31 +211,29 @@ def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) ->
     except (ValueError, RecursionError) as error:
         raise OSError(f"not JSON: {error}") from None
     for number, record in enumerate(records, start=1):
-        yield _picked(record, source, f"{file}: item {number}", limit)
+        yield f": item {number}", _pick(record, source), 0
 
 
-def _picked(record: Any, source: TextSource, place: str, limit: int, num_bytes: int = 0) -> Record:
+def _pick(record: Any, source: TextSource) -> Found:
     """Return a record's text, or its messages as JSON, or the reason to reject it."""
     name = source.messages_field or source.text_field
-    if isinstance(record, Reason):
-        return Rejected(record, place, num_bytes)
     if not isinstance(record, dict) or name not in record:
-        return Rejected(Reason.NO_FIELD, place, num_bytes, tuple(record) if isinstance(record, dict) else ())
+        return tuple(record) if isinstance(record, dict) else ()
     value = record[name]
     if source.messages_field is None:
-        return judge(value if isinstance(value, str) else Reason.WRONG_TYPE, place, limit, num_bytes=num_bytes)
+        return value if isinstance(value, str) else Reason.WRONG_TYPE
     if not isinstance(value, list) or not all(map(_is_message, value)):
-        return Rejected(Reason.WRONG_TYPE, place, num_bytes)
+        return Reason.WRONG_TYPE
     if not any(message["role"] == "assistant" for message in value):
-        return Rejected(Reason.NO_ANSWER, place, num_bytes)
-    return judge(json.dumps(value, ensure_ascii=False), place, limit)
+        return Reason.NO_ANSWER
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _read_csv(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
+def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Item]:
     field = source.text_field
     broken: list[int] = []  # rows with too many fields, or too few
 
@@ -232,18 +249,18 @@ def _read_csv(file: SourceFile, stream: IO[bytes], source: TextSource, limit: in
         convert_options=pa.csv.ConvertOptions(include_columns=[field], column_types={field: pa.binary()}),
     )
     numbers = (number for number in count(2) if number not in broken)  # row 1 is the header
-    yield from _read_column((batch.column(0).to_pylist() for batch in rows), numbers, file, limit)
-    yield from (Rejected(Reason.NOT_CSV, f"{file}: row {row}", 0) for row in broken)
+    yield from _read_column((batch.column(0).to_pylist() for batch in rows), numbers)
+    yield from ((f": row {row}", Reason.NOT_CSV, 0) for row in broken)
 
 
-def _read_parquet(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
+def _read_parquet(stream: IO[bytes], source: TextSource, _limit: int) -> Iterator[Item]:
     # With a buffer and without pre-buffering, a column is read page by page instead of a row group at once.
     table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
     names = table.schema_arrow.names
     if names.count(source.text_field) != 1:
         raise OSError(f"needs exactly one column {source.text_field!r}, and has: {', '.join(names)}")
     batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[source.text_field])
-    yield from _read_column((_encoded(batch.column(0)) for batch in batches), count(1), file, limit)
+    yield from _read_column((_encoded(batch.column(0)) for batch in batches), count(1))
 
 
 def _encoded(column: Any) -> list[bytes | None]:
@@ -253,28 +270,14 @@ def _encoded(column: Any) -> list[bytes | None]:
     return column.cast(pa.large_binary()).to_pylist() if is_text else [None] * len(column)
 
 
-def _read_column(
-    blocks: Iterable[list[bytes | None]], numbers: Iterator[int], file: SourceFile, limit: int
-) -> Iterator[Record]:
+def _read_column(blocks: Iterable[list[bytes | None]], numbers: Iterator[int]) -> Iterator[Item]:
     """Read a table's texts from blocks of rows; `numbers` are the row numbers."""
     for values in blocks:
         for value, number in zip(values, numbers, strict=False):
-            text = Reason.WRONG_TYPE if value is None else _decode(value)
-            yield judge(text, f"{file}: row {number}", limit, num_bytes=len(value or b""))
+            yield f": row {number}", Reason.WRONG_TYPE if value is None else _decode(value), len(value or b"")
 
 
-def _read_dataset(source: TextSource, limit: int) -> Iterator[Record]:
-    import datasets  # slow to import
-
-    with dataset_errors(source):
-        rows = datasets.load_dataset(
-            source.dataset, source.subset, split=source.split, revision=source.revision, streaming=True
-        )
-        for number, row in enumerate(rows, start=1):
-            yield _picked(row, source, f"{source.dataset} row {number}", limit)
-
-
-_READERS = {
+_READERS: dict[str, Callable[[Any, TextSource, int], Iterator[Item]]] = {
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,
     ".json": _read_json,
@@ -301,4 +304,4 @@ def _write_conversation(document: Document, tokenizer: PreTrainedTokenizerBase, 
                 learned.append((len(before), len(after)))
     except Exception:  # a template is a program: it may fail in any way, or refuse by its own exception
         return Rejected(Reason.NOT_RENDERED, document.place, document.num_bytes)
-    return judge(whole, document.place, limit, tuple(learned))
+    return judge(whole, document.place, document.num_bytes, limit, tuple(learned))

@@ -84,33 +84,6 @@ def id_dtype(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 @dataclass(frozen=True)
-class TokenizerSpec:
-    """Everything that decides the ids of a text."""
-
-    tokenizer_json: str  # the tokenizer as JSON of the tokenizers library
-    before: tuple[int, ...]  # ids before every document
-    after: tuple[int, ...]  # ids after every document
-    dtype: str  # of the ids
-    conversations: bool = False  # whether a chat template wrote the texts; its marks are special tokens
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, *, conversations: bool) -> TokenizerSpec:
-        if not tokenizer.is_fast:
-            raise BaseModelError(
-                f"{tokenizer.name_or_path}: its tokenizer has no tokenizer.json form (a fast tokenizer); "
-                "choose another in model.tokenizer"
-            )
-        markers = DocumentMarkers.of(tokenizer)
-        return cls(
-            tokenizer.backend_tokenizer.to_str(),
-            before=() if markers.bos is None or conversations else (markers.bos,),  # a template writes BOS itself
-            after=() if markers.eos is None else (markers.eos,),
-            dtype=id_dtype(tokenizer),
-            conversations=conversations,
-        )
-
-
-@dataclass(frozen=True)
 class RoundTrip:
     """How much of some texts is lost when they are encoded and decoded."""
 
@@ -140,41 +113,51 @@ class Encoded:
 
 
 class Encoder:
-    """A tokenizer spec, ready to use."""
+    """Everything that decides the ids of a text; worker processes get a copy."""
 
-    def __init__(self, spec: TokenizerSpec) -> None:
-        self._spec = spec
-        self._tokenizer = Tokenizer.from_str(spec.tokenizer_json)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool) -> None:
+        if not tokenizer.is_fast:
+            raise BaseModelError(
+                f"{tokenizer.name_or_path}: its tokenizer has no tokenizer.json form (a fast tokenizer); "
+                "choose another in model.tokenizer"
+            )
+        markers = DocumentMarkers.of(tokenizer)
+        self._before = [] if markers.bos is None or conversations else [markers.bos]  # a template writes BOS itself
+        self._after = [] if markers.eos is None else [markers.eos]
+        self._dtype = id_dtype(tokenizer)
+        self._conversations = conversations
+        tokenizer_json = tokenizer.backend_tokenizer.to_str()
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = not spec.conversations  # a "</s>" in a text is text
-        described = json.loads(spec.tokenizer_json)
+        described = json.loads(tokenizer_json)
         self._gives_all_back = _gives_all_back(described)
         # The token that the model puts in place of unknown text; a Unigram model gives it as an id.
         unknown = described["model"].get("unk_token")
         self._unknown = described["model"].get("unk_id") if unknown is None else self._tokenizer.token_to_id(unknown)
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
-        """Return the ids of some documents, each tokenised alone and framed by the markers of the spec."""
+        """Return the ids of some documents, each tokenised alone and framed by the tokenizer's markers."""
         texts = [document.text for document in documents]
+        # A "</s>" in a text is text, but for the marks that a chat template writes. A copy forgets this setting.
+        self._tokenizer.encode_special_tokens = not self._conversations
         # Markers are added below, not by the tokenizer's template. encode_batch_fast gives no character offsets.
-        encode = self._tokenizer.encode_batch if self._spec.conversations else self._tokenizer.encode_batch_fast
+        encode = self._tokenizer.encode_batch if self._conversations else self._tokenizer.encode_batch_fast
         encodings = encode(texts, add_special_tokens=False)
         unframed = [encoding.ids for encoding in encodings]
         ids: list[int] = []
         lengths, learned = [], []
         for document, encoding, own in zip(documents, encodings, unframed, strict=True):
-            framed = [*self._spec.before, *own, *self._spec.after]
-            if document.learned is not None:
-                if own[-1:] == list(self._spec.after):  # the template wrote EOS itself
-                    framed = own
-                learned.append(_learned(document.text, document.learned, encoding.offsets, len(framed)))
+            ends_itself = self._conversations and own[-1:] == self._after  # the template wrote EOS
+            framed = own if ends_itself else [*self._before, *own, *self._after]
             ids += framed
             lengths.append(len(framed))
+            if document.learned is not None:
+                learned.append(_learned(document.text, document.learned, encoding.offsets, len(framed)))
         num_bytes = [document.num_bytes for document in documents]
         hashes = [hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest() for text in texts]
         return Encoded(
-            np.array(ids, self._spec.dtype),
+            np.array(ids, self._dtype),
             np.array(lengths, np.int64),
             np.array(num_bytes, np.int64),
             np.frombuffer(b"".join(hashes), "<u8").astype(np.uint64),
@@ -246,7 +229,7 @@ def _learned(text: str, spans: Spans, offsets: list[tuple[int, int]], num_tokens
     return np.concatenate([before[ends] > before[starts], np.zeros(num_tokens - len(offsets), np.bool_)])
 
 
-def encode_all(documents: Iterator[Document], spec: TokenizerSpec, num_workers: int) -> Iterator[Encoded]:
+def encode_all(documents: Iterator[Document], encoder: Encoder, num_workers: int) -> Iterator[Encoded]:
     """Yield the ids of all documents in order; documents are read as needed, at most a few chunks ahead.
 
     The ids do not depend on `num_workers`. With 1 worker, or for few documents, this process works alone.
@@ -254,13 +237,12 @@ def encode_all(documents: Iterator[Document], spec: TokenizerSpec, num_workers: 
     chunks = _chunks(documents)
     head = list(islice(chunks, _CHUNKS_FOR_WORKERS))
     if num_workers == 1 or len(head) < _CHUNKS_FOR_WORKERS:
-        encoder = Encoder(spec)
         for chunk in chain(head, chunks):
             yield encoder.encode(chunk)
         return
     # Not by fork: this process has threads, such as torch's.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(spec,)) as workers:
+    with ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(encoder,)) as workers:
         pending: deque[Future[Encoded]] = deque()
         try:
             for chunk in chain(head, chunks):
@@ -291,15 +273,15 @@ def _chunks(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield chunk
 
 
-_worker_encoder: Encoder | None = None  # made once in each worker process
+_worker_encoder: Encoder | None = None  # in each worker process
 
 
-def _start_worker(spec: TokenizerSpec) -> None:
+def _start_worker(encoder: Encoder) -> None:
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and stops its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    _worker_encoder = Encoder(spec)
+    _worker_encoder = encoder
 
 
 def _die_with_parent() -> None:

@@ -39,18 +39,9 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.documents import CorpusReader
-from scale_cli.data.encoding import (
-    Document,
-    DocumentMarkers,
-    Encoded,
-    Ids,
-    RoundTrip,
-    TokenizerSpec,
-    encode_all,
-    id_dtype,
-)
+from scale_cli.data.encoding import Document, DocumentMarkers, Encoded, Encoder, Ids, RoundTrip, encode_all, id_dtype
 from scale_cli.data.files import SourceFile, content_hashes, describe_content, file_parts
-from scale_cli.data.ledger import Ledger, check_bad_fraction, check_has_text, check_unknown_fraction
+from scale_cli.data.ledger import Ledger, check_bad_fraction, check_has_text, check_is_known
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.processes import ALONE, Share
 from scale_cli.storage.atomic import (
@@ -79,12 +70,12 @@ class TokenisedCorpus:
     """A tokenised source, read from its memory map."""
 
     folder: Path
+    ledger: Ledger
+    markers: DocumentMarkers  # the tokenizer's marks
     ids: Ids  # (tokens,) all documents, framed by their markers
     offsets: npt.NDArray[np.int64]  # (documents + 1,)
     num_bytes: npt.NDArray[np.int64]  # (documents,)
     hashes: npt.NDArray[np.uint64]  # (documents,) of the texts
-    ledger: Ledger
-    markers: DocumentMarkers  # the tokenizer's marks
     learned: npt.NDArray[np.bool_] | None = None  # (tokens,) which ids are targets; None: all
 
     def __len__(self) -> int:
@@ -116,14 +107,14 @@ class TokenCache:
                 with sole_user(self.folder / PARTS):  # else another process would make parts that this one removes
                     if not is_tokenised(folder):
                         self.tokenise_parts(source)  # only the missing ones
-                        join_parts(source, self.spec_of(source), parts, folder)
+                        join_parts(source, self, parts, folder)
                     for part in parts:
                         shutil.rmtree(part, ignore_errors=True)
             else:
                 tokenise(source, self, folder)
         corpus = self._opened(folder, source)
         check_bad_fraction(source, corpus.ledger, self.reading.max_bad_fraction)
-        check_unknown_fraction(source, corpus.ledger.round_trip, self.reading.max_unknown_fraction)
+        check_is_known(source, corpus.ledger.round_trip)
         return corpus
 
     def open_if_there(self, source: TextSource) -> TokenisedCorpus | None:
@@ -134,17 +125,13 @@ class TokenCache:
         return self._opened(folder, source) if is_tokenised(folder) else None
 
     def _opened(self, folder: Path, source: TextSource) -> TokenisedCorpus:
-        maps = _mapped(folder, id_dtype(self.tokenizer), conversations=source.messages_field is not None)
-        return TokenisedCorpus(
-            folder,
-            maps[TOKENS],
-            maps[OFFSETS],
-            maps[NUM_BYTES],
-            maps[HASHES],
-            Ledger.load(folder),
-            DocumentMarkers.of(self.tokenizer),
-            maps.get(LEARNED),
-        )
+        maps = _mapped(folder, self.columns_of(source))
+        return TokenisedCorpus(folder, Ledger.load(folder), DocumentMarkers.of(self.tokenizer), *maps.values())
+
+    def columns_of(self, source: TextSource) -> dict[str, str]:
+        """Return the files of a tokenised source, and the dtype of each."""
+        columns = {TOKENS: id_dtype(self.tokenizer), OFFSETS: "int64", NUM_BYTES: "int64", HASHES: "uint64"}
+        return columns if source.messages_field is None else columns | {LEARNED: "bool"}
 
     def tokenise_parts(self, source: TextSource, share: Share = ALONE) -> Ledger:
         """Tokenise a share of the parts of a source, for `open` to join; return the share's ledger.
@@ -158,9 +145,6 @@ class TokenCache:
                 tokenise(source, self, folder, part)
             account.take(Ledger.load(folder))
         return account
-
-    def spec_of(self, source: TextSource) -> TokenizerSpec:
-        return TokenizerSpec.of(self.tokenizer, conversations=source.messages_field is not None)
 
     def name_of(self, source: TextSource) -> str:
         """Return a folder name that hashes a source's text, its settings and the tokenizer."""
@@ -208,15 +192,8 @@ def _tokenizer_content(file: Path) -> str:
 # Making a folder
 
 
-def _columns(dtype: str, *, conversations: bool) -> dict[str, str]:
-    """Return the files of a tokenised source, and the dtype of each."""
-    columns = {TOKENS: dtype, OFFSETS: "int64", NUM_BYTES: "int64", HASHES: "uint64"}
-    return columns | {LEARNED: "bool"} if conversations else columns
-
-
-def _mapped(folder: Path, dtype: str, *, conversations: bool) -> dict[str, Any]:
-    columns = _columns(dtype, conversations=conversations)
-    return {name: np.memmap(folder / name, column, mode="r") for name, column in columns.items()}
+def _mapped(folder: Path, columns: dict[str, str]) -> dict[str, Any]:
+    return {name: np.memmap(folder / name, dtype, mode="r") for name, dtype in columns.items()}
 
 
 def is_tokenised(folder: Path) -> bool:
@@ -234,25 +211,24 @@ def tokenise(source: TextSource, cache: TokenCache, folder: Path, part: Sequence
 
     The folder is named after its content, so an unfinished one beside it is continued.
     """
-    spec, reading = cache.spec_of(source), cache.reading
-    template_of = cache.tokenizer if spec.conversations else None
-    reader = CorpusReader(source, reading.max_document_bytes, template_of, files=part)
+    reading, is_chat = cache.reading, source.messages_field is not None
+    encoder = Encoder(cache.tokenizer, conversations=is_chat)
+    reader = CorpusReader(source, reading.max_document_bytes, cache.tokenizer if is_chat else None, files=part)
     documents = (record for record in reader if isinstance(record, Document))
 
     def encoded_after(num_done: int) -> Iterator[Encoded]:
         next(islice(documents, num_done, num_done), None)  # reads them again, so that the ledger counts them
         title, total, hidden = f"tokenising {source.name}", reader.total_bytes or None, not cache.show_progress
         with progress_bar(total=total, desc=title, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
-            for encoded in encode_all(documents, spec, reading.num_workers or len(os.sched_getaffinity(0))):
+            for encoded in encode_all(documents, encoder, reading.num_workers or len(os.sched_getaffinity(0))):
                 yield encoded
                 bar.update(reader.position_bytes - bar.n)
 
-    _write(source, spec, folder, "progress", encoded_after, reader.ledger, may_be_empty=part is not None)
+    _write(source, cache, folder, "progress", encoded_after, reader.ledger, may_be_empty=part is not None)
 
 
-def join_parts(source: TextSource, spec: TokenizerSpec, parts: Sequence[Path], folder: Path) -> None:
+def join_parts(source: TextSource, cache: TokenCache, parts: Sequence[Path], folder: Path) -> None:
     """Join tokenised parts into the folder that `tokenise` would write for the source; progress counts whole parts."""
-
     ledger = Ledger()
 
     def encoded_after(num_done: int) -> Iterator[Encoded]:
@@ -261,16 +237,16 @@ def join_parts(source: TextSource, spec: TokenizerSpec, parts: Sequence[Path], f
             ledger.take(account)
             # A part is written whole: those up to `num_done` are on disk.
             if account.kept.documents and ledger.kept.documents > num_done:
-                maps = _mapped(part, spec.dtype, conversations=spec.conversations)
+                maps = _mapped(part, cache.columns_of(source))
                 of_each = np.diff(maps[OFFSETS]), maps[NUM_BYTES], maps[HASHES]
                 yield Encoded(maps[TOKENS], *of_each, account.round_trip, maps.get(LEARNED))
 
-    _write(source, spec, folder, "joined", encoded_after, ledger)
+    _write(source, cache, folder, "joined", encoded_after, ledger)
 
 
 def _write(
     source: TextSource,
-    spec: TokenizerSpec,
+    cache: TokenCache,
     folder: Path,
     progress_name: str,
     encoded_after: Callable[[int], Iterator[Encoded]],
@@ -289,7 +265,7 @@ def _write(
             unfinished.rmdir()
             return
         shutil.rmtree(folder, ignore_errors=True)  # its name shows that it is ours, so it is damaged
-        with _Columns(unfinished, progress, spec) as columns:
+        with _Columns(unfinished, progress, cache.columns_of(source)) as columns:
             for encoded in encoded_after(columns.written.documents):
                 columns.append(encoded)
         ledger.num_tokens, ledger.round_trip = columns.written.tokens, columns.written.round_trip
@@ -327,9 +303,8 @@ class _Written(RunRecord):
 class _Columns:
     """The files of an unfinished folder, cut to what is safely on disk and then appended to."""
 
-    def __init__(self, folder: Path, progress: Path, spec: TokenizerSpec) -> None:
-        self._folder, self._progress = folder, progress
-        self._dtypes = _columns(spec.dtype, conversations=spec.conversations)
+    def __init__(self, folder: Path, progress: Path, dtypes: dict[str, str]) -> None:
+        self._folder, self._progress, self._dtypes = folder, progress, dtypes
         self.written = self._read_progress()
         self._recorded_tokens = self.written.tokens
         self._files: dict[str, IO[bytes]] = {}

@@ -135,7 +135,6 @@ def everything(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatc
         "method.distillation.weight=1",
         f"corpus.sources=[{', '.join(sources)}]",
         "corpus.isolate_documents=true",
-        "corpus.max_unknown_fraction=1.0",
         f"evaluation.perplexity=[{', '.join(held_out)}]",
         "evaluation.sequence_length=64",
         "evaluation.batch_size=64",

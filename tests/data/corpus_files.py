@@ -14,11 +14,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.sources import TextSource
+from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
 from scale_cli.data.ledger import Reason, Record, Rejected
+from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 
 DOCUMENTS = ["The first.\nIts second line, 한국어.", "둘째 문서", "  indented and trailing  \n\tthird"]
 LIMIT = 10_000_000
@@ -75,12 +77,28 @@ READ = [(form, compression) for form in FORMATS for compression in COMPRESSORS i
 forms = pytest.mark.parametrize(("form", "compression"), READ)
 
 
-def source_of(path: str | list[str] | None, **options: Any) -> TextSource:
+def source_of(path: Path | str | list[str] | None, **options: Any) -> TextSource:
+    path = str(path) if isinstance(path, Path) else path
     return TextSource.model_validate({"name": "source", "path": path, "language": "ko", **options})
 
 
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_bytes(as_jsonl(texts))
+    return path
+
+
+def tokenised(
+    path: Path | str | list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path,
+    reading: ReadingConfig,
+    **options: Any,
+) -> TokenisedCorpus:
+    return TokenCache(cache, tokenizer, reading).open(source_of(path, **options))
+
+
 def records(path: Path | str | list[str], limit: int = LIMIT, **options: Any) -> list[Record]:
-    return list(CorpusReader(source_of(path if isinstance(path, list) else str(path), **options), limit))
+    return list(CorpusReader(source_of(path, **options), limit))
 
 
 def read(path: Path | str | list[str], **options: Any) -> list[str]:

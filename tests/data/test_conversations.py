@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import ReadingConfig, TextSource
+from scale_cli.config.sources import TextSource
 from scale_cli.data.documents import CorpusReader, Messages
 from scale_cli.data.ledger import Rejected, TokenLedger
 from scale_cli.data.tokens import TokenCache
@@ -49,7 +49,7 @@ FORGETFUL = "{%- for m in messages -%}[{{ m.role }}]{{ m.content if loop.last el
 THINKING = PLAIN.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
 STRICT = "{{ raise_exception('a system turn') if messages[0].role == 'system' }}" + PLAIN
 
-SAID = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12).filter(str.strip)
+SAID = st.text(st.characters(codec="utf-8", exclude_characters="\0\u2581"), min_size=1, max_size=12).filter(str.strip)
 TURNS = st.lists(st.tuples(SAID, SAID), min_size=1, max_size=3)
 
 
@@ -60,11 +60,10 @@ def talk(turns: list[tuple[str, str]], *, system: str | None = None) -> Messages
 
 
 @pytest.fixture(scope="module")
-def tokenizer(shared_data: Path) -> PreTrainedTokenizerBase:
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K" / "hf")
-    loaded.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    loaded.chat_template = PLAIN
-    return loaded
+def tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = PLAIN
+    return tokenizer
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokenizerBase:
@@ -86,7 +85,7 @@ def corpus_of(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTok
         (folder / "talks.jsonl").write_text("".join(lines), encoding="utf-8")
         path = str(folder / "talks.jsonl")
         source = TextSource(name="talks", path=path, language="ko", messages_field="messages")
-        return TokenCache(folder, tokenizer, ReadingConfig(max_unknown_fraction=1.0)).open(source)
+        return TokenCache(folder, tokenizer).open(source)
 
     return corpus
 
@@ -151,11 +150,7 @@ def test_a_run_on_conversations_adds_up_and_is_refused_where_the_base_has_no_tem
     (tmp_path / "talks.jsonl").write_text(talks, encoding="utf-8")
     source = f"{{name: talks, path: {tmp_path}/talks.jsonl, language: ko, messages_field: m}}"
     text = f"{{name: tiny, path: {shared_data}/en-tinystories/tinystories_val.txt, language: en, max_documents: 9}}"
-    overrides = (
-        f"corpus.sources=[{source}, {text}]",
-        "corpus.isolate_documents=true",
-        "corpus.max_unknown_fraction=1.0",
-    )
+    overrides = (f"corpus.sources=[{source}, {text}]", "corpus.isolate_documents=true")
     with pytest.raises(ConfigError, match=r"^talks: messages_field: the tokenizer of .* has no chat template"):
         upscale_and_train(make_config("bare", *overrides))
     shutil.copytree(shared_data / "ckpt-stories260K" / "hf", tmp_path / "base")

@@ -111,7 +111,7 @@ def refusal(path: Path | str | list[str], **options: Any) -> str:
     """The line that a source gets when a verb opens it."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=llama_3())
     with pytest.raises(CorpusError) as caught:
-        check_sample(source_of(path if isinstance(path, list) else str(path), **options), tokenizer, ReadingConfig())
+        check_sample(source_of(path, **options), tokenizer, ReadingConfig())
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.corpora import check_sample
-from scale_cli.data.encoding import Document, Encoder, RoundTrip, TokenizerSpec, _gives_all_back
+from scale_cli.data.encoding import Document, Encoder, RoundTrip, _gives_all_back
 from scale_cli.data.ledger import Ledger, Reason, Record, Rejected, check_bad_fraction
-from scale_cli.data.tokens import TokenCache, TokenisedCorpus
+from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import CorpusError
+from tests.data.corpus_files import source_of, write_jsonl
 from tests.vocabulary.tokenizers_at_hand import BROKEN, ENGLISH, KINDS, KOREAN, RUSSIAN, llama_3, qwen
 
 DROPPED = st.builds(
@@ -86,12 +89,6 @@ def test_the_message_names_every_reason_with_the_first_places() -> None:
     assert ledger_of(records).described_losses() == "5 not JSON: f:1, f:2, f:3, ...; 1 NUL character: f:9"
 
 
-@pytest.fixture(scope="module")
-def tokenizer(shared_data: Path) -> PreTrainedTokenizerBase:
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K" / "hf")
-    return loaded
-
-
 def read_of(lines: list[bytes], skip_documents: int, max_documents: int | None) -> list[bytes]:
     """The lines behind those passed over, up to the last that a limit on documents lets be kept, or drops too many."""
     documents = [number for number, line in enumerate(lines) if line.startswith(b'{"text": "')]
@@ -123,9 +120,8 @@ def test_the_ledger_of_a_tokenised_source_adds_up(
 ) -> None:
     folder = tmp_path_factory.mktemp("ledger")
     (folder / "corpus.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
-    path, read = str(folder / "corpus.jsonl"), read_of(lines, skip_documents, max_documents)
-    limits = {"skip_documents": skip_documents, "max_documents": max_documents}
-    source = TextSource.model_validate({"name": "source", "path": path, "language": "ko", **limits})
+    read = read_of(lines, skip_documents, max_documents)
+    source = source_of(folder / "corpus.jsonl", skip_documents=skip_documents, max_documents=max_documents)
     cache = TokenCache(folder / "cache", tokenizer, ReadingConfig(max_bad_fraction=1.0))
     texts = [json.loads(line)["text"] for line in read if line.startswith(b'{"text": "')]
     if not texts:
@@ -157,41 +153,14 @@ MODELS: dict[str, Any] = {
 }
 
 
-def tokenizer_of(model: str, **special: str) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(MODELS[model]())
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
-def source_of(folder: Path, texts: list[str], **options: Any) -> TextSource:
-    path = folder / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return TextSource(name="news", path=str(path), language="ko", **options)
-
-
-def opened(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast, **reading: float) -> TokenisedCorpus:
-    limits = ReadingConfig.model_validate({"num_workers": 1, **reading})
-    return TokenCache(folder / "cache", tokenizer, limits).open(source_of(folder, texts))
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_tokenizer_that_drops_a_script_is_refused_by_a_sample_and_by_the_whole(
-    tmp_path: Path, broken: Callable[[], Tokenizer]
-) -> None:
-    tokenizer, texts = PreTrainedTokenizerFast(tokenizer_object=broken()), [KOREAN] * 3
-    message = r"news \(.*\): the tokenizer loses \d+\.\d % of its text, as in '안녕하세요', more than "
-    with pytest.raises(CorpusError, match=message):
-        check_sample(source_of(tmp_path, texts), tokenizer, ReadingConfig())
-    with pytest.raises(CorpusError, match=message):
-        opened(tmp_path, texts, tokenizer)
-    assert opened(tmp_path, texts, tokenizer, max_unknown_fraction=1.0).ledger.round_trip.num_lost > 100
+def round_trip(tokenizer: Tokenizer, *texts: str, **special: str) -> RoundTrip:
+    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special), conversations=False)
+    return encoder.encode([Document(text, len(text.encode())) for text in texts]).round_trip
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tokenizer_that_knows_every_byte_loses_nothing(tmp_path: Path, kind: Callable[[], Tokenizer]) -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=kind())
-    texts = [ENGLISH, KOREAN, RUSSIAN, JAPANESE]
-    assert opened(tmp_path, texts, tokenizer).ledger.round_trip.num_lost == 0
+def test_a_tokenizer_that_knows_every_byte_loses_nothing(kind: Callable[[], Tokenizer]) -> None:
+    assert round_trip(kind(), ENGLISH, KOREAN, RUSSIAN, JAPANESE).num_lost == 0
 
 
 NORMAL_FORMS = {
@@ -219,8 +188,7 @@ NORMAL_FORMS = {
 def test_no_normal_form_is_a_loss(form: str, text: str) -> None:
     tokenizer = qwen()
     tokenizer.normalizer = NORMAL_FORMS[form]
-    encoder = Encoder(TokenizerSpec(tokenizer.to_str(), before=(), after=(), dtype="uint16"))
-    assert encoder.encode([Document(text, len(text.encode()))]).round_trip.num_lost == 0
+    assert round_trip(tokenizer, text).num_lost == 0
 
 
 def with_a_letter_that_is_decoded_as_a_byte() -> Tokenizer:
@@ -253,33 +221,28 @@ def test_a_round_trip_is_asked_of_every_other_tokenizer(kind: Callable[[], Token
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_stands_for_unknown_text_gives_none_of_it_back(tmp_path: Path, model: str) -> None:
+def test_what_stands_for_unknown_text_gives_none_of_it_back(model: str) -> None:
+    tokenizer = Tokenizer(MODELS[model]())
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     texts = ["a cat sat", "고양이 cat", "a 개"]
-    ledger = opened(tmp_path, texts, tokenizer_of(model), max_unknown_fraction=1.0).ledger
     # 7 of 10 letters of 13 bytes, for a syllable has two or three, and 2 of 3 of 5 bytes
-    assert ledger.round_trip == RoundTrip(ledger.kept.num_bytes, num_lost=10 + 4, example="고양이")
-    assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger
+    lost = RoundTrip(sum(len(text.encode()) for text in texts), num_lost=10 + 4, example="고양이")
+    assert round_trip(tokenizer, *texts) == lost
+    assert round_trip(tokenizer, *texts, eos_token="<unk>") == lost  # a mark at a border is not unknown text
 
 
-def test_a_corpus_that_the_tokenizer_does_not_know_is_refused_by_its_share(tmp_path: Path) -> None:
-    texts = ["a cat sat"] * 99 + ["a 가나가나"]  # 8 of 9 letters of 14 bytes
-    tokenizer = tokenizer_of("words", bos_token="<unk>", eos_token="<unk>")  # a mark at a border is not unknown text
-    with pytest.raises(CorpusError, match=r"loses 1\.4 % .*'가나가나'.*max_unknown_fraction 0\.01"):
-        opened(tmp_path, texts, tokenizer)
-    assert opened(tmp_path, texts, tokenizer, max_unknown_fraction=0.015).ledger.round_trip.num_lost == 13
-
-
-def test_a_sample_refuses_by_the_share_only_where_it_is_the_whole(tmp_path: Path) -> None:
-    lost, known = ["a 가나"] * 20, ["a cat sat"] * 1000  # some 2 to 4 %
-    tokenizer, reading = tokenizer_of("words"), ReadingConfig(max_unknown_fraction=0.001)
-    with pytest.raises(CorpusError, match="the tokenizer loses"):
-        check_sample(source_of(tmp_path, lost + known), tokenizer, reading)
-    check_sample(source_of(tmp_path, lost * 2 + known * 2), tokenizer, reading)
-
-
-def test_a_sample_has_text_of_every_path(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a cat sat")
-    (tmp_path / "b.txt").write_text("고양이 한 마리", encoding="utf-8")
-    source = TextSource(name="news", path=[str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], language="ko")
-    with pytest.raises(CorpusError, match="'고양이'"):
-        check_sample(source, tokenizer_of("words"), ReadingConfig())
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize(("num_known", "is_refused"), [(0, True), (1, True), (99, False)])
+def test_a_tokenizer_that_drops_a_tenth_is_refused_by_a_sample_and_by_the_whole(
+    tmp_path: Path, broken: Callable[[], Tokenizer], num_known: int, is_refused: bool
+) -> None:
+    tokenizer, reading = PreTrainedTokenizerFast(tokenizer_object=broken()), ReadingConfig(num_workers=1)
+    texts = {"known": [ENGLISH] * num_known, "lost": [KOREAN] * 9}
+    source = source_of([str(write_jsonl(tmp_path / f"{name}.jsonl", texts[name])) for name in texts])
+    for act in (
+        partial(check_sample, source, tokenizer, reading),
+        partial(TokenCache(tmp_path, tokenizer).open, source),
+    ):
+        told = r"source \(.*\): the tokenizer loses \d+\.\d % of its text, as in '안녕하세요'"
+        with pytest.raises(CorpusError, match=told) if is_refused else nullcontext():
+            act()

@@ -17,26 +17,26 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data import encoding, files, tokens
-from scale_cli.data.encoding import Document, Encoded, Encoder, TokenizerSpec, encode_all
+from scale_cli.data.encoding import Document, Encoded, Encoder, encode_all
 from scale_cli.data.tokens import PARTS, TokenCache, TokenisedCorpus, is_tokenised
 from scale_cli.errors import CorpusError, RunError
 from scale_cli.processes import Share
 from scale_cli.storage import atomic
 from scale_cli.storage.atomic import verify_folder
+from tests.data.corpus_files import source_of
 
 Written = tuple[TextSource, dict[str, bytes]]
 TEXTS = [f"Once upon a time there were {i} cats. 고양이 {i}마리." for i in range(400)]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(shared_data: Path) -> PreTrainedTokenizerBase:
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K" / "hf")
-    loaded.chat_template = "{% for m in messages %}{{ '[' + m.role + '] ' + m.content }}{% endfor %}"
-    return loaded
+def tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    tokenizer.chat_template = "{% for m in messages %}{{ '[' + m.role + '] ' + m.content }}{% endfor %}"
+    return tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +45,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_PART_BYTES", 600)
     monkeypatch.setattr(encoding, "_CHUNK_DOCUMENTS", 3)
     monkeypatch.setattr(tokens, "_TOKENS_BETWEEN_RECORDS", 100)
-
-
-def source_in(folder: Path, *patterns: str, **options: object) -> TextSource:
-    paths = [str(folder / pattern) for pattern in patterns or ("*.jsonl", "*.txt")]
-    return TextSource.model_validate({"name": "web", "path": paths, "language": "ko", **options})
 
 
 def write_files(folder: Path, num_files: int = 6) -> TextSource:
@@ -64,7 +59,7 @@ def write_files(folder: Path, num_files: int = 6) -> TextSource:
     (folder / f"{num_files:02}.jsonl").write_bytes((folder / f"{num_files - 1:02}.jsonl").read_bytes())
     (folder / "empty.jsonl").write_text("\n")
     (folder / "tales.txt").write_text("Once upon a time.\n\nThe end.\n")
-    return source_in(folder)
+    return source_of([str(folder / "*.jsonl"), str(folder / "*.txt")])
 
 
 def cache_in(folder: Path, tokenizer: PreTrainedTokenizerBase, num_workers: int = 1) -> TokenCache:
@@ -128,7 +123,7 @@ def test_conversations_learn_the_same_tokens_in_parts(tmp_path: Path, tokenizer:
     for number in range(6):
         turns = [{"role": role, "content": f"{role} {number} speaks"} for role in ("user", "assistant")]
         (tmp_path / f"{number}.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 7 * number)
-    source = source_in(tmp_path, "*.jsonl", messages_field="messages")
+    source = source_of(tmp_path / "*.jsonl", messages_field="messages")
     one = make(source, tokenizer, tmp_path / "one")
     make_part(source, tokenizer, tmp_path / "many", 0, 2)
     make(source, tokenizer, tmp_path / "many")
@@ -292,7 +287,7 @@ def test_a_source_without_text_is_refused_when_its_parts_are_joined(
 ) -> None:
     for number in range(3):
         (tmp_path / f"{number}.jsonl").write_text("{\n" * 600)
-    source = source_in(tmp_path, "*.jsonl")
+    source = source_of(tmp_path / "*.jsonl")
     make_part(source, tokenizer, tmp_path / "cache", 0, 1)
     with pytest.raises(CorpusError, match="no document with text"):
         make(source, tokenizer, tmp_path / "cache")
@@ -328,15 +323,12 @@ def documents_of(texts: list[str]) -> Iterator[Document]:
     return (Document(text, len(text.encode(errors="replace"))) for text in texts)
 
 
-def spec(tokenizer: PreTrainedTokenizerBase) -> TokenizerSpec:
-    return TokenizerSpec.of(tokenizer, conversations=False)
-
-
 def test_a_worker_that_fails_or_dies_is_one_error_here(tokenizer: PreTrainedTokenizerBase) -> None:
+    encoder = Encoder(tokenizer, conversations=False)
     with pytest.raises(RunError, match=r"^tokenising failed: .*$"):
-        list(encode_all(documents_of([*TEXTS[:25], "\ud800", *TEXTS]), spec(tokenizer), 2))
+        list(encode_all(documents_of([*TEXTS[:25], "\ud800", *TEXTS]), encoder, 2))
     assert not multiprocessing.active_children()
-    encoded = encode_all(documents_of(TEXTS * 20), spec(tokenizer), 2)
+    encoded = encode_all(documents_of(TEXTS * 20), encoder, 2)
     next(encoded)
     for child in multiprocessing.active_children():
         assert child.pid is not None
@@ -349,7 +341,7 @@ def test_a_chunk_ends_at_its_bytes_whatever_the_script_and_few_are_read_ahead(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoding, "_CHUNK_DOCUMENTS", 10)
-    read = 0
+    encoder, read = Encoder(tokenizer, conversations=False), 0
 
     def reading() -> Iterator[Document]:
         nonlocal read
@@ -357,10 +349,10 @@ def test_a_chunk_ends_at_its_bytes_whatever_the_script_and_few_are_read_ahead(
             read += 1
             yield document
 
-    ahead = [read - 10 * done for done, _ in enumerate(encode_all(reading(), spec(tokenizer), 2))]
+    ahead = [read - 10 * done for done, _ in enumerate(encode_all(reading(), encoder, 2))]
     assert len(ahead) == 40 and max(ahead) <= 80
     assert max(ahead[8:]) <= 10 * (2 * 2 + 1)
     monkeypatch.setattr(encoding, "_CHUNK_BYTES", 150)
     for text in ("a" * 30, "가" * 10):
-        encoded = encode_all(documents_of([text] * 12), spec(tokenizer), 1)
+        encoded = encode_all(documents_of([text] * 12), encoder, 1)
         assert [len(part.num_bytes) for part in encoded] == [5, 5, 2]
