@@ -13,11 +13,17 @@ from scale_cli.errors import ConfigError
 from tests.config.small_config import EVALUATED, SMALLEST, error_of, load_text
 
 
-def test_mixed_precision_no_needs_no_quotes_and_every_spelling_of_a_float_is_a_number() -> None:
-    for written in ("no", "'no'", "No", "off"):
-        assert load_text(SMALLEST, f"train.mixed_precision={written}").train.mixed_precision == "no"
+def test_every_spelling_of_a_float_is_a_number() -> None:
     for written in ("1e-4", "1E-4", "1.e-4", ".1e-3", "+1e-4"):
         assert load_text(SMALLEST.replace("max_steps: 10", f"max_steps: 10, lr: {written}")).train.lr == 0.0001
+
+
+def test_an_evaluation_is_in_the_precision_of_training_unless_it_says_another() -> None:
+    for written, precision in (("no", "no"), ("'no'", "no"), ("No", "no"), ("off", "no"), ("bf16", "bf16")):
+        overrides = [f"train.mixed_precision={written}"]
+        config = load_text(SMALLEST, *overrides)
+        assert (config.train.mixed_precision, config.evaluation.mixed_precision) == (precision, precision)
+        assert load_text(SMALLEST, *overrides, "evaluation.mixed_precision=no").evaluation.mixed_precision == "no"
 
 
 def test_the_value_of_an_override_is_yaml_and_reaches_elements_of_lists() -> None:
@@ -95,13 +101,6 @@ def test_a_micro_batch_that_is_left_open_divides_every_processs_share(share: int
     at_once = train.sequences_at_once(num_processes)
     assert share % at_once == 0
     assert at_once == min(share, 8) or share % min(share, 8)
-
-
-def test_an_evaluation_is_in_the_precision_of_training_unless_it_says_another() -> None:
-    trained = "train.mixed_precision=bf16"
-    assert load_text(SMALLEST).evaluation.mixed_precision == "no"
-    assert load_text(SMALLEST, trained).evaluation.mixed_precision == "bf16"
-    assert load_text(SMALLEST, trained, "evaluation.mixed_precision=no").evaluation.mixed_precision == "no"
 
 
 # PyYAML folds the line breaks that are not ASCII (U+0085, U+2028, U+2029) when it writes Unicode as it is.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,10 @@ def batches(lengths: list[int], sequence_length: int, weights: list[float] | Non
     return Batches(windows, weights or [1.0] * len(lengths), **(defaults | options))
 
 
-def joined(micro_batches: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs = torch.cat([batch.input_ids for batch in micro_batches])
-    return inputs, torch.cat([batch.targets for batch in micro_batches])
-
-
-def global_batch(of: Batches, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return joined(list(of.micro_batches(step)))
-
-
-def rows(batch: tuple[torch.Tensor, torch.Tensor]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [(tuple(inputs), tuple(targets)) for inputs, targets in zip(*(t.tolist() for t in batch), strict=True)]
+def rows(micro_batches: Iterable[MicroBatch]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the inputs and the targets of every sequence."""
+    sequences = (zip(batch.input_ids.tolist(), batch.targets.tolist(), strict=True) for batch in micro_batches)
+    return [(tuple(inputs), tuple(targets)) for inputs, targets in chain.from_iterable(sequences)]
 
 
 LENGTHS = st.integers(2, 200)
@@ -107,7 +101,7 @@ def test_the_ranks_of_any_world_hold_the_global_batch_of_one_process(plan: dict[
             assert batch.input_ids.shape == batch.targets.shape == (plan["micro_batch_size"], plan["sequence_length"])
         assert sum(of.num_targets(step)) == sum(int((b.targets != IGNORED).sum()) for rank in ranks for b in rank) > 0
         interleaved = [batch for turn in zip(*ranks, strict=True) for batch in turn]
-        assert rows(joined(interleaved)) == rows(global_batch(of, step))
+        assert rows(interleaved) == rows(of.micro_batches(step))
 
 
 def test_every_sequence_is_distilled_by_the_weight_of_its_source_on_any_process() -> None:
@@ -127,8 +121,8 @@ def test_a_batch_depends_on_seed_and_step_alone(plan: dict[str, Any], data: st.D
     one = batches(**plan)
     longer = plan | {"num_steps": plan["num_steps"] + data.draw(st.integers(0, 50))}
     other = batches(**(longer | {"micro_batch_size": plan["global_batch_size"]}))
-    in_order = [rows(global_batch(one, step)) for step in range(plan["num_steps"])]
-    shuffled = {step: rows(global_batch(other, step)) for step in steps}
+    in_order = [rows(one.micro_batches(step)) for step in range(plan["num_steps"])]
+    shuffled = {step: rows(other.micro_batches(step)) for step in steps}
     assert in_order == [shuffled[step] for step in range(plan["num_steps"])]
 
 
@@ -138,7 +132,7 @@ def test_every_epoch_of_every_source_visits_each_of_its_windows_once(plan: dict[
     """The k-th sample of a source is the k-th window of its epochs."""
     of = batches(**plan | {"num_steps": 20})
     located = [located for step in range(20) for located in of.windows_of(step)]
-    drawn = [row for step in range(20) for row in rows(global_batch(of, step))]
+    drawn = [row for step in range(20) for row in rows(of.micro_batches(step))]
     assert [inputs[0] % FAR for inputs, _ in drawn] == [window * plan["sequence_length"] for _, window in located]
     assert len(located) == 20 * plan["global_batch_size"]
     for source, windows in enumerate(of.sources):
@@ -155,7 +149,7 @@ def test_every_target_of_the_epochs_begun_is_trained_or_held_over(plan: dict[str
     num_steps = data.draw(st.integers(0, plan["num_steps"]))
     seen: Counter[int] = Counter()
     for step in range(num_steps):
-        for _, targets in rows(global_batch(of, step)):
+        for _, targets in rows(of.micro_batches(step)):
             seen.update(target for target in targets if target != IGNORED)
     for source, (length, trained) in enumerate(zip(plan["lengths"], of.trained_tokens(num_steps), strict=True)):
         times = [seen[source * FAR + position] for position in range(1, length)]
@@ -165,30 +159,28 @@ def test_every_target_of_the_epochs_begun_is_trained_or_held_over(plan: dict[str
         assert trained.num_trained + trained.num_held_over == trained.num_epochs * (length - 1)
 
 
-def test_epochs_have_orders_of_their_own() -> None:
-    of = batches([65], 1, num_steps=8, global_batch_size=16, micro_batch_size=16)
-    drawn = [located for step in range(8) for located in of.windows_of(step)]
-    assert drawn[:64] != drawn[64:]
-    assert drawn[:64] != sorted(drawn[:64])
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=2, unique=True))
-def test_different_seeds_draw_and_order_differently(seeds: list[int]) -> None:
+def test_different_seeds_and_epochs_have_orders_of_their_own(seeds: list[int]) -> None:
     one, other = (
         [located for step in range(8) for located in batches([65, 65], 1, seed=seed, num_steps=8).windows_of(step)]
         for seed in seeds
     )
     assert [source for source, _ in one] != [source for source, _ in other]
     assert [window for _, window in one] != [window for _, window in other]
+    of = batches([65], 1, seed=seeds[0], num_steps=8, global_batch_size=16, micro_batch_size=16)
+    first, second = (
+        [window for step in steps for _, window in of.windows_of(step)] for steps in (range(4), range(4, 8))
+    )
+    assert first != second and first != sorted(first)
 
 
 def test_another_source_does_not_reorder_the_first() -> None:
     """The k-th window drawn from a source is the same whatever stands beside it."""
     alone = batches([60], 3, num_steps=6)
     beside = batches([60, 60], 3, num_steps=6)
-    order = [inputs for step in range(6) for inputs, _ in rows(global_batch(alone, step))]
-    mixed = [inputs for step in range(6) for inputs, _ in rows(global_batch(beside, step)) if inputs[0] < FAR]
+    order = [inputs for step in range(6) for inputs, _ in rows(alone.micro_batches(step))]
+    mixed = [inputs for step in range(6) for inputs, _ in rows(beside.micro_batches(step)) if inputs[0] < FAR]
     assert mixed
     assert mixed == order[: len(mixed)]
 
@@ -216,13 +208,15 @@ def isolated(lengths: list[int], sequence_length: int, lead: int = 0) -> PackedW
     return PackedWindows(np.arange(1, offsets[-1] + 1), sequence_length, offsets=offsets, lead=lead)
 
 
-@given(DOCUMENTS, st.integers(2, 9))
+@given(DOCUMENTS, st.integers(2, 9), st.integers(0, 1))
 def test_a_position_counts_from_where_its_document_began_or_the_window_and_no_token_changes(
-    lengths: list[int], sequence_length: int
+    lengths: list[int], sequence_length: int, lead: int
 ) -> None:
-    windows = isolated(lengths, sequence_length)
+    """Without a mark of its own (a lead of 1) a document begins with that which ended the one before."""
+    windows = isolated(lengths, sequence_length, lead)
     packed = PackedWindows(windows.ids, sequence_length)
-    of_token = [place for length in lengths for place in range(length)]
+    as_inputs = [lengths[0] - lead, *lengths[1:], lead]
+    of_token = [place for length in as_inputs for place in range(length)]
     for index in range(len(windows)):
         positions = windows.positions(index)
         assert positions is not None and positions.shape == (sequence_length,)
@@ -230,19 +224,6 @@ def test_a_position_counts_from_where_its_document_began_or_the_window_and_no_to
         for at in range(windows.num_targets[index]):
             assert positions[at] == min(of_token[first + at], at)
         assert np.array_equal(windows.window(index), packed.window(index))
-
-
-@given(DOCUMENTS, st.integers(2, 9))
-def test_without_a_mark_of_its_own_a_document_begins_with_that_which_ended_the_one_before(
-    lengths: list[int], sequence_length: int
-) -> None:
-    windows = isolated(lengths, sequence_length, lead=1)
-    # As inputs: the first document without its last token, and every other with the last of the one before it.
-    one_earlier = isolated([lengths[0] - 1, *lengths[1:], 1], sequence_length)
-    for index in range(len(windows)):
-        mine, theirs = windows.positions(index), one_earlier.positions(index)
-        assert mine is not None and theirs is not None
-        assert np.array_equal(mine[: windows.num_targets[index]], theirs[: windows.num_targets[index]])
 
 
 @pytest.mark.parametrize("checkpoint", ["ckpt-stories260K", "ckpt-eltec"])  # with BOS and EOS, and with EOS alone
