@@ -141,8 +141,12 @@ def corpus_warnings(
         lines += _text_warnings(source, trained[source.name])
     for held, corpus in zip(config.evaluation.perplexity, held_out, strict=True):
         if corpus is not None:
-            lines += [*_text_warnings(held, corpus), *([one_document(held.name)] if len(corpus) == 1 else [])]
-            lines += _shared(held.name, corpus, trained)
+            lines += [*_text_warnings(held, corpus), *_shared(held.name, corpus, trained)]
+            if len(corpus) == 1:
+                lines.append(
+                    f"held-out {held.name}: has only one document, so its results have no confidence intervals, which "
+                    "are over documents; separate documents in a .txt by blank lines, or set `documents: line`"
+                )
     return lines
 
 
@@ -161,13 +165,6 @@ def _text_warnings(source: TextSource, corpus: TokenisedCorpus) -> list[str]:
             "if every line is a document, or `documents: file` if every file is"
         )
     return lines
-
-
-def one_document(name: str) -> str:
-    return (
-        f"held-out {name}: has only one document, so its results have no confidence intervals, which are over "
-        "documents; separate documents in a .txt by blank lines, or set `documents: line`"
-    )
 
 
 def idle_settings(config: RunConfig) -> list[str]:

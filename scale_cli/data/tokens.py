@@ -311,8 +311,8 @@ class _Columns:
 
     def _sizes(self, written: _Written) -> dict[str, int]:
         lengths = {TOKENS: written.tokens, LEARNED: written.tokens, OFFSETS: written.documents + 1}
-        of_each = {name: lengths.get(name, written.documents) for name in self._dtypes}
-        return {name: of_each[name] * np.dtype(dtype).itemsize for name, dtype in self._dtypes.items()}
+        sizes = ((name, np.dtype(dtype).itemsize) for name, dtype in self._dtypes.items())
+        return {name: size * lengths.get(name, written.documents) for name, size in sizes}
 
     # What the progress file says, if the files are at least that long; otherwise nothing.
     def _read_progress(self) -> _Written:
@@ -343,16 +343,12 @@ class _Columns:
 
     def append(self, encoded: Encoded) -> None:
         """Write some documents; after enough of them, sync the files and record the progress."""
-        arrays: dict[str, Any] = {
-            TOKENS: encoded.ids,
-            OFFSETS: self.written.tokens + np.cumsum(encoded.lengths),
-            NUM_BYTES: encoded.num_bytes,
-            HASHES: encoded.hashes,
-            LEARNED: encoded.learned,
-        }
+        offsets = self.written.tokens + np.cumsum(encoded.lengths)
+        arrays: list[Any] = [encoded.ids, offsets, encoded.num_bytes, encoded.hashes]  # as `TokenCache.columns_of`
+        arrays += [] if encoded.learned is None else [encoded.learned]
         with writing(self._folder):
-            for name, file in self._files.items():
-                file.write(arrays[name].data)
+            for file, array in zip(self._files.values(), arrays, strict=True):
+                file.write(array.data)
         # In one statement: if a signal ends the process here, no count may be recorded without the others.
         self.written = _Written(
             self.written.documents + len(encoded.lengths),

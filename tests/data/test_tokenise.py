@@ -170,31 +170,39 @@ def documents_recorded(cache: Path, kind: str) -> int:
     return sum(json.loads(record.read_text())["documents"] for record in cache.glob(f".*.{kind}.json"))
 
 
-@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(survived=st.lists(st.integers(0, 15), max_size=3), torn=st.binary(max_size=20), data=st.data())
-def test_a_run_goes_on_from_what_was_certain_however_it_was_killed(
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tries=st.lists(st.tuples(st.sampled_from([None, 0, 1]), st.integers(0, 15)), max_size=4),
+    in_parts=st.booleans(),
+    joined=st.integers(0, 5),
+    torn=st.binary(max_size=20),
+)
+def test_however_it_was_killed_it_goes_on_from_what_was_certain(
     tmp_path_factory: pytest.TempPathFactory,
     tokenizer: PreTrainedTokenizerBase,
     written: Written,
-    survived: list[int],
+    tries: list[tuple[int | None, int]],
+    in_parts: bool,
+    joined: int,
     torn: bytes,
-    data: st.DataObject,
 ) -> None:
-    """Killed after some chunks, any number of times, with bytes half written after what was recorded, or damaged."""
+    """Alone, in a part, or while parts are joined; with bytes half written after what was recorded."""
     cache, (source, by_one) = tmp_path_factory.mktemp("killed"), written
-    certain = 0
-    for num_chunks in survived:
-        killed_after(num_chunks, lambda: make(source, tokenizer, cache))
-        for place in cache.glob(".*.unfinished"):
-            name = data.draw(st.sampled_from(sorted(file.name for file in place.iterdir())))
-            with (place / name).open("ab") as file:
-                file.write(torn)
-        now = documents_recorded(cache, "progress")
+    alone = partial(make, source, tokenizer, cache)
+    finished_parts: list[tuple[int | None, int]] = [(0, 10**6), (1, 10**6), (None, joined)]
+    kind, certain = "joined" if in_parts else "progress", 0
+    for share, num_chunks in tries + finished_parts * in_parts:
+        killed_after(num_chunks, alone if share is None else partial(make_part, source, tokenizer, cache, share, 2))
+        for file in cache.rglob(".*.unfinished/*"):
+            file.write_bytes(file.read_bytes() + torn)
+        now = documents_recorded(cache, kind)
         assert certain <= now or contents(cache)
         certain = now
-    num_written = documents_written(lambda: make(source, tokenizer, cache))
+    num_written = documents_written(alone)
     assert contents(cache) == by_one
-    assert num_written in (len(make(source, tokenizer, cache)) - certain, 0)
+    if in_parts or not (cache / PARTS).exists():
+        assert num_written in (len(alone()) - certain, 0), "parts that are joined are not copied again"
+    assert {entry.name for entry in cache.iterdir()} <= {PARTS, *(name.partition("/")[0] for name in by_one)}
 
 
 @pytest.mark.parametrize("damaged", ["unfinished/tokens.bin", "unfinished/offsets.bin", "progress.json"])
@@ -208,34 +216,6 @@ def test_unfinished_work_that_is_damaged_is_begun_again(
     os.truncate(file, 8)
     make(source, tokenizer, tmp_path)
     assert contents(tmp_path) == by_one
-
-
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    survived=st.lists(st.integers(0, 12), min_size=1, max_size=2), alone_first=st.booleans(), joined=st.integers(0, 5)
-)
-def test_killed_in_a_part_or_while_they_are_joined_the_bytes_are_the_same(
-    tmp_path_factory: pytest.TempPathFactory,
-    tokenizer: PreTrainedTokenizerBase,
-    written: Written,
-    survived: list[int],
-    alone_first: bool,
-    joined: int,
-) -> None:
-    cache, (source, by_one) = tmp_path_factory.mktemp("killed"), written
-    if alone_first:
-        killed_after(survived[0], lambda: make(source, tokenizer, cache))
-    for share in (0, 1):
-        for num_chunks in (*survived, 10**6):
-            killed_after(num_chunks, partial(make_part, source, tokenizer, cache, share, 2))
-    killed_after(joined % 6, lambda: make(source, tokenizer, cache))
-    certain = documents_recorded(cache, "joined")
-    num_written = documents_written(lambda: make(source, tokenizer, cache))
-    assert contents(cache) == by_one
-    assert num_written in (len(make(source, tokenizer, cache)) - certain, 0), (
-        "parts that are joined are not copied again"
-    )
-    assert {entry.name for entry in cache.iterdir()} <= {PARTS, *(name.partition("/")[0] for name in by_one)}
 
 
 # Who does what
