@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale
-from scale_cli.commands.verify import verify
-from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import TextSource
+from scale_cli.config.sources import ReadingConfig
 from scale_cli.data.documents import CorpusReader, Messages
-from scale_cli.data.ledger import Rejected, TokenLedger
-from scale_cli.data.tokens import TokenCache
-from scale_cli.errors import ConfigError
-from scale_cli.storage.records import RunFolder, read_records
-from tests.training.conftest import make_config
-
-__all__ = ["make_config"]
+from scale_cli.data.ledger import Rejected
+from tests.data.corpus_files import source_of, tokenised
 
 # ChatML as instruct models have it, and with the marks that transformers makes a mask by.
 PLAIN = """{%- for message in messages -%}
@@ -72,31 +61,16 @@ def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrain
     return changed
 
 
-def upscale_and_train(config: RunConfig) -> None:
-    upscale(config)
-    train(config, None, print)
-
-
-@pytest.fixture(scope="module")
-def corpus_of(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
-    def corpus(*talks: Any) -> Any:
-        folder = tmp_path_factory.mktemp("talks")
-        lines = [json.dumps({"messages": messages}) + "\n" for messages in talks]
-        (folder / "talks.jsonl").write_text("".join(lines), encoding="utf-8")
-        path = str(folder / "talks.jsonl")
-        source = TextSource(name="talks", path=path, language="ko", messages_field="messages")
-        return TokenCache(folder, tokenizer).open(source)
-
-    return corpus
-
-
 @settings(deadline=None, max_examples=10)
 @given(talks=st.lists(TURNS, min_size=1, max_size=3), system=st.none() | SAID)
 def test_the_mask_is_the_assistants_turns_and_the_ids_are_transformers_own(
-    corpus_of: Callable[..., Any], tokenizer: PreTrainedTokenizerBase, talks: list[Any], system: str | None
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase, talks: list[Any], system: str | None
 ) -> None:
     all_messages = [talk(turns, system=system) for turns in talks]
-    corpus = corpus_of(*all_messages)
+    folder = tmp_path_factory.mktemp("talks")
+    lines = [json.dumps({"messages": messages}) + "\n" for messages in all_messages]
+    (folder / "talks.jsonl").write_text("".join(lines), encoding="utf-8")
+    corpus: Any = tokenised(folder / "talks.jsonl", tokenizer, folder, ReadingConfig(), messages_field="messages")
     assert corpus.ledger.targets_an_epoch == corpus.learned[1:].sum()
     marked = with_template(tokenizer, MARKED)
     for index, messages in enumerate(all_messages):
@@ -137,28 +111,7 @@ def test_what_cannot_be_learned_of_is_dropped_for_a_reason(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, template: str, messages: Any, reason: str
 ) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"talk": messages}) + "\n", encoding="utf-8")
-    source = TextSource(name="x", path=str(tmp_path / "x.jsonl"), language="ko", messages_field="talk")
+    source = source_of(tmp_path / "x.jsonl", messages_field="talk")
     (record,) = CorpusReader(source, 10_000, with_template(tokenizer, template))
     assert isinstance(record, Rejected) and reason in record.reason.value
     assert record.place.endswith("x.jsonl:1")
-
-
-def test_a_run_on_conversations_adds_up_and_is_refused_where_the_base_has_no_template(
-    make_config: Callable[..., RunConfig], tmp_path: Path, shared_data: Path
-) -> None:
-    talks = "".join(json.dumps({"m": talk([(f"ask {n}", f"say {n * n}")] * (n % 3 + 1))}) + "\n" for n in range(40))
-    (tmp_path / "talks.jsonl").write_text(talks, encoding="utf-8")
-    source = f"{{name: talks, path: {tmp_path}/talks.jsonl, language: ko, messages_field: m}}"
-    text = f"{{name: tiny, path: {shared_data}/en-tinystories/tinystories_val.txt, language: en, max_documents: 9}}"
-    overrides = (f"corpus.sources=[{source}, {text}]", "corpus.isolate_documents=true")
-    with pytest.raises(ConfigError, match=r"^talks: messages_field: the tokenizer of .* has no chat template"):
-        upscale_and_train(make_config("bare", *overrides))
-    shutil.copytree(shared_data / "ckpt-stories260K" / "hf", tmp_path / "base")
-    (tmp_path / "base" / "chat_template.jinja").write_text(PLAIN, encoding="utf-8")
-    config = make_config("run", f"model.base={tmp_path}/base", "train.max_steps=3", *overrides)
-    upscale_and_train(config)
-    run = RunFolder(config.output_dir)
-    verify(run.root)
-    told = TokenLedger.load(run.final).sources["talks"]
-    assert 0 < told.num_trained < told.num_epochs * told.corpus.num_tokens
-    assert all(set(record["loss_by_source"]) <= {"talks", "tiny"} for record in read_records(run.metrics))

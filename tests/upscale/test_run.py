@@ -93,6 +93,7 @@ OF_TRAINING = [
         "corpus.sources.0={{name: rows, dataset: '{here}/rows', split: dev, language: en}}",
         r"no split 'dev'; it has train",
     ),
+    ("corpus.sources.0.messages_field=m", "^one: messages_field: the tokenizer of .* has no chat template"),
     ("corpus.cache_dir={here}/trained.txt", r"corpus\.cache_dir .*trained\.txt is not a folder"),
 ]
 OF_WHAT_IS_HELD_OUT = [("evaluation.perplexity.0.path={here}/nowhere.txt", r"kept: no file matches .*nowhere\.txt")]
