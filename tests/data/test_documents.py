@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scale_cli.data.documents import CorpusReader
-from scale_cli.data.encoding import Document
 from scale_cli.data.ledger import Reason, Rejected
 from scale_cli.errors import CorpusError
 from tests.data.corpus_files import (
@@ -100,16 +99,6 @@ def test_a_file_or_a_line_may_be_one_document(tmp_path: Path, end: str) -> None:
     path = str(tmp_path / "*.txt")
     assert read(path, documents="line") == ["첫 문장", "  둘째 ", "third\u2028still"] * 2
     assert read(path, documents="file") == [end.join(lines).rstrip(end)] * 2
-
-
-@pytest.mark.parametrize("limit", [1, 2, 5])
-def test_a_limit_on_documents_counts_what_is_kept(tmp_path: Path, limit: int) -> None:
-    file = tmp_path / "corpus.jsonl"
-    file.write_bytes(b"{\n" + as_jsonl(["a"]) + b"{\n" + as_jsonl(["c", "d"]))
-    found = records(file, max_documents=limit)
-    assert kept(found) == ["a", "c", "d"][:limit] and isinstance(found[-1], Document)
-    file.write_bytes(b"{\n" * 99)
-    assert len(records(file, max_documents=limit)) == limit + 1
 
 
 # What is bad
