@@ -13,11 +13,8 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from pydantic import ValidationError
-from transformers import PreTrainedTokenizerFast
 
-from scale_cli.config.sources import ReadingConfig
 from scale_cli.data import files
-from scale_cli.data.corpora import check_sample
 from scale_cli.data.files import SourceFile, check_source, content_hashes, source_files
 from scale_cli.errors import CorpusError
 from scale_cli.storage.atomic import file_sha256
@@ -28,7 +25,6 @@ from tests.data.corpus_files import (
     read,
     source_of,
 )
-from tests.vocabulary.tokenizers_at_hand import llama_3
 
 BUCKET = "s3://bucket"
 
@@ -107,49 +103,35 @@ def test_a_bad_pattern_is_one_error_that_repeats_no_password(path: str | list[st
     assert "hunter2" not in " ".join(error["msg"] for error in caught.value.errors())
 
 
-def refusal(path: Path | str | list[str], **options: Any) -> str:
-    """The line that a source gets when a verb opens it."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=llama_3())
-    with pytest.raises(CorpusError) as caught:
-        check_sample(source_of(path, **options), tokenizer, ReadingConfig())
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+TREE = ("x", "x.gz", "x.txt.bz2", "x.parquet.gz", "x.csv", "x.parquet", "text/a.jsonl.gz", "text/x.md", "more/in/a.txt")
 
 
-@pytest.mark.parametrize("pattern", [f"{BUCKET}/*.txt", f"{BUCKET}/x.txt", "/nowhere/*.txt"])
+@pytest.mark.parametrize(
+    ("pattern", "options", "told"),
+    [
+        *(
+            (pattern, {}, "source: no file matches {}")
+            for pattern in (f"{BUCKET}/*.txt", f"{BUCKET}/x.txt", "/no/*.txt")
+        ),
+        ("tex*", {}, "source: no file matches {}"),  # a folder that a pattern happens to match
+        *((name, {}, "{}: not a corpus format") for name in TREE[:4]),
+        *((name, {"documents": "line"}, "{}: documents: line is") for name in TREE[4:6]),
+        *((name, {"messages_field": "m"}, "{}: messages_field") for name in TREE[4:6]),
+        ("text", {}, "source: {0} is a folder, not a file; give {0}/*.jsonl.gz"),
+        ("more", {}, "source: {0} is a folder, not a file; give {0}/**/*.txt"),
+    ],
+)
 @pytest.mark.usefixtures("store")
-def test_a_pattern_that_matches_no_file_is_named(pattern: str, tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_text("x")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(CorpusError, match="source: no file matches") as caught:
-        check_source(source_of([str(tmp_path / "x.txt"), pattern]))
-    assert pattern in str(caught.value)
-    assert refusal(tmp_path / "fol*").endswith(f"no file matches {tmp_path}/fol*")
-
-
-def test_an_unknown_format_is_named_before_anything_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"first")
-    for name in ("corpus", "corpus.gz", "corpus.txt.bz2", "corpus.parquet.gz"):
+def test_what_is_no_corpus_is_named_before_anything_is_read(
+    tmp_path: Path, pattern: str, options: dict[str, Any], told: str
+) -> None:
+    for name in TREE:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"text")
-        assert refusal(tmp_path / "*").startswith(f"{tmp_path / name}: not a corpus format")
-        (tmp_path / name).unlink()
-
-
-def test_a_file_of_records_is_not_parted_otherwise_and_a_table_has_no_conversations(tmp_path: Path) -> None:
-    for form in (".csv", ".parquet"):
-        (tmp_path / f"x{form}").write_bytes(FORMATS[form](DOCUMENTS))
-        assert refusal(tmp_path / f"x{form}", documents="line").startswith(f"{tmp_path}/x{form}: documents: line is")
-        assert refusal(tmp_path / f"x{form}", messages_field="m").startswith(f"{tmp_path}/x{form}: messages_field")
-
-
-@pytest.mark.parametrize(("below", "pattern"), [("", "*.jsonl.gz"), ("more", "**/*.jsonl.gz")])
-def test_a_folder_says_which_pattern_finds_its_text(tmp_path: Path, below: str, pattern: str) -> None:
-    folder = tmp_path / "text"
-    (folder / below).mkdir(parents=True)
-    for name in ("a.jsonl.gz", "README.md"):
-        (folder / below / name).write_bytes(b"")
-    for written in (f"{folder}", f"{folder}/"):
-        assert refusal(written).endswith(f"text is a folder, not a file; give {folder}/{pattern}")
+    path = pattern if "/" in pattern else f"{tmp_path}/{pattern}"
+    with pytest.raises(CorpusError) as caught:
+        check_source(source_of(path, **options))
+    assert str(caught.value).startswith(told.format(path)) and "\n" not in str(caught.value)
 
 
 # Hashes
@@ -182,15 +164,13 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    file = tmp_path / "corpus.txt"
-    file.write_text("a large corpus", encoding="utf-8")
-    return file
+    (tmp_path / "corpus.txt").write_text("a large corpus", encoding="utf-8")
+    return tmp_path / "corpus.txt"
 
 
-def hash_of(file: Path) -> str:
-    (sha256,) = content_hashes([SourceFile(str(file), file.stat().st_size)], file.parent / "cache")
-    assert sha256 == file_sha256(file)
-    return sha256
+def check_hash(file: Path) -> None:
+    hashes = content_hashes([SourceFile(str(file), file.stat().st_size)], file.parent / "cache")
+    assert hashes == [file_sha256(file)]
 
 
 def test_a_source_is_read_through_again_only_where_it_has_changed_even_where_its_time_was_put_back(
@@ -202,8 +182,8 @@ def test_a_source_is_read_through_again_only_where_it_has_changed_even_where_its
             large.rename(large.with_name("kept"))
         large.write_text(text, encoding="utf-8")
         os.utime(large, ns=(status.st_atime_ns, status.st_mtime_ns))
-        hash_of(large)
-        hash_of(large)
+        check_hash(large)
+        check_hash(large)
         assert hashed == [large] * (number + 1)
 
 
@@ -214,20 +194,20 @@ def test_what_has_changed_just_now_or_is_small_is_not_remembered(
     small.write_bytes(b"abc")
     monkeypatch.setattr(time, "time_ns", lambda: large.stat().st_ctime_ns + 10**6)
     for file in (large, small) * 2:
-        hash_of(file)
+        check_hash(file)
     assert hashed == [large, small] * 2
     assert not (large.parent / "cache").exists()
 
 
 def test_a_record_that_is_damaged_or_cannot_be_written_is_none(large: Path, hashed: list[Path]) -> None:
     record = large.parent / "cache" / ".sources.json"
-    hash_of(large)
+    check_hash(large)
     all_null = json.dumps(dict.fromkeys(json.loads(record.read_text(encoding="utf-8"))))
     for damaged in ("{", "[]", "null", all_null):
         record.write_text(damaged, encoding="utf-8")
-        hash_of(large)
+        check_hash(large)
     record.unlink()
     record.parent.rmdir()
     record.parent.write_bytes(b"a file in the way")
-    hash_of(large)
+    check_hash(large)
     assert hashed == [large] * 6
