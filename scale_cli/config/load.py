@@ -135,7 +135,8 @@ def _describe(schema: type[Section], detail: ErrorDetails) -> str:
     location = [part for part in above if not _is_union_branch(part)]
     if is_unknown or not _is_union_branch(last):
         location.append(last)
-    place = ".".join(_key(str(part)) for part in location)
+    keys = map(str, location)
+    place = ".".join(key if key.isprintable() and len(key) <= _LONGEST_QUOTE else _quoted(key) for key in keys)
     message = " ".join(detail["msg"].removeprefix("Value error, ")[:_LONGEST_MESSAGE].split())
     if is_unknown:
         became = _REMOVED.get(".".join(part for part in location if isinstance(part, str)))
@@ -148,10 +149,6 @@ def _describe(schema: type[Section], detail: ErrorDetails) -> str:
     elif detail["type"] != "value_error":
         message = message[0].lower() + message[1:]
     return f"{place}: {message}" if place else message
-
-
-def _key(part: str) -> str:
-    return part if part.isprintable() and len(part) <= _LONGEST_QUOTE else _quoted(part)
 
 
 def _is_union_branch(part: str | int) -> bool:
