@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from scale_cli.config.sources import ReadingConfig
 from scale_cli.data.corpora import check_sample
+from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Encoder, RoundTrip, _gives_all_back
 from scale_cli.data.ledger import Ledger, Reason, Rejected, check_bad_fraction
 from scale_cli.data.tokens import TokenCache
@@ -112,11 +113,11 @@ def read_of(lines: list[bytes], skip_documents: int, max_documents: int | None) 
     return read
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=50)
 @given(
     lines=st.lists(st.sampled_from([*LINES]), min_size=1, max_size=9),
     skip_documents=st.integers(0, 2),
-    max_documents=st.none() | st.integers(1, 9),
+    max_documents=st.none() | st.integers(1, 4),
 )
 def test_the_ledger_of_a_tokenised_source_adds_up(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase, lines: list[bytes], **limits: Any
@@ -125,6 +126,7 @@ def test_the_ledger_of_a_tokenised_source_adds_up(
     (folder / "corpus.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
     cache = TokenCache(folder / "cache", tokenizer, ReadingConfig(max_bad_fraction=1.0))
     source, read = source_of(folder / "corpus.jsonl", **limits), read_of(lines, **limits)
+    assert len(list(CorpusReader(source, 1000))) == len(read)
     texts = [json.loads(line)["text"] for line in read if LINES[line] is None]
     if not texts:
         with pytest.raises(CorpusError, match=r"source \(.*\): no document (with text|is left)"):
