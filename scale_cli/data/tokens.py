@@ -126,7 +126,16 @@ class TokenCache:
 
     def _opened(self, folder: Path, source: TextSource) -> TokenisedCorpus:
         maps = _mapped(folder, self.columns_of(source))
-        return TokenisedCorpus(folder, Ledger.load(folder), DocumentMarkers.of(self.tokenizer), *maps.values())
+        return TokenisedCorpus(
+            folder,
+            Ledger.load(folder),
+            DocumentMarkers.of(self.tokenizer),
+            ids=maps[TOKENS],
+            offsets=maps[OFFSETS],
+            num_bytes=maps[NUM_BYTES],
+            hashes=maps[HASHES],
+            learned=maps.get(LEARNED),
+        )
 
     def columns_of(self, source: TextSource) -> dict[str, str]:
         """Return the files of a tokenised source, and the dtype of each."""
@@ -344,11 +353,16 @@ class _Columns:
     def append(self, encoded: Encoded) -> None:
         """Write some documents; after enough of them, sync the files and record the progress."""
         offsets = self.written.tokens + np.cumsum(encoded.lengths)
-        arrays: list[Any] = [encoded.ids, offsets, encoded.num_bytes, encoded.hashes]  # as `TokenCache.columns_of`
-        arrays += [] if encoded.learned is None else [encoded.learned]
+        arrays: dict[str, Any] = {
+            TOKENS: encoded.ids,
+            OFFSETS: offsets,
+            NUM_BYTES: encoded.num_bytes,
+            HASHES: encoded.hashes,
+            LEARNED: encoded.learned,
+        }
         with writing(self._folder):
-            for file, array in zip(self._files.values(), arrays, strict=True):
-                file.write(array.data)
+            for name, file in self._files.items():
+                file.write(arrays[name].data)
         # In one statement: if a signal ends the process here, no count may be recorded without the others.
         self.written = _Written(
             self.written.documents + len(encoded.lengths),
