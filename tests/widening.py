@@ -22,7 +22,7 @@ from scale_cli.joining import Member, stack_reads
 from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, RouterConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.joined_scale import JoinedForCausalLM
-from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.storage.atomic import verify_folder
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import load_base
@@ -138,8 +138,20 @@ def as_if_trained(model: ScaleForCausalLM, std: float = 0.05, seed: int = 1) -> 
     for module in model.expansion.modules():
         centre = 1.0 if isinstance(module, ExpansionNorm) else 0.0
         for parameter in module.parameters(recurse=False):
-            parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
+            if parameter.requires_grad:  # rows of new tokens are composed, and stay
+                parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+@torch.no_grad()
+def trained_head(model: ScaleForCausalLM, input_ids: Tensor) -> Tensor:
+    return model.adaptation_logits(model.final_states(input_ids, preserved=False))
+
+
+@torch.no_grad()
+def routed_heads(model: WidenedModel, input_ids: Tensor) -> list[Tensor]:
+    """The logits of every head that is routed among, the base's first."""
+    return model.routed_logits(model.final_states(input_ids, preserved=True))
 
 
 def train_steps(model: ScaleForCausalLM, ids: Tensor, *, num_steps: int, lr: float) -> list[float]:

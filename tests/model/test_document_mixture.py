@@ -33,11 +33,7 @@ def run(base: Any, new: NewPieces | None = None, *, seed: int, writes: bool = Fa
     method = {"variant": "route", "router": RouterConfig(prior=prior), "collaboration": {"layers": layers}}
     model = start_model(copy.deepcopy(base), MethodConfig.model_validate(method), 0, new)
     assert isinstance(model, ScaleForCausalLM)
-    rows = None if new is None else model.expansion.new_tokens.embed_tokens.weight.clone()  # type: ignore[union-attr]
-    as_if_trained(model, std=0.1, seed=seed)
-    if rows is not None:
-        model.expansion.new_tokens.embed_tokens.weight.data = rows  # type: ignore[union-attr]
-    return model.eval()
+    return as_if_trained(model.eval(), std=0.1, seed=seed)
 
 
 @dataclass
