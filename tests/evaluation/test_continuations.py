@@ -136,7 +136,7 @@ def test_letters_are_those_of_the_heads_own_greedy_continuations(
 
     def counted(share: Share) -> dict[str, Values]:
         answers = SelectableHeads(model, RouterConfig())
-        return count_letters(answers, HEADS, corpus, tokenizer, ASKED, passes, share=share)
+        return count_letters(answers, corpus, tokenizer, ASKED, passes, share=share)
 
     said = counted(ALONE)
     expected: dict[str, list[tuple[int, int]]] = {"base": [], "posterior": []}
@@ -157,5 +157,5 @@ def test_letters_are_those_of_the_heads_own_greedy_continuations(
     for name, counts in expected.items():
         assert said[name].tolist() == [list(count) for count in counts]
     assert set(said) == set(HEADS)
-    for letters in in_processes(monkeypatch, 4, counted):  # one of them has no prompts
-        np.testing.assert_equal(letters, said)
+    for of_process in in_processes(monkeypatch, 4, counted):  # one of them has no prompts
+        np.testing.assert_equal(of_process, said)

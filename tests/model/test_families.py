@@ -134,7 +134,7 @@ METHODS = [("preserve", None), ("route", "top:1"), ("adapt", None), ("route", "n
     ],
 )
 def test_base_logits_are_the_bases_bit_for_bit_before_and_after_training(
-    family: str, variant: str, layers: str | None, dtype: str
+    family: str, variant: str, layers: str | None, dtype: Any
 ) -> None:
     base = tiny(family, dtype)
     expected = answered(base)
