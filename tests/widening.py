@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import json
 import lzma
 import shutil
@@ -26,7 +27,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.storage.atomic import verify_folder
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.method import MethodModel, load_onto_base, start_model
+from scale_cli.upscale.method import MethodModel, NewPieces, load_onto_base, start_model
 
 CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
 CORPORA = ("en-tinystories/tinystories_val.txt", "en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
@@ -105,6 +106,7 @@ def widen(
     start: Any = "svd",
     embedding_scale: float | None = 1.4,
     seed: int = 0,
+    new: NewPieces | None = None,
     **router: Any,
 ) -> ScaleForCausalLM:
     """A freshly initialised widened model, in evaluation mode."""
@@ -114,7 +116,7 @@ def widen(
         collaboration=CollaborationConfig(layers=layers, modules=list(modules)),
         router=RouterConfig(**router),
     )
-    model = start_model(base, method, seed)
+    model = start_model(base, method, seed, new)
     assert isinstance(model, ScaleForCausalLM)
     return model.eval()
 
@@ -141,6 +143,13 @@ def as_if_trained(model: ScaleForCausalLM, std: float = 0.05, seed: int = 1) -> 
             if parameter.requires_grad:  # rows of new tokens are composed, and stay
                 parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def trained_upon(
+    base: PreTrainedModel, variant: Any, layers: str | None = None, *, ratio: float = 0.5, seed: int
+) -> ScaleForCausalLM:
+    """A widened copy of a model, as if it had been trained by itself."""
+    return as_if_trained(widen(copy.deepcopy(base), variant, layers, ratio=ratio), seed=seed)
 
 
 @torch.no_grad()

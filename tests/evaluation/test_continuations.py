@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_cli.config.schema import ContinuationsConfig, MethodConfig, ModelConfig
+from scale_cli.config.schema import ContinuationsConfig, ModelConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.evaluation.continuations import SelectableHeads, count_letters, padded_left, scripts_of
@@ -23,19 +23,13 @@ from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import cosine_log_weights, log_prior, logit_cosine, mix_log_probs, posterior_log_weights
 from scale_cli.processes import ALONE, Share
-from scale_cli.upscale.method import NewPieces, build_model
+from scale_cli.upscale.method import NewPieces
 from scale_cli.upscale.run import load_tokenizer
 from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, joined, real_base, tiny_llama, widen
 
 ROUTER = RouterConfig(prior=0.3, switch_rate=0.05, threshold=0.2)
-NEW_TOKENS = 5
-
-
-def with_new_tokens() -> HeadedModel:
-    new = NewPieces([f"{index} {index + 1}" for index in range(NEW_TOKENS)], [0, 2])
-    model: Any = build_model(tiny_llama(), MethodConfig(variant="route"), 0, new).eval()
-    return as_if_trained(model, std=0.4)
+NEW = NewPieces([f"{index} {index + 1}" for index in range(5)], [0, 2])
 
 
 def of_three_heads() -> HeadedModel:
@@ -47,7 +41,7 @@ MODELS: dict[str, Callable[[], HeadedModel]] = {
     "route": lambda: as_if_trained(widen(tiny_llama(), "route", "top:2"), std=0.4),
     "preserve": lambda: as_if_trained(widen(tiny_llama(), "preserve"), std=0.4),
     "stacked": lambda: as_if_trained(widen(as_if_trained(widen(tiny_llama(), "route")), "route"), std=0.4),
-    "new tokens": with_new_tokens,
+    "new tokens": lambda: as_if_trained(widen(tiny_llama(), "route", new=NEW), std=0.4),
     "joined": of_three_heads,
     "two models": lambda: BaseAndTrained(tiny_llama(), tiny_llama(seed=1)).eval(),
 }
@@ -75,7 +69,7 @@ def test_what_a_head_generates_is_what_it_says_is_likeliest_whatever_stands_besi
     model = MODELS[name]()
     heads = ["base", "one", "other"] if name == "joined" else list(TWO_HEADS)
     answers = SelectableHeads(model, ROUTER, heads)
-    vocab_size = 61 + (NEW_TOKENS if name == "new tokens" else 0)
+    vocab_size = model.config.vocab_size
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, vocab_size, (length,), generator=generator) for length in (9, 4, 1)]
     ids, mask = padded_left(prompts, padding=0)

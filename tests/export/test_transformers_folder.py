@@ -93,9 +93,7 @@ def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_tra
         assert torch.equal(answers["generated_True"], generated)
 
 
-def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bases(
-    trained_run: TrainedRun,
-) -> None:
+def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bases(trained_run: TrainedRun) -> None:
     config = trained_run({"variant": "adapt"}, "bfloat16", format="transformers", dtype="bfloat16")
     folder = export(config).folder
     with pytest.raises(ValueError, match="trust_remote_code"):

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import changed_tensors, record_base
 from tests.model.test_families import BASES, IDS, answered, tiny
-from tests.widening import as_if_trained, joined, routed_heads, tiny_llama, train_steps, trained_head, widen
-
-
-def sibling(base: PreTrainedModel, method: tuple[Any, Any], seed: int) -> ScaleForCausalLM:
-    """A widened copy of a base, as if it had been trained by itself."""
-    return as_if_trained(widen(copy.deepcopy(base), *method, ratio=0.5), seed=seed)
+from tests.widening import joined, routed_heads, tiny_llama, train_steps, trained_head, trained_upon, widen
 
 
 @pytest.mark.parametrize(
@@ -31,8 +23,8 @@ def test_of_siblings_and_a_child_every_head_is_what_it_is_alone_bit_for_bit_from
 ) -> None:
     base = tiny(family, dtype)
     expected = answered(base)
-    reads, writes = sibling(base, ("preserve", None), 1), sibling(base, ("adapt", "top:1"), 2)
-    child = as_if_trained(widen(copy.deepcopy(writes), "preserve", ratio=1.0), seed=3)
+    reads, writes = trained_upon(base, "preserve", seed=1), trained_upon(base, "adapt", "top:1", seed=2)
+    child = trained_upon(writes, "preserve", ratio=1.0, seed=3)
     alone = {"reads": trained_head(reads, IDS), "writes": trained_head(writes, IDS), "child": trained_head(child, IDS)}
     runs = {"reads": (0, reads), "writes": (0, writes), "child": (2, child)}
     calls = 0
@@ -60,7 +52,7 @@ def test_a_stack_starts_as_its_parent_and_trains_alone_and_the_parent_keeps_its_
     parent: tuple[Any, Any], dtype: torch.dtype
 ) -> None:
     base = nn.Module.to(tiny_llama(), dtype)
-    below = sibling(base, parent, seed=1)
+    below = trained_upon(base, *parent, seed=1)
     base_logits, expected = answered(base), trained_head(below, IDS)
     record = record_base(below, ModelConfig(base="below"))
     stacked = widen(below, "route", ratio=0.5)
@@ -86,8 +78,8 @@ def test_a_stack_starts_as_its_parent_and_trains_alone_and_the_parent_keeps_its_
 
 def test_a_broken_expansion_reaches_no_head_but_its_own_and_its_childrens() -> None:
     base = tiny_llama()
-    good, bad = sibling(base, ("preserve", None), 1), sibling(base, ("adapt", None), 2)
-    child = as_if_trained(widen(copy.deepcopy(bad), "preserve", ratio=0.5), seed=3)
+    good, bad = trained_upon(base, "preserve", seed=1), trained_upon(base, "adapt", seed=2)
+    child = trained_upon(bad, "preserve", seed=3)
     model = joined(base, good=(0, good), bad=(0, bad), child=(2, child))
     with torch.no_grad():
         for parameter in model.members[1].parameters():

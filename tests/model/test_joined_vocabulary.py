@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scale_cli.config.schema import MethodConfig
 from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import piece_shares
-from scale_cli.upscale.method import NewPieces, start_model
-from tests.widening import TINY, as_if_trained, joined, routed_heads, tiny_llama, trained_head
+from scale_cli.upscale.method import NewPieces
+from tests.widening import TINY, as_if_trained, joined, routed_heads, tiny_llama, trained_head, widen
 
 OLD = TINY["vocab_size"]
 SPACE = 3  # begins tokens of both, and any other text
@@ -34,9 +33,7 @@ FIRST, OWN = ONE.first + OTHER.first, ONE.own_pieces + OTHER.own_pieces
 @functools.cache
 def alone(name: str) -> ScaleForCausalLM:
     base = alone("one") if name == "upon" else tiny_llama()
-    model = start_model(base, MethodConfig(variant="route"), 0, NEW.get(name))
-    assert isinstance(model, ScaleForCausalLM)
-    return as_if_trained(model.eval(), std=0.1, seed=len(name))
+    return as_if_trained(widen(base, "route", new=NEW.get(name)), std=0.1, seed=len(name))
 
 
 @functools.cache

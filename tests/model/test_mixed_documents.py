@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from scale_cli.config.schema import MethodConfig
 from scale_cli.config.vocabulary import Script
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.method import NewPieces, start_model
+from scale_cli.upscale.method import NewPieces
 from scale_cli.vocabulary.added_tokens import Spelling, count_words, extended, learn, pieces
 from tests.vocabulary.tokenizers_at_hand import KOREAN
-from tests.widening import real_base
+from tests.widening import real_base, widen
 
 HANGUL = Script.named("hangul")
 STORY = "Once upon a time there was a little girl named Lily . She loved to play in the park with her mom and dad ."
@@ -38,13 +37,10 @@ def grown(shared_data: Path) -> tuple[Tokenizer, Tokenizer, ScaleForCausalLM]:
     )
     of_each = pieces(new, spelling, first_id)
     own = [i for i in {one[0] for one in of_each} if HANGUL.alone_begins(spelling.to_bytes(str(old.id_to_token(i))))]
-    model = start_model(
-        base, MethodConfig(variant="route"), 0, NewPieces([" ".join(map(str, o)) for o in of_each], own)
-    )
-    assert isinstance(model, ScaleForCausalLM)
+    model = widen(base, "route", new=NewPieces([" ".join(map(str, o)) for o in of_each], own))
     with torch.no_grad():
         model.expansion.lm_head.weight.normal_(generator=torch.Generator().manual_seed(0))
-    return old, new, model.eval()
+    return old, new, model
 
 
 @torch.no_grad()

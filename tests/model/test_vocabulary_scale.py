@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import plain_model
-from scale_cli.methods.widened import CollaborationConfig
 from scale_cli.model.heads import BaseAndTrained, BaseOfNewTokens
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.method import NewPieces, start_model
@@ -33,21 +32,16 @@ def random_base(model_type: str = "llama", more: dict[str, Any] | None = None, *
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def grown(variant: str, *family: Any, **keys: Any) -> ScaleForCausalLM:
-    base = random_base(*family)
-    layers = CollaborationConfig(layers="top:1") if keys.pop("collaborates", False) else CollaborationConfig()
-    method = MethodConfig(variant=variant, collaboration=layers, **keys)
-    model = start_model(base, method, 0, PIECES)
-    assert isinstance(model, ScaleForCausalLM)
-    return as_if_trained(model.eval())
+def grown(variant: str, *family: Any, layers: str | None = None) -> ScaleForCausalLM:
+    return as_if_trained(widen(random_base(*family), variant, layers, new=PIECES))
 
 
 @families
-@pytest.mark.parametrize(("variant", "collaborates"), [("preserve", False), ("route", False), ("route", True)])
+@pytest.mark.parametrize(("variant", "layers"), [("preserve", None), ("route", "none"), ("route", "top:1")])
 def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
-    family: Any, variant: str, collaborates: bool
+    family: Any, variant: str, layers: str | None
 ) -> None:
-    model = grown(variant, *family, collaborates=collaborates)
+    model = grown(variant, *family, layers=layers)
     old_ids = torch.randint(OLD, (2, 11), generator=torch.Generator().manual_seed(1))
     ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(2))
     states = model.final_states(old_ids, preserved=True)
