@@ -73,75 +73,86 @@ def logits_of(
     """
     base = _unpacked(config, {name: tensor.double() for name, tensor in base.items()})
     runs = [{name: tensor.double() for name, tensor in one.tensors.items()} for one in path]
-    new = [run for run in runs if "new_tokens.lm_head.weight" in run]
+    here, width = _Widened(config, base, runs), config.hidden_size
     is_gemma = config.model_type == "gemma3_text"
-    size_of_x = torch.tensor(config.hidden_size**0.5).double() if is_gemma else 1.0
-    embedding, head = (
-        base["model.embed_tokens.weight"] * size_of_x,
-        base.get("lm_head.weight", base["model.embed_tokens.weight"]),
-    )
-    for run in new:
-        embedding = torch.cat([embedding, run["new_tokens.embed_tokens.weight"]])
-        head = torch.cat([head, run["new_tokens.lm_head.weight"]])
+    embedding = base["model.embed_tokens.weight"] * (torch.tensor(width**0.5).double() if is_gemma else 1.0)
+    head = base.get("lm_head.weight", base["model.embed_tokens.weight"])
+    for run in runs:
+        if "new_tokens.lm_head.weight" in run:
+            embedding = torch.cat([embedding, run["new_tokens.embed_tokens.weight"]])
+            head = torch.cat([head, run["new_tokens.lm_head.weight"]])
     embedding = torch.stack([*embedding, *more_rows])
     stream_BTC = torch.cat([table[ids_BT] for table in (embedding, *(run["embed_tokens.weight"] for run in runs))], -1)
+    norms = NORMS.get(config.model_type, Norms())
+    for layer, (cos, sin, mask) in enumerate(_turns_and_masks(config, ids_BT, documents_BT)):
+        name = f"layers.{layer}"
+        rows = here.normed(stream_BTC, name, norms.reads)
+        written = here.product(name, "self_attn", "o_proj", here.heads(name, rows, cos, sin, mask))
+        stream_BTC = stream_BTC + here.normed(written, name, norms.written)
+        rows = here.normed(stream_BTC, name, norms.reads_mlp)
+        if f"model.{name}.mlp.gate.weight" in base:
+            written = _mixture(config, base, f"model.{name}.mlp", rows)
+            stream_BTC = stream_BTC + F.pad(written, (0, stream_BTC.shape[-1] - width))
+            continue
+        gate, up = (here.product(name, "mlp", f"{of}_proj", rows) for of in ("gate", "up"))
+        activation = ACTIVATIONS[config.hidden_activation if is_gemma else config.hidden_act]
+        written = here.product(name, "mlp", "down_proj", activation(gate) * up)
+        stream_BTC = stream_BTC + here.normed(written, name, norms.written_mlp)
+    heads = torch.cat([head, *(run["lm_head.weight"] for run in runs)], 1)
+    return F.linear(here.normed(stream_BTC, "", "norm"), heads)
 
-    def normed(rows: Tensor, name: str | None, owner: str = "") -> Tensor:
+
+class _Widened(NamedTuple):
+    """The tensors of a plain base and of all runs on a path; a layer is given by its name, `layers.3`."""
+
+    config: Any
+    base: Mapping[str, Tensor]
+    runs: Sequence[Mapping[str, Tensor]]
+
+    def normed(self, rows: Tensor, layer: str, norm: str | None, owner: str = "") -> Tensor:
         """Divide what all streams have by the rms of the base's part, and multiply by the gains of those read."""
-        if name is None or name.endswith(".None"):
+        if norm is None:
             return rows
-        place, _, last = name.rpartition(".")
-        gain = base[f"model.{place}.{owner}{last}.weight" if place else f"model.{last}.weight"] + is_gemma
-        size = (rows[..., : len(gain)].pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
-        gains = torch.cat([gain, *(run[f"{name}.weight"] for run in runs if f"{name}.weight" in run)])
+        gain = self._gains(".".join(filter(None, (layer, owner, norm))))
+        name = ".".join(filter(None, (layer, norm, "weight")))
+        size = (rows[..., : len(gain)].pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt()
+        gains = torch.cat([gain, *(run[name] for run in self.runs if name in run)])
         return rows[..., : len(gains)] / size * gains
 
-    def product(layer: int, owner: str, name: str, rows: Tensor) -> Tensor:
-        weight = base[f"model.layers.{layer}.{owner}.{name}.weight"]
-        biases = [base.get(f"model.layers.{layer}.{owner}.{name}.bias")]
-        for run in runs:
-            across, own, back = (run.get(f"layers.{layer}.{name}.weight_{of}") for of in ("21", "22", "12"))
+    def product(self, layer: str, owner: str, name: str, rows: Tensor) -> Tensor:
+        """Multiply what all streams have by [[W, W12], [W21, W22]]."""
+        weight = self.base[f"model.{layer}.{owner}.{name}.weight"]
+        biases = [self.base.get(f"model.{layer}.{owner}.{name}.bias")]
+        for run in self.runs:
+            across, own, back = (run.get(f"{layer}.{name}.weight_{of}") for of in ("21", "22", "12"))
             assert across is not None and own is not None
-            back = (
-                own.new_zeros(len(weight), own.shape[1])
-                if back is None
-                else F.pad(back, (0, 0, 0, len(weight) - len(back)))
-            )
+            back = own.new_zeros(0, own.shape[1]) if back is None else back
+            back = F.pad(back, (0, 0, 0, len(weight) - len(back)))
             weight = torch.cat([torch.cat([weight, back], 1), torch.cat([across, own], 1)])
-            biases.append(run.get(f"layers.{layer}.{name}.bias_2"))
+            biases.append(run.get(f"{layer}.{name}.bias_2"))
         bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
         return F.linear(rows, weight, bias)
 
-    norms, channels = NORMS.get(config.model_type, Norms()), _channels_of_a_head(config)
-    activation = ACTIVATIONS[config.hidden_activation if is_gemma else config.hidden_act]
-    for layer, (cos, sin, mask) in enumerate(_turns_and_masks(config, ids_BT, documents_BT)):
-        here = f"layers.{layer}."
-        rows = normed(stream_BTC, f"{here}{norms.reads}")
-        q, k, v = (product(layer, "self_attn", f"{name}_proj", rows) for name in "qkv")
-        if config.model_type in ("olmo2", "olmo3"):
-            q, k = (normed(states, f"{here}{name}_norm", "self_attn.") for states, name in ((q, "q"), (k, "k")))
+    def heads(self, layer: str, rows: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        """Return what all heads read, one after another."""
+        kind, channels = self.config.model_type, _channels_of_a_head(self.config)
+        q, k, v = (self.product(layer, "self_attn", f"{name}_proj", rows) for name in "qkv")
+        if kind in ("olmo2", "olmo3"):
+            q, k = self.normed(q, layer, "q_norm", "self_attn"), self.normed(k, layer, "k_norm", "self_attn")
         q, k, v = (states.unflatten(-1, (-1, channels)).transpose(1, 2) for states in (q, k, v))
-        if config.model_type in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4"):
-            q, k = (
-                states * (states.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
-                * (base[f"model.{here}self_attn.{name}_norm.weight"] + is_gemma)
-                for states, name in ((q, "q"), (k, "k"))
-            )  # fmt: skip
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4"):
+            q, k = (self._normed_head(states, f"{layer}.self_attn.{of}_norm") for states, of in ((q, "q"), (k, "k")))
         q, k = (_turned(states, cos, sin) for states in (q, k))
         k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
-        size = math.sqrt(config.query_pre_attn_scalar if is_gemma else channels)
+        size = math.sqrt(self.config.query_pre_attn_scalar if kind == "gemma3_text" else channels)
         scores = (q @ k.transpose(-1, -2) / size).masked_fill(~mask, -torch.inf)
-        heads = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-        stream_BTC = stream_BTC + normed(product(layer, "self_attn", "o_proj", heads), f"{here}{norms.written}")
-        rows = normed(stream_BTC, f"{here}{norms.reads_mlp}")
-        if f"model.{here}mlp.gate.weight" in base:
-            written = _mixture(config, base, f"model.{here}mlp", rows)
-            stream_BTC = stream_BTC + F.pad(written, (0, stream_BTC.shape[-1] - config.hidden_size))
-            continue
-        gate, up = (product(layer, "mlp", f"{name}_proj", rows) for name in ("gate", "up"))
-        added = product(layer, "mlp", "down_proj", activation(gate) * up)
-        stream_BTC = stream_BTC + normed(added, f"{here}{norms.written_mlp}")
-    return F.linear(normed(stream_BTC, "norm"), torch.cat([head, *(run["lm_head.weight"] for run in runs)], 1))
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    def _normed_head(self, states: Tensor, name: str) -> Tensor:
+        return states * (states.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt() * self._gains(name)
+
+    def _gains(self, name: str) -> Tensor:
+        return self.base[f"model.{name}.weight"] + (self.config.model_type == "gemma3_text")
 
 
 def _unpacked(config: Any, base: Mapping[str, Tensor]) -> dict[str, Tensor]:

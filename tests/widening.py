@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import json
 import lzma
 import shutil
@@ -22,11 +23,11 @@ from scale_cli.joining import Member, stack_reads
 from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, RouterConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.joined_scale import JoinedForCausalLM
-from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.storage.atomic import verify_folder
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.method import MethodModel, load_onto_base, start_model
+from scale_cli.upscale.method import MethodModel, NewPieces, load_onto_base, start_model
 
 CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
 CORPORA = ("en-tinystories/tinystories_val.txt", "en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
@@ -105,6 +106,7 @@ def widen(
     start: Any = "svd",
     embedding_scale: float | None = 1.4,
     seed: int = 0,
+    new: NewPieces | None = None,
     **router: Any,
 ) -> ScaleForCausalLM:
     """A freshly initialised widened model, in evaluation mode."""
@@ -114,7 +116,7 @@ def widen(
         collaboration=CollaborationConfig(layers=layers, modules=list(modules)),
         router=RouterConfig(**router),
     )
-    model = start_model(base, method, seed)
+    model = start_model(base, method, seed, new)
     assert isinstance(model, ScaleForCausalLM)
     return model.eval()
 
@@ -138,8 +140,27 @@ def as_if_trained(model: ScaleForCausalLM, std: float = 0.05, seed: int = 1) -> 
     for module in model.expansion.modules():
         centre = 1.0 if isinstance(module, ExpansionNorm) else 0.0
         for parameter in module.parameters(recurse=False):
-            parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
+            if parameter.requires_grad:  # rows of new tokens are composed, and stay
+                parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def trained_upon(
+    base: PreTrainedModel, variant: Any, layers: str | None = None, *, ratio: float = 0.5, seed: int
+) -> ScaleForCausalLM:
+    """A widened copy of a model, as if it had been trained by itself."""
+    return as_if_trained(widen(copy.deepcopy(base), variant, layers, ratio=ratio), seed=seed)
+
+
+@torch.no_grad()
+def trained_head(model: ScaleForCausalLM, input_ids: Tensor) -> Tensor:
+    return model.adaptation_logits(model.final_states(input_ids, preserved=False))
+
+
+@torch.no_grad()
+def routed_heads(model: WidenedModel, input_ids: Tensor) -> list[Tensor]:
+    """The logits of every head that is routed among, the base's first."""
+    return model.routed_logits(model.final_states(input_ids, preserved=True))
 
 
 def train_steps(model: ScaleForCausalLM, ids: Tensor, *, num_steps: int, lr: float) -> list[float]:

@@ -13,7 +13,7 @@ from scale_cli.errors import CheckFailed, ConfigError
 from scale_cli.evaluation.benchmarks import BenchmarkItems, open_benchmarks_of, summarise_benchmarks
 from scale_cli.evaluation.continuations import SelectableHeads, count_letters
 from scale_cli.evaluation.render import html, markdown, terminal_lines
-from scale_cli.evaluation.results import HEADS, Report, summarise
+from scale_cli.evaluation.results import Report, summarise
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.processes import device, is_main, main_first, on_main, share, share_of_machine, slow_precisions
 from scale_cli.storage.atomic import new_folder, write_text
@@ -42,7 +42,7 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         losses, letters = score_corpus(model, corpus, router, passes, **shown), None
         if (prompts := asked.continuations) is not None:
             answers = SelectableHeads(model, router)
-            letters = count_letters(answers, HEADS, corpus, final.tokenizer, prompts, passes, **shown)
+            letters = count_letters(answers, corpus, final.tokenizer, prompts, passes, **shown)
         results.append(summarise(source, losses, letters, **resampling))
     items, skipped = ([], []) if benchmarks is None else benchmarks.measure(model, final.tokenizer, config, share())
     of_benchmarks, averages = summarise_benchmarks(items, **resampling)

@@ -184,7 +184,10 @@ class Benchmark:
     @property
     def reports_macro_f1(self) -> bool:
         """Whether lm-eval reports macro-F1 for its tasks, as for KoBEST's."""
-        return any(_reports_macro_f1(task) for task in self.tasks.values())
+        return any(
+            task.OUTPUT_TYPE == "multiple_choice" and task.aggregation().get("f1") is macro_f1_score
+            for task in self.tasks.values()
+        )
 
 
 @dataclass(frozen=True)
@@ -251,10 +254,9 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
                 if task.get_config("num_fewshot") is None:
                     task.set_config("num_fewshot", 0)
             # A group's items are pooled, as lm-eval weights its tasks by size. F1 over different classes cannot be.
-            if any(_reports_macro_f1(task) for task in tasks.values()):
-                opened.ready.extend(Benchmark(name, source, {name: task}) for name, task in tasks.items())
-            else:
-                opened.ready.append(Benchmark(source.name, source, tasks))
+            whole = Benchmark(source.name, source, tasks)
+            parts = [Benchmark(name, source, {name: task}) for name, task in tasks.items()]
+            opened.ready.extend(parts if whole.reports_macro_f1 else [whole])
     names = [benchmark.name for benchmark in opened.ready]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"evaluation.benchmarks: {twice[0]} is named twice, once within a group; remove one")
@@ -311,10 +313,6 @@ def _check_measurable(tasks: dict[str, Any]) -> None:
             # lm-eval does not call this function for multiple choice.
             if metric is None and kinds == ["generate_until"]:
                 raise RunError(f"{name} is not one of lm-eval's own metrics, and scale fetches no code from the hub")
-
-
-def _reports_macro_f1(task: Any) -> bool:
-    return task.OUTPUT_TYPE == "multiple_choice" and task.aggregation().get("f1") is macro_f1_score
 
 
 def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int | None = None) -> BenchmarkItems:

@@ -26,7 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scale_cli.config.schema import ContinuationsConfig
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.evaluation.results import Values
+from scale_cli.evaluation.results import HEADS, Values
 from scale_cli.evaluation.scoring import TWO_HEADS, Passes
 from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.heads import HeadedModel, RouterSettings
@@ -128,7 +128,6 @@ class Prompt:
 
 def count_letters(
     answers: SelectableHeads,
-    names: Sequence[str],  # of the heads and rules that are asked
     corpus: TokenisedCorpus,
     tokenizer: PreTrainedTokenizerBase,
     asked: ContinuationsConfig,
@@ -137,27 +136,24 @@ def count_letters(
     progress: str | None = None,  # label of the progress bar; None for no bar
     share: Share = ALONE,  # this process's share of the batches; each process returns the whole
 ) -> dict[str, Values]:
-    """Return (P, 2) by head: after each prompt, its letters in the prompt's script, and all its letters."""
+    """Return (P, 2) by head and rule: after each prompt, its letters in the prompt's script, and all its letters."""
     prompts = list(prompts_of(corpus, tokenizer, asked))
     longest_first = sorted(range(len(prompts)), key=lambda place: -len(prompts[place].ids))
     batches = [longest_first[at : at + passes.batch_size] for at in range(0, len(prompts), passes.batch_size)]
 
     def count(batch: Sequence[int]) -> list[Tensor]:
-        begun = [prompts[place] for place in batch]
-        said = [
-            continuations(answers, name, tokenizer, asked.new_tokens, passes.mixed_precision, begun) for name in names
-        ]
-        scripts = [[scripts_of(text) for text in of_prompt] for of_prompt in zip(*said, strict=True)]
-        return [
-            torch.tensor([(of_head.count(prompt.script), len(of_head)) for of_head in of_prompt])
-            for prompt, of_prompt in zip(begun, scripts, strict=True)
-        ]
+        begun, counts_HB2 = [prompts[place] for place in batch], []
+        for head in HEADS:
+            said = continuations(answers, head, tokenizer, asked.new_tokens, passes.mixed_precision, begun)
+            of_each = zip(begun, map(scripts_of, said), strict=True)
+            counts_HB2.append([(scripts.count(prompt.script), len(scripts)) for prompt, scripts in of_each])
+        return list(torch.tensor(counts_HB2).unbind(dim=1))
 
-    counts_PH2 = np.empty((len(prompts), len(names), 2))
+    counts_PH2 = np.empty((len(prompts), len(HEADS), 2))
     with progress_bar(total=len(prompts), desc=progress, unit=" prompts", disable=progress is None, leave=False) as bar:
         for place, counts_H2 in shared_out(batches, share, count, bar.update):
             counts_PH2[place] = counts_H2
-    return {name: counts_PH2[:, column] for column, name in enumerate(names)}
+    return {head: counts_PH2[:, column] for column, head in enumerate(HEADS)}
 
 
 def prompts_of(corpus: TokenisedCorpus, tokenizer: Any, asked: ContinuationsConfig) -> Iterator[Prompt]:

@@ -131,8 +131,6 @@ def write_plain(
     plain.save_pretrained(folder)
     root = root_model(base)
     config, *others = _files_at("model.base", root.base, root.revision, (_CONFIG, _GENERATION))
-    if config.name != _CONFIG:
-        raise BaseModelError(f"model.base: {root.base}: {_CONFIG} cannot be found")
     written = _configuration(json.loads(config.read_text(encoding="utf-8")), plain, load_base_config(base))
     if router is not None:
         for source in _CODE:

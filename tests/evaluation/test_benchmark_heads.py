@@ -83,10 +83,8 @@ def test_the_adaptation_head_scores_as_lm_eval_scores_the_exported_model_and_the
             expected = [said for said, _ in hf.loglikelihood(task.instances, disable_tqdm=True)]
             ours = [said for item in items for said in item.heads[head].log_likelihoods]
             np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=2e-3)
-            predictions = iter(expected)
-            for item in items:
-                said = [next(predictions) for _ in item.heads[head].log_likelihoods]
-                assert item.heads[head].metrics["acc"] == float(np.argmax(said) == item.gold)
+            for outcome, gold in ((item.heads[head], item.gold) for item in items):
+                assert outcome.metrics["acc"] == float(np.argmax(outcome.log_likelihoods) == gold)
 
 
 def test_what_is_too_long_loses_the_tokens_that_it_loses_in_lm_eval(
@@ -195,11 +193,11 @@ def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(make_task: Any, 
     """The base, and the model as it serves, each by lm-eval's `hf` model as if nobody had heard of heads."""
     model = as_if_trained(widen(real_base(shared_data, STORIES), "route", "top:1"), std=0.15)
     benchmark = make_task()
-    tokenizer, served = load_tokenizer(ModelConfig(base=str(shared_data / STORIES / "hf"))), model
+    tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / STORIES / "hf")))
     answers = ObservedHeads(model, tokenizer, RouterConfig(), max_length=128, batch_size=2, mixed_precision="no")
     measured = measure_items(benchmark, answers)
     items = measured.items
-    for head, alone in (("base", served.base), ("posterior", served)):
+    for head, alone in (("base", model.base), ("posterior", model)):
         theirs = HFLM(alone, backend="causal", tokenizer=tokenizer, max_length=128, batch_size=2)
         found: Any = evaluate(theirs, {"tasks": benchmark.tasks}, bootstrap_iters=0)
         logged = [sample for sample in found["samples"]["endings"] if sample["filter"] == "whole"]

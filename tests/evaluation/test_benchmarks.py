@@ -33,82 +33,58 @@ from tests.evaluation.task_files import add_task, know_only, some_of_blimp, task
 from tests.export.conftest import configured
 
 
-def answered(right: list[list[float]], gold: list[int] | None = None, norm: bool = False) -> list[Item]:
-    """Items of two choices; `right` has one row an item and one column a head."""
-    gold = gold or [0] * len(right)
+def answered(right: list[list[float]]) -> list[Item]:
+    """Items of two choices, the first one right; `right` has one row an item and one column a head."""
     items = []
-    for doc_id, (row, label) in enumerate(zip(right, gold, strict=True)):
-        heads = {}
-        for head, score in zip(HEADS, row, strict=True):
-            metrics = {"acc": score} | ({"acc_norm": score} if norm else {})
-            heads[head] = ItemOutcome([-1.0, -math.inf], label if score == 1.0 else 1 - label, metrics)
-        items.append(Item("only", doc_id, label, heads))
+    for doc_id, row in enumerate(right):
+        outcomes = [ItemOutcome([-1.0, -math.inf], int(not score), {"acc": score}) for score in row]
+        items.append(Item("only", doc_id, 0, dict(zip(HEADS, outcomes, strict=True))))
     return items
 
 
-def measured(name: str, items: list[Item], language: str = "en", macro_f1: bool = False) -> BenchmarkItems:
+def measured(name: str, items: list[Item], language: str = "en") -> BenchmarkItems:
     source = BenchmarkSource.model_validate({"name": name, "language": language})
-    return BenchmarkItems(source, name, items, macro_f1)
+    return BenchmarkItems(source, name, items, reports_macro_f1=False)
 
 
 def summarised(*benchmarks: BenchmarkItems) -> list[BenchmarkResult]:
     return summarise_benchmarks(list(benchmarks), num_resamples=100, seed=0)[0]
 
 
-@pytest.fixture(scope="module")
-def evaluated(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Report, list[str]]:
-    """A run that is evaluated on every kind of benchmark, one of which is not there."""
-    folder = tmp_path_factory.mktemp("benchmarks")
-    add_task(folder, "far_away", [], dataset_path="nobody/has-this", dataset_kwargs={})
-    blimp = some_of_blimp(shared_data, folder, 2)
-    copa = task_of(shared_data, folder, "kobest_copa", limit=12)
-    arc = task_of(shared_data, folder, "arc_easy", limit=8)
+def test_a_run_is_measured_on_every_kind_of_benchmark_and_its_report_is_what_its_items_give(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_task(tmp_path, "far_away", [], dataset_path="nobody/has-this", dataset_kwargs={})
+    blimp = some_of_blimp(shared_data, tmp_path, 2)
+    copa = task_of(shared_data, tmp_path, "kobest_copa", limit=12)
+    arc = task_of(shared_data, tmp_path, "arc_easy", limit=8)
     asked = {"benchmarks": ["far_away", blimp, copa, arc], "batch_size": 32, "bootstrap_resamples": 200}
-    config = configured(shared_data, folder / "run", {"variant": "route"})
+    config = configured(shared_data, tmp_path / "run", {"variant": "route"})
     config = RunConfig.model_validate(config.model_dump() | {"evaluation": asked})
     upscale(config)
     train(config, None, print)
-    with pytest.MonkeyPatch.context() as patch:
-        know_only(folder, patch)
-        lines: list[str] = []
-        report = evaluate(config, lines.append)
-    return config, report, lines
-
-
-Evaluated = tuple[RunConfig, Report, list[str]]
-
-
-def test_a_missing_task_is_one_line_and_the_others_are_measured(evaluated: Evaluated) -> None:
-    _, report, lines = evaluated
-    assert [result.name for result in report.benchmarks] == ["blimp", "kobest_copa", "arc_easy"]
-    assert [result.num_items for result in report.benchmarks] == [134, 12, 8]
+    know_only(tmp_path, monkeypatch)
+    lines: list[str] = []
+    report = evaluate(config, lines.append)
+    told = {result.name: result.num_items for result in report.benchmarks}
+    assert told == {"blimp": 134, "kobest_copa": 12, "arc_easy": 8}
     (line,) = [line for line in lines if "far_away" in line]
-    assert line.startswith("skipped far_away: ") and "nobody/has-this" in line
-    assert [skipped.name for skipped in report.skipped_benchmarks] == ["far_away"]
-
-
-def test_every_item_is_kept_and_gives_the_reports_figures(evaluated: Evaluated) -> None:
-    config, report, _ = evaluated
+    assert line.startswith("skipped far_away: ") and "nobody/has-this" in line, "one line, and the others are measured"
     for result in report.benchmarks:
         file = RunFolder(config.output_dir).evaluation / "items" / f"{result.name}.jsonl"
         items = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        assert len(items) == result.num_items
         for head in HEADS:
-            for metric in {"acc", "acc_norm"} & result.heads[head].metrics.keys():
-                mean = np.mean([item["heads"][head]["metrics"][metric] for item in items])
-                assert result.heads[head].metrics[metric].value == pytest.approx(mean)
-            said = [np.argmax(item["heads"][head]["log_likelihoods"]) == item["gold"] for item in items]
-            assert result.heads[head].metrics["acc"].value == pytest.approx(np.mean(said))
-            if "macro_f1" in result.heads[head].metrics:
-                pairs = [(item["gold"], item["heads"][head]["prediction"]) for item in items]
-                assert result.heads[head].metrics["macro_f1"].value == pytest.approx(macro_f1_score(pairs))
-    assert "macro_f1" in report.benchmarks[1].heads["base"].metrics
-
-
-def test_the_written_report_reads_back(evaluated: Evaluated) -> None:
-    config, report, _ = evaluated
-    written = json.loads((RunFolder(config.output_dir).evaluation / "report.json").read_text(encoding="utf-8"))
-    assert Report.from_json(written) == report
+            metrics = {name: interval.value for name, interval in result.heads[head].metrics.items()}
+            pairs = [(item["gold"], item["heads"][head]["prediction"]) for item in items]
+            expected = {"acc": np.mean([gold == said for gold, said in pairs])}
+            if "acc_norm" in metrics:
+                expected["acc_norm"] = np.mean([item["heads"][head]["metrics"]["acc_norm"] for item in items])
+            if result.name == "kobest_copa":
+                expected["macro_f1"] = macro_f1_score(pairs)
+            assert metrics == pytest.approx(expected)
+            said = [np.argmax(item["heads"][head]["log_likelihoods"]) for item in items]
+            assert said == [prediction for _, prediction in pairs]
+    assert Report.load(RunFolder(config.output_dir).evaluation) == report
     page = (RunFolder(config.output_dir).evaluation / "report.md").read_text(encoding="utf-8")
     assert "## Benchmarks: Korean" in page and "- far_away: " in page and "| kobest_copa | 12 | accuracy |" in page
 

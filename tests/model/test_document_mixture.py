@@ -16,28 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_cli.config.schema import MethodConfig
-from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.method import NewPieces, start_model
+from scale_cli.upscale.method import NewPieces
 from tests.model.test_routed_scale import routed
 from tests.plain_torch import Added, composed_rows, logits_of, path_of, shared_with_new_tokens
-from tests.widening import as_if_trained, joined, tiny_llama
+from tests.widening import as_if_trained, joined, tiny_llama, widen
 
 OLD, LENGTH = 5, 3
 ONE, OTHER = NewPieces(["1 2", "3"], own_pieces=[1]), NewPieces(["4 4", "3 4"], own_pieces=[4])
 
 
 def run(base: Any, new: NewPieces | None = None, *, seed: int, writes: bool = False, prior: float = 0.5) -> Any:
-    layers = "top:1" if writes else None
-    method = {"variant": "route", "router": RouterConfig(prior=prior), "collaboration": {"layers": layers}}
-    model = start_model(copy.deepcopy(base), MethodConfig.model_validate(method), 0, new)
-    assert isinstance(model, ScaleForCausalLM)
-    rows = None if new is None else model.expansion.new_tokens.embed_tokens.weight.clone()  # type: ignore[union-attr]
-    as_if_trained(model, std=0.1, seed=seed)
-    if rows is not None:
-        model.expansion.new_tokens.embed_tokens.weight.data = rows  # type: ignore[union-attr]
-    return model.eval()
+    model = widen(copy.deepcopy(base), "route", "top:1" if writes else None, new=new, prior=prior)
+    return as_if_trained(model, std=0.1, seed=seed)
 
 
 @dataclass

@@ -20,10 +20,10 @@ from scale_cli.export.dense import dense_model
 from scale_cli.export.formats import check_parity, measure_parity
 from scale_cli.methods.widened import plan_expansion
 from scale_cli.model.family_scale import FAMILIES
-from scale_cli.upscale.base import load_base
+from scale_cli.upscale.base import changed_tensors, load_base, record_base
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import trained_logits
-from tests.widening import TINY, as_if_trained, tiny_llama, train_steps, widen
+from tests.widening import TINY, as_if_trained, routed_heads, tiny_llama, train_steps, trained_head, widen
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
@@ -121,35 +121,32 @@ def test_every_supported_family_is_tested() -> None:
     assert {model_type for model_type, _ in BASES.values()} == set(FAMILIES)
 
 
-# Both dtypes of every family, and whether it writes into x or not.
+METHODS = [("preserve", None), ("route", "top:1"), ("adapt", None), ("route", "none")]
+
+
+# Both dtypes of every family, and two of the methods.
 @pytest.mark.parametrize(
     ("family", "variant", "layers", "dtype"),
     [
-        (family, *method, ("float32", "bfloat16")[(number + place) % 2])
+        (family, *METHODS[(number + 2 * place) % 4], ("float32", "bfloat16")[(number // 2 + place) % 2])
         for number, family in enumerate(BASES)
-        for place, method in enumerate([("preserve", None), ("route", "top:1")])
+        for place in range(2)
     ],
 )
 def test_base_logits_are_the_bases_bit_for_bit_before_and_after_training(
-    family: str, variant: str, layers: str | None, dtype: str
+    family: str, variant: str, layers: str | None, dtype: Any
 ) -> None:
     base = tiny(family, dtype)
     expected = answered(base)
+    record = record_base(base, ModelConfig(base="a base", dtype=dtype))
     model = widen(base, variant, layers, ratio=0.5)
-
-    @torch.no_grad()
-    def base_logits() -> Tensor:
-        return model.base_logits(model.final_states(IDS, preserved=True)).float()
-
-    assert torch.equal(base_logits(), expected)
-    with torch.no_grad():
-        start = model.adaptation_logits(model.final_states(IDS, preserved=False)).float()
-    assert torch.equal(start, expected)
+    assert torch.equal(routed_heads(model, IDS)[0].float(), expected)
+    assert torch.equal(trained_head(model, IDS).float(), expected), "step 0: H' = 0 and W12 = 0"
     train_steps(model, IDS.repeat(1, 5).flatten(), num_steps=2, lr=1e-2)
-    with torch.no_grad():
-        trained = model.adaptation_logits(model.final_states(IDS, preserved=False)).float()
-    assert (trained - expected).abs().max() > 0.01, "it has trained"
-    assert torch.equal(base_logits(), expected)
+    base_logits, trained = routed_heads(model, IDS)
+    assert (trained.float() - expected).abs().max() > 0.01, "it has trained"
+    assert torch.equal(base_logits.float(), expected)
+    assert changed_tensors(base, record) == []
 
 
 LENGTHS: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 32}
@@ -165,7 +162,6 @@ ROPE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("rope", ["default", *ROPE_INIT_FUNCTIONS])
-@torch.no_grad()
 def test_with_every_rope_type_of_transformers_it_is_preserved_bit_for_bit_and_exactly_a_plain_llama(rope: str) -> None:
     parameters = {"rope_type": rope, "rope_theta": 10_000.0, **ROPE[rope]}
     base = tiny_llama(num_key_value_heads=4, max_position_embeddings=48, rope_parameters=parameters)
@@ -174,9 +170,9 @@ def test_with_every_rope_type_of_transformers_it_is_preserved_bit_for_bit_and_ex
     # Below and above the original length, and back: some types change their frequencies with the length.
     for length in (20, 60, 20):
         ids = torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(length))
-        states = model.final_states(ids, preserved=True)
-        assert torch.equal(model.base_logits(states), answered(base, ids))
-        assert (answered(dense, ids) - model.adaptation_logits(states)).abs().max() <= 1e-4
+        base_logits, trained = routed_heads(model, ids)
+        assert torch.equal(base_logits, answered(base, ids))
+        assert (answered(dense, ids) - trained).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scale_cli.config.schema import MethodConfig
 from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import piece_shares
-from scale_cli.upscale.method import NewPieces, start_model
-from tests.widening import TINY, joined, tiny_llama
+from scale_cli.upscale.method import NewPieces
+from tests.widening import TINY, as_if_trained, joined, routed_heads, tiny_llama, trained_head, widen
 
 OLD = TINY["vocab_size"]
 SPACE = 3  # begins tokens of both, and any other text
@@ -34,14 +33,7 @@ FIRST, OWN = ONE.first + OTHER.first, ONE.own_pieces + OTHER.own_pieces
 @functools.cache
 def alone(name: str) -> ScaleForCausalLM:
     base = alone("one") if name == "upon" else tiny_llama()
-    model = start_model(base, MethodConfig(variant="route"), 0, NEW.get(name))
-    assert isinstance(model, ScaleForCausalLM)
-    generator = torch.Generator().manual_seed(len(name))
-    with torch.no_grad():
-        for parameter in model.expansion.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
+    return as_if_trained(widen(base, "route", new=NEW.get(name)), std=0.1, seed=len(name))
 
 
 @functools.cache
@@ -52,8 +44,7 @@ def together() -> JoinedForCausalLM:
 def said_alone(name: str, ids: Tensor) -> Tensor:
     """Return what the logits of a run alone, or of its base, give each of (T,) ids after the first."""
     model = alone("none" if name == "base" else name)
-    states = model.final_states(ids[None, :-1], preserved=True)
-    logits = model.base_logits(states) if name == "base" else model.adaptation_logits(states)
+    logits = routed_heads(model, ids[None, :-1])[0] if name == "base" else trained_head(model, ids[None, :-1])
     return logits[0].double().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
 

@@ -6,6 +6,7 @@ import functools
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -13,13 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from scale_cli.config.schema import MethodConfig
 from scale_cli.config.vocabulary import Script
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.method import NewPieces, start_model
+from scale_cli.upscale.method import NewPieces
 from scale_cli.vocabulary.added_tokens import Spelling, count_words, extended, learn, pieces
 from tests.vocabulary.tokenizers_at_hand import KOREAN
-from tests.widening import real_base
+from tests.widening import real_base, widen
 
 HANGUL = Script.named("hangul")
 STORY = "Once upon a time there was a little girl named Lily . She loved to play in the park with her mom and dad ."
@@ -37,26 +37,16 @@ def grown(shared_data: Path) -> tuple[Tokenizer, Tokenizer, ScaleForCausalLM]:
     )
     of_each = pieces(new, spelling, first_id)
     own = [i for i in {one[0] for one in of_each} if HANGUL.alone_begins(spelling.to_bytes(str(old.id_to_token(i))))]
-    model = start_model(
-        base, MethodConfig(variant="route"), 0, NewPieces([" ".join(map(str, o)) for o in of_each], own)
-    )
-    assert isinstance(model, ScaleForCausalLM)
+    model = widen(base, "route", new=NewPieces([" ".join(map(str, o)) for o in of_each], own))
     with torch.no_grad():
         model.expansion.lm_head.weight.normal_(generator=torch.Generator().manual_seed(0))
-    return old, new, model.eval()
+    return old, new, model
 
 
 @torch.no_grad()
-def in_bytes(model: ScaleForCausalLM, ids: list[int]) -> float:
-    """What a text costs under the untouched base."""
-    logits = model.root(torch.tensor([[1, *ids]])).logits[0, :-1]
-    return -float(logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None]).sum())
-
-
-@torch.no_grad()
-def routed(model: ScaleForCausalLM, ids: list[int]) -> float:
-    """What it costs by the posterior rule."""
-    logits = model(input_ids=torch.tensor([[1, *ids]])).logits[0, :-1]
+def cost(model: Any, ids: list[int]) -> float:
+    """What a text costs under a model as it serves: the untouched base, or the posterior rule."""
+    logits = model(torch.tensor([[1, *ids]])).logits[0, :-1]
     return -float(logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None]).sum())
 
 
@@ -68,8 +58,8 @@ def test_a_mixed_document_is_routed_within_the_bound_against_the_base_that_reads
     """To the first letter of the script a theorem; after it measured, of a base that spends its bytes dearly on it."""
     old, new, model = grown(shared_data)
     before, after = (tokenizer.encode(text, add_special_tokens=False).ids for tokenizer in (old, new))
-    assert routed(model, after) <= in_bytes(model, before) + math.log(2) + 1e-3
+    assert cost(model, after) <= cost(model.root, before) + math.log(2) + 1e-3
     shared = next((at for at, pair in enumerate(zip(before, after, strict=False)) if len(set(pair)) > 1), len(after))
     if shared:
-        assert routed(model, after[:shared]) <= in_bytes(model, before[:shared]) + math.log(2) + 1e-3
+        assert cost(model, after[:shared]) <= cost(model.root, before[:shared]) + math.log(2) + 1e-3
     assert (before == after) == (not re.search(f"[{HANGUL.characters}]", text))

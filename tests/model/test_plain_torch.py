@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from tests.model.test_families import BASES, IDS, tiny
 from tests.plain_torch import Added, logits_of, path_of
-from tests.widening import as_if_trained, joined, widen
+from tests.widening import as_if_trained, joined, routed_heads, trained_upon, widen
 
 LENGTHS = ((25, 15), (9, 20, 11))
 DOCUMENTS = torch.tensor([[at for at, length in enumerate(row) for _ in range(length)] for row in LENGTHS])
@@ -28,15 +27,14 @@ def tensors_of(module: Any) -> dict[str, Tensor]:
 @torch.no_grad()
 def test_of_siblings_and_children_every_head_says_what_plain_torch_says(family: str) -> None:
     base: Any = tiny(family)
-    reads = as_if_trained(widen(copy.deepcopy(base), "preserve", ratio=0.5), seed=1)
-    writes = as_if_trained(widen(copy.deepcopy(base), "adapt", "top:2", ratio=0.5), seed=2)
-    upon_reads = as_if_trained(widen(copy.deepcopy(reads), "route", ratio=1.0), seed=3)
-    upon_writes = as_if_trained(widen(copy.deepcopy(writes), "preserve", ratio=0.5), seed=4)
+    reads = trained_upon(base, "preserve", seed=1)
+    writes = trained_upon(base, "adapt", "top:2", seed=2)
+    upon_reads = trained_upon(reads, "route", ratio=1.0, seed=3)
+    upon_writes = trained_upon(writes, "preserve", seed=4)
     parents = {"reads": (0, reads), "writes": (0, writes), "upon_reads": (1, upon_reads), "upon": (2, upon_writes)}
     model = joined(base, **parents)
-    said = model.routed_logits(model.final_states(IDS, preserved=True))
     added = [Added(parent, tensors_of(run.expansion)) for parent, run in parents.values()]
-    for head, logits in enumerate(said):
+    for head, logits in enumerate(routed_heads(model, IDS)):
         expected = logits_of(base.config, tensors_of(base), path_of(added, head), IDS)
         torch.testing.assert_close(logits.double(), expected, rtol=0.0, atol=1e-4)
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import plain_model
-from scale_cli.methods.widened import CollaborationConfig
 from scale_cli.model.heads import BaseAndTrained, BaseOfNewTokens
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.method import NewPieces, start_model
 from tests.plain_torch import composed_rows
-from tests.widening import TINY
+from tests.widening import TINY, as_if_trained, trained_head, widen
 
 OLD = TINY["vocab_size"]
 PIECES = NewPieces(["7 8 9", "7 8", "3 7", "5 5 5 5", "7"], own_pieces=[5, 7])  # 3 begins other text too
@@ -32,25 +32,16 @@ def random_base(model_type: str = "llama", more: dict[str, Any] | None = None, *
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def grown(variant: str, *family: Any, **keys: Any) -> ScaleForCausalLM:
-    base = random_base(*family)
-    layers = CollaborationConfig(layers="top:1") if keys.pop("collaborates", False) else CollaborationConfig()
-    method = MethodConfig(variant=variant, collaboration=layers, **keys)
-    model = start_model(base, method, 0, PIECES)
-    assert isinstance(model, ScaleForCausalLM)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    return model.eval()
+def grown(variant: str, *family: Any, layers: str | None = None) -> ScaleForCausalLM:
+    return as_if_trained(widen(random_base(*family), variant, layers, new=PIECES))
 
 
 @families
-@pytest.mark.parametrize(("variant", "collaborates"), [("preserve", False), ("route", False), ("route", True)])
+@pytest.mark.parametrize(("variant", "layers"), [("preserve", None), ("route", "none"), ("route", "top:1")])
 def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
-    family: Any, variant: str, collaborates: bool
+    family: Any, variant: str, layers: str | None
 ) -> None:
-    model = grown(variant, *family, collaborates=collaborates)
+    model = grown(variant, *family, layers=layers)
     old_ids = torch.randint(OLD, (2, 11), generator=torch.Generator().manual_seed(1))
     ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(2))
     states = model.final_states(old_ids, preserved=True)
@@ -67,17 +58,12 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
     model.zero_grad()
     logits = model.adaptation_logits(model.final_states(ids, preserved=False))
     assert logits.shape[-1] == ALL
-    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     expected.backward()
     assert torch.allclose(loss, expected, atol=1e-5)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert gradients.keys() == trained.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
-    assert (
-        "expansion.new_tokens.lm_head.weight" in trained and "expansion.new_tokens.embed_tokens.weight" not in trained
-    )
-    for name, parameter in trained.items():
-        assert parameter.grad is not None
-        assert torch.allclose(gradients[name], parameter.grad, atol=1e-5), name
+    assert {name for name in trained if "new_tokens" in name} == {"expansion.new_tokens.lm_head.weight"}
+    torch.testing.assert_close(gradients, {name: p.grad for name, p in trained.items()}, rtol=1e-5, atol=1e-5)
 
 
 @families
@@ -85,14 +71,11 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
 def test_an_expansion_upon_one_with_new_tokens_has_them_and_its_base_head_is_the_one_below(family: Any) -> None:
     below = grown("route", *family)
     ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(5))
-    before = below.adaptation_logits(below.final_states(ids, preserved=False))
-    model = start_model(below, MethodConfig(variant="route"), 0)
-    assert isinstance(model, ScaleForCausalLM)
-    for parameter in model.expansion.parameters():
-        parameter.add_(0.05 * torch.randn_like(parameter))
-    base, adapted = model.eval().head_logits(ids)(slice(None))
+    before = trained_head(below, ids)
+    model = as_if_trained(widen(below, "route"))
+    base, adapted = model.head_logits(ids)(slice(None))
     assert torch.equal(base, before)
-    expected = torch.nn.functional.cross_entropy(adapted[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    expected = F.cross_entropy(adapted[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(model.train()(input_ids=ids, labels=ids).loss, expected)
     plain = plain_model(model.eval(), "float32", [ids])
     torch.testing.assert_close(plain(input_ids=ids).logits, adapted, rtol=0.0, atol=1e-4)
