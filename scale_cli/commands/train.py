@@ -181,7 +181,9 @@ def _open_training(
     start_weights = copy_start(model, settings)  # before other weights are loaded
     if trunk is not None:
         load_trained(model, trunk.path)
-    _take_size_of_embedding(model, begun or trunk)
+    before = begun or trunk
+    if before is not None and hasattr(model.config, "expansion_embedding_rms"):  # rates follow the size E' first had
+        model.config.expansion_embedding_rms = read_json(before.path / "config.json").get("expansion_embedding_rms")
     wrapped = _wrapped(model, config, accelerator)
     optimiser = build_optimiser(model, settings, by_tensor=config.method.definition.has_tensor_rates)
     probe = partial(_known_text, config, batches)
@@ -229,12 +231,6 @@ def _log_processes(config: RunConfig, accelerator: Accelerator, log: Log) -> Non
     log(f"processes      {accelerator.num_processes} x {device_type}, {config.train.mixed_precision} autocast")
     for warning in slow_precisions(device_type, **precisions):
         log(f"warning: {warning}")
-
-
-def _take_size_of_embedding(model: Any, before: MethodFolder | None) -> None:
-    """Take the size that E' had when training first began from a checkpoint or another run; rates follow it."""
-    if before is not None and hasattr(model.config, "expansion_embedding_rms"):
-        model.config.expansion_embedding_rms = read_json(before.path / "config.json").get("expansion_embedding_rms")
 
 
 def _hashes_of_base(model: Any, config: RunConfig) -> dict[str, str]:
