@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,17 @@ class Outcome:
 Scale = Callable[..., Outcome]
 
 
+@contextmanager
+def handlers_put_back() -> Iterator[None]:
+    """Put back the handlers of signals that a verb sets in this process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def command_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Scale:
     """Return a function that runs a command line of `scale` in this process."""
 
@@ -49,17 +61,14 @@ def command_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[s
         monkeypatch.setattr(sys, "argv", ["scale", *map(str, arguments)])
         capfd.readouterr()
         code: int | None
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            main()
+            with handlers_put_back():
+                main()
         except SystemExit as ended:
             assert ended.code is None or isinstance(ended.code, int)
             code = ended.code or 0
         except ModelLoads:
             code = None
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
         shown = capfd.readouterr()
         assert "Traceback" not in shown.out + shown.err
         return Outcome(code, shown.out, re.sub(r"\r[^\r\n]*(?=\r)|\r *\r?(?=[^\n]|$)", "", shown.err))

@@ -18,7 +18,7 @@ from scale_cli.config.load import load_config
 from scale_cli.console import ended_in_one_message, parse_share
 from scale_cli.errors import StorageError, UsageError
 from scale_cli.processes import Share
-from tests.command_line import Outcome, Scale
+from tests.command_line import Outcome, Scale, handlers_put_back
 from tests.one_step import write_config
 
 VERBS = ("plan", "upscale", "prepare", "train", "evaluate", "export", "run", "eval")
@@ -136,16 +136,11 @@ def test_a_signal_ends_any_verb_with_one_line_and_its_exit_code(tmp_path: Path) 
 
 
 def test_a_signal_of_which_a_library_makes_an_error_is_the_signal_still(capsys: pytest.CaptureFixture[str]) -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with pytest.raises(SystemExit) as ended, ended_in_one_message():
-            try:
-                signal.raise_signal(signal.SIGTERM)
-            except SystemExit:
-                raise StorageError("damaged") from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handlers_put_back(), pytest.raises(SystemExit) as ended, ended_in_one_message():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit:
+            raise StorageError("damaged") from None
     assert ended.value.code == 128 + signal.SIGTERM
     assert capsys.readouterr().err.startswith("stopped by SIGTERM; ")
 

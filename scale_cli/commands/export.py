@@ -157,13 +157,11 @@ def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
     sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
     total = f"{len(sizes)} files, {sum(sizes.values()) / 1e6:,.1f} MB"
     if dry_run:
-        note = (
-            ["               scale.yaml and base.json contain the paths of folders in the config"] if is_adapter else []
-        )
+        paths = "               scale.yaml and base.json contain the paths of folders in the config"
         return [
             f"dry run        {total} would go to https://huggingface.co/{repository} (private if it is new):",
             *(f"  {num_bytes:>15,} bytes  {name}" for name, num_bytes in sizes.items()),
-            *note,
+            *([paths] if is_adapter else []),
             "               nothing was sent; add --no-dry-run to send it",
         ]
     if get_token() is None:

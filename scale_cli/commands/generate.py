@@ -28,7 +28,11 @@ _SEEDS_APART = 1_000_003
 def generate(
     path: Path, prompts: list[str] | None, sampling: Sampling, *, chat: bool, as_json: bool, show_heads: bool
 ) -> None:
-    """Continue prompts, or the lines of standard input; in a chat at a terminal, answer what the user types."""
+    """Continue prompts, or the lines of standard input, and print each head's share on standard error.
+
+    A single prompt is printed token by token. In a chat, each prompt is the first turn of a conversation; at a
+    terminal without prompts, the user types the turns.
+    """
     if chat and not prompts and not as_json and sys.stdin is not None and sys.stdin.isatty():
         _converse(Generator(path), sampling, show_heads=show_heads)
         return
@@ -36,16 +40,7 @@ def generate(
     prompts = prompts or [line.rstrip("\r\n") for line in lines if line.strip()]
     if not prompts:
         raise ConfigError("--prompt: no prompt given, and standard input is empty; add --prompt TEXT")
-    _continue(Generator(path), prompts, sampling, chat=chat, as_json=as_json, show_heads=show_heads)
-
-
-def _continue(
-    generator: Generator, prompts: list[str], sampling: Sampling, *, chat: bool, as_json: bool, show_heads: bool
-) -> None:
-    """Continue prompts and print them, and each head's share on standard error.
-
-    A single prompt is printed token by token. In a chat, each prompt is the first turn of a conversation.
-    """
+    generator = Generator(path)
     asked = [[_turn("user", prompt)] for prompt in prompts] if chat else prompts
     streams = len(prompts) == 1 and not as_json and not show_heads
     streamer = TextStreamer("" if chat else prompts[0], generator) if streams else None

@@ -51,7 +51,7 @@ from scale_cli.storage.atomic import (
     save_tensors,
     verify_folder,
 )
-from scale_cli.storage.records import TRAINED, BranchPoint, MetricsLog, RunFolder, TrainState
+from scale_cli.storage.records import TRAINED, BranchPoint, MetricsLog, TrainState
 from scale_cli.terminal import Log
 from scale_cli.training.checkpoint import branch_point_at, init_from, load_checkpoint, starting_point
 from scale_cli.training.context import parallelism, share_windows
@@ -107,7 +107,8 @@ def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[
     for skipped in benchmarks.skipped if benchmarks is not None else ():
         log(f"warning: {skipped.name} is not measured: {skipped.reason}")
     with ExitStack() as held:
-        on_main(lambda: _claim(run.folder, held))
+        on_main(lambda: held.enter_context(claimed(run.folder.root)))
+        on_main(lambda: remove_leftovers(run.folder.checkpoints))  # what a killed launch has left
         begun = starting_point(run, resume, log, accepted)
         held.enter_context(_explaining_out_of_memory(config, accelerator))
         _log_processes(config, accelerator, log)
@@ -129,12 +130,6 @@ def _log_trained(folder: Path, state: TrainState, log: Log) -> None:
         f"also {state.evaluating_s:,.0f} s evaluating, {state.saving_s:,.0f} s saving"
     )
     log(f"written        {folder}{kept}")
-
-
-def _claim(run_folder: RunFolder, held: ExitStack) -> None:
-    """Lock the run against other launches, and remove what a killed one has left."""
-    held.enter_context(claimed(run_folder.root))
-    remove_leftovers(run_folder.checkpoints)
 
 
 @contextmanager
@@ -169,16 +164,9 @@ def _check_finished(final: MethodFolder, accepted: Collection[str]) -> None:
 
 
 def _open_training(
-    run: Run,
-    accelerator: Accelerator,
-    begun: MethodFolder | None,
-    benchmarks: OpenedBenchmarks | None,
-    log: Log,
+    run: Run, accelerator: Accelerator, begun: MethodFolder | None, benchmarks: OpenedBenchmarks | None, log: Log
 ) -> TrainingRun:
-    """Load the model and its text, and restore what has been trained.
-
-    `begun` is the checkpoint to resume, `trunk` another run's folder to begin with (`train.init_from`), if any.
-    """
+    """Load the model and its text, and restore what `begun`, a checkpoint, or `train.init_from` has trained."""
     config, settings, start, main = run.config, run.config.train, run.open_start(), accelerator.is_main_process
     corpora, held_out, batches = _open_text(start, accelerator, log)
     if begun is not None:
@@ -193,7 +181,9 @@ def _open_training(
     start_weights = copy_start(model, settings)  # before other weights are loaded
     if trunk is not None:
         load_trained(model, trunk.path)
-    _take_size_of_embedding(model, begun or trunk)
+    before = begun or trunk
+    if before is not None and hasattr(model.config, "expansion_embedding_rms"):  # rates follow the size E' first had
+        model.config.expansion_embedding_rms = read_json(before.path / "config.json").get("expansion_embedding_rms")
     wrapped = _wrapped(model, config, accelerator)
     optimiser = build_optimiser(model, settings, by_tensor=config.method.definition.has_tensor_rates)
     probe = partial(_known_text, config, batches)
@@ -203,7 +193,9 @@ def _open_training(
         load_checkpoint(begun, model, optimiser, settings, hooks)
         state, branch_point = _without_stale_best(begun, log), BranchPoint.load_if_there(begun.path)
     elif trunk is not None:
-        branch_point = _branch_off(trunk, model, optimiser, settings)
+        if settings.init_moments == "kept":
+            load_checkpoint(trunk, model, optimiser, None)
+        branch_point = branch_point_at(trunk, settings.init_moments)
     peak = peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes) if main else None
     saved, observer = run.folder.checkpoint(state.step), None
     if settings.observes:
@@ -231,13 +223,6 @@ def _open_training(
     )
 
 
-def _branch_off(trunk: MethodFolder, model: MethodModel, optimiser: Any, settings: TrainConfig) -> BranchPoint:
-    """Load the moments of another run's folder if the config keeps them; return where this run leaves it."""
-    if settings.init_moments == "kept":
-        load_checkpoint(trunk, model, optimiser, None)
-    return branch_point_at(trunk, settings.init_moments)
-
-
 def _log_processes(config: RunConfig, accelerator: Accelerator, log: Log) -> None:
     """Log the devices and the precision, and warn if a precision is slow."""
     device_type, precisions = accelerator.device.type, {"train": config.train.mixed_precision}
@@ -246,12 +231,6 @@ def _log_processes(config: RunConfig, accelerator: Accelerator, log: Log) -> Non
     log(f"processes      {accelerator.num_processes} x {device_type}, {config.train.mixed_precision} autocast")
     for warning in slow_precisions(device_type, **precisions):
         log(f"warning: {warning}")
-
-
-def _take_size_of_embedding(model: Any, before: MethodFolder | None) -> None:
-    """Take the size that E' had when training first began from a checkpoint or another run; rates follow it."""
-    if before is not None and hasattr(model.config, "expansion_embedding_rms"):
-        model.config.expansion_embedding_rms = read_json(before.path / "config.json").get("expansion_embedding_rms")
 
 
 def _hashes_of_base(model: Any, config: RunConfig) -> dict[str, str]:

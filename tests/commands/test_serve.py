@@ -24,14 +24,18 @@ from tests.widening import as_if_trained, widen
 FREE = ["--port", "0"]
 
 
+def write_routed(checkpoint: Path, folder: Path) -> None:
+    """Write the plain export of a real small model, widened as if it had been trained, with its router."""
+    base = ModelConfig(base=str(checkpoint))
+    model = as_if_trained(widen(load_base(base), "route"))
+    write_plain(dense_model(model, "float32"), load_tokenizer(base), base, folder, router_keys(model))
+
+
 @pytest.fixture(scope="module")
 def folder(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The plain export of a real small model, widened as if it had been trained."""
-    base, run = ModelConfig(base=str(shared_data / "ckpt-stories260K" / "hf")), tmp_path_factory.mktemp("run")
-    model = as_if_trained(widen(load_base(base), "route"))
-    export = run / "export" / "llama"
+    export = tmp_path_factory.mktemp("run") / "export" / "llama"
     export.mkdir(parents=True)
-    write_plain(dense_model(model, "float32"), load_tokenizer(base), base, export, router_keys(model))
+    write_routed(shared_data / "ckpt-stories260K" / "hf", export)
     return export
 
 

@@ -25,15 +25,12 @@ import uvicorn
 from transformers import AutoTokenizer
 
 from scale_cli.commands.serve import serve
-from scale_cli.config.schema import ModelConfig
-from scale_cli.export.dense import dense_model
-from scale_cli.export.plain_folder import routed_class, router_keys, write_plain
+from scale_cli.export.plain_folder import routed_class
 from scale_cli.generation import Generator, Sampling
 from scale_cli.server import create_app
-from scale_cli.upscale.base import load_base
-from scale_cli.upscale.run import load_tokenizer
+from tests.command_line import handlers_put_back
+from tests.commands.test_serve import write_routed
 from tests.vocabulary.tokenizers_at_hand import KOREAN, RUSSIAN
-from tests.widening import as_if_trained, widen
 
 PROMPTS = [
     *("Once upon a time", "Lily saw a big", "안녕하세요.", "В начале", "3.14159 is", "“Where,” she asked,"),
@@ -49,9 +46,8 @@ def folders(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     """Plain exports with their routers."""
     made: dict[str, Path] = {}
     for kind, checkpoint in KINDS.items():
-        base, made[kind] = ModelConfig(base=str(shared_data / checkpoint / "hf")), tmp_path_factory.mktemp("export")
-        model = as_if_trained(widen(load_base(base), "route"))
-        write_plain(dense_model(model, "float32"), load_tokenizer(base), base, made[kind], router_keys(model))
+        made[kind] = tmp_path_factory.mktemp("export")
+        write_routed(shared_data / checkpoint / "hf", made[kind])
     return made
 
 
@@ -269,15 +265,9 @@ def test_the_verb_serves_what_it_says_until_a_signal_comes_and_runs_no_code_of_t
         finally:
             os.kill(os.getpid(), signal.SIGINT)
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with ThreadPoolExecutor(1) as users, pytest.raises(SystemExit) as ended:
-            asked = users.submit(ask)
-            options = ["--port", str(port), "--host", "127.0.0.1"]
-            serve(folder, "transformers", options, lines.append, plainly=False)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with handlers_put_back(), ThreadPoolExecutor(1) as users, pytest.raises(SystemExit) as ended:
+        asked = users.submit(ask)
+        serve(folder, "transformers", ["--port", str(port), "--host", "127.0.0.1"], lines.append, plainly=False)
     answer, listed = asked.result()
     assert answer["choices"][0]["text"] and 0 < answer["usage"]["completion_tokens"] <= 16, "it is drawn"
     assert lines[1] == f"model          {folder}" and [model["id"] for model in listed["data"]] == [str(folder)]
