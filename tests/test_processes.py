@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -144,51 +145,34 @@ def test_between_logs_no_process_of_several_waits_for_its_device(tmp_path: Path)
         assert "waits {'item in agreeing': 3} buffers False views True" in ended.printed
 
 
-class _State:
-    """Accelerate's state of one of two processes."""
+@pytest.mark.parametrize(
+    ("raised", "code"), [(None, 0), (CheckFailed("x"), 3), (SystemExit(143), 1), (MemoryError(), 1)]
+)
+def test_only_the_main_process_works_and_the_others_end_as_it_does_however_it_fails(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException | None, code: int
+) -> None:
+    told: list[int] = []
 
-    device = "cpu"
+    def highest(number: int, _group: object) -> int:
+        told.append(number)
+        return max(told)
 
-    def __init__(self, *, main: bool) -> None:
-        self.is_main_process = main
-
-
-def as_one_of_two(monkeypatch: pytest.MonkeyPatch, *, main: bool, told: int = 0) -> list[int]:
-    """Take this process for one of two; return what it tells the others."""
-    said: list[int] = []
-
-    def agreed(value: int) -> int:
-        said.append(value)
-        return value if main else told
+    def work() -> str:
+        if raised is not None:
+            raise raised
+        return "done"
 
     monkeypatch.setattr(processes, "are_several", lambda: True)
-    monkeypatch.setattr(processes, "process_state", lambda: _State(main=main))
-    monkeypatch.setattr(processes, "_agreed", agreed)
-    return said
-
-
-def test_the_others_do_not_work_and_end_as_the_main_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    work: list[str] = []
-    as_one_of_two(monkeypatch, main=False)
-    assert on_main(lambda: work.append("done")) is None
-    as_one_of_two(monkeypatch, main=False, told=3)
-    with pytest.raises(EndedElsewhere) as ended:
-        on_main(lambda: work.append("done"))
-    assert (work, ended.value.exit_code) == ([], 3)
-
-
-@pytest.mark.parametrize(("raised", "code"), [(CheckFailed("x"), 3), (SystemExit(143), 1), (MemoryError(), 1)])
-def test_the_main_process_tells_the_others_however_it_fails(
-    monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int
-) -> None:
-    said = as_one_of_two(monkeypatch, main=True)
-
-    def fail() -> Any:
-        raise raised
-
-    with pytest.raises(type(raised)):
-        on_main(fail)
-    assert said == [code]
+    monkeypatch.setattr(processes, "_highest", highest)
+    monkeypatch.setattr(torch.distributed.group, "WORLD", "both")
+    monkeypatch.setattr(processes, "is_main", lambda: True)
+    with nullcontext() if raised is None else pytest.raises(type(raised)):
+        assert on_main(work) == "done"
+    monkeypatch.setattr(processes, "is_main", lambda: False)
+    with nullcontext() if raised is None else pytest.raises(EndedElsewhere) as ended:
+        assert on_main(work) is None
+    assert told == [code, 0]
+    assert ended is None or ended.value.exit_code == code
 
 
 @pytest.mark.parametrize(("rank", "told"), [("0", "srun has started 4 independent processes"), ("1", "")])

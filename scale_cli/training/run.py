@@ -32,10 +32,8 @@ from scale_cli.storage.atomic import (
     partial_folder,
     remove_folder,
     save_tensors,
-    sync,
     write_json,
     write_text,
-    writing,
 )
 from scale_cli.storage.records import (
     CORPORA,
@@ -158,7 +156,7 @@ class TrainingRun:
         self.count_time("saving_s", started_s)
 
     def finish_saving(self, *, wait: bool = True) -> None:
-        """Raise the error of the checkpoint being written, if it failed; without `wait`, only if it is known already."""
+        """Raise the error of the checkpoint being written, if it failed; without `wait`, only if it has ended."""
         if self._job is not None and (wait or self._job.done()):
             job, self._job = self._job, None
             job.result()
@@ -244,8 +242,6 @@ def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) ->
                 run.describe(partial, state)
             for name, tensors in snapshot.files.items():
                 save_tensors(partial / name, tensors, snapshot.header)
-                with writing(partial):
-                    sync(partial / name)  # on the disk of the process that wrote it, perhaps on another machine
     if is_main():
         _remove_old_checkpoints(run, state)
 
