@@ -145,6 +145,7 @@ def test_between_logs_no_process_of_several_waits_for_its_device(tmp_path: Path)
         assert "waits {'item in agreeing': 3} buffers False views True" in ended.printed
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     ("raised", "code"), [(None, 0), (CheckFailed("x"), 3), (SystemExit(143), 1), (MemoryError(), 1)]
 )
@@ -164,7 +165,6 @@ def test_only_the_main_process_works_and_the_others_end_as_it_does_however_it_fa
 
     monkeypatch.setattr(processes, "are_several", lambda: True)
     monkeypatch.setattr(processes, "_highest", highest)
-    monkeypatch.setattr(torch.distributed.group, "WORLD", "both")
     monkeypatch.setattr(processes, "is_main", lambda: True)
     with nullcontext() if raised is None else pytest.raises(type(raised)):
         assert on_main(work) == "done"

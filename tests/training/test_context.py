@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,14 +15,6 @@ from scale_cli.training.context import _visible, attend_over_parts, parallelism
 from scale_cli.upscale.objective import SHARING_WINDOWS
 from tests.model.test_families import tiny
 from tests.widening import as_if_trained, widen
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "exaone4, tied"])
