@@ -30,7 +30,7 @@ from scale_cli.methods.recipes import local_part, trainable_parameters
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE
 from scale_cli.storage.atomic import load_tensors, save_tensors, verify_folder
-from scale_cli.storage.records import EVALUATION, TRAINED, RunFolder, TrainState
+from scale_cli.storage.records import EVALUATION, TRAINED, RunFolder, TrainState, read_records
 from scale_cli.storage.shards import load_shards, shard_of
 from scale_cli.training import loop, observing
 from scale_cli.training.sharding import parts_here, shard_model, whole_tensor
@@ -80,8 +80,8 @@ class Runs:
         return load_tensors(self.folder(name).final / TRAINED)
 
     def logged(self, name: str, key: str) -> list[Any]:
-        lines = self.folder(name).metrics.read_text(encoding="utf-8").splitlines()
-        return [record[key] for record in map(json.loads, lines) if key in record]
+        records: list[Any] = read_records(self.folder(name).metrics)
+        return [record[key] for record in records if key in record]
 
     def add(self, name: str, *overrides: str, like: str | None = None) -> RunConfig:
         """Make a run's config and its start, that of the run that it is `like`, where there is one."""
@@ -202,13 +202,6 @@ def test_final_is_an_ordinary_method_folder_of_the_same_weights(runs: Runs, name
         torch.testing.assert_close(trained[key], tensor, atol=1e-4, rtol=1e-3)
 
 
-def test_machines_that_each_hold_all_parts_write_them_once(runs: Runs) -> None:
-    parts = sorted((runs.folder("node-four").checkpoint(_LAST_STEP) / "shards").iterdir())
-    held = [name for part in parts for name in load_tensors(part)]
-    assert max(Counter(held).values()) <= 2, "two machines hold the same, one of them writes it"
-    assert runs.trained("node-four").keys() <= set(held)
-
-
 def test_sharded_processes_keep_the_best_weights_that_one_process_keeps(runs: Runs) -> None:
     one, two = (runs.logged(f"branch-{number}", "best_step") for number in ("one", "two"))
     assert one == two and len(one) == _LAST_STEP
@@ -228,7 +221,7 @@ def test_a_sharded_checkpoint_is_whole_holds_no_pickle_and_each_process_writes_i
     assert {file.suffix for file in files - shards} == {".json", ".yaml"}
     assert len(shards) == {"two": 2, "four": 4}[name.rpartition("-")[2]]
     sizes = [sum(tensor.numel() for tensor in load_tensors(shard).values()) for shard in shards]
-    if name == "all-two":
+    if name != "lora-two":  # of node-four, two machines hold the same, and one of them writes it
         trained = runs.trained(name)
         parameters = sum(tensor.numel() for tensor in trained.values())
         assert sum(sizes) == 3 * parameters + len(trained), "parameters, two moments each, and a step count each"
@@ -310,6 +303,11 @@ def start(variant: str) -> MethodModel:
     return start_model(tiny_llama(), method, seed=0).train()
 
 
+def go_back(trained: Any) -> None:
+    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=18, use_cache=False).loss.backward()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("keep_frozen_whole", [True, False])
 def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
@@ -321,8 +319,7 @@ def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
     trained = shard_model(
         model, accelerator, TrainConfig(max_steps=1, sharding="expansion" if keep_frozen_whole else "all")
     )
-    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
-    trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=18, use_cache=False).loss.backward()
+    go_back(trained)
     parameters = dict(model.named_parameters())
     sharded = {name for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
     assert sharded == (trains if keep_frozen_whole else set(parameters))
@@ -346,8 +343,7 @@ def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_not
 
     wrapped = DistributedDataParallel(for_training(model, TrainConfig(max_steps=1)))
     wrapped.register_comm_hook(None, lambda _, bucket: count(bucket))
-    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
-    wrapped(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=18, use_cache=False).loss.backward()
+    go_back(wrapped)
     assert sum(exchanged) == sum(parameter.numel() for parameter in trainable_parameters(model).values())
 
 
