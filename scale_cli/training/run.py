@@ -230,9 +230,15 @@ def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) ->
     For a sharded model every process must call this, and writes its parts. The processes exchange only whether each
     succeeded, in a group of their own. The folder is whole if all succeeded, and absent otherwise.
     """
+    folder = run.folder.checkpoint(state.step)
+    partial = partial_folder(folder)
     with ExitStack() as held:
         with all_succeed(run.beside):
-            partial = _begin_folder(run, run.folder.checkpoint(state.step), held)
+            if run.metrics is not None:
+                run.metrics.sync()
+                if folder.is_dir() and not (folder / MANIFEST).is_file():
+                    remove_folder(folder)  # so damaged that `new_folder` would refuse to replace it
+                held.enter_context(new_folder(folder))  # at its end the folder gets its name
         with all_succeed(run.beside):
             device = run.model.device
             # In a CUDA stream of its own: copies of frozen tensors and training steps need not wait for each other.
@@ -244,17 +250,6 @@ def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) ->
                 save_tensors(partial / name, tensors, snapshot.header)
     if is_main():
         _remove_old_checkpoints(run, state)
-
-
-def _begin_folder(run: TrainingRun, folder: Path, held: ExitStack) -> Path:
-    """Return the folder to fill, in every process; it gets its final name when `held` ends without an error."""
-    if not is_main():
-        return partial_folder(folder)
-    if run.metrics is not None:
-        run.metrics.sync()
-    if folder.is_dir() and not (folder / MANIFEST).is_file():
-        remove_folder(folder)  # so damaged that `new_folder` would refuse to replace it
-    return held.enter_context(new_folder(folder))
 
 
 def _remove_old_checkpoints(run: TrainingRun, newest: TrainState) -> None:

@@ -42,12 +42,10 @@ from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import ChunkedLossModel, for_training, plain_of
 
 
-def shard_model(
-    model: MethodModel, accelerator: Accelerator, train: TrainConfig, mesh: DeviceMesh | None = None
-) -> nn.Module:
+def shard_model(model: MethodModel, train: TrainConfig, mesh: DeviceMesh) -> nn.Module:
     """Shard a model in place, move this process's parts to its device, and return the module to train.
 
-    It is split over the last dimension of `mesh`, and replicated over the first of two; None: split over all processes.
+    It is split over the last dimension of `mesh`, and replicated over the first of two.
 
     The model is whole and on the CPU before; one layer at a time goes to the device before it is split.
     """
@@ -56,8 +54,6 @@ def shard_model(
             f"train.sharding: {train.sharding} cannot split a base that is already widened; set it to none"
         )
     root = for_training(model, train)
-    if mesh is None:
-        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     lowered = MixedPrecisionPolicy()
     if train.mixed_precision != "no":  # gather matrices as autocast would lower them before every product
         lowered = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -25,14 +27,14 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import ContinuationsConfig, MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.errors import StorageError
+from scale_cli.errors import PreservationError, StorageError
 from scale_cli.methods.recipes import local_part, trainable_parameters
-from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE
 from scale_cli.storage.atomic import load_tensors, save_tensors, verify_folder
 from scale_cli.storage.records import EVALUATION, TRAINED, RunFolder, TrainState, read_records
 from scale_cli.storage.shards import load_shards, shard_of
 from scale_cli.training import loop, observing
+from scale_cli.training.run import TrainingRun
 from scale_cli.training.sharding import parts_here, shard_model, whole_tensor
 from scale_cli.upscale.base import tensor_sha256
 from scale_cli.upscale.method import MethodModel, start_model
@@ -294,8 +296,8 @@ def test_what_is_frozen_is_gathered_forward_alone_and_gradients_are_reduced_once
 
 
 @pytest.fixture
-def accelerator(group: Any) -> Accelerator:
-    return Accelerator(cpu=True)
+def mesh(group: Any) -> DeviceMesh:
+    return init_device_mesh("cpu", (1,))
 
 
 def start(variant: str) -> MethodModel:
@@ -311,15 +313,13 @@ def go_back(trained: Any) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("keep_frozen_whole", [True, False])
 def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
-    accelerator: Accelerator, variant: str, keep_frozen_whole: bool
+    mesh: DeviceMesh, variant: str, keep_frozen_whole: bool
 ) -> None:
     model = start(variant)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     trains = set(trainable_parameters(model))
-    trained = shard_model(
-        model, accelerator, TrainConfig(max_steps=1, sharding="expansion" if keep_frozen_whole else "all")
-    )
-    go_back(trained)
+    train = TrainConfig(max_steps=1, sharding="expansion" if keep_frozen_whole else "all")
+    go_back(shard_model(model, train, mesh))
     parameters = dict(model.named_parameters())
     sharded = {name for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
     assert sharded == (trains if keep_frozen_whole else set(parameters))
@@ -328,10 +328,9 @@ def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
     assert all(torch.equal(whole_tensor(parameter), before[name]) for name, parameter in parameters.items())
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_nothing_else(
-    accelerator: Accelerator, variant: str
-) -> None:
+def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_nothing_else(variant: str) -> None:
     model = start(variant)
     exchanged: list[int] = []
 
@@ -347,19 +346,21 @@ def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_not
     assert sum(exchanged) == sum(parameter.numel() for parameter in trainable_parameters(model).values())
 
 
-def test_a_changed_bit_of_a_sharded_base_is_named(accelerator: Accelerator) -> None:
-    model = start("adapt")
-    assert isinstance(model, ScaleForCausalLM)
-    shard_model(model, accelerator, TrainConfig(max_steps=1, sharding="all"))
-    before = {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
+def test_a_changed_bit_of_a_sharded_base_is_named(mesh: DeviceMesh) -> None:
+    model: Any = start("adapt")
+    shard_model(model, TrainConfig(max_steps=1, sharding="all"), mesh)
+    hashes = {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
+    run: Any = SimpleNamespace(model=model, base_parts=hashes)
+    TrainingRun.check_base(run, 2, TrainingRun.base_here(run))
     with torch.no_grad():
         local_part(model.expansion.norm.weight).add_(1)
         local_part(model.base.model.layers[1].mlp.up_proj.weight)[3, 5].mul_(-1)
-    now = {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
-    assert [name for name in before if now[name] != before[name]] == ["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(PreservationError, match=r"^step 3: .*: model\.layers\.1\.mlp\.up_proj\.weight$"):
+        TrainingRun.check_base(run, 3, TrainingRun.base_here(run))
 
 
-def test_shards_of_another_model_are_refused(accelerator: Accelerator, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("group")
+def test_shards_of_another_model_are_refused(tmp_path: Path) -> None:
     small, large = (start_model(tiny_llama(hidden_size=size), MethodConfig(), seed=0) for size in (32, 64))
     shard = shard_of(trainable_parameters(small), ALONE)
     save_tensors(tmp_path / shard.file, shard.tensors, shard.header)
