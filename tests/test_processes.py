@@ -49,13 +49,7 @@ def losses(run: RunFolder) -> list[float]:
 
 CONTINUED = "evaluation.continuations={prompts: 3, prompt_tokens: 8, new_tokens: 4}"
 # All processes have to agree on which weights are kept.
-ROUTE = (
-    "train.max_steps=4",
-    "train.eval_every_steps=2",
-    "train.max_forgetting=0",
-    "export.format=llama",
-    CONTINUED,
-)
+ROUTE = ("train.max_steps=4", "train.eval_every_steps=2", "train.max_forgetting=0", "export.format=llama", CONTINUED)
 # Every tensor's rate hangs on what the base says of text.
 ASKING_THE_BASE = (
     "method={variant: adept, adept: {num_blocks: 1, every_steps: 2, probe_windows: 5}}",

@@ -15,13 +15,7 @@ import pytest
 import torch
 
 from scale_cli.commands.train import train
-from scale_cli.errors import (
-    Interrupted,
-    OutOfMemory,
-    PreservationError,
-    RunFolderError,
-    TrainingError,
-)
+from scale_cli.errors import Interrupted, OutOfMemory, PreservationError, RunFolderError, TrainingError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.planning import memory_of_run
 from scale_cli.report import quantity
