@@ -171,10 +171,11 @@ def on_main(work: Callable[[], Result]) -> Result | None:
     """
     if not are_several():
         return work()
+    works = is_main()  # joins the group of the launch, if nothing has yet
     from torch.distributed import group
 
     with all_succeed(group.WORLD):
-        return work() if is_main() else None
+        return work() if works else None
 
 
 def group_beside() -> ProcessGroup | None:

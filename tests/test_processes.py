@@ -93,6 +93,15 @@ def test_two_processes_run_all_verbs_as_one_does(tmp_path: Path, overrides: tupl
     verify(two.root)
 
 
+def test_where_the_main_one_of_two_processes_is_refused_both_end_as_it_does_and_one_says_why(tmp_path: Path) -> None:
+    write_base_and_texts(tmp_path)
+    (tmp_path / "one.txt").unlink()
+    verbs = start_group("prepare", str(Runs(tmp_path).config("two")), num_processes=2)
+    ends = [verb.ended() for verb in verbs]
+    assert [ended.exit_code for ended in ends] == [2, 2], ends
+    assert sum("error: " in ended.printed for ended in ends) == 1, ends
+
+
 def count_waits() -> None:
     """Have a run print what it asked of tensors in its steps, and what is exchanged."""
     waits: Counter[str] = Counter()

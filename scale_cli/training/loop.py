@@ -1,4 +1,8 @@
-"""The training loop: step, log, evaluate, save, until the last step or a signal."""
+"""The training loop: step, log, evaluate, save, until the last step or a signal.
+
+`run_loop` opens what goes on beside the steps: batches are made ahead, signals are noted (`interruption.py`), and a
+thread writes checkpoints (`run.py`). `_Loop.take_all_steps` is the loop, over the steps of `step.py`.
+"""
 
 from __future__ import annotations
 
