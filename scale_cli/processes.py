@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from scale_cli.errors import EndedElsewhere, ScaleError, TrainingError, UsageError, one_line
 
@@ -171,20 +171,11 @@ def on_main(work: Callable[[], Result]) -> Result | None:
     """
     if not are_several():
         return work()
-    if not process_state().is_main_process:
-        if (exit_code := _agreed(0)) != 0:
-            raise EndedElsewhere(exit_code)
-        return None
-    exit_code = ScaleError.exit_code
-    try:
-        result = work()
-        exit_code = 0
-        return result
-    except ScaleError as error:
-        exit_code = error.exit_code
-        raise
-    finally:
-        _agreed(exit_code)
+    works = is_main()  # joins the group of the launch, if nothing has yet
+    from torch.distributed import group
+
+    with all_succeed(group.WORLD):
+        return work() if works else None
 
 
 def group_beside() -> ProcessGroup | None:
@@ -211,29 +202,30 @@ def all_succeed(group: ProcessGroup | None) -> Iterator[None]:
         raise
     finally:
         if group is not None:
-            import torch
-            from torch.distributed import ReduceOp, all_reduce
-
-            highest = torch.tensor([exit_code])
-            all_reduce(highest, ReduceOp.MAX, group)
-            exit_code = int(highest.item())
+            exit_code = _highest(exit_code, group)
     if exit_code:
         raise EndedElsewhere(exit_code)
 
 
-def main_decides(decide: Callable[[], int]) -> int:
-    """Return the main process's decision, an integer or a boolean, on every process; errors as in `on_main`."""
-    return _agreed(int(on_main(decide) or 0))
-
-
-def _agreed(value: int) -> int:
-    """Return the main process's value on every process."""
-    if not are_several():
-        return value
+def _highest(number: int, group: ProcessGroup) -> int:
+    """Return the highest number of any process of a group."""
     import torch
-    from accelerate.utils import broadcast
+    from torch.distributed import ReduceOp, all_reduce, get_backend
 
-    return int(broadcast(torch.tensor([value], device=process_state().device)).item())
+    highest = torch.tensor([number], device="cpu" if get_backend(group) == "gloo" else process_state().device)
+    all_reduce(highest, ReduceOp.MAX, group)
+    return int(highest.item())
+
+
+def main_decides(decide: Callable[[], Result]) -> Result:
+    """Return what the main process decides on every process; errors as in `on_main`."""
+    decided: list[Any] = [on_main(decide)]
+    if are_several():
+        from accelerate.utils import broadcast_object_list
+
+        broadcast_object_list(decided)
+    decision: Result = decided[0]
+    return decision
 
 
 def main_first(work: Callable[[], Result]) -> Result:

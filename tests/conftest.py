@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,16 @@ def shared_data() -> Path:
             pytest.fail(message)
         pytest.skip(message)
     return folder
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Any]:
+    """A group of one process: enough for a model to be sharded in all but number."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture

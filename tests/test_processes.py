@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,7 @@ def losses(run: RunFolder) -> list[float]:
 
 CONTINUED = "evaluation.continuations={prompts: 3, prompt_tokens: 8, new_tokens: 4}"
 # All processes have to agree on which weights are kept.
-ROUTE = (
-    "train.max_steps=4",
-    "train.eval_every_steps=2",
-    "train.max_forgetting=0",
-    "export.format=llama",
-    CONTINUED,
-)
+ROUTE = ("train.max_steps=4", "train.eval_every_steps=2", "train.max_forgetting=0", "export.format=llama", CONTINUED)
 # Every tensor's rate hangs on what the base says of text.
 ASKING_THE_BASE = (
     "method={variant: adept, adept: {num_blocks: 1, every_steps: 2, probe_windows: 5}}",
@@ -96,6 +91,15 @@ def test_two_processes_run_all_verbs_as_one_does(tmp_path: Path, overrides: tupl
             assert told.heads[head].bits_per_byte == pytest.approx(figures.bits_per_byte, rel=1e-4)
     assert [corpus.num_prompts for corpus in reports[0].corpora] == [0, 3]
     verify(two.root)
+
+
+def test_where_the_main_one_of_two_processes_is_refused_both_end_as_it_does_and_one_says_why(tmp_path: Path) -> None:
+    write_base_and_texts(tmp_path)
+    (tmp_path / "one.txt").unlink()
+    verbs = start_group("prepare", str(Runs(tmp_path).config("two")), num_processes=2)
+    ends = [verb.ended() for verb in verbs]
+    assert [ended.exit_code for ended in ends] == [2, 2], ends
+    assert sum("error: " in ended.printed for ended in ends) == 1, ends
 
 
 def count_waits() -> None:
@@ -144,51 +148,34 @@ def test_between_logs_no_process_of_several_waits_for_its_device(tmp_path: Path)
         assert "waits {'item in agreeing': 3} buffers False views True" in ended.printed
 
 
-class _State:
-    """Accelerate's state of one of two processes."""
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("raised", "code"), [(None, 0), (CheckFailed("x"), 3), (SystemExit(143), 1), (MemoryError(), 1)]
+)
+def test_only_the_main_process_works_and_the_others_end_as_it_does_however_it_fails(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException | None, code: int
+) -> None:
+    told: list[int] = []
 
-    device = "cpu"
+    def highest(number: int, _group: object) -> int:
+        told.append(number)
+        return max(told)
 
-    def __init__(self, *, main: bool) -> None:
-        self.is_main_process = main
-
-
-def as_one_of_two(monkeypatch: pytest.MonkeyPatch, *, main: bool, told: int = 0) -> list[int]:
-    """Take this process for one of two; return what it tells the others."""
-    said: list[int] = []
-
-    def agreed(value: int) -> int:
-        said.append(value)
-        return value if main else told
+    def work() -> str:
+        if raised is not None:
+            raise raised
+        return "done"
 
     monkeypatch.setattr(processes, "are_several", lambda: True)
-    monkeypatch.setattr(processes, "process_state", lambda: _State(main=main))
-    monkeypatch.setattr(processes, "_agreed", agreed)
-    return said
-
-
-def test_the_others_do_not_work_and_end_as_the_main_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    work: list[str] = []
-    as_one_of_two(monkeypatch, main=False)
-    assert on_main(lambda: work.append("done")) is None
-    as_one_of_two(monkeypatch, main=False, told=3)
-    with pytest.raises(EndedElsewhere) as ended:
-        on_main(lambda: work.append("done"))
-    assert (work, ended.value.exit_code) == ([], 3)
-
-
-@pytest.mark.parametrize(("raised", "code"), [(CheckFailed("x"), 3), (SystemExit(143), 1), (MemoryError(), 1)])
-def test_the_main_process_tells_the_others_however_it_fails(
-    monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int
-) -> None:
-    said = as_one_of_two(monkeypatch, main=True)
-
-    def fail() -> Any:
-        raise raised
-
-    with pytest.raises(type(raised)):
-        on_main(fail)
-    assert said == [code]
+    monkeypatch.setattr(processes, "_highest", highest)
+    monkeypatch.setattr(processes, "is_main", lambda: True)
+    with nullcontext() if raised is None else pytest.raises(type(raised)):
+        assert on_main(work) == "done"
+    monkeypatch.setattr(processes, "is_main", lambda: False)
+    with nullcontext() if raised is None else pytest.raises(EndedElsewhere) as ended:
+        assert on_main(work) is None
+    assert told == [code, 0]
+    assert ended is None or ended.value.exit_code == code
 
 
 @pytest.mark.parametrize(("rank", "told"), [("0", "srun has started 4 independent processes"), ("1", "")])

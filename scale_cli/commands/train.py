@@ -301,7 +301,7 @@ def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) ->
         isolated = config.corpus.isolate_documents
         settings = settings.model_copy(update={"attention": share_windows(mesh, isolated=isolated)})
     if mesh is not None and settings.sharding != "none":
-        return shard_model(model, accelerator, settings, mesh[tuple(layout.fsdp_dim_names)])
+        return shard_model(model, settings, mesh[tuple(layout.fsdp_dim_names)])
     return accelerator.prepare(for_training(model.to(accelerator.device), settings))
 
 

@@ -107,11 +107,13 @@ def read_json(path: Path) -> Any:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], header: dict[str, str] | None = None) -> None:
+    """Write a file of tensors and sync it, perhaps on another machine than the one that publishes its folder."""
     from safetensors.torch import save_file  # imports torch, which text folders do not need
 
     with writing(path):
         make_folder(path.parent)
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata=header)
+        sync(path)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

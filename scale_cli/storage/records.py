@@ -220,12 +220,10 @@ class TrainState(RunRecord):
             since = tuple((loss + more, num + n) for (loss, num), (more, n) in zip(before, by_source, strict=True))
         return replace(self, step=self.step + 1, num_tokens=self.num_tokens + num_tokens, since_logged=since)
 
-    def skipped(self, num_tokens: int) -> TrainState:
-        return replace(self.overflowed(num_tokens), skipped_steps=self.skipped_steps + 1)
-
-    def overflowed(self, num_tokens: int) -> TrainState:
-        """Return the state after a step that was skipped because its gradient overflowed float16."""
-        return replace(self.advanced(0), skipped_tokens=self.skipped_tokens + num_tokens)
+    def skipped(self, num_tokens: int, *, counts: bool) -> TrainState:
+        """Return the state after a step that was not finite; it does not count if it only overflowed float16."""
+        tokens, steps = self.skipped_tokens + num_tokens, self.skipped_steps + counts
+        return replace(self.advanced(0), skipped_tokens=tokens, skipped_steps=steps)
 
 
 @dataclass(frozen=True)

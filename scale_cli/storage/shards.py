@@ -77,11 +77,6 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process alone has no group
             load(dict(tensors), storage_reader=reader)
     except (CheckpointException, RuntimeError, ValueError) as error:
-        raise StorageError(f"{where}: does not fit this model ({_first_reason(error)})") from None
-
-
-def _first_reason(error: BaseException) -> str:
-    """Return one line; if several processes failed, the first one's reason."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error, _ = next(iter(error.failures.values()))
-    return one_line(error)
+        of_processes = getattr(error, "failures", None) or {0: (error, None)}
+        first, _ = next(iter(of_processes.values()))
+        raise StorageError(f"{where}: does not fit this model ({one_line(first)})") from None

@@ -100,20 +100,18 @@ def starting_point(run: Run, resume: str | None, log: Log, accepted: Collection[
     `resume` is None, `auto`, or a checkpoint's path; `accepted` keys may differ from the run's first config.
     """
 
-    def decide() -> int:
-        """Return 0 to begin, else 1 + the steps done."""
+    def decide() -> Path | None:
         if (start := _find(run.folder, resume, log)) is not None:
-            return 1 + _hold_to(MethodFolder(start, run), log, accepted)
+            _hold_to(MethodFolder(start, run), log, accepted)
+            return start
         check_init_from(run)
         if (trunk := init_from(run)) is not None:
             _check_same_start(trunk, MethodFolder(run.folder.upscaled, run))
             log(f"beginning      {trunk.path}: {branch_point_at(trunk, run.config.train.init_moments)}")
-        return 0
-
-    if not (number := main_decides(decide)):
         return None
-    assert resume is not None  # else a run begins
-    return MethodFolder(run.folder.checkpoint(number - 1) if resume == "auto" else Path(resume), run)
+
+    start = main_decides(decide)
+    return None if start is None else MethodFolder(start, run)
 
 
 def _find(run_folder: RunFolder, resume: str | None, log: Log) -> Path | None:
@@ -142,8 +140,8 @@ def _find(run_folder: RunFolder, resume: str | None, log: Log) -> Path | None:
     return start
 
 
-def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> int:
-    """Return a checkpoint's step; RunFolderError if the config has since become that of another run."""
+def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> None:
+    """Raise RunFolderError if the config has become that of another run since a checkpoint was written."""
     path, config = start.path, start.run.config
     for line in start.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         log(f"changed        {line}")
@@ -160,10 +158,8 @@ def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> int:
         raise RunFolderError(f"{path}: train.average should have begun at step {begins + 1}, and has not; {least}")
     log(f"resuming       {path}")
     if changed := changed_versions(path):
-        log(
-            f"warning: this checkpoint was written by other versions, so the last bits may differ: {', '.join(changed)}"
-        )
-    return step
+        words = "this checkpoint was written by other versions, so the last bits may differ"
+        log(f"warning: {words}: {', '.join(changed)}")
 
 
 def init_from(run: Run) -> MethodFolder | None:

@@ -51,10 +51,10 @@ class StopRequest:
         """
         if self._alone:
             return self.mine()
-        coming, self._coming = self._coming, _on_its_way(asked)
-        if coming is None:
+        before, self._coming = self._coming, (asked.to("cpu", non_blocking=True), _recorded(asked.device))
+        if before is None:
             return 0
-        summed, arrived = coming
+        summed, arrived = before
         if arrived is not None:
             arrived.synchronize()
         if not summed.item():
@@ -94,14 +94,13 @@ class StopRequest:
         self._leave_if_asked()
 
 
-def _on_its_way(number: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """Start copying a number to the CPU, without waiting; return the copy, and an event for its arrival on a GPU."""
-    if number.device.type != "cuda":
-        return number.to("cpu"), None
-    copy = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
-    arrived = torch.Event(number.device)
-    arrived.record()
-    return copy, arrived
+def _recorded(device: torch.device) -> torch.Event | None:
+    """Return an event for all that a GPU has been given to do so far; None for any other device."""
+    if device.type != "cuda":
+        return None
+    event = torch.Event(device)
+    event.record()
+    return event
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""The training loop: step, log, evaluate, save, until the last step or a signal."""
+"""The training loop: step, log, evaluate, save, until the last step or a signal.
+
+`run_loop` opens what goes on beside the steps: batches are made ahead, signals are noted (`interruption.py`), and a
+thread writes checkpoints (`run.py`). `_Loop.take_all_steps` is the loop, over the steps of `step.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,7 @@ from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
 from scale_cli.errors import GradientOverflow, Interrupted, NonFiniteError, TrainingError
 from scale_cli.methods.recipes import of_final
 from scale_cli.processes import peak_memory_bytes, waiting_for_steps
-from scale_cli.storage.records import (
-    BENCHMARKS,
-    BITS,
-    EVALUATION,
-    SAMPLES,
-    SHARES,
-    MetricsRecord,
-    TrainState,
-)
+from scale_cli.storage.records import BITS, SAMPLES, MetricsRecord, TrainState
 from scale_cli.terminal import printable, progress_bar, shows_lines
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
 from scale_cli.training.observing import better_of
@@ -64,9 +60,7 @@ def run_loop(run: TrainingRun) -> None:
         run.saving(),
         _profiled(run) as count_step,
     ):
-        loop = _Loop(run, batches, stop, bar, count_step)
-        loop.take_all_steps()
-    loop.clock()  # only now: leaving `run.saving()` has waited for the last checkpoint
+        _Loop(run, batches, stop, bar, count_step).take_all_steps()
 
 
 @contextmanager
@@ -110,25 +104,22 @@ class _Loop:
     count_step: Callable[[], None]  # for the profiler
     taken: list[TakenStep] = field(default_factory=list)  # steps after that state, not settled yet
     taken_since_s: float = 0.0  # when the first of them began
-    begun: TrainState = field(init=False)  # state when this process began or resumed the run
-    begun_s: float = field(init=False)  # time of that
+    first_step: int = field(init=False)  # that this process takes, counted from 0
     logged: TrainState = field(init=False)  # state at the last record
     logged_wait_s: float = 0.0  # total wait for batches by then
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_COMPARED_STEPS))  # of the last steps
 
     def __post_init__(self) -> None:
-        self.begun = self.logged = self.run.state
-        self.begun_s = time.monotonic()
+        self.first_step, self.logged = self.run.state.step, self.run.state
 
     def take_all_steps(self) -> None:
         """Train from the run's position to its last step."""
-        run, train = self.run, self.run.config.train
+        run, train, done = self.run, self.run.config.train, self.first_step
         if run.state.evaluation_due:
             run.state = replace(run.state, evaluation_due=False)
-            self._evaluate_what_is_due(run.state.step)
-        done = run.state.step
+            self._evaluate_what_is_due(done)
         while done < train.max_steps:
-            run.check_saving()
+            run.finish_saving(wait=False)
             try:
                 summed = self._take_step(done)
             except StopNow:
@@ -146,21 +137,10 @@ class _Loop:
                 self._settle_steps()
                 run.save()
 
-    def clock(self, *, stepping_s: float = 0.0, evaluating_s: float = 0.0) -> None:
-        """Update the times in the run's state."""
-        state = self.run.state
-        self.run.state = replace(
-            state,
-            elapsed_s=self.begun.elapsed_s + time.monotonic() - self.begun_s,
-            stepping_s=state.stepping_s + stepping_s,
-            evaluating_s=state.evaluating_s + evaluating_s,
-            saving_s=self.begun.saving_s + self.run.stalled_s,
-        )
-
     def _take_step(self, step: int) -> Tensor:
         """Take a step; return the sum of all processes' requests to stop, which the device may still be computing."""
         run, started_s = self.run, time.monotonic()
-        look = partial(self.stop.between_micro_batches, clock_too=step > self.begun.step)
+        look = partial(self.stop.between_micro_batches, clock_too=step > self.first_step)
         measured: AbstractContextManager[dict[str, Tensor]] = nullcontext({})
         if self._is_logged(step + 1) and not run.config.train.compile:  # compiled layers cannot be measured
             measured = measured_stream_ratios(run.model)
@@ -187,29 +167,53 @@ class _Loop:
             return
         steps, self.taken = self.taken, []
         figures = torch.stack([step.figures for step in steps]).tolist()  # in one transfer from the device
-        self.clock(stepping_s=time.monotonic() - self.taken_since_s)
+        run.count_time("stepping_s", self.taken_since_s)
         for step, of_step in zip(steps, figures, strict=True):
             try:
                 result = step.result(of_step)
-            except GradientOverflow as error:
-                _record_skip(run, step, error)
-                run.state = run.state.overflowed(step.num_tokens)
             except NonFiniteError as error:
-                _skip_step(run, step, error)
+                self._skip(step, error)
             else:
-                run.state = run.state.advanced(result.num_tokens, result.by_source)
+                run.state = run.state.advanced(step.num_tokens, result.by_source)
                 self._warn_of_leap(result.loss)
                 if self._is_logged(run.state.step):
                     self._log(result, step)
+
+    def _skip(self, taken: TakenStep, error: NonFiniteError) -> None:
+        """Count a step that was not finite; TrainingError if the config does not allow it, and it is no overflow."""
+        run, train, overflowed = self.run, self.run.config.train, isinstance(error, GradientOverflow)
+        if not overflowed:
+            message = f"{error}; its batch: {self._sources(taken.step)}"
+            if train.on_nonfinite == "stop":
+                ways = "Lower train.lr, raise train.warmup_steps, or set train.on_nonfinite=skip"
+                raise TrainingError(f"{message}; nothing was updated. {ways}")
+            if run.state.skipped_steps >= train.max_skipped_steps:
+                raise TrainingError(
+                    f"{message}; the limit train.max_skipped_steps {train.max_skipped_steps} is reached"
+                )
+            run.warn(f"{message}; the step is skipped")
+        run.log({"step": taken.step + 1, "skipped": str(error)})
+        run.state = run.state.skipped(taken.num_tokens, counts=not overflowed)
 
     def _warn_of_leap(self, loss: float) -> None:
         """Warn of a loss far above the last ones, and name its batch; the run itself is unaffected."""
         highest, step, train = max(self.losses, default=math.inf), self.run.state.step, self.run.config.train
         if len(self.losses) >= _FEWEST_STEPS and loss > _LEAP * highest:
             advice = f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
-            batch = f"its batch: {_sources(self.run, step - 1)}; if this happens again and again, {advice}"
+            batch = f"its batch: {self._sources(step - 1)}; if this happens again and again, {advice}"
             self.run.warn(f"step {step}: loss {loss:.4f}, but the highest of the last steps was {highest:.4f}; {batch}")
         self.losses.append(loss)
+
+    def _sources(self, step: int) -> str:
+        """Say in words how many sequences of a step, counted from 0, came from each source, and name their windows."""
+        windows = defaultdict(list)
+        for source, window in self.run.batches.windows_of(step):
+            windows[self.run.config.corpus.sources[source].name].append(str(window))
+        named = []
+        for name, of_source in windows.items():
+            more = ", ..." if len(of_source) > _WINDOWS_NAMED else ""
+            named.append(f"{len(of_source)} of {name} (windows {', '.join(of_source[:_WINDOWS_NAMED])}{more})")
+        return ", ".join(named)
 
     def _log(self, result: StepResult, taken: TakenStep) -> None:
         """Show the loss, and write a record of this step.
@@ -217,74 +221,65 @@ class _Loop:
         The speed and the losses by source cover all steps since the last record, since a source may have no sequence
         in a single step. The run's state holds the sums of the losses, so that they are the same after a resume.
         """
-        state, train = self.run.state, self.run.config.train
+        run, state = self.run, self.run.state
         tokens_per_s = state.rate_since(self.logged) or 0.0
         self.bar.set_postfix_str(f"loss {result.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
         waited_s = self.batches.waited_s - self.logged_wait_s
         self.logged, self.logged_wait_s = state, self.batches.waited_s
-        self.run.state = replace(state, since_logged=())
+        run.state = replace(state, since_logged=())
         record: MetricsRecord = {"step": state.step}
         if state.since_logged:
-            sources = zip(self.run.config.corpus.sources, state.since_logged, strict=True)
+            sources = zip(run.config.corpus.sources, state.since_logged, strict=True)
             record["loss_by_source"] = {source.name: loss / num for source, (loss, num) in sources if num}
-        if self.run.peak_tokens_per_s is not None:
-            record["mfu"] = round(tokens_per_s / self.run.peak_tokens_per_s, 4)
+        if run.peak_tokens_per_s is not None:
+            record["mfu"] = round(tokens_per_s / run.peak_tokens_per_s, 4)
         if taken.stream_ratios is not None:
             ratios = taken.stream_ratios.tolist()
             record["stream_ratios"] = [float(f"{ratio:.4g}") if math.isfinite(ratio) else None for ratio in ratios]
-        if self.run.metrics is not None:
-            self.run.metrics.append(
-                {
-                    **record,
-                    "loss": result.loss,
-                    "grad_norm": result.grad_norm,
-                    "lr": result.lr,
-                    "num_tokens": state.num_tokens,
-                    "tokens_per_s": round(tokens_per_s, 1),
-                    "data_wait_s": round(waited_s, 3),
-                    "peak_memory_bytes": peak_memory_bytes(self.run.accelerator.device),
-                    "elapsed_s": round(state.elapsed_s, 3),
-                    "evaluating_s": round(state.evaluating_s, 3),
-                    "saving_s": round(state.saving_s, 3),
-                    "log_every_steps": train.log_every_steps,  # it may change at a resume
-                }
-            )
+        run.log(
+            {
+                **record,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": taken.lr,
+                "num_tokens": state.num_tokens,
+                "tokens_per_s": round(tokens_per_s, 1),
+                "data_wait_s": round(waited_s, 3),
+                "peak_memory_bytes": peak_memory_bytes(run.accelerator.device),
+                "elapsed_s": round(state.elapsed_s, 3),
+                "evaluating_s": round(state.evaluating_s, 3),
+                "saving_s": round(state.saving_s, 3),
+                "log_every_steps": run.config.train.log_every_steps,  # it may change at a resume
+            }
+        )
 
     def _evaluate_what_is_due(self, done: int) -> None:
         """If an evaluation is due, evaluate the weights that `final/` would hold; save them if they are the best yet.
 
         In a process that is alone, a signal ends the evaluation at once; the resumed run then begins with it.
         """
-        run, train, observer = self.run, self.run.config.train, self.run.observer
-        chooses = train.max_forgetting is not None
-        losses_due = _is_due(done, train.eval_every_steps) or (chooses and done == train.max_steps)
+        run, train, bound = self.run, self.run.config.train, self.run.config.train.max_forgetting
+        losses_due = _is_due(done, train.eval_every_steps) or (bound is not None and done == train.max_steps)
         benchmarks_due = _is_due(done, train.eval_benchmarks_every_steps)
-        if observer is None or not (losses_due or benchmarks_due):
+        if run.observer is None or not (losses_due or benchmarks_due):
             return
         self._settle_steps()
         started_s, best = time.monotonic(), run.state.best
-        record: MetricsRecord = {"step": done}
         try:
             with of_final(run.hooks, run.optimiser), self.stop.at_once():  # a signal restores the training weights too
-                if losses_due:
-                    losses, samples = observer.losses(), observer.samples()
-                    record[EVALUATION], record[BITS], record[SHARES] = losses
-                    if samples:
-                        record[SAMPLES] = samples
-                    if train.max_forgetting is not None:
-                        best = better_of(best, observer.score(done, losses.bits_per_byte), train.max_forgetting)
-                if benchmarks_due:
-                    record[BENCHMARKS] = observer.accuracies()
+                record = run.observer.evaluate(done, losses=losses_due, benchmarks=benchmarks_due)
         except StopNow:
             run.state = replace(run.state, evaluation_due=True)
             self._save_and_leave(self.stop.mine())
+        if losses_due and bound is not None:
+            best = better_of(best, run.observer.score(done, record[BITS]), bound)
         if best is not None:
             record["best_step"] = best.step
         is_new = best != run.state.best
         run.state = replace(run.state, best=best)
-        self.clock(evaluating_s=time.monotonic() - started_s)
-        if run.metrics is not None:
-            run.metrics.append(record)
+        run.count_time("evaluating_s", started_s)
+        run.log(record)
+        if run.accelerator.is_main_process:
             _show_samples(record)
         run.accelerator.wait_for_everyone()  # the main process's samples may take longer than a step's timeout
         if is_new:
@@ -313,38 +308,3 @@ def _show_samples(record: MetricsRecord) -> None:
 
 def _is_due(done: int, every_steps: int | None) -> bool:
     return every_steps is not None and done % every_steps == 0
-
-
-def _skip_step(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> None:
-    """Skip a step that was not finite; TrainingError if the config does not allow it."""
-    train = run.config.train
-    message = f"{error}; its batch: {_sources(run, taken.step)}"
-    if train.on_nonfinite == "stop":
-        raise TrainingError(
-            f"{message}; nothing was updated. Lower train.lr, raise train.warmup_steps, or set train.on_nonfinite=skip"
-        ) from None
-    if run.state.skipped_steps >= train.max_skipped_steps:
-        raise TrainingError(
-            f"{message}; the limit train.max_skipped_steps {train.max_skipped_steps} is reached"
-        ) from None
-    run.warn(f"{message}; the step is skipped")
-    _record_skip(run, taken, error)
-    run.state = run.state.skipped(taken.num_tokens)
-
-
-# Only writes the record; the caller counts the step.
-def _record_skip(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> None:
-    if run.metrics is not None:
-        run.metrics.append({"step": taken.step + 1, "skipped": str(error)})
-
-
-def _sources(run: TrainingRun, step: int) -> str:
-    """Say in words how many sequences of a step, counted from 0, came from each source, and name their windows."""
-    windows = defaultdict(list)
-    for source, window in run.batches.windows_of(step):
-        windows[run.config.corpus.sources[source].name].append(window)
-    named = []
-    for name, indices in windows.items():
-        shown = ", ".join(str(index) for index in indices[:_WINDOWS_NAMED])
-        named.append(f"{len(indices)} of {name} (windows {shown}{', ...' if len(indices) > _WINDOWS_NAMED else ''})")
-    return ", ".join(named)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +15,7 @@ from scale_cli.evaluation.results import finite
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import ALONE, is_main, share
-from scale_cli.storage.records import Losses, Score, Shares
+from scale_cli.storage.records import BENCHMARKS, BITS, EVALUATION, SAMPLES, SHARES, Losses, MetricsRecord, Score
 from scale_cli.training.sharding import gathered_roots, is_sharded
 from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import attending_by_sdpa
@@ -27,14 +25,6 @@ if TYPE_CHECKING:
 
 
 _SAMPLE = ContinuationsConfig(prompts=1, prompt_tokens=32, new_tokens=32)
-
-
-class Evaluated(NamedTuple):
-    """Every head's loss on the first documents of every corpus; `routed` is the loss under the router's rule."""
-
-    nats_per_token: Losses
-    bits_per_byte: Losses
-    base_shares: Shares  # share of tokens for which the router chose the base head
 
 
 @dataclass(frozen=True)
@@ -49,34 +39,49 @@ class Observer:
     held_out: list[TokenisedCorpus]  # in the config's order
     benchmarks: OpenedBenchmarks | None
 
-    def losses(self) -> Evaluated:
-        """Return the losses on the first documents of every held-out corpus."""
-        evaluated = Evaluated({}, {}, {})
+    def evaluate(self, step: int, *, losses: bool, benchmarks: bool) -> MetricsRecord:
+        """Return a record of the losses and samples after a step, or of the accuracies in benchmarks, or both."""
+        record: MetricsRecord = {"step": step}
+        self.model.eval()
+        with gathered_roots(self.wrapped, self.observed), attending_by_sdpa(self.model):
+            if losses:
+                self.losses(record)
+                if samples := self.samples():
+                    record[SAMPLES] = samples
+            if benchmarks:
+                record[BENCHMARKS] = self.accuracies()
+        self.model.train()
+        return record
+
+    def losses(self, record: MetricsRecord) -> None:
+        """Record every head's loss on the first documents of every held-out corpus.
+
+        `routed` is the loss under the router's rule.
+        """
         heads = {"base": "base", "adapted": "adapted", "routed": self.config.method.router.rule}
-        with self._in_evaluation():
-            for source, corpus in zip(self.config.evaluation.perplexity, self.held_out, strict=True):
-                scored = score_corpus(
-                    self.observed,
-                    corpus,
-                    self.config.method.router,
-                    Passes.of(self.config),
-                    max_documents=self.config.train.eval_max_documents,
-                    progress=f"evaluating {source.name}" if is_main() else None,
-                    share=share(),
-                )
-                nats, bits, base_shares = evaluated
-                nats[source.name] = {head: finite(scored.nats_per_token(name)) for head, name in heads.items()}
-                bits[source.name] = {head: finite(scored.bits_per_byte(name)) for head, name in heads.items()}
-                base_shares[source.name] = finite(scored.base_share(heads["routed"]))
-        return evaluated
+        record[EVALUATION], record[BITS], record[SHARES] = {}, {}, {}
+        for source, corpus in zip(self.config.evaluation.perplexity, self.held_out, strict=True):
+            scored = score_corpus(
+                self.observed,
+                corpus,
+                self.config.method.router,
+                Passes.of(self.config),
+                max_documents=self.config.train.eval_max_documents,
+                progress=f"evaluating {source.name}" if is_main() else None,
+                share=share(),
+            )
+            record[EVALUATION][source.name] = {
+                head: finite(scored.nats_per_token(rule)) for head, rule in heads.items()
+            }
+            record[BITS][source.name] = {head: finite(scored.bits_per_byte(rule)) for head, rule in heads.items()}
+            record[SHARES][source.name] = finite(scored.base_share(heads["routed"]))
 
     def accuracies(self) -> Losses:
         """Return every head's share of right answers among the first items of every benchmark."""
         assert self.benchmarks is not None, "opened where train.eval_benchmarks_every_steps is set"
-        with self._in_evaluation():
-            # The processes of a sharded model must run it together, but answers differ in their number of tokens.
-            of_all = ALONE if is_sharded(self.model) else share()
-            return self.benchmarks.accuracies(self.observed, self.tokenizer, self.config, of_all)
+        # The processes of a sharded model must run it together, but answers differ in their number of tokens.
+        of_all = ALONE if is_sharded(self.model) else share()
+        return self.benchmarks.accuracies(self.observed, self.tokenizer, self.config, of_all)
 
     def samples(self) -> dict[str, dict[str, str]]:
         """Return, by corpus, the served head's continuation of one held-out document per language.
@@ -89,13 +94,12 @@ class Observer:
         corpora = list(zip(config.evaluation.perplexity, self.held_out, strict=True))
         first_of_each = {source.language: (source, corpus) for source, corpus in reversed(corpora)}
         served, precision = config.method.definition.served(config.method.settings), config.evaluation.mixed_precision
-        with self._in_evaluation():
-            answers = SelectableHeads(self.observed, config.method.router)
-            for source, corpus in reversed(first_of_each.values()):
-                for prompt in prompts_of(corpus, self.tokenizer, _SAMPLE):
-                    said = continuations(answers, served, self.tokenizer, _SAMPLE.new_tokens, precision, [prompt])
-                    begun = str(self.tokenizer.decode(prompt.ids, skip_special_tokens=True))
-                    texts[source.name] = {"prompt": begun, "continuation": said[0]}
+        answers = SelectableHeads(self.observed, config.method.router)
+        for source, corpus in reversed(first_of_each.values()):
+            for prompt in prompts_of(corpus, self.tokenizer, _SAMPLE):
+                said = continuations(answers, served, self.tokenizer, _SAMPLE.new_tokens, precision, [prompt])
+                begun = str(self.tokenizer.decode(prompt.ids, skip_special_tokens=True))
+                texts[source.name] = {"prompt": begun, "continuation": said[0]}
         return texts
 
     def score(self, step: int, bits_per_byte: Losses) -> Score | None:
@@ -111,13 +115,6 @@ class Observer:
             else:
                 lost.append(of_served - of_base)
         return Score(step, sum(learned) / len(learned), max(lost))
-
-    @contextmanager
-    def _in_evaluation(self) -> Iterator[None]:
-        self.model.eval()
-        with gathered_roots(self.wrapped, self.observed), attending_by_sdpa(self.model):
-            yield
-        self.model.train()
 
 
 def better_of(best: Score | None, new: Score | None, max_forgetting: float) -> Score | None:

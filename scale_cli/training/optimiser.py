@@ -77,12 +77,8 @@ class MuonBesideAdamW(torch.optim.Optimizer):
         """Update all parameters; none if `found_inf` is set and not 0."""
         assert closure is None, "gradients are there already"
         for part in self._parts:
-            if (found_inf := getattr(self, "found_inf", None)) is not None:
-                part.found_inf = found_inf
-            try:
-                part.step()
-            finally:
-                part.__dict__.pop("found_inf", None)
+            part.found_inf = getattr(self, "found_inf", None)
+            part.step()
 
 
 class WithholdingMuon(torch.optim.Muon):
@@ -95,26 +91,23 @@ class WithholdingMuon(torch.optim.Muon):
     def step(self, closure: Any = None) -> Any:
         """Update all matrices; if `found_inf` is set and not 0, neither they nor their momentum change."""
         assert closure is None, "gradients are there already"
-        groups, found_inf = self.param_groups, getattr(self, "found_inf", None)
-        try:
-            for group in groups:
-                for matrix in group["params"]:
-                    self.param_groups = [{**group, "params": [matrix]}]
-                    self._step_unless(found_inf, matrix)
-        finally:
-            self.param_groups = groups
-
-    def _step_unless(self, found_inf: Tensor | None, matrix: nn.Parameter) -> None:
-        if found_inf is None or matrix.grad is None:
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        groups = self.param_groups
+        of_each = [{**group, "params": [matrix]} for group in groups for matrix in group["params"]]
+        for group in of_each:
+            (matrix,) = group["params"]
+            if matrix.grad is None:
+                continue
+            state = self.state[matrix]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(matrix)
+            before = [(tensor, tensor.clone()) for tensor in (matrix, state["momentum_buffer"])]
+            self.param_groups = [group]
             super().step()
-            return
-        state = self.state[matrix]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(matrix)
-        before = [(tensor, tensor.clone()) for tensor in (matrix, state["momentum_buffer"])]
-        super().step()
-        for tensor, kept in before:
-            torch.where(found_inf > 0, kept, tensor, out=tensor)
+            if found_inf is not None:
+                for tensor, kept in before:
+                    torch.where(found_inf > 0, kept, tensor, out=tensor)
+        self.param_groups = groups
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, lr: float) -> None:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,12 +32,19 @@ from scale_cli.storage.atomic import (
     partial_folder,
     remove_folder,
     save_tensors,
-    sync,
     write_json,
     write_text,
-    writing,
 )
-from scale_cli.storage.records import CORPORA, TRAINED, BranchPoint, Cost, MetricsLog, RunFolder, TrainState
+from scale_cli.storage.records import (
+    CORPORA,
+    TRAINED,
+    BranchPoint,
+    Cost,
+    MetricsLog,
+    MetricsRecord,
+    RunFolder,
+    TrainState,
+)
 from scale_cli.storage.shards import shard_of
 from scale_cli.training.checkpoint import OPTIMISER, checkpoints, step_of
 from scale_cli.training.observing import Observer
@@ -81,7 +88,7 @@ class TrainingRun:
     # hashes of this process's parts of a sharded base; empty if it is not sharded
     base_parts: dict[str, str]
     beside: ProcessGroup | None  # processes that write a checkpoint together; None if only the main one writes
-    stalled_s: float = 0.0  # seconds that training waited for checkpoints
+    _began_s: float = field(init=False)  # when it would have begun, had nothing interrupted it
     _thread: ThreadPoolExecutor = field(init=False)  # writes checkpoints
     _job: Future[None] | None = field(default=None, init=False)
 
@@ -103,6 +110,17 @@ class TrainingRun:
         if self.accelerator.is_main_process:
             tqdm.write(f"warning: {line}", file=sys.stderr)
 
+    def log(self, record: MetricsRecord) -> None:
+        """Write a record to the log; only the main process has one."""
+        if self.metrics is not None:
+            self.metrics.append(record)
+
+    def count_time(self, what: str, since_s: float) -> None:
+        """Add what has passed since a time to one of the run's times, and bring the whole time up to now."""
+        now_s = time.monotonic()
+        times: dict[str, Any] = {what: getattr(self.state, what) + now_s - since_s, "elapsed_s": now_s - self._began_s}
+        self.state = replace(self.state, **times)
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Write checkpoints in a thread while the body runs, and wait for the last one.
@@ -111,14 +129,12 @@ class TrainingRun:
         parameters and moments to host memory. The other thread hashes the base, writes, syncs and deletes old
         checkpoints. It ends with the body: a thread that frees tensors while the interpreter ends aborts the process.
         """
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        try:
+        self._began_s = time.monotonic() - self.state.elapsed_s
+        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint") as self._thread:
             yield
-        finally:
             started_s = time.monotonic()
-            self._thread.shutdown()
-            self.stalled_s += time.monotonic() - started_s
-        self.finish_saving()  # not reached if the body fails: its error is the one to report
+            self.finish_saving()  # not reached if the body fails: its error is the one to report
+            self.count_time("saving_s", started_s)
         self.accelerator.wait_for_everyone()
 
     def save(self) -> None:
@@ -137,17 +153,12 @@ class TrainingRun:
         if self.beside is not None or self.metrics is not None:
             self._job = self._thread.submit(write_checkpoint, self, self.state, take_snapshot(self))
         self.saved_step = self.state.step
-        self.stalled_s += time.monotonic() - started_s
+        self.count_time("saving_s", started_s)
 
-    def check_saving(self) -> None:
-        """Raise the error of a checkpoint that has failed, without waiting for one under way."""
-        if self._job is not None and self._job.done():
-            self.finish_saving()
-
-    def finish_saving(self) -> None:
-        """Wait for the checkpoint being written, and raise its error if it failed."""
-        job, self._job = self._job, None
-        if job is not None:
+    def finish_saving(self, *, wait: bool = True) -> None:
+        """Raise the error of the checkpoint being written, if it failed; without `wait`, only if it has ended."""
+        if self._job is not None and (wait or self._job.done()):
+            job, self._job = self._job, None
             job.result()
 
     def base_here(self) -> dict[str, Tensor]:
@@ -207,12 +218,7 @@ def take_snapshot(run: TrainingRun) -> Snapshot:
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies on the CPU; from a GPU they go to pinned memory, with one wait for all."""
-    copies = {
-        name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(
-            tensor.detach(), non_blocking=True
-        )
-        for name, tensor in tensors.items()
-    }
+    copies = {name: tensor.detach().to("cpu", non_blocking=True, copy=True) for name, tensor in tensors.items()}
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.current_stream().synchronize()
     return copies
@@ -224,36 +230,26 @@ def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) ->
     For a sharded model every process must call this, and writes its parts. The processes exchange only whether each
     succeeded, in a group of their own. The folder is whole if all succeeded, and absent otherwise.
     """
+    folder = run.folder.checkpoint(state.step)
+    partial = partial_folder(folder)
     with ExitStack() as held:
         with all_succeed(run.beside):
-            partial = _begin_folder(run, run.folder.checkpoint(state.step), held)
+            if run.metrics is not None:
+                run.metrics.sync()
+                if folder.is_dir() and not (folder / MANIFEST).is_file():
+                    remove_folder(folder)  # so damaged that `new_folder` would refuse to replace it
+                held.enter_context(new_folder(folder))  # at its end the folder gets its name
         with all_succeed(run.beside):
-            with _beside_the_training_stream(run.model.device):
+            device = run.model.device
+            # In a CUDA stream of its own: copies of frozen tensors and training steps need not wait for each other.
+            with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
                 run.check_base(state.step, snapshot.base)
             if is_main():
                 run.describe(partial, state)
             for name, tensors in snapshot.files.items():
                 save_tensors(partial / name, tensors, snapshot.header)
-                with writing(partial):
-                    sync(partial / name)  # on the disk of the process that wrote it, perhaps on another machine
     if is_main():
         _remove_old_checkpoints(run, state)
-
-
-def _begin_folder(run: TrainingRun, folder: Path, held: ExitStack) -> Path:
-    """Return the folder to fill, in every process; it gets its final name when `held` ends without an error."""
-    if not is_main():
-        return partial_folder(folder)
-    if run.metrics is not None:
-        run.metrics.sync()
-    if folder.is_dir() and not (folder / MANIFEST).is_file():
-        remove_folder(folder)  # so damaged that `new_folder` would refuse to replace it
-    return held.enter_context(new_folder(folder))
-
-
-def _beside_the_training_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Use a CUDA stream of its own: copies of frozen tensors and training steps need not wait for each other."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def _remove_old_checkpoints(run: TrainingRun, newest: TrainState) -> None:

@@ -42,12 +42,10 @@ from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import ChunkedLossModel, for_training, plain_of
 
 
-def shard_model(
-    model: MethodModel, accelerator: Accelerator, train: TrainConfig, mesh: DeviceMesh | None = None
-) -> nn.Module:
+def shard_model(model: MethodModel, train: TrainConfig, mesh: DeviceMesh) -> nn.Module:
     """Shard a model in place, move this process's parts to its device, and return the module to train.
 
-    It is split over the last dimension of `mesh`, and replicated over the first of two; None: split over all processes.
+    It is split over the last dimension of `mesh`, and replicated over the first of two.
 
     The model is whole and on the CPU before; one layer at a time goes to the device before it is split.
     """
@@ -56,17 +54,11 @@ def shard_model(
             f"train.sharding: {train.sharding} cannot split a base that is already widened; set it to none"
         )
     root = for_training(model, train)
-    if mesh is None:
-        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    _shard(model, root, mesh, keep_frozen_whole=train.sharding == "expansion", lowered=_lowered(train))
+    lowered = MixedPrecisionPolicy()
+    if train.mixed_precision != "no":  # gather matrices as autocast would lower them before every product
+        lowered = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    _shard(model, root, mesh, keep_frozen_whole=train.sharding == "expansion", lowered=lowered)
     return root
-
-
-def _lowered(train: TrainConfig) -> MixedPrecisionPolicy:
-    """Return the precision in which to gather matrices that autocast would lower before every product."""
-    if train.mixed_precision == "no":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def _shard(
@@ -134,14 +126,10 @@ def gradients_kept(model: nn.Module, accelerator: Accelerator) -> Iterator[None]
         with accelerator.no_sync(model):
             yield
         return
-    sizes = {True: 0, False: 0}
-    for parameter in model.parameters():
-        sizes[parameter.requires_grad] += parameter.numel()
-    model.set_requires_gradient_sync(sizes[True] > sizes[False])
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
+    surplus = sum(p.numel() if p.requires_grad else -p.numel() for p in model.parameters())
+    model.set_requires_gradient_sync(surplus > 0)
+    yield
+    model.set_requires_gradient_sync(True)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -175,8 +163,10 @@ def gathered_roots(*modules: Any) -> Iterator[None]:
 
     It does nothing if nothing is sharded.
     """
+    peft = sys.modules.get("peft")  # imported already if there is a PEFT model
+    whole = PreTrainedModel | ChunkedLossModel | getattr(peft, "PeftModel", PreTrainedModel)
     inside = dict.fromkeys(inner for module in modules for inner in module.modules())
-    roots = [module for module in inside if isinstance(module, FSDPModule) and _is_root(module)]
+    roots: list[Any] = [module for module in inside if isinstance(module, FSDPModule) and isinstance(module, whole)]
     for root in roots:
         root.unshard()
     try:
@@ -184,11 +174,6 @@ def gathered_roots(*modules: Any) -> Iterator[None]:
     finally:
         for root in roots:
             root.reshard()
-
-
-def _is_root(unit: object) -> bool:
-    peft = sys.modules.get("peft")  # imported already if there is a PEFT model
-    return isinstance(unit, PreTrainedModel | ChunkedLossModel | getattr(peft, "PeftModel", PreTrainedModel))
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -29,16 +29,13 @@ from scale_cli.upscale.objective import ChunkedLossModel, attending_by_sdpa
 _UNSCALED = GradScaler(enabled=False)
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one step."""
+class StepResult(NamedTuple):
+    """What is known of a step once it has run."""
 
     loss: float  # nats per target token, over the global batch, before the update
     grad_norm: float  # before clipping
-    lr: float  # of the update
-    num_tokens: int  # target tokens of the global batch
     # by source, (summed loss, number of targets); empty if the model gives no losses of single tokens
-    by_source: tuple[tuple[float, int], ...] = ()
+    by_source: tuple[tuple[float, int], ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class TakenStep:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}: not finite")
         by_source = tuple(zip(of_sources, self.num_targets, strict=True)) if of_sources else ()
-        return StepResult(loss, grad_norm, self.lr, self.num_tokens, by_source)
+        return StepResult(loss, grad_norm, by_source)
 
 
 def train_step(
@@ -92,82 +89,65 @@ def train_step(
     Args:
         accelerator: processes and devices.
         model: as Accelerate runs it, or sharded; its output has a loss.
-        optimiser: over the trainable parameters; a fused one, whose kernel skips the update if `found_inf` is set.
+        optimiser: over the trainable parameters; it skips the update if `found_inf` is set.
         batch: this process's part of the global batch.
         train: learning rate, clipping, precision.
         between_micro_batches: called between two micro-batches.
         asked: returns this process's request to stop.
         hooks: called around the update, the outermost first.
-        scaler: scales the loss, so that float16 gradients do not vanish; it learns whether they overflowed.
+        scaler: of the loss, for float16; it learns whether gradients overflowed.
     """
-    step, num_targets, micro_batches = batch.step, batch.num_targets, batch.micro_batches
-    num_tokens = max(sum(num_targets), 1)  # a batch of conversations may have no targets
+    device, num_sources = accelerator.device, len(batch.num_targets)
+    num_tokens = max(sum(batch.num_targets), 1)  # a batch of conversations may have no targets
     sums_by_source = isinstance(getattr(model, "module", model), ScaleForCausalLM | ChunkedLossModel)
     # Request to stop, whole loss, then each source's loss.
-    sums = torch.zeros(2 + sums_by_source * len(num_targets), device=accelerator.device)
-    for index, micro_batch in enumerate(micro_batches):
-        here = micro_batch.to(accelerator.device)
-        losses_BT = torch.zeros(here.targets.shape, device=accelerator.device) if sums_by_source else None
-        if index:
-            between_micro_batches()
-        last = index == len(micro_batches) - 1
-        with nullcontext() if last else gradients_kept(model, accelerator):
-            with autocast(accelerator.device.type, train.mixed_precision):
-                share = loss_share(model, here, accelerator.device, num_tokens, losses_BT)
+    sums = torch.zeros(2 + sums_by_source * num_sources, device=device)
+    for number, micro_batch in enumerate(batch.micro_batches, start=1):
+        more_to_come = number < len(batch.micro_batches)
+        here = micro_batch.to(device)
+        losses_BT = torch.zeros(here.targets.shape, device=device) if sums_by_source else None
+        with gradients_kept(model, accelerator) if more_to_come else nullcontext():
+            with autocast(device.type, train.mixed_precision):
+                share = loss_share(model, here, num_tokens, losses_BT)
             # Gradients are averaged over processes, but each process's loss is a part of a sum.
             accelerator.backward(scaler.scale(share * accelerator.num_processes))
         sums[1] += share.detach()
-        if losses_BT is not None:
-            sums[2:] += _by_source(losses_BT.sum(dim=1), here.sources, len(num_targets))
+        if losses_BT is not None:  # summed without an atomic addition, so that a GPU gives the same bits again
+            is_of_SB = here.sources == torch.arange(num_sources, device=device).unsqueeze(1)
+            sums[2:] += torch.where(is_of_SB, losses_BT.sum(dim=1), 0.0).sum(dim=1)
+        if more_to_come:
+            between_micro_batches()
     sums[0] = asked()
     sums = accelerator.reduce(sums, reduction="sum")
-    loss_scale = scaler.scale(torch.ones(1, device=accelerator.device))
+    loss_scale = scaler.scale(torch.ones(1, device=device))
     scaler.unscale_(optimiser)
     parameters = list(trainable_parameters(model).values())
     grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm))
     figures = torch.cat([sums[1:2], grad_norm.float().view(1), loss_scale, sums[2:]])
-    lr = learning_rate(step, train)
+    lr = learning_rate(batch.step, train)
     set_learning_rate(optimiser, lr)
-    _update(Update(step, optimiser, torch.isfinite(figures).all()), hooks, scaler)
-    return TakenStep(step, figures, sums[0], lr, num_targets)
-
-
-def _by_source(losses_B: Tensor, sources_B: Tensor, num_sources: int) -> Tensor:
-    """Return (S,), each source's summed loss; the sum is deterministic, also on a GPU."""
-    is_of_SB = sources_B == torch.arange(num_sources, device=sources_B.device).unsqueeze(1)
-    return torch.where(is_of_SB, losses_B, 0.0).sum(dim=1)
+    _update(Update(batch.step, optimiser, torch.isfinite(figures).all()), hooks, scaler)
+    return TakenStep(batch.step, figures, sums[0], lr, batch.num_targets)
 
 
 def _update(update: Update, hooks: Sequence[Hook], scaler: GradScaler) -> None:
-    """Update the parameters, with the hooks before and after, and drop the gradients."""
+    """Update what trains, with the hooks before and after, and drop the gradients.
+
+    If the step is not finite, weights, moments and step counts stay: the device decides that, without a wait.
+    """
     for hook in hooks:
         hook.before(update)
-    _step_where_finite(update.optimiser, update.finite)
+    update.optimiser.found_inf = (~update.finite).float()  # as scalers tell a fused optimiser (`torch/optim/adam.py`)
+    update.optimiser.step()
+    del update.optimiser.found_inf
     scaler.update()
     for hook in reversed(hooks):
         hook.after(update)
     update.optimiser.zero_grad(set_to_none=True)
 
 
-def _step_where_finite(optimiser: Any, finite: Tensor) -> None:
-    """Update, or leave weights, moments and step counts unchanged; the device decides, without a wait."""
-    # Gradient scalers tell a fused optimiser in this way (`torch/optim/adam.py`).
-    optimiser.found_inf = (~finite).float()
-    try:
-        optimiser.step()
-    finally:
-        del optimiser.found_inf
-
-
-def loss_share(
-    model: nn.Module,
-    micro_batch: MicroBatch,
-    device: torch.device,
-    num_tokens: int,
-    losses_BT: Tensor | None = None,
-) -> Tensor:
+def loss_share(model: nn.Module, batch: MicroBatch, num_tokens: int, losses_BT: Tensor | None = None) -> Tensor:
     """Return a micro-batch's summed loss divided by the global batch's targets, by the model's own loss function."""
-    batch = micro_batch.to(device)
     # Only our own models accept these arguments.
     ours: dict[str, Any] = {} if batch.distillation is None else {"distillation": batch.distillation}
     if losses_BT is not None:
@@ -201,7 +181,7 @@ def hooks_of(
     def loss(window: MicroBatch) -> Tensor:
         num_tokens = max(int((window.targets != IGNORED).sum()), 1)
         with autocast(accelerator.device.type, train.mixed_precision), attending_by_sdpa(model):
-            return loss_share(alone, window, accelerator.device, num_tokens)
+            return loss_share(alone, window.to(accelerator.device), num_tokens)
 
     training = Training(model, train, start, accelerator, probe, loss)
     return make_hooks(training, method.definition.hooks(method.settings, training))

@@ -15,14 +15,7 @@ from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import load_config
 from tests.command_line import Scale
 from tests.one_step import write_config
-from tests.torture.attacker import (
-    REMOTE_MODEL,
-    edit_json,
-    evil_pickle,
-    evil_python,
-    reseal,
-    write_benchmark,
-)
+from tests.torture.attacker import REMOTE_MODEL, edit_json, evil_pickle, evil_python, reseal, write_benchmark
 
 TWO_STEPS = {"max_steps": 2, "save_every_steps": 1}
 Configured = Callable[..., Path]

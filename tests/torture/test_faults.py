@@ -196,39 +196,30 @@ def train_together(runs: Runs, name: str, num_processes: int, hook: Hook | None 
     return [ended.exit_code for ended in ends]
 
 
-def test_killed_while_all_processes_step_beside_their_sharded_save_a_run_ends_as_the_whole_one(
-    runs: Runs, in_full: bool
-) -> None:
-    for num_processes, sharding in ((2, "expansion"), (2, "all"), (4, "all")) if in_full else ((2, "all"),):
-        several = Runs(runs.root, (f"train.sharding={sharding}",))
-        whole = several.upscaled("whole-of-several")
-        assert not any(train_together(several, "whole-of-several", num_processes))
-        for rank in range(num_processes) if in_full else (1,):
-            run = several.upscaled("killed")
-            codes = train_together(several, "killed", num_processes, OfProcess(rank, KillBesideSteps()))
-            assert codes[rank] == -signal.SIGKILL
-            assert [folder.name for folder in run.checkpoints.glob("step-*")] == [run.checkpoint(SAVED_STEPS[0]).name]
-            assert not any(train_together(several, "killed", num_processes))
-            assert_same(run, whole)
-
-
-def test_one_of_two_processes_is_killed_where_it_writes_and_the_run_ends_as_the_whole_one(
+def test_one_of_several_processes_is_killed_beside_steps_or_where_it_writes_and_the_run_ends_as_the_whole_one(
     runs: Runs, in_full: bool, record_property: Record
 ) -> None:
     kills = 0
-    for sharding in ("none", "expansion", "all") if in_full else ("all",):
-        two = Runs(runs.root, (f"train.sharding={sharding}",))
-        for rank in (0, 1) if in_full else (1,):
-            whole, counted = two.upscaled("whole-of-two"), two.root / "calls.jsonl"
-            assert train_together(two, "whole-of-two", 2, OfProcess(rank, Fault(whole.root, 0, counted=counted))) == [
-                0,
-                0,
-            ]
-            num_calls = len(counted.read_text(encoding="utf-8").splitlines())
-            for call in range(1, num_calls, 1 + num_calls // 12) if in_full else (num_calls // 2,):
-                run = two.upscaled("killed")
-                kills += any(train_together(two, "killed", 2, OfProcess(rank, Fault(run.root, call, half=True))))
-                assert train_together(two, "killed", 2) == [0, 0]
-                assert_same(run, whole)
-    assert kills
-    record_property("kills of one of two processes", kills)
+    layouts = ((2, "none"), (2, "expansion"), (2, "all"), (4, "all")) if in_full else ((2, "all"),)
+    for num_processes, sharding in layouts:
+        several = Runs(runs.root, (f"train.sharding={sharding}",))
+        for rank in range(num_processes) if in_full else (1,):
+            whole, counted = several.upscaled("whole-of-several"), several.root / "calls.jsonl"
+            count = OfProcess(rank, Fault(whole.root, 0, counted=counted))
+            assert not any(train_together(several, "whole-of-several", num_processes, count))
+            num_calls, killed = len(counted.read_text(encoding="utf-8").splitlines()), several.folder("killed")
+            calls = range(1, num_calls, 1 + num_calls // 12) if in_full else (num_calls // 2,)
+            hooks: list[Hook] = [Fault(killed.root, call, half=True) for call in calls if num_processes == 2]
+            hooks += [KillBesideSteps()] if sharding != "none" else []  # else one process writes all
+            for hook in hooks:
+                several.upscaled("killed")
+                codes = train_together(several, "killed", num_processes, OfProcess(rank, hook))
+                if isinstance(hook, KillBesideSteps):
+                    assert codes[rank] == -signal.SIGKILL
+                    written = [folder.name for folder in killed.checkpoints.glob("step-*")]
+                    assert written == [killed.checkpoint(SAVED_STEPS[0]).name]
+                kills += any(codes)
+                assert not any(train_together(several, "killed", num_processes))
+                assert_same(killed, whole)
+    assert kills > 1
+    record_property("kills of one of several processes", kills)

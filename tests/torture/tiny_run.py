@@ -94,8 +94,8 @@ class Runs:
         resume = ["--resume", "auto"] if verb == "train" else []
         return [verb, str(self.config(name)), *self.overrides, *resume]
 
-    def start(self, name: str, **options: Any) -> Verb:
-        return Verb(*self.arguments("train", name), **options)
+    def start(self, name: str) -> Verb:
+        return Verb(*self.arguments("train", name))
 
     def start_two(self, name: str) -> list[Verb]:
         return start_group(*self.arguments("train", name), num_processes=2)

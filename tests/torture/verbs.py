@@ -45,10 +45,6 @@ class Verb:
         self.process: BaseProcess = FORKS.Process(target=_run, args=(arguments, hook, environment or {}, name))
         self.process.start()
 
-    def kill(self) -> None:
-        """End it without any warning."""
-        self.process.kill()
-
     def send(self, number: int) -> None:
         assert self.process.pid is not None
         with suppress(ProcessLookupError):  # it has ended
@@ -59,7 +55,7 @@ class Verb:
         self.process.join(within_s)
         hangs = self.process.exitcode is None
         if hangs:
-            self.kill()
+            self.process.kill()
             self.process.join()
         printed = self._printed.read_text(encoding="utf-8", errors="replace")
         self._printed.unlink()
@@ -70,7 +66,7 @@ class Verb:
     def is_killed_after(self, delay_s: float) -> bool:
         """Kill it after a while, unless it has ended by then; return whether it was killed."""
         self.process.join(delay_s)
-        self.kill()
+        self.process.kill()
         return self.ended().exit_code == -signal.SIGKILL
 
 
@@ -100,7 +96,7 @@ def ended_group(verbs: list[Verb], within_s: float = PATIENCE_S) -> list[Ended]:
         if any(verb.process.exitcode for verb in verbs):
             time.sleep(0.5)  # what it did before it ended may end the others too
             for verb in verbs:
-                verb.kill()
+                verb.process.kill()
         time.sleep(0.02)
     return [verb.ended(1) for verb in verbs]
 

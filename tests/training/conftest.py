@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -112,20 +111,3 @@ def around_steps(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Any, Calla
 def before_each_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Any], object]) -> None:
     """Call something with the number of steps done and the model, before every step."""
     around_steps(monkeypatch, lambda done, model, take: (act(done, model), take())[1])
-
-
-def raise_signal_after(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
-    """Send ourselves a signal from inside a step, as a scheduler would."""
-
-    def signalled(done: int, _model: Any, take: Callable[[], TakenStep]) -> TakenStep:
-        taken = take()
-        if done == step - 1:
-            os.kill(os.getpid(), number)
-        return taken
-
-    around_steps(monkeypatch, signalled)
-
-
-def take_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let steps be steps again."""
-    monkeypatch.setattr(loop, "train_step", train_step)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,14 +15,6 @@ from scale_cli.training.context import _visible, attend_over_parts, parallelism
 from scale_cli.upscale.objective import SHARING_WINDOWS
 from tests.model.test_families import tiny
 from tests.widening import as_if_trained, widen
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "exaone4, tied"])
@@ -53,17 +43,12 @@ def test_the_bias_by_which_a_gpu_needs_no_mask_is_that_mask() -> None:
     assert torch.equal(mask[0, 0], causal_lower_right(3, 9)._materialize())
 
 
-def test_what_accelerate_does_not_lay_out_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_accelerate_does_not_lay_out_or_nobody_counts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    within = {"max_steps": 1, "sharding": "all", "sharded_within": "node"}
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    train = TrainConfig(max_steps=1, context_parallel=2, sharding="all", sharded_within="node")
-    with pytest.raises(ConfigError, match=r"^train\.context_parallel 2, train\.sharded_within node: .+") as caught:
-        parallelism(train, 4)
-    assert "\n" not in str(caught.value)
-
-
-def test_machines_whose_processes_nobody_counts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    train = TrainConfig(max_steps=1, sharding="all", sharded_within="node")
-    assert parallelism(train, 1).total_size == 1
+    with pytest.raises(ConfigError, match=r"^train\.context_parallel 2, train\.sharded_within node: [^\n]+$"):
+        parallelism(TrainConfig.model_validate({**within, "context_parallel": 2}), 4)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert parallelism(TrainConfig.model_validate(within), 1).total_size == 1
     with pytest.raises(ConfigError, match=r"^train\.sharded_within node: .*LOCAL_WORLD_SIZE"):
-        parallelism(train, 2)
+        parallelism(TrainConfig.model_validate(within), 2)

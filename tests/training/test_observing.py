@@ -18,7 +18,7 @@ from scale_cli.commands.train import train
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
-from scale_cli.storage.atomic import file_sha256, remove_folder
+from scale_cli.storage.atomic import file_sha256, read_json, remove_folder
 from scale_cli.storage.records import (
     BENCHMARKS,
     BITS,
@@ -34,8 +34,10 @@ from scale_cli.storage.records import (
     TrainState,
     read_records,
 )
+from scale_cli.training import run as training_run
 from scale_cli.training.checkpoint import checkpoints, step_of
 from scale_cli.training.observing import Observer, better_of
+from scale_cli.training.run import write_checkpoint
 from scale_cli.upscale.run import Run
 from tests.config.small_config import SMALLEST, load_text
 from tests.evaluation.task_files import task_of
@@ -100,6 +102,7 @@ def runs_that_choose(make_config: MakeConfig, shared_data: Path, tmp_path: Path,
         "train.eval_max_items=3",
         "train.max_forgetting=0.1",
         "train.keep_checkpoints=1",
+        "train.save_every_steps=2",
         "train.global_batch_size=2",
         "train.micro_batch_size=2",
         "train.log_every_steps=4",
@@ -147,8 +150,17 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
     def scored(_: Observer, step: int, _bits: Losses) -> Score:
         return Score(step, *scores[step])
 
+    saved = list[int]()
+
+    def write(run: Any, state: TrainState, snapshot: Any) -> None:
+        saved.append(state.step)
+        write_checkpoint(run, state, snapshot)
+
     monkeypatch.setattr(Observer, "score", scored)
+    monkeypatch.setattr(training_run, "write_checkpoint", write)
     run = finished(whole)
+    assert saved == [2, 4, 6, 8, 9], "a step that has a checkpoint is not saved again"
+    assert read_json(run.final / "cost.json")["saving_s"] >= 0
     assert [step_of(folder) for folder in checkpoints(run)] == [4, 9]
     assert file_sha256(run.final / TRAINED) == file_sha256(run.checkpoint(4) / TRAINED)
     assert file_sha256(run.final / TRAINED) != file_sha256(run.checkpoint(9) / TRAINED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import threading
 import time
@@ -15,13 +14,7 @@ import pytest
 import torch
 
 from scale_cli.commands.train import train
-from scale_cli.errors import (
-    Interrupted,
-    OutOfMemory,
-    PreservationError,
-    RunFolderError,
-    TrainingError,
-)
+from scale_cli.errors import Interrupted, OutOfMemory, PreservationError, RunFolderError, TrainingError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.planning import memory_of_run
 from scale_cli.report import quantity
@@ -77,25 +70,6 @@ def test_a_base_that_changes_while_it_trains_is_found_and_nothing_more_is_saved(
     with pytest.raises(PreservationError, match=r"step 6: the base has changed: model\.norm\.weight"):
         train(config, None, print)
     assert saved_steps(run) == [3]
-
-
-def test_a_step_that_has_a_checkpoint_is_not_saved_again(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config("run", "train.max_hours=1e-9", "train.save_every_steps=1", "train.max_steps=3")
-    run, saved = upscaled(config), list[int]()
-
-    def write(run: Any, state: TrainState, snapshot: Any) -> None:
-        saved.append(state.step)
-        write_checkpoint(run, state, snapshot)
-
-    monkeypatch.setattr(training_run, "write_checkpoint", write)
-    for _ in range(2):
-        with pytest.raises(Interrupted):
-            go_on(config)
-    go_on(config)
-    assert saved == [1, 2, 3]
-    assert json.loads((run.final / "cost.json").read_text(encoding="utf-8"))["saving_s"] >= 0
 
 
 class SlowToFree(dict[str, Any]):

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -26,14 +26,14 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import ContinuationsConfig, MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.errors import StorageError
+from scale_cli.errors import PreservationError, StorageError
 from scale_cli.methods.recipes import local_part, trainable_parameters
-from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE
 from scale_cli.storage.atomic import load_tensors, save_tensors, verify_folder
-from scale_cli.storage.records import EVALUATION, TRAINED, RunFolder, TrainState
+from scale_cli.storage.records import EVALUATION, TRAINED, RunFolder, TrainState, read_records
 from scale_cli.storage.shards import load_shards, shard_of
 from scale_cli.training import loop, observing
+from scale_cli.training.run import TrainingRun
 from scale_cli.training.sharding import parts_here, shard_model, whole_tensor
 from scale_cli.upscale.base import tensor_sha256
 from scale_cli.upscale.method import MethodModel, start_model
@@ -81,8 +81,8 @@ class Runs:
         return load_tensors(self.folder(name).final / TRAINED)
 
     def logged(self, name: str, key: str) -> list[Any]:
-        lines = self.folder(name).metrics.read_text(encoding="utf-8").splitlines()
-        return [record[key] for record in map(json.loads, lines) if key in record]
+        records: list[Any] = read_records(self.folder(name).metrics)
+        return [record[key] for record in records if key in record]
 
     def add(self, name: str, *overrides: str, like: str | None = None) -> RunConfig:
         """Make a run's config and its start, that of the run that it is `like`, where there is one."""
@@ -175,7 +175,9 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         ("one-then-two", "one"),
     ],
 )
-def test_any_number_of_processes_sharded_or_gone_on_gives_the_losses_of_one(runs: Runs, name: str, as_in: str) -> None:
+def test_any_number_of_processes_sharded_or_gone_on_gives_the_losses_and_an_ordinary_final_of_one(
+    runs: Runs, name: str, as_in: str
+) -> None:
     """A periodic evaluation too; of the base bit for bit, where it is the base's own tokens."""
     losses = runs.logged(name, "loss")
     assert len(losses) == _LAST_STEP
@@ -185,29 +187,12 @@ def test_any_number_of_processes_sharded_or_gone_on_gives_the_losses_of_one(runs
         for corpus, heads in expected.items():
             assert found[corpus] == pytest.approx(heads, rel=1e-5)
             assert name in ("grown-two", "full-two") or found[corpus]["base"] == heads["base"]
-
-
-@pytest.mark.parametrize(
-    ("name", "as_in"),
-    [
-        *((name, "one") for name in ("expansion-two", "all-two", "node-four")),
-        *((f"{name}-two", f"{name}-one") for name in ("grown", "full", "branch")),
-    ],
-)
-def test_final_is_an_ordinary_method_folder_of_the_same_weights(runs: Runs, name: str, as_in: str) -> None:
-    whole, sharded = (runs.folder(n).final for n in (as_in, name))
+    whole, sharded = (runs.folder(one).final for one in (as_in, name))
     assert {file.name for file in sharded.iterdir()} == {file.name for file in whole.iterdir()}
-    expected, trained = runs.trained(as_in), runs.trained(name)
-    assert trained.keys() == expected.keys() and any("new_tokens" in key for key in trained) == (name == "grown-two")
-    for key, tensor in expected.items():
+    weights, trained = runs.trained(as_in), runs.trained(name)
+    assert trained.keys() == weights.keys() and (name != "grown-two" or any("new_tokens" in key for key in trained))
+    for key, tensor in weights.items():
         torch.testing.assert_close(trained[key], tensor, atol=1e-4, rtol=1e-3)
-
-
-def test_machines_that_each_hold_all_parts_write_them_once(runs: Runs) -> None:
-    parts = sorted((runs.folder("node-four").checkpoint(_LAST_STEP) / "shards").iterdir())
-    held = [name for part in parts for name in load_tensors(part)]
-    assert max(Counter(held).values()) <= 2, "two machines hold the same, one of them writes it"
-    assert runs.trained("node-four").keys() <= set(held)
 
 
 def test_sharded_processes_keep_the_best_weights_that_one_process_keeps(runs: Runs) -> None:
@@ -229,7 +214,7 @@ def test_a_sharded_checkpoint_is_whole_holds_no_pickle_and_each_process_writes_i
     assert {file.suffix for file in files - shards} == {".json", ".yaml"}
     assert len(shards) == {"two": 2, "four": 4}[name.rpartition("-")[2]]
     sizes = [sum(tensor.numel() for tensor in load_tensors(shard).values()) for shard in shards]
-    if name == "all-two":
+    if name != "lora-two":  # of node-four, two machines hold the same, and one of them writes it
         trained = runs.trained(name)
         parameters = sum(tensor.numel() for tensor in trained.values())
         assert sum(sizes) == 3 * parameters + len(trained), "parameters, two moments each, and a step count each"
@@ -237,46 +222,33 @@ def test_a_sharded_checkpoint_is_whole_holds_no_pickle_and_each_process_writes_i
 
 
 def count_exchanges() -> None:
-    """Have a run print the bytes of its second step: gathered forward and backward, by what trains, and reduced."""
+    """Have a run print the bytes of each step: gathered forward and backward, by what trains, and reduced."""
     counted: Counter[str] = Counter()
-    at: dict[str, Any] = {"step": -1, "place": "forward"}
-    collectives = vars(_fsdp_param_group)
-    gather, reduce, backward, step = (
-        collectives["foreach_all_gather"],
-        collectives["foreach_reduce"],
-        Accelerator.backward,
-        vars(loop)["train_step"],
-    )
+    collectives, step = vars(_fsdp_param_group), vars(loop)["train_step"]
+    gather, reduce = collectives["foreach_all_gather"], collectives["foreach_reduce"]
 
     def gathering(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        for parameter in parameters if at["step"] == 1 else ():
+        place = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        for parameter in parameters:
             kind = "trains" if parameter.sharded_param.requires_grad else "frozen"
             dtype = parameter.param_dtype or parameter.orig_dtype
-            counted[f"{kind}, {at['place']}"] += parameter._orig_size.numel() * dtype.itemsize
+            counted[f"{kind}, {place}"] += parameter._orig_size.numel() * dtype.itemsize
         return gather(parameters, *args, **kwargs)
 
     def reducing(parameters: Any, gradients: list[torch.Tensor], *args: Any) -> Any:
-        if at["step"] == 1:
-            counted["reduced"] += sum(gradient.numel() for gradient in gradients)
+        counted["reduced"] += sum(gradient.numel() for gradient in gradients)
         return reduce(parameters, gradients, *args)
 
-    def going_back(*args: Any, **kwargs: Any) -> None:
-        at["place"] = "backward"
-        backward(*args, **kwargs)
-        at["place"] = "forward"
-
     def stepping(*args: Any, **kwargs: Any) -> Any:
-        at["step"] = args[3].step
+        counted.clear()
+        taken = step(*args, **kwargs)
         counted["micro-batches"] = len(args[3].micro_batches)
         counted["parameters"] = sum(p.numel() for p in trainable_parameters(args[1]).values())
-        taken = step(*args, **kwargs)
-        if at["step"] == 1:
-            print(f"exchanged {json.dumps(counted)}")
+        print(f"exchanged {json.dumps(counted)}")
         return taken
 
     collectives |= {"foreach_all_gather": gathering, "foreach_reduce": reducing}
     vars(loop)["train_step"] = stepping
-    setattr(Accelerator, "backward", going_back)  # noqa: B010
 
 
 def test_what_is_frozen_is_gathered_forward_alone_and_gradients_are_reduced_once_a_step(
@@ -292,21 +264,18 @@ def test_what_is_frozen_is_gathered_forward_alone_and_gradients_are_reduced_once
     path.write_text(dump_config(config), encoding="utf-8")
     for ended in ended_group(start_group("train", str(path), num_processes=2, hook=count_exchanges)):
         assert ended.exit_code == 0, ended.printed
-        (line,) = (line for line in ended.printed.splitlines() if line.startswith("exchanged "))
+        _, line = (line for line in ended.printed.splitlines() if line.startswith("exchanged "))
         counted = Counter(json.loads(line.removeprefix("exchanged ")))
         assert counted["frozen, backward"] == 0 < counted["frozen, forward"]
         assert counted["micro-batches"] == 2
         in_two_gathers = counted["micro-batches"] * counted["parameters"] * 2 * torch.bfloat16.itemsize
-        assert 0 < counted["trains, forward"] + counted["trains, backward"] <= in_two_gathers
+        assert 0 < counted["trains, backward"] <= in_two_gathers - counted["trains, forward"]
         assert counted["reduced"] == counted["parameters"]
 
 
 @pytest.fixture
-def accelerator(tmp_path: Path) -> Iterator[Accelerator]:
-    """A group of one process: enough for a model to be sharded in all but number."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    yield Accelerator(cpu=True)
-    dist.destroy_process_group()
+def mesh(group: Any) -> DeviceMesh:
+    return init_device_mesh("cpu", (1,))
 
 
 def start(variant: str) -> MethodModel:
@@ -314,19 +283,21 @@ def start(variant: str) -> MethodModel:
     return start_model(tiny_llama(), method, seed=0).train()
 
 
+def go_back(trained: Any) -> None:
+    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=18, use_cache=False).loss.backward()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("keep_frozen_whole", [True, False])
 def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
-    accelerator: Accelerator, variant: str, keep_frozen_whole: bool
+    mesh: DeviceMesh, variant: str, keep_frozen_whole: bool
 ) -> None:
     model = start(variant)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     trains = set(trainable_parameters(model))
-    trained = shard_model(
-        model, accelerator, TrainConfig(max_steps=1, sharding="expansion" if keep_frozen_whole else "all")
-    )
-    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
-    trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=18, use_cache=False).loss.backward()
+    train = TrainConfig(max_steps=1, sharding="expansion" if keep_frozen_whole else "all")
+    go_back(shard_model(model, train, mesh))
     parameters = dict(model.named_parameters())
     sharded = {name for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
     assert sharded == (trains if keep_frozen_whole else set(parameters))
@@ -335,10 +306,9 @@ def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
     assert all(torch.equal(whole_tensor(parameter), before[name]) for name, parameter in parameters.items())
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_nothing_else(
-    accelerator: Accelerator, variant: str
-) -> None:
+def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_nothing_else(variant: str) -> None:
     model = start(variant)
     exchanged: list[int] = []
 
@@ -350,24 +320,25 @@ def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_not
 
     wrapped = DistributedDataParallel(for_training(model, TrainConfig(max_steps=1)))
     wrapped.register_comm_hook(None, lambda _, bucket: count(bucket))
-    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
-    wrapped(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=18, use_cache=False).loss.backward()
+    go_back(wrapped)
     assert sum(exchanged) == sum(parameter.numel() for parameter in trainable_parameters(model).values())
 
 
-def test_a_changed_bit_of_a_sharded_base_is_named(accelerator: Accelerator) -> None:
-    model = start("adapt")
-    assert isinstance(model, ScaleForCausalLM)
-    shard_model(model, accelerator, TrainConfig(max_steps=1, sharding="all"))
-    before = {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
+def test_a_changed_bit_of_a_sharded_base_is_named(mesh: DeviceMesh) -> None:
+    model: Any = start("adapt")
+    shard_model(model, TrainConfig(max_steps=1, sharding="all"), mesh)
+    hashes = {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
+    run: Any = SimpleNamespace(model=model, base_parts=hashes)
+    TrainingRun.check_base(run, 2, TrainingRun.base_here(run))
     with torch.no_grad():
         local_part(model.expansion.norm.weight).add_(1)
         local_part(model.base.model.layers[1].mlp.up_proj.weight)[3, 5].mul_(-1)
-    now = {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
-    assert [name for name in before if now[name] != before[name]] == ["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(PreservationError, match=r"^step 3: .*: model\.layers\.1\.mlp\.up_proj\.weight$"):
+        TrainingRun.check_base(run, 3, TrainingRun.base_here(run))
 
 
-def test_shards_of_another_model_are_refused(accelerator: Accelerator, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("group")
+def test_shards_of_another_model_are_refused(tmp_path: Path) -> None:
     small, large = (start_model(tiny_llama(hidden_size=size), MethodConfig(), seed=0) for size in (32, 64))
     shard = shard_of(trainable_parameters(small), ALONE)
     save_tensors(tmp_path / shard.file, shard.tensors, shard.header)
