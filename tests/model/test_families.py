@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,18 @@ from scale_cli.model.family_scale import FAMILIES
 from scale_cli.upscale.base import changed_tensors, load_base, record_base
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import trained_logits
-from tests.widening import TINY, as_if_trained, routed_heads, tiny_llama, train_steps, trained_head, widen
+from tests.widening import (
+    CHECKPOINTS,
+    TINY,
+    as_if_trained,
+    real_base,
+    real_ids,
+    routed_heads,
+    tiny_llama,
+    train_steps,
+    trained_head,
+    widen,
+)
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
@@ -147,6 +159,21 @@ def test_base_logits_are_the_bases_bit_for_bit_before_and_after_training(
     assert (trained.float() - expected).abs().max() > 0.01, "it has trained"
     assert torch.equal(base_logits.float(), expected)
     assert changed_tensors(base, record) == []
+
+
+@pytest.mark.parametrize(("checkpoint", "dtype"), zip(CHECKPOINTS, ("bfloat16", "float32"), strict=True))
+def test_pretrained_bases_keep_their_logits_on_real_text_bit_for_bit(
+    shared_data: Path, checkpoint: str, dtype: Any
+) -> None:
+    ids = real_ids(shared_data, checkpoint)
+    prompts_BT = torch.stack([ids[start : start + 32] for start in range(0, len(ids) - 32, len(ids) // 64)])
+    expected = answered(real_base(shared_data, checkpoint, dtype), prompts_BT)
+    model = widen(real_base(shared_data, checkpoint, dtype), "route", "top:2")
+    losses = train_steps(model, ids, num_steps=5, lr=2e-2)
+    base_logits, trained = routed_heads(model, prompts_BT)
+    assert torch.equal(base_logits.float(), expected)
+    assert (trained.float() - expected).abs().mean() > 0.1, "it has trained"
+    assert all(map(math.isfinite, losses))
 
 
 LENGTHS: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 32}
