@@ -12,30 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator, model_validator
 
-from scale_cli.config.sources import (
-    AnySource,
-    BenchmarkSource,
-    CorpusConfig,
-    EvaluationSource,
-    distinct_names,
-)
+from scale_cli.config.sources import AnySource, BenchmarkSource, CorpusConfig, EvaluationSource, distinct_names
 from scale_cli.config.training import TrainConfig
 from scale_cli.config.vocabulary import VocabularyConfig
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.methods import METHODS
 from scale_cli.methods.method import Method
 from scale_cli.methods.widened import WideningConfig
-from scale_cli.values import (
-    BatchSize,
-    Change,
-    Folder,
-    Free,
-    Length,
-    MixedPrecision,
-    PathText,
-    Section,
-    gone,
-)
+from scale_cli.values import BatchSize, Change, Folder, Free, Length, MixedPrecision, PathText, Section, gone
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantised = Literal["int8", "nf4"]  # as `model/quantised_base.QUANTISATIONS`

@@ -140,6 +140,27 @@ def test_a_plain_model_beside_its_base_is_trained_to_the_bits_of_one_unseen_and_
     assert hashes[0] and hashes[0] == hashes[1]
 
 
+def check_is_of_final(record: MetricsRecord, config: RunConfig) -> None:
+    """The record has the figures of the report on `final/`, and the continuation that its model generates."""
+    report, (acquisition, *_) = evaluate(config), config.evaluation.perplexity
+    for corpus in report.corpora:
+        heads = {
+            head: corpus.heads["posterior" if head == "routed" else head] for head in ("base", "adapted", "routed")
+        }
+        assert record[EVALUATION][corpus.name] == {head: of_one.nats_per_token for head, of_one in heads.items()}
+        assert record[BITS][corpus.name] == {head: of_one.bits_per_byte for head, of_one in heads.items()}
+        assert record[SHARES][corpus.name] == heads["routed"].base_share
+    (arc,) = report.benchmarks
+    assert record[BENCHMARKS]["arc_easy"] == {head: of_one.metrics["acc"].value for head, of_one in arc.heads.items()}
+    final = Run(config).open_final()
+    (heard,) = open_sources(config, [acquisition], final.tokenizer)
+    model: Any = final.load()
+    ids = torch.tensor(heard.document(0)[None, :32].astype("int64"))
+    greedy = model.generate(ids, max_new_tokens=32, do_sample=False)[0]
+    prompt, continuation = (final.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[0], greedy[32:]))
+    assert record[SAMPLES] == {acquisition.name: {"prompt": prompt, "continuation": continuation}}, "of one language"
+
+
 def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_chooses_the_same(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, shared_data: Path, tmp_path: Path
 ) -> None:
@@ -168,28 +189,7 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
     records = [record for record in read_records(run.metrics) if EVALUATION in record]
     assert [(record["step"], record["best_step"]) for record in records] == [(2, 2), (4, 4), (6, 4), (8, 4), (9, 4)]
     verify(run.root)
-    report = evaluate(whole)
-    (arc_result,) = report.benchmarks
-    of_step_4 = records[1][BENCHMARKS]["arc_easy"]
-    for corpus in report.corpora:
-        heads = {
-            head: corpus.heads["posterior" if head == "routed" else head] for head in ("base", "adapted", "routed")
-        }
-        assert records[1][EVALUATION][corpus.name] == {head: of_one.nats_per_token for head, of_one in heads.items()}
-        assert records[1][BITS][corpus.name] == {head: of_one.bits_per_byte for head, of_one in heads.items()}
-        assert records[1][SHARES][corpus.name] == heads["routed"].base_share
-    assert of_step_4 == {head: of_one.metrics["acc"].value for head, of_one in arc_result.heads.items()}
-
-    session, (spoken, *_) = Run(whole).open_final(), whole.evaluation.perplexity
-    (heard,) = open_sources(whole, [spoken], session.tokenizer)
-    model: Any = session.load()
-    ids = torch.tensor(heard.document(0)[None, :32].astype("int64"))
-    greedy = model.generate(ids, max_new_tokens=32, do_sample=False)[0]
-    told = {
-        "prompt": session.tokenizer.decode(ids[0], skip_special_tokens=True),
-        "continuation": session.tokenizer.decode(greedy[32:], skip_special_tokens=True),
-    }
-    assert records[1][SAMPLES] == {"acquisition": told}, "of one language, and as the model that is kept goes on"
+    check_is_of_final(records[1], whole)
 
     append = MetricsLog.append
 
