@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -120,6 +119,17 @@ class Family:
         return [name for name in (self.after_attention, self.after_mlp) if name is not None]
 
 
+# Functions, not `attrgetter`s: torch.compile must trace them.
+def _own_window(attention: Any) -> int | None:
+    window: int | None = attention.sliding_window
+    return window
+
+
+def _window_of_all(attention: Any) -> int | None:
+    window: int | None = attention.config.sliding_window
+    return window
+
+
 # The maps whose rows make up one matrix of Phi, in their order.
 _PACKED = {"qkv_proj": READ_BY_ATTENTION, "gate_up_proj": READ_BY_MLP}
 _PACKED_IN = {name: packed for packed, names in _PACKED.items() for name in names}
@@ -183,7 +193,6 @@ def _original_length(config: Any) -> int | None:
     return length if config.rope_parameters["rope_type"] == "longrope" else None
 
 
-_own_window, _window_of_all = attrgetter("sliding_window"), attrgetter("config.sliding_window")
 _QUERIES_KEYS = ("q_norm", "k_norm")
 _NORMED_AFTER: dict[str, Any] = {
     "before_attention": None,
