@@ -31,7 +31,6 @@ _REMOVED = {
     "corpus.sources.order": "leave it out; windows are always shuffled, because easy_first did worse",
     "corpus.sources.select": "leave it out; typical text taught less than a random part of the same size",
     "corpus.stages": "it made no difference; give the sources weights, or begin a run on others with train.init_from",
-    "corpus.max_unknown_fraction": "leave it out; a source is refused if the tokenizer loses a tenth of its text",
     "evaluation.benchmarks.prompt": "write it as doc_to_text in the task's .yaml, and set path to that file",
     "evaluation.benchmarks.delimiter": "write it as target_delimiter in the task's .yaml, and set path to that file",
     "train.constant_lr_ratio": "leave it out; only the removed schedule infinite had it",

@@ -169,6 +169,9 @@ class ReadingConfig(Section):
     max_bad_fraction: Free[Fraction] = Field(
         default=0.001, description="a source is refused if more than this share of its records or files is bad"
     )
+    max_unknown_fraction: Free[Fraction] = Field(
+        default=0.01, description="a source is refused if the tokenizer loses more than this share of its text"
+    )
     num_workers: Free[int | None] = Field(
         default=None,
         ge=1,
@@ -180,7 +183,7 @@ class ReadingConfig(Section):
 class CorpusConfig(ReadingConfig):
     """The training corpus."""
 
-    REMOVED: ClassVar[Mapping[str, Any]] = {"stages": [], "max_unknown_fraction": 0.01}
+    REMOVED: ClassVar[Mapping[str, Any]] = {"stages": []}
 
     sequence_length: Length = Field(default=2048, description="tokens per window")
     isolate_documents: bool = Field(

@@ -16,7 +16,7 @@ from scale_cli.config.training import KEYS_OF_SCHEDULES
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Encoder
-from scale_cli.data.ledger import Ledger, check_bad_fraction, check_is_known
+from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.processes import is_main
@@ -26,7 +26,7 @@ from scale_cli.storage.records import RunFolder, read_corpora
 # The first 4 epochs on a text teach nearly as much as new text; an epoch after 16 teaches less than half of that
 # (Muennighoff et al., arXiv 2305.16264).
 _OFTEN = 16
-_FEW_LOST = 1e-4
+_FEW_LOST, _PLAINLY_LOST = 1e-4, 0.1
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 1 << 10, 1 << 17
 _HASHES_AT_ONCE = 1 << 20
 _LARGE_DOCUMENT_BYTES = 1 << 16
@@ -73,7 +73,7 @@ def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
         return
     conversations = source.messages_field is not None
     encoder = Encoder(tokenizer, conversations=conversations)
-    ledger = Ledger()
+    ledger, is_whole = Ledger(), True
     parts = [source.model_copy(update={"path": path}) for path in source.paths] or [source]
     for part in parts:
         reader = CorpusReader(part, reading.max_document_bytes, tokenizer if conversations else None)
@@ -85,12 +85,15 @@ def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
                 room -= len(text)
             if not room:
                 break
+        is_whole = is_whole and room > 0 and reader.ledger.read.documents < _SAMPLE_RECORDS
         ledger.take(reader.ledger)
         ledger.round_trip += encoder.encode(sample).round_trip
     all_skipped = ledger.num_skipped > 0 and len(parts) == 1
     if not ledger.kept.documents and (all_skipped or ledger.bad_fraction > reading.max_bad_fraction):
         check_bad_fraction(source, ledger, reading.max_bad_fraction)
-    check_is_known(source, ledger.round_trip)
+    # A sample does not give the share exactly, but shows a script that is lost.
+    least = 0.0 if is_whole else _PLAINLY_LOST
+    check_unknown_fraction(source, ledger.round_trip, max(least, reading.max_unknown_fraction))
 
 
 def windows_of(config: CorpusConfig, corpus: TokenisedCorpus) -> PackedWindows:

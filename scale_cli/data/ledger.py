@@ -13,7 +13,6 @@ from scale_cli.report import percent
 from scale_cli.storage.records import RunRecord
 
 _PLACES = 3
-_PLAINLY_LOST = 0.1  # share of a text; a smaller one is warned of
 _FIELDS, _LONGEST_FIELD = 12, 40
 
 
@@ -200,13 +199,12 @@ def check_bad_fraction(source: TextSource, ledger: Ledger, max_bad_fraction: flo
         )
 
 
-def check_is_known(source: TextSource, round_trip: RoundTrip) -> None:
-    """Raise CorpusError if the tokenizer plainly does not know a text, or a sample of it."""
-    if round_trip.lost_fraction > _PLAINLY_LOST:
+def check_unknown_fraction(source: TextSource, round_trip: RoundTrip, max_unknown_fraction: float) -> None:
+    if round_trip.lost_fraction > max_unknown_fraction:
         raise CorpusError(
             f"{_described(source)}: the tokenizer loses {percent(round_trip.lost_fraction)} of its text, as in "
-            f"{round_trip.example!r}; it does not know this text, or its files belong to two models; set "
-            "model.tokenizer to one that knows the text"
+            f"{round_trip.example!r}, more than corpus.max_unknown_fraction {max_unknown_fraction} allows; it does not "
+            "know this text, or its files belong to two models; set model.tokenizer to one that knows the text"
         )
 
 

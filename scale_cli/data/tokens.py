@@ -41,7 +41,7 @@ from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, DocumentMarkers, Encoded, Encoder, Ids, RoundTrip, encode_all, id_dtype
 from scale_cli.data.files import SourceFile, content_hashes, describe_content, file_parts
-from scale_cli.data.ledger import Ledger, check_bad_fraction, check_has_text, check_is_known
+from scale_cli.data.ledger import Ledger, check_bad_fraction, check_has_text, check_unknown_fraction
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.processes import ALONE, Share
 from scale_cli.storage.atomic import (
@@ -114,7 +114,7 @@ class TokenCache:
                 tokenise(source, self, folder)
         corpus = self._opened(folder, source)
         check_bad_fraction(source, corpus.ledger, self.reading.max_bad_fraction)
-        check_is_known(source, corpus.ledger.round_trip)
+        check_unknown_fraction(source, corpus.ledger.round_trip, self.reading.max_unknown_fraction)
         return corpus
 
     def open_if_there(self, source: TextSource) -> TokenisedCorpus | None:

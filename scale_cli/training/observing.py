@@ -45,7 +45,7 @@ class Observer:
         self.model.eval()
         with gathered_roots(self.wrapped, self.observed), attending_by_sdpa(self.model):
             if losses:
-                self.losses(record)
+                self._record_losses(record)
                 if samples := self.samples():
                     record[SAMPLES] = samples
             if benchmarks:
@@ -53,7 +53,7 @@ class Observer:
         self.model.train()
         return record
 
-    def losses(self, record: MetricsRecord) -> None:
+    def _record_losses(self, record: MetricsRecord) -> None:
         """Record every head's loss on the first documents of every held-out corpus.
 
         `routed` is the loss under the router's rule.

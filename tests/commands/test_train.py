@@ -83,7 +83,7 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     monkeypatch.setattr(speed, "peak_flops_per_s", lambda *_: 1e9)
     monkeypatch.setattr(loop, "train_step", takes(1.0, train_step))
-    monkeypatch.setattr(Observer, "losses", takes(7200.0, Observer.losses))
+    monkeypatch.setattr(Observer, "evaluate", takes(7200.0, Observer.evaluate))
     monkeypatch.setattr(training_run, "take_snapshot", takes(3600.0, training_run.take_snapshot))
     config = make_config("run", "train.eval_every_steps=4", "train.log_every_steps=2")
     run = upscaled(config)

@@ -112,10 +112,9 @@ def test_every_error_of_a_file_is_told_at_once_each_once() -> None:
 
 def test_what_earlier_runs_wrote_of_removed_keys_at_their_defaults_still_loads() -> None:
     of_text = ("corpus.sources.0.order=shuffled", "corpus.sources.0.select=null", "corpus.stages=[]")
-    of_reading = ("corpus.max_unknown_fraction=0.01",)
     of_training = ("train.cooldown_steps=null", "train.constant_lr_ratio=0.5", "train.decay_shape=null")
     of_start = ("method.expansion.codes=random",)
-    assert load_text(SMALLEST, *of_text, *of_reading, *of_training, *of_start) == load_text(SMALLEST)
+    assert load_text(SMALLEST, *of_text, *of_training, *of_start) == load_text(SMALLEST)
 
 
 @pytest.mark.parametrize("key", _REMOVED)

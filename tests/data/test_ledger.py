@@ -234,17 +234,30 @@ def test_what_stands_for_unknown_text_gives_none_of_it_back(model: str) -> None:
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-@pytest.mark.parametrize(("num_known", "is_refused"), [(0, True), (1, True), (99, False)])
-def test_a_tokenizer_that_drops_a_tenth_is_refused_by_a_sample_and_by_the_whole(
-    tmp_path: Path, broken: Callable[[], Tokenizer], num_known: int, is_refused: bool
+@pytest.mark.parametrize(("num_known", "allowed"), [(0, 0.5), (0, 1.0), (20, 0.01), (20, 0.5)])
+def test_a_source_that_loses_more_than_its_limit_is_refused_by_a_whole_sample_and_by_its_tokens(
+    tmp_path: Path, broken: Callable[[], Tokenizer], num_known: int, allowed: float
 ) -> None:
-    tokenizer, reading = PreTrainedTokenizerFast(tokenizer_object=broken()), ReadingConfig(num_workers=1)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=broken())
     texts = {"known": [ENGLISH] * num_known, "lost": [KOREAN] * 9}
     source = source_of([str(write_jsonl(tmp_path / f"{name}.jsonl", texts[name])) for name in texts])
+    lost = round_trip(broken(), *texts["known"], *texts["lost"]).lost_fraction
+    reading = ReadingConfig(num_workers=1, max_unknown_fraction=allowed)
     for act in (
         partial(check_sample, source, tokenizer, reading),
-        partial(TokenCache(tmp_path, tokenizer).open, source),
+        partial(TokenCache(tmp_path, tokenizer, reading).open, source),
     ):
-        told = r"source \(.*\): the tokenizer loses \d+\.\d % of its text, as in '안녕하세요'"
-        with pytest.raises(CorpusError, match=told) if is_refused else nullcontext():
+        told = r"source \(.*\): the tokenizer loses \d+\.\d % of its text, as in '안녕하세요', more than corpus\.max_"
+        with pytest.raises(CorpusError, match=told) if lost > allowed else nullcontext():
             act()
+
+
+def test_a_sample_that_is_a_part_refuses_only_what_is_plainly_lost(tmp_path: Path) -> None:
+    tokenizer, strict = PreTrainedTokenizerFast(tokenizer_object=BROKEN[0]()), ReadingConfig(max_unknown_fraction=0.0)
+    source = source_of(str(write_jsonl(tmp_path / "part.jsonl", [KOREAN, *[ENGLISH] * 2000])))
+    check_sample(source, tokenizer, strict)
+    with pytest.raises(CorpusError, match="the tokenizer loses"):
+        TokenCache(tmp_path, tokenizer, strict).open(source)
+    plain = source_of(str(write_jsonl(tmp_path / "plain.jsonl", [KOREAN] * 2000)))
+    with pytest.raises(CorpusError, match="the tokenizer loses"):
+        check_sample(plain, tokenizer, strict)

@@ -30,7 +30,7 @@ from scale_cli.errors import PreservationError, StorageError
 from scale_cli.methods.recipes import local_part, trainable_parameters
 from scale_cli.processes import ALONE
 from scale_cli.storage.atomic import load_tensors, save_tensors, verify_folder
-from scale_cli.storage.records import EVALUATION, TRAINED, RunFolder, TrainState, read_records
+from scale_cli.storage.records import BENCHMARKS, EVALUATION, TRAINED, RunFolder, TrainState, read_records
 from scale_cli.storage.shards import load_shards, shard_of
 from scale_cli.training import loop, observing
 from scale_cli.training.run import TrainingRun
@@ -38,6 +38,7 @@ from scale_cli.training.sharding import parts_here, shard_model, whole_tensor
 from scale_cli.upscale.base import tensor_sha256
 from scale_cli.upscale.method import MethodModel, start_model
 from scale_cli.upscale.objective import for_training
+from tests.evaluation.task_files import task_of
 from tests.torture.verbs import ended_group, start_group
 from tests.training.conftest import MakeConfig, configs_in
 from tests.vocabulary.grown_run import prove_on_few
@@ -136,9 +137,16 @@ def no_runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs
 @pytest.fixture(scope="module")
 def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made = no_runs(shared_data, tmp_path_factory)
-    train(made.add("one", *EVALUATED), None, print)
+    arc = json.dumps(task_of(shared_data, made.root, "arc_easy", limit=8))
+    asked = (
+        f"evaluation.benchmarks=[{arc}]",
+        f"train.eval_benchmarks_every_steps={_LAST_STEP}",
+        "train.eval_max_items=8",
+    )
+    train(made.add("one", *EVALUATED, *asked), None, print)
     for sharding in ("none", "expansion", "all"):
-        made.add(f"{sharding}-two", "train.micro_batch_size=2", f"train.sharding={sharding}", *EVALUATED, like="one")
+        sharded = ("train.micro_batch_size=2", f"train.sharding={sharding}", *EVALUATED, *asked)
+        made.add(f"{sharding}-two", *sharded, like="one")
     with pytest.MonkeyPatch.context() as patch:
         prove_on_few(patch)
         for name, pair in PAIRS.items():
@@ -187,6 +195,9 @@ def test_any_number_of_processes_sharded_or_gone_on_gives_the_losses_and_an_ordi
         for corpus, heads in expected.items():
             assert found[corpus] == pytest.approx(heads, rel=1e-5)
             assert name in ("grown-two", "full-two") or found[corpus]["base"] == heads["base"]
+    if name != "node-four":  # it is not evaluated
+        accuracies = runs.logged(as_in, BENCHMARKS)
+        assert runs.logged(name, BENCHMARKS) == accuracies and bool(accuracies) == (as_in in ("one", "all-two"))
     whole, sharded = (runs.folder(one).final for one in (as_in, name))
     assert {file.name for file in sharded.iterdir()} == {file.name for file in whole.iterdir()}
     weights, trained = runs.trained(as_in), runs.trained(name)
