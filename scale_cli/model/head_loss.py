@@ -141,7 +141,9 @@ def _fill_losses(
     torch.log_softmax(logits_NV, dim=1, dtype=said_NV.dtype, out=said_NV)
     of_targets_N1 = said_NV.gather(1, places_N1)
     torch.exp(said_NV, out=grad_NV)
-    grad_NV.scatter_(1, places_N1, torch.expm1(of_targets_N1, out=grad_NV.new_empty(places_N1.shape)))
+    # `scatter_` copies the whole matrix on a processor.
+    of_targets_N = torch.expm1(of_targets_N1).to(grad_NV.dtype).squeeze(1)
+    grad_NV[torch.arange(len(grad_NV), device=grad_NV.device), places_N1.squeeze(1)] = of_targets_N
     torch.neg(of_targets_N1, out=losses_N.unsqueeze(1)).masked_fill_(ignored_N1, 0.0)
 
 

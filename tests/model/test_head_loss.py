@@ -106,7 +106,7 @@ class BytesMoved(TorchDispatchMode):
             return made
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "out"}
         read, written = tree_leaves((args, kwargs)), tree_leaves(made)
-        if name in ("gather", "scatter", "scatter_", "scatter_add_"):
+        if name in ("gather", "scatter", "scatter_", "scatter_add_", "index_put_"):
             read = written = [args[2]]
         in_place = op._schema.arguments[0].alias_info is not None and not op._schema.arguments[0].is_out
         if name in ("copy_", "zero_", "fill_") and in_place:
