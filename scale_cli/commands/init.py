@@ -260,7 +260,7 @@ def look_into(name: str, given: str, language: str, tokenizer: PreTrainedTokeniz
 def source_of(name: str, given: str, language: str) -> dict[str, Any]:
     """Return a text's entry in the config: files if they exist or look like file names, else a dataset of the hub."""
     dataset = _DATASET.fullmatch(given)
-    if dataset is None or _FILES.fullmatch(given) or glob.glob(os.path.expanduser(given)):  # noqa: PTH111
+    if dataset is None or _FILES.fullmatch(given) or glob.glob(os.path.expanduser(given)):  # noqa: PTH111 (a pattern)
         return {"name": name, "path": given, "language": language}
     place = zip(("dataset", "subset", "split"), dataset.groups(), strict=True)
     return {"name": name, **{key: value for key, value in place if value}, "language": language}

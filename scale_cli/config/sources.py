@@ -60,7 +60,9 @@ class TextSource(Section):
         default=0, ge=0, le=10**12, description="skip this many first documents, as if they were not there"
     )
     max_documents: Documents | None = Field(
-        default=None, description="reading ends after this many documents, or when more than this many were dropped"
+        default=None,
+        description="reading ends after this many documents, or when more than this many records were dropped; a "
+        "conversation that the chat template refuses counts as a document, here and in skip_documents",
     )
 
     @property

@@ -79,6 +79,7 @@ class CorpusReader:
         records = self._from_files() if self.source.dataset is None else self._from_dataset()
         documents = (record for record in records if isinstance(record, Document))
         self.ledger.num_skipped = sum(1 for _ in islice(documents, self.source.skip_documents))
+        # Conversations count before the template may refuse them, as above: what one source skips, another reads.
         most, kept, dropped = self.source.max_documents, 0, 0
         for record in records:
             kept, dropped = kept + isinstance(record, Document), dropped + isinstance(record, Rejected)
