@@ -277,7 +277,7 @@ def generate(
     top_p: Annotated[
         float, Option(metavar="P", min=0.0, max=1.0, help="Sample from the likeliest tokens up to this share.")
     ] = 1.0,
-    seed: Annotated[int, Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, Option(metavar="N", min=0, max=2**32 - 1, help="Seed of the sampling.")] = 0,
     chat: Annotated[bool, Option("--chat", help="Use the chat template; at a terminal, hold a conversation.")] = False,
     show_heads: Annotated[bool, Option("--show-heads", help="Name each head where it takes over.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print a JSON object per prompt, with the heads' shares.")] = False,
@@ -290,8 +290,8 @@ def generate(
 
     Without --prompt, each line of standard input is a prompt; with --samples, texts start from an empty prompt.
     """
-    if (samples is None) != (output is None) or (samples and chat):
-        raise ConfigError("--samples, --output: give both or neither, and not together with --chat")
+    if (samples is None) != (output is None) or (samples and (chat or show_heads or as_json)):
+        raise ConfigError("--samples, --output: give both or neither, and without --chat, --show-heads and --json")
     config = load(path, None) if samples else None
     folder = run_folder(path)
     quieten_libraries()

@@ -34,6 +34,7 @@ from scale_cli.upscale.base import load_written
 from scale_cli.upscale.method import load_any_base, router_of
 from scale_cli.upscale.run import load_tokenizer, open_folder
 
+_COLDEST = 1e-6
 _NO_CHARACTER = "\ufffd"  # stands for bytes that are no character
 
 
@@ -45,6 +46,11 @@ class Sampling:
     temperature: float = 0.0  # 0 takes the likeliest token
     top_p: float = 1.0  # sample from the likeliest tokens that make up this share; 1 for all
     seed: int = 0  # of the sampling
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws at all: colder than this, logits overflow, and the likeliest token is certain anyway."""
+        return self.temperature >= _COLDEST
 
     def __post_init__(self) -> None:
         if self.top_p < 1.0 and self.temperature == 0.0:
@@ -109,6 +115,7 @@ class Generator:
         else:
             self.model, self.tokenizer = _opened(source, plainly=plainly)
         self.ends = ends_of(self.model.generation_config, self.tokenizer)
+        self.model.generation_config = GenerationConfig()  # no penalty and no beam of the base: what is asked for acts
 
     def prompt_ids(self, prompt: str | Messages) -> Tensor:
         """Return (T,) ids: of a text after the boundary that begins training documents, or of turns by the template."""
@@ -167,8 +174,8 @@ class Generator:
             max_new_tokens=min(sampling.max_new_tokens, max(rooms)),
             eos_token_id=self.ends or None,
             pad_token_id=padding,
-            do_sample=sampling.temperature > 0,
-            **(drawn if sampling.temperature > 0 else {}),
+            do_sample=sampling.draws,
+            **(drawn if sampling.draws else {}),
         )
         generated = self.model.generate(ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer)
         return [new[:room] for new, room in zip(generated[:, ids_BT.shape[1] :], rooms, strict=True)]

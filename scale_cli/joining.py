@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from scale_cli.config.vocabulary import Script
 from scale_cli.data.corpora import open_sources
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import RunFolderError
-from scale_cli.evaluation.results import NOT_COVERED, finite
+from scale_cli.evaluation.results import HEADS, NOT_COVERED, finite
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.export.card import Licence, Stage, card
 from scale_cli.model.configuration_scale import JoinedConfig
@@ -151,12 +151,16 @@ def _add_stages(
     known = [member.sha256 for member in members]
     if sha256 in known:
         return known.index(sha256) + 1
-    name, taken = config.output_dir.name, ["base", *(member.name for member in members)]
-    if name in taken:
-        name = next(free for number in count(2) if (free := f"{name}-{number}") not in taken)
+    name = _free_name(config.output_dir.name, [*HEADS, *(member.name for member in members)])
     logits = own_logits(widened, prompts)
     members.append(Member(name, parent, widened.expansion, widened.config, folder, sha256, logits, prompts))
     return len(members)
+
+
+def _free_name(name: str, taken: Collection[str]) -> str:
+    """Return a name, with a number after it if it is taken."""
+    numbered = (f"{name}-{number}" for number in count(2))
+    return next(free for free in chain([name], numbered) if free not in taken)
 
 
 def _tokens_of(run: Path, final: MethodFolder) -> RunTokens:
@@ -337,7 +341,7 @@ def score_corpora(
             if any(corpus.folder.name == other.folder.name for _, other, _ in opened.values()):
                 continue
             name = source.name if source.name not in opened else f"{source.name} ({config.output_dir.name})"
-            opened[name] = source, corpus, config
+            opened[_free_name(name, opened)] = source, corpus, config
     return [_score(model, name, *held_out) for name, held_out in opened.items()]
 
 

@@ -216,7 +216,7 @@ class Endpoint:
     async def respond(self, asked: Asked, prompt: str | Messages, most: int) -> Response:
         """Return the answer to a request, whole or as a stream of events."""
         if asked.model not in (None, self._name):
-            raise HTTPException(404, f"model: {asked.model}: this server serves only {self._name}")
+            raise HTTPException(404, f"model: {asked.model!r}: this server serves only {self._name}")
         answers = Answers(self._generator, asked, self._generator.prompt_ids(prompt), most)
         if asked.stream:
             return StreamingResponse(self._events(asked, answers), media_type="text/event-stream")

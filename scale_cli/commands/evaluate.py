@@ -56,6 +56,7 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         benchmarks=of_benchmarks,
         benchmark_averages=averages,
         skipped_benchmarks=skipped,
+        texts=[corpus.folder.name for corpus in corpora],
     )
     on_main(lambda: _write(report, config, run.folder.evaluation, items))
     if is_main():

@@ -37,7 +37,7 @@ def run_pipeline(
         log("== train")
         train(config, "auto", log, accepted)
         log("== evaluate")
-        report = on_main(lambda: finished_report(config))
+        report = on_main(lambda: _report_of_same_text(run))
         if main_decides(lambda: report is None):
             report = evaluate(config, log)
         elif report is not None:
@@ -72,6 +72,13 @@ def _upscale(run: Run, log: Log) -> None:
         log(f"done already   {run.folder.upscaled}")
     else:
         upscale(run.config, log)
+
+
+def _report_of_same_text(run: Run) -> Report | None:
+    """Return the report that is already there, unless the held-out text has changed since."""
+    corpora = open_sources(run.config, run.config.evaluation.perplexity, run.tokenizer)
+    report = finished_report(run.config)
+    return report if report is not None and report.texts == [corpus.folder.name for corpus in corpora] else None
 
 
 def _export(config: RunConfig, log: Log) -> None:

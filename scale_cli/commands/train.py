@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -191,7 +191,7 @@ def _open_training(
     state, branch_point = TrainState(), None
     if begun is not None:
         load_checkpoint(begun, model, optimiser, settings, hooks)
-        state, branch_point = _without_stale_best(begun, log), BranchPoint.load_if_there(begun.path)
+        state, branch_point = _without_stale_best(begun, held_out, log), BranchPoint.load_if_there(begun.path)
     elif trunk is not None:
         if settings.init_moments == "kept":
             load_checkpoint(trunk, model, optimiser, None)
@@ -305,8 +305,8 @@ def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) ->
     return accelerator.prepare(for_training(model.to(accelerator.device), settings))
 
 
-def _without_stale_best(begun: MethodFolder, log: Log) -> TrainState:
-    """Return the training state, without its best if that checkpoint is gone or was scored with other settings."""
+def _without_stale_best(begun: MethodFolder, held_out: Sequence[TokenisedCorpus], log: Log) -> TrainState:
+    """Return the training state, without its best if that checkpoint is gone or was scored otherwise."""
     state, run = begun.state, begun.run
     if state.best is None:
         return state
@@ -315,6 +315,8 @@ def _without_stale_best(begun: MethodFolder, log: Log) -> TrainState:
         reason = "is missing"
     elif changed := scored_otherwise(begun.config, run.config):
         reason = f"was scored with other settings ({', '.join(changed)})"
+    elif state.best.texts != [corpus.folder.name for corpus in held_out]:
+        reason = "was scored on other held-out text"
     else:
         return state
     log(f"warning: {best}: the best checkpoint so far {reason}; the best is chosen from later steps")
@@ -346,7 +348,8 @@ def _put_back_best(run: TrainingRun, log: Log) -> TrainState:
         return run.state
     kept = MethodFolder(run.folder.checkpoint(best.step), run.start.run)
     on_main(lambda: verify_folder(kept.path))
-    return load_checkpoint(kept, run.model, run.optimiser, kept.config.train, run.hooks)
+    state = load_checkpoint(kept, run.model, run.optimiser, kept.config.train, run.hooks)
+    return replace(state, best=best, evaluation_due=False)  # a signal may have saved it before it was evaluated
 
 
 def _write_final(run: TrainingRun, state: TrainState) -> None:

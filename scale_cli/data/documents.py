@@ -227,7 +227,7 @@ def _pick(record: Any, source: TextSource) -> Found:
         return Reason.WRONG_TYPE
     if not any(message["role"] == "assistant" for message in value):
         return Reason.NO_ANSWER
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, default=str)  # a dataset's messages may have dates, or bytes
 
 
 def _is_message(value: Any) -> bool:
@@ -236,10 +236,10 @@ def _is_message(value: Any) -> bool:
 
 def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Item]:
     field = source.text_field
-    broken: list[int] = []  # rows with too many fields, or too few
+    broken: set[int] = set()  # rows with too many fields, or too few
 
     def skip(row: Any) -> str:
-        broken.append(row.number)
+        broken.add(row.number)
         return "skip"
 
     rows = pa.csv.open_csv(
@@ -251,7 +251,7 @@ def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
     )
     numbers = (number for number in count(2) if number not in broken)  # row 1 is the header
     yield from _read_column((batch.column(0).to_pylist() for batch in rows), numbers)
-    yield from ((f": row {row}", Reason.NOT_CSV, 0) for row in broken)
+    yield from ((f": row {row}", Reason.NOT_CSV, 0) for row in sorted(broken))
 
 
 def _read_parquet(stream: IO[bytes], source: TextSource, _limit: int) -> Iterator[Item]:

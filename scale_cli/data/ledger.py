@@ -11,6 +11,7 @@ from scale_cli.data.encoding import Document, RoundTrip
 from scale_cli.errors import CorpusError
 from scale_cli.report import percent
 from scale_cli.storage.records import RunRecord
+from scale_cli.terminal import printable
 
 _PLACES = 3
 _FIELDS, _LONGEST_FIELD = 12, 40
@@ -95,16 +96,17 @@ class Ledger(RunRecord):
     num_targets: int | None = None  # ids that are learned; None: all but the first
 
     def enter(self, record: Record) -> None:
+        """Count a record; names of files and fields may be no UTF-8, which a ledger's file is."""
         if isinstance(record, Rejected) and record.reason == Reason.DAMAGED_FILE:
             self.num_damaged_files += 1
-            self.damaged_files = (*self.damaged_files, record.place)[:_PLACES]
+            self.damaged_files = (*self.damaged_files, printable(record.place))[:_PLACES]
             return
         self.read.take(Count(1, record.num_bytes))
         if isinstance(record, Document):
             self.kept.take(Count(1, record.num_bytes))
         else:
-            fields = tuple(name[:_LONGEST_FIELD] for name in record.fields[:_FIELDS])
-            self._drop(record.reason.value, DropCount(1, record.num_bytes, (record.place,), fields))
+            fields = tuple(printable(name[:_LONGEST_FIELD]) for name in record.fields[:_FIELDS])
+            self._drop(record.reason.value, DropCount(1, record.num_bytes, (printable(record.place),), fields))
 
     def _drop(self, reason: str, later: DropCount) -> None:
         count = self.dropped.setdefault(reason, DropCount())

@@ -177,6 +177,7 @@ class Report(RunRecord):
     benchmarks: list[BenchmarkResult] = field(default_factory=list)  # likewise
     benchmark_averages: list[LanguageAverage] = field(default_factory=list)  # per language
     skipped_benchmarks: list[SkippedBenchmark] = field(default_factory=list)  # what could not be measured, and why
+    texts: list[str] = field(default_factory=list)  # names of the corpora, which contain hashes of their text
 
     def with_role(self, role: str) -> list[CorpusResult]:
         return [corpus for corpus in self.corpora if corpus.role == role]

@@ -179,6 +179,7 @@ class Score:
     step: int
     acquisition: float  # mean loss over the corpora with that role; lower is better
     forgetting: float  # largest loss increase over the base on any corpus with the role retention
+    texts: list[str]  # names of the held-out corpora, which contain hashes of their text
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,8 @@ class Observer:
                 learned.append(of_served)
             else:
                 lost.append(of_served - of_base)
-        return Score(step, sum(learned) / len(learned), max(lost))
+        texts = [corpus.folder.name for corpus in self.held_out]
+        return Score(step, sum(learned) / len(learned), max(lost), texts)
 
 
 def better_of(best: Score | None, new: Score | None, max_forgetting: float) -> Score | None:

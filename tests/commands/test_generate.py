@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,6 +162,18 @@ def test_the_verb_prints_json_with_every_tokens_heads_for_lines_that_may_end_as_
     assert all(len(one["tokens"]) == 4 and set(one["tokens"][0]["shares"]) == {"base", "trained"} for one in told)
 
 
+def test_only_what_is_asked_for_decides_the_text_whatever_the_base_would_generate_with(
+    run: RunConfig, continued: list[Continuation]
+) -> None:
+    changed = shutil.copytree(run.output_dir / "export" / "transformers", run.output_dir.parent / "penalised")
+    settings = json.loads((changed / "generation_config.json").read_text())
+    penalty = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "num_beams": 3, "do_sample": True}
+    (changed / "generation_config.json").write_text(json.dumps({**settings, **penalty}))
+    assert completions(changed) == [text.completion for text in continued]
+    coldest = replace(GREEDY, temperature=1e-39)
+    assert [c.completion for c in Generator(changed).continue_all(PROMPTS, coldest)] == completions(changed)
+
+
 def test_every_end_that_the_bases_settings_name_ends_a_text(
     run: RunConfig, generator: Generator, continued: list[Continuation]
 ) -> None:
@@ -243,7 +256,8 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_one_line_and_an_answer_e
     [
         (["--top-p", "0.9"], "--top-p 0.9: does nothing at temperature 0"),
         (["--samples", "2"], "--samples, --output: give both or neither"),
-        (["--samples", "2", "--output", "x.jsonl", "--chat"], "not together with --chat"),
+        (["--samples", "2", "--output", "x.jsonl", "--chat"], "and without --chat, --show-heads and --json"),
+        (["--samples", "2", "--output", "x.jsonl", "--json"], "and without --chat, --show-heads and --json"),
         (["--samples", "2", "--output", "x.txt"], "must end in .jsonl"),
         (["--samples", "2", "--output", "there.jsonl"], "already exists"),
     ],

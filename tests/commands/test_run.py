@@ -92,6 +92,22 @@ def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says
     assert report["num_tokens_trained"] == position["num_tokens"]
 
 
+def test_a_finished_run_is_measured_again_where_the_held_out_text_has_changed(
+    finished: RunConfig, of_config: Scale, tmp_path: Path
+) -> None:
+    text = tmp_path / "held-out.txt"
+    asked = f"evaluation.perplexity.0.path={text}", "evaluation.perplexity.0.max_documents=null"
+
+    def documents_in_report() -> int:
+        assert of_config("run", *asked).exit_code == 0
+        return int(read_json(RunFolder(finished.output_dir).evaluation / "report.json")["corpora"][0]["num_documents"])
+
+    text.write_text("Once upon a time.\n\nThe end.\n", encoding="utf-8")
+    assert documents_in_report() == 2
+    text.write_text("Once upon a time.\n\nThe end.\n\nAnd once more.\n", encoding="utf-8")
+    assert documents_in_report() == 3
+
+
 def test_the_folder_of_a_run_stands_for_its_config_wherever_it_lies(
     finished: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -27,9 +27,13 @@ from tests.data.corpus_files import source_of, write_jsonl
 from tests.vocabulary.tokenizers_at_hand import BROKEN, ENGLISH, KINDS, KOREAN, RUSSIAN, llama_3, qwen
 
 DROPPED = st.builds(
-    Rejected, st.sampled_from([r for r in Reason if r != Reason.DAMAGED_FILE]), st.just("f:1"), st.integers(0, 99)
+    Rejected,
+    st.sampled_from([r for r in Reason if r != Reason.DAMAGED_FILE]),
+    st.sampled_from(["f:1", "\udcff:1"]),  # the name of a file may be no UTF-8, and that of a field half a character
+    st.integers(0, 99),
+    st.sampled_from([(), ("\ud800", "b")]),
 )
-DAMAGED = st.builds(Rejected, st.just(Reason.DAMAGED_FILE), st.sampled_from(["a", "b"]), st.just(0))
+DAMAGED = st.builds(Rejected, st.just(Reason.DAMAGED_FILE), st.sampled_from(["a", "\udcff"]), st.just(0))
 RECORDS = st.lists(st.builds(Document, st.just("x"), st.integers(1, 99)) | DROPPED | DAMAGED, max_size=30)
 
 
@@ -50,7 +54,8 @@ def test_what_is_read_is_kept_or_dropped_for_a_reason(records: list[Any]) -> Non
     assert ledger.read.num_bytes == sum(count.num_bytes for count in counts) == sum(r.num_bytes for r in records)
     assert ledger.read.documents + ledger.num_damaged_files == len(records)
     assert all(len(count.places) == min(count.documents, 3) for count in ledger.dropped.values())
-    assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger
+    written = json.dumps(ledger.to_json(), ensure_ascii=False).encode()
+    assert Ledger.from_json(json.loads(written)) == ledger
 
 
 @settings(deadline=None)

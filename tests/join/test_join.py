@@ -77,6 +77,11 @@ def test_a_run_upon_another_brings_it_along_and_the_same_expansion_is_there_once
         assert [(m.name, m.parent) for m in joined.members] == [("korean", 0), ("upon", 1)]
 
 
+def test_a_run_that_is_named_as_a_rule_of_the_router_gets_another_name(shared_data: Path, tmp_path: Path) -> None:
+    run = at_its_start(configured(shared_data, tmp_path / "posterior", {"variant": "route"}))
+    assert join_runs([run.output_dir], None, 0.0).model.config.head_names == ["base", "posterior-2"]
+
+
 def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
     from scale_cli.commands.evaluate import evaluate
 
@@ -241,8 +246,11 @@ def test_the_same_corpus_is_opened_once_and_another_of_its_name_beside_it(runs: 
     config = runs["korean"]
     tiny, petitions = config.evaluation.perplexity
     fewer = [tiny.model_copy(update={"max_documents": 1}), petitions]
-    other = runs["writer"].model_copy(update={"evaluation": config.evaluation.model_copy(update={"perplexity": fewer})})
+    others = [
+        runs["writer"].model_copy(update={"evaluation": config.evaluation.model_copy(update={"perplexity": asked})})
+        for asked in (fewer, [tiny.model_copy(update={"max_documents": 3})])
+    ]
     model = join_runs([config.output_dir], None, 0.0).model
-    scored = score_corpora(model, [config, config, other], load_tokenizer(config.model))
-    assert [corpus.name for corpus in scored] == ["tiny", "petitions-held-out", "tiny (writer)"]
-    assert [corpus.num_documents for corpus in scored] == [2, 2, 1]
+    scored = score_corpora(model, [config, config, *others], load_tokenizer(config.model))
+    assert [corpus.name for corpus in scored] == ["tiny", "petitions-held-out", "tiny (writer)", "tiny (writer)-2"]
+    assert [corpus.num_documents for corpus in scored] == [2, 2, 1, 3]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from scale_cli.commands.train import train
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
+from scale_cli.errors import Interrupted
 from scale_cli.storage.atomic import file_sha256, read_json, remove_folder
 from scale_cli.storage.records import (
     BENCHMARKS,
@@ -45,7 +48,7 @@ from tests.training.conftest import MakeConfig, finished, go_on, upscaled
 
 OF_BITS = st.floats(-2.0, 9.0).map(lambda bits: round(bits, 1))
 SCORES = st.lists(st.tuples(OF_BITS, OF_BITS), max_size=12).map(
-    lambda pairs: [Score(step, *pair) for step, pair in enumerate(pairs, start=1)]
+    lambda pairs: [Score(step, *pair, []) for step, pair in enumerate(pairs, start=1)]
 )
 
 
@@ -74,7 +77,8 @@ def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> N
     losses = {"a": bits(1, 9, 1.5), "b": bits(1, 9, 1.2), "c": bits(9, 2, 3), "d": bits(9, 4, 5)}
     for variant, acquisition, forgetting in (("route", 4.0, 0.5), ("preserve", 3.0, 8.0)):
         overrides = (f"method.variant={variant}", f"evaluation.perplexity=[{', '.join(sources)}]")
-        observer = Observer(load_text(SMALLEST, *overrides), *[None] * 6)  # type: ignore[arg-type]
+        nothing: Any = None
+        observer = Observer(load_text(SMALLEST, *overrides), nothing, nothing, nothing, nothing, [], nothing)
         score = observer.score(7, losses)
         assert score is not None and score.step == 7
         assert (score.acquisition, score.forgetting) == pytest.approx((acquisition, forgetting))
@@ -164,12 +168,12 @@ def check_is_of_final(record: MetricsRecord, config: RunConfig) -> None:
 def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_chooses_the_same(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, shared_data: Path, tmp_path: Path
 ) -> None:
-    whole, cut = runs_that_choose(make_config, shared_data, tmp_path, "whole", "cut")
+    whole, cut, stopped = runs_that_choose(make_config, shared_data, tmp_path, "whole", "cut", "stopped")
     # Step 4 is the best that keeps within the bound; the last step is measured because there is one to choose.
     scores = {2: (5.0, 0.0), 4: (4.0, 0.1), 6: (3.0, 0.2), 8: (4.5, 0.0), 9: (4.0, 0.0)}
 
-    def scored(_: Observer, step: int, _bits: Losses) -> Score:
-        return Score(step, *scores[step])
+    def scored(observer: Observer, step: int, _bits: Losses) -> Score:
+        return Score(step, *scores[step], [corpus.folder.name for corpus in observer.held_out])
 
     saved = list[int]()
 
@@ -208,6 +212,32 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
     assert [(r["step"], r["best_step"], r[SAMPLES]) for r in read_records(resumed.metrics) if EVALUATION in r] == [
         (record["step"], record["best_step"], record[SAMPLES]) for record in records
     ]
+
+    evaluate_at = Observer.evaluate
+
+    def stopped_at_4(observer: Observer, step: int, **due: bool) -> MetricsRecord:
+        record = evaluate_at(observer, step, **due)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return record
+
+    kept = upscaled(stopped)
+    monkeypatch.setattr(Observer, "evaluate", stopped_at_4)
+    with pytest.raises(Interrupted):
+        train(stopped, None, print)
+    monkeypatch.setattr(Observer, "evaluate", evaluate_at)
+    go_on(stopped)
+    assert file_sha256(kept.final / TRAINED) == file_sha256(run.final / TRAINED)
+    of_both = [TrainState.load(folder.final) for folder in (run, kept)]
+    assert [(state.step, state.best, state.evaluation_due) for state in of_both] == [(4, of_both[0].best, False)] * 2
+
+    remove_folder(resumed.final)
+    other = tmp_path / "other.txt"
+    other.write_text("Another text, at another place.\n", encoding="utf-8")
+    first, *rest = cut.evaluation.perplexity
+    changed = [first.model_copy(update={"path": str(other)}), *rest]
+    elsewhere = cut.model_copy(update={"evaluation": cut.evaluation.model_copy(update={"perplexity": changed})})
+    assert any("was scored on other held-out text" in line for line in go_on(elsewhere))
     remove_folder(resumed.final)
     fewer = cut.model_copy(update={"train": cut.train.model_copy(update={"eval_max_documents": 1})})
     warning = "the best checkpoint so far was scored with other settings (train.eval_max_documents: 32 -> 1)"
