@@ -88,6 +88,8 @@ def init(
         str | None, Option(metavar="TEXT", help="Text that the base already knows, given like --corpus.")
     ] = None,
     retention_language: Annotated[str, Option(metavar="CODE", help="Language of that text.")] = "en",
+    text_field: Annotated[str, Option(metavar="NAME", help="Column or key that holds the text of --corpus.")] = "text",
+    retention_text_field: Annotated[str, Option(metavar="NAME", help="The same for --retention.")] = "text",
     minutes: Annotated[float, Option(metavar="N", min=0.1, max=1e6, help="Training time to plan for.")] = 5.0,
     _form: Form = None,
 ) -> None:
@@ -101,9 +103,11 @@ def init(
     spoken = language or ask("--language", "language of that text: ko, de, ...")
     kept = retention or ask("--retention", "text that the base knows, to measure forgetting")
     quieten_libraries()
-    from scale_cli.commands.init import init
+    from scale_cli.commands.init import init, source_of
 
-    init(file, model, learned, spoken, kept, retention_language, minutes)
+    text = source_of("corpus", learned, spoken, text_field)
+    known = source_of("replay", kept, retention_language, retention_text_field)
+    init(file, model, text, known, minutes)
 
 
 @app.command()

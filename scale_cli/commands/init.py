@@ -113,29 +113,21 @@ class Sizes:
         return self.max_steps * self.global_batch_size * self.sequence_length
 
 
-def init(
-    file: Path,
-    base: str,
-    corpus_text: str,
-    language: str,
-    retention_text: str,
-    retention_language: str,
-    minutes: float,
-) -> None:
-    """Write a config that `scale run` accepts unchanged; texts are files, or OWNER/NAME[:SUBSET[:SPLIT]]."""
+def init(file: Path, base: str, learned: dict[str, Any], known: dict[str, Any], minutes: float) -> None:
+    """Write a config that `scale run` accepts unchanged; `learned` and `known` are the texts' entries in it."""
     if file.exists():
         raise UsageError(f"{file}: already exists; give another name")
     model = {"base": base, "dtype": "float32"}
     named = checked(ModelConfig, model, "--base")
     base_config, tokenizer = load_base_config(named), load_tokenizer(named)
-    text = look_into("corpus", corpus_text, language, tokenizer)
-    retention = look_into("replay", retention_text, retention_language, tokenizer)
+    text, retention = look_into(learned, tokenizer), look_into(known, tokenizer)
+    if text.documents == retention.documents:
+        raise UsageError("--retention: is the same text as --corpus; give text that the base already knows")
     new = offer_tokens(text, tokenizer, base_config.vocab_size)
     num_tokens = int(text.num_bytes * (new.tokens_per_byte or text.tokens_per_byte))
     if num_tokens < _MIN_STEP_TOKENS:
         raise CorpusError(
-            f"--corpus {corpus_text}: only about {num_tokens:,} tokens, but a step takes {_MIN_STEP_TOKENS:,}; "
-            "give more text"
+            f"--corpus: only about {num_tokens:,} tokens, but a step takes {_MIN_STEP_TOKENS:,}; give more text"
         )
     sizes = fit_sizes(base_config, new.number, minutes, num_tokens)
     corpus = part(text, "held-out", file, sizes.num_tokens)
@@ -148,15 +140,18 @@ def init(
     if sizes.device.type != "cpu" and base_config.dtype == torch.bfloat16:
         model["dtype"] = "bfloat16"
     lr = _MEASURED_LR if base_config.hidden_size <= _SMALL_HIDDEN_SIZE else _PAPERS_LR
-    known = {"model": model, "corpus": corpus, "kept": kept, "retention_language": retention_language}
-    text_of_config = config_text(file, **known, new=new, sizes=sizes, lr=lr)
+    of_texts = {"corpus": corpus, "kept": kept, "retention_language": known["language"]}
+    text_of_config = config_text(file, model=model, **of_texts, new=new, sizes=sizes, lr=lr)
     _write(file, text_of_config, corpus.files | kept.files)
     found = {"corpus": corpus.words, "retention": kept.words, "tokens": new.words}
     print_json({"file": file, **found, "sizes": sizes})
     step = f"{sizes.global_batch_size} x {sizes.sequence_length:,} tokens, {sizes.micro_batch_size} at once"
     for name, words in found.items():
         log(f"{name:15}{words}")
-    log(f"sizes          {sizes.max_steps:,} steps of {step}: about {sizes.minutes:.2g} min, {sizes.device.origin}")
+    takes = f"about {sizes.minutes:.2g} min without evaluation, {sizes.device.origin}"
+    log(f"sizes          {sizes.max_steps:,} steps of {step}: {takes}")
+    if sizes.max_steps == _MIN_STEPS and sizes.minutes > minutes:
+        log(f"warning: longer than --minutes {minutes:g}, since a run takes at least {_MIN_STEPS} steps")
     log("               a run of minutes only shows that everything works; a model that writes well takes hours")
     log(f"written        {file}, and {SCHEMA_FILE} beside it, with which an editor checks it")
     log(f"next           scale plan {file}; scale run {file}")
@@ -243,12 +238,12 @@ def _write(file: Path, text: str, texts: dict[Path, list[str]]) -> None:
         write_text(schema, json_schema_text())
 
 
-def look_into(name: str, given: str, language: str, tokenizer: PreTrainedTokenizerBase) -> Text:
+def look_into(source: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
     """Read the beginning of a user's text: files, or a dataset of the hub.
 
     A .txt without blank lines is read line by line if its lines vary in length, like comments, unlike those of a page.
     """
-    text = _read(source_of(name, given, language), tokenizer)
+    text = _read(source, tokenizer)
     if len(text.documents) < _MOST_HELD_OUT and _is_txt(text.source):
         by_line = _read({**text.source, "documents": "line"}, tokenizer)
         lengths = [len(line) for line in by_line.documents]
@@ -257,13 +252,14 @@ def look_into(name: str, given: str, language: str, tokenizer: PreTrainedTokeniz
     return text
 
 
-def source_of(name: str, given: str, language: str) -> dict[str, Any]:
+def source_of(name: str, given: str, language: str, text_field: str = "text") -> dict[str, Any]:
     """Return a text's entry in the config: files if they exist or look like file names, else a dataset of the hub."""
+    about = {"language": language, **({} if text_field == "text" else {"text_field": text_field})}
     dataset = _DATASET.fullmatch(given)
     if dataset is None or _FILES.fullmatch(given) or glob.glob(os.path.expanduser(given)):  # noqa: PTH111 (a pattern)
-        return {"name": name, "path": given, "language": language}
+        return {"name": name, "path": given, **about}
     place = zip(("dataset", "subset", "split"), dataset.groups(), strict=True)
-    return {"name": name, **{key: value for key, value in place if value}, "language": language}
+    return {"name": name, **{key: value for key, value in place if value}, **about}
 
 
 def _is_txt(source: dict[str, Any]) -> bool:

@@ -41,6 +41,7 @@ def run_pipeline(
         if main_decides(lambda: report is None):
             report = evaluate(config, log)
         elif report is not None:
+            log(f"done already   {run.folder.evaluation}")
             log_report(report, run.folder.evaluation, log)
         if exported:
             on_main(lambda: _export(config, log))

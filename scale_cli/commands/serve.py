@@ -29,6 +29,8 @@ def serve(path: Path, engine: Engine | None, options: Sequence[str], log: Log, *
     """Log what the server guarantees and an example request, then become the server."""
     folder = find_plain_export(path)
     config = read_json(folder / "config.json")
+    if not config.get("architectures"):
+        raise UsageError(f"{folder}: not a plain export; give the run, or what `scale export` wrote in format llama")
     architecture = config["architectures"][0]
     has_vllm = plainly or architecture in {f"{family}ForCausalLM" for family in FAMILIES}
     chosen: Engine = engine or ("vllm" if is_installed("vllm") and has_vllm else "transformers")

@@ -96,7 +96,7 @@ def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[
     )
     if resume == "auto" and final.path.is_dir() and not goes_on:
         _check_finished(final, accepted)
-        _log_trained(final.path, final.state, log)
+        log(f"done already   {final.path}")
         return final.state
     if not run.folder.upscaled.is_dir():
         raise RunFolderError(f"{run.folder.upscaled}: does not exist; run `scale upscale` first")

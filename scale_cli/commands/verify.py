@@ -51,8 +51,8 @@ def verify(path: Path) -> None:
     """Log what is found; raise CheckFailed if a folder is not as it was written."""
     checks = check_folders(path)
     for check in checks:
-        held = ", ".join(check.held) or "nothing could be checked"
-        log(f"{'BAD ' if check.failed else 'good'}  {check.folder}: {held}")
+        held = ", ".join(check.held) or ("" if check.failed else "nothing could be checked")
+        log(f"{'BAD ' if check.failed else 'good'}  {check.folder}: {held}".removesuffix(": "))
         for kind, lines in (("wrong", check.failed), ("not checked", check.unchecked)):
             for line in lines:
                 log(f"      {kind}: {line}")

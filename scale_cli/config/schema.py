@@ -86,7 +86,8 @@ class _AnyMethod(WideningConfig):
             raise ValueError(f"vocabulary: {self.variant} takes no new tokens; remove it, or use {', '.join(taking)}")
         if self.distils and not self.definition.widens:
             raise ValueError(
-                f"distillation.weight: {self.variant} does not keep the base in memory; only preserve and route do"
+                f"distillation.weight: {self.variant} does not keep the base in memory, as only preserve and route do; "
+                "set method.distillation.weight=0"
             )
         self.definition.check(self.settings)
         return self

@@ -30,6 +30,7 @@ _FEW_LOST, _PLAINLY_LOST = 1e-4, 0.1
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 1 << 10, 1 << 17
 _HASHES_AT_ONCE = 1 << 20
 _LARGE_DOCUMENT_BYTES = 1 << 16
+_FEWEST_HELD_OUT = 4  # a bootstrap of fewer documents gives intervals that are much too narrow
 
 
 def cache_dir(config: RunConfig) -> Path:
@@ -145,10 +146,14 @@ def corpus_warnings(
     for held, corpus in zip(config.evaluation.perplexity, held_out, strict=True):
         if corpus is not None:
             lines += [*_text_warnings(held, corpus), *_shared(held.name, corpus, trained)]
-            if len(corpus) == 1:
+            if len(corpus) < _FEWEST_HELD_OUT:
+                has = "only one document" if len(corpus) == 1 else f"only {len(corpus)} documents"
+                intervals = (
+                    "no confidence intervals" if len(corpus) == 1 else "confidence intervals that are too narrow"
+                )
                 lines.append(
-                    f"held-out {held.name}: has only one document, so its results have no confidence intervals, which "
-                    "are over documents; separate documents in a .txt by blank lines, or set `documents: line`"
+                    f"held-out {held.name}: has {has}, so its results have {intervals}, which are over documents; give "
+                    "more text, separate documents in a .txt by blank lines, or set `documents: line`"
                 )
     return lines
 

@@ -35,6 +35,8 @@ _JSON_BYTES_PER_TEXT_BYTE = 8
 _SKIPPED_AT_ONCE = 1 << 20
 _MAX_JSON_BYTES = 1 << 28
 _ROWS_AT_ONCE = 256
+_LONGEST_HEADER = 200
+_SET_FIELD = "set text_field to the one to read"
 _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 _DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
 
@@ -234,7 +236,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Item]:
+def _read_csv(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
     field = source.text_field
     broken: set[int] = set()  # rows with too many fields, or too few
 
@@ -242,13 +244,17 @@ def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
         broken.add(row.number)
         return "skip"
 
-    rows = pa.csv.open_csv(
-        stream,
-        read_options=pa.csv.ReadOptions(use_threads=False, block_size=max(2 * limit, _SKIPPED_AT_ONCE)),
-        parse_options=pa.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip),
-        # As bytes, so that a value that is not UTF-8 is one bad record and does not end the file.
-        convert_options=pa.csv.ConvertOptions(include_columns=[field], column_types={field: pa.binary()}),
-    )
+    header = stream.peek(_LONGEST_HEADER)[:_LONGEST_HEADER].partition(b"\n")[0].decode(errors="replace").strip()
+    try:
+        rows = pa.csv.open_csv(
+            stream,
+            read_options=pa.csv.ReadOptions(use_threads=False, block_size=max(2 * limit, _SKIPPED_AT_ONCE)),
+            parse_options=pa.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip),
+            # As bytes, so that a value that is not UTF-8 is one bad record and does not end the file.
+            convert_options=pa.csv.ConvertOptions(include_columns=[field], column_types={field: pa.binary()}),
+        )
+    except KeyError:
+        raise OSError(f"has no column {field!r}, but {header}; {_SET_FIELD}") from None
     numbers = (number for number in count(2) if number not in broken)  # row 1 is the header
     yield from _read_column((batch.column(0).to_pylist() for batch in rows), numbers)
     yield from ((f": row {row}", Reason.NOT_CSV, 0) for row in sorted(broken))
@@ -259,7 +265,7 @@ def _read_parquet(stream: IO[bytes], source: TextSource, _limit: int) -> Iterato
     table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
     names = table.schema_arrow.names
     if names.count(source.text_field) != 1:
-        raise OSError(f"needs exactly one column {source.text_field!r}, and has: {', '.join(names)}")
+        raise OSError(f"needs exactly one column {source.text_field!r}, and has: {', '.join(names)}; {_SET_FIELD}")
     batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[source.text_field])
     yield from _read_column((_encoded(batch.column(0)) for batch in batches), count(1))
 

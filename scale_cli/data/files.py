@@ -90,7 +90,8 @@ def source_files(source: TextSource) -> list[SourceFile]:
     for pattern in source.paths:
         found = _in_store(source.name, pattern) if "://" in pattern else _local(source.name, pattern)
         if not found:
-            raise CorpusError(f"{source.name}: no file matches {pattern}")
+            here = "" if "://" in pattern or Path(pattern).is_absolute() else f" in {Path.cwd()}"
+            raise CorpusError(f"{source.name}: no file matches {pattern}{here}")
         for file in found:
             files.setdefault(file.name, file)
     for file in files.values():

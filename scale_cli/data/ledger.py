@@ -31,12 +31,13 @@ class Reason(Enum):
     NO_ANSWER = "no turn of the assistant"
     NOT_RENDERED = "refused by the chat template"
     REWRITTEN = "earlier turns that the chat template writes otherwise when more follow"
-    DAMAGED_FILE = "damaged file"  # the part before the damage is read
+    DAMAGED_FILE = "unreadable file"  # the part before the damage is read
 
 
 _REMEDIES = {
     Reason.TOO_LARGE.value: " (corpus.max_document_bytes is the limit)",
-    Reason.NOT_UTF8.value: " (text is read as UTF-8; convert it first, for example by `iconv -f CP949 -t UTF-8`)",
+    Reason.NOT_UTF8.value: " (text is read as UTF-8; convert it first, with the encoding that it has: "
+    "`iconv -f CP949 -t UTF-8 OLD > NEW`)",
 }
 
 

@@ -123,6 +123,7 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(folder: Path, tmp_p
         (plain, None, [], "has no scale_router, .*--plain"),
         (several, None, [], "several exports"),
         (tmp_path, None, [], "contains no plain export"),
+        (changed(folder, tmp_path / "final", architectures=None), None, [], "not a plain export; give the run"),
         (other, "vllm", [], "only transformers can route Olmo2ForCausalLM"),
         (folder, "vllm", [], r"needs vllm: pip install 'scale-cli\[vllm\]'"),
         (folder, None, ["--continuous-batching"], "^--continuous-batching: .* or use --engine vllm"),

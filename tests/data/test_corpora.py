@@ -66,6 +66,7 @@ SENTENCES = "".join(f"w{number % 60} w{30 + number % 7}\n" for number in range(1
         ),
         ([f"{WHOLE} " * 9 + "고양이"], {}, "corpus c0: the tokenizer loses 0.48 % of its text, as in '고양이'"),
         ([WHOLE], {"held_out": HELD_OUT[:1]}, "held-out held: has only one document,"),
+        ([WHOLE], {"held_out": HELD_OUT[:2]}, "held-out held: has only 2 documents,"),
         ([WHOLE], {"schedule": "cosine", "decay_steps": 1}, "train.decay_steps: has no effect"),
         ([WHOLE], {"schedule": "wsd", "decay_steps": 1}, ""),
         (SENTENCES, {}, "corpus c0: 1 document of "),

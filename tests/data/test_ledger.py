@@ -73,7 +73,7 @@ def test_the_accounts_of_parts_add_up_to_that_of_the_whole(first: list[Any], lat
         ((998, 1, 1, 0), 0.001, "not JSON: f:1"),
         ((5, 0, 1, 0), 0.0, None),
         ((5000, 0, 1000, 1), 0.001, None),
-        ((5000, 0, 999, 1), 0.001, r"damaged file: g \(cut\)"),
+        ((5000, 0, 999, 1), 0.001, r"unreadable file: g \(cut\)"),
     ],
 )
 def test_records_and_files_are_each_held_to_the_limit(
