@@ -74,8 +74,8 @@ class TextSource(Section):
     def _one_origin(self) -> TextSource:
         if (self.path is None) == (self.dataset is None):
             raise ValueError("give exactly one of path (local files) and dataset (a hub id)")
-        for key in ("subset", "split", "revision"):
-            if self.path is not None and getattr(self, key) != type(self).model_fields[key].default:
+        for key in ("subset", "revision"):
+            if self.path is not None and getattr(self, key) is not None:
                 raise ValueError(f"{key}: is for a dataset; path has none")
         if self.messages_field is not None and self.text_field != type(self).model_fields["text_field"].default:
             raise ValueError("give one of text_field and messages_field")

@@ -60,6 +60,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         places_N1 = targets_N.unsqueeze(1).masked_fill(ignored_N1, 0)
         # Allocated once: a chunk's log-probabilities, and its gradient in the precision of the products that read it.
         shape = min(num_rows, len(targets_N)), len(lowered[-1])
+        rows_M1 = torch.arange(shape[0], device=targets_N.device).unsqueeze(1)
         said_MV = torch.empty(shape, dtype=torch.float32, device=targets_N.device)
         lowest = lowered[-1].dtype if len({head.dtype for head in lowered}) == 1 else torch.float32
         grad_MV = said_MV if lowest == torch.float32 or distilled else torch.empty_like(said_MV, dtype=lowest)
@@ -75,7 +76,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             num_here, ignored_here_N1 = len(logits_NV), ignored_N1[rows]
             grad_NV = grad_MV[:num_here]
             losses_M = losses_N[rows]
-            _fill_losses(losses_M, logits_NV, places_N1[rows], ignored_here_N1, said_MV[:num_here], grad_NV)
+            targets_here = rows_M1[:num_here], places_N1[rows], ignored_here_N1
+            _fill_losses(losses_M, logits_NV, *targets_here, said_MV[:num_here], grad_NV)
             for (some, weight), (divergence_S, of_divergence_SV) in zip(places, divergences, strict=True):
                 losses_M[some] += weight * divergence_S
                 grad_NV[some].add_(of_divergence_SV, alpha=weight)
@@ -126,13 +128,20 @@ def _columns(heads: Sequence[Tensor]) -> list[slice]:
 
 
 def _fill_losses(
-    losses_N: Tensor, logits_NV: Tensor, places_N1: Tensor, ignored_N1: Tensor, said_NV: Tensor, grad_NV: Tensor
+    losses_N: Tensor,
+    logits_NV: Tensor,
+    rows_N1: Tensor,
+    places_N1: Tensor,
+    ignored_N1: Tensor,
+    said_NV: Tensor,
+    grad_NV: Tensor,
 ) -> None:
     """Compute the losses of some tokens, and their gradients by the logits.
 
     Args:
         losses_N: filled with -log p(target); 0 without a target.
         logits_NV: in the precision of the products; a GPU kernel reads them without a cast.
+        rows_N1: the numbers from 0 on.
         places_N1: the targets' indices in the vocabulary.
         ignored_N1: True where there is no target.
         said_NV: filled with log p, float32.
@@ -142,8 +151,7 @@ def _fill_losses(
     of_targets_N1 = said_NV.gather(1, places_N1)
     torch.exp(said_NV, out=grad_NV)
     # `scatter_` copies the whole matrix on a processor.
-    of_targets_N = torch.expm1(of_targets_N1).to(grad_NV.dtype).squeeze(1)
-    grad_NV[torch.arange(len(grad_NV), device=grad_NV.device), places_N1.squeeze(1)] = of_targets_N
+    grad_NV.index_put_((rows_N1, places_N1), torch.expm1(of_targets_N1, out=grad_NV.new_empty(places_N1.shape)))
     torch.neg(of_targets_N1, out=losses_N.unsqueeze(1)).masked_fill_(ignored_N1, 0.0)
 
 

@@ -37,7 +37,7 @@ FLASH = ("train.attention=flash_attention_2", "train.mixed_precision=bf16", "eva
         (["corpus.sources.0.path=~"], ": corpus.sources.0: "),
         (["corpus.sources.0={name: a, dataset: x, language: en, documents: file}"], ": corpus.sources.0: "),
         (["corpus.sources.0.revision=main"], ": corpus.sources.0: revision: is for a dataset"),
-        (["corpus.sources.0.split=test"], ": corpus.sources.0: split: is for a dataset"),
+        (["corpus.sources.0.subset=test"], ": corpus.sources.0: subset: is for a dataset"),
         (
             ["corpus.sources.0.text_field=a", "corpus.sources.0.messages_field=b"],
             "one of text_field and messages_field",
