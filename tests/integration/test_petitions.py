@@ -102,8 +102,8 @@ def test_a_second_run_does_nothing_again(config: RunConfig, report: Report) -> N
     said: list[str] = []
     assert run_pipeline(config, said.append) == report
     done = [line.split()[-1] for line in said if "done already" in line]
-    folders = [RunFolder(config.output_dir).upscaled, config.output_dir / "export" / "llama"]
-    assert done == [str(folder) for folder in folders], "train and evaluate show what is there"
+    run = RunFolder(config.output_dir)
+    assert done == [str(folder) for folder in (run.upscaled, run.final, run.evaluation, run.export("llama"))]
 
 
 def test_the_gate_fails_only_where_more_was_forgotten_than_allowed(report: Report) -> None:
