@@ -30,7 +30,7 @@ _FEW_LOST, _PLAINLY_LOST = 1e-4, 0.1
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 1 << 10, 1 << 17
 _HASHES_AT_ONCE = 1 << 20
 _LARGE_DOCUMENT_BYTES = 1 << 16
-_FEWEST_HELD_OUT = 4  # a bootstrap of fewer documents gives intervals that are much too narrow
+_FEWEST_HELD_OUT = 4  # the bootstrap's intervals are too narrow for some more, but plainly so below this
 
 
 def cache_dir(config: RunConfig) -> Path:
