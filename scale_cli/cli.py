@@ -81,7 +81,8 @@ def init(
     file: Annotated[Path, Argument(metavar="CONFIG", help="A new YAML file.")] = Path("scale.yaml"),
     base: Annotated[str | None, Option(metavar="MODEL", help="The base: a hub id or a folder.")] = None,
     corpus: Annotated[
-        str | None, Option(metavar="TEXT", help="Text to learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]].")
+        str | None,
+        Option(metavar="TEXT", help="Text to learn: files (a pattern in quotes), or OWNER/DATASET[:SUBSET[:SPLIT]]."),
     ] = None,
     language: Annotated[str | None, Option(metavar="CODE", help="Language of that text: ko, de, ...")] = None,
     retention: Annotated[

@@ -338,7 +338,7 @@ def score_corpora(
     for config in configs:
         corpora = open_sources(config, config.evaluation.perplexity, tokenizer)
         for source, corpus in zip(config.evaluation.perplexity, corpora, strict=True):
-            if any(corpus.folder.name == other.folder.name for _, other, _ in opened.values()):
+            if any(corpus.name == other.name for _, other, _ in opened.values()):
                 continue
             name = source.name if source.name not in opened else f"{source.name} ({config.output_dir.name})"
             opened[_free_name(name, opened)] = source, corpus, config

@@ -32,6 +32,7 @@ from scale_cli.model.quantised_base import empty_as, parts_of
 from scale_cli.model.routing import rows_at_once
 from scale_cli.processes import autocast, device_name, lowered_dtype
 from scale_cli.processes import device as own_device
+from scale_cli.terminal import log
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.method import (
     MethodModel,
@@ -356,12 +357,13 @@ def measure_device(base_config: Any, dtype: str, mixed_precision: str) -> Device
             torch.accelerator.synchronize()
         return time.perf_counter() - started_s
 
+    precision = str(lowered_dtype(mixed_precision) or torch.float32).removeprefix("torch.")
+    log(f"measuring      {device_name(where)}: training steps of one layer in {precision}")
     time_step(1)  # warm-up
     num_windows = 1
     while time_step(num_windows) < _LEAST_STEP_S and num_windows < _MOST_WINDOWS:
         num_windows *= 2
     elapsed_s = median(time_step(num_windows) for _ in range(_NUM_TIMINGS))
-    precision = str(lowered_dtype(mixed_precision) or torch.float32).removeprefix("torch.")
     measured = f"measured on {device_name(where)}: steps of one layer in {precision}"
     return Device(where.type, flops * num_windows * _LENGTH / elapsed_s, measured)
 

@@ -15,13 +15,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
@@ -75,9 +75,11 @@ class Asked(BaseModel):
 
 
 class AskedCompletion(Asked):
-    """The body of /v1/completions."""
+    """The body of /v1/completions; it takes one prompt, or several that are computed as one batch."""
 
-    prompt: str
+    prompt: Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = Field(
+        min_length=1
+    )
     max_tokens: int = Field(16, ge=1)
 
 
@@ -151,19 +153,25 @@ class _Enough(Exception):
 class Answers(BaseStreamer):
     """The answers to one request: takes tokens from transformers, and passes on text that can no longer change."""
 
-    def __init__(self, generator: Generator, asked: Asked, row: Tensor, most: int) -> None:
-        most = min(most, generator.num_positions - len(row))
+    def __init__(self, generator: Generator, asked: Asked, prompts: Sequence[Tensor], most: int) -> None:
+        """Prepare `asked.n` answers to each prompt, whose ids are (T,)."""
+        self._prompts, self._rows = prompts, [row for row in prompts for _ in range(asked.n)]
         self._answers = [
-            Answer(Decoder(generator.tokenizer, int(row[-1])), generator.ends, asked.stops(), most)
-            for _ in range(asked.n)
+            Answer(
+                Decoder(generator.tokenizer, int(row[-1])),
+                generator.ends,
+                asked.stops(),
+                min(most, generator.num_positions - len(row)),
+            )
+            for row in self._rows
         ]
-        self._generator, self._rows, self._sampling = generator, [row] * asked.n, asked.sampling(most)
+        self._generator, self._sampling = generator, asked.sampling(most)
         self._loop, self._told = asyncio.get_running_loop(), asyncio.Queue[Piece | Exception | None]()
         self._is_wanted = True
 
     @property
     def usage(self) -> dict[str, int]:
-        read, written = len(self._rows[0]), sum(answer.num_tokens for answer in self._answers)
+        read, written = sum(map(len, self._prompts)), sum(answer.num_tokens for answer in self._answers)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     async def pieces(self, worker: ThreadPoolExecutor) -> AsyncGenerator[Piece, None]:
@@ -213,14 +221,16 @@ class Endpoint:
         self._generator, self._name = generator, name
         self._worker = ThreadPoolExecutor(1)  # all requests share torch's random numbers, so one at a time draws
 
-    async def respond(self, asked: Asked, prompt: str | Messages, most: int) -> Response:
-        """Return the answer to a request, whole or as a stream of events."""
+    async def respond(self, asked: Asked, prompts: Sequence[str | Messages], most: int) -> Response:
+        """Return the answers to a request, whole or as a stream of events."""
         if asked.model not in (None, self._name):
             raise HTTPException(404, f"model: {asked.model!r}: this server serves only {self._name}")
-        answers = Answers(self._generator, asked, self._generator.prompt_ids(prompt), most)
+        if len(prompts) * asked.n > _MOST_ANSWERS:
+            raise HTTPException(400, f"prompt, n: {len(prompts) * asked.n:,} answers, but at most {_MOST_ANSWERS}")
+        answers = Answers(self._generator, asked, [self._generator.prompt_ids(prompt) for prompt in prompts], most)
         if asked.stream:
             return StreamingResponse(self._events(asked, answers), media_type="text/event-stream")
-        texts, finishes = [""] * asked.n, [""] * asked.n
+        texts, finishes = ([""] * (len(prompts) * asked.n) for _ in range(2))
         async for piece in answers.pieces(self._worker):
             texts[piece.index] += piece.text
             finishes[piece.index] = piece.finish or ""
@@ -280,7 +290,7 @@ def create_app(generator: Generator, name: str) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(asked: AskedChat) -> Response:
         turns = [message.turn() for message in asked.messages]
-        return await endpoint.respond(asked, turns, asked.max_completion_tokens or asked.max_tokens)
+        return await endpoint.respond(asked, [turns], asked.max_completion_tokens or asked.max_tokens)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

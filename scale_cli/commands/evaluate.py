@@ -56,7 +56,7 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         benchmarks=of_benchmarks,
         benchmark_averages=averages,
         skipped_benchmarks=skipped,
-        texts=[corpus.folder.name for corpus in corpora],
+        texts=[corpus.name for corpus in corpora],
     )
     on_main(lambda: _write(report, config, run.folder.evaluation, items))
     if is_main():
@@ -77,8 +77,8 @@ def _write(report: Report, config: RunConfig, folder: Path, benchmarks: Sequence
             lines = "".join(item.to_json_line() for item in benchmark.items)
             write_text(partial / "items" / f"{benchmark.name}.jsonl", lines)
         report.save(partial)
-        write_text(partial / "report.md", markdown(report, config.method))
-        write_text(partial / "report.html", html(report, config.method))
+        write_text(partial / "report.md", markdown(report, config))
+        write_text(partial / "report.html", html(report, config))
         write_text(partial / "scale.yaml", dump_config(config))
 
 

@@ -42,6 +42,9 @@ def generate(
         raise ConfigError("--prompt: no prompt given, and standard input is empty; add --prompt TEXT")
     generator = Generator(path)
     asked = [[_turn("user", prompt)] for prompt in prompts] if chat else prompts
+    room = min(generator.num_positions - len(generator.prompt_ids(each)) for each in asked)
+    if room < sampling.max_new_tokens:
+        typer.echo(f"the model's context of {generator.num_positions:,} tokens leaves {room:,} to write", err=True)
     streams = len(prompts) == 1 and not as_json and not show_heads
     streamer = TextStreamer("" if chat else prompts[0], generator) if streams else None
     continuations = generator.continue_all(asked, sampling, streamer)

@@ -79,7 +79,7 @@ def _report_of_same_text(run: Run) -> Report | None:
     """Return the report that is already there, unless the held-out text has changed since."""
     corpora = open_sources(run.config, run.config.evaluation.perplexity, run.tokenizer)
     report = finished_report(run.config)
-    return report if report is not None and report.texts == [corpus.folder.name for corpus in corpora] else None
+    return report if report is not None and report.texts == [corpus.name for corpus in corpora] else None
 
 
 def _export(config: RunConfig, log: Log) -> None:

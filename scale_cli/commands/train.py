@@ -261,7 +261,7 @@ def _open_text(
     held_out = []
     if config.train.eval_every_steps:
         held_out = main_first(lambda: open_sources(config, config.evaluation.perplexity, tokenizer))
-    names = [corpus.folder.name for corpus in (*corpora, *held_out)]  # names contain hashes of the text
+    names = [corpus.name for corpus in (*corpora, *held_out)]
     of_all = gathered(names, share())
     on_main(lambda: _check_same_names(of_all))
     batches = build_batches(config, corpora, accelerator.num_processes)
@@ -315,7 +315,7 @@ def _without_stale_best(begun: MethodFolder, held_out: Sequence[TokenisedCorpus]
         reason = "is missing"
     elif changed := scored_otherwise(begun.config, run.config):
         reason = f"was scored with other settings ({', '.join(changed)})"
-    elif state.best.texts != [corpus.folder.name for corpus in held_out]:
+    elif state.best.texts != [corpus.name for corpus in held_out]:
         reason = "was scored on other held-out text"
     else:
         return state

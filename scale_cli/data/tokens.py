@@ -81,6 +81,11 @@ class TokenisedCorpus:
     def __len__(self) -> int:
         return len(self.num_bytes)
 
+    @property
+    def name(self) -> str:
+        """The cache folder's name, which hashes the text and everything else that decides the ids."""
+        return self.folder.name
+
     def document(self, index: int) -> Ids:
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
 

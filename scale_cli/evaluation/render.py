@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scale_cli import report as reports
-from scale_cli.config.schema import MethodConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.evaluation.results import (
     FIGURES,
     HEADS,
@@ -99,21 +99,23 @@ def _benchmark_rows(report: Report, average: LanguageAverage, heads: Sequence[st
     return rows
 
 
-def markdown(report: Report, method: MethodConfig) -> str:
-    return reports.markdown("evaluation.md.j2", **_values(report, method))
+def markdown(report: Report, config: RunConfig) -> str:
+    return reports.markdown("evaluation.md.j2", **_values(report, config))
 
 
-def html(report: Report, method: MethodConfig) -> str:
+def html(report: Report, config: RunConfig) -> str:
     """Return report.html, which needs no other file."""
-    return reports.page("evaluation.html.j2", **_values(report, method))
+    return reports.page("evaluation.html.j2", **_values(report, config))
 
 
-def _values(report: Report, method: MethodConfig) -> dict[str, Any]:
+def _values(report: Report, config: RunConfig) -> dict[str, Any]:
     shares = {rule: report.base_share_by_language(rule) for rule in _RULES}
-    router, has_own_tokens = method.router, method.vocabulary is not None
+    router, has_own_tokens = config.method.router, config.method.vocabulary is not None
     return {
         "report": report,
         "became": " ".join(_became(corpus, report.served) for role in ROLES for corpus in report.with_role(role)),
+        "run": config.output_dir.name,
+        "base": config.model.base,
         "trained_by": METHODS[report.variant].label,
         "served": "the trained head"
         if report.served == "adapted"

@@ -114,7 +114,7 @@ class Observer:
                 learned.append(of_served)
             else:
                 lost.append(of_served - of_base)
-        texts = [corpus.folder.name for corpus in self.held_out]
+        texts = [corpus.name for corpus in self.held_out]
         return Score(step, sum(learned) / len(learned), max(lost), texts)
 
 

@@ -182,7 +182,7 @@ class TrainingRun:
         describe_method(folder, self.model, self.method, self.start.record)
         copy_grown_tokenizer(self.config, folder)
         state.save(folder)
-        write_json(folder / CORPORA, [corpus.folder.name for corpus in self.corpora])
+        write_json(folder / CORPORA, [corpus.name for corpus in self.corpora])
         if self.branch_point is not None:
             self.branch_point.save(folder)
         sources, trained = self.config.corpus.sources, self.batches.trained_tokens(state.step)

@@ -15,7 +15,7 @@ from sklearn.metrics import f1_score  # type: ignore[import-untyped]
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
-from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.evaluation.benchmarks import (
     BenchmarkItems,
@@ -30,6 +30,7 @@ from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, BenchmarkResult, Report
 from scale_cli.storage.records import RunFolder
 from tests.evaluation.task_files import add_task, know_only, some_of_blimp, task_of
+from tests.evaluation.test_results import ROUTE
 from tests.export.conftest import configured
 
 
@@ -172,4 +173,4 @@ def test_no_difference_shown_is_said_where_that_is_the_truth() -> None:
     said = {line.split()[0]: line for line in terminal_lines(report) if "accuracy" in line}
     assert said["better"].endswith("+1.0000 [+1.0000, +1.0000]  p < 0.001")
     assert said["alike"].endswith("no difference shown")
-    assert "no difference shown |" in markdown(report, MethodConfig(variant="route"))
+    assert "no difference shown |" in markdown(report, ROUTE)

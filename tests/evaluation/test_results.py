@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scale_cli.config.schema import MethodConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.evaluation.render import html, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, CorpusResult, Report, Values, guarantee, paired_difference, summarise
@@ -20,8 +20,18 @@ from scale_cli.evaluation.scoring import DocumentLosses
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.report import Interval, with_interval
 
-ROUTE = MethodConfig(variant="route")
-OWN_TOKENS = MethodConfig.model_validate({"variant": "route", "vocabulary": {"new_tokens": 64}})
+
+def run_of(**method: Any) -> RunConfig:
+    sections = {
+        "model": {"base": "tiny"},
+        "method": {"variant": "route", **method},
+        "corpus": {"sources": [{"name": "petitions", "path": "petitions.txt", "language": "ko"}]},
+        "train": {"max_steps": 1},
+    }
+    return RunConfig.model_validate({"output_dir": "runs/korean", **sections})
+
+
+ROUTE, OWN_TOKENS = run_of(), run_of(vocabulary={"new_tokens": 64})
 KINDS = pytest.mark.parametrize(
     "of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"]
 )
@@ -122,6 +132,7 @@ def test_every_form_has_every_corpus_and_both_rules_and_the_page_asks_for_nothin
     made = report(**of_losses)
     assert read_back(made) == made
     text, page = markdown(made, ROUTE), html(made, ROUTE)
+    assert all("un korean: the base tiny, trained by" in told for told in (text, page))
     assert not re.search(r"(src|href)=\"(?!data:)", page) and "<script" not in page
     shown = " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).replace("−", "-").split())
     for result in made.corpora:
@@ -175,13 +186,12 @@ def test_what_is_guaranteed_has_the_figures_of_the_router_and_nothing_is_where_n
         "0.105 nats over the base head, nor more than 2.303 over the trained head" in told and "does not cover" in told
     )
     assert guarantee(RouterConfig(switch_rate=0.01)) == guarantee(RouterConfig(rule="cosine")) == ""
-    told = markdown(report(), MethodConfig(variant="route", router=RouterConfig(prior=0.9)))
+    told = markdown(report(), run_of(router={"prior": 0.9}))
     assert "at most 0.105 nats (" in told and "does not cover" in told
-    switching = MethodConfig(variant="route", router=RouterConfig(switch_rate=0.1))
-    assert "Under the posterior rule" not in markdown(report(), switching)
+    assert "Under the posterior rule" not in markdown(report(), run_of(router={"switch_rate": 0.1}))
 
 
 def test_of_tokens_of_its_own_a_run_shows_what_compares_alone() -> None:
-    for method, shows in ((ROUTE, True), (OWN_TOKENS, False)):
-        told = markdown(report(), method)
+    for config, shows in ((ROUTE, True), (OWN_TOKENS, False)):
+        told = markdown(report(), config)
         assert ("nats/token" in told) == ("perplexity" in told) == shows and "bits/byte" in told

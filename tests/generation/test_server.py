@@ -136,6 +136,17 @@ def test_n_answers_are_drawn_and_told_apart(client: openai.OpenAI) -> None:
     assert pieces == texts
 
 
+def test_several_prompts_of_one_request_are_each_answered_as_alone_in_their_order(client: openai.OpenAI) -> None:
+    prompts = [prompt for prompt in PROMPTS if prompt][:4]
+    alone = [text_of(client, prompt) for prompt in prompts]
+    asked: Any = {"model": NAME, "prompt": prompts, "max_tokens": NUM_NEW, "temperature": 0.0, "n": 2}
+    whole = client.completions.create(**asked)
+    assert [choice.text for choice in whole.choices] == [text for text in alone for _ in range(2)]
+    assert [choice.index for choice in whole.choices] == list(range(8))
+    each = [client.completions.create(**asked | {"prompt": prompt, "n": 1}).usage for prompt in prompts]
+    assert whole.usage is not None and whole.usage.prompt_tokens == sum(use.prompt_tokens for use in each if use)
+
+
 def test_an_answer_ends_before_a_stop_however_it_is_cut_into_tokens(client: openai.OpenAI) -> None:
     whole = text_of(client, PROMPTS[0])
     for stop in (whole[5:7], whole[3:9], [whole[8:10], whole[2:4], "never said"], "never said"):
@@ -160,7 +171,9 @@ def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> N
         ({"best_of": 2}, "^best_of: "),
         ({"top_p": 0.0}, "^top_p: "),
         ({"max_tokens": 0}, "^max_tokens: "),
-        ({"prompt": ["one", "two"]}, "^prompt: "),
+        ({"prompt": []}, "^prompt: "),
+        ({"prompt": [1, 2]}, r"^prompt\.0: "),
+        ({"prompt": ["one"] * 33, "n": 2}, "prompt, n: 66 answers, but at most 64"),
         ({"prompt": "word " * 3000}, r"^prompt: [\d,]+ tokens, but .* the model's context of 1,024"),
     ]
     for change, told in refused:
