@@ -6,6 +6,7 @@ If a library is missing that only some verbs need, `require` names the extra of 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from textwrap import shorten
 
 _LONGEST_REASON = 200
 EXTRA_OF = {
@@ -117,9 +118,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return a library's error message as one line, cut if it is long."""
-    line = " ".join(str(error).split()) or type(error).__name__
-    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."
+    """Return a library's error message as one line, cut after a word if it is long."""
+    return shorten(str(error), _LONGEST_REASON, placeholder=" ...") or type(error).__name__
 
 
 def is_installed(module: str) -> bool:
