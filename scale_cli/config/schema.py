@@ -6,8 +6,7 @@ Every key is public (docs/configuration.md). A key may change only if its field 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator, model_validator
@@ -15,7 +14,6 @@ from pydantic import BaseModel, Field, ValidationError, create_model, field_vali
 from scale_cli.config.sources import AnySource, BenchmarkSource, CorpusConfig, EvaluationSource, distinct_names
 from scale_cli.config.training import TrainConfig
 from scale_cli.config.vocabulary import VocabularyConfig
-from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.methods import METHODS
 from scale_cli.methods.method import Method
 from scale_cli.methods.widened import WideningConfig
@@ -342,34 +340,6 @@ def differences(before: RunConfig, now: RunConfig, sections: tuple[str, ...], ig
 def scored_otherwise(before: RunConfig, now: RunConfig) -> list[str]:
     """Return `key: before -> now` for every changed key that makes scores of periodic evaluations incomparable."""
     return [line for key, line in _changes(before, now).items() if re.fullmatch(_SCORED_BY, key)]
-
-
-def check_same_run(
-    folder: Path,
-    before: RunConfig,
-    now: RunConfig,
-    sections: tuple[str, ...],
-    ignored_keys: str,
-    accepted: Collection[str] | None,
-) -> list[str]:
-    """Refuse a folder that was made with a different config; return a line for every change that is allowed.
-
-    Allowed are changes of `accepted` keys and of those that `ignored_keys` matches, whose content is compared instead.
-    A verb that does not train passes None for `accepted`: no key can be accepted.
-    """
-    for key in accepted or ():
-        if key not in ACCEPTABLE:
-            raise ConfigError(f"--accept {key}: only these may change within a run: {', '.join(sorted(ACCEPTABLE))}")
-    refused = {line.partition(": ")[0]: line for line in differences(before, now, sections, ignored_keys)}
-    refused = {key: line for key, line in refused.items() if key not in (accepted or ())}
-    if refused:
-        may_be_accepted = accepted is not None and refused.keys() <= ACCEPTABLE
-        way = f", allow the change ({' '.join(f'--accept {key}' for key in refused)})" if may_be_accepted else ""
-        raise RunFolderError(
-            f"{folder}: was made with another config ({'; '.join(refused.values())}); "
-            f"change it back{way}, or start anew in another output_dir"
-        )
-    return differences(before, now, sections)
 
 
 def _changes(before: RunConfig, now: RunConfig) -> dict[str, str]:

@@ -29,13 +29,14 @@ from transformers.utils.hub import cached_file
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import (
+    ACCEPTABLE,
     BASE_KEYS,
     TRAIN_SECTIONS,
     UPSCALE_SECTIONS,
     MethodConfig,
     ModelConfig,
     RunConfig,
-    check_same_run,
+    differences,
 )
 from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.config.training import TrainConfig
@@ -207,7 +208,26 @@ class MethodFolder:
     def check_same_run(
         self, sections: tuple[str, ...], ignored_keys: str, accepted: Collection[str] | None = None
     ) -> list[str]:
-        return check_same_run(self.path, self.config, self.run.config, sections, ignored_keys, accepted)
+        """Refuse the folder if it was made with a different config; return a line for every change that is allowed.
+
+        Allowed are changes of `accepted` keys and of those that `ignored_keys` matches, whose content is compared
+        instead. A verb that does not train passes None for `accepted`: no key can be accepted.
+        """
+        for key in accepted or ():
+            if key not in ACCEPTABLE:
+                may_change = ", ".join(sorted(ACCEPTABLE))
+                raise ConfigError(f"--accept {key}: only these may change within a run: {may_change}")
+        changed = differences(self.config, self.run.config, sections, ignored_keys)
+        refused = {line.partition(": ")[0]: line for line in changed}
+        refused = {key: line for key, line in refused.items() if key not in (accepted or ())}
+        if refused:
+            may_be_accepted = accepted is not None and refused.keys() <= ACCEPTABLE
+            way = f", allow the change ({' '.join(f'--accept {key}' for key in refused)})" if may_be_accepted else ""
+            raise RunFolderError(
+                f"{self.path}: was made with another config ({'; '.join(refused.values())}); "
+                f"change it back{way}, or start anew in another output_dir"
+            )
+        return differences(self.config, self.run.config, sections)
 
     def check_base(self) -> None:
         """Check the base against its record, as far as possible without its weights.
