@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator, model_validator
 
-from scale_cli.config.sources import AnySource, BenchmarkSource, CorpusConfig, EvaluationSource, distinct_names
+from scale_cli.config.sources import DISTINCT, BenchmarkSource, CorpusConfig, EvaluationSource
 from scale_cli.config.training import TrainConfig
 from scale_cli.config.vocabulary import VocabularyConfig
 from scale_cli.methods import METHODS
@@ -122,8 +122,8 @@ class ContinuationsConfig(Section):
 class EvaluationConfig(Section):
     """What is measured, and how finely."""
 
-    perplexity: list[EvaluationSource] = Field(default=[], description="held-out corpora")
-    benchmarks: list[BenchmarkSource] = Field(
+    perplexity: Annotated[list[EvaluationSource], DISTINCT] = Field(default=[], description="held-out corpora")
+    benchmarks: Annotated[list[BenchmarkSource], DISTINCT] = Field(
         default=[], description="task names of lm-eval, or mappings {name, path, language, role} for task files"
     )
     continuations: ContinuationsConfig | None = Field(
@@ -133,11 +133,6 @@ class EvaluationConfig(Section):
     batch_size: BatchSize = Field(default=8, description="windows evaluated at once")
     mixed_precision: MixedPrecision = Field(default="no", description="autocast; if left out, train's")
     bootstrap_resamples: int = Field(default=2000, ge=100, le=1_000_000, description="resamples per interval")
-
-    @field_validator("perplexity", "benchmarks")
-    @classmethod
-    def _distinct(cls, sources: list[AnySource]) -> list[AnySource]:
-        return distinct_names(sources)
 
 
 class ExportConfig(Section):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
 from pydantic_core import CoreSchema
 
 from scale_cli.values import (
@@ -155,16 +155,16 @@ class BenchmarkSource(Section):
         return {"anyOf": [{"type": "string"}, mapping]}
 
 
-AnySource = TypeVar("AnySource", bound="TextSource | BenchmarkSource")
-
-
-def distinct_names(sources: list[AnySource]) -> list[AnySource]:
+def _check_names(sources: list[Any]) -> list[Any]:
     """Return the sources; ValueError if two share a name, since results are keyed by it."""
     names = [source.name for source in sources]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"two sources are named {twice[0]!r}")
     return sources
+
+
+DISTINCT = AfterValidator(_check_names)
 
 
 class ReadingConfig(Section):
@@ -200,7 +200,7 @@ class CorpusConfig(ReadingConfig):
         default=None,
         description="folder of tokenised corpora, named by content, each with its ledger.json; null: output_dir/tokens",
     )
-    sources: list[CorpusSource] = Field(min_length=1, description="the sources to train on")
+    sources: Annotated[list[CorpusSource], DISTINCT] = Field(min_length=1, description="the sources to train on")
 
     @property
     def new(self) -> list[CorpusSource]:
@@ -218,7 +218,7 @@ class CorpusConfig(ReadingConfig):
 
     @field_validator("sources")
     @classmethod
-    def _distinct(cls, sources: list[CorpusSource]) -> list[CorpusSource]:
+    def _new_text(cls, sources: list[CorpusSource]) -> list[CorpusSource]:
         if all(source.role == "replay" for source in sources):
             raise ValueError("every source has the role replay; give the text to be learned the role new")
-        return distinct_names(sources)
+        return sources
