@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -129,9 +129,8 @@ class MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        position_ids = None if self.position_ids is None else change(self.position_ids)
-        tensors = change(self.input_ids), change(self.targets), change(self.sources)
-        return MicroBatch(*tensors, position_ids, self.distillation)
+        tensors: dict[str, Any] = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
 
 
 def stacked(
