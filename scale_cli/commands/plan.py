@@ -22,7 +22,7 @@ from scale_cli.report import Table, duration, quantity
 from scale_cli.upscale.base import base_without_weights, stage_folder
 from scale_cli.upscale.method import NewPieces, build_model
 from scale_cli.upscale.run import Run, check_context, check_processes
-from scale_cli.vocabulary.tokenizer import num_added, read_texts
+from scale_cli.vocabulary.tokenizer import read_texts
 
 _WITHOUT = "no new tokens"  # the row of the config's method on the same text
 _WIDTH, _LABEL = 100, 15  # of terminal lines, and of the labels before them
@@ -168,8 +168,7 @@ def growth_of(run: Run) -> Growth:
         )
         sources.append(SourceGrowth(source.name, sum(len(text.encode()) for text in texts), before, after))
         tokens_without += share * before / max(after, 1)
-    first_id = added_tokens.first_id
-    num_new = num_added(first_id, added_tokens.vocabulary) if known is None else len(known) - first_id
+    num_new = added_tokens.num_new if known is None else len(known) - added_tokens.first_id
     return Growth(num_new, known is not None, sources, tokens_without)
 
 

@@ -103,14 +103,10 @@ class Spelling:
 # units had been learned together; the list is cut when it has enough tokens.
 
 
-def count_words(texts: Iterable[str], tokenizer: Tokenizer, script: Script) -> Counter[str]:
-    """Count every run of the script's letters in some texts, each with the space before it."""
-    run = re.compile(f"[ ▁]?[{script.characters}]+")
-    normalizer = tokenizer.normalizer
-    words: Counter[str] = Counter()
-    for text in texts:
-        words.update(run.findall(text if normalizer is None else normalizer.normalize_str(text)))
-    return words
+def count_words(text: str, tokenizer: Tokenizer, script: Script) -> Counter[str]:
+    """Count every run of the script's letters in a text, each with the space before it."""
+    normal = text if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(text)
+    return Counter(re.findall(f"[ ▁]?[{script.characters}]+", normal))
 
 
 def learn(

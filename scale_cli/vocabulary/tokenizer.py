@@ -50,6 +50,11 @@ class AddedTokens:
     def base(self) -> PreTrainedTokenizerBase:
         return self.cache.tokenizer
 
+    @property
+    def num_new(self) -> int:
+        """Return `new_tokens`, rounded up so that all rows together are a multiple of ROWS_MULTIPLE."""
+        return self.vocabulary.new_tokens + -(self.first_id + self.vocabulary.new_tokens) % ROWS_MULTIPLE
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the base's tokenizer with the new tokens, from the cache if they were learned before."""
         if self.vocabulary.folder is not None:
@@ -67,7 +72,7 @@ class AddedTokens:
             "format": _FORMAT_VERSION,
             "sources": [self.cache.name_of(source) for source in self.sources],
             "script": Script.named(self.vocabulary.script).ranges,
-            "new_tokens": num_added(self.first_id, self.vocabulary),
+            "new_tokens": self.num_new,
             "first_id": self.first_id,
             "min_count": self.vocabulary.min_count,
         }
@@ -81,12 +86,12 @@ class AddedTokens:
         new, is_all = self.learned(num_bytes, self.vocabulary.min_count)
         if is_all:
             self._check_enough(len(new))
-        elif len(new) < num_added(self.first_id, self.vocabulary):
+        elif len(new) < self.num_new:
             new, _ = self.learned(num_bytes, min(self.vocabulary.min_count, _MIN_COUNT_OF_BEGINNINGS))
         return extended(self.base.backend_tokenizer, new, self.first_id)
 
     def _check_enough(self, num_found: int) -> None:
-        if num_found < num_added(self.first_id, self.vocabulary):
+        if num_found < self.num_new:
             most = most_added(self.first_id, num_found)
             instead = f"set it to {most}, or lower" if most > 0 else "lower"
             raise ConfigError(
@@ -106,19 +111,13 @@ class AddedTokens:
                 f"method.vocabulary.script: {of_script:,} of the {len(tokens):,} tokens of {self.base.name_or_path} "
                 f"are {self.vocabulary.script} already; remove method.vocabulary"
             )
-        num_new = num_added(self.first_id, self.vocabulary)
-        check_size(self.first_id + num_new)
+        check_size(self.first_id + self.num_new)
         words, num_read = Counter[str](), 0
         for text in read_texts(self.sources, self.cache.reading, num_bytes):
-            words.update(count_words([text], backend, script))
+            words.update(count_words(text, backend, script))
             num_read += len(text.encode())
-        new = learn(words, backend, spelling, script, most=num_new, min_count=min_count)
+        new = learn(words, backend, spelling, script, most=self.num_new, min_count=min_count)
         return new, num_read < num_bytes
-
-
-def num_added(first_id: int, vocabulary: VocabularyConfig) -> int:
-    """Return `new_tokens`, rounded up so that all rows together are a multiple of ROWS_MULTIPLE."""
-    return vocabulary.new_tokens + -(first_id + vocabulary.new_tokens) % ROWS_MULTIPLE
 
 
 def most_added(first_id: int, num_found: int) -> int:

@@ -32,9 +32,7 @@ def grown(shared_data: Path) -> tuple[Tokenizer, Tokenizer, ScaleForCausalLM]:
     base = real_base(shared_data, "ckpt-stories260K")
     old = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K/hf").backend_tokenizer
     spelling, first_id = Spelling.of(old, "a base"), base.config.vocab_size
-    new = extended(
-        old, learn(count_words([KOREAN], old, HANGUL), old, spelling, HANGUL, most=64, min_count=1), first_id
-    )
+    new = extended(old, learn(count_words(KOREAN, old, HANGUL), old, spelling, HANGUL, most=64, min_count=1), first_id)
     of_each = pieces(new, spelling, first_id)
     own = [i for i in {one[0] for one in of_each} if HANGUL.alone_begins(spelling.to_bytes(str(old.id_to_token(i))))]
     model = widen(base, "route", new=NewPieces([" ".join(map(str, o)) for o in of_each], own))

@@ -51,7 +51,7 @@ class Grown:
 def grown(kind: Callable[[], Tokenizer]) -> Grown:
     old = kind()
     spelling = Spelling.of(old, "a base")
-    tokens = learn(count_words([KOREAN], old, HANGUL), old, spelling, HANGUL, most=100, min_count=1)
+    tokens = learn(count_words(KOREAN, old, HANGUL), old, spelling, HANGUL, most=100, min_count=1)
     new = extended(old, tokens, FIRST_ID)
     return Grown(old, new, pieces(new, spelling, FIRST_ID), tokens)
 
@@ -108,7 +108,7 @@ def united(kind: Callable[[], Tokenizer]) -> tuple[Tokenizer, Tokenizer]:
     """One with the letters of another script in the place of Hangul, and one with both."""
     hangul = grown(kind)
     spelling = Spelling.of(hangul.old, "a base")
-    tokens = learn(count_words([RUSSIAN], hangul.old, CYRILLIC), hangul.old, spelling, CYRILLIC, most=60, min_count=1)
+    tokens = learn(count_words(RUSSIAN, hangul.old, CYRILLIC), hangul.old, spelling, CYRILLIC, most=60, min_count=1)
     cyrillic = extended(hangul.old, tokens, FIRST_ID)
     return cyrillic, extended(hangul.new, new_tokens(cyrillic, FIRST_ID), FIRST_ID + 100)
 
@@ -161,7 +161,7 @@ def test_the_proofs_hold_and_find_one_token_that_moved_or_that_other_texts_have(
 def test_merges_of_the_same_words_are_the_same_whatever_their_order() -> None:
     old = llama_3()
     spelling = Spelling.of(old, "a base")
-    words = count_words([KOREAN], old, HANGUL)
+    words = count_words(KOREAN, old, HANGUL)
     backwards = dict(reversed(words.items()))
 
     learned = [learn(w, old, spelling, HANGUL, most=80, min_count=1) for w in (words, backwards)]
