@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-
-import pytest
-
-from scale_cli.cli import main
 
 
 class ModelLoads(BaseException):
@@ -31,9 +24,9 @@ class Outcome:
     stdout: str
     stderr: str  # without progress bars
 
-    def error(self) -> str:
-        """Return its error message, having checked that there is one, of one line, and nothing else."""
-        assert self.exit_code not in (None, 0), self.stdout
+    def error(self, exit_code: int = 2) -> str:
+        """Return its error message, having checked the exit code, and that there is one message, of one line."""
+        assert self.exit_code == exit_code, self.stdout + self.stderr
         assert self.stderr.startswith("error: ")
         assert self.stderr.endswith("\n")
         assert self.stderr[:-1].isprintable(), self.stderr
@@ -52,25 +45,3 @@ def handlers_put_back() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def command_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Scale:
-    """Return a function that runs a command line of `scale` in this process."""
-
-    def run(*arguments: str | Path) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["scale", *map(str, arguments)])
-        capfd.readouterr()
-        code: int | None
-        try:
-            with handlers_put_back():
-                main()
-        except SystemExit as ended:
-            assert ended.code is None or isinstance(ended.code, int)
-            code = ended.code or 0
-        except ModelLoads:
-            code = None
-        shown = capfd.readouterr()
-        assert "Traceback" not in shown.out + shown.err
-        return Outcome(code, shown.out, re.sub(r"\r[^\r\n]*(?=\r)|\r *\r?(?=[^\n]|$)", "", shown.err))
-
-    return run

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import shutil
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -9,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.command_line import Scale, command_line
+from scale_cli.cli import main
+from tests.command_line import ModelLoads, Outcome, Scale, handlers_put_back
 from tests.unwaited import let_nothing_wait_for_the_disk
 
 FORKS = {
@@ -21,11 +25,7 @@ FORKS = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torture", action="store_true", help="tests/torture in full length (make torture)")
-    parser.addoption(
-        "--runtimes",
-        action="store_true",
-        help="tests/runtimes too (make runtimes)",
-    )
+    parser.addoption("--runtimes", action="store_true", help="tests/runtimes too (make runtimes)")
     parser.addoption("--proofs", action="store_true", help="tests/integration too (make proofs)")
     parser.addoption("--serving", action="store_true", help="tests/serving/engine too (make serving)")
 
@@ -84,6 +84,18 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def stories(shared_data: Path) -> Path:
+    """The smallest of the real models."""
+    return shared_data / "ckpt-stories260K" / "hf"
+
+
+@pytest.fixture
+def base(stories: Path, tmp_path: Path) -> Path:
+    """A copy of it that may be tampered with."""
+    return Path(shutil.copytree(stories, tmp_path / "base"))
+
+
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[Any]:
     """A group of one process: enough for a model to be sharded in all but number."""
@@ -97,4 +109,21 @@ def group(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture
 def scale(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Scale:
     """The command line, without a process of its own, which would spend seconds on importing torch."""
-    return command_line(monkeypatch, capfd)
+
+    def run(*arguments: str | Path) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["scale", *map(str, arguments)])
+        capfd.readouterr()
+        code: int | None
+        try:
+            with handlers_put_back():
+                main()
+        except SystemExit as ended:
+            assert ended.code is None or isinstance(ended.code, int)
+            code = ended.code or 0
+        except ModelLoads:
+            code = None
+        shown = capfd.readouterr()
+        assert "Traceback" not in shown.out + shown.err
+        return Outcome(code, shown.out, re.sub(r"\r[^\r\n]*(?=\r)|\r *\r?(?=[^\n]|$)", "", shown.err))
+
+    return run

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,23 +16,19 @@ from tests.one_step import write_config
 GOOD = ['{"text": "A cat sat."}'] * 3
 
 
-def prepared_from(folder: Path, base: Path, lines: list[str]) -> RunConfig:
+def prepared_from(folder: Path, stories: Path, lines: list[str]) -> RunConfig:
     """Return a config of a .jsonl to train on, and of two documents held out."""
     (folder / "news.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     news = {"name": "news", "path": str(folder / "news.jsonl"), "language": "en"}
     held_out = {"name": "tales", "path": str(folder / "news.txt"), "language": "en", "role": "retention"}
-    return load_config(write_config(folder, base, corpus={"sources": [news]}, evaluation={"perplexity": [held_out]}))
-
-
-@pytest.fixture
-def base(shared_data: Path) -> Path:
-    return shared_data / "ckpt-stories260K" / "hf"
+    sections: dict[str, Any] = {"corpus": {"sources": [news]}, "evaluation": {"perplexity": [held_out]}}
+    return load_config(write_config(folder, stories, **sections))
 
 
 def test_shares_of_the_files_are_prepared_one_by_one_then_joined_and_not_tokenised_again(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = prepared_from(tmp_path, base, GOOD)
+    config = prepared_from(tmp_path, stories, GOOD)
     shares = [prepare_part(config, Share(index, 2)) for index in range(2)]
     monkeypatch.setattr(tokens, "tokenise", None)
     joined = prepare(config)["corpora"]
@@ -44,10 +41,10 @@ def test_shares_of_the_files_are_prepared_one_by_one_then_joined_and_not_tokenis
 
 
 def test_what_was_dropped_is_said(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("scale_cli.terminal._form", "lines")  # a verb before this test may have chosen another
-    config = prepared_from(tmp_path, base, [*GOOD, "{"])
+    config = prepared_from(tmp_path, stories, [*GOOD, "{"])
     with pytest.raises(CorpusError, match=r"news\.jsonl:4"):
         prepare(config)
     prepare(config.model_copy(update={"corpus": config.corpus.model_copy(update={"max_bad_fraction": 0.25})}))

@@ -17,6 +17,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import ScaleError
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import router_keys, write_plain
+from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.run import load_tokenizer
 from tests.widening import as_if_trained, widen
@@ -32,10 +33,10 @@ def write_routed(checkpoint: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     export = tmp_path_factory.mktemp("run") / "export" / "llama"
     export.mkdir(parents=True)
-    write_routed(shared_data / "ckpt-stories260K" / "hf", export)
+    write_routed(stories, export)
     return export
 
 
@@ -97,16 +98,15 @@ def test_else_transformers_and_a_run_stands_for_its_plain_export(
 
 def changed(folder: Path, copy: Path, **keys: Any) -> Path:
     shutil.copytree(folder, copy)
-    config = {**json.loads((copy / "config.json").read_text(encoding="utf-8")), **keys}
-    told = {name: value for name, value in config.items() if value is not None}
-    (copy / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    config = {**read_json(copy / "config.json"), **keys}
+    write_json(copy / "config.json", {name: value for name, value in config.items() if value is not None})
     return copy
 
 
 def test_a_router_that_may_switch_is_promised_no_bound(
     folder: Path, tmp_path: Path, installed: set[str], said: Callable[..., Any]
 ) -> None:
-    keys = json.loads((folder / "config.json").read_text(encoding="utf-8"))["scale_router"]
+    keys = read_json(folder / "config.json")["scale_router"]
     switching = changed(folder, tmp_path / "switching", scale_router={**keys, "switch_rate": 0.01})
     assert "nats" not in said(switching)[0][0]
     leaning = changed(folder, tmp_path / "leaning", scale_router={**keys, "prior": 0.9})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import pickle
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from scale_cli.storage.atomic import write_json
+from scale_cli.storage.atomic import file_sha256, json_sha256, read_json, write_json
 
 REMOTE_MODEL = {"auto_map": {"AutoConfig": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}}
 
@@ -55,22 +53,16 @@ def write_benchmark(folder: Path, **changes: Any) -> dict[str, str]:
     return {"name": "mine", "path": str(folder / "mine.yaml"), "language": "en"}
 
 
-def entry_of(file: Path) -> dict[str, Any]:
-    content = file.read_bytes()
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
 def reseal(folder: Path, *more: str) -> None:
     """Write the manifest that a folder would have, had it been written as it is now, with more names if need be."""
     files = [file for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
     names = {*(file.relative_to(folder).as_posix() for file in files), *more} - {"manifest.json"}
-    tree = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    tree["files"] = {name: entry_of(folder / name) for name in names}
-    tree.pop("manifest_sha256", None)
-    sha256 = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
-    write_json(folder / "manifest.json", tree | {"manifest_sha256": sha256})
+    tree = read_json(folder / "manifest.json")
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    tree["files"] = {name: {"bytes": size, "sha256": file_sha256(folder / name)} for name, size in sizes.items()}
+    del tree["manifest_sha256"]
+    write_json(folder / "manifest.json", tree | {"manifest_sha256": json_sha256(tree)})
 
 
 def edit_json(path: Path, changes: dict[str, Any]) -> None:
-    tree = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    path.write_text(json.dumps(tree | changes), encoding="utf-8")
+    write_json(path, (read_json(path) if path.exists() else {}) | changes)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from scale_cli.commands.verify import verify
 from tests.torture.tiny_run import SAVED_STEPS, Runs, write_base_and_texts
@@ -13,6 +15,22 @@ from tests.torture.tiny_run import SAVED_STEPS, Runs, write_base_and_texts
 def in_full(pytestconfig: pytest.Config) -> bool:
     """Whether this is `make torture`, and not the shortened form in the normal tests."""
     return bool(pytestconfig.getoption("--torture"))
+
+
+@pytest.fixture(scope="session")
+def examples(in_full: bool) -> Callable[[int, int], settings]:
+    """A function from how many examples a fuzz has in full, and how many in short, to its settings."""
+
+    def of(full: int, short: int) -> settings:
+        return settings(
+            max_examples=full if in_full else short,
+            deadline=None,
+            database=None,
+            derandomize=not in_full,
+            suppress_health_check=list(HealthCheck),
+        )
+
+    return of
 
 
 @pytest.fixture(scope="session")
@@ -36,8 +54,3 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def canary(tmp_path: Path) -> Path:
     """What exists only where an attack has come through."""
     return tmp_path / "canary"
-
-
-@pytest.fixture
-def base(shared_data: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(shared_data / "ckpt-stories260K" / "hf", tmp_path / "base"))

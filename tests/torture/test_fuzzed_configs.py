@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scale_cli.commands.plan
@@ -23,12 +23,13 @@ from tests.command_line import Outcome, Scale, model_loads
 from tests.one_step import write_config
 
 Record = Callable[[str, object], None]
+Examples = Callable[[int, int], settings]
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "configs").glob("*.yaml"))]
 OF_A_RUN = (REPOSITORY / "configs" / "petitions.yaml").read_text(encoding="utf-8")
 TREES: list[dict[str, Any]] = [yaml.safe_load(text) for text in SHIPPED]
 # What takes a config, and what of it is called first with the base: from there on it is a run.
-VERBS = ("plan", "upscale", "prepare", "run")
+VERBS = ("plan", "prepare", "run", "upscale")
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ EXAMPLES = [
 
 
 def test_fuzzed_configs_run_or_end_in_one_clean_error(
-    scale_here: Scale, in_full: bool, record_property: Record, monkeypatch: pytest.MonkeyPatch
+    scale_here: Scale, examples: Examples, record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[bool] = []
 
@@ -154,14 +155,7 @@ def test_fuzzed_configs_run_or_end_in_one_clean_error(
 
     for text, overrides, verb in EXAMPLES:
         try_config(text.encode("latin-1", errors="replace"), overrides, verb)
-    fuzz = given(CONTENTS, OVERRIDES, st.sampled_from(sorted(VERBS)))(try_config)
-    settings(
-        max_examples=1000 if in_full else 60,
-        deadline=None,
-        database=None,
-        derandomize=not in_full,
-        suppress_health_check=list(HealthCheck),
-    )(fuzz)()
+    examples(1000, 60)(given(CONTENTS, OVERRIDES, st.sampled_from(VERBS))(try_config))()
     record_property("fuzzed configs, and of them taken", f"{len(taken)}, {sum(taken)}")
     assert 0 < sum(taken) < len(taken)
 
@@ -199,11 +193,11 @@ def good_overrides(draw: st.DrawFn) -> list[str]:
 
 
 def test_configs_that_are_taken_run_to_their_end(
-    scale: Scale, shared_data: Path, in_full: bool, record_property: Record
+    scale: Scale, stories: Path, examples: Examples, record_property: Record
 ) -> None:
     num_runs, steps = 0, {"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 2}
 
-    @settings(max_examples=25 if in_full else 2, deadline=None, database=None, derandomize=not in_full)
+    @examples(25, 2)
     @given(good_overrides())
     def run(overrides: list[str]) -> None:
         nonlocal num_runs
@@ -212,9 +206,7 @@ def test_configs_that_are_taken_run_to_their_end(
             news.write_text("Once upon a time.\n\nThe cat was happy.\n" * 5, encoding="utf-8")
             held_out = {"name": "held-out", "path": str(news), "language": "en", "role": "retention"}
             evaluation = {"perplexity": [held_out], "bootstrap_resamples": 100}
-            config = write_config(
-                Path(name), shared_data / "ckpt-stories260K" / "hf", train=steps, evaluation=evaluation
-            )
+            config = write_config(Path(name), stories, train=steps, evaluation=evaluation)
             done = scale("run", config, "corpus.num_workers=1", *overrides)
             assert done.exit_code == 0, (overrides, done.stderr)
             assert (Path(name) / "run" / "export").is_dir()

