@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scale_cli.commands.upscale import upscale, upscale_is_finished
+from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import BaseModelError, PreservationError, RunFolderError
 from scale_cli.model.branches_scale import FinalStates
@@ -17,35 +18,20 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import MethodModel, start_model
 from scale_cli.upscale.run import Run, load_tokenizer
+from tests.one_step import write_config
 from tests.widening import load_model
 
-ROUTE: dict[str, Any] = {"variant": "route", "collaboration": {"layers": "top:1"}}
+
+@pytest.fixture
+def configured(base: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    """A function from overrides to a config."""
+    path = write_config(tmp_path, base, method={"variant": "route", "collaboration": {"layers": "top:1"}})
+    return lambda *overrides: load_config(path, overrides)
 
 
 @pytest.fixture
-def base(shared_data: Path, tmp_path: Path) -> Path:
-    """A copy of a real checkpoint that may be tampered with."""
-    return Path(shutil.copytree(shared_data / "ckpt-stories260K" / "hf", tmp_path / "base"))
-
-
-def configured(base: Path, output_dir: Path, dtype: str = "float32", seed: int = 0, **method: Any) -> RunConfig:
-    text = output_dir.parent / "text.txt"
-    text.write_text("It is not read here.", encoding="utf-8")
-    return RunConfig.model_validate(
-        {
-            "output_dir": output_dir,
-            "seed": seed,
-            "model": {"base": str(base), "dtype": dtype},
-            "method": method or ROUTE,
-            "corpus": {"sequence_length": 32, "sources": [{"name": "text", "path": str(text), "language": "ko"}]},
-            "train": {"max_steps": 1},
-        }
-    )
-
-
-@pytest.fixture
-def config(base: Path, tmp_path: Path) -> RunConfig:
-    return configured(base, tmp_path / "run")
+def config(configured: Callable[..., RunConfig]) -> RunConfig:
+    return configured()
 
 
 def served(model: MethodModel) -> Tensor:
@@ -56,12 +42,13 @@ def served(model: MethodModel) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("method", "dtype"), [({"variant": "preserve"}, "float32"), ({"variant": "adapt"}, "bfloat16"), (ROUTE, "bfloat16")]
+    "overrides",
+    [["method={variant: preserve}"], ["method={variant: adapt}", "model.dtype=bfloat16"], ["model.dtype=bfloat16"]],
 )
 def test_what_is_loaded_is_what_was_made_bit_for_bit(
-    base: Path, tmp_path: Path, dtype: str, method: dict[str, Any]
+    configured: Callable[..., RunConfig], overrides: list[str]
 ) -> None:
-    config = configured(base, tmp_path / "run", dtype, **method)
+    config = configured(*overrides)
     loaded = load_model(upscale(config).path, config.model)
     model = start_model(load_base(config.model), config.method, config.seed)
     made, read = model.state_dict(), loaded.state_dict()
@@ -94,13 +81,11 @@ def test_the_folder_holds_the_expansion_and_what_it_belongs_to_and_the_base_is_a
     assert told["sizes"] == "hidden 64 + 16, MLP 172 + 43, heads 8 + 2, KV heads 4 + 1"
 
 
-def test_the_same_config_makes_the_same_files(base: Path, tmp_path: Path) -> None:
+def test_the_same_config_makes_the_same_files(configured: Callable[..., RunConfig]) -> None:
     one, again, other = (
-        upscale(configured(base, tmp_path / name, seed=seed)).path / "trained.safetensors"
-        for name, seed in (("one", 0), ("again", 0), ("other", 1))
+        (upscale(configured(f"seed={seed}")).path / "trained.safetensors").read_bytes() for seed in (0, 0, 1)
     )
-    assert one.read_bytes() == again.read_bytes()
-    assert one.read_bytes() != other.read_bytes()
+    assert one == again != other
 
 
 def test_base_logits_that_are_not_preserved_leave_nothing_behind(
@@ -144,26 +129,23 @@ def test_upscaling_again_replaces_the_folder_until_training_has_begun(config: Ru
         upscale(config)
 
 
-def test_upscaling_is_finished_for_the_same_base_and_method_only(base: Path, config: RunConfig) -> None:
-    assert not upscale_is_finished(Run(config))
-    upscale(config)
-    assert upscale_is_finished(Run(config))
-    others = [
-        configured(base, config.output_dir, variant="adapt"),
-        configured(base, config.output_dir, seed=1),
-        configured(base, config.output_dir, "bfloat16"),
-    ]
-    assert not any(upscale_is_finished(Run(other)) for other in others)
+def test_upscaling_is_finished_for_the_same_base_and_method_only(configured: Callable[..., RunConfig]) -> None:
+    assert not upscale_is_finished(Run(configured()))
+    upscale(configured())
+    assert upscale_is_finished(Run(configured()))
+    for other in ("method={variant: adapt}", "seed=1", "model.dtype=bfloat16"):
+        assert not upscale_is_finished(Run(configured(other)))
 
 
-def test_a_tokenizer_of_its_own_place_may_move_but_not_change(base: Path, config: RunConfig, tmp_path: Path) -> None:
+def test_a_tokenizer_of_its_own_place_may_move_but_not_change(
+    base: Path, configured: Callable[..., RunConfig], tmp_path: Path
+) -> None:
     (tmp_path / "one").mkdir()
     for file in base.glob("tokenizer*"):
         file.rename(tmp_path / "one" / file.name)
 
     def given(place: str) -> RunConfig:
-        model = config.model.model_copy(update={"tokenizer": str(tmp_path / place)})
-        return config.model_copy(update={"model": model})
+        return configured(f"model.tokenizer={tmp_path / place}")
 
     assert (upscale(given("one")).path / "tokenizer.json").is_file()
     shutil.copytree(tmp_path / "one", tmp_path / "moved")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scale_cli.config.load import load_config
+from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError
 
@@ -35,6 +35,11 @@ def load_text(text: str, *overrides: str) -> RunConfig:
         path = Path(folder) / "config.yaml"
         path.write_text(text, encoding="utf-8", newline="")
         return load_config(path, list(overrides))
+
+
+def changed(config: RunConfig, *overrides: str) -> RunConfig:
+    """Return a config with other values of some keys."""
+    return load_text(dump_config(config), *overrides)
 
 
 def error_of(text: str, *overrides: str) -> str:
