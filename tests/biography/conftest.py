@@ -18,7 +18,7 @@ def small(tmp_path: Path) -> BiographyConfig:
                 "vocab_size": 512,
                 "hidden_size": 32,
                 "intermediate_size": 48,
-                "num_hidden_layers": 2,
+                "num_hidden_layers": 3,
                 "num_attention_heads": 2,
                 "num_key_value_heads": 2,
             },

@@ -5,19 +5,15 @@ from scripts.biography.people import ATTRIBUTES, answer, generate_people, questi
 from scripts.biography.tasks import write_curriculum
 
 
-def test_every_question_is_asked_once_and_reads_back_as_it_was_worded(small: BiographyConfig) -> None:
-    curriculum = write_curriculum(small)
-    people = generate_people(9, small.seed)
+def test_every_question_is_asked_once_as_it_was_worded_and_task_1_is_about_people_of_whom_nothing_was_told(
+    small: BiographyConfig,
+) -> None:
+    curriculum, people = write_curriculum(small), generate_people(9, small.seed)
     for asked, persons in ((curriculum.task_0, people[:4]), (curriculum.task_1, people[6:])):
         texts = curriculum.tokenizer.batch_decode(curriculum.sequences(asked), skip_special_tokens=True)
         wanted = [f"{question(p, a, 'en')} {answer(p, a, 'en')}" for p in persons for a in ATTRIBUTES]
         assert texts == wanted
-
-
-def test_task_1_is_about_people_of_whom_nothing_was_told(small: BiographyConfig) -> None:
-    curriculum = write_curriculum(small)
     told = " ".join(curriculum.tokenizer.batch_decode(curriculum.biographies))
-    people = generate_people(9, small.seed)
     assert all(person.name.en in told for person in people[:6])
     assert not any(person.name.en in told for person in people[6:])
 
