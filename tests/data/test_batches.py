@@ -76,10 +76,11 @@ def test_every_token_but_the_first_or_every_learned_one_is_a_target_once_an_epoc
 def plans(draw: st.DrawFn) -> dict[str, Any]:
     micro, parts = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     lengths = draw(st.lists(LENGTHS, min_size=1, max_size=3))
-    weights = draw(st.lists(st.floats(0.01, 10), min_size=len(lengths), max_size=len(lengths)))
+    of_each: dict[str, Any] = {"min_size": len(lengths), "max_size": len(lengths)}
     return {
         "lengths": lengths,
-        "weights": weights,
+        "weights": draw(st.lists(st.floats(0.01, 10), **of_each)),
+        "distillation": draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), **of_each)),
         "sequence_length": draw(SEQUENCE_LENGTHS),
         "seed": draw(st.integers(0, 2**32 - 1)),
         "num_steps": draw(st.integers(1, 5)),
@@ -90,7 +91,9 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(deadline=None, max_examples=60)
 @given(plans(), st.data())
-def test_the_ranks_of_any_world_hold_the_global_batch_of_one_process(plan: dict[str, Any], data: st.DataObject) -> None:
+def test_the_ranks_of_any_world_hold_the_global_batch_of_one_process_each_sequence_distilled_as_its_source(
+    plan: dict[str, Any], data: st.DataObject
+) -> None:
     of = batches(**plan)
     parts = plan["global_batch_size"] // plan["micro_batch_size"]
     world = data.draw(st.sampled_from([size for size in range(1, parts + 1) if parts % size == 0]))
@@ -99,18 +102,11 @@ def test_the_ranks_of_any_world_hold_the_global_batch_of_one_process(plan: dict[
         assert {len(rank) for rank in ranks} == {parts // world}
         for batch in (batch for rank in ranks for batch in rank):
             assert batch.input_ids.shape == batch.targets.shape == (plan["micro_batch_size"], plan["sequence_length"])
+            distilled = tuple(plan["distillation"][target // FAR] for target in batch.targets.amax(dim=1).tolist())
+            assert batch.distillation == (distilled if any(distilled) else None)
         assert sum(of.num_targets(step)) == sum(int((b.targets != IGNORED).sum()) for rank in ranks for b in rank) > 0
         interleaved = [batch for turn in zip(*ranks, strict=True) for batch in turn]
         assert rows(interleaved) == rows(of.micro_batches(step))
-
-
-def test_every_sequence_is_distilled_by_the_weight_of_its_source_on_any_process() -> None:
-    of = batches([200, 90], 8, [1.0, 0.3], num_steps=20, distillation=[0.0, 0.5])
-    found = [batch for step in range(20) for rank in range(2) for batch in of.micro_batches(step, rank, 2)]
-    for batch in found:
-        from_second = (batch.targets.amax(dim=1) >= FAR).tolist()
-        assert batch.distillation == (tuple(0.5 * second for second in from_second) if any(from_second) else None)
-    assert {batch.distillation is None for batch in found} == {True, False}
 
 
 @settings(deadline=None, max_examples=60)
