@@ -43,20 +43,27 @@ def open_corpus(path: Path, tokenizer: PreTrainedTokenizerBase, cache: Path, **o
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\u2581"), max_size=30)
 
 
-@both
+@pytest.mark.parametrize(
+    ("tokenizer", "bos_is_eos"),  # as SmolLM2's: one mark stands between two documents
+    [("ckpt-stories260K", False), ("ckpt-stories260K", True), (OTHER, False)],
+    indirect=["tokenizer"],
+)
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(TEXT, min_size=1, max_size=8).filter(lambda texts: any(text.strip() for text in texts)))
 def test_the_stream_is_every_document_tokenised_alone_and_framed(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase, texts: list[str]
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase, bos_is_eos: bool, texts: list[str]
 ) -> None:
     folder = tmp_path_factory.mktemp("stream")
+    if bos_is_eos:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.bos_token = tokenizer.eos_token
     path = write_jsonl(folder / "corpus.jsonl", texts)
     reading = ReadingConfig(max_bad_fraction=1.0)
     corpus = open_corpus(path, tokenizer, folder / "cache", reading=reading)
     kept = [text for text in texts if text.strip()]
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    framed = [bos + tokenizer.encode(text, add_special_tokens=False) + eos for text in kept]
+    bos = [] if tokenizer.bos_token_id is None or bos_is_eos else [tokenizer.bos_token_id]
+    framed = [[*bos, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in kept]
+    assert corpus.markers == DocumentMarkers(bos[0] if bos else None, tokenizer.eos_token_id)
     assert len(corpus) == len(kept)
     assert [corpus.document(i).tolist() for i in range(len(corpus))] == framed
     assert corpus.ids.tolist() == [token for document in framed for token in document]
@@ -81,17 +88,6 @@ def test_marks_stand_at_boundaries_only_whatever_a_text_or_the_tokenizer_itself_
     eager.backend_tokenizer.post_processor = TemplateProcessing(single=f"{eos[0]} $A {eos[0]}", special_tokens=[eos])
     assert eager.encode("text")[0] == eager.eos_token_id
     assert open_corpus(path, eager, tmp_path / "cache").ids.tolist() == corpus.ids.tolist()
-
-
-def test_where_bos_is_eos_one_mark_stands_between_two_documents(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.bos_token = tokenizer.eos_token  # as SmolLM2's
-    corpus = open_corpus(write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tokenizer, tmp_path / "cache")
-    framed = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in TEXTS]
-    assert corpus.ids.tolist() == [token for document in framed for token in document]
-    assert corpus.markers == DocumentMarkers(None, tokenizer.eos_token_id)
 
 
 # The cache
