@@ -94,11 +94,13 @@ def written(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedToken
 # The same bytes
 
 
-def test_the_bytes_are_the_same_whatever_the_number_of_workers(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, written: Written
+@pytest.mark.parametrize(("num_wanting", "num_workers"), [(1, 2), (4, 1)])
+def test_the_bytes_are_the_same_whatever_the_number_of_workers_or_of_those_that_want_them_at_once(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, written: Written, num_wanting: int, num_workers: int
 ) -> None:
     source, by_one = written
-    make(source, tokenizer, tmp_path, 2)
+    with ThreadPoolExecutor(num_wanting) as threads:
+        list(threads.map(lambda _: make(source, tokenizer, tmp_path, num_workers), range(num_wanting)))
     assert contents(tmp_path) == by_one
     assert not multiprocessing.active_children()
 
@@ -287,15 +289,6 @@ def test_a_changed_file_is_tokenised_again_and_the_other_parts_are_joined(
     assert num_parts > 2 and len(list((tmp_path / "many" / PARTS).iterdir())) == 1  # of the file as it was
     many, one = (make(source, tokenizer, tmp_path / name).folder for name in ("many", "one"))
     assert all((many / file.name).read_bytes() == file.read_bytes() for file in one.iterdir())
-
-
-def test_several_that_want_the_same_corpus_make_it_once(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, written: Written
-) -> None:
-    source, by_one = written
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda _: make(source, tokenizer, tmp_path), range(4)))
-    assert contents(tmp_path) == by_one
 
 
 # Workers
