@@ -259,10 +259,10 @@ def test_a_source_that_loses_more_than_its_limit_is_refused_by_a_whole_sample_an
 
 def test_a_sample_that_is_a_part_refuses_only_what_is_plainly_lost(tmp_path: Path) -> None:
     tokenizer, strict = PreTrainedTokenizerFast(tokenizer_object=BROKEN[0]()), ReadingConfig(max_unknown_fraction=0.0)
-    source = source_of(str(write_jsonl(tmp_path / "part.jsonl", [KOREAN, *[ENGLISH] * 2000])))
+    source = source_of(str(write_jsonl(tmp_path / "part.jsonl", [KOREAN, *[ENGLISH] * 50])))
     check_sample(source, tokenizer, strict)
     with pytest.raises(CorpusError, match="the tokenizer loses"):
         TokenCache(tmp_path, tokenizer, strict).open(source)
-    plain = source_of(str(write_jsonl(tmp_path / "plain.jsonl", [KOREAN] * 2000)))
+    plain = source_of(str(write_jsonl(tmp_path / "plain.jsonl", [KOREAN] * 1200)))
     with pytest.raises(CorpusError, match="the tokenizer loses"):
         check_sample(plain, tokenizer, strict)
