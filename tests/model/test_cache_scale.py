@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from scale_cli.evaluation.continuations import padded_left
 from scale_cli.model.branches_scale import ScaleCache
+from tests.model.test_modeling_scale import some_ids
 from tests.model.test_routed_scale import routed
 from tests.widening import as_if_trained, joined, tiny_llama, trained_upon, widen
 
@@ -34,10 +35,6 @@ def model(request: pytest.FixtureRequest) -> Any:
     first, second = trained_upon(base, "preserve", seed=1), trained_upon(base, "adapt", "top:2", seed=2)
     child = trained_upon(second, "route", seed=3)
     return child if request.param == "stack" else joined(base, first=(0, first), second=(0, second), child=(2, child))
-
-
-def some_ids(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(1, 61, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def generate(model: Any, input_ids: Tensor, **options: Any) -> Tensor:

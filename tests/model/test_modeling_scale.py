@@ -23,7 +23,7 @@ from tests.widening import as_if_trained, joined, routed_heads, tiny_llama, trai
 
 
 def some_ids(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(1, 61, shape, generator=torch.Generator().manual_seed(seed))  # 0 pads
 
 
 IDS = some_ids(2, 9)

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.model.test_expansion_scale import ISOLATED
 from tests.model.test_families import BASES, IDS, tiny
 from tests.plain_torch import Added, logits_of, path_of
 from tests.widening import as_if_trained, joined, routed_heads, trained_upon, widen
 
-LENGTHS = ((25, 15), (9, 20, 11))
-DOCUMENTS = torch.tensor([[at for at, length in enumerate(row) for _ in range(length)] for row in LENGTHS])
-POSITIONS = torch.tensor([[place for length in row for place in range(length)] for row in LENGTHS])
+DOCUMENTS = (ISOLATED == 0).cumsum(1)
 families = pytest.mark.parametrize("family", BASES)
 
 
@@ -49,8 +48,8 @@ def test_of_isolated_documents_a_gradient_is_plain_autograds_through_all_of_it(f
         below = [Added(0, tensors_of(model.expansion))]
         model = as_if_trained(widen(model.requires_grad_(False), "preserve", ratio=0.5), seed=3)
     model.train()
-    targets = IDS.roll(-1, dims=1).masked_fill(POSITIONS > 17, -100)
-    loss = model(input_ids=IDS, labels=targets, shift_labels=targets, position_ids=POSITIONS).loss
+    targets = IDS.roll(-1, dims=1).masked_fill(ISOLATED > 17, -100)
+    loss = model(input_ids=IDS, labels=targets, shift_labels=targets, position_ids=ISOLATED).loss
     loss.backward()
     leaves = {name: tensor.double().requires_grad_() for name, tensor in tensors_of(model.expansion).items()}
     logits = logits_of(base.config, tensors_of(base), [*below, Added(len(below), leaves)], IDS, DOCUMENTS)

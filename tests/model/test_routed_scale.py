@@ -15,16 +15,15 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import router_keys
 from scale_cli.model import routed_scale, routing
 from scale_cli.model.joined_scale import JoinedForCausalLM
-from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
+from scale_cli.model.modeling_scale import WidenedModel
 from scale_cli.model.routed_scale import Routed, RouterLayer
-from scale_cli.upscale.method import NewPieces, start_model
+from scale_cli.upscale.method import NewPieces
 from tests.model.test_families import BASES, tiny
-from tests.widening import as_if_trained, joined, tiny_llama, widen
+from tests.widening import as_if_trained, joined, tiny_llama, trained_upon, widen
 
 IDS = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
 PADDED = torch.ones_like(IDS)
@@ -45,15 +44,11 @@ def routed(model: WidenedModel) -> Any:
 def together() -> JoinedForCausalLM:
     """Expansions with tokens of their own, joined: 61 tokens in all."""
     base = tiny_llama(vocab_size=57)
-    runs = []
-    for seed, new in enumerate(
-        (NewPieces(["7 8", "3 7"], own_pieces=[7]), NewPieces(["10 11", "3 10"], own_pieces=[10]))
-    ):
-        model = start_model(copy.deepcopy(base), MethodConfig(variant="route"), 0, new)
-        assert isinstance(model, ScaleForCausalLM)
-        runs.append(as_if_trained(model, seed=seed))
-    upon = as_if_trained(widen(copy.deepcopy(runs[0]), "route"), seed=2)
-    return joined(base, one=(0, runs[0]), other=(0, runs[1]), upon=(1, upon))
+    scripts = NewPieces(["7 8", "3 7"], own_pieces=[7]), NewPieces(["10 11", "3 10"], own_pieces=[10])
+    one, other = (
+        as_if_trained(widen(copy.deepcopy(base), "route", new=new), seed=seed) for seed, new in enumerate(scripts)
+    )
+    return joined(base, one=(0, one), other=(0, other), upon=(1, trained_upon(one, "route", seed=2)))
 
 
 # Stacks, means and other joins: `test_document_mixture.py`.
@@ -183,23 +178,6 @@ def test_whatever_calls_and_takings_back_a_text_came_by_its_scores_are_the_same(
 
 
 @torch.no_grad()
-def test_the_memory_follows_the_sequences_of_its_cache(two: Pair) -> None:
-    one_row = two[1]
-    whole = answered(one_row)
-    operations: list[tuple[Callable[[Any], None], list[int]]] = [
-        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
-        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
-    ]
-    for operate, order in operations:
-        cache = one_row(IDS[:, :12], use_cache=True).past_key_values
-        operate(cache)
-        close(one_row(IDS[order, 12:], past_key_values=cache).logits, whole[order, 12:])
-        copied = copy.deepcopy(cache)
-        assert torch.equal(*(one_row(IDS[order, :3], past_key_values=c).logits for c in (cache, copied)))
-
-
-@torch.no_grad()
 def test_one_token_in_16_bits_asks_the_head_once_and_so_does_any_head_that_is_no_plain_matrix(two: Pair) -> None:
     asked: list[tuple[int, ...]] = []
     hooked = copy.deepcopy(two[1]).bfloat16()
@@ -225,12 +203,9 @@ def test_a_broken_head_has_no_say(two: Pair) -> None:
     close(answered(routed(broken)).log_softmax(-1), expected.log_softmax(-1))
 
 
-def _filled_by_another(model: Any) -> Any:
-    return model(IDS, past_key_values=two_streams_cache(model))
-
-
-def two_streams_cache(model: Any) -> Any:
-    return super(Routed, model).forward(IDS, use_cache=True).past_key_values
+def _filled_by_another(model: Any) -> None:
+    cache = super(Routed, model).forward(IDS, use_cache=True).past_key_values
+    model(IDS, past_key_values=cache)
 
 
 @torch.no_grad()

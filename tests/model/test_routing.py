@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scipy.spatial.distance import cosine as cosine_distance
 from torch import Tensor
 
 from scale_cli.model.routing import (
@@ -59,14 +59,12 @@ def _zero_for_nan(log_probs: Values) -> Values:
 
 
 @st.composite
-def documents(draw: st.DrawFn, *, base_may_break: bool = True) -> Said:
+def documents(draw: st.DrawFn) -> Said:
     num_heads, num_tokens = draw(st.sampled_from([2, 3])), draw(st.integers(1, 30))
     finite = st.floats(-60.0, 0.0)
-    any_value = finite | st.sampled_from(BROKEN)
-    log_probs = [
-        draw(hnp.arrays(np.float64, num_tokens, elements=any_value if head or base_may_break else finite))
-        for head in range(num_heads)
-    ]
+    of_head = hnp.arrays(np.float64, num_tokens, elements=finite | st.sampled_from(BROKEN))
+    of_head |= hnp.arrays(np.float64, num_tokens, elements=finite)
+    log_probs = [draw(of_head) for _ in range(num_heads)]
     return Said(np.stack(log_probs), draw(st.floats(1e-6, 1.0 - 1e-6)))
 
 
@@ -91,24 +89,14 @@ def recursion(said: Said, switch_rate: float) -> Values:
     return np.stack(columns, axis=1).astype(np.float64)
 
 
-@unhurried
-@given(documents())
-def test_routing_loses_at_most_the_prior_to_every_head_on_every_document(said: Said) -> None:
-    routed = said.routed_loss()
-    for loss, prior in zip(said.head_losses(), said.prior_K.tolist(), strict=True):
-        assert routed <= loss - prior + 1e-9 * (1.0 + abs(loss))
-
-
-@unhurried
-@given(documents(base_may_break=False))
-def test_routing_is_finite_whatever_the_other_heads_say(said: Said) -> None:
-    assert math.isfinite(said.routed_loss())
-
-
-@unhurried
-@given(documents(), st.floats(1e-6, 0.5))
-def test_a_switch_rate_costs_at_most_its_own_logarithm_a_token(said: Said, switch_rate: float) -> None:
+@settings(unhurried, max_examples=200)
+@given(documents(), st.just(0.0) | st.floats(1e-6, 0.5))
+def test_routing_loses_at_most_the_prior_to_every_head_and_by_a_switch_rate_its_logarithm_a_token(
+    said: Said, switch_rate: float
+) -> None:
+    """So it is finite where any head is."""
     routed, num_tokens = said.routed_loss(switch_rate), said.log_probs_KT.shape[1]
+    assert routed >= -1e-9
     for loss, prior in zip(said.head_losses(), said.prior_K.tolist(), strict=True):
         assert routed <= loss - prior - num_tokens * math.log1p(-switch_rate) + 1e-9 * (1.0 + abs(loss))
 
@@ -214,12 +202,9 @@ def test_a_head_gone_astray_does_not_round_away_what_another_says() -> None:
     torch.testing.assert_close(scores.softmax(-1), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_the_cosine_is_scipys_and_torchs() -> None:
+def test_the_cosine_is_torchs() -> None:
     base, adapted = torch.randn(2, 5, 61, generator=torch.Generator().manual_seed(0))
-    cosine = logit_cosine(base, adapted)
-    torch.testing.assert_close(cosine, torch.nn.functional.cosine_similarity(base, adapted, dim=-1))
-    expected = [1.0 - cosine_distance(b, a) for b, a in zip(base.numpy(), adapted.numpy(), strict=True)]
-    np.testing.assert_allclose(cosine.numpy(), expected, atol=1e-6)
+    torch.testing.assert_close(logit_cosine(base, adapted), F.cosine_similarity(base, adapted, dim=-1))
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, 0.0])

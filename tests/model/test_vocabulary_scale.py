@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import plain_model
 from scale_cli.model.heads import BaseAndTrained, BaseOfNewTokens
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.method import NewPieces, start_model
+from tests.model.test_families import tiny
 from tests.plain_torch import composed_rows
 from tests.widening import TINY, as_if_trained, trained_head, widen
 
@@ -22,26 +22,19 @@ PIECES = NewPieces(["7 8 9", "7 8", "3 7", "5 5 5 5", "7"], own_pieces=[5, 7])  
 ALL = OLD + len(PIECES.new_tokens)
 
 
-GEMMA = {"head_dim": 8, "sliding_window": 8, "pad_token_id": 0}
-families = pytest.mark.parametrize("family", [("llama", {}), ("gemma3_text", GEMMA)], ids=["llama", "gemma"])
+families = pytest.mark.parametrize("family", ["llama, tied, biases", "llama, three queries a key", "gemma3_text"])
 
 
-def random_base(model_type: str = "llama", more: dict[str, Any] | None = None, **options: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **(TINY | (more or {}) | options))
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
-def grown(variant: str, *family: Any, layers: str | None = None) -> ScaleForCausalLM:
-    return as_if_trained(widen(random_base(*family), variant, layers, new=PIECES))
+def grown(variant: str, family: str, layers: str | None = None) -> ScaleForCausalLM:
+    return as_if_trained(widen(tiny(family), variant, layers, new=PIECES))
 
 
 @families
 @pytest.mark.parametrize(("variant", "layers"), [("preserve", None), ("route", "none"), ("route", "top:1")])
 def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
-    family: Any, variant: str, layers: str | None
+    family: str, variant: str, layers: str | None
 ) -> None:
-    model = grown(variant, *family, layers=layers)
+    model = grown(variant, family, layers)
     old_ids = torch.randint(OLD, (2, 11), generator=torch.Generator().manual_seed(1))
     ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(2))
     states = model.final_states(old_ids, preserved=True)
@@ -68,8 +61,8 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
 
 @families
 @torch.no_grad()
-def test_an_expansion_upon_one_with_new_tokens_has_them_and_its_base_head_is_the_one_below(family: Any) -> None:
-    below = grown("route", *family)
+def test_an_expansion_upon_one_with_new_tokens_has_them_and_its_base_head_is_the_one_below(family: str) -> None:
+    below = grown("route", family)
     ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(5))
     before = trained_head(below, ids)
     model = as_if_trained(widen(below, "route"))
@@ -82,11 +75,11 @@ def test_an_expansion_upon_one_with_new_tokens_has_them_and_its_base_head_is_the
 
 
 @families
-def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base(family: Any) -> None:
-    base = random_base(*family, tie_word_embeddings=True)
+def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base(family: str) -> None:
+    base = tiny(family)
     before = base(input_ids=torch.tensor([[1, 3, 7, 5]])).logits
-    widened = grown("route", *family)
-    full = start_model(random_base(*family), MethodConfig(variant="full"), 0, None)
+    widened = grown("route", family)
+    full = start_model(tiny(family), MethodConfig(variant="full"), 0, None)
     assert full.lm_head.weight.shape[0] == OLD
 
     model = start_model(base, MethodConfig(variant="full"), 0, PIECES)
