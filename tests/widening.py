@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.joining import Member, stack_reads
+from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, RouterConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -143,6 +144,14 @@ def as_if_trained(model: ScaleForCausalLM, std: float = 0.05, seed: int = 1) -> 
             if parameter.requires_grad:  # rows of new tokens are composed, and stay
                 parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+@torch.no_grad()
+def move(model: torch.nn.Module, std: float) -> None:
+    """Move everything that trains of any method's model, as training would."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in trainable_parameters(model).values():
+        parameter.add_(std * torch.randn(parameter.shape, generator=generator))
 
 
 def trained_upon(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
@@ -28,8 +27,9 @@ from scale_cli.training.step import hooks_of
 from scale_cli.upscale.method import read_method, start_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.run import Run
+from tests.model.test_families import tiny
 from tests.training.conftest import MakeConfig
-from tests.widening import TINY, tiny_llama
+from tests.widening import TINY, move, tiny_llama
 
 ADEPT = (
     "method.variant=adept",
@@ -46,18 +46,12 @@ def windows(number: int) -> list[MicroBatch]:
     return [MicroBatch(row[None, :-1], row[None, 1:], torch.tensor([0])) for row in ids]
 
 
-def qwen3() -> PreTrainedModel:
-    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
-    sizes: dict[str, Any] = {**TINY, "head_dim": 8, "use_sliding_window": True, "sliding_window": 4}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, layer_types=kinds)).eval()
-
-
-@pytest.mark.parametrize("base", [tiny_llama, qwen3])
+@pytest.mark.parametrize("family", ["llama, tied, biases", "qwen2, upper layers windowed", "gemma3_text"])
 @torch.no_grad()
 def test_a_layers_score_is_the_loss_where_all_its_weights_are_zero_and_copied_are_those_that_hurt_least(
-    base: Any,
+    family: str,
 ) -> None:
-    model, probe = base(), windows(3)
+    model, probe = tiny(family), windows(3)
     found = bypass_losses(model, probe)
     for number in (1, 2, 3):
         layers = Adept().find(AdeptConfig(num_blocks=number), model, probe).layers
@@ -78,9 +72,7 @@ def test_every_tensor_has_the_rate_that_the_official_steps_give_it(optimiser: st
     method = MethodConfig.model_validate({"variant": "adept", "adept": {"layers": [0, 2], "every_steps": 4}})
     model, probe = start_model(tiny_llama(), method, 0), windows(3)
     trained = trainable_parameters(model)
-    with torch.no_grad():
-        for parameter in trained.values():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.05)
+    move(model, 0.05)
     config = TrainConfig.model_validate({"max_steps": 9, "optimiser": optimiser, "lr": 0.5})
     optim = build_optimiser(model, config, by_tensor=True)
     accelerator, start = Accelerator(cpu=True), dict[str, torch.Tensor]()

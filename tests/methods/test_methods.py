@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
 from scale_cli.export.dense import plain_model
@@ -21,37 +21,20 @@ from scale_cli.methods.osf import OsfConfig
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
-from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import MethodModel, build_model
 from tests.hooks import hooks_for
+from tests.model.test_families import answered
 from tests.training.test_step import batches_of
-from tests.widening import tiny_llama
+from tests.widening import move, real_base, tiny_llama
 
+STORIES = "ckpt-stories260K"
+IDS = torch.randint(0, 512, (3, 40), generator=torch.Generator().manual_seed(0))
 # The embedding that is the head too, as PEFT names what it trains whole.
 _PEFTS_TIED = "base_model.model.model.embed_tokens.modules_to_save.default.weight"
 
 
-def base_of(shared_data: Path, dtype: Any = "float32") -> PreTrainedModel:
-    return load_base(ModelConfig(base=str(shared_data / "ckpt-stories260K" / "hf"), dtype=dtype))
-
-
 def prepared(base: PreTrainedModel, variant: str, **settings: Any) -> MethodModel:
     return build_model(base, MethodConfig.model_validate({"variant": variant, **settings}), seed=0).eval()
-
-
-def logits_of(model: MethodModel, vocab_size: int = 512) -> torch.Tensor:
-    ids = torch.randint(0, vocab_size, (3, 40), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits
-
-
-def disturb(model: MethodModel) -> None:
-    """Move everything that trains, as training would."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in trainable_parameters(model).values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -59,20 +42,20 @@ def disturb(model: MethodModel) -> None:
 def test_a_baseline_starts_as_its_base_trains_in_float32_and_is_exported_as_a_model_of_the_bases_class(
     shared_data: Path, tmp_path: Path, variant: str, dtype: str
 ) -> None:
-    model, base = prepared(base_of(shared_data, dtype=dtype), variant), base_of(shared_data)
+    model, base = prepared(real_base(shared_data, STORIES, dtype), variant), real_base(shared_data, STORIES)
     start = METHODS[variant].as_base(model)  # OSF's two parts merged, of which the sum rounds otherwise
     if dtype == "float32":
-        assert torch.equal(logits_of(start), logits_of(base))
+        assert torch.equal(answered(start, IDS), answered(base, IDS))
     assert {parameter.dtype for parameter in trainable_parameters(model).values()} == {torch.float32}
-    disturb(model)
-    trained = logits_of(model)
-    assert not torch.equal(trained, logits_of(base))
+    move(model, 0.02)
+    trained = answered(model, IDS)
+    assert not torch.equal(trained, answered(base, IDS))
     plain_model(model, "float32").save_pretrained(tmp_path)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(exported).__name__ == "LlamaForCausalLM"
     if dtype == "float32":
-        assert (logits_of(exported) - trained).abs().max() <= 1e-4
-    assert torch.equal(logits_of(model), trained), "exporting changes nothing in the trained model"
+        assert (answered(exported, IDS) - trained).abs().max() <= 1e-4
+    assert torch.equal(answered(model, IDS), trained), "exporting changes nothing in the trained model"
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
@@ -96,18 +79,20 @@ def test_osf_leaves_what_each_matrix_does_in_its_kept_directions_as_the_base_has
 
 
 def test_each_baseline_trains_what_its_table_says(shared_data: Path) -> None:
-    names = {name for name, _ in base_of(shared_data).named_parameters()}
-    assert trainable_parameters(prepared(base_of(shared_data), "full")).keys() == names
+    names = {name for name, _ in real_base(shared_data, STORIES).named_parameters()}
+    assert trainable_parameters(prepared(real_base(shared_data, STORIES), "full")).keys() == names
     frozen = ("model.embed_tokens.", "model.layers.0.", "model.layers.1.", "model.layers.2.")
     kept = {name for name in names if not name.startswith(frozen)}
-    assert trainable_parameters(prepared(base_of(shared_data), "freeze")).keys() == kept
-    adapters = trainable_parameters(prepared(base_of(shared_data), "lora", lora={"targets": ["q_proj"]}))
+    assert trainable_parameters(prepared(real_base(shared_data, STORIES), "freeze")).keys() == kept
+    adapters = trainable_parameters(prepared(real_base(shared_data, STORIES), "lora", lora={"targets": ["q_proj"]}))
     assert len(adapters) == 2 * 5 and all("q_proj.lora_" in name for name in adapters)
-    whole = trainable_parameters(prepared(base_of(shared_data), "lora", lora={"embeddings": True, "rank": 2}))
+    whole = trainable_parameters(
+        prepared(real_base(shared_data, STORIES), "lora", lora={"embeddings": True, "rank": 2})
+    )
     assert [name for name in whole if "lora_" not in name] == [_PEFTS_TIED]
-    deeper = trainable_parameters(prepared(base_of(shared_data), "llama-pro", llama_pro={"num_blocks": 2}))
+    deeper = trainable_parameters(prepared(real_base(shared_data, STORIES), "llama-pro", llama_pro={"num_blocks": 2}))
     assert {name.split(".")[2] for name in deeper} == {"2", "6"}, "above layers 1 and 4 of 5"
-    chosen = trainable_parameters(prepared(base_of(shared_data), "adept", adept={"layers": [3, 0]}))
+    chosen = trainable_parameters(prepared(real_base(shared_data, STORIES), "adept", adept={"layers": [3, 0]}))
     assert {name.split(".")[2] for name in chosen} == {"1", "5"}, "above layers 0 and 3"
 
 
@@ -139,4 +124,4 @@ def test_what_the_base_does_not_have_is_refused_by_field(
     shared_data: Path, variant: str, settings: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ConfigError, match=field):
-        prepared(base_of(shared_data), variant, **settings)
+        prepared(real_base(shared_data, STORIES), variant, **settings)

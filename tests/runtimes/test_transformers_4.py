@@ -32,7 +32,7 @@ from scale_cli.upscale.preservation import trained_logits
 from scale_cli.upscale.run import Run, load_tokenizer
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
-from tests.widening import TINY, as_if_trained, lower_stories
+from tests.widening import TINY, as_if_trained, lower_stories, move
 
 SIZES: dict[str, Any] = {**TINY, "vocab_size": 8192, "max_position_embeddings": 256, "pad_token_id": None}
 LLAMA3 = {
@@ -99,9 +99,7 @@ def trained(base: ModelConfig, variant: Any) -> MethodModel:
     model = start_model(load_base(base), MethodConfig(variant=variant), seed=0).eval()
     if isinstance(model, ScaleForCausalLM):
         return as_if_trained(model)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    move(model, 0.05)
     return model
 
 
