@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from scale_cli.commands.run import run_pipeline
-from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, RunFolderError, StorageError
 from scale_cli.storage.atomic import MANIFEST, file_sha256, load_tensors, read_json
 from scale_cli.storage.records import RunFolder
@@ -31,11 +30,6 @@ def trunk(trunk_once: Path, tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "trunk")
 
 
-def begun(config: RunConfig) -> tuple[RunFolder, list[str]]:
-    said: list[str] = []
-    return finished(config, said), said
-
-
 def counted_steps(checkpoint: Path) -> set[float]:
     moments = load_tensors(checkpoint / "optimiser.safetensors")
     return {float(tensor) for name, tensor in moments.items() if name.startswith("step.")}
@@ -45,7 +39,7 @@ def test_a_branch_of_no_rate_ends_as_the_trunk_was_and_says_what_it_began_with(
     make_config: MakeConfig, trunk: RunFolder
 ) -> None:
     keys = ("train.max_steps=1", "train.warmup_steps=0", "train.lr=1e-30", "seed=7")
-    branch, _ = begun(make_config("branch", *keys, f"train.init_from={trunk.final}"))
+    branch = finished(make_config("branch", *keys, f"train.init_from={trunk.final}"))
     assert are_equal(trained(branch.final), trained(trunk.final))
     assert not are_equal(trained(branch.final), trained(branch.upscaled))
     record = read_json(branch.final / "init_from.json")
@@ -60,7 +54,8 @@ def test_a_branch_goes_on_bitwise_without_what_it_began_with(make_config: MakeCo
     keys = ("train.max_steps=3", "train.save_every_steps=1", "train.schedule=wsd", "train.decay_steps=3")
     kept = ("train.init_moments=kept", "train.warmup_steps=0", "train.keep_checkpoints=9", "seed=5")
     config = make_config("branch", *keys, *kept, f"train.init_from={trunk.checkpoint(4)}")
-    run, said = begun(config)
+    said = list[str]()
+    run = finished(config, said)
     assert any("step 4 of a run, " in line and "kept moments" in line for line in said)
     assert counted_steps(run.checkpoint(3)) == {7}
     before, record = trained(run.final), (run.final / "init_from.json").read_bytes()
@@ -76,9 +71,9 @@ def test_a_branch_goes_on_bitwise_without_what_it_began_with(make_config: MakeCo
 
 def test_a_branch_with_kept_moments_leaves_the_trunks_average_where_it_is(make_config: MakeConfig) -> None:
     keys = ("train.max_steps=2", "train.save_every_steps=1")
-    trunk, _ = begun(make_config("trunk", *keys, "train.average={kind: ema}"))
+    trunk = finished(make_config("trunk", *keys, "train.average={kind: ema}"))
     kept = (f"train.init_from={trunk.checkpoint(1)}", "train.init_moments=kept", "seed=5")
-    branch, _ = begun(make_config("branch", *keys, *kept))
+    branch = finished(make_config("branch", *keys, *kept))
     assert are_equal(trained(branch.final), trained(branch.checkpoint(2)))
     assert not [name for name in load_tensors(branch.checkpoint(2) / "optimiser.safetensors") if "average" in name]
 
@@ -107,9 +102,9 @@ def test_moments_of_another_optimiser_another_base_and_a_damaged_trunk_are_refus
 ) -> None:
     checkpoint = f"train.init_from={trunk.checkpoint(6)}"
     with pytest.raises(RunFolderError, match="moments of adamw"):
-        begun(make_config("muon", checkpoint, "train.optimiser=muon", "train.init_moments=kept"))
+        finished(make_config("muon", checkpoint, "train.optimiser=muon", "train.init_moments=kept"))
     with pytest.raises(RunFolderError, match="its base is not this run's"):
-        begun(make_config("base", checkpoint, f"model.base={shared_data / 'ckpt-eltec' / 'hf'}"))
+        finished(make_config("base", checkpoint, f"model.base={shared_data / 'ckpt-eltec' / 'hf'}"))
     (trunk.checkpoint(6) / "trained.safetensors").write_bytes(b"")
     with pytest.raises(StorageError, match=r"trained\.safetensors"):
-        begun(make_config("damaged", checkpoint))
+        finished(make_config("damaged", checkpoint))

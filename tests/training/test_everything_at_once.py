@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -65,35 +64,6 @@ def batches_of(micro_batch_size: int, distilled: float) -> Batches:
         global_batch_size=GLOBAL_BATCH,
         micro_batch_size=micro_batch_size,
         distillation=[0.0, distilled],
-    )
-
-
-@dataclass
-class Taken:
-    """What steps came to."""
-
-    losses: list[float]
-    norms: list[float]
-    by_source: list[list[float]]
-    weights: dict[str, Tensor]
-    average: dict[str, Tensor]
-
-
-def steps_of(model: Any, train: TrainConfig, distilled: float) -> Taken:
-    """Take the steps as a run does, two sequences at a time."""
-    optimiser, hooks = build_optimiser(model, train), hooks_for(model, train)
-    wrapped, batches = for_training(model, train), batches_of(2, distilled)
-    taken = [
-        train_step(Accelerator(cpu=True), wrapped, optimiser, batches.of_step(step), train, hooks=hooks).result()
-        for step in range(NUM_STEPS)
-    ]
-    weights = trainable_parameters(model)
-    return Taken(
-        [step.loss for step in taken],
-        [step.grad_norm for step in taken],
-        [[loss for loss, _ in step.by_source] for step in taken],
-        {name: parameter.detach().double() for name, parameter in weights.items()},
-        {name: optimiser.state[parameter]["average"].double() for name, parameter in weights.items()},
     )
 
 
@@ -188,15 +158,19 @@ def test_steps_with_every_recipe_are_adamws_on_one_big_batch(widened: bool) -> N
         for embedding, weight in zip(of_tokens, started, strict=True):
             embedding.weight.data = weight
     reference = InPlainTorch(model, train, widened=widened)
-    ours = steps_of(model.train(), train, distilled)
-    batches = batches_of(GLOBAL_BATCH, distilled)
+    optimiser, hooks = build_optimiser(model, train), hooks_for(model, train)
+    wrapped, accelerator = for_training(model.train(), train), Accelerator(cpu=True)
+    in_parts, whole = (batches_of(size, distilled) for size in (2, GLOBAL_BATCH))
     for index in range(NUM_STEPS):
-        (batch,) = batches.of_step(index).micro_batches
+        ours = train_step(accelerator, wrapped, optimiser, in_parts.of_step(index), train, hooks=hooks).result()
+        (batch,) = whole.of_step(index).micro_batches
         loss, norm, by_source = reference.step(index, batch, distilled)
-        assert ours.losses[index] == pytest.approx(loss, rel=1e-5)
-        assert ours.norms[index] == pytest.approx(norm, rel=1e-4) and norm > train.max_grad_norm
-        assert ours.by_source[index] == pytest.approx(by_source, rel=1e-5)
-    for found, expected in ((ours.weights, reference.history[-1]), (ours.average, reference.average())):
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+        assert ours.loss == pytest.approx(loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(norm, rel=1e-4) and norm > train.max_grad_norm
+        assert [of_source for of_source, _ in ours.by_source] == pytest.approx(by_source, rel=1e-5)
+    trained, average = trainable_parameters(model), reference.average()
+    assert trained.keys() == average.keys()
+    for name, parameter in trained.items():
+        torch.testing.assert_close(parameter.double(), reference.history[-1][name], rtol=1e-4, atol=1e-5, msg=name)
+        averaged = optimiser.state[parameter]["average"].double()
+        torch.testing.assert_close(averaged, average[name], rtol=1e-4, atol=1e-5, msg=name)
