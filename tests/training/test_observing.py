@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from functools import reduce
 from pathlib import Path
@@ -44,7 +45,7 @@ from scale_cli.training.run import write_checkpoint
 from scale_cli.upscale.run import Run
 from tests.config.small_config import SMALLEST, load_text
 from tests.evaluation.task_files import task_of
-from tests.training.conftest import MakeConfig, finished, go_on, upscaled
+from tests.training.conftest import MakeConfig, configs_in, finished, go_on, upscaled
 
 OF_BITS = st.floats(-2.0, 9.0).map(lambda bits: round(bits, 1))
 SCORES = st.lists(st.tuples(OF_BITS, OF_BITS), max_size=12).map(
@@ -89,15 +90,26 @@ class Killed(Exception):
     """Ends training as a kill would: without a checkpoint."""
 
 
-def runs_that_choose(make_config: MakeConfig, shared_data: Path, tmp_path: Path, *names: str) -> list[RunConfig]:
-    """Configs of runs that are evaluated at every second step, and keep the best of them."""
+# Step 4 is the best that keeps within the bound; the last step is measured because there is one to choose.
+SCORES_BY_STEP = {2: (5.0, 0.0), 4: (4.0, 0.1), 6: (3.0, 0.2), 8: (4.5, 0.0), 9: (4.0, 0.0)}
+
+
+def scored(observer: Observer, step: int, _bits: Losses) -> Score:
+    return Score(step, *SCORES_BY_STEP[step], [corpus.folder.name for corpus in observer.held_out])
+
+
+@pytest.fixture(scope="module")
+def chosen(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[int]]:
+    """A finished run that was evaluated at every second step and kept the best of them, and the steps it saved."""
+    folder = tmp_path_factory.mktemp("chosen")
     tales = f"{shared_data}/en-tinystories/tinystories_val.txt"
     corpora = ", ".join(
         f"{{name: {role}, path: {tales}, language: en, role: {role}, max_documents: 2}}"
         for role in ("acquisition", "retention")
     )
-    arc = json.dumps(task_of(shared_data, tmp_path, "arc_easy", limit=3))
-    settings = (
+    arc = json.dumps(task_of(shared_data, folder, "arc_easy", limit=3))
+    config = configs_in(folder, shared_data, tmp_path_factory.getbasetemp() / "tokens")(
+        "whole",
         f"evaluation.perplexity=[{corpora}]",
         f"evaluation.benchmarks=[{arc}]",
         "evaluation.bootstrap_resamples=100",
@@ -111,7 +123,21 @@ def runs_that_choose(make_config: MakeConfig, shared_data: Path, tmp_path: Path,
         "train.micro_batch_size=2",
         "train.log_every_steps=4",
     )
-    return [make_config(name, *settings) for name in names]
+    saved = list[int]()
+
+    def write(run: Any, state: TrainState, snapshot: Any) -> None:
+        saved.append(state.step)
+        write_checkpoint(run, state, snapshot)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Observer, "score", scored)
+        patch.setattr(training_run, "write_checkpoint", write)
+        finished(config)
+    return config, saved
+
+
+def evaluations(run: RunFolder) -> list[MetricsRecord]:
+    return [record for record in read_records(run.metrics) if EVALUATION in record]
 
 
 def test_a_plain_model_beside_its_base_is_trained_to_the_bits_of_one_unseen_and_the_base_is_read_once(
@@ -165,85 +191,87 @@ def check_is_of_final(record: MetricsRecord, config: RunConfig) -> None:
     assert record[SAMPLES] == {acquisition.name: {"prompt": prompt, "continuation": continuation}}, "of one language"
 
 
-def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_chooses_the_same(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, shared_data: Path, tmp_path: Path
-) -> None:
-    whole, cut, stopped = runs_that_choose(make_config, shared_data, tmp_path, "whole", "cut", "stopped")
-    # Step 4 is the best that keeps within the bound; the last step is measured because there is one to choose.
-    scores = {2: (5.0, 0.0), 4: (4.0, 0.1), 6: (3.0, 0.2), 8: (4.5, 0.0), 9: (4.0, 0.0)}
-
-    def scored(observer: Observer, step: int, _bits: Losses) -> Score:
-        return Score(step, *scores[step], [corpus.folder.name for corpus in observer.held_out])
-
-    saved = list[int]()
-
-    def write(run: Any, state: TrainState, snapshot: Any) -> None:
-        saved.append(state.step)
-        write_checkpoint(run, state, snapshot)
-
-    monkeypatch.setattr(Observer, "score", scored)
-    monkeypatch.setattr(training_run, "write_checkpoint", write)
-    run = finished(whole)
+def test_the_best_weights_outlive_later_checkpoints_and_are_final(chosen: tuple[RunConfig, list[int]]) -> None:
+    config, saved = chosen
+    run = RunFolder(config.output_dir)
     assert saved == [2, 4, 6, 8, 9], "a step that has a checkpoint is not saved again"
     assert read_json(run.final / "cost.json")["saving_s"] >= 0
     assert [step_of(folder) for folder in checkpoints(run)] == [4, 9]
     assert file_sha256(run.final / TRAINED) == file_sha256(run.checkpoint(4) / TRAINED)
     assert file_sha256(run.final / TRAINED) != file_sha256(run.checkpoint(9) / TRAINED)
     assert TrainState.load(run.final).step == 4
-    records = [record for record in read_records(run.metrics) if EVALUATION in record]
+    records = evaluations(run)
     assert [(record["step"], record["best_step"]) for record in records] == [(2, 2), (4, 4), (6, 4), (8, 4), (9, 4)]
     verify(run.root)
-    check_is_of_final(records[1], whole)
+    check_is_of_final(records[1], config)
 
-    append = MetricsLog.append
 
-    def killed_at_8(log: MetricsLog, record: MetricsRecord) -> None:
-        append(log, record)
-        if record["step"] == 8:
-            raise Killed
+@pytest.mark.parametrize(("owner", "name", "step"), [(MetricsLog, "append", 8), (Observer, "evaluate", 4)])
+def test_a_run_that_is_killed_or_stopped_after_an_evaluation_and_resumed_chooses_the_same(
+    chosen: tuple[RunConfig, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    step: int,
+) -> None:
+    whole, _ = chosen
+    config = whole.model_copy(update={"output_dir": tmp_path / "cut"})
+    run, undisturbed = upscaled(config), RunFolder(whole.output_dir)
+    monkeypatch.setattr(Observer, "score", scored)
+    work = getattr(owner, name)
 
-    resumed = upscaled(cut)
-    monkeypatch.setattr(MetricsLog, "append", killed_at_8)
-    with pytest.raises(Killed):
-        train(cut, None, print)
-    monkeypatch.setattr(MetricsLog, "append", append)
-    go_on(cut)
-    assert file_sha256(resumed.final / TRAINED) == file_sha256(run.final / TRAINED)
-    assert [(r["step"], r["best_step"], r[SAMPLES]) for r in read_records(resumed.metrics) if EVALUATION in r] == [
-        (record["step"], record["best_step"], record[SAMPLES]) for record in records
-    ]
-
-    evaluate_at = Observer.evaluate
-
-    def stopped_at_4(observer: Observer, step: int, **due: bool) -> MetricsRecord:
-        record = evaluate_at(observer, step, **due)
-        if step == 4:
+    def disturbed(self: Any, given: Any, **due: bool) -> Any:
+        done = work(self, given, **due)
+        if owner is Observer and given == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return record
+        elif owner is MetricsLog and given["step"] == step:
+            raise Killed
+        return done
 
-    kept = upscaled(stopped)
-    monkeypatch.setattr(Observer, "evaluate", stopped_at_4)
-    with pytest.raises(Interrupted):
-        train(stopped, None, print)
-    monkeypatch.setattr(Observer, "evaluate", evaluate_at)
-    go_on(stopped)
-    assert file_sha256(kept.final / TRAINED) == file_sha256(run.final / TRAINED)
-    of_both = [TrainState.load(folder.final) for folder in (run, kept)]
+    with monkeypatch.context() as patch, pytest.raises((Killed, Interrupted)):
+        patch.setattr(owner, name, disturbed)
+        train(config, None, print)
+    go_on(config)
+    assert file_sha256(run.final / TRAINED) == file_sha256(undisturbed.final / TRAINED)
+    found, expected = (
+        [(record["step"], record["best_step"], record[SAMPLES]) for record in evaluations(one)]
+        for one in (run, undisturbed)
+    )
+    assert found == expected
+    of_both = [TrainState.load(one.final) for one in (run, undisturbed)]
     assert [(state.step, state.best, state.evaluation_due) for state in of_both] == [(4, of_both[0].best, False)] * 2
 
-    remove_folder(resumed.final)
-    other = tmp_path / "other.txt"
-    other.write_text("Another text, at another place.\n", encoding="utf-8")
-    first, *rest = cut.evaluation.perplexity
-    changed = [first.model_copy(update={"path": str(other)}), *rest]
-    elsewhere = cut.model_copy(update={"evaluation": cut.evaluation.model_copy(update={"perplexity": changed})})
-    assert any("was scored on other held-out text" in line for line in go_on(elsewhere))
-    remove_folder(resumed.final)
-    fewer = cut.model_copy(update={"train": cut.train.model_copy(update={"eval_max_documents": 1})})
-    warning = "the best checkpoint so far was scored with other settings (train.eval_max_documents: 32 -> 1)"
-    assert any(warning in line for line in go_on(fewer))
-    assert TrainState.load(resumed.final).step == 9 and TrainState.load(resumed.final).best is None
-    remove_folder(resumed.final)
-    remove_folder(resumed.checkpoint(4))
-    assert any("the best checkpoint so far is missing" in line for line in go_on(cut))
-    assert TrainState.load(resumed.final).step == 9
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ("the text", "was scored on other held-out text"),
+        (
+            "the settings",
+            "the best checkpoint so far was scored with other settings (train.eval_max_documents: 32 -> 1)",
+        ),
+        ("the checkpoint", "the best checkpoint so far is missing"),
+    ],
+)
+def test_a_best_that_does_not_compare_any_more_or_is_gone_is_left_and_the_last_step_is_final(
+    chosen: tuple[RunConfig, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, told: str
+) -> None:
+    whole, _ = chosen
+    run = RunFolder(shutil.copytree(whole.output_dir, tmp_path / "run"))
+    remove_folder(run.final)
+    (tmp_path / "other.txt").write_text("Another text, at another place.\n", encoding="utf-8")
+    first, *rest = whole.evaluation.perplexity
+    evaluation, of_train = whole.evaluation, whole.train
+    if changed == "the text":
+        other = first.model_copy(update={"path": str(tmp_path / "other.txt")})
+        evaluation = evaluation.model_copy(update={"perplexity": [other, *rest]})
+    elif changed == "the settings":
+        of_train = of_train.model_copy(update={"eval_max_documents": 1})
+    else:
+        remove_folder(run.checkpoint(4))
+    monkeypatch.setattr(Observer, "score", scored)
+    here = {"output_dir": run.root, "evaluation": evaluation, "train": of_train}
+    assert any(told in line for line in go_on(whole.model_copy(update=here)))
+    state = TrainState.load(run.final)
+    assert state.step == 9 and state.best is None
