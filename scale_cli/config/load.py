@@ -326,8 +326,7 @@ def _check(text: str) -> None:
 
 def dump(tree: Any, **style: Any) -> str:
     """Return plain data as YAML; `parse` reads it back unchanged."""
-    dumped: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **style)
-    return dumped
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **style)
 
 
 def dump_line(tree: dict[str, Any]) -> str:

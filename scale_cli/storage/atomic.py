@@ -272,8 +272,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 def described_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Return each file's `bytes` and `sha256` from a folder's manifest, by file name."""
-    files: dict[str, dict[str, Any]] = _read_manifest(folder)["files"]
-    return files
+    return _read_manifest(folder)["files"]
 
 
 def is_whole(folder: Path) -> bool:

@@ -180,5 +180,4 @@ def write_grown(folder: Path, tokenizer: PreTrainedTokenizerBase, backend: Token
 
 
 def load_grown(folder: Path) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder)
-    return tokenizer
+    return PreTrainedTokenizerFast.from_pretrained(folder)
