@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,12 +16,11 @@ from scale_cli.commands import init as fitting
 from scale_cli.commands.init import SCHEMA_FILE, NewTokens, Parted, Sizes, config_text, fit_sizes, source_of
 from scale_cli.config.load import checked, load_config, parse
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.data.documents import CorpusReader
-from scale_cli.data.encoding import Document
 from scale_cli.errors import ConfigError
 from scale_cli.planning import Device, count_flops, count_saved_tensors
 from tests.command_line import Scale
+from tests.data.corpus_files import COMPRESSORS, as_jsonl, as_parquet, as_txt, kept, read
 from tests.vocabulary.grown_run import prove_on_few
 from tests.vocabulary.tokenizers_at_hand import ENGLISH
 from tests.widening import TINY, lower_stories
@@ -93,9 +88,8 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
 ) -> None:
     monkeypatch.setattr("sys.stdin", None)
     del flags["--language"]
-    done = scale("init", tmp_path / "mine.yaml", *flat(flags))
-    assert done.exit_code == 2
-    assert done.error().startswith("--language: not given (language of that text: ko, de, ...)")
+    told = scale("init", tmp_path / "mine.yaml", *flat(flags)).error()
+    assert told.startswith("--language: not given (language of that text: ko, de, ...)")
 
 
 @pytest.mark.parametrize(
@@ -176,51 +170,29 @@ def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
     assert checked(RunConfig, tree, "m").train.max_steps == sizes.max_steps
 
 
-def write_files(folder: Path, documents: list[str]) -> str:
-    for index, document in enumerate(documents[:20]):
-        (folder / f"{index:02}.txt").write_text(document, encoding="utf-8")
-    return "*.txt"
+def as_novel(documents: list[str]) -> bytes:
+    return " ".join(documents).replace("\n", " ").encode()
 
 
-def write_novel(folder: Path, documents: list[str]) -> str:
-    (folder / "novel.txt").write_text(" ".join(documents).replace("\n", " "), encoding="utf-8")
-    return "novel.txt"
-
-
-def write_lines(folder: Path, documents: list[str]) -> str:
+def as_lines(documents: list[str]) -> bytes:
     lines = dict.fromkeys("\n".join(documents).replace(". ", ".\n").splitlines())  # once each
-    (folder / "comments.txt").write_text("\n".join(line for line in lines if line.strip()), encoding="utf-8")
-    return "comments.txt"
-
-
-def write_jsonl(folder: Path, documents: list[str]) -> str:
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": of}) + "\n" for of in documents), encoding="utf-8")
-    return "a.jsonl"
-
-
-def write_parquet(folder: Path, documents: list[str]) -> str:
-    pq.write_table(pa.table({"text": documents}), folder / "a.parquet")
-    return "*.parquet"
-
-
-def write_gzip(folder: Path, documents: list[str]) -> str:
-    (folder / "a.txt.gz").write_bytes(gzip.compress("\n\n".join(documents).encode()))
-    return "a.txt.gz"
+    return "\n".join(line for line in lines if line.strip()).encode()
 
 
 @pytest.mark.parametrize(
-    ("write", "told", "verb"),  # all of `run` but the reading is alike
+    ("name", "form", "told", "verb"),  # all of `run` but the reading is alike
     [
-        (write_files, "20 documents (text between blank lines): the first 2 held out", "prepare"),
-        (write_novel, "1 document: its last tenth held out; written as mine.corpus.jsonl and", "run"),
-        (write_lines, " documents (a line each): the first ", "prepare"),
-        (write_jsonl, "60 documents: the first 6 held out, the rest to train on", "prepare"),
-        (write_parquet, "60 documents: the first 6 held out, the rest to train on", "prepare"),
-        (write_gzip, "60 documents (text between blank lines): the first 6 held out", "prepare"),
+        ("*.txt", as_txt, "20 documents (text between blank lines): the first 2 held out", "prepare"),
+        ("novel.txt", as_novel, "1 document: its last tenth held out; written as mine.corpus.jsonl and", "run"),
+        ("comments.txt", as_lines, " documents (a line each): the first ", "prepare"),
+        ("a.jsonl", as_jsonl, "60 documents: the first 6 held out, the rest to train on", "prepare"),
+        ("a.parquet", as_parquet, "60 documents: the first 6 held out, the rest to train on", "prepare"),
+        ("a.txt.gz", as_txt, "60 documents (text between blank lines): the first 6 held out", "prepare"),
     ],
 )
 def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
-    write: Callable[[Path, list[str]], str],
+    name: str,
+    form: Callable[[list[str]], bytes],
     told: str,
     verb: str,
     shared_data: Path,
@@ -230,33 +202,30 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prove_on_few(monkeypatch)
-    for name, count in STORIES_COUNTED.items():
-        monkeypatch.setattr(fitting, name, count)
+    for counting, count in STORIES_COUNTED.items():
+        monkeypatch.setattr(fitting, counting, count)
     monkeypatch.setattr(fitting, "_MIN_STEPS", 2)
     monkeypatch.setattr(fitting, "measure_device", lambda *_: Device("cpu", 1e6, "measured on cpu"))
-    korean = CorpusSource(
-        name="ko", path=str(shared_data / "ko-petitions/valid.txt.xz"), language="ko", max_documents=60
-    )
-    documents = [re.sub(r"\s*\n\s*", "\n", text)[:1500] for text in texts_of(korean)]
-    (tmp_path / "text").mkdir()
-    corpus = f"text/{write(tmp_path / 'text', documents)}"
+    petitions = read(shared_data / "ko-petitions/valid.txt.xz", max_documents=60)
+    documents = [re.sub(r"\s*\n\s*", "\n", text)[:1500] for text in petitions]
+    corpus = Path("text") / name
+    corpus.parent.mkdir()
+    for index, held in enumerate([[document] for document in documents[:20]] if "*" in name else [documents]):
+        content = COMPRESSORS[".gz" if name.endswith(".gz") else ""](form(held))
+        corpus.with_name(name.replace("*", f"{index:02}")).write_bytes(content)
     Path("old.txt").write_text("\n\n".join(ENGLISH[at : at + 300] for at in range(0, 3000, 300)), encoding="utf-8")
     base = lower_stories(shared_data)
     done = scale("init", "mine.yaml", "--base", base, "--corpus", corpus, "--language", "ko", "--retention", "old.txt")
     assert (done.exit_code, done.stderr) == (0, "")
     assert told in done.stdout
     config = load_config(Path("mine.yaml"))
-    sides = [list(texts_of(source)) for source in (config.corpus.sources[0], config.evaluation.perplexity[0])]
+    held_out = config.evaluation.perplexity[0]
+    sides = [kept(list(CorpusReader(source, 1 << 28))) for source in (config.corpus.sources[0], held_out)]
     given_words, words = "".join("".join(documents).split()), "".join("".join([*sides[1], *sides[0]]).split())
     assert not set(sides[0]) & set(sides[1]) and all(sides)
-    assert sorted(words) == sorted(given_words) or write in (write_files, write_lines)
+    assert sorted(words) == sorted(given_words) or name in ("*.txt", "comments.txt")
     assert scale(verb, "mine.yaml").exit_code == 0
     assert Path("runs/mine/export/llama").is_dir() == (verb == "run")
-
-
-def texts_of(source: TextSource) -> list[str]:
-    """Return the documents of a source."""
-    return [record.text for record in CorpusReader(source, 1 << 28) if isinstance(record, Document)]
 
 
 @pytest.mark.parametrize(
