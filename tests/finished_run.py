@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,20 @@ from scale_cli.evaluation.results import (
     Report,
 )
 from scale_cli.report import Interval
-from scale_cli.storage.atomic import new_folder
+from scale_cli.storage.atomic import new_folder, write_json
 from scale_cli.storage.records import BaseRecord, trained_sha256
 
 BASE_BITS = {"en": 0.95, "ko": 2.6}
 _WIDENED = ("preserve", "adapt", "route")
+_COST = {
+    "trainable_parameters": 400_000,
+    "total_parameters": 1_400_000,
+    "tokens_per_s": 6_000.5,
+    "peak_memory_bytes": 852_000_000,
+    "device": "cpu",
+    "num_processes": 1,
+    "saving_s": 0.25,
+}
 
 
 @dataclass(frozen=True)
@@ -49,15 +57,11 @@ def write_run(folder: Path, made: Made) -> Path:
         write_json(final / "config.json", _model_config(made))
         (final / "scale.yaml").write_text(yaml.safe_dump(_config(folder, made)), encoding="utf-8")
         (final / "trained.safetensors").write_text("nobody reads it", encoding="utf-8")
-        write_json(final / "cost.json", _cost(made))
+        write_json(final / "cost.json", _COST)
     report = replace(report_of(made), trained_sha256=trained_sha256(folder / "final"))
     (folder / "evaluation").mkdir()
     write_json(folder / "evaluation" / "report.json", report.to_json())
     return folder
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value), encoding="utf-8")
 
 
 def _model_config(made: Made) -> dict[str, Any]:
@@ -81,20 +85,6 @@ def _config(folder: Path, made: Made) -> dict[str, Any]:
         | ({"vocabulary": {"new_tokens": made.new_tokens}} if made.new_tokens else {}),
         "corpus": {"sources": [{"name": "web", "path": "web.txt", "language": "ko"}]},
         "train": {"max_steps": 100, "lr": 1e-3} | made.train,
-    }
-
-
-def _cost(made: Made) -> dict[str, Any]:
-    trainable = {"full": 1_000_000, "freeze": 600_000, "lora": 20_000, "llama-pro": 250_000}.get(made.variant, 400_000)
-    added = trainable if made.variant not in ("full", "freeze") else 0
-    return {
-        "trainable_parameters": trainable,
-        "total_parameters": 1_000_000 + added,
-        "tokens_per_s": 6_000.5 if made.variant in _WIDENED else 4_000.0,
-        "peak_memory_bytes": 812_000_000 + 100 * trainable,
-        "device": "cpu",
-        "num_processes": 1,
-        "saving_s": 0.25,
     }
 
 

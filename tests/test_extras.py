@@ -24,12 +24,6 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 @pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Make a library look as if it were not installed."""
-    return lambda module: monkeypatch.setitem(sys.modules, module, None)
-
-
-@pytest.fixture
 def config(shared_data: Path, tmp_path: Path) -> RunConfig:
     return configured(shared_data, tmp_path / "run", {"variant": "route"})
 
@@ -60,20 +54,20 @@ def test_what_needs_a_library_that_is_absent_is_refused_before_anything_is_writt
     ask: Callable[[RunConfig], Any],
     sections: dict[str, Any],
     config: RunConfig,
-    without: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    without(module)
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=rf"scale-cli\[{extra}\]"):
         ask(RunConfig.model_validate(config.model_dump() | sections))
     assert not config.output_dir.exists()
 
 
 def test_a_plan_without_peft_says_so_of_lora_and_plans_the_rest(
-    config: RunConfig, without: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beside = [MethodConfig(variant="full"), MethodConfig(variant="lora"), MethodConfig(variant="osf")]
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: beside)
-    without("peft")
+    monkeypatch.setitem(sys.modules, "peft", None)
     planned = plan(config, flops=1e12, num_processes=1)
     assert list(planned.refused) == ["lora", "osf"]
     assert "scale-cli[lora]" in planned.refused["lora"]

@@ -38,6 +38,7 @@ from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.run import load_tokenizer
 from scale_cli.vocabulary import proofs
+from tests.config.small_config import changed
 from tests.pretended_device import accelerate_on, pretended_device
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.vocabulary.tokenizers_at_hand import KOREAN
@@ -47,13 +48,13 @@ CPU = torch.device("cpu")
 VARIANTS = ("preserve", "adapt", "route", "full", "lora", "freeze", "llama-pro")
 SMALL = {"vocab_size": 280, "num_hidden_layers": 2}
 PROMPTS = ["12 7", "30 31 32 33"]
-TWO_STEPS = {"max_steps": 2, "warmup_steps": 1, "save_every_steps": 2, "eval_every_steps": 1}
-ANCHORED: dict[str, Any] = {
-    "lookahead": {"every_steps": 1, "share": 0.5},
-    "average": {"kind": "tail", "steps": 2},
-    "decay_to_base": True,
-    "save_every_steps": 1,
-}
+TWO_STEPS = ("train.max_steps=2", "train.warmup_steps=1", "train.save_every_steps=2", "train.eval_every_steps=1")
+ANCHORED = (
+    "train.lookahead={every_steps: 1, share: 0.5}",
+    "train.average={kind: tail, steps: 2}",
+    "train.decay_to_base=true",
+    "train.save_every_steps=1",
+)
 
 
 @pytest.fixture
@@ -185,35 +186,30 @@ def check_all_on(device: torch.device, verbs: dict[str, Callable[[], Any]]) -> N
     assert {name: embedded_on(verb) for name, verb in verbs.items()} == {name: {device.type} for name in verbs}
 
 
-def shortened(config: RunConfig, output_dir: Path, base: Path | None = None, **method: Any) -> RunConfig:
+def generated(folder: Path) -> Any:
+    return Generator(folder).continue_all(PROMPTS, Sampling(2))
+
+
+def shortened(config: RunConfig, output_dir: Path, *overrides: str) -> RunConfig:
     """Return a run of two steps, with evaluations and a checkpoint."""
-    model = {} if base is None else {"base": str(base)}
-    return changed(config, output_dir=output_dir, model=model, method=method, train=TWO_STEPS)
+    return changed(config, f"output_dir={output_dir}", *TWO_STEPS, *overrides)
 
 
-def changed(config: RunConfig, **sections: Any) -> RunConfig:
-    """Return a config with other keys in some sections, and another method or folder where one is named."""
-    before = config.model_dump()
-    kept = {name: before[name] | keys for name, keys in sections.items() if name not in ("method", "output_dir")}
-    return RunConfig.model_validate(before | sections | kept)
-
-
-def korean(folder: Path) -> dict[str, Any]:
-    """Return a source whose text is of letters, which no other here is."""
+def korean(folder: Path) -> str:
+    """Return the keys of a text of letters, which no other here is."""
     (folder / "ko.txt").write_text("\n\n".join([KOREAN] * 3), encoding="utf-8")
-    return {"name": "ko", "path": str(folder / "ko.txt"), "language": "ko"}
+    return f"name: ko, path: {folder / 'ko.txt'}, language: ko"
 
 
 def asking_the_base(config: RunConfig, folder: Path) -> RunConfig:
     """Return a run that measures on what the base knows, and has its prompts continued."""
-    known = {**config.corpus.sources[0].model_dump(), "role": "replay", "weight": 0}
-    continued = {"prompts": 2, "prompt_tokens": 8, "new_tokens": 2}
-    kept = config.evaluation.perplexity[1].model_dump()
-    held_out = [{**of, "max_documents": 2} for of in (kept, korean(folder) | {"role": "acquisition"})]
     return changed(
         config,
-        corpus={"sources": [korean(folder), known]},
-        evaluation={"continuations": continued, "perplexity": held_out},
+        f"corpus.sources.1={{{korean(folder)}}}",
+        "corpus.sources.0.role=replay",
+        "corpus.sources.0.weight=0",
+        "evaluation.continuations={prompts: 2, prompt_tokens: 8, new_tokens: 2}",
+        f"evaluation.perplexity.0={{{korean(folder)}, role: acquisition, max_documents: 2}}",
     )
 
 
@@ -225,24 +221,19 @@ def test_every_verb_of_a_run_computes_on_the_device(
     device: torch.device, config: RunConfig, tmp_path: Path, variant: str, formats: tuple[str, ...]
 ) -> None:
     config = asking_the_base(config, tmp_path) if variant == "adept" else config
-    adept = {"probe_windows": 2, "every_steps": 1}
-    config = shortened(config, tmp_path / "run", variant=variant, adept=adept)
-    if variant == "full":
-        config = changed(config, train=ANCHORED)
+    method = f"method={{variant: {variant}, adept: {{probe_windows: 2, every_steps: 1}}}}"
+    config = shortened(config, tmp_path / "run", method, *(ANCHORED if variant == "full" else ()))
 
     def exported(name: str) -> Callable[[], Any]:
-        settings = config.export.model_copy(update={"format": name})
-        return lambda: export(config.model_copy(update={"export": settings}))
+        return lambda: export(changed(config, f"export.format={name}"))
 
     verbs: dict[str, Callable[[], Any]] = {
         "upscale": lambda: upscale(config),
         "train": lambda: train(config, None, print),
         "evaluate": lambda: evaluate(config),
         **{name: exported(name) for name in formats},
-        "generate": lambda: Generator(config.output_dir).continue_all(PROMPTS, Sampling(2)),
-        "generate from an export": lambda: Generator(RunFolder(config.output_dir).export("llama")).continue_all(
-            PROMPTS, Sampling(2)
-        ),
+        "generate": lambda: generated(config.output_dir),
+        "generate from an export": lambda: generated(RunFolder(config.output_dir).export("llama")),
         "verify": lambda: verify(config.output_dir),
     }
     check_all_on(device, verbs)
@@ -251,10 +242,9 @@ def test_every_verb_of_a_run_computes_on_the_device(
 def test_a_run_upon_another_is_made_and_both_are_joined_on_the_device(
     device: torch.device, config: RunConfig, tmp_path: Path
 ) -> None:
-    new_tokens = {"new_tokens": 8, "min_count": 2}
-    below = shortened(config, tmp_path / "below", variant="preserve", vocabulary=new_tokens)
-    below = changed(below, corpus={"sources": [korean(tmp_path)]})
-    above = shortened(config, tmp_path / "above", below.output_dir, variant="route")
+    grown = "method={variant: preserve, vocabulary: {new_tokens: 8, min_count: 2}}"
+    below = shortened(config, tmp_path / "below", grown, f"corpus.sources=[{{{korean(tmp_path)}}}]")
+    above = shortened(config, tmp_path / "above", "method={variant: route}", f"model.base={below.output_dir}")
     folder = tmp_path / "joined"
     verbs: dict[str, Callable[[], Any]] = {
         "upscale": lambda: upscale(below),
@@ -262,7 +252,7 @@ def test_a_run_upon_another_is_made_and_both_are_joined_on_the_device(
         "upscale again": lambda: upscale(above),
         "train again": lambda: train(above, None, print),
         "join": lambda: join([below.output_dir, above.output_dir], folder, None, 0.0),
-        "generate": lambda: Generator(folder).continue_all(PROMPTS, Sampling(2)),
+        "generate": lambda: generated(folder),
         "verify": lambda: verify(folder),
     }
     check_all_on(device, verbs)

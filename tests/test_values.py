@@ -10,11 +10,6 @@ from scale_cli.values import Folder, PathText
 TEXT, FOLDER = TypeAdapter(PathText), TypeAdapter(Folder)
 
 
-@pytest.fixture(autouse=True)
-def home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/of/mine")
-
-
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
@@ -25,7 +20,8 @@ def home(monkeypatch: pytest.MonkeyPatch) -> None:
         ("../한국어/*.txt", "../한국어/*.txt"),
     ],
 )
-def test_a_path_is_what_a_shell_would_make_of_it(written: str, meant: str) -> None:
+def test_a_path_is_what_a_shell_would_make_of_it(monkeypatch: pytest.MonkeyPatch, written: str, meant: str) -> None:
+    monkeypatch.setenv("HOME", "/home/of/mine")
     assert TEXT.validate_python(written) == meant
     assert FOLDER.validate_python(written) == Path(meant)
     assert FOLDER.validate_python(Path(written)) == Path(meant)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
@@ -15,11 +14,11 @@ from hypothesis import strategies as st
 
 from scale_cli.commands.compare import compare, compare_runs, setup_differences
 from scale_cli.comparison import Option, front, load_runs, mean_interval
-from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.report import Interval
-from scale_cli.storage.atomic import verify_folder
-from tests.finished_run import Made, write_json, write_run
+from scale_cli.storage.atomic import read_json, verify_folder, write_json
+from tests.config.small_config import SMALLEST, changed, load_text
+from tests.finished_run import Made, write_run
 
 TASKS = {"blimp": (-0.06, 0.001), "kobest_copa": (0.04, 0.5)}
 SCRIPT = "<script>alert(1)<|script>"  # a folder's name cannot hold a slash
@@ -66,8 +65,7 @@ def test_the_page_is_whole_names_every_run_and_asks_for_nothing_from_outside(
 
 def test_the_report_holds_its_inputs_unchanged(compared: tuple[list[Path], Path]) -> None:
     folders, out = compared
-    written = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    read = [json.loads((folder / "evaluation" / "report.json").read_text(encoding="utf-8")) for folder in folders]
+    written, read = read_json(out / "report.json"), [read_json(of / "evaluation/report.json") for of in folders]
     assert [run["report"] for run in written["runs"]] == read
     for option in written["options"]:
         report = read[[run["name"] for run in written["runs"]].index(option["run"])]
@@ -92,7 +90,7 @@ def test_the_figure_and_the_tables_are_well_formed_and_a_name_is_text(compared: 
 
 def edit_report(folder: Path, edit: Callable[[Any], object]) -> None:
     path = folder / "evaluation" / "report.json"
-    report = json.loads(path.read_text(encoding="utf-8"))
+    report = read_json(path)
     edit(report)
     write_json(path, report)
 
@@ -221,13 +219,8 @@ def test_a_mean_lies_in_its_interval_and_one_corpus_keeps_its_own(parts: list[tu
 
 
 def test_runs_set_up_otherwise_are_told_in_a_line_a_key_and_sources_by_their_names() -> None:
-    web: dict[str, object] = {"name": "web", "path": "web.txt", "language": "ko"}
-    old: dict[str, object] = {"name": "old", "path": "old.txt", "language": "en"}
-
-    def config(sources: list[dict[str, object]], **train: object) -> RunConfig:
-        sections = {"model": {"base": "b"}, "corpus": {"sources": sources}, "train": {"max_steps": 1, **train}}
-        return RunConfig.model_validate({"output_dir": "x", **sections})
-
-    first, more = config([old, web]), config([web, {**old, "name": "new"}], max_hours=3.0, attention="eager")
+    web, old, new = (f"{{name: {name}, path: web.txt, language: ko}}" for name in ("web", "old", "new"))
+    first, swapped = (load_text(SMALLEST, f"corpus.sources=[{both}]") for both in (f"{old}, {web}", f"{web}, {old}"))
+    assert setup_differences(first, swapped) == []
+    more = changed(first, f"corpus.sources=[{web}, {new}]", "train.max_hours=3", "train.attention=eager")
     assert setup_differences(first, more) == ["train.attention: not set -> 'eager'", "corpus.sources: new, old"]
-    assert setup_differences(first, config([web, old])) == []

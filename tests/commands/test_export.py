@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from scale_cli.commands.evaluate import evaluate
@@ -19,8 +17,10 @@ from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError
 from scale_cli.export.dense import plain_model
 from scale_cli.export.formats import formats_of
+from scale_cli.storage.atomic import load_tensors, read_json
 from scale_cli.upscale.method import load_onto_base
-from tests.widening import load_model, load_widened
+from tests.config.small_config import changed
+from tests.widening import load_model, load_widened, trained_head
 
 TrainedRun = Callable[..., RunConfig]
 ROUTE = {"variant": "route", "collaboration": {"layers": "top:1"}}
@@ -46,26 +46,12 @@ def test_a_trained_run_exports_to_a_plain_model_that_answers_the_same(trained_ru
     assert "auto_map" not in (summary.folder / "config.json").read_text(encoding="utf-8")
     plain = AutoModelForCausalLM.from_pretrained(summary.folder, trust_remote_code=False)
     trained = load_widened(config.output_dir / "final", config.model)
-    with torch.no_grad():
-        expected = trained.adaptation_logits(trained.final_states(IDS, preserved=False))
+    expected = trained_head(trained, IDS)
     torch.testing.assert_close(answered(plain), expected, rtol=0.0, atol=1e-4)
     assert (answered(plain) - answered(trained.base)).abs().max() > 0.1
     text = "Once upon a time, 옛날에"
     original = AutoTokenizer.from_pretrained(config.model.base)
     assert AutoTokenizer.from_pretrained(summary.folder)(text).input_ids == prompt_ids(original, text)
-
-
-def test_weights_are_written_in_the_dtype_that_was_asked_for_of_an_adapter_in_float32_alone(
-    trained_run: TrainedRun,
-) -> None:
-    dtype = "float16"
-    with pytest.raises(ConfigError, match=r"^export\.dtype: float16: an adapter is always written"):
-        export(trained_run(ROUTE, format="adapter", dtype=dtype))
-    summary = export(trained_run(ROUTE, dtype=dtype))
-    with safe_open(summary.folder / "model.safetensors", framework="pt") as file:
-        dtypes = {file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118 (not a dict)
-    assert dtypes == {getattr(torch, dtype)}
-    assert json.loads((summary.folder / "config.json").read_text(encoding="utf-8"))["dtype"] == dtype
 
 
 def test_an_adapter_holds_the_expansion_alone_and_loads_onto_its_base_alone(
@@ -75,8 +61,8 @@ def test_an_adapter_holds_the_expansion_alone_and_loads_onto_its_base_alone(
     folder = export(config).folder
     trained = load_widened(config.output_dir / "final", config.model)
     base_size = sum(parameter.numel() for parameter in trained.base.parameters())
-    with safe_open(next(folder.glob("*.safetensors")), framework="pt") as file:
-        num_held = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 (not a dict)
+    (tensors,) = folder.glob("*.safetensors")
+    num_held = sum(tensor.numel() for tensor in load_tensors(tensors).values())
     assert num_held == sum(parameter.numel() for parameter in trained.parameters()) - base_size
     assert torch.equal(answered(load_onto_base(folder, config.model)), answered(trained))
     for other in (
@@ -100,13 +86,12 @@ def test_a_lora_adapter_is_loaded_by_peft_and_by_us_as_what_was_trained(
     assert torch.equal(answered(load_onto_base(folder, config.model)), expected)
     text, original = "Once upon a time", AutoTokenizer.from_pretrained(config.model.base)
     assert AutoTokenizer.from_pretrained(folder)(text).input_ids == prompt_ids(original, text)
-    told = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    told = read_json(folder / "adapter_config.json")
     assert (told["base_model_name_or_path"], told["peft_type"], told["r"]) == (config.model.base, "LORA", 16)
     assert told["target_modules"] == sorted(config.method.settings.targets)
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-        names = list(file.keys())
-    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
-    assert [file.name for file in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    (tensors,) = folder.glob("*.safetensors")
+    assert tensors.name == "adapter_model.safetensors"
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in load_tensors(tensors)
     assert "library_name: peft" in (folder / "README.md").read_text(encoding="utf-8")
 
 
@@ -130,12 +115,18 @@ def test_an_export_in_another_dtype_lies_beside_the_first_and_both_are_finished_
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run(ROUTE)
-    lowered = RunConfig.model_validate(config.model_dump() | {"export": {"format": "llama", "dtype": "bfloat16"}})
-    for each, name in ((config, "llama"), (lowered, "llama-bfloat16")):
+    for dtype, name in (("float32", "llama"), ("bfloat16", "llama-bfloat16"), ("float16", "llama-float16")):
+        each = changed(config, f"export.dtype={dtype}")
         assert not is_finished(each)
         folder = export(each).folder
         assert folder.name == name and is_finished(each)
         check_written_export(each, folder)
+        assert {tensor.dtype for tensor in load_tensors(folder / "model.safetensors").values()} == {
+            getattr(torch, dtype)
+        }
+        assert read_json(folder / "config.json")["dtype"] == dtype
+    with pytest.raises(ConfigError, match=r"^export\.dtype: float16: an adapter is always written"):
+        export(changed(config, "export.format=adapter", "export.dtype=float16"))
     monkeypatch.setattr("scale_cli.commands.export.trained_sha256", lambda _: "of another training")
     assert not is_finished(config)
 
@@ -144,9 +135,7 @@ def test_an_export_is_finished_until_the_report_is_another_and_its_card_tells_of
     config = trained_run(ROUTE)
     folder = export(config).folder
     assert "Not measured" in (folder / "README.md").read_text(encoding="utf-8")
-    tree = config.model_dump()
-    tree["evaluation"]["perplexity"][1]["max_documents"] = 1
-    fewer = RunConfig.model_validate(tree)
+    fewer = changed(config, "evaluation.perplexity.1.max_documents=1")
     for now in (config, fewer):
         report = evaluate(now)
         assert not is_finished(now)
@@ -161,6 +150,4 @@ def test_an_export_is_finished_until_the_report_is_another_and_its_card_tells_of
 
 
 def test_without_held_out_corpora_sample_sentences_are_compared(trained_run: TrainedRun) -> None:
-    config = trained_run(ROUTE)
-    silent = RunConfig.model_validate(config.model_dump() | {"evaluation": {"perplexity": []}})
-    assert export(silent).parity.num_positions > 100
+    assert export(changed(trained_run(ROUTE), "evaluation.perplexity=[]")).parity.num_positions > 100

@@ -26,7 +26,10 @@ from scale_cli.generation import Continuation, Decoder, Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.terminal import printable
 from tests.command_line import Scale
+from tests.config.small_config import changed
 from tests.export.conftest import configured
+from tests.torture.attacker import edit_json
+from tests.widening import lower_stories
 
 PROMPTS = ["Once upon a time", "Lily saw a big", "학교에서"]
 GREEDY = Sampling(max_new_tokens=12)
@@ -37,15 +40,14 @@ TEMPLATE = """{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }
 @pytest.fixture(scope="module")
 def run(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("generating") / "run"
-    config = configured(shared_data, folder, {"variant": "route", "collaboration": {"layers": "top:1"}})
-    base = folder.parent / "base"
-    shutil.copytree(config.model.base, base)
+    base = shutil.copytree(lower_stories(shared_data), folder.parent / "base")
     (base / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    config = config.model_copy(update={"model": config.model.model_copy(update={"base": str(base)})})
+    config = configured(shared_data, folder, {"variant": "route", "collaboration": {"layers": "top:1"}})
+    config = changed(config, f"model.base={base}", "export.format=[llama, transformers, adapter]")
     upscale(config)
     train(config, None, print)
     for name in ("llama", "transformers", "adapter"):
-        export(config.model_copy(update={"export": config.export.model_copy(update={"format": name})}))
+        export(changed(config, f"export.format={name}"))
     return config
 
 
@@ -59,8 +61,8 @@ def continued(generator: Generator) -> list[Continuation]:
     return generator.continue_all(PROMPTS, GREEDY)
 
 
-def completions(path: Path) -> list[str]:
-    return [c.completion for c in Generator(path).continue_all(PROMPTS, GREEDY)]
+def completions(path: Path, sampling: Sampling = GREEDY) -> list[str]:
+    return [c.completion for c in Generator(path).continue_all(PROMPTS, sampling)]
 
 
 def test_a_run_its_folders_and_its_exports_say_the_same_and_have_its_chat_template(
@@ -165,13 +167,11 @@ def test_the_verb_prints_json_with_every_tokens_heads_for_lines_that_may_end_as_
 def test_only_what_is_asked_for_decides_the_text_whatever_the_base_would_generate_with(
     run: RunConfig, continued: list[Continuation]
 ) -> None:
-    changed = shutil.copytree(run.output_dir / "export" / "transformers", run.output_dir.parent / "penalised")
-    settings = json.loads((changed / "generation_config.json").read_text())
+    penalised = shutil.copytree(run.output_dir / "export" / "transformers", run.output_dir.parent / "penalised")
     penalty = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "num_beams": 3, "do_sample": True}
-    (changed / "generation_config.json").write_text(json.dumps({**settings, **penalty}))
-    assert completions(changed) == [text.completion for text in continued]
-    coldest = replace(GREEDY, temperature=1e-39)
-    assert [c.completion for c in Generator(changed).continue_all(PROMPTS, coldest)] == completions(changed)
+    edit_json(penalised / "generation_config.json", penalty)
+    for settings in (GREEDY, replace(GREEDY, temperature=1e-39)):  # the second is the coldest
+        assert completions(penalised, settings) == [text.completion for text in continued]
 
 
 def test_every_end_that_the_bases_settings_name_ends_a_text(
@@ -181,10 +181,9 @@ def test_every_end_that_the_bases_settings_name_ends_a_text(
     ids = [generator.model.generate(prompt[None], max_new_tokens=8, do_sample=False)[0] for prompt in prompts]
     new = [row[len(prompt) :].tolist() for row, prompt in zip(ids, prompts, strict=True)]
     ends = [generator.tokenizer.eos_token_id, new[0][4], new[1][5]]
-    changed = shutil.copytree(run.output_dir / "export" / "transformers", run.output_dir.parent / "many-ends")
-    settings = json.loads((changed / "generation_config.json").read_text())
-    (changed / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": ends}))
-    for cut, text, row in zip(Generator(changed).continue_all(PROMPTS, GREEDY), continued, new, strict=True):
+    many = shutil.copytree(run.output_dir / "export" / "transformers", run.output_dir.parent / "many-ends")
+    edit_json(many / "generation_config.json", {"eos_token_id": ends})
+    for cut, text, row in zip(Generator(many).continue_all(PROMPTS, GREEDY), continued, new, strict=True):
         expected = min((row.index(end) for end in ends if end in row), default=GREEDY.max_new_tokens)
         assert len(cut.tokens) == expected and text.completion.startswith(cut.completion)
 
@@ -247,8 +246,7 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_one_line_and_an_answer_e
     assert 0 < room < 8
     _, long = generator.continue_all(["Lily", fits], Sampling(max_new_tokens=12))
     assert len(long.tokens) <= room
-    done = scale("generate", run.output_dir, "--prompt", fits * 2)
-    assert done.exit_code == 2 and f"the model's context of {most:,}" in done.error()
+    assert f"the model's context of {most:,}" in scale("generate", run.output_dir, "--prompt", fits * 2).error()
 
 
 @pytest.mark.parametrize(
@@ -269,7 +267,7 @@ def test_what_cannot_be_had_is_one_line(
     (tmp_path / "there.jsonl").touch()
     path = run.output_dir / "final" / "scale.yaml" if "--samples" in options else run.output_dir
     done = scale("generate", path, "--prompt", "x", *options)
-    assert done.exit_code == 2 and told in done.error()
+    assert told in done.error()
 
 
 @pytest.mark.parametrize(
@@ -280,7 +278,7 @@ def test_standard_input_that_holds_no_text_is_one_line(
 ) -> None:
     monkeypatch.setattr("sys.stdin", stdin)
     done = scale("generate", run.output_dir)
-    assert done.exit_code == 2 and told in done.error()
+    assert told in done.error()
 
 
 def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_replay(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
@@ -21,15 +22,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> HfApi:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The hub's client, every call held to its signature, none of them made."""
-    api: HfApi = create_autospec(HfApi, instance=True)
+    api = create_autospec(HfApi, instance=True)
     monkeypatch.setattr(export, "HfApi", lambda: api)
     monkeypatch.setattr(export, "get_token", lambda: "hf_planted")
     return api
 
 
-def test_a_dry_run_lists_what_would_be_sent_and_touches_no_hub(folder: Path, hub: HfApi) -> None:
+def test_a_dry_run_lists_what_would_be_sent_and_touches_no_hub(folder: Path, hub: Any) -> None:
     """What tells of this machine stays here, but for what an adapter needs."""
     for name in ("scale.yaml", "parity.json", "manifest.json"):
         (folder / name).write_text("output_dir: /home/me", encoding="utf-8")
@@ -39,30 +40,30 @@ def test_a_dry_run_lists_what_would_be_sent_and_touches_no_hub(folder: Path, hub
     (folder / "base.json").write_text("{}", encoding="utf-8")
     adapter = "\n".join(export.publish(folder, "me/model", dry_run=True))
     assert "scale.yaml\n" in adapter and "base.json\n" in adapter
-    assert not hub.mock_calls  # type: ignore[attr-defined]
+    assert not hub.mock_calls
 
 
-def test_what_is_sent_is_the_folder_to_a_private_repository(folder: Path, hub: HfApi) -> None:
+def test_what_is_sent_is_the_folder_to_a_private_repository(folder: Path, hub: Any) -> None:
     sent = export.publish(folder, "me/model", dry_run=False)
-    hub.create_repo.assert_called_once_with("me/model", private=True, exist_ok=True)  # type: ignore[attr-defined]
-    call = hub.upload_folder.call_args.kwargs  # type: ignore[attr-defined]
+    hub.create_repo.assert_called_once_with("me/model", private=True, exist_ok=True)
+    call = hub.upload_folder.call_args.kwargs
     assert (call["repo_id"], call["folder_path"]) == ("me/model", folder)
     assert sorted(call["ignore_patterns"]) == ["manifest.json", "parity.json", "scale.yaml"]
     assert "hf_planted" not in "".join(sent)
 
 
 def test_a_refusal_of_the_hub_is_one_line_and_without_a_token_nothing_is_tried(
-    folder: Path, hub: HfApi, monkeypatch: pytest.MonkeyPatch
+    folder: Path, hub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     response = Response(403, request=Request("POST", "https://huggingface.co/api"))
-    hub.create_repo.side_effect = HfHubHTTPError("403\nForbidden", response=response)  # type: ignore[attr-defined]
+    hub.create_repo.side_effect = HfHubHTTPError("403\nForbidden", response=response)
     with pytest.raises(RunError, match="me/model: 403 Forbidden"):
         export.publish(folder, "me/model", dry_run=False)
-    hub.reset_mock()  # type: ignore[attr-defined]
+    hub.reset_mock()
     monkeypatch.setattr(export, "get_token", lambda: None)
     with pytest.raises(RunError, match="not logged in"):
         export.publish(folder, "me/model", dry_run=False)
-    assert not hub.mock_calls  # type: ignore[attr-defined]
+    assert not hub.mock_calls
 
 
 @pytest.mark.parametrize("name", ["model", "me/mo del"])

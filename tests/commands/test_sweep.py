@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,7 @@ def test_every_combination_is_a_run_of_a_name_of_its_own(axes: list[list[float]]
     keys = [f"train.{name}={','.join(map(repr, values))}" for name, values in zip("abc", axes, strict=False)]
     grid = parse_grid(["seed=1", "method.lora.targets=[q_proj, v_proj]", *keys], paired=False)
     assert grid.shared == ["seed=1", "method.lora.targets=[q_proj, v_proj]"]
-    expected = 1
-    for values in axes:
-        expected *= len(values)
-    assert len(grid.points) == len({name_of(values) for values in grid.points}) == expected
+    assert len(grid.points) == len({name_of(values) for values in grid.points}) == math.prod(map(len, axes))
 
 
 @pytest.mark.parametrize("value", ["1", "-2.5", "1e-05", "true", "null"])

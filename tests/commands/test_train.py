@@ -13,7 +13,7 @@ from scale_cli import planning as speed
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.planning import peak_tokens_per_s
-from scale_cli.storage.atomic import load_tensors
+from scale_cli.storage.atomic import load_tensors, read_json
 from scale_cli.storage.records import RunFolder, TrainState, read_records
 from scale_cli.training import loop
 from scale_cli.training import run as training_run
@@ -103,7 +103,7 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
     ]
     assert (position.stepping_s, position.evaluating_s, position.saving_s) == (9.0, 2 * 7200.0, 3 * 3600.0)
     assert position.elapsed_s == position.stepping_s + position.evaluating_s + position.saving_s
-    cost = json.loads((run.final / "cost.json").read_text(encoding="utf-8"))
+    cost = read_json(run.final / "cost.json")
     assert cost["tokens_per_s"] == position.tokens_per_s == position.num_tokens / 9
     assert TrainState.load(run.final) == position
 

@@ -13,7 +13,8 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import FolderCheck, check_folders, verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError
-from scale_cli.storage.atomic import load_tensors, save_tensors
+from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, write_json
+from tests.config.small_config import changed
 from tests.export.conftest import configured
 from tests.torture.attacker import reseal
 from tests.widening import lower_stories
@@ -25,9 +26,7 @@ def finished(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     folder = tmp_path_factory.mktemp("verified")
     shutil.copytree(lower_stories(shared_data), folder / "base")
     config = configured(shared_data, folder / "run", {"variant": "route", "collaboration": {"layers": "top:1"}})
-    base = config.model.model_copy(update={"base": str(folder / "base")})
-    corpus = config.corpus.model_copy(update={"cache_dir": None})
-    config = config.model_copy(update={"model": base, "corpus": corpus})
+    config = changed(config, f"model.base={folder / 'base'}", "corpus.cache_dir=null")
     upscale(config)
     train(config, None, print)
     export(config)
@@ -72,12 +71,11 @@ def test_a_whole_folder_is_good_wherever_it_lies(run: Path, tmp_path: Path, name
 
 
 def test_another_tokenizer_or_base_is_found_and_a_base_not_at_hand_is_no_failure(run: Path, base: Path) -> None:
-    tokenizer = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
-    merge = tokenizer["model"]["merges"].pop()
-    (base / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    tokenizer = read_json(base / "tokenizer.json")
+    fewer = tokenizer["model"] | {"merges": tokenizer["model"]["merges"][:-1]}
+    write_json(base / "tokenizer.json", {**tokenizer, "model": fewer})
     assert "the tokenizer of" in found(run / "upscaled")["upscaled"].failed[0]
-    tokenizer["model"]["merges"].append(merge)
-    (base / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    write_json(base / "tokenizer.json", tokenizer)
     tensors = load_tensors(base / "model.safetensors")
     tensors["model.norm.weight"][0] += 1e-3
     save_tensors(base / "model.safetensors", tensors)

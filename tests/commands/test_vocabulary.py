@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -19,15 +18,17 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.config.sources import CorpusConfig
 from scale_cli.errors import BaseModelError, ConfigError, PreservationError
 from scale_cli.export.plain_folder import routed_class
+from scale_cli.storage.atomic import read_json
 from scale_cli.upscale.run import Run
 from tests.command_line import ModelLoads, model_loads
+from tests.config.small_config import changed
 from tests.vocabulary.grown_run import config_of, prove_on_few
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 
 pytestmark = pytest.mark.usefixtures("few_characters")
+SHARES = (("ko", 1.0), ("en", 0.6))
 
 
 def trained(config: RunConfig) -> RunConfig:
@@ -44,10 +45,9 @@ def below(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunCon
         return trained(config_of(shared_data, tmp_path_factory.mktemp("below")))
 
 
-def upon(config: RunConfig, method: MethodConfig, folder: Path) -> RunConfig:
+def upon(config: RunConfig, folder: Path, *overrides: str) -> RunConfig:
     """A run upon another run."""
-    base = config.model.model_copy(update={"base": str(config.output_dir)})
-    return config.model_copy(update={"output_dir": folder / "upon", "model": base, "method": method})
+    return changed(config, f"output_dir={folder / 'upon'}", f"model.base={config.output_dir}", *overrides)
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def test_every_verb_of_a_run_has_its_tokens(shared_data: Path, tmp_path: Path, b
         if kind == "full":
             config = trained(config_of(shared_data, tmp_path, kind))
         elif kind == "upon a run":
-            config = trained(upon(below, below.method.model_copy(update={"vocabulary": None}), tmp_path))
+            config = trained(upon(below, tmp_path, "method.vocabulary=null"))
     evaluate(config)
     session, folder = Run(config).open_final(), export(config).folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -70,7 +70,7 @@ def test_every_verb_of_a_run_has_its_tokens(shared_data: Path, tmp_path: Path, b
     wanted, said = (model(input_ids=ids).logits.log_softmax(-1) for model in (session.load(), served))
     assert torch.allclose(said, wanted, atol=1e-3)
     verify(config.output_dir)
-    told = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    told = read_json(folder / "tokenizer_config.json")
     assert told["tokenizer_class"] == "PreTrainedTokenizerFast"  # TokenizersBackend is unknown to transformers 4
     assert not told.keys() & {"backend", "is_local", "local_files_only"}
 
@@ -81,15 +81,14 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     with pytest.raises(ValueError, match="lora takes no new tokens"):
         config_of(shared_data, tmp_path, "lora")
     with pytest.raises(BaseModelError, match=r"^method\.vocabulary: .* is widened"):
-        upscale(upon(below, below.method, tmp_path))
+        upscale(upon(below, tmp_path))
 
     def moved(*_: object) -> int:
         raise PreservationError("method.vocabulary: the tokens of 'x' have changed")
 
     monkeypatch.setattr("scale_cli.upscale.run.check_added_tokens", moved)
-    again = below.model_copy(update={"output_dir": tmp_path / "again"})
     with pytest.raises(PreservationError):
-        upscale(again)
+        upscale(changed(below, f"output_dir={tmp_path / 'again'}"))
     assert not (tmp_path / "again/upscaled").exists()
 
 
@@ -140,16 +139,13 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
     assert [methods["route"].parameters.num_frozen, methods["route"].parameters.num_trainable] == numbers
     num_without = round(2 * 2 * 32 * counts[0] / counts[1])
     assert methods["no new tokens"].num_tokens == methods["lora"].num_tokens == num_without
-    without = config.model_copy(update={"method": config.method.model_copy(update={"vocabulary": None})})
-    alone = {method.variant: method for method in plan(without, 1e12, 1).methods}
+    alone = {method.variant: method for method in plan(changed(config, "method.vocabulary=null"), 1e12, 1).methods}
     assert methods["no new tokens"].memory == alone["route"].memory
     assert methods["lora"].memory == alone["lora"].memory
     monkeypatch.setattr(speed, "peak_flops_per_s", lambda *_: 1e9)
     assert speed.peak_tokens_per_s(config, "a GPU", 1) == pytest.approx(1e9 / methods["route"].flops_per_token)
     assert methods["no new tokens"].flops == alone["route"].flops
 
-    english = {"name": "en", "path": str(tmp_path / "en.txt"), "language": "en"}
-    sources = [config.corpus.sources[0].model_dump(), english | {"weight": 0.6}]
-    corpus = CorpusConfig.model_validate({**config.corpus.model_dump(), "sources": sources})
-    mixed = growth_of(Run(config.model_copy(update={"corpus": corpus})))
+    sources = (f"{{name: {of}, path: {tmp_path}/{of}.txt, language: {of}, weight: {weight}}}" for of, weight in SHARES)
+    mixed = growth_of(Run(changed(config, f"corpus.sources=[{', '.join(sources)}]")))
     assert mixed.tokens_without == pytest.approx(0.625 * counts[0] / counts[1] + 0.375), "1 to 0.6"
