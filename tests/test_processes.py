@@ -38,11 +38,10 @@ def files(root: Path) -> set[str]:
 
 def losses(run: RunFolder) -> list[float]:
     """Return what was logged of losses and of evaluations."""
-    records = [dict(leaves(record)) for record in read_records(run.metrics)]
     return [
         value
-        for record in records
-        for key, value in record.items()
+        for record in read_records(run.metrics)
+        for key, value in leaves(record)
         if key.startswith(("loss", "evaluation_", "best")) and isinstance(value, int | float)
     ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import json
 import lzma
 import shutil
 import tempfile
@@ -25,7 +24,7 @@ from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, Rout
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
-from scale_cli.storage.atomic import verify_folder
+from scale_cli.storage.atomic import read_json, verify_folder, write_json
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import MethodModel, NewPieces, load_onto_base, start_model
@@ -49,8 +48,8 @@ def lower_layers(shared_data: Path, checkpoint: str, num_layers: int) -> Path:
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     folder = root / checkpoint / "hf"
     shutil.copytree(shared_data / checkpoint / "hf", folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}), encoding="utf-8")
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", config | {"num_hidden_layers": num_layers})
     weights = load_file(folder / "model.safetensors")
     above = [f"layers.{layer}." for layer in range(num_layers, config["num_hidden_layers"])]
     kept = {name: weight for name, weight in weights.items() if not any(layer in name for layer in above)}
@@ -102,7 +101,6 @@ def widen(
     variant: Any,
     layers: str | list[int] | None = None,
     *,
-    modules: tuple[Any, ...] = ("attention", "mlp"),
     ratio: float = 0.25,
     start: Any = "svd",
     embedding_scale: float | None = 1.4,
@@ -114,7 +112,7 @@ def widen(
     method = MethodConfig(
         variant=variant,
         expansion=ExpansionConfig(ratio=ratio, init=start, embedding_scale=embedding_scale),
-        collaboration=CollaborationConfig(layers=layers, modules=list(modules)),
+        collaboration=CollaborationConfig(layers=layers),
         router=RouterConfig(**router),
     )
     model = start_model(base, method, seed, new)

@@ -81,9 +81,13 @@ def client(folders: dict[str, Path], served: Callable[[Path], str]) -> openai.Op
     return openai.OpenAI(base_url=served(folders["without BOS"]), api_key="none", max_retries=0)
 
 
-def text_of(client: openai.OpenAI, prompt: str, **options: Any) -> str:
+def answer_of(client: openai.OpenAI, prompt: str, **options: Any) -> Any:
     asked = {"model": NAME, "max_tokens": NUM_NEW, "temperature": 0.0, **options}
-    answer = client.completions.create(prompt=prompt, **asked)
+    return client.completions.create(prompt=prompt, **asked)
+
+
+def text_of(client: openai.OpenAI, prompt: str, **options: Any) -> str:
+    answer = answer_of(client, prompt, **options)
     if not options.get("stream"):
         return str(answer.choices[0].text)
     pieces = [part.choices[0].text for part in answer]
@@ -125,13 +129,13 @@ def test_ten_at_once_are_each_answered_as_alone(client: openai.OpenAI) -> None:
 
 
 def test_n_answers_are_drawn_and_told_apart(client: openai.OpenAI) -> None:
-    asked: Any = {"model": NAME, "prompt": PROMPTS[0], "max_tokens": NUM_NEW, "n": 3, "seed": 1, "temperature": 1.0}
-    whole = client.completions.create(**asked)
+    asked: dict[str, Any] = {"n": 3, "seed": 1, "temperature": 1.0}
+    whole = answer_of(client, PROMPTS[0], **asked)
     texts = [choice.text for choice in whole.choices]
     assert [choice.index for choice in whole.choices] == [0, 1, 2] and len(set(texts)) == 3
-    assert whole.usage is not None and whole.usage.completion_tokens <= 3 * NUM_NEW
+    assert whole.usage.completion_tokens <= 3 * NUM_NEW
     pieces = [""] * 3
-    for part in client.completions.create(**asked, stream=True):
+    for part in answer_of(client, PROMPTS[0], **asked, stream=True):
         pieces[part.choices[0].index] += part.choices[0].text
     assert pieces == texts
 
@@ -154,13 +158,9 @@ def test_an_answer_ends_before_a_stop_however_it_is_cut_into_tokens(client: open
         expected = min((whole.split(one)[0] for one in stops), key=len)
         for stream in (False, True):
             assert text_of(client, PROMPTS[0], stop=stop, stream=stream) == expected
-    answer = client.completions.create(
-        model=NAME, prompt=PROMPTS[0], temperature=0.0, max_tokens=NUM_NEW, stop=whole[3]
-    )
-    assert answer.choices[0].finish_reason == "stop"
-    answer = client.completions.create(model=NAME, prompt=PROMPTS[0], temperature=0.0, max_tokens=3)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None and answer.usage.completion_tokens == 3
+    assert answer_of(client, PROMPTS[0], stop=whole[3]).choices[0].finish_reason == "stop"
+    answer = answer_of(client, PROMPTS[0], max_tokens=3)
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 3)
 
 
 def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> None:

@@ -164,27 +164,24 @@ class OfProcess:
             self.hook()
 
 
-@dataclass(frozen=True)
-class KillBesideSteps:
+def kill_beside_steps() -> None:
     """Kill this process in its second save, when it has taken two steps more."""
+    steps_done, may_die = itertools.count(1), threading.Event()
 
-    def __call__(self) -> None:
-        steps_done, may_die = itertools.count(1), threading.Event()
+    def step(*args: Any, **kwargs: Any) -> Any:
+        taken = train_step(*args, **kwargs)
+        if next(steps_done) == SAVED_STEPS[1] + 2:
+            may_die.set()
+        return taken
 
-        def step(*args: Any, **kwargs: Any) -> Any:
-            taken = train_step(*args, **kwargs)
-            if next(steps_done) == SAVED_STEPS[1] + 2:
-                may_die.set()
-            return taken
+    def save(path: Path, *args: Any) -> None:
+        if path.parents[1] == partial_folder(path.parents[1].parent / f"step-{SAVED_STEPS[1]:08}"):
+            may_die.wait(PATIENCE_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+        save_tensors(path, *args)
 
-        def save(path: Path, *args: Any) -> None:
-            if path.parents[1] == partial_folder(path.parents[1].parent / f"step-{SAVED_STEPS[1]:08}"):
-                may_die.wait(PATIENCE_S)
-                os.kill(os.getpid(), signal.SIGKILL)
-            save_tensors(path, *args)
-
-        vars(loop)["train_step"] = step
-        vars(training_run)["save_tensors"] = save
+    vars(loop)["train_step"] = step
+    vars(training_run)["save_tensors"] = save
 
 
 def train_together(runs: Runs, name: str, num_processes: int, hook: Hook | None = None) -> list[int]:
@@ -210,11 +207,11 @@ def test_one_of_several_processes_is_killed_beside_steps_or_where_it_writes_and_
             num_calls, killed = len(counted.read_text(encoding="utf-8").splitlines()), several.folder("killed")
             calls = range(1, num_calls, 1 + num_calls // 12) if in_full else (num_calls // 2,)
             hooks: list[Hook] = [Fault(killed.root, call, half=True) for call in calls if num_processes == 2]
-            hooks += [KillBesideSteps()] if sharding != "none" else []  # else one process writes all
+            hooks += [kill_beside_steps] if sharding != "none" else []  # else one process writes all
             for hook in hooks:
                 several.upscaled("killed")
                 codes = train_together(several, "killed", num_processes, OfProcess(rank, hook))
-                if isinstance(hook, KillBesideSteps):
+                if hook is kill_beside_steps:
                     assert codes[rank] == -signal.SIGKILL
                     written = [folder.name for folder in killed.checkpoints.glob("step-*")]
                     assert written == [killed.checkpoint(SAVED_STEPS[0]).name]

@@ -89,9 +89,9 @@ def start_group(*arguments: str, num_processes: int, hook: Hook | None = None) -
     return [Verb(*arguments, hook=hook, environment={**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in ranks]
 
 
-def ended_group(verbs: list[Verb], within_s: float = PATIENCE_S) -> list[Ended]:
+def ended_group(verbs: list[Verb]) -> list[Ended]:
     """Wait for all; where one fails, kill the others, as a launcher would."""
-    deadline_s = time.monotonic() + within_s
+    deadline_s = time.monotonic() + PATIENCE_S
     while any(verb.process.exitcode is None for verb in verbs) and time.monotonic() < deadline_s:
         if any(verb.process.exitcode for verb in verbs):
             time.sleep(0.5)  # what it did before it ended may end the others too
