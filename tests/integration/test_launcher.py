@@ -13,10 +13,10 @@ import yaml
 from scale_cli.commands.prepare import prepare
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.verify import verify
-from scale_cli.config.load import dump_config
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.load import load_config
 from scale_cli.data.tokens import PARTS
 from scale_cli.storage.records import RunFolder, TrainState
+from tests.one_step import write_config
 from tests.test_processes import files, losses
 from tests.training.conftest import configs_in
 
@@ -35,9 +35,7 @@ def test_a_launched_run_is_one_process_s(shared_data: Path, tmp_path: Path) -> N
     make = configs_in(tmp_path, shared_data, tmp_path / "tokens")
     one, two = make("one"), make("two")
     run_pipeline(one, lambda _: None)
-    path = tmp_path / "two.yaml"
-    path.write_text(dump_config(two), encoding="utf-8")
-    ended = launched("run", str(path))
+    ended = launched("run", str(tmp_path / "two.yaml"))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for said in ("== upscale", "processes      2 x cpu", "== export"):
         assert ended.stdout.count(said) == 1, "two work, one speaks"
@@ -47,24 +45,24 @@ def test_a_launched_run_is_one_process_s(shared_data: Path, tmp_path: Path) -> N
     verify(two.output_dir)
 
 
-def test_a_launched_run_that_is_refused_says_so_once(shared_data: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(dump_config(configs_in(tmp_path, shared_data, tmp_path / "tokens")("one")), encoding="utf-8")
-    ended = launched("run", str(path), "model.base=nowhere")
-    assert ended.returncode != 0
-    # What follows is the launcher's own, of the end of its processes.
-    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "nowhere" in errors[0], ended.stderr
+@pytest.fixture
+def config_file(shared_data: Path, tmp_path: Path) -> Path:
+    configs_in(tmp_path, shared_data, tmp_path / "tokens")("run")
+    return tmp_path / "run.yaml"
 
 
-def test_a_launched_run_that_diverges_says_so_once(shared_data: Path, tmp_path: Path) -> None:
-    config = configs_in(tmp_path, shared_data, tmp_path / "tokens")("one", "train.lr=100", "train.warmup_steps=0")
-    path = tmp_path / "run.yaml"
-    path.write_text(dump_config(config), encoding="utf-8")
-    ended = launched("run", str(path))
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [(["model.base=nowhere"], "nowhere"), (["train.lr=100", "train.warmup_steps=0"], "not finite")],
+)
+def test_a_launched_run_that_is_refused_or_diverges_says_so_once(
+    config_file: Path, overrides: list[str], said: str
+) -> None:
+    ended = launched("run", str(config_file), *overrides)
     assert ended.returncode == 1
+    # What follows is the launcher's own, of the end of its processes.
     told = [line for line in ended.stderr.splitlines() if line.startswith(("error: ", "stopped by ", "terminate "))]
-    assert len(told) == 1 and "not finite" in told[0], ended.stderr
+    assert len(told) == 1 and said in told[0], ended.stderr
 
 
 # Two machines, both this one. In place of Slurm's programs: start the command on each, name them, note a requeue.
@@ -95,15 +93,13 @@ def cluster(tmp_path: Path, **variables: str) -> dict[str, str]:
 
 
 def test_the_slurm_recipe_runs_on_two_machines_and_queues_itself_again_until_the_run_is_done(
-    shared_data: Path, tmp_path: Path
+    config_file: Path, tmp_path: Path
 ) -> None:
-    config = configs_in(tmp_path, shared_data, tmp_path / "tokens")("one")
-    (tmp_path / "run.yaml").write_text(dump_config(config), encoding="utf-8")
     requeued, folder = tmp_path / "requeued", tmp_path / "run"
     environment = cluster(tmp_path, SLURM_NNODES="2", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="x", REQUEUED=str(requeued))
 
     def submit(hours: str) -> None:
-        command = ["bash", str(LAUNCH / "slurm.sbatch"), str(tmp_path / "run.yaml"), str(folder), hours]
+        command = ["bash", str(LAUNCH / "slurm.sbatch"), str(config_file), str(folder), hours]
         subprocess.run(command, env=environment, timeout=PATIENCE_S, check=True)
 
     submit("1e-9")
@@ -113,43 +109,29 @@ def test_the_slurm_recipe_runs_on_two_machines_and_queues_itself_again_until_the
 
 
 def test_the_slurm_recipe_prepares_in_an_array_and_joins_to_what_one_process_writes(
-    shared_data: Path, tmp_path: Path
+    stories: Path, tmp_path: Path
 ) -> None:
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text(f"Once upon a time there were {number} cats.\n\n" * 9)
-    text = {"path": str(tmp_path / "*.txt"), "language": "en"}
-    config = RunConfig.model_validate(
-        {
-            "output_dir": str(tmp_path / "run"),
-            "model": {"base": str(shared_data / "ckpt-stories260K" / "hf")},
-            "corpus": {"sequence_length": 32, "cache_dir": str(tmp_path), "sources": [{"name": "tales", **text}]},
-            "train": {"max_steps": 1},
-            "evaluation": {"perplexity": [{"name": "kept", "role": "retention", **text}]},
-        }
-    )
-    (tmp_path / "run.yaml").write_text(dump_config(config), encoding="utf-8")
+    text = {"path": str(tmp_path / "[0-9].txt"), "language": "en"}
+    corpus = {"cache_dir": str(tmp_path), "sources": [{"name": "tales", **text}]}
+    held_out = {"perplexity": [{"name": "kept", "role": "retention", **text}]}
+    path = write_config(tmp_path, stories, corpus=corpus, evaluation=held_out)
     array = [{"SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_TASK_COUNT": "2"} for task in ("1", "2")]
     for task in [*array, {}]:
-        command = [
-            "bash",
-            str(LAUNCH / "prepare.sbatch"),
-            str(tmp_path / "run.yaml"),
-            f"corpus.cache_dir={tmp_path}/many",
-        ]
+        command = ["bash", str(LAUNCH / "prepare.sbatch"), str(path), f"corpus.cache_dir={tmp_path}/many"]
         subprocess.run(command, env=cluster(tmp_path, **task), timeout=PATIENCE_S, check=True)
     assert len(list((tmp_path / "many" / PARTS).iterdir())) == 0
-    for corpus in prepare(config)["corpora"].values():
+    for corpus in prepare(load_config(path))["corpora"].values():
         joined = tmp_path / "many" / corpus["folder"].name
         assert {file.name: file.read_bytes() for file in joined.iterdir()} == {
             file.name: file.read_bytes() for file in corpus["folder"].iterdir()
         }
 
 
-def test_the_skypilot_recipe_runs_on_two_machines(shared_data: Path, tmp_path: Path) -> None:
-    config = configs_in(tmp_path, shared_data, tmp_path / "tokens")("one")
-    (tmp_path / "run.yaml").write_text(dump_config(config), encoding="utf-8")
+def test_the_skypilot_recipe_runs_on_two_machines(config_file: Path, tmp_path: Path) -> None:
     recipe = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    given = {"CONFIG": str(tmp_path / "run.yaml"), "RUN_FOLDER": str(tmp_path / "run")}
+    given = {"CONFIG": str(config_file), "RUN_FOLDER": str(tmp_path / "run")}
     assert given.keys() <= recipe["envs"].keys()
     of_cluster = {
         "SKYPILOT_NUM_NODES": "2",
