@@ -39,7 +39,6 @@ from scale_cli.processes import (
     on_main,
     process_state,
     share,
-    share_of_machine,
     slow_precisions,
 )
 from scale_cli.report import quantity
@@ -175,7 +174,7 @@ def _open_training(
     model: Any
     untouched = None
     if settings.observes and not config.method.definition.widens:
-        model, untouched = start.load_beside_base(share_of_machine())
+        model, untouched = start.load_beside_base()
     else:
         model = start.load_to_train()
     start_weights = copy_start(model, settings)  # before other weights are loaded

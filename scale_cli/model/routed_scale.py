@@ -94,13 +94,12 @@ class RouterLayer:
             self.last, self.is_empty = self.before, self.before is None
             self._forget_how_it_came()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.last is not None:
             self.last = self.last.chosen(indices)
         self._forget_how_it_came()
+
+    reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.last is not None:

@@ -32,21 +32,17 @@ _NOT_COMPUTING = re.compile(
 )
 REMEDY = "restore the earlier one, or start anew in another output_dir"
 _LARGEST = 2**24  # far above any size in an existing model
+_NOT_OF_ALL = ("head_dim", "decoder_sparse_step", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
 _SIZES = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
-    "head_dim",
     "vocab_size",
     "max_position_embeddings",
-    "decoder_sparse_step",
-    "moe_intermediate_size",
-    "num_experts",
-    "num_experts_per_tok",
+    *_NOT_OF_ALL,
 )
-_NOT_OF_ALL = ("head_dim", "decoder_sparse_step", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
 _DROPOUTS = ("attention_dropout", "embd_pdrop", "resid_pdrop")
 
 # Options for loading a base or an export: no pickle, no code from its folder, and no prompt.

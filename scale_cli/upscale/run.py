@@ -250,15 +250,16 @@ class MethodFolder:
         set_router(model, self.run.config.method.router)
         return placed(model)
 
-    def load_two_headed(self, of_machine: Share | None = None) -> HeadedModel:
+    def load_two_headed(self) -> HeadedModel:
         """Return one model with two heads, the base's and the trained one; the base is read once.
 
-        A widened model has both. Any other model gets an untouched copy of its base beside it.
+        A widened model has both. Any other model gets an untouched copy of its base beside it. All processes must call
+        this.
         """
         if self.method.definition.widens:
-            widened: Any = self.load(of_machine)
+            widened: Any = self.load(share_of_machine())
             return widened
-        model, untouched = self.load_beside_base(of_machine)
+        model, untouched = self.load_beside_base()
         return beside_base(placed(model), untouched)
 
     def load_to_train(self) -> MethodModel:
@@ -266,9 +267,9 @@ class MethodFolder:
         config = self.run.config
         return load_onto_base(self.path, config.model, config.seed, share_of_machine())
 
-    def load_beside_base(self, of_machine: Share | None = None) -> tuple[MethodModel, PreTrainedModel]:
-        """Return the model and a copy of its base, both on the device they were read to; the base is read once."""
-        base = load_recorded_base(self.path, self.run.config.model, of_machine)
+    def load_beside_base(self) -> tuple[MethodModel, PreTrainedModel]:
+        """Return what `load_to_train` does, and a copy of its base; the base is read once."""
+        base = load_recorded_base(self.path, self.run.config.model, share_of_machine())
         untouched = copy.deepcopy(base)
         return put_on_base(self.path, base, self.run.config.seed), untouched
 

@@ -112,12 +112,14 @@ class AddedTokens:
                 f"are {self.vocabulary.script} already; remove method.vocabulary"
             )
         check_size(self.first_id + self.num_new)
-        words, num_read = Counter[str](), 0
-        for text in read_texts(self.sources, self.cache.reading, num_bytes):
-            words.update(count_words(text, backend, script))
-            num_read += len(text.encode())
-        new = learn(words, backend, spelling, script, most=self.num_new, min_count=min_count)
-        return new, num_read < num_bytes
+        words, is_all = Counter[str](), True
+        for source in self.sources:
+            num_read = 0
+            for text in read_texts([source], self.cache.reading, num_bytes):
+                words.update(count_words(text, backend, script))
+                num_read += len(text.encode())
+            is_all = is_all and num_read < num_bytes
+        return learn(words, backend, spelling, script, most=self.num_new, min_count=min_count), is_all
 
 
 def most_added(first_id: int, num_found: int) -> int:

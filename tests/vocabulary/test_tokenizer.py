@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,19 @@ def base(shared_data: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(shared_data / "ckpt-novels-en/hf")
 
 
-def grow(
-    base: PreTrainedTokenizerBase, tmp_path: Path, *, text: str = KOREAN, first_id: int = ROWS, **keys: Any
-) -> PreTrainedTokenizerBase:
-    (tmp_path / "ko.txt").write_text(text, encoding="utf-8")
-    source = TextSource(name="ko", path=str(tmp_path / "ko.txt"), language="ko")
+def added(base: PreTrainedTokenizerBase, tmp_path: Path, *texts: str, first_id: int = ROWS, **keys: Any) -> AddedTokens:
+    sources = []
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
+        sources.append(TextSource(name=f"ko{number}", path=str(tmp_path / f"{number}.txt"), language="ko"))
     vocabulary = VocabularyConfig(**{"new_tokens": 64, "min_count": 1, **keys})
-    return AddedTokens(first_id, vocabulary, [source], TokenCache(tmp_path / "cache", base)).tokenizer()
+    return AddedTokens(first_id, vocabulary, sources, TokenCache(tmp_path / "cache", base))
+
+
+def grow(
+    base: PreTrainedTokenizerBase, tmp_path: Path, *, text: str = KOREAN, **options: Any
+) -> PreTrainedTokenizerBase:
+    return added(base, tmp_path, text, **options).tokenizer()
 
 
 def test_what_was_learned_is_kept_by_content(
@@ -91,6 +98,15 @@ def test_what_cannot_be_had_is_one_line(
     with pytest.raises(error, match=said) as raised:
         grow(base, tmp_path, **keys)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("share", "is_refused"), [(1.5, True), (0.5, False)])
+def test_a_sketch_refuses_what_the_text_does_not_give_only_where_it_has_read_every_source_to_its_end(
+    base: PreTrainedTokenizerBase, tmp_path: Path, share: float, is_refused: bool
+) -> None:
+    asked = added(base, tmp_path, KOREAN, KOREAN, new_tokens=4096)
+    with pytest.raises(ConfigError, match="4,096, but the text gives") if is_refused else nullcontext():
+        asked.sketched(int(share * len(KOREAN.encode())))
 
 
 def test_a_script_that_the_base_has_already_is_refused(shared_data: Path, tmp_path: Path) -> None:
