@@ -1,7 +1,5 @@
 """The command line in this process: seconds of importing torch are spent once."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

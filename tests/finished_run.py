@@ -1,7 +1,5 @@
 """Folders that look like finished runs, with figures as asked for: no model is trained."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any

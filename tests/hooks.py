@@ -1,7 +1,5 @@
 """Hooks without a run around them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A config of one step on a short text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

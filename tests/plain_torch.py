@@ -5,8 +5,6 @@ Nothing of the package is imported: its models, losses and exports are held to t
 Shapes: B batch, T positions, C channels of all streams, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The commands of docs/serving.md, run on a small local base and corpus in the place of the hub's."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`scripts/all_methods.py`: every method is tried equally often, and its budgets are what they are called."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

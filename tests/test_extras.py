@@ -1,7 +1,5 @@
 """Without an extra: one line that names it, from the verb that needs it, before anything is written."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tomllib

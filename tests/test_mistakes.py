@@ -3,8 +3,6 @@
 Nothing is written then, but tokens.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a wheel holds, as setuptools would fill it, and what its page says; `make wheel` builds and installs one."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

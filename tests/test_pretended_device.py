@@ -1,7 +1,5 @@
 """What every verb computes, on a device that refuses to mix with the CPU: the same as on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

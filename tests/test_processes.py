@@ -1,7 +1,5 @@
 """Any verb under several processes, which are forks; `tests/integration/test_launcher.py` has them of a launcher."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Help, and what is wrong with a config, are told at once: nothing heavy is imported for them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every tracked text: no conflict marker, and no link that leads nowhere."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

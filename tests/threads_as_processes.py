@@ -1,7 +1,5 @@
 """Threads that stand for the processes of a launch: each has its share, and gets what the others hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier

@@ -1,7 +1,5 @@
 """What tests widen, and how: the real checkpoints, tiny random Llamas, expansions as if they had been trained."""
 
-from __future__ import annotations
-
 import atexit
 import copy
 import lzma

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from scale_cli.evaluation.results import HEADS

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from scripts.biography.config import BiographyConfig
 from scripts.biography.people import ATTRIBUTES, answer, generate_people, question
 from scripts.biography.tasks import write_curriculum

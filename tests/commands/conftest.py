@@ -1,7 +1,5 @@
 """The small runs and configs that the rooms' own tests have."""
 
-from __future__ import annotations
-
 from tests.export.conftest import trained_once, trained_run
 from tests.training.conftest import make_config
 from tests.vocabulary.conftest import few_characters

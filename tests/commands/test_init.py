@@ -1,7 +1,5 @@
 """`scale init`: what it writes runs as it is, fits what is there, and is never written over anything."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

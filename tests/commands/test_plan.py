@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from operator import attrgetter
 from pathlib import Path

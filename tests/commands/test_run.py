@@ -1,7 +1,5 @@
 """`scale run`: what is certain to be refused is refused before anything is spent, and a finished run may go on."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

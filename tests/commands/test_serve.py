@@ -1,7 +1,5 @@
 """`scale serve`: which server it starts, with which flags, and what it says before."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

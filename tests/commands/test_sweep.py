@@ -1,7 +1,5 @@
 """`scale sweep`: which runs it makes of a config, how it ranks them, and that none is run again."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run with new tokens, from `scale upscale` to every export, with SentencePiece's kind of tokenizer."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

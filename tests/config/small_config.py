@@ -1,7 +1,5 @@
 """Small configs, written and read."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every wrong config is one clear error: field, place, and what was meant."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Corpus files of every format and compression, and what is read of them."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Windows, batches, isolated documents, and batches made ahead: pure functions of the config and the step."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Conversations: the base's chat template writes them, and the assistant's turns alone are learned."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The corpora of a config: what is warned of."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is read, and what is bad: it costs itself alone, with a reason and a place."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

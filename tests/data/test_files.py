@@ -1,7 +1,5 @@
 """Where text lies: lists of patterns, stores that fsspec reads, what is refused, and hashes that are remembered."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

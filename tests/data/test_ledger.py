@@ -1,7 +1,5 @@
 """Every record is kept or dropped for a reason; what a tokenizer loses of the text is counted; too much is refused."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

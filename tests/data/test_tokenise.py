@@ -1,7 +1,5 @@
 """Tokenising: the same bytes whatever the workers, the machines and the kills."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

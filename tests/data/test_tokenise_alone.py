@@ -1,7 +1,5 @@
 """Tokenising in a process of its own: its memory does not grow with the corpus, and killed it leaves no other."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import signal

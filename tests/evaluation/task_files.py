@@ -1,7 +1,5 @@
 """Tasks of lm-eval on data that is here: those of configs/benchmarks, and small ones by the names of a folder."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

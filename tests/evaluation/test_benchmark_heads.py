@@ -1,7 +1,5 @@
 """What every head says of a request of lm-eval, and what it answers, is what lm-eval's own model of that head does."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

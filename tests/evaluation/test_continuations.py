@@ -1,7 +1,5 @@
 """What each head, and each routing rule, generates is what it says is likeliest; its letters are counted one by one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The forgetting report: its figures are the documents' own, and what is shown is what was measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """What documents cost is transformers' own arithmetic, whatever the windows, batches and processes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

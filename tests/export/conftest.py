@@ -1,7 +1,5 @@
 """Small trained runs: stories260K learns a few Korean petitions, once a session and method."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

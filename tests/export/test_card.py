@@ -1,7 +1,5 @@
 """What an export's card says: what the folder holds, what it lost, what it promises, and of whose licence it is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

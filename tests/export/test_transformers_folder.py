@@ -1,7 +1,5 @@
 """The folders that bring their own code, opened where this package is not: in a fresh process, somewhere else."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

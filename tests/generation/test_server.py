@@ -1,7 +1,5 @@
 """What `scale serve` answers with transformers: what `scale generate` says, asked as its users ask."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

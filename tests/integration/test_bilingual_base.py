@@ -1,7 +1,5 @@
 """`scripts/bilingual_base.py`: a base from random weights, of the shape asked for, with the same bits for its seed."""
 
-from __future__ import annotations
-
 import lzma
 import subprocess
 import sys

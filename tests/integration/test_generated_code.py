@@ -1,7 +1,5 @@
 """What torch.compile makes of a model, in generated code, which takes it half a minute for a layer."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

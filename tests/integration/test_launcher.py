@@ -1,7 +1,5 @@
 """`scale run` as docs/processes.md starts it: by torchrun, in processes of its making, and by recipes for clusters."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Two processes as two machines would have them: nothing in common but the run's folder, and one works long alone."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

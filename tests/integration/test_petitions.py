@@ -1,7 +1,5 @@
 """The whole loop on real text: a model of English novels learns Korean from 512,000 tokens of petitions."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`make reach`, at a shape that takes a minute."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

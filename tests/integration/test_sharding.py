@@ -1,7 +1,5 @@
 """What tests/training/test_sharding.py leaves out: more methods, and four processes that shard or go on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

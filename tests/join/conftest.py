@@ -1,7 +1,5 @@
 """Small trained runs on one base: two siblings, and one upon the first of them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

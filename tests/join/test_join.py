@@ -1,7 +1,5 @@
 """`scale join`: one model of several runs, what it is held to, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """`scale join` of runs with tokens of their own: which go together, and what is written of them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """ADEPT copies the layers that its own code does, at the rates of the official steps: mean |theta| |g|, then 2 .. 0."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

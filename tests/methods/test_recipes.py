@@ -1,7 +1,5 @@
 """Recipes where `test_everything_at_once.py`, which holds all of them to their formulas, does not look."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

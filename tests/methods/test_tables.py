@@ -1,7 +1,5 @@
 """Every choice that a config has is in its table, and the other way round."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import get_args

@@ -1,7 +1,5 @@
 """Several expansions on one base, and expansion upon expansion: what is below never changes, and one forward serves."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

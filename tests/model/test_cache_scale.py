@@ -1,7 +1,5 @@
 """What generation remembers: however prompts are padded, reordered and repeated, what follows is the same."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

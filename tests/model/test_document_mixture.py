@@ -3,8 +3,6 @@
 Small vocabularies, so that all documents of a few tokens are there; the heads by `tests/plain_torch.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

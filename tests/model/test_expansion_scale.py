@@ -1,7 +1,5 @@
 """What reaches the attention kernel: of the base's heads and of the added ones, the very same as in the base itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

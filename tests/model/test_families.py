@@ -1,7 +1,5 @@
 """Every family of base: preserved bit for bit, trained, exported as the family's own plain model."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

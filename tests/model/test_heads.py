@@ -1,7 +1,5 @@
 """However the heads are read, the vocabulary head is one matrix product, of all sequences' rows together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

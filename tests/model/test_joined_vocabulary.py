@@ -3,8 +3,6 @@
 That routing keeps its bound there too is in `test_document_mixture.py`.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """English with Korean words in it, in new tokens and in the base's bytes: what a text costs does not grow by them."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -4,8 +4,6 @@ The promise of every base's bits is in `test_families.py`; that evaluation compu
 `tests/evaluation/test_benchmark_heads.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every head and every gradient, held to another implementation: `tests/plain_torch.py`, which shares no code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

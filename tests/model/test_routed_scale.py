@@ -1,7 +1,5 @@
 """The plain export served routed: it says what the two streams do, however transformers calls it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

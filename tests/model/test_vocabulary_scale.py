@@ -1,7 +1,5 @@
 """Tokens that the base has not: its own logits keep their bits, and it is still heard where they come."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

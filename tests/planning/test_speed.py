@@ -1,7 +1,5 @@
 """What a device is taken to sustain is what passes of real layers reached, and the median of them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

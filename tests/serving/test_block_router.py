@@ -3,8 +3,6 @@
 Nothing is learnt here: a token's "hidden row" is what K heads are to say after it, so any may break at any token.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from random import Random

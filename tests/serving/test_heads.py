@@ -1,7 +1,5 @@
 """The heads of a plain export, whole and shared among devices, against products of their own."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A folder or a file is as it was or as it shall be; damage is named; one process at a time in a folder."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

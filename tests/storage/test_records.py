@@ -1,7 +1,5 @@
 """What the folders of a run say, where they lie, and the log."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What an attacker brings: payloads that leave a mark, and folders tampered with, manifest and all."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

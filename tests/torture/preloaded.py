@@ -1,7 +1,5 @@
 """What the server of `verbs.py` imports once, for all the processes that are forked from it."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import torch

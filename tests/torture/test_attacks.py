@@ -1,7 +1,5 @@
 """Attacks by configs, folders, places and names: none runs code, or writes or reads outside."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

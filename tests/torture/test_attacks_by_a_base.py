@@ -1,7 +1,5 @@
 """Attacks by a base model: none runs code, or reads what it names elsewhere."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """A damaged file in any folder: always found, never used."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A kill, a full disk or a failing one, anywhere: nothing whole is lost, and the same command ends as undisturbed."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

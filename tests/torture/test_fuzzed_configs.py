@@ -1,7 +1,5 @@
 """Configs that were written by nobody: each is a valid run, or one clean error before the model loads."""
 
-from __future__ import annotations
-
 import copy
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """Corpora that were damaged on purpose: each is a cache that adds up, or one clean error before the model loads."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

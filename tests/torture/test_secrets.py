@@ -1,7 +1,5 @@
 """A token in the environment is in nothing that is written or said, and no pickle is read or written."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import secrets

@@ -1,7 +1,5 @@
 """SIGTERM and SIGINT wherever they come: the way to go on is told, and the run ends as the whole one, bit for bit."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import time

@@ -1,7 +1,5 @@
 """A run of a second: a random Llama, 12 steps of 4 micro-batches, several epochs, evaluations, a checkpoint every 3."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

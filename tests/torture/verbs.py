@@ -3,8 +3,6 @@
 Not from the process of the tests: autograd refuses to work in a fork of a process in which it has worked.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """A small real run: stories260K learns a few Korean petitions, in seconds."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Losses and gradients that are not finite, that leap, or that overflow float16."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

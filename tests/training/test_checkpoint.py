@@ -1,7 +1,5 @@
 """A run that begins with what another one has trained."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Steps with every recipe at once, against AdamW on one big batch and autograd through `tests/plain_torch.py`."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

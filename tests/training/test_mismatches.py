@@ -1,7 +1,5 @@
 """A run goes on as what it was begun as: what differs is named, with what can be done."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

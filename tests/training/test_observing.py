@@ -1,7 +1,5 @@
 """What is measured as a model trains, and which weights are kept for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

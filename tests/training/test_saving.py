@@ -1,7 +1,5 @@
 """Checkpoints are written beside the loop, and whatever goes wrong with one is said."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading

@@ -1,7 +1,5 @@
 """Sharded training, on real processes, which are forks; `tests/integration/test_launcher.py` has some of a launcher."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

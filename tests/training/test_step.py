@@ -1,7 +1,5 @@
 """One optimiser step: AdamW or Muon, whole or with autocast, and what it does where numbers are not finite."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A base in 8 or 4 bits: what holds of a whole base, bit for bit, holds of what transformers quantises."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

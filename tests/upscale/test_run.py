@@ -1,7 +1,5 @@
 """All that can be known is known before the first write, whichever verb is asked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import nullcontext

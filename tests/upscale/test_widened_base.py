@@ -1,7 +1,5 @@
 """`model.base` that is a finished run: every verb, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

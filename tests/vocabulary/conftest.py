@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from tests.vocabulary.grown_run import prove_on_few

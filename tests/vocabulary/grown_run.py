@@ -1,7 +1,5 @@
 """A run whose tokens grow, of a second."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

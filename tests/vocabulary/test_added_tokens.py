@@ -1,7 +1,5 @@
 """New tokens, and not one old id changed, in every kind of tokenizer that can take them."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

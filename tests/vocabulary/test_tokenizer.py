@@ -1,7 +1,5 @@
 """The tokenizer of a run: learned once, kept by content, or refused in one line."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

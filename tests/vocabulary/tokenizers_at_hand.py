@@ -1,7 +1,5 @@
 """Tokenizers of the kinds whose vocabulary can grow, small, and learned on English alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 
