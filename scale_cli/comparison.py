@@ -117,7 +117,10 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
 def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
     both = f"{first.folder} and {other.folder}"
     if first.base.content_sha256 != other.base.content_sha256:
-        names = f"{first.base.name} and {other.base.name}"
+        names = " and ".join(
+            f"{run.base.name}{f' in {quantised}' if (quantised := run.config.model.quantisation) else ''}"
+            for run in (first, other)
+        )
         raise RunFolderError(f"runs on different base models cannot be compared: {both} ({names})")
     measured = [{corpus.name: corpus for corpus in run.report.corpora} for run in (first, other)]
     if odd := sorted(measured[0].keys() ^ measured[1].keys()):

@@ -31,6 +31,7 @@ from scale_cli.errors import ScaleError
 from scale_cli.generation import Decoder, Generator, Sampling
 
 _MOST_ANSWERS = 64  # per request, computed as one batch
+_CLIENT_GONE = 499  # as nginx writes it in its log; nobody reads the answer
 _SHUTDOWN_S = 1  # after a signal, for answers in progress
 # Values with which clients that fill in every field say that they do not want it.
 _ASKS_NOTHING = {"presence_penalty": 0, "frequency_penalty": 0, "best_of": 1}
@@ -221,8 +222,8 @@ class Endpoint:
         self._generator, self._name = generator, name
         self._worker = ThreadPoolExecutor(1)  # all requests share torch's random numbers, so one at a time draws
 
-    async def respond(self, asked: Asked, prompts: Sequence[str | Messages], most: int) -> Response:
-        """Return the answers to a request, whole or as a stream of events."""
+    async def respond(self, request: Request, asked: Asked, prompts: Sequence[str | Messages], most: int) -> Response:
+        """Return the answers to a request, whole or as a stream of events; a client that goes ends its answers."""
         if asked.model not in (None, self._name):
             raise HTTPException(404, f"model: {asked.model!r}: this server serves only {self._name}")
         if len(prompts) * asked.n > _MOST_ANSWERS:
@@ -231,9 +232,15 @@ class Endpoint:
         if asked.stream:
             return StreamingResponse(self._events(asked, answers), media_type="text/event-stream")
         texts, finishes = ([""] * (len(prompts) * asked.n) for _ in range(2))
-        async for piece in answers.pieces(self._worker):
-            texts[piece.index] += piece.text
-            finishes[piece.index] = piece.finish or ""
+        try:
+            async with aclosing(answers.pieces(self._worker)) as pieces:
+                async for piece in pieces:
+                    if await request.is_disconnected():
+                        return _refusal(_CLIENT_GONE, "the client has gone")
+                    texts[piece.index] += piece.text
+                    finishes[piece.index] = piece.finish or ""
+        except asyncio.CancelledError:
+            return _refusal(503, "the server stops")
         choices = [
             _choice(asked, index, text, finish)
             for index, (text, finish) in enumerate(zip(texts, finishes, strict=True))
@@ -284,13 +291,13 @@ def create_app(generator: Generator, name: str) -> FastAPI:
         return _refusal(400, str(error))
 
     @app.post("/v1/completions")
-    async def complete(asked: AskedCompletion) -> Response:
-        return await endpoint.respond(asked, asked.prompt, asked.max_tokens)
+    async def complete(request: Request, asked: AskedCompletion) -> Response:
+        return await endpoint.respond(request, asked, asked.prompt, asked.max_tokens)
 
     @app.post("/v1/chat/completions")
-    async def chat(asked: AskedChat) -> Response:
+    async def chat(request: Request, asked: AskedChat) -> Response:
         turns = [message.turn() for message in asked.messages]
-        return await endpoint.respond(asked, [turns], asked.max_completion_tokens or asked.max_tokens)
+        return await endpoint.respond(request, asked, [turns], asked.max_completion_tokens or asked.max_tokens)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,8 @@ from scale_cli.upscale.run import MethodFolder, Run, open_folder
 
 # Not sent to the hub: these name local folders, and are only useful beside the run. An adapter needs them to load.
 _STAYS_HERE = ["manifest.json", "parity.json", "scale.yaml"]
+# Left by an earlier export of another kind, these would change what a loader makes of the repository.
+_REPLACED = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json", "base.json", *_STAYS_HERE]
 _DOCUMENTS_PER_CORPUS = 4
 
 
@@ -148,6 +150,8 @@ def check_repository(repository: str, formats: Sequence[str]) -> None:
 def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
     """Send a folder to the hub as one commit; a new repository is made private.
 
+    The commit removes the weights and settings of an earlier export that it does not overwrite.
+
     Returns:
         Lines that say what was sent, or would be in a dry run.
     """
@@ -162,6 +166,7 @@ def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
             f"dry run        {total} would go to https://huggingface.co/{repository} (private if it is new):",
             *(f"  {num_bytes:>15,} bytes  {name}" for name, num_bytes in sizes.items()),
             *([paths] if is_adapter else []),
+            "               weights and settings of an earlier export in that repository would go",
             "               nothing was sent; add --no-dry-run to send it",
         ]
     if get_token() is None:
@@ -172,8 +177,12 @@ def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
     try:
         hub.create_repo(repository, private=True, exist_ok=True)
         commit = hub.upload_folder(
-            repo_id=repository, folder_path=folder, commit_message="Export by scale", ignore_patterns=staying
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Export by scale",
+            ignore_patterns=staying,
+            delete_patterns=_REPLACED,
         )
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:  # the hub's own, or one of the network library below it
         raise RunError(f"--push-to-hub {repository}: {one_line(error)}") from None
     return [f"sent           {total}: {commit.commit_url}"]

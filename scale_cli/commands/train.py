@@ -129,6 +129,8 @@ def _log_trained(folder: Path, state: TrainState, log: Log) -> None:
         f"also {state.evaluating_s:,.0f} s evaluating, {state.saving_s:,.0f} s saving"
     )
     log(f"written        {folder}{kept}")
+    if not state.num_tokens:
+        log("warning: no step had a token to learn; raise corpus.sequence_length, or look at the conversations' turns")
 
 
 @contextmanager

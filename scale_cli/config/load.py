@@ -42,6 +42,7 @@ _REMOVED = {
 }
 # If a plain value stands where a section should, the user most likely meant this key of the section.
 _MEANT_BY_SECTION = {"model": "base", "method": "variant", "corpus": "sources", "train": "max_steps"}
+_OF_EACH_RUN = ("output_dir", "corpus.cache_dir")  # of a sweep
 _MAX_ERRORS = 10
 _LONGEST_QUOTE, _LONGEST_MESSAGE, _LONGEST_NAME = 200, 300, 100
 _MOST_MEANT = 3  # more keys of the same name elsewhere are ambiguous
@@ -224,20 +225,27 @@ def parse_grid(arguments: Sequence[str], *, paired: bool) -> Grid:
     second ones, and so on; otherwise every combination makes a run.
     """
     shared, axes = [], []
+    keys = [argument.partition("=")[0] for argument in arguments]
     for argument in arguments:
         key, _, written = argument.partition("=")
         values = parse(f"[{written}]", f"override {argument!r}")
         if len(values) > 1:
-            axes.append([f"{key}={json.dumps(value, ensure_ascii=False)}" for value in values])
+            if keys.count(key) > 1:
+                raise ConfigError(f"{key}: given twice; give all its values at once")
+            if key in _OF_EACH_RUN:
+                raise ConfigError(f"{key}: a sweep gives each run its own; sweep over another key")
+            # A date can only be meant as text.
+            axes.append([f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for value in values])
         else:
             shared.append(argument)
     if not axes:
         raise ConfigError("nothing to sweep over: give a key several values, as in train.lr=1e-3,2e-3")
-    if not paired:
-        return Grid(shared, list(product(*axes)))
-    if len({len(values) for values in axes}) > 1:
+    if paired and len({len(values) for values in axes}) > 1:
         raise ConfigError("--paired: one key has more values than another; give all keys the same number")
-    return Grid(shared, list(zip(*axes, strict=True)))
+    points = list(zip(*axes, strict=True)) if paired else list(product(*axes))
+    if twice := [values for values in points if points.count(values) > 1]:
+        raise ConfigError(f"{' '.join(twice[0])}: these values are given twice")
+    return Grid(shared, points)
 
 
 def name_of(values: Values) -> str:

@@ -14,7 +14,7 @@ import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, groupby, islice
+from itertools import count, groupby
 from typing import IO, Any
 
 import pyarrow as pa
@@ -79,11 +79,13 @@ class CorpusReader:
 
     def __iter__(self) -> Iterator[Record]:
         records = self._from_files() if self.source.dataset is None else self._from_dataset()
-        documents = (record for record in records if isinstance(record, Document))
-        self.ledger.num_skipped = sum(1 for _ in islice(documents, self.source.skip_documents))
         # Conversations count before the template may refuse them, as above: what one source skips, another reads.
         most, kept, dropped = self.source.max_documents, 0, 0
         for record in records:
+            if self.ledger.num_skipped < self.source.skip_documents:
+                self.ledger.num_skipped += isinstance(record, Document)
+                if not (isinstance(record, Rejected) and record.reason is Reason.DAMAGED_FILE):
+                    continue  # but the documents that a damaged file has lost cannot be counted
             kept, dropped = kept + isinstance(record, Document), dropped + isinstance(record, Rejected)
             if self._template_of is not None and isinstance(record, Document):
                 record = _write_conversation(record, self._template_of, self._limit)

@@ -57,9 +57,11 @@ class StopRequest:
         summed, arrived = before
         if arrived is not None:
             arrived.synchronize()
-        if not summed.item():
-            return 0
-        return int(accelerator.gather(torch.tensor([self.mine()], device=accelerator.device)).max().item())
+        return _largest(accelerator, self.mine()) if summed.item() else 0
+
+    def signal_of_any(self, accelerator: Accelerator) -> int:
+        """Return the largest number of a signal that any process got, 0 for none; every process must call this."""
+        return _largest(accelerator, self.signals[0] if self.signals else 0)
 
     def between_micro_batches(self, *, clock_too: bool) -> None:
         """Leave the current step (StopNow) if this process is alone and was asked to stop.
@@ -92,6 +94,10 @@ class StopRequest:
             os._exit(128 + number)
         self.signals.append(number)
         self._leave_if_asked()
+
+
+def _largest(accelerator: Accelerator, number: int) -> int:
+    return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max().item())
 
 
 def _recorded(device: torch.device) -> torch.Event | None:

@@ -130,12 +130,17 @@ class _Loop:
                 self._settle_steps()
                 if train.trackers:
                     run.accelerator.wait_for_everyone()  # sending to trackers may take longer than a step's timeout
-            self._evaluate_what_is_due(done)
             if not last and (asked := self.stop.agreed(run.accelerator, summed)):
+                self._settle_steps()
+                run.state = replace(run.state, evaluation_due=any(self._due(done)))  # a resumed run begins with it
                 self._save_and_leave(asked)
+            self._evaluate_what_is_due(done)
             if last or done % train.save_every_steps == 0:
                 self._settle_steps()
                 run.save()
+        run.finish_saving()
+        if asked := self.stop.signal_of_any(run.accelerator):  # since the last step
+            self._save_and_leave(asked)
 
     def _take_step(self, step: int) -> Tensor:
         """Take a step; return the sum of all processes' requests to stop, which the device may still be computing."""
@@ -253,14 +258,22 @@ class _Loop:
             }
         )
 
+    def _due(self, done: int) -> tuple[bool, bool]:
+        """Return whether losses and benchmarks are to be measured after a step."""
+        train = self.run.config.train
+        at_the_end = train.max_forgetting is not None and done == train.max_steps
+        return (
+            _is_due(done, train.eval_every_steps) or at_the_end,
+            _is_due(done, train.eval_benchmarks_every_steps),
+        )
+
     def _evaluate_what_is_due(self, done: int) -> None:
         """If an evaluation is due, evaluate the weights that `final/` would hold; save them if they are the best yet.
 
         In a process that is alone, a signal ends the evaluation at once; the resumed run then begins with it.
         """
-        run, train, bound = self.run, self.run.config.train, self.run.config.train.max_forgetting
-        losses_due = _is_due(done, train.eval_every_steps) or (bound is not None and done == train.max_steps)
-        benchmarks_due = _is_due(done, train.eval_benchmarks_every_steps)
+        run, bound = self.run, self.run.config.train.max_forgetting
+        losses_due, benchmarks_due = self._due(done)
         if run.observer is None or not (losses_due or benchmarks_due):
             return
         self._settle_steps()

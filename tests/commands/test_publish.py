@@ -3,9 +3,10 @@ from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
-from httpx2 import Request, Response
+from httpx2 import ConnectError, Request, Response
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import filter_repo_objects
 
 from scale_cli.commands import export
 from scale_cli.errors import RunError, UsageError
@@ -33,7 +34,7 @@ def test_a_dry_run_lists_what_would_be_sent_and_touches_no_hub(folder: Path, hub
     for name in ("scale.yaml", "parity.json", "manifest.json"):
         (folder / name).write_text("output_dir: /home/me", encoding="utf-8")
     lines = export.publish(folder, "me/model", dry_run=True)
-    assert [line.split()[-1] for line in lines[1:-1]] == ["README.md", "sub/x.json"]
+    assert [line.split()[-1] for line in lines[1:-2]] == ["README.md", "sub/x.json"]
     assert "nothing was sent" in lines[-1]
     (folder / "base.json").write_text("{}", encoding="utf-8")
     adapter = "\n".join(export.publish(folder, "me/model", dry_run=True))
@@ -48,15 +49,22 @@ def test_what_is_sent_is_the_folder_to_a_private_repository(folder: Path, hub: A
     assert (call["repo_id"], call["folder_path"]) == ("me/model", folder)
     assert sorted(call["ignore_patterns"]) == ["manifest.json", "parity.json", "scale.yaml"]
     assert "hf_planted" not in "".join(sent)
+    gone = {"adapter_config.json", "base.json", "scale.yaml", "model-00001-of-00002.safetensors", "trained.safetensors"}
+    kept = {"README.md", "LICENSE", "config.json", "picture.png"}
+    assert set(filter_repo_objects(gone | kept, allow_patterns=call["delete_patterns"])) == gone
 
 
 def test_a_refusal_of_the_hub_is_one_line_and_without_a_token_nothing_is_tried(
     folder: Path, hub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     response = Response(403, request=Request("POST", "https://huggingface.co/api"))
-    hub.create_repo.side_effect = HfHubHTTPError("403\nForbidden", response=response)
-    with pytest.raises(RunError, match="me/model: 403 Forbidden"):
-        export.publish(folder, "me/model", dry_run=False)
+    for refusal, told in (
+        (HfHubHTTPError("403\nForbidden", response=response), "403 Forbidden"),
+        (ConnectError("[Errno 111] Connection refused"), r"\[Errno 111\] Connection refused"),
+    ):
+        hub.create_repo.side_effect = refusal
+        with pytest.raises(RunError, match=f"me/model: {told}"):
+            export.publish(folder, "me/model", dry_run=False)
     hub.reset_mock()
     monkeypatch.setattr(export, "get_token", lambda: None)
     with pytest.raises(RunError, match="not logged in"):

@@ -87,6 +87,21 @@ def test_paired_values_are_taken_together() -> None:
     grid = parse_grid(["train.optimiser=muon,adamw", "train.lr=2e-2,1e-3"], paired=True)
     assert grid.points == [('train.optimiser="muon"', "train.lr=0.02"), ('train.optimiser="adamw"', "train.lr=0.001")]
     assert name_of(grid.points[0]) == "optimiser=muon_lr=0.02"
-    for arguments, refusal in ((["a=1,2", "b=1,2,3"], "more values"), (["a=1", "b=[1, 2]"], "nothing to sweep over")):
-        with pytest.raises(ConfigError, match=refusal):
-            parse_grid(arguments, paired=True)
+    assert parse_grid(["a=1,1", "b=1,2"], paired=True).points == [("a=1", "b=1"), ("a=1", "b=2")]
+    assert parse_grid(["a=2024-01-01,x"], paired=False).points == [('a="2024-01-01"',), ('a="x"',)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        (["a=1,2", "b=1,2,3"], "more values"),
+        (["a=1", "b=[1, 2]"], "nothing to sweep over"),
+        (["a=1,2", "a=3,4"], "^a: given twice"),
+        (["a=1,2", "a=3"], "^a: given twice"),
+        (["a=1,1", "b=2,2"], "^a=1 b=2: these values are given twice"),
+        (["output_dir=x,y"], "^output_dir: a sweep gives each run its own"),
+    ],
+)
+def test_a_sweep_that_would_not_be_what_it_says_is_refused(arguments: list[str], refusal: str) -> None:
+    with pytest.raises(ConfigError, match=refusal):
+        parse_grid(arguments, paired=True)

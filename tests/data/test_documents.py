@@ -187,6 +187,16 @@ def test_of_a_cut_off_or_misnamed_file_what_came_before_is_kept(tmp_path: Path, 
         assert damage.place.startswith(f"{file} (")
 
 
+def test_a_file_that_is_cut_within_what_is_skipped_is_damaged_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "cut.txt.gz").write_bytes(COMPRESSORS[".gz"](as_txt(["of a file", "that is cut", ""]))[:-12])
+    (tmp_path / "whole.txt").write_bytes(as_txt(DOCUMENTS))
+    for skipped in (1, 2, 3):
+        reader = CorpusReader(source_of(tmp_path / "*", skip_documents=skipped), 1000)
+        reasons = [record.reason for record in reader if isinstance(record, Rejected)]
+        assert reasons == [Reason.DAMAGED_FILE] and len(reader.ledger.damaged_files) == 1
+        assert reader.ledger.num_skipped == skipped
+
+
 def test_a_bad_parquet_row_costs_itself_alone(tmp_path: Path) -> None:
     file = tmp_path / "corpus.parquet"
     file.write_bytes(as_parquet(["a", None, "", "a\0", "a" * 1001, "c"]))

@@ -248,6 +248,11 @@ def test_a_client_that_goes_ends_its_answer(
         next(iter(stream))
     text_of(client, "Once", max_tokens=1)  # waits its turn
     assert len(steps) - whole < whole // 2
+    steps.clear()
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(**asked, timeout=0.05)
+    text_of(client, "Once", max_tokens=1)
+    assert len(steps) < whole // 2
 
 
 def test_the_verb_serves_what_it_says_until_a_signal_comes_and_runs_no_code_of_the_folder(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from tests.torture.faults import SignalAt
-from tests.torture.tiny_run import Runs, assert_same
+from tests.torture.tiny_run import MAX_STEPS, Runs, assert_same
 from tests.torture.verbs import Ended, ended_group, run_verb
 
 Record = Callable[[str, object], None]
@@ -58,6 +58,13 @@ def test_a_second_sigint_stops_at_once_and_the_run_goes_on_from_its_last_checkpo
     ended = stop(runs, SignalAt("micro-batch", 18, signal.SIGINT, times=2))
     assert ended.exit_code == 130 and _GO_ON not in ended.printed
     assert not run.checkpoint(4).exists()
+    runs.finish_as("whole", "stopped")
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_ends_the_verb_before_final_is(runs: Runs) -> None:
+    run = runs.upscaled("stopped")
+    ended = stop(runs, SignalAt("save", 4, signal.SIGTERM))
+    assert ended.exit_code == 143 and f"after step {MAX_STEPS};" in ended.printed and not run.final.exists()
     runs.finish_as("whole", "stopped")
 
 
