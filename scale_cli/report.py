@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -207,16 +207,9 @@ def _in_markdown(cell: Cell) -> str:
     return (f"**{text}**" if cell.bold else text) + plain(cell.after)
 
 
-def page(template: str, **values: object) -> str:
-    return _environment("html").get_template(template).render(values)
-
-
-def markdown(template: str, **values: object) -> str:
-    return _environment("markdown").get_template(template).render(values)
-
-
-def text(template: str, **values: object) -> str:
-    return _environment("text").get_template(template).render(values)
+def render(template: str, **values: object) -> str:
+    """Return a text from a template, whose name says how values are escaped: NAME.html.j2, NAME.md.j2, NAME.yaml.j2."""
+    return _environment(template.split(".")[1]).get_template(template).render(values)
 
 
 def plain(value: Any) -> Markup:
@@ -229,18 +222,18 @@ def code(text: str) -> Markup:
 
 
 @cache
-def _environment(form: Literal["html", "markdown", "text"]) -> Environment:
+def _environment(form: str) -> Environment:
     environment = Environment(
         loader=PackageLoader("scale_cli"),
         autoescape=form == "html",
-        finalize=plain if form == "markdown" else None,
+        finalize=plain if form == "md" else None,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     shown = (language_name, number, percent, share_cell, with_interval, worst_document)
-    environment.globals |= {function.__name__: function for function in shown}
+    environment.globals |= {function.__name__: function for function in shown} | {"COLOURS": COLOURS, "MARKS": MARKS}
     return environment
 
 

@@ -29,10 +29,9 @@ from scale_cli.report import (
     difference_cell,
     difference_in_words,
     in_points,
-    markdown,
     number,
-    page,
     quantity,
+    render,
     with_interval,
 )
 from scale_cli.storage.atomic import new_folder, write_json, write_text
@@ -120,13 +119,13 @@ def compare(folders: list[Path], output: Path) -> Comparison:
     comparison = compare_runs(load_runs(folders), output)
     drawn = draw_trade_off(comparison.options)
     told = {"comparison": comparison, "notes": notes(comparison), "tables": tables(comparison), "is_drawn": bool(drawn)}
-    shown = {"image": b64encode(drawn.encode()).decode(), "colours": COLOURS, "marks": MARKS}
+    image = b64encode(drawn.encode()).decode()
     with new_folder(output) as folder:
         if drawn:
             write_text(folder / "trade-off.svg", drawn)
         write_json(folder / "report.json", to_jsonable_python(comparison.to_json()))
-        write_text(folder / "report.md", markdown("comparison.md.j2", **told))
-        write_text(folder / "report.html", page("comparison.html.j2", **told, **shown))
+        write_text(folder / "report.md", render("comparison.md.j2", **told))
+        write_text(folder / "report.html", render("comparison.html.j2", **told, image=image))
     return comparison
 
 

@@ -160,7 +160,7 @@ def init(file: Path, base: str, learned: dict[str, Any], known: dict[str, Any], 
 def config_text(file: Path, **found: object) -> str:
     """Return the config as YAML with comments."""
     output_dir = json.dumps(f"runs/{file.stem}", ensure_ascii=False)
-    return report.text("starter.yaml.j2", file=file, **found, output_dir=output_dir, line=dump_line)
+    return report.render("starter.yaml.j2", file=file, **found, output_dir=output_dir, line=dump_line)
 
 
 def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -> Sizes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scale_cli import report as reports
 from scale_cli.config.schema import RunConfig
 from scale_cli.evaluation.results import (
     FIGURES,
@@ -29,6 +28,7 @@ from scale_cli.report import (
     number,
     p_value,
     percent,
+    render,
     share_cell,
     shows_difference,
     with_interval,
@@ -100,12 +100,12 @@ def _benchmark_rows(report: Report, average: LanguageAverage, heads: Sequence[st
 
 
 def markdown(report: Report, config: RunConfig) -> str:
-    return reports.markdown("evaluation.md.j2", **_values(report, config))
+    return render("evaluation.md.j2", **_values(report, config))
 
 
 def html(report: Report, config: RunConfig) -> str:
     """Return report.html, which needs no other file."""
-    return reports.page("evaluation.html.j2", **_values(report, config))
+    return render("evaluation.html.j2", **_values(report, config))
 
 
 def _values(report: Report, config: RunConfig) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from scale_cli.data.ledger import TokenLedger
 from scale_cli.evaluation.results import Report, guarantee
 from scale_cli.export.formats import Format, parity_in_words
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
-from scale_cli.report import markdown
+from scale_cli.report import render
 from scale_cli.storage.records import BaseRecord, BranchPoint, Parity, RunFolder, TrainState
 from scale_cli.upscale.base import looks_local, root_model, stages_below
 from scale_cli.values import language_name
@@ -125,7 +125,7 @@ def card(
         base_model=None if looks_local(record.name) else record.name,
         tags=["scale", "continual-pretraining", tag],
     )
-    return markdown(
+    return render(
         template,
         metadata=Markup(metadata.to_yaml()),
         base=base_title(record),

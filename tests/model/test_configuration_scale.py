@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scale_cli.model import configuration_scale
-from scale_cli.report import markdown
+from scale_cli.report import render
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.3.0"])
@@ -31,6 +31,6 @@ def test_the_card_and_this_package_name_the_same_least_version() -> None:
     least = ".".join(map(str, configuration_scale.LEAST_TRANSFORMERS))
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     assert f"transformers>={least}" in project["project"]["dependencies"]
-    assert f"transformers {least} or newer" in markdown(
+    assert f"transformers {least} or newer" in render(
         "card_loading.md.j2", kind="transformers", least_transformers=least
     )
