@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from textwrap import wrap
 from typing import Any
 
@@ -97,10 +98,7 @@ def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
     if flops is None:
         device = measure_device(base_config, config.model.dtype, config.train.mixed_precision)
     growth = None if method.vocabulary is None else growth_of(run)
-
-    def plan_of(method: MethodConfig) -> MethodPlan:
-        return _plan_method(config, base_config, method, device, num_processes, growth)
-
+    plan_of = partial(_plan_method, config, base_config, device, num_processes, growth)
     planned, refused = [plan_of(method)], dict[str, str]()
     if growth is not None:
         planned.append(replace(plan_of(method.model_copy(update={"vocabulary": None})), variant=_WITHOUT))
@@ -129,7 +127,7 @@ def methods_beside(method: MethodConfig) -> list[MethodConfig]:
 
 
 def _plan_method(
-    config: RunConfig, base_config: Any, method: MethodConfig, device: Device, num_processes: int, growth: Growth | None
+    config: RunConfig, base_config: Any, device: Device, num_processes: int, growth: Growth | None, method: MethodConfig
 ) -> MethodPlan:
     train, length, new = config.train, config.corpus.sequence_length, None
     num_tokens = train.max_steps * train.global_batch_size * length

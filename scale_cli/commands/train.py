@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from scale_cli.config.schema import LOCATION_KEYS, TRAIN_SECTIONS, RunConfig, scored_otherwise
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import Batches, MicroBatch, known_windows
+from scale_cli.data.batches import Batches, known_windows
 from scale_cli.data.corpora import (
     build_batches,
     check_same_text,
@@ -187,7 +187,8 @@ def _open_training(
         model.config.expansion_embedding_rms = read_json(before.path / "config.json").get("expansion_embedding_rms")
     wrapped = _wrapped(model, config, accelerator)
     optimiser = build_optimiser(model, settings, by_tensor=config.method.definition.has_tensor_rates)
-    probe = partial(_known_text, config, batches)
+    of_sources = zip(config.corpus.sources, batches.sources, strict=True)
+    probe = partial(known_windows, [windows for source, windows in of_sources if source.role == "replay"], config.seed)
     hooks = hooks_of(config.method, settings, model, wrapped, accelerator, start_weights, probe)
     state, branch_point = TrainState(), None
     if begun is not None:
@@ -284,13 +285,6 @@ def _check_same_names(of_all: list[list[str]]) -> None:
         if len(different := sorted(set(of_source))) > 1:
             names = ", ".join(different)
             raise CorpusError(f"corpus: machines read different text ({names}); copy the same files to each machine")
-
-
-def _known_text(config: RunConfig, batches: Batches, num_windows: int) -> list[MicroBatch]:
-    """Return up to `num_windows` windows of each source with the role replay."""
-    roles = [source.role for source in config.corpus.sources]
-    known = [windows for windows, role in zip(batches.sources, roles, strict=True) if role == "replay"]
-    return known_windows(known, config.seed, num_windows)
 
 
 def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> nn.Module:
