@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.errors import RunFolderError, StorageError, one_line
+from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.evaluation.results import ROLES, CorpusResult, Report
 from scale_cli.report import NO_INTERVAL, Interval
 from scale_cli.storage.atomic import MANIFEST, read_json
@@ -101,11 +99,9 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
             missing = f"{path.relative_to(folder)} is missing (`scale {verb}` writes it)"
             raise RunFolderError(f"{folder}: not a finished run, {missing}")
     try:
-        report = Report.from_json(read_json(run.evaluation / Report.FILE))
-    except (ValidationError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(
-            f"{folder}: the evaluation report is damaged ({one_line(error)}); run `scale evaluate` again"
-        ) from None
+        report = Report.load(run.evaluation)
+    except StorageError as error:
+        raise StorageError(f"{error}; run `scale evaluate` again") from None
     if report.trained_sha256 != trained_sha256(run.final):
         raise RunFolderError(
             f"{run.evaluation}: measures another training than {run.final}; run `scale evaluate` again"
