@@ -85,9 +85,8 @@ def _benchmark_rows(report: Report, average: LanguageAverage, heads: Sequence[st
             if metric == benchmark.judged_by:
                 name, items = benchmark.name, f"{benchmark.num_items:,}"
                 changed = "" if served.gained is None else f"{served.gained:,}, {served.lost:,}"
-                # The verdict, corrected for all benchmarks.
-                told = p_value(served.p_holm or 0.0) if shows_difference(served.p_holm) else NO_DIFFERENCE
-                verdict = "" if served.p_holm is None else told
+                if served.p_holm is not None:  # corrected for all benchmarks
+                    verdict = p_value(served.p_holm) if shows_difference(served.p_holm) else NO_DIFFERENCE
             figures = [number(benchmark.heads[head].metrics[metric].value) for head in heads]
             difference = with_interval(served.differences[metric], digits)
             rows.append([name, items, _METRICS.get(metric, metric), *figures, difference, changed, verdict])
