@@ -48,7 +48,6 @@ from scale_cli.evaluation.scoring import observe, score_tokens
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel, TokenLogProbs
 from scale_cli.processes import ALONE, Share, is_main, lowered_dtype, shared_out
-from scale_cli.storage.records import Losses
 from scale_cli.terminal import progress_bar
 
 _FORMS = ("arrow", "csv", "json", "parquet", "text")  # of local files; datasets has other formats, pickles among them
@@ -223,13 +222,6 @@ class OpenedBenchmarks:
             except RunError as error:
                 skipped.append(SkippedBenchmark(benchmark.name, str(error)))
         return measured, skipped
-
-    def accuracies(
-        self, model: HeadedModel, tokenizer: PreTrainedTokenizerBase, config: RunConfig, share: Share
-    ) -> Losses:
-        """Return, by benchmark, each head's mean of the judging metric on the first items of every task."""
-        measured, _ = self.measure(model, tokenizer, config, share, config.train.eval_max_items)
-        return {benchmark.name: benchmark.mean_scores() for benchmark in measured}
 
 
 def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:

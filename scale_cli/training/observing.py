@@ -77,11 +77,13 @@ class Observer:
             record[SHARES][source.name] = finite(scored.base_share(heads["routed"]))
 
     def accuracies(self) -> Losses:
-        """Return every head's share of right answers among the first items of every benchmark."""
+        """Return, by benchmark, every head's mean of the judging metric on the first items of every task."""
         assert self.benchmarks is not None, "opened where train.eval_benchmarks_every_steps is set"
         # The processes of a sharded model must run it together, but answers differ in their number of tokens.
         of_all = ALONE if is_sharded(self.model) else share()
-        return self.benchmarks.accuracies(self.observed, self.tokenizer, self.config, of_all)
+        most = self.config.train.eval_max_items
+        measured, _ = self.benchmarks.measure(self.observed, self.tokenizer, self.config, of_all, most)
+        return {benchmark.name: benchmark.mean_scores() for benchmark in measured}
 
     def samples(self) -> dict[str, dict[str, str]]:
         """Return, by corpus, the served head's continuation of one held-out document per language.
