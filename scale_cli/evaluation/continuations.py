@@ -79,9 +79,6 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
         whole: Tensor = model.generate(ids_BT, attention_mask=mask_BT, **options)
         return whole[:, ids_BT.shape[1] :]
 
-    def _init_weights(self, module: torch.nn.Module) -> None:
-        """Do nothing: the model has its weights."""
-
     def tie_weights(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing; lm-eval calls it."""
 
