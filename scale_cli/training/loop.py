@@ -132,7 +132,9 @@ class _Loop:
                     run.accelerator.wait_for_everyone()  # sending to trackers may take longer than a step's timeout
             if not last and (asked := self.stop.agreed(run.accelerator, summed)):
                 self._settle_steps()
-                run.state = replace(run.state, evaluation_due=any(self._due(done)))  # a resumed run begins with it
+                run.state = replace(
+                    run.state, evaluation_due=any(self._what_is_due(done))
+                )  # a resumed run begins with it
                 self._save_and_leave(asked)
             self._evaluate_what_is_due(done)
             if last or done % train.save_every_steps == 0:
@@ -258,7 +260,7 @@ class _Loop:
             }
         )
 
-    def _due(self, done: int) -> tuple[bool, bool]:
+    def _what_is_due(self, done: int) -> tuple[bool, bool]:
         """Return whether losses and benchmarks are to be measured after a step."""
         train = self.run.config.train
         at_the_end = train.max_forgetting is not None and done == train.max_steps
@@ -273,7 +275,7 @@ class _Loop:
         In a process that is alone, a signal ends the evaluation at once; the resumed run then begins with it.
         """
         run, bound = self.run, self.run.config.train.max_forgetting
-        losses_due, benchmarks_due = self._due(done)
+        losses_due, benchmarks_due = self._what_is_due(done)
         if run.observer is None or not (losses_due or benchmarks_due):
             return
         self._settle_steps()

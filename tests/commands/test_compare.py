@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from scale_cli.commands.compare import compare, compare_runs, setup_differences
 from scale_cli.comparison import Option, front, load_runs, mean_interval
+from scale_cli.config.load import dump_config, load_config
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.report import Interval
-from scale_cli.storage.atomic import read_json, verify_folder, write_json
+from scale_cli.storage.atomic import read_json, verify_folder, write_json, write_text
 from tests.config.small_config import SMALLEST, changed, load_text
 from tests.finished_run import Made, write_run
 
@@ -102,6 +103,12 @@ def another_base(folder: Path) -> None:
     write_run(folder, Made(base="b" * 64))
 
 
+def quantised_base(folder: Path) -> None:
+    another_base(folder)
+    config = folder / "final" / "scale.yaml"
+    write_text(config, dump_config(changed(load_config(config), "model.quantisation=int8")))
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -112,6 +119,7 @@ def another_base(folder: Path) -> None:
         (lambda folder: edit_report(folder, lambda report: report.update(trained_sha256="x")), "scale evaluate"),
         (lambda folder: (folder / "final/manifest.json").unlink(), r"manifest\.json is missing \(`scale train`"),
         (another_base, "different base models"),
+        (quantised_base, r"\(some/base and some/base in int8\)"),
         (lambda folder: write_json(folder / "evaluation" / "report.json", {"variant": "full"}), "damaged"),
     ],
 )
