@@ -299,7 +299,9 @@ def draw_trade_off(options: Sequence[Option]) -> str:
         axes.margins(0.08)
         if max(abs(option.lost.value or 0.0) for option in shown) > _LINEAR_BELOW:  # shows small and large losses alike
             axes.set_xscale("symlog", linthresh=_LINEAR_BELOW)
-            axes.xaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
+        else:
+            axes.locator_params(axis="x", nbins=4)  # more of such small figures would touch
+        axes.xaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
         axes.set(title="Against the base", xlabel=f"{lost}, bits/byte", ylabel=f"{gained}, bits/byte")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
         figure.savefig(written, format="svg", metadata={"Date": None})
