@@ -79,8 +79,10 @@ def process_state() -> PartialState:
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
-    # Without this flag, Accelerate takes each of several processes without an accelerator to be alone.
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    # Without `cpu`, Accelerate takes each of several processes without an accelerator to be alone. The router's weights
+    # are float64, which Apple's GPUs do not have.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or accelerator is None or accelerator.type == "mps"
     is_told = any(name in os.environ for name in _LOCAL_WORLD_SIZES)
     state = PartialState(cpu=on_cpu, timeout=_SET_UP)
     if not is_told:  # Accelerate has then set it as if a CPU process were alone on its machine
@@ -89,11 +91,7 @@ def process_state() -> PartialState:
 
 
 def device() -> torch.device:
-    import torch
-
-    chosen = process_state().device
-    # The router's weights are float64, which Apple's GPUs do not have.
-    return torch.device("cpu") if chosen.type == "mps" else chosen
+    return process_state().device
 
 
 def device_name(device: torch.device) -> str:
@@ -131,15 +129,17 @@ def cpu_precision() -> Literal["no", "bf16"]:
     """Return the `mixed_precision` that is fast on this CPU: without AVX-512, say, bfloat16 takes ten times as long."""
     import torch
 
-    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "no"
+    # Builds without oneDNN, as for Apple's processors, have no such operation.
+    has_one_dnn = torch.backends.mkldnn.is_available()
+    return "bf16" if has_one_dnn and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "no"
 
 
-def slow_precisions(device_type: str, **precisions: str) -> list[str]:
-    """Return a warning for each section of a config that computes in bfloat16 on a CPU without instructions for it."""
+def slow_in_bfloat16(device_type: str, avoided_by: dict[str, bool]) -> list[str]:
+    """Return a warning for each setting that avoids bfloat16, if it is used, on a CPU without instructions for it."""
     if device_type != "cpu" or cpu_precision() == "bf16":
         return []
-    words = "this CPU has no instructions for bfloat16; set {}.mixed_precision=no, which is many times faster here"
-    return [words.format(section) for section, mixed_precision in precisions.items() if mixed_precision == "bf16"]
+    words = "this CPU has no instructions for bfloat16; {} is many times faster here"
+    return [words.format(setting) for setting, is_used in avoided_by.items() if is_used]
 
 
 def placed(module: AnyModule) -> AnyModule:

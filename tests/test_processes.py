@@ -3,8 +3,9 @@
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import accelerate
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import leaves
 from scale_cli.errors import CheckFailed, EndedElsewhere, UsageError
 from scale_cli.evaluation.results import Report
-from scale_cli.processes import check_launch, on_main, refuse_several
+from scale_cli.processes import check_launch, cpu_precision, on_main, process_state, refuse_several, slow_in_bfloat16
 from scale_cli.storage.atomic import load_tensors, read_json
 from scale_cli.storage.records import TRAINED, RunFolder, TrainState, read_records
 from scale_cli.training import loop
@@ -188,3 +189,24 @@ def test_processes_of_srun_alone_are_refused_in_one_line_and_those_of_a_launcher
     check_launch()
     with pytest.raises(UsageError, match="one process"):
         refuse_several("sweep")
+
+
+def test_without_one_dnn_bfloat16_is_slow_and_every_setting_that_uses_it_is_told_how_to_avoid_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert cpu_precision() == "no"
+    settings = {"train.mixed_precision=no": False, "train.optimiser=adamw": True}
+    (warning,) = slow_in_bfloat16("cpu", settings)
+    assert "train.optimiser=adamw is many times faster" in warning
+    assert slow_in_bfloat16("cuda", settings) == []
+
+
+@pytest.mark.parametrize(("accelerator", "on_cpu"), [("cuda", False), ("mps", True), (None, True)])
+def test_the_processor_is_taken_where_there_is_no_accelerator_or_one_without_float64(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str | None, on_cpu: bool
+) -> None:
+    found = None if accelerator is None else torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+    monkeypatch.setattr(accelerate, "PartialState", lambda **given: given)
+    assert cast(dict[str, object], process_state())["cpu"] == on_cpu

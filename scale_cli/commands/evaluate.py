@@ -15,7 +15,7 @@ from scale_cli.evaluation.continuations import SelectableHeads, count_letters
 from scale_cli.evaluation.render import html, markdown, terminal_lines
 from scale_cli.evaluation.results import Report, summarise
 from scale_cli.evaluation.scoring import Passes, score_corpus
-from scale_cli.processes import device, is_main, main_first, on_main, share, slow_precisions
+from scale_cli.processes import device, is_main, main_first, on_main, share, slow_in_bfloat16
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.records import trained_sha256
 from scale_cli.terminal import Log, log
@@ -31,7 +31,7 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         )
     run, passes = Run(config), Passes.of(config)
     final = run.open_final()
-    for warning in slow_precisions(device().type, evaluation=asked.mixed_precision):
+    for warning in slow_in_bfloat16(device().type, {"evaluation.mixed_precision=no": asked.mixed_precision == "bf16"}):
         log(f"warning: {warning}")
     benchmarks = open_benchmarks_of(asked)  # early, since a file may be missing
     model = final.load_two_headed()

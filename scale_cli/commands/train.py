@@ -39,7 +39,7 @@ from scale_cli.processes import (
     on_main,
     process_state,
     share,
-    slow_precisions,
+    slow_in_bfloat16,
 )
 from scale_cli.report import quantity
 from scale_cli.storage.atomic import (
@@ -227,11 +227,14 @@ def _open_training(
 
 def _log_processes(config: RunConfig, accelerator: Accelerator, log: Log) -> None:
     """Log the devices and the precision, and warn if a precision is slow."""
-    device_type, precisions = accelerator.device.type, {"train": config.train.mixed_precision}
-    if config.train.observes:
-        precisions["evaluation"] = config.evaluation.mixed_precision
+    device_type = accelerator.device.type
+    avoided_by = {
+        "train.mixed_precision=no": config.train.mixed_precision == "bf16",
+        "evaluation.mixed_precision=no": config.train.observes and config.evaluation.mixed_precision == "bf16",
+        "train.optimiser=adamw": config.train.optimiser == "muon",  # its products are in bfloat16
+    }
     log(f"processes      {accelerator.num_processes} x {device_type}, {config.train.mixed_precision} autocast")
-    for warning in slow_precisions(device_type, **precisions):
+    for warning in slow_in_bfloat16(device_type, avoided_by):
         log(f"warning: {warning}")
 
 

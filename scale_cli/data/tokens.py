@@ -234,11 +234,16 @@ def tokenise(source: TextSource, cache: TokenCache, folder: Path, part: Sequence
         next(islice(documents, num_done, num_done), None)  # reads them again, so that the ledger counts them
         title, total, hidden = f"tokenising {source.name}", reader.total_bytes or None, not cache.show_progress
         with progress_bar(total=total, desc=title, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
-            for encoded in encode_all(documents, encoder, reading.num_workers or len(os.sched_getaffinity(0))):
+            for encoded in encode_all(documents, encoder, reading.num_workers or _num_cores()):
                 yield encoded
                 bar.update(reader.position_bytes - bar.n)
 
     _write(source, cache, folder, "progress", encoded_after, reader.ledger, may_be_empty=part is not None)
+
+
+def _num_cores() -> int:
+    """Return the cores that this process may use; on systems that do not say, all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def join_parts(source: TextSource, cache: TokenCache, parts: Sequence[Path], folder: Path) -> None:
