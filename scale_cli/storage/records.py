@@ -10,10 +10,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, ClassVar, Final, Required, Self, TypedDict, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -80,20 +80,16 @@ def _links(place: Path) -> Iterator[Path]:
 
 def check_folder(key: str, folder: Path) -> None:
     """Raise RunFolderError unless a folder exists or can be made, and can be written to."""
-    missing, there = None, folder.absolute()
+    there = folder.absolute()
     while not os.path.lexists(there):
-        missing, there = there, there.parent
+        there = there.parent
     if not there.is_dir():
         raise RunFolderError(f"{key} {folder}: {there} is not a folder")
     try:
         if not os.access(there, os.W_OK | os.X_OK):
             raise PermissionError
-        if missing is not None:  # root passes os.access, but some file systems hold no folders
-            missing.mkdir()
-            with suppress(OSError):  # another process writes in it
-                missing.rmdir()
-    except FileExistsError:  # another process has just made it
-        return
+        if not folder.exists():  # root passes os.access, but some file systems hold no folders
+            Path(mkdtemp(dir=there)).rmdir()  # under a name of its own: other processes check the same folder
     except OSError:
         raise RunFolderError(f"{key} {folder}: {there} cannot be written to") from None
 

@@ -1,6 +1,7 @@
 """What the folders of a run say, where they lie, and the log."""
 
 import json
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ def test_what_is_no_record_is_an_error_that_names_the_file(kind: type[RunRecord]
 
 
 # Where results land
+
+
+@pytest.mark.parametrize("name", ["run", "a/b/run"])
+def test_processes_that_check_one_new_folder_at_once_all_find_it_free_and_leave_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    with ThreadPool(8) as pool:  # the checks are system calls, during which Python runs the other threads
+        pool.map(lambda _: RunFolder(tmp_path / name).check(), range(400), chunksize=1)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["run", "a/b/c", ".", ".."])
