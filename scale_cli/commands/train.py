@@ -105,7 +105,7 @@ def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[
     benchmarks = open_benchmarks_of(config.evaluation) if config.train.eval_benchmarks_every_steps else None
     for skipped in benchmarks.skipped if benchmarks is not None else ():
         log(f"warning: {skipped.name} is not measured: {skipped.reason}")
-    accelerator.wait_for_everyone()  # the others still look through the folders from which the main process removes some
+    accelerator.wait_for_everyone()  # the main process removes leftovers; the others have looked through them by now
     with ExitStack() as held:
         on_main(lambda: held.enter_context(claimed(run.folder.root)))
         on_main(lambda: remove_leftovers(run.folder.checkpoints))  # what a killed launch has left
