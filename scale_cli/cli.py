@@ -59,7 +59,8 @@ def plan(
     config: Config,
     overrides: Overrides = None,
     flops: Annotated[
-        float | None, Option(metavar="FLOP/S", min=1.0, max=1e20, help="Speed of one device; by default it is measured.")
+        float | None,
+        Option(metavar="FLOP/S", min=1.0, max=1e20, help="Speed of one device; by default it is measured."),
     ] = None,
     num_processes: Annotated[
         int, Option(metavar="N", min=1, help="Processes that share a step, each on its own device.")

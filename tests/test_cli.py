@@ -51,8 +51,8 @@ def test_the_version_is_told(scale: Scale) -> None:
 
 
 def test_a_command_line_that_makes_no_sense_exits_2_and_a_missing_config_is_named(scale: Scale) -> None:
-    for arguments in (["nosuch"], ["train"], ["train", "config.yaml", "--nosuch"], ["plan", "x.yaml", "--flops", "inf"]):
-        done = scale(*arguments)
+    for line in ("nosuch", "train", "train config.yaml --nosuch", "plan config.yaml --flops inf"):
+        done = scale(*line.split())
         assert done.exit_code == 2 and done.stderr
     for verb in VERBS:
         assert scale(verb, "absent.yaml") == Outcome(2, "", "error: absent.yaml: no such config file\n")
