@@ -28,7 +28,7 @@ from scale_cli.errors import (
     is_out_of_memory,
     one_line,
 )
-from scale_cli.processes import Share, check_launch, is_first_to_end, is_main, leave, name_lost_peers, wait_for_reason
+from scale_cli.processes import Share, check_launch, is_first_to_end, is_main, leave, name_lost_peers
 from scale_cli.terminal import printable, without_passwords
 
 if TYPE_CHECKING:
@@ -137,7 +137,6 @@ def ended_in_one_message() -> Iterator[None]:
             _say(f"{stopped}\ncontinue with: {command_to_go_on(sys.argv[1:], os.environ)}")
         sys.exit(stopped.exit_code)
     except EndedElsewhere as ended:
-        wait_for_reason()
         sys.exit(ended.exit_code)
     except ScaleError as error:
         _end(f"error: {error}", error.exit_code)
@@ -152,8 +151,6 @@ def ended_in_one_message() -> Iterator[None]:
 
 def _end(message: str, exit_code: int) -> NoReturn:
     """Print why the process ends, unless another process of the launch has printed its reason; then exit."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a launcher ends all processes when one has ended
-        signal.signal(number, signal.SIG_IGN)
     if is_first_to_end():
         _say(message)
     sys.exit(exit_code)

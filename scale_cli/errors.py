@@ -64,10 +64,6 @@ class TrainingError(RunError):
     """Training cannot go on (names the step)."""
 
 
-class LostPeer(TrainingError):
-    """The connection to another process of the launch is lost, since it has ended."""
-
-
 class NonFiniteError(TrainingError):
     """One step's loss or gradient is not finite; nothing was updated."""
 

@@ -15,18 +15,17 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from scale_cli.errors import EndedElsewhere, LostPeer, ScaleError, UsageError, one_line
+from scale_cli.errors import EndedElsewhere, ScaleError, TrainingError, UsageError, one_line
 
 if TYPE_CHECKING:
     import torch
     from accelerate import PartialState
     from torch import Tensor, nn
-    from torch._C._distributed_c10d import TCPStore
     from torch.distributed import ProcessGroup
 
 Item = TypeVar("Item")
@@ -201,9 +200,6 @@ def all_succeed(group: ProcessGroup | None) -> Iterator[None]:
     except ScaleError as error:
         exit_code = error.exit_code
         raise
-    except SystemExit as ended:  # by a signal
-        exit_code = ended.code if isinstance(ended.code, int) else exit_code
-        raise
     finally:
         if group is not None:
             exit_code = _highest(exit_code, group)
@@ -297,31 +293,14 @@ def is_first_to_end() -> bool:
     """Return whether this process is the launch's first to say why it ends; True if that cannot be known."""
     if not are_several():
         return True
-    try:
-        return _launch_store().add(_ended(), 1) == 1
-    except (KeyError, ValueError, RuntimeError):
-        return True
-
-
-def wait_for_reason() -> None:
-    """Wait, for seconds at most, until a process is about to say why the launch ends.
-
-    A launcher ends all processes when one has ended; this one must not be the first.
-    """
-    if are_several():
-        with suppress(KeyError, ValueError, RuntimeError):
-            _launch_store().wait([_ended()], _FAREWELL)
-
-
-def _launch_store() -> TCPStore:
     from torch._C._distributed_c10d import TCPStore
 
-    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=_FAREWELL)
-
-
-def _ended() -> str:
-    """Return the key that the first process to end leaves in the launch's store."""
-    return f"scale/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    place = f"scale/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=_FAREWELL)
+        return store.add(place, 1) == 1
+    except (KeyError, ValueError, RuntimeError):
+        return True
 
 
 def leave() -> None:
@@ -349,4 +328,4 @@ def name_lost_peers() -> Iterator[None]:
 
         if not isinstance(error, DistError) and "gloo" not in str(error):
             raise
-        raise LostPeer(f"another process has ended; its own message says why ({one_line(error)})") from None
+        raise TrainingError(f"another process has ended; its own message says why ({one_line(error)})") from None

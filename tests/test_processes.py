@@ -148,7 +148,7 @@ def test_between_logs_no_process_of_several_waits_for_its_device(tmp_path: Path)
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
-    ("raised", "code"), [(None, 0), (CheckFailed("x"), 3), (SystemExit(143), 143), (MemoryError(), 1)]
+    ("raised", "code"), [(None, 0), (CheckFailed("x"), 3), (SystemExit(143), 1), (MemoryError(), 1)]
 )
 def test_only_the_main_process_works_and_the_others_end_as_it_does_however_it_fails(
     monkeypatch: pytest.MonkeyPatch, raised: BaseException | None, code: int

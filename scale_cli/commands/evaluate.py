@@ -31,7 +31,6 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         )
     run, passes = Run(config), Passes.of(config)
     final = run.open_final()
-    state, trained = final.state, trained_sha256(final.path)  # of what is measured: `final/` may be replaced meanwhile
     for warning in slow_in_bfloat16(device().type, {"evaluation.mixed_precision=no": asked.mixed_precision == "bf16"}):
         log(f"warning: {warning}")
     benchmarks = open_benchmarks_of(asked)  # early, since a file may be missing
@@ -50,9 +49,9 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
     report = Report(
         variant=config.method.variant,
         served=config.method.definition.served(config.method.settings),
-        step=state.step,
-        num_tokens_trained=state.num_tokens,
-        trained_sha256=trained,
+        step=final.state.step,
+        num_tokens_trained=final.state.num_tokens,
+        trained_sha256=trained_sha256(final.path),
         corpora=results,
         benchmarks=of_benchmarks,
         benchmark_averages=averages,

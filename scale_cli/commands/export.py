@@ -66,14 +66,11 @@ def export_each(formats: Sequence[Format], log: Log = log) -> list[Exported]:
         return []
     config = formats[0].config
     final = Run(config).open_final()
-    trained = trained_sha256(final.path)  # of what is exported: `final/` may be replaced meanwhile
     model, prompts = final.load_to_export(), _prompts(config, final.tokenizer)
-    return [_export(export_format, final, trained, model, prompts, log) for export_format in formats]
+    return [_export(export_format, final, model, prompts, log) for export_format in formats]
 
 
-def _export(
-    made: Format, final: MethodFolder, trained: str, model: MethodModel, prompts: list[Tensor], log: Log
-) -> Exported:
+def _export(made: Format, final: MethodFolder, model: MethodModel, prompts: list[Tensor], log: Log) -> Exported:
     config = made.config
     report = finished_report(config)
     with new_folder(made.folder) as partial:
@@ -85,7 +82,7 @@ def _export(
         card = model_card(config, made, report, parity, licence, architectures[0])
         write_text(partial / "README.md", card)
         write_text(partial / "scale.yaml", dump_config(config))
-        made_of = {"trained_sha256": trained, "report_sha256": report_sha256(config, report)}
+        made_of = {"trained_sha256": trained_sha256(final.path), "report_sha256": report_sha256(config, report)}
         ExportRecord(**vars(parity) | made_of).save(partial)
     num_bytes = sum(file.stat().st_size for file in made.folder.iterdir() if file.is_file())
     log(f"format         {made.name}: {made.description}")

@@ -35,7 +35,6 @@ from scale_cli.processes import (
     device_name,
     gathered,
     group_beside,
-    main_decides,
     main_first,
     on_main,
     process_state,
@@ -91,7 +90,10 @@ def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[
     )
     log = log if accelerator.is_main_process else lambda _: None  # only the main process logs
     final = MethodFolder(run.folder.final, run)
-    if resume == "auto" and main_decides(lambda: _is_finished(final, accepted)):
+    goes_on = (  # a finished run that is to be longer now: it resumes from its last checkpoint
+        "train.max_steps" in accepted and final.path.is_dir() and config.train.max_steps > final.config.train.max_steps
+    )
+    if resume == "auto" and final.path.is_dir() and not goes_on:
         _check_finished(final, accepted)
         log(f"done already   {final.path}")
         return final.state
@@ -148,14 +150,6 @@ def _explaining_out_of_memory(config: RunConfig, accelerator: Accelerator) -> It
             f"{config.corpus.sequence_length:,}), or set train.activation_checkpointing=true or, with several "
             f"processes, train.sharding=all; `scale plan` says {planned} per process, without libraries and allocator"
         ) from None
-
-
-def _is_finished(final: MethodFolder, accepted: Collection[str]) -> bool:
-    """Return whether a run is finished; not if it is to be longer now: then it resumes from its last checkpoint."""
-    if not final.path.is_dir():
-        return False
-    goes_on = final.run.config.train.max_steps > final.config.train.max_steps
-    return not ("train.max_steps" in accepted and goes_on)
 
 
 def _check_finished(final: MethodFolder, accepted: Collection[str]) -> None:

@@ -75,7 +75,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file; a reader sees the old text or the new one, never a part of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may be writing the same file
+    partial = partial_folder(path)
     try:
         with writing(path):
             make_folder(path.parent)
@@ -153,12 +153,12 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     A folder of ours at `path` is replaced. If the body fails, `path` is unchanged.
     """
+    _put_back(path)
+    if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
+        raise RunFolderError(f"{path}: exists already and was not written by scale; move it away")
     partial = partial_folder(path)
     with claimed(partial):
         try:
-            _put_back(path)  # only now: another process may have been replacing it
-            if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
-                raise RunFolderError(f"{path}: exists already and was not written by scale; move it away")
             with writing(path):
                 _empty(partial)  # a killed process may have left files
                 yield partial
@@ -208,7 +208,8 @@ def _replace(partial: Path, path: Path) -> None:
             previous.rename(path)
         raise
     sync(path.parent)
-    shutil.rmtree(previous, ignore_errors=True)  # or by the next process that writes here
+    if previous.exists():
+        shutil.rmtree(previous)
 
 
 def _put_back(path: Path) -> None:
@@ -329,10 +330,9 @@ def claimed(folder: Path) -> Iterator[None]:
         yield
     finally:
         _claimed.discard(place)
-        for made in new:
-            if made != folder or _is_at(descriptor, folder):  # else it is another process's by now
-                with suppress(OSError):  # it is not empty
-                    made.rmdir()
+        with suppress(OSError):  # it is not empty
+            for made in new:
+                made.rmdir()
         os.close(descriptor)
 
 
@@ -340,13 +340,8 @@ def _lock(folder: Path, operation: int) -> int:
     with writing(folder):
         while True:
             make_folder(folder.parent)
-            try:
-                with suppress(FileExistsError):  # another process made it
-                    folder.mkdir()
-            except FileNotFoundError:
-                if folder.parent.is_dir():
-                    raise
-                continue  # another process removed its parent meanwhile
+            with suppress(FileExistsError):  # another process made it
+                folder.mkdir()
             try:
                 descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             except FileNotFoundError:  # another process removed it meanwhile
@@ -360,13 +355,7 @@ def _lock(folder: Path, operation: int) -> int:
                 if not operation & fcntl.LOCK_NB:
                     os.close(descriptor)
                     raise
-            if _is_at(descriptor, folder):
-                return descriptor
-            os.close(descriptor)
-
-
-def _is_at(descriptor: int, folder: Path) -> bool:
-    """Return whether an open folder is still the one of this name; another process may have renamed or removed it."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), folder.stat())
-    return False
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), folder.stat()):
+                    return descriptor
+            os.close(descriptor)  # another process has renamed or removed it

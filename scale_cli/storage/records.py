@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, ClassVar, Final, Required, Self, TypedDict, cast
@@ -69,19 +68,14 @@ class RunFolder:
                     f"{link}: points outside output_dir, to {link.readlink()}; nothing is written there, so remove it"
                 )
         for place in places:
-            is_file = place.is_file() or (place.is_symlink() and not place.is_dir())
-            if is_file and place != self.metrics:
+            if os.path.lexists(place) and not place.is_dir() and place != self.metrics:
                 raise RunFolderError(f"{place}: is not a folder, but a folder must be written there; move it away")
 
 
 def _links(place: Path) -> Iterator[Path]:
-    """Yield the symbolic links at and below a place that may be written to, half-written folders included.
-
-    Folders may vanish meanwhile, as checkpoints do.
-    """
-    for top in (place, *place.parent.glob(f".{place.name}.*")):
-        inside = (Path(folder, name) for folder, *names in os.walk(top) for name in chain(*names))
-        yield from (found for found in chain([top], inside) if found.is_symlink())
+    """Yield the symbolic links at and below a place that may be written to, half-written folders included."""
+    for path in (place, *place.parent.glob(f".{place.name}.*")):
+        yield from (found for found in (path, *path.rglob("*")) if found.is_symlink())
 
 
 def check_folder(key: str, folder: Path) -> None:

@@ -111,10 +111,7 @@ def _recorded(device: torch.device) -> torch.Event | None:
 
 @contextmanager
 def stop_requests(max_hours: float | None, *, alone: bool) -> Iterator[StopRequest]:
-    """Collect SIGTERM and SIGINT as requests to stop; after `max_hours` the clock requests it too.
-
-    A signal that comes after the last look at the requests ends the verb as it does outside the training loop.
-    """
+    """Collect SIGTERM and SIGINT as requests to stop; after `max_hours` the clock requests it too."""
     request = StopRequest(max_hours, alone=alone)
     previous = {number: signal.signal(number, request.catch) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -122,8 +119,6 @@ def stop_requests(max_hours: float | None, *, alone: bool) -> Iterator[StopReque
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if request.signals:  # and the body has not ended by it
-        signal.raise_signal(request.signals[0])
 
 
 def describe_stop(asked: int) -> tuple[str, int]:

@@ -23,9 +23,9 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.errors import LostPeer, PreservationError
+from scale_cli.errors import PreservationError
 from scale_cli.methods.recipes import Hook, trainable_parameters
-from scale_cli.processes import all_succeed, device_name, is_main, name_lost_peers, peak_memory_bytes, share
+from scale_cli.processes import all_succeed, device_name, is_main, peak_memory_bytes, share
 from scale_cli.storage.atomic import (
     MANIFEST,
     new_folder,
@@ -131,12 +131,7 @@ class TrainingRun:
         """
         self._began_s = time.monotonic() - self.state.elapsed_s
         with ThreadPoolExecutor(1, thread_name_prefix="checkpoint") as self._thread:
-            try:
-                with name_lost_peers():
-                    yield
-            except LostPeer:
-                self.finish_saving()  # perhaps since this process's checkpoint has failed
-                raise
+            yield
             started_s = time.monotonic()
             self.finish_saving()  # not reached if the body fails: its error is the one to report
             self.count_time("saving_s", started_s)

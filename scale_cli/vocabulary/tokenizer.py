@@ -17,7 +17,7 @@ from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, one_line
-from scale_cli.storage.atomic import is_whole, json_sha256, new_folder, read_json, sole_user, write_json, writing
+from scale_cli.storage.atomic import is_whole, json_sha256, new_folder, read_json, write_json, writing
 from scale_cli.vocabulary.added_tokens import SENTENCEPIECE, NewToken, Spelling, count_words, extended, learn
 
 _FORMAT_VERSION = 1
@@ -60,16 +60,11 @@ class AddedTokens:
         if self.vocabulary.folder is not None:
             return _given(self.first_id, self.vocabulary.folder)
         if not is_whole(folder := self.folder):
-            with sole_user(self.cache.folder):  # another run with the same cache may be learning the same tokens
-                if not is_whole(folder):
-                    self._write(folder)
+            new, _ = self.learned(_BYTES_READ, self.vocabulary.min_count)
+            self._check_enough(len(new))
+            with new_folder(folder) as partial:
+                write_grown(partial, self.base, extended(self.base.backend_tokenizer, new, self.first_id))
         return load_grown(folder)
-
-    def _write(self, folder: Path) -> None:
-        new, _ = self.learned(_BYTES_READ, self.vocabulary.min_count)
-        self._check_enough(len(new))
-        with new_folder(folder) as partial:
-            write_grown(partial, self.base, extended(self.base.backend_tokenizer, new, self.first_id))
 
     @property
     def folder(self) -> Path:

@@ -2,19 +2,15 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from scale_cli.commands import plan
-from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.evaluation.scoring import score_corpus
-from scale_cli.storage.atomic import new_folder, read_json, save_tensors, write_json
-from scale_cli.storage.records import TRAINED, RunFolder, trained_sha256
+from scale_cli.storage.atomic import read_json, write_json
+from scale_cli.storage.records import RunFolder
 from tests.command_line import Scale
 from tests.export.conftest import configured
 
@@ -53,22 +49,6 @@ def test_a_gate_without_a_retention_corpus_is_refused_before_anything(
     refused = of_config(verb, "evaluation.perplexity.0.role=acquisition", "--max-forgetting", "0.1")
     assert "no corpus of role retention" in refused.error()
     assert not config.output_dir.exists()
-
-
-def test_a_report_names_the_weights_that_it_measured_though_final_is_replaced_meanwhile(
-    finished: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    final = RunFolder(finished.output_dir).final
-    measured = trained_sha256(final)
-
-    def score(*arguments: Any, **options: Any) -> Any:
-        with new_folder(final) as partial:
-            save_tensors(partial / TRAINED, {"trained": torch.ones(1)})
-        return score_corpus(*arguments, **options)
-
-    monkeypatch.setattr("scale_cli.commands.evaluate.score_corpus", score)
-    report = evaluate(finished, lambda _: None)
-    assert report.trained_sha256 == measured != trained_sha256(final)
 
 
 def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(config: RunConfig, of_config: Scale) -> None:

@@ -1,14 +1,12 @@
 """A folder or a file is as it was or as it shall be; damage is named; one process at a time in a folder."""
 
 import errno
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -20,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.errors import StorageError
 from scale_cli.storage import atomic
 from scale_cli.storage.atomic import (
     MANIFEST,
@@ -57,17 +55,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 def write_folder(path: Path, files: dict[str, bytes]) -> None:
     with new_folder(path) as partial:
         fill(partial, files)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder as another process would."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 # Folders
@@ -176,64 +163,6 @@ def test_a_kill_between_the_two_renames_of_a_replacement_is_undone(tmp_path: Pat
     verify_folder(tmp_path / "folder")
     assert contents(tmp_path / "folder") == {"old": b"content"}
     assert [child.name for child in tmp_path.iterdir()] == ["folder"]
-
-
-def test_a_replacement_by_another_process_is_not_touched_while_it_lasts(tmp_path: Path) -> None:
-    write_folder(tmp_path / "folder", {"old": b"content"})
-    (tmp_path / "folder").rename(tmp_path / ".folder.previous")
-    (tmp_path / ".folder.partial").mkdir()
-    with locked(tmp_path / ".folder.partial"), pytest.raises(RunFolderError, match="at work here"):
-        write_folder(tmp_path / "folder", FILES)
-    assert contents(tmp_path) == {".folder.previous/old": b"content"}
-
-
-def test_the_end_of_a_claim_removes_its_empty_folders_and_not_one_that_another_process_has_made_since(
-    tmp_path: Path,
-) -> None:
-    with claimed(tmp_path / "a" / "b"):
-        pass
-    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "a" / "b") as partial:
-        interrupt(partial)
-    assert not any(tmp_path.iterdir())
-    with claimed(tmp_path / "a" / "b"):
-        (tmp_path / "a" / "b").rename(tmp_path / "a" / "published")
-        (tmp_path / "a" / "b").mkdir()  # as another process would
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["b", "published"]
-
-
-def test_a_parent_that_another_process_removes_as_empty_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, parent = [], tmp_path / "runs"
-
-    def make_folder(folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        made.append(folder)
-        if len(made) == 1:
-            folder.rmdir()
-
-    monkeypatch.setattr(atomic, "make_folder", make_folder)
-    with claimed(parent / "b"):
-        assert (parent / "b").is_dir() and made == [parent, parent]
-
-
-def test_two_processes_that_write_one_file_do_not_see_each_other_s_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync, read = os.fsync, []
-
-    def let_the_other_write(descriptor: int) -> None:
-        sync(descriptor)
-        monkeypatch.setattr(os, "fsync", sync)
-        with monkeypatch.context() as other:
-            other.setattr(os, "getpid", lambda: 0)
-            write_json(tmp_path / "x.json", {"of": "the other"})
-        read.append(read_json(tmp_path / "x.json"))
-
-    monkeypatch.setattr(os, "fsync", let_the_other_write)
-    write_json(tmp_path / "x.json", {"of": "the first"})
-    assert [*read, read_json(tmp_path / "x.json")] == [{"of": "the other"}, {"of": "the first"}]
-    assert [child.name for child in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_a_removed_folder_is_gone_whatever_becomes_of_its_files(

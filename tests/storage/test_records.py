@@ -1,8 +1,6 @@
 """What the folders of a run say, where they lie, and the log."""
 
 import json
-import os
-import shutil
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -62,23 +60,6 @@ def test_processes_that_check_one_new_folder_at_once_all_find_it_free_and_leave_
     with ThreadPool(8) as pool:  # the checks are system calls, during which Python runs the other threads
         pool.map(lambda _: RunFolder(tmp_path / name).check(), range(400), chunksize=1)
     assert not any(tmp_path.iterdir())
-
-
-def test_a_checkpoint_that_goes_while_the_folders_are_checked_does_not_matter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
-    scandir = os.scandir
-
-    def remove_before_looking(path: Any) -> Any:
-        if Path(path).name == "step-1":
-            monkeypatch.setattr(os, "scandir", scandir)
-            shutil.rmtree(path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", remove_before_looking)
-    RunFolder(tmp_path).check()
-    assert not any((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("name", ["run", "a/b/c", ".", ".."])

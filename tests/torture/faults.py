@@ -25,7 +25,6 @@ import transformers.modeling_utils
 from safetensors import SafetensorError
 
 from scale_cli.data import tokens
-from scale_cli.data.batches import Prefetched
 from scale_cli.training import observing, step
 from scale_cli.training import run as training_run
 
@@ -141,22 +140,10 @@ class _Written:
 
 
 @dataclass(frozen=True)
-class OfProcess:
-    """What is put into one process of several."""
-
-    rank: int
-    hook: Callable[[], object]
-
-    def __call__(self) -> None:
-        if os.environ["RANK"] == str(self.rank):
-            self.hook()
-
-
-@dataclass(frozen=True)
 class SignalAt:
     """A signal that a process sends to itself, at the n-th call of something."""
 
-    place: str  # `micro-batch`, `evaluation`, `save`, `tokenisation`, or `loop's end`
+    place: str  # `micro-batch`, `evaluation`, `save` or `tokenisation`
     call: int  # which one, counted from 1
     number: int  # of the signal
     times: int = 1  # how often it is sent, one after the other
@@ -168,7 +155,6 @@ class SignalAt:
             "evaluation": (observing, "score_corpus"),
             "save": (training_run, "write_checkpoint"),
             "tokenisation": (tokens._Columns, "append"),
-            "loop's end": (Prefetched, "__exit__"),
         }
         owner, name = places[self.place]
         setattr(owner, name, self._signalling(getattr(owner, name)))

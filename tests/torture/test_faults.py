@@ -11,20 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
-from scale_cli import console
 from scale_cli.config.training import TrainConfig
-from scale_cli.errors import StorageError
 from scale_cli.storage.atomic import MANIFEST, partial_folder, read_json, save_tensors, verify_folder
 from scale_cli.storage.records import RunFolder
 from scale_cli.training import loop
 from scale_cli.training import run as training_run
-from scale_cli.training.run import TrainingRun
 from scale_cli.training.step import train_step
-from tests.torture.faults import KILL, Fault, OfProcess
+from tests.torture.faults import KILL, Fault
 from tests.torture.tiny_run import (
     MAX_STEPS,
     SAVED_STEPS,
@@ -153,6 +150,18 @@ def test_training_waits_for_checkpoints_less_than_a_fiftieth_of_its_time_at_the_
     assert stall_s < 0.02 * TrainConfig(max_steps=1).save_every_steps * step_s
 
 
+@dataclass(frozen=True)
+class OfProcess:
+    """What is put into one process of several."""
+
+    rank: int
+    hook: Hook
+
+    def __call__(self) -> None:
+        if os.environ["RANK"] == str(self.rank):
+            self.hook()
+
+
 def kill_beside_steps() -> None:
     """Kill this process in its second save, when it has taken two steps more."""
     steps_done, may_die = itertools.count(1), threading.Event()
@@ -171,54 +180,6 @@ def kill_beside_steps() -> None:
 
     vars(loop)["train_step"] = step
     vars(training_run)["save_tensors"] = save
-
-
-def fill_the_disk() -> None:
-    """Let this process's part of every checkpoint fail; it looks for that only at the next checkpoint."""
-    finish_saving = TrainingRun.finish_saving
-
-    def save(path: Path, *_: Any) -> None:
-        raise StorageError(f"{path}: could not be written (No space left on device)")
-
-    def finish_later(run: TrainingRun, *, wait: bool = True) -> None:
-        if wait:
-            finish_saving(run)
-
-    vars(training_run)["save_tensors"] = save
-    vars(training_run)["TrainingRun"].finish_saving = finish_later
-
-
-def test_where_one_of_two_processes_cannot_write_its_shard_the_launch_ends_by_that_and_says_so(runs: Runs) -> None:
-    sharded = Runs(runs.root, ("train.sharding=all", "train.eval_every_steps=null"))
-    sharded.upscaled("full")
-    hook = OfProcess(1, fill_the_disk)
-    ends = ended_group(start_group(*sharded.arguments("train", "full"), num_processes=2, hook=hook))
-    assert [ended.exit_code for ended in ends] == [1, 1], ends
-    said = [line for ended in ends for line in ended.printed.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and "No space left on device" in said[0], ends
-
-
-def end_slowly() -> None:
-    """Let this process unwind for a while before it says why it ends."""
-    end = console._end
-
-    def end_later(message: str, exit_code: int) -> NoReturn:
-        time.sleep(2)
-        end(message, exit_code)
-
-    vars(console)["_end"] = end_later
-
-
-def test_the_others_end_only_when_the_reason_is_being_told_and_a_launcher_that_ends_all_does_not_hide_it(
-    runs: Runs,
-) -> None:
-    config = str(runs.config("kept"))  # trained already
-    verbs = start_group("upscale", config, num_processes=2, hook=OfProcess(0, end_slowly))
-    verbs[1].process.join(PATIENCE_S)
-    verbs[0].send(signal.SIGTERM)
-    ends = [verb.ended() for verb in verbs]
-    assert [ended.exit_code for ended in ends] == [2, 2], ends
-    assert "training from this folder has already begun" in ends[0].printed and not ends[1].printed
 
 
 def train_together(runs: Runs, name: str, num_processes: int, hook: Hook | None = None) -> list[int]:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 # More than any verb here takes on a busy machine: past it, something hangs.
 PATIENCE_S = 240
-_FAREWELL_S = 10
 
 Hook = Callable[[], object]
 FORKS = multiprocessing.get_context("forkserver")
@@ -93,8 +92,8 @@ def ended_group(verbs: list[Verb]) -> list[Ended]:
     deadline_s = time.monotonic() + PATIENCE_S
     while any(verb.process.exitcode is None for verb in verbs) and time.monotonic() < deadline_s:
         if any(verb.process.exitcode for verb in verbs):
+            time.sleep(0.5)  # what it did before it ended may end the others too
             for verb in verbs:
-                verb.process.join(_FAREWELL_S)  # what it did before it ended may end the others too
                 verb.process.kill()
         time.sleep(0.02)
     return [verb.ended(1) for verb in verbs]
