@@ -51,9 +51,10 @@ def test_the_version_is_told(scale: Scale) -> None:
 
 
 def test_a_command_line_that_makes_no_sense_exits_2_and_a_missing_config_is_named(scale: Scale) -> None:
-    for line in ("nosuch", "train", "train config.yaml --nosuch", "plan config.yaml --flops inf"):
-        done = scale(*line.split())
+    for arguments in (["nosuch"], ["train"], ["train", "config.yaml", "--nosuch"]):
+        done = scale(*arguments)
         assert done.exit_code == 2 and done.stderr
+    assert "'--flops'" in scale("plan", "absent.yaml", "--flops", "inf").stderr
     for verb in VERBS:
         assert scale(verb, "absent.yaml") == Outcome(2, "", "error: absent.yaml: no such config file\n")
 
