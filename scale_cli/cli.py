@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 from typer import Argument, Exit, Option, Typer, echo
 
-from scale_cli.console import Verbs, ask, ended_in_one_message, load, parse_share, quieten_libraries, run_folder
+from scale_cli.console import (
+    Verbs,
+    ask,
+    ended_in_one_message,
+    load,
+    parse_share,
+    quieten_libraries,
+    run_folder,
+)
 from scale_cli.errors import ConfigError
 from scale_cli.processes import on_main, refuse_several
 from scale_cli.terminal import choose_form, log, print_json, show
@@ -23,18 +31,30 @@ app = Typer(
 )
 
 # Parameters of several verbs
-Config = Annotated[Path, Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")]
-Overrides = Annotated[list[str] | None, Argument(metavar="KEY.SUB=VALUE", help="Override config keys.")]
-Runs = Annotated[list[Path], Argument(metavar="RUN", help="Folders of finished runs, or their configs.")]
+Config = Annotated[
+    Path, Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")
+]
+Overrides = Annotated[
+    list[str] | None, Argument(metavar="KEY.SUB=VALUE", help="Override config keys.")
+]
+Runs = Annotated[
+    list[Path], Argument(metavar="RUN", help="Folders of finished runs, or their configs.")
+]
 Accepted = Annotated[
-    list[str] | None, Option("--accept", metavar="KEY", help="Continue although KEY has changed: train.max_steps, ...")
+    list[str] | None,
+    Option(
+        "--accept", metavar="KEY", help="Continue although KEY has changed: train.max_steps, ..."
+    ),
 ]
 MaxForgetting = Annotated[
-    float | None, Option(metavar="BITS", min=0.0, help="Exit with code 3 if more bits per byte are forgotten.")
+    float | None,
+    Option(metavar="BITS", min=0.0, help="Exit with code 3 if more bits per byte are forgotten."),
 ]
 JoinFormat = Literal["transformers", "llama"]
 _FORMS = "Print only figures, one JSON object per line; or only warnings and errors."
-Form = Annotated[bool | None, Option("--json/--quiet", callback=choose_form, show_default=False, help=_FORMS)]
+Form = Annotated[
+    bool | None, Option("--json/--quiet", callback=choose_form, show_default=False, help=_FORMS)
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,7 +80,12 @@ def plan(
     overrides: Overrides = None,
     flops: Annotated[
         float | None,
-        Option(metavar="FLOP/S", min=1.0, max=1e20, help="Speed of one device; by default it is measured."),
+        Option(
+            metavar="FLOP/S",
+            min=1.0,
+            max=1e20,
+            help="Speed of one device; by default it is measured.",
+        ),
     ] = None,
     num_processes: Annotated[
         int, Option(metavar="N", min=1, help="Processes that share a step, each on its own device.")
@@ -80,19 +105,35 @@ def plan(
 @app.command()
 def init(
     file: Annotated[Path, Argument(metavar="CONFIG", help="A new YAML file.")] = Path("scale.yaml"),
-    base: Annotated[str | None, Option(metavar="MODEL", help="The base: a hub id or a folder.")] = None,
+    base: Annotated[
+        str | None, Option(metavar="MODEL", help="The base: a hub id or a folder.")
+    ] = None,
     corpus: Annotated[
         str | None,
-        Option(metavar="TEXT", help="Text to learn: files (a pattern in quotes), or OWNER/DATASET[:SUBSET[:SPLIT]]."),
+        Option(
+            metavar="TEXT",
+            help="Text to learn: files (a pattern in quotes), or OWNER/DATASET[:SUBSET[:SPLIT]].",
+        ),
     ] = None,
-    language: Annotated[str | None, Option(metavar="CODE", help="Language of that text: ko, de, ...")] = None,
+    language: Annotated[
+        str | None, Option(metavar="CODE", help="Language of that text: ko, de, ...")
+    ] = None,
     retention: Annotated[
-        str | None, Option(metavar="TEXT", help="Text that the base already knows, given like --corpus.")
+        str | None,
+        Option(metavar="TEXT", help="Text that the base already knows, given like --corpus."),
     ] = None,
-    retention_language: Annotated[str, Option(metavar="CODE", help="Language of that text.")] = "en",
-    text_field: Annotated[str, Option(metavar="NAME", help="Column or key that holds the text of --corpus.")] = "text",
-    retention_text_field: Annotated[str, Option(metavar="NAME", help="The same for --retention.")] = "text",
-    minutes: Annotated[float, Option(metavar="N", min=0.1, max=1e6, help="Training time to plan for.")] = 5.0,
+    retention_language: Annotated[
+        str, Option(metavar="CODE", help="Language of that text.")
+    ] = "en",
+    text_field: Annotated[
+        str, Option(metavar="NAME", help="Column or key that holds the text of --corpus.")
+    ] = "text",
+    retention_text_field: Annotated[
+        str, Option(metavar="NAME", help="The same for --retention.")
+    ] = "text",
+    minutes: Annotated[
+        float, Option(metavar="N", min=0.1, max=1e6, help="Training time to plan for.")
+    ] = 5.0,
     _form: Form = None,
 ) -> None:
     """Write a first config for a base and text of your own.
@@ -136,7 +177,10 @@ def prepare(
     overrides: Overrides = None,
     part: Annotated[
         str | None,
-        Option(metavar="I/N", help="Only this share of the files; a last call without --part joins the shares."),
+        Option(
+            metavar="I/N",
+            help="Only this share of the files; a last call without --part joins the shares.",
+        ),
     ] = None,
     _form: Form = None,
 ) -> None:
@@ -156,7 +200,8 @@ def train(
     config: Config,
     overrides: Overrides = None,
     resume: Annotated[
-        str | None, Option(metavar="auto|PATH", help="Continue from the newest checkpoint, or from PATH.")
+        str | None,
+        Option(metavar="auto|PATH", help="Continue from the newest checkpoint, or from PATH."),
     ] = None,
     accept: Accepted = None,
     _form: Form = None,
@@ -173,7 +218,10 @@ def train(
 
 @app.command()
 def evaluate(
-    config: Config, overrides: Overrides = None, max_forgetting: MaxForgetting = None, _form: Form = None
+    config: Config,
+    overrides: Overrides = None,
+    max_forgetting: MaxForgetting = None,
+    _form: Form = None,
 ) -> None:
     """Compare base and trained model: the forgetting report.
 
@@ -196,9 +244,12 @@ def export(
     config: Config,
     overrides: Overrides = None,
     push_to_hub: Annotated[
-        str | None, Option(metavar="OWNER/NAME", help="Hub repository for the export; needs --no-dry-run.")
+        str | None,
+        Option(metavar="OWNER/NAME", help="Hub repository for the export; needs --no-dry-run."),
     ] = None,
-    dry_run: Annotated[bool, Option(help="With --push-to-hub, only list what would be sent.")] = True,
+    dry_run: Annotated[
+        bool, Option(help="With --push-to-hub, only list what would be sent.")
+    ] = True,
     _form: Form = None,
 ) -> None:
     """Write the trained model as a folder that other tools load."""
@@ -212,9 +263,12 @@ def export(
 def sweep(
     config: Config,
     values: Annotated[
-        list[str] | None, Argument(metavar="KEY.SUB=A,B,C", help="Values of a key; a single value is an override.")
+        list[str] | None,
+        Argument(metavar="KEY.SUB=A,B,C", help="Values of a key; a single value is an override."),
     ] = None,
-    paired: Annotated[bool, Option("--paired", help="Pair the values by position; by default combine all.")] = False,
+    paired: Annotated[
+        bool, Option("--paired", help="Pair the values by position; by default combine all.")
+    ] = False,
     _form: Form = None,
 ) -> None:
     """Train a config with several values of some keys.
@@ -234,7 +288,9 @@ def sweep(
 @app.command()
 def compare(
     runs: Runs,
-    output: Annotated[Path, Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")],
+    output: Annotated[
+        Path, Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")
+    ],
     _form: Form = None,
 ) -> None:
     """Put any number of finished runs into one report."""
@@ -247,17 +303,30 @@ def compare(
 @app.command()
 def join(
     runs: Runs,
-    output: Annotated[Path, Option(metavar="DIR", help="A new folder, or an earlier join to replace.")],
+    output: Annotated[
+        Path, Option(metavar="DIR", help="A new folder, or an earlier join to replace.")
+    ],
     prior: Annotated[
         float | None,
-        Option(metavar="P", min=0.001, max=0.999, help="Initial weight of the base; by default all heads are equal."),
+        Option(
+            metavar="P",
+            min=0.001,
+            max=0.999,
+            help="Initial weight of the base; by default all heads are equal.",
+        ),
     ] = None,
     switch_rate: Annotated[
-        float, Option(metavar="ALPHA", min=0.0, max=0.999, help="Rate of switches between heads within a document.")
+        float,
+        Option(
+            metavar="ALPHA",
+            min=0.0,
+            max=0.999,
+            help="Rate of switches between heads within a document.",
+        ),
     ] = 0.0,
-    folder_format: Annotated[JoinFormat, Option("--format", help="llama is one plain model, for vLLM too.")] = (
-        "transformers"
-    ),
+    folder_format: Annotated[
+        JoinFormat, Option("--format", help="llama is one plain model, for vLLM too.")
+    ] = ("transformers"),
     _form: Form = None,
 ) -> None:
     """Put finished runs on the same base into one routed model."""
@@ -270,52 +339,80 @@ def join(
 
 @app.command()
 def generate(
-    path: Annotated[Path, Argument(metavar="PATH", help="A run, a checkpoint, an export, or a join.")],
+    path: Annotated[
+        Path, Argument(metavar="PATH", help="A run, a checkpoint, an export, or a join.")
+    ],
     prompt: Annotated[
-        list[str] | None, Option(metavar="TEXT", help="Prompt to continue; may be given several times.")
+        list[str] | None,
+        Option(metavar="TEXT", help="Prompt to continue; may be given several times."),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, Option(metavar="N", min=1, help="Default: 128; with --samples, corpus.sequence_length.")
+        int | None,
+        Option(metavar="N", min=1, help="Default: 128; with --samples, corpus.sequence_length."),
     ] = None,
     temperature: Annotated[
         float | None, Option(metavar="T", min=0.0, help="Default: 0 (greedy); with --samples, 1.")
     ] = None,
     top_p: Annotated[
-        float, Option(metavar="P", min=0.0, max=1.0, help="Sample from the likeliest tokens up to this share.")
+        float,
+        Option(
+            metavar="P", min=0.0, max=1.0, help="Sample from the likeliest tokens up to this share."
+        ),
     ] = 1.0,
-    seed: Annotated[int, Option(metavar="N", min=0, max=2**32 - 1, help="Seed of the sampling.")] = 0,
-    chat: Annotated[bool, Option("--chat", help="Use the chat template; at a terminal, hold a conversation.")] = False,
-    show_heads: Annotated[bool, Option("--show-heads", help="Name each head where it takes over.")] = False,
-    as_json: Annotated[bool, Option("--json", help="Print a JSON object per prompt, with the heads' shares.")] = False,
+    seed: Annotated[
+        int, Option(metavar="N", min=0, max=2**32 - 1, help="Seed of the sampling.")
+    ] = 0,
+    chat: Annotated[
+        bool, Option("--chat", help="Use the chat template; at a terminal, hold a conversation.")
+    ] = False,
+    show_heads: Annotated[
+        bool, Option("--show-heads", help="Name each head where it takes over.")
+    ] = False,
+    as_json: Annotated[
+        bool, Option("--json", help="Print a JSON object per prompt, with the heads' shares.")
+    ] = False,
     samples: Annotated[
-        int | None, Option(metavar="N", min=1, help="Let the base write N texts; PATH is then a config.")
+        int | None,
+        Option(metavar="N", min=1, help="Let the base write N texts; PATH is then a config."),
     ] = None,
-    output: Annotated[Path | None, Option(metavar="FILE", help="With --samples: a new .jsonl file.")] = None,
+    output: Annotated[
+        Path | None, Option(metavar="FILE", help="With --samples: a new .jsonl file.")
+    ] = None,
 ) -> None:
     """Continue prompts with a trained model and its router.
 
     Without --prompt, each line of standard input is a prompt; with --samples, texts start from an empty prompt.
     """
     if (samples is None) != (output is None) or (samples and (chat or show_heads or as_json)):
-        raise ConfigError("--samples, --output: give both or neither, and without --chat, --show-heads and --json")
+        raise ConfigError(
+            "--samples, --output: give both or neither, and without --chat, --show-heads and --json"
+        )
     config = load(path, None) if samples else None
     folder = run_folder(path)
     quieten_libraries()
     from scale_cli.commands import generate as verb
     from scale_cli.generation import Sampling
 
-    length, usual_temperature = (128, 0.0) if config is None else (config.corpus.sequence_length, 1.0)
+    length, usual_temperature = (
+        (128, 0.0) if config is None else (config.corpus.sequence_length, 1.0)
+    )
     chosen = usual_temperature if temperature is None else temperature
     sampling = Sampling(max_new_tokens or length, chosen, top_p, seed)
     if config is not None and samples and output:
         on_main(lambda: verb.write_samples(config.model, samples, output, sampling, prompt or [""]))
     else:
-        on_main(lambda: verb.generate(folder, prompt, sampling, chat=chat, as_json=as_json, show_heads=show_heads))
+        on_main(
+            lambda: verb.generate(
+                folder, prompt, sampling, chat=chat, as_json=as_json, show_heads=show_heads
+            )
+        )
 
 
 @app.command(context_settings={"ignore_unknown_options": True})  # the engine checks its own options
 def serve(
-    path: Annotated[Path, Argument(metavar="PATH", help="A plain export (llama), or a run that has one.")],
+    path: Annotated[
+        Path, Argument(metavar="PATH", help="A plain export (llama), or a run that has one.")
+    ],
     options: Annotated[
         list[str] | None, Argument(metavar="[-- OPTION...]", help="Options for the engine itself.")
     ] = None,

@@ -54,7 +54,9 @@ class ComparedRun:
         """How often a token passes the model when routed; layers from the first collaborating one on run twice."""
         num_layers = self.model_config["base_config"]["num_hidden_layers"]
         keys = ("attention_collaboration_layers", "mlp_collaboration_layers")
-        twice = num_layers - min((layer for key in keys for layer in self.model_config[key]), default=num_layers)
+        twice = num_layers - min(
+            (layer for key in keys for layer in self.model_config[key]), default=num_layers
+        )
         return f"1 + {twice}/{num_layers}" if twice else "1"
 
 
@@ -81,12 +83,17 @@ class Option:
 def load_runs(folders: list[Path]) -> list[ComparedRun]:
     """Read the runs in the order given; raise RunFolderError if one cannot be compared with the first."""
     resolved = [folder.resolve() for folder in folders]
-    if twice := [folder for folder, whole in zip(folders, resolved, strict=True) if resolved.count(whole) > 1]:
+    if twice := [
+        folder for folder, whole in zip(folders, resolved, strict=True) if resolved.count(whole) > 1
+    ]:
         raise RunFolderError(f"{twice[-1]}: given twice")
     depth = 1  # parent folders tell runs of one name apart
     while len({folder.parts[-depth:] for folder in resolved}) < len(resolved):
         depth += 1
-    runs = [_load_run(folder, "/".join(whole.parts[-depth:])) for folder, whole in zip(folders, resolved, strict=True)]
+    runs = [
+        _load_run(folder, "/".join(whole.parts[-depth:]))
+        for folder, whole in zip(folders, resolved, strict=True)
+    ]
     for run in runs[1:]:
         _check_comparable(runs[0], run)
     return runs
@@ -106,8 +113,13 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         raise RunFolderError(
             f"{run.evaluation}: measures another training than {run.final}; run `scale evaluate` again"
         )
-    config, model_config = load_config(run.final / "scale.yaml"), read_json(run.final / "config.json")
-    return ComparedRun(name, folder, config, report, BaseRecord.load(run.final), model_config, Cost.load(run.final))
+    config, model_config = (
+        load_config(run.final / "scale.yaml"),
+        read_json(run.final / "config.json"),
+    )
+    return ComparedRun(
+        name, folder, config, report, BaseRecord.load(run.final), model_config, Cost.load(run.final)
+    )
 
 
 def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
@@ -120,7 +132,9 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
         raise RunFolderError(f"runs on different base models cannot be compared: {both} ({names})")
     measured = [{corpus.name: corpus for corpus in run.report.corpora} for run in (first, other)]
     if odd := sorted(measured[0].keys() ^ measured[1].keys()):
-        raise RunFolderError(f"runs must be evaluated on the same corpora: only one of {both} has {odd[0]}")
+        raise RunFolderError(
+            f"runs must be evaluated on the same corpora: only one of {both} has {odd[0]}"
+        )
     tokens = ("num_tokens",) if first.new_tokens == other.new_tokens else ()
     for name, one in measured[0].items():
         same = measured[1][name]
@@ -128,10 +142,19 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
             before, now = getattr(one, key), getattr(same, key)
             if before != now:
                 found = f"{name} has {key} {before} and {now}"
-                raise RunFolderError(f"runs must be evaluated on the same corpora: {found} in {both}")
+                raise RunFolderError(
+                    f"runs must be evaluated on the same corpora: {found} in {both}"
+                )
         before, now = (corpus.heads["base"].nats_per_token for corpus in (one, same))
-        as_many = one.num_tokens == same.num_tokens  # with other tokens, the base's loss per token differs
-        if as_many and before is not None and now is not None and abs(before - now) > _SAME_BASE_LOSS * abs(before):
+        as_many = (
+            one.num_tokens == same.num_tokens
+        )  # with other tokens, the base's loss per token differs
+        if (
+            as_many
+            and before is not None
+            and now is not None
+            and abs(before - now) > _SAME_BASE_LOSS * abs(before)
+        ):
             raise RunFolderError(
                 f"runs must be evaluated with the same settings: on {name} the base has {before:.4f} and {now:.4f} "
                 f"nats/token in {both} (is evaluation.sequence_length the same?)"
@@ -153,7 +176,8 @@ def option_of(run: ComparedRun, head: str, untouched: Report) -> Option:
     elif head != "adapted":
         label, served, passes, num_models = f"{run.name} + base", "beside the base, mixed", "2", 2
     lost, change = (
-        mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role(role)]) for role in ROLES
+        mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role(role)])
+        for role in ROLES
     )
     share = None if head == "adapted" else report.base_share_by_language(head)
     return Option(run, untouched, head, label, served, num_models, passes, lost, -change, share)
@@ -201,7 +225,9 @@ def front(options: Sequence[Option], most_models: int) -> list[Option]:
 def side_names(report: Report) -> tuple[str, str]:
     """Return the names of the two sides: `forgetting of English`, `gain in Korean`."""
     kept, taught = (
-        " and ".join(dict.fromkeys(language_name(corpus.language) for corpus in report.with_role(role)))
+        " and ".join(
+            dict.fromkeys(language_name(corpus.language) for corpus in report.with_role(role))
+        )
         for role in ROLES
     )
     return f"forgetting of {kept or 'the old'}", f"gain in {taught or 'the new'}"

@@ -28,7 +28,14 @@ from scale_cli.errors import (
     is_out_of_memory,
     one_line,
 )
-from scale_cli.processes import Share, check_launch, is_first_to_end, is_main, leave, name_lost_peers
+from scale_cli.processes import (
+    Share,
+    check_launch,
+    is_first_to_end,
+    is_main,
+    leave,
+    name_lost_peers,
+)
 from scale_cli.terminal import printable, without_passwords
 
 if TYPE_CHECKING:
@@ -49,14 +56,21 @@ class Verbs(TyperGroup):
         width = max(map(len, self.commands))
         for title, names in _GROUPS.items():
             with formatter.section(title):
-                helps = (self.commands[name].get_short_help_str(formatter.width - width - 6) for name in names)
-                formatter.write_dl([(name.ljust(width), told) for name, told in zip(names, helps, strict=True)])
+                helps = (
+                    self.commands[name].get_short_help_str(formatter.width - width - 6)
+                    for name in names
+                )
+                formatter.write_dl(
+                    [(name.ljust(width), told) for name, told in zip(names, helps, strict=True)]
+                )
 
 
 def ask(flag: str, meaning: str) -> str:
     """Ask for the value of a flag that was not given; raise UsageError if there is no terminal."""
     if sys.stdin is None or not sys.stdin.isatty():
-        raise UsageError(f"{flag}: not given ({meaning}), and there is no terminal to ask at; add {flag}")
+        raise UsageError(
+            f"{flag}: not given ({meaning}), and there is no terminal to ask at; add {flag}"
+        )
     return str(typer.prompt(f"{flag}, {meaning}"))
 
 
@@ -94,7 +108,10 @@ def parse_share(option: str, written: str) -> Share:
 def quieten_libraries() -> None:
     """Silence warnings and logs of libraries; call it after the config check, since its errors must not wait for it."""
     warnings.simplefilter("ignore", FutureWarning)
-    for library in ("torchao", "torch.utils._pytree"):  # torchao warns of kernels for other devices, pytree of torchao
+    for library in (
+        "torchao",
+        "torch.utils._pytree",
+    ):  # torchao warns of kernels for other devices, pytree of torchao
         logging.getLogger(library).setLevel(logging.ERROR)
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
@@ -113,7 +130,10 @@ def ended_in_one_message() -> Iterator[None]:
         """End at once; the training loop has its own way. A half-written folder is never taken for a whole one."""
         stopped_by.append(number)
         name = signal.Signals(number).name
-        _end(f"stopped by {name}; run the same command to start again what was not finished", 128 + number)
+        _end(
+            f"stopped by {name}; run the same command to start again what was not finished",
+            128 + number,
+        )
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)

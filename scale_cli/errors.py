@@ -130,4 +130,6 @@ def require(module: str, needed_by: str) -> None:
     """Raise MissingExtraError if a library is missing; `needed_by` is the config key or verb that needs it."""
     if not is_installed(module):
         package = f"'scale-cli[{EXTRA_OF[module]}]'" if module in EXTRA_OF else module
-        raise MissingExtraError(f"{needed_by}: needs {module.replace('_', '-')}: pip install {package}")
+        raise MissingExtraError(
+            f"{needed_by}: needs {module.replace('_', '-')}: pip install {package}"
+        )

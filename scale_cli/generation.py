@@ -54,7 +54,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.top_p < 1.0 and self.temperature == 0.0:
-            raise ConfigError(f"--top-p {self.top_p:g}: does nothing at temperature 0; add --temperature 1")
+            raise ConfigError(
+                f"--top-p {self.top_p:g}: does nothing at temperature 0; add --temperature 1"
+            )
 
 
 class Decoder:
@@ -83,7 +85,9 @@ class Decoder:
         return self._text([*self._given, *self._held])[len(self._text(self._given)) :]
 
     def _text(self, ids: list[int]) -> str:
-        decoded = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        decoded = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return str(decoded)
 
 
@@ -92,7 +96,9 @@ class SpokenToken:
     """One generated token."""
 
     text: str  # that it adds
-    shares: dict[str, float] | None = None  # of each head in its prediction, by name; None if there is one head
+    shares: dict[str, float] | None = (
+        None  # of each head in its prediction, by name; None if there is one head
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,9 @@ class Generator:
         else:
             self.model, self.tokenizer = _opened(source, plainly=plainly)
         self.ends = ends_of(self.model.generation_config, self.tokenizer)
-        self.model.generation_config = GenerationConfig()  # no penalty and no beam of the base: what is asked for acts
+        self.model.generation_config = (
+            GenerationConfig()
+        )  # no penalty and no beam of the base: what is asked for acts
 
     def prompt_ids(self, prompt: str | Messages) -> Tensor:
         """Return (T,) ids: of a text after the boundary that begins training documents, or of turns by the template."""
@@ -129,7 +137,9 @@ class Generator:
         else:
             ids = self.tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
-            raise ConfigError("prompt: empty, and the tokenizer has neither BOS nor EOS to start from; give a text")
+            raise ConfigError(
+                "prompt: empty, and the tokenizer has neither BOS nor EOS to start from; give a text"
+            )
         if len(ids) >= self.num_positions:
             raise ConfigError(
                 f"prompt: {len(ids):,} tokens, but prompt and answer must fit in the model's context of "
@@ -147,18 +157,30 @@ class Generator:
                 "the tokenizer has no chat template, so this model cannot chat; give it a text to continue"
             )
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+            )
         except Exception as error:  # a template is a program with exceptions of its own
-            raise ConfigError(f"the chat template refuses these messages: {one_line(error)}") from None
+            raise ConfigError(
+                f"the chat template refuses these messages: {one_line(error)}"
+            ) from None
 
     @torch.no_grad()
     def continue_all(
-        self, prompts: Sequence[str | Messages], sampling: Sampling, streamer: BaseStreamer | None = None
+        self,
+        prompts: Sequence[str | Messages],
+        sampling: Sampling,
+        streamer: BaseStreamer | None = None,
     ) -> list[Continuation]:
         """Continue texts or conversations in one batch; a streamer gets each token as it comes."""
         rows = [self.prompt_ids(prompt) for prompt in prompts]
         generated = self.generate(rows, sampling, streamer)
-        return [self._continuation(prompt, row, new) for prompt, row, new in zip(prompts, rows, generated, strict=True)]
+        return [
+            self._continuation(prompt, row, new)
+            for prompt, row, new in zip(prompts, rows, generated, strict=True)
+        ]
 
     def generate(
         self, rows: Sequence[Tensor], sampling: Sampling, streamer: BaseStreamer | None = None
@@ -177,8 +199,12 @@ class Generator:
             do_sample=sampling.draws,
             **(drawn if sampling.draws else {}),
         )
-        generated = self.model.generate(ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer)
-        return [new[:room] for new, room in zip(generated[:, ids_BT.shape[1] :], rooms, strict=True)]
+        generated = self.model.generate(
+            ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer
+        )
+        return [
+            new[:room] for new, room in zip(generated[:, ids_BT.shape[1] :], rooms, strict=True)
+        ]
 
     def _continuation(self, prompt: str | Messages, row: Tensor, new: Tensor) -> Continuation:
         new = before_end(self.ends, new)
@@ -195,7 +221,11 @@ class Generator:
         """Return the names of the routed heads; empty if one head alone is served."""
         if isinstance(self.model, Routed):  # its config has no names
             added = range(1, self.model.num_heads)
-            return ["base", "trained"] if len(added) == 1 else ["base", *(f"head {head}" for head in added)]
+            return (
+                ["base", "trained"]
+                if len(added) == 1
+                else ["base", *(f"head {head}" for head in added)]
+            )
         names: list[str] = getattr(self.model.config, "head_names", [])
         return names
 
@@ -207,21 +237,32 @@ class Generator:
             log_weights_KBT = model.log_weights(ids_T[None, :-1])
         else:
             router = router_of(model)
-            log_weights_KBT = token_log_probs(model, ids_T[None, :-1], ids_T[None, 1:]).log_weights(router.rule, router)
-        return [dict(zip(names, shares_K, strict=True)) for shares_K in log_weights_KBT[:, 0].exp().T.tolist()]
+            log_weights_KBT = token_log_probs(model, ids_T[None, :-1], ids_T[None, 1:]).log_weights(
+                router.rule, router
+            )
+        return [
+            dict(zip(names, shares_K, strict=True))
+            for shares_K in log_weights_KBT[:, 0].exp().T.tolist()
+        ]
 
 
 def _opened(path: Path, *, plainly: bool) -> tuple[Any, Any]:
     folder = RunFolder(path).final if RunFolder(path).final.is_dir() else path
     if not (folder / "config.json").is_file():
-        raise RunFolderError(f"{path}: contains no model; give a run with a final/, a checkpoint or an export")
+        raise RunFolderError(
+            f"{path}: contains no model; give a run with a final/, a checkpoint or an export"
+        )
     if BaseRecord.is_in(folder):
         opened = open_folder(folder)
         return opened.load(), opened.tokenizer
     kind = read_json(folder / "config.json").get("model_type")
-    loader: Any = {"scale": ScaleForCausalLM, "scale-joined": JoinedForCausalLM}.get(kind, AutoModelForCausalLM)
+    loader: Any = {"scale": ScaleForCausalLM, "scale-joined": JoinedForCausalLM}.get(
+        kind, AutoModelForCausalLM
+    )
     routed = None if plainly else routed_class(folder)
-    return placed(load_written(routed or loader, folder)).eval(), load_tokenizer(ModelConfig(base=str(folder)))
+    return placed(load_written(routed or loader, folder)).eval(), load_tokenizer(
+        ModelConfig(base=str(folder))
+    )
 
 
 class TextStreamer(BaseStreamer):

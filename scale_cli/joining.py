@@ -36,7 +36,13 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import composed
 from scale_cli.report import Table, number, percent
 from scale_cli.storage.records import BaseRecord, RunFolder, RunRecord
-from scale_cli.upscale.base import check_same_base, record_base, root_model, stages_below, tensor_sha256
+from scale_cli.upscale.base import (
+    check_same_base,
+    record_base,
+    root_model,
+    stages_below,
+    tensor_sha256,
+)
 from scale_cli.upscale.method import router_of
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, own_logits, sample_ids
 from scale_cli.upscale.run import MethodFolder, check_tokenizer, load_tokenizer, open_folder
@@ -54,7 +60,9 @@ _SIZES = (
     "mlp_collaboration_layers",
 )
 _TOKENS = ("new_tokens", "own_pieces")  # kept too, if the run has new tokens
-_BYTES_COMPARED = 1 << 20  # of every held-out corpus: text whose ids must be the same as in each run alone
+_BYTES_COMPARED = (
+    1 << 20
+)  # of every held-out corpus: text whose ids must be the same as in each run alone
 
 
 @dataclass(frozen=True)
@@ -112,9 +120,14 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> 
             )
         tokens = _tokens_of(run, final)
         if base is None:
-            base, record = widened.root, record_base(widened.root, root_model(config.model), tokens.base_tokenizer)
+            base, record = (
+                widened.root,
+                record_base(widened.root, root_model(config.model), tokens.base_tokenizer),
+            )
         else:
-            check_same_base(widened.root, record, where=f"{run}: stands on another base than {runs[0]}")
+            check_same_base(
+                widened.root, record, where=f"{run}: stands on another base than {runs[0]}"
+            )
             check_tokenizer(tokens.base_tokenizer, record)
         of_runs.append(tokens)
         _add_stages(members, widened, final.path, config, sample_ids(final.tokenizer))
@@ -134,18 +147,27 @@ def _finished_folder(run: Path) -> Path:
     if layout.upscaled.is_dir():
         raise RunFolderError(f"{run}: not finished, as it has no final/; run `scale train` first")
     if not BaseRecord.is_in(run):
-        raise RunFolderError(f"{run}: not a finished run, its final/ or an adapter export; give one of these")
+        raise RunFolderError(
+            f"{run}: not a finished run, its final/ or an adapter export; give one of these"
+        )
     return run
 
 
 def _add_stages(
-    members: list[Member], widened: ScaleForCausalLM, folder: Path, config: RunConfig, prompts: list[Tensor]
+    members: list[Member],
+    widened: ScaleForCausalLM,
+    folder: Path,
+    config: RunConfig,
+    prompts: list[Tensor],
 ) -> int:
     """Add a model's expansion to `members`, after the expansions that it stands upon; return its head."""
     parent, below = 0, next(stages_below(config.model), None)
     if isinstance(widened.base, ScaleForCausalLM) and below is not None:
         parent = _add_stages(members, widened.base, *below, prompts)
-    lines = [f"{name} {tensor_sha256(tensor)}\n" for name, tensor in sorted(widened.expansion.named_parameters())]
+    lines = [
+        f"{name} {tensor_sha256(tensor)}\n"
+        for name, tensor in sorted(widened.expansion.named_parameters())
+    ]
     of_parent = members[parent - 1].sha256 if parent else ""
     sha256 = hashlib.sha256("".join([of_parent, "\n", *lines]).encode()).hexdigest()
     known = [member.sha256 for member in members]
@@ -153,7 +175,9 @@ def _add_stages(
         return known.index(sha256) + 1
     name = _free_name(config.output_dir.name, [*HEADS, *(member.name for member in members)])
     logits = own_logits(widened, prompts)
-    members.append(Member(name, parent, widened.expansion, widened.config, folder, sha256, logits, prompts))
+    members.append(
+        Member(name, parent, widened.expansion, widened.config, folder, sha256, logits, prompts)
+    )
     return len(members)
 
 
@@ -200,7 +224,9 @@ def _joined_tokenizer(runs: Sequence[RunTokens], first_id: int) -> PreTrainedTok
     texts = [
         text
         for tokens in runs
-        for text in read_texts(tokens.config.evaluation.perplexity, tokens.config.corpus, _BYTES_COMPARED)
+        for text in read_texts(
+            tokens.config.evaluation.perplexity, tokens.config.corpus, _BYTES_COMPARED
+        )
     ]
     check_union(parts, united, first_id, texts, seed=0)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -211,7 +237,8 @@ def _joined_tokenizer(runs: Sequence[RunTokens], first_id: int) -> PreTrainedTok
 def stack_reads(
     base: Any,  # becomes a part of it
     members: Sequence[Member],  # each after its parent
-    prior: float | None = None,  # weight of the base head at the first token; None for an even share of every head
+    prior: float
+    | None = None,  # weight of the base head at the first token; None for an even share of every head
     switch_rate: float = 0.0,  # of the posterior rule
 ) -> JoinedForCausalLM:
     """Return one model of a plain base and copies of some expansions, in evaluation mode."""
@@ -220,7 +247,9 @@ def stack_reads(
             "name": member.name,
             "parent": member.parent,
             "expansion": {
-                name: value for name in (*_SIZES, *_TOKENS) if (value := getattr(member.config, name)) or name in _SIZES
+                name: value
+                for name in (*_SIZES, *_TOKENS)
+                if (value := getattr(member.config, name)) or name in _SIZES
             },
         }
         for member in members
@@ -234,7 +263,9 @@ def stack_reads(
     model = JoinedForCausalLM(config, base)
     for head, (place, member) in enumerate(zip(model.members, members, strict=True), start=1):
         tensors = member.expansion.state_dict()
-        tensors["embed_tokens.weight"] = _rows_of_all_tokens(tensors["embed_tokens.weight"], config, head)
+        tensors["embed_tokens.weight"] = _rows_of_all_tokens(
+            tensors["embed_tokens.weight"], config, head
+        )
         place.load_state_dict(tensors, strict=True)
     model.to(base.device)
     return model.eval()
@@ -271,7 +302,9 @@ class JoinedCorpus:
     num_tokens: int  # scored
     heads: dict[str, HeadFigures]  # by name, the base's first
     routed: HeadFigures  # the mixture
-    worst_document_nats: float | None  # the most that routing cost over the best head on any one document
+    worst_document_nats: (
+        float | None
+    )  # the most that routing cost over the best head on any one document
 
 
 @dataclass(frozen=True)
@@ -281,7 +314,9 @@ class JoinReport(RunRecord):
     FILE = "report.json"
     base: str  # name of the plain base
     base_sha256: str  # of its tensors
-    members: list[dict[str, Any]]  # for every expansion: name, parent (0 for the base), folder and SHA-256
+    members: list[
+        dict[str, Any]
+    ]  # for every expansion: name, parent (0 for the base), folder and SHA-256
     router_prior: float  # weight of the base head at the first token
     router_switch_rate: float  # of the posterior rule
     # upper bound on what routing costs over the best head on a document; None with a switch rate
@@ -320,7 +355,12 @@ class JoinReport(RunRecord):
                     worst,
                 ],
                 ["", "bits/byte", *(number(head.bits_per_byte, 4) for head in heads), ""],
-                ["", "served", *("" if head.share is None else percent(head.share) for head in heads), ""],
+                [
+                    "",
+                    "served",
+                    *("" if head.share is None else percent(head.share) for head in heads),
+                    "",
+                ],
             ]
         return Table(titles, rows, "ll" + "r" * (len(titles) - 2))
 
@@ -340,20 +380,32 @@ def score_corpora(
         for source, corpus in zip(config.evaluation.perplexity, corpora, strict=True):
             if any(corpus.name == other.name for _, other, _ in opened.values()):
                 continue
-            name = source.name if source.name not in opened else f"{source.name} ({config.output_dir.name})"
+            name = (
+                source.name
+                if source.name not in opened
+                else f"{source.name} ({config.output_dir.name})"
+            )
             opened[_free_name(name, opened)] = source, corpus, config
     return [_score(model, name, *held_out) for name, held_out in opened.items()]
 
 
 def _score(
-    model: JoinedForCausalLM, name: str, source: EvaluationSource, corpus: TokenisedCorpus, config: RunConfig
+    model: JoinedForCausalLM,
+    name: str,
+    source: EvaluationSource,
+    corpus: TokenisedCorpus,
+    config: RunConfig,
 ) -> JoinedCorpus:
     names, progress = model.config.head_names, f"scoring {name}"
-    losses = score_corpus(model, corpus, router_of(model), Passes.of(config), heads=names, progress=progress)
+    losses = score_corpus(
+        model, corpus, router_of(model), Passes.of(config), heads=names, progress=progress
+    )
     num_tokens, routed = losses.num_tokens.sum(), losses.nats["posterior"]
 
     def figures(head: str, share: float | None = None) -> HeadFigures:
-        return HeadFigures(finite(losses.nats_per_token(head)), finite(losses.bits_per_byte(head)), share)
+        return HeadFigures(
+            finite(losses.nats_per_token(head)), finite(losses.bits_per_byte(head)), share
+        )
 
     shares = losses.served["posterior"].sum(axis=1) / num_tokens
     return JoinedCorpus(
@@ -361,15 +413,21 @@ def _score(
         language=source.language,
         num_documents=len(routed),
         num_tokens=int(num_tokens),
-        heads={head: figures(head, float(share)) for head, share in zip(names, shares, strict=True)},
+        heads={
+            head: figures(head, float(share)) for head, share in zip(names, shares, strict=True)
+        },
         routed=figures("posterior"),
-        worst_document_nats=finite(float(np.max(routed - np.min([losses.nats[head] for head in names], axis=0)))),
+        worst_document_nats=finite(
+            float(np.max(routed - np.min([losses.nats[head] for head in names], axis=0)))
+        ),
     )
 
 
 def joined_card(joined: JoinedRuns, report: JoinReport, licence: Licence) -> str:
     """Return the README.md: the base, what each expansion was taught, what they cost, and the licence."""
-    stages = [Stage(load_config(member.folder / "scale.yaml"), member.folder) for member in joined.members]
+    stages = [
+        Stage(load_config(member.folder / "scale.yaml"), member.folder) for member in joined.members
+    ]
     kind = "joined" if report.format == "llama" else report.format
     return card(
         "joined_card.md.j2",

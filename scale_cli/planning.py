@@ -59,7 +59,9 @@ _MASKED = "sdpa_with_mask"
 AttentionInterface.register(_MASKED, sdpa_attention_forward)
 AttentionMaskInterface.register(
     _MASKED,
-    lambda batch_size, q_length, kv_length, **_: torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool),
+    lambda batch_size, q_length, kv_length, **_: torch.ones(
+        batch_size, 1, q_length, kv_length, dtype=torch.bool
+    ),
 )
 # Tensor values decide which token goes to which expert, and there are none here.
 _BY_ROWS = "experts_by_rows"
@@ -71,13 +73,20 @@ def _experts_by_rows(experts: Any, rows_ND: Tensor, chosen_NK: Tensor, shares_NK
     with torch.autocast("cpu", enabled=False):  # as in transformers' own grouped products
         rows = rows_ND.to(packed.dtype).repeat_interleave(chosen_NK.shape[1], dim=0)
         written = experts._apply_gate(rows @ packed.T) @ down.T
-    return (written * shares_NK.reshape(-1, 1)).unflatten(0, chosen_NK.shape).sum(dim=1).to(rows_ND.dtype)
+    return (
+        (written * shares_NK.reshape(-1, 1))
+        .unflatten(0, chosen_NK.shape)
+        .sum(dim=1)
+        .to(rows_ND.dtype)
+    )
 
 
 ALL_EXPERTS_FUNCTIONS.register(_BY_ROWS, _experts_by_rows)
 
 # PyTorch's counter does not count this in-place product.
-SUMMED_IN_PLACE = {torch.ops.aten.addmm_: lambda _total, left, right, **_: 2 * left[0] * left[1] * right[1]}
+SUMMED_IN_PLACE = {
+    torch.ops.aten.addmm_: lambda _total, left, right, **_: 2 * left[0] * left[1] * right[1]
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,10 @@ def count_flops(model: MethodModel, sequence_length: int) -> TokenFlops:
     """
     for parameter in model.parameters():
         parameter._backward_hooks = None  # OSF's gradient projections count per step, not per token
-    with torch.device("meta"), FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE) as counter:
+    with (
+        torch.device("meta"),
+        FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE) as counter,
+    ):
         _loss(model, sequence_length).backward()
     model.zero_grad(set_to_none=True)
     attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
@@ -126,13 +138,17 @@ class SavedTensors:
     bytes_per_pair: int = 0  # per pair of positions in a window: masks that isolate documents
 
 
-def count_saved_tensors(model: MethodModel, mixed_precision: str, *, masked: bool = False) -> SavedTensors:
+def count_saved_tensors(
+    model: MethodModel, mixed_precision: str, *, masked: bool = False
+) -> SavedTensors:
     """Return what a training forward keeps for the backward pass; fused attention keeps no scores.
 
     It moves the model from the meta device to fake tensors. If attention is `masked`, as sdpa is for isolated
     documents, each call keeps a mask.
     """
-    widths = {width for tensor in chain(model.parameters(), model.buffers()) for width in tensor.shape}
+    widths = {
+        width for tensor in chain(model.parameters(), model.buffers()) for width in tensor.shape
+    }
     length = next(length for length in _LENGTHS if all(width % length for width in widths))
     with FakeTensorMode():
         _put_on_fake_cpu(model)
@@ -141,12 +157,21 @@ def count_saved_tensors(model: MethodModel, mixed_precision: str, *, masked: boo
     masks = {key: tensor for key, tensor in kept.items() if tensor.shape[-2:] == (length, length)}
     for key in masks:
         del kept[key]
-    of_tokens = [tensor for tensor in kept.values() if tensor.untyped_storage().nbytes() % length == 0]
-    wide = num_bytes(tensor for tensor in of_tokens if tensor.shape[-1:] == (model.config.vocab_size,))
+    of_tokens = [
+        tensor for tensor in kept.values() if tensor.untyped_storage().nbytes() % length == 0
+    ]
+    wide = num_bytes(
+        tensor for tensor in of_tokens if tensor.shape[-1:] == (model.config.vocab_size,)
+    )
     all_of_tokens = num_bytes(of_tokens)
-    of_pairs = num_bytes(masks.values()) // length**2 + masked  # plus the one mask that all are made from
+    of_pairs = (
+        num_bytes(masks.values()) // length**2 + masked
+    )  # plus the one mask that all are made from
     return SavedTensors(
-        num_bytes(kept.values()) - all_of_tokens, (all_of_tokens - wide) // length, wide // length, of_pairs
+        num_bytes(kept.values()) - all_of_tokens,
+        (all_of_tokens - wide) // length,
+        wide // length,
+        of_pairs,
     )
 
 
@@ -154,17 +179,23 @@ def _loss(model: MethodModel, sequence_length: int, attention: str = _UNMASKED) 
     model.train()
     model.set_attn_implementation(attention)
     model.set_experts_implementation(_BY_ROWS)
-    return _loss_of(for_training(model, _UNCOMPILED), torch.zeros(1, sequence_length, dtype=torch.long))
+    return _loss_of(
+        for_training(model, _UNCOMPILED), torch.zeros(1, sequence_length, dtype=torch.long)
+    )
 
 
 def _loss_of(trained: nn.Module, ids: Tensor) -> Tensor:
-    output = trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=ids.numel(), use_cache=False)
+    output = trained(
+        input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=ids.numel(), use_cache=False
+    )
     loss: Tensor = output.loss
     return loss
 
 
 @contextmanager
-def kept_for_backward(model: nn.Module, device_type: str, mixed_precision: str) -> Iterator[dict[int, Tensor]]:
+def kept_for_backward(
+    model: nn.Module, device_type: str, mixed_precision: str
+) -> Iterator[dict[int, Tensor]]:
     """Yield what autograd keeps of a forward pass, without parameters: one tensor for each storage."""
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}  # held, so that no other storage gets the same address
@@ -220,11 +251,15 @@ class Parameters:
         recipes = recipes_of(train)
         beside = sum(recipe.copies_kept for recipe in recipes)
         of_start = sum(recipe.copies_of_start for recipe in recipes)
-        copies = {name: len(moments_of(kind, train.optimiser)) + beside for name, kind in kinds.items()}
+        copies = {
+            name: len(moments_of(kind, train.optimiser)) + beside for name, kind in kinds.items()
+        }
         return cls(
             num_frozen=sum(parameter.numel() for parameter in frozen),
             num_trainable=sum(parameter.numel() for parameter in trainable),
-            frozen_bytes=sum(held.nbytes for tensor in [*frozen, *parts] for held in parts_of(tensor))
+            frozen_bytes=sum(
+                held.nbytes for tensor in [*frozen, *parts] for held in parts_of(tensor)
+            )
             + of_start * trainable_bytes,
             trainable_bytes=trainable_bytes,
             moments_bytes=sum(parameters[name].nbytes * number for name, number in copies.items()),
@@ -272,7 +307,11 @@ def training_memory(
     log-probabilities. If the products are less precise, the gradient for the next products exists too. Distillation
     adds both heads' log-probabilities, and the base's probabilities of one sequence, all in float32.
     """
-    num_tokens = train.sequences_at_once(num_processes) * sequence_length // train.sharing_windows(num_processes)
+    num_tokens = (
+        train.sequences_at_once(num_processes)
+        * sequence_length
+        // train.sharing_windows(num_processes)
+    )
     product_dtype = lowered_dtype(train.mixed_precision) or torch.float32
     if saved.head_bytes_per_token:
         head = num_tokens * vocab_size * 3 * torch.float32.itemsize
@@ -281,23 +320,32 @@ def training_memory(
         lowered = 0 if product_dtype == torch.float32 else product_dtype.itemsize
         head = num_rows * vocab_size * (product_dtype.itemsize + torch.float32.itemsize + lowered)
         if distils:
-            head = (4 * num_rows + min(num_rows, sequence_length)) * vocab_size * torch.float32.itemsize
+            head = (
+                (4 * num_rows + min(num_rows, sequence_length))
+                * vocab_size
+                * torch.float32.itemsize
+            )
     return Memory(
         frozen=parameters.frozen_bytes,
         trainable=parameters.trainable_bytes,
         gradients=parameters.trainable_bytes,
         moments=parameters.moments_bytes,
-        saved=saved.copies_bytes + num_tokens * (saved.bytes_per_token + sequence_length * saved.bytes_per_pair),
+        saved=saved.copies_bytes
+        + num_tokens * (saved.bytes_per_token + sequence_length * saved.bytes_per_pair),
         head=head,
     )
 
 
-def memory_of_run(config: RunConfig, num_processes: int, device_type: str, model: MethodModel | None = None) -> Memory:
+def memory_of_run(
+    config: RunConfig, num_processes: int, device_type: str, model: MethodModel | None = None
+) -> Memory:
     """Return what one process of a run holds; `model`, without weights, is by default built from the config."""
     model = model_without_weights(config) if model is None else model
     return training_memory(
         Parameters.of(model, config.train),
-        count_saved_tensors(model, config.train.mixed_precision, masked=attends_by_mask(config, device_type)),
+        count_saved_tensors(
+            model, config.train.mixed_precision, masked=attends_by_mask(config, device_type)
+        ),
         config.train,
         sequence_length=config.corpus.sequence_length,
         vocab_size=int(model.config.vocab_size),
@@ -383,5 +431,7 @@ def peak_flops_per_s(named: str, mixed_precision: str) -> float | None:
     """Return the FLOP/s that a device's maker states for the run's precision; None if no figure is known."""
     if mixed_precision == "no":
         return None
-    known = (peak for name, peak in _PEAK_FLOPS_PER_S.items() if re.search(rf"\b{name}\b(?! NVL)", named))
+    known = (
+        peak for name, peak in _PEAK_FLOPS_PER_S.items() if re.search(rf"\b{name}\b(?! NVL)", named)
+    )
     return next(known, None)

@@ -48,7 +48,12 @@ _SET_UP = timedelta(hours=24)
 _STEPS = timedelta(minutes=30)
 _FAREWELL = timedelta(seconds=5)
 # Variables with the number of processes, on one machine and in all: of torchrun and Accelerate first, then of MPI.
-_LOCAL_WORLD_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+_LOCAL_WORLD_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "MPI_LOCALNRANKS",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
@@ -82,7 +87,11 @@ def process_state() -> PartialState:
     # Without `cpu`, Accelerate takes each of several processes without an accelerator to be alone. The router's weights
     # are float64, which Apple's GPUs do not have.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or accelerator is None or accelerator.type == "mps"
+    on_cpu = (
+        parse_flag_from_env("ACCELERATE_USE_CPU")
+        or accelerator is None
+        or accelerator.type == "mps"
+    )
     is_told = any(name in os.environ for name in _LOCAL_WORLD_SIZES)
     state = PartialState(cpu=on_cpu, timeout=_SET_UP)
     if not is_told:  # Accelerate has then set it as if a CPU process were alone on its machine
@@ -149,7 +158,11 @@ def placed(module: AnyModule) -> AnyModule:
 
 
 def share() -> Share:
-    return Share(process_state().process_index, process_state().num_processes) if are_several() else ALONE
+    return (
+        Share(process_state().process_index, process_state().num_processes)
+        if are_several()
+        else ALONE
+    )
 
 
 def share_of_machine() -> Share | None:
@@ -212,7 +225,9 @@ def _highest(number: int, group: ProcessGroup) -> int:
     import torch
     from torch.distributed import ReduceOp, all_reduce, get_backend
 
-    highest = torch.tensor([number], device="cpu" if get_backend(group) == "gloo" else process_state().device)
+    highest = torch.tensor(
+        [number], device="cpu" if get_backend(group) == "gloo" else process_state().device
+    )
     all_reduce(highest, ReduceOp.MAX, group)
     return int(highest.item())
 
@@ -259,7 +274,12 @@ def shared_out(
 
     # One transfer off the device, and one to the other processes; a process may have had no batch.
     held = (torch.cat(mine).cpu(), [len(tensor) for tensor in mine]) if mine else None
-    tensors = [tensor for one in gathered(held, share) if one is not None for tensor in one[0].split(one[1])]
+    tensors = [
+        tensor
+        for one in gathered(held, share)
+        if one is not None
+        for tensor in one[0].split(one[1])
+    ]
     return list(zip(items, tensors, strict=True))
 
 
@@ -297,7 +317,9 @@ def is_first_to_end() -> bool:
 
     place = f"scale/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
-        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=_FAREWELL)
+        store = TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=_FAREWELL
+        )
         return store.add(place, 1) == 1
     except (KeyError, ValueError, RuntimeError):
         return True
@@ -313,7 +335,9 @@ def leave() -> None:
 def refuse_several(verb: str) -> None:
     """Raise UsageError if several processes were launched for a verb that works in one."""
     if are_several():
-        raise UsageError(f"scale {verb} works in one process; start it without torchrun or `accelerate launch`")
+        raise UsageError(
+            f"scale {verb} works in one process; start it without torchrun or `accelerate launch`"
+        )
 
 
 @contextmanager
@@ -328,4 +352,6 @@ def name_lost_peers() -> Iterator[None]:
 
         if not isinstance(error, DistError) and "gloo" not in str(error):
             raise
-        raise TrainingError(f"another process has ended; its own message says why ({one_line(error)})") from None
+        raise TrainingError(
+            f"another process has ended; its own message says why ({one_line(error)})"
+        ) from None

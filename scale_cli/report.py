@@ -43,7 +43,9 @@ class Interval:
         return [end for end in (self.value, self.low, self.high) if end is not None]
 
     def __neg__(self) -> Interval:
-        return Interval(*(None if end is None else -end + 0.0 for end in (self.value, self.high, self.low)))
+        return Interval(
+            *(None if end is None else -end + 0.0 for end in (self.value, self.high, self.low))
+        )
 
 
 NO_INTERVAL = Interval(None, None, None)
@@ -71,7 +73,9 @@ def with_interval(interval: Interval, digits: int = 3) -> str:
 
 def in_points(share: Interval) -> Interval:
     """Return an accuracy, or a difference of two, in percentage points."""
-    return Interval(*(None if end is None else 100 * end for end in (share.value, share.low, share.high)))
+    return Interval(
+        *(None if end is None else 100 * end for end in (share.value, share.low, share.high))
+    )
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -167,13 +171,18 @@ class Table:
     methods: Sequence[str] = ()  # by row: the method whose mark stands before it on a page
 
     def without_empty_columns(self) -> Table:
-        kept = [at for at in range(len(self.titles)) if any(str(row[at]) != DASH for row in self.rows)]
+        kept = [
+            at for at in range(len(self.titles)) if any(str(row[at]) != DASH for row in self.rows)
+        ]
         titles, *rows = ([row[at] for at in kept] for row in (self.titles, *self.rows))
         return replace(self, titles=titles, rows=rows, align="".join(self.align[at] for at in kept))
 
     @property
     def cells(self) -> list[list[Cell]]:
-        return [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in (self.titles, *self.rows)]
+        return [
+            [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
+            for row in (self.titles, *self.rows)
+        ]
 
     def lines(self) -> list[str]:
         return aligned([self.titles, *self.rows], self.align)
@@ -192,7 +201,10 @@ def aligned(rows: Sequence[Row], align: str) -> list[str]:
     lines = []
     for row in texts:
         gaps = [" " * (width - num_columns(cell)) for cell, width in zip(row, widths, strict=True)]
-        cells = (cell + gap if side == "l" else gap + cell for cell, gap, side in zip(row, gaps, align, strict=True))
+        cells = (
+            cell + gap if side == "l" else gap + cell
+            for cell, gap, side in zip(row, gaps, align, strict=True)
+        )
         lines.append("  ".join(cells).rstrip())
     return lines
 
@@ -233,7 +245,10 @@ def _environment(form: str) -> Environment:
         keep_trailing_newline=True,
     )
     shown = (language_name, number, percent, share_cell, with_interval, worst_document)
-    environment.globals |= {function.__name__: function for function in shown} | {"COLOURS": COLOURS, "MARKS": MARKS}
+    environment.globals |= {function.__name__: function for function in shown} | {
+        "COLOURS": COLOURS,
+        "MARKS": MARKS,
+    }
     return environment
 
 

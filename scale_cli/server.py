@@ -64,7 +64,11 @@ class Asked(BaseModel):
         """Drop fields that ask for nothing, since many clients send every field."""
         if not isinstance(body, dict):
             return body
-        return {k: v for k, v in body.items() if v is not None and v is not False and _ASKS_NOTHING.get(k, ...) != v}
+        return {
+            k: v
+            for k, v in body.items()
+            if v is not None and v is not False and _ASKS_NOTHING.get(k, ...) != v
+        }
 
     def stops(self) -> list[str]:
         """Return the texts that end an answer; they are not part of it."""
@@ -78,9 +82,9 @@ class Asked(BaseModel):
 class AskedCompletion(Asked):
     """The body of /v1/completions; it takes one prompt, or several that are computed as one batch."""
 
-    prompt: Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = Field(
-        min_length=1
-    )
+    prompt: Annotated[
+        list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+    ] = Field(min_length=1)
     max_tokens: int = Field(16, ge=1)
 
 
@@ -98,7 +102,11 @@ class Message(BaseModel):
     content: str | list[TextPart]
 
     def turn(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
         return {"role": self.role, "content": content}
 
 
@@ -122,7 +130,9 @@ class Piece:
 class Answer:
     """One answer as it grows, token by token."""
 
-    def __init__(self, decoder: Decoder, ends: Sequence[int], stops: Sequence[str], most: int) -> None:
+    def __init__(
+        self, decoder: Decoder, ends: Sequence[int], stops: Sequence[str], most: int
+    ) -> None:
         self.num_tokens = 0
         self.finish: Literal["stop", "length"] | None = None
         self._decoder, self._ends, self._stops, self._most = decoder, ends, stops, most
@@ -154,7 +164,9 @@ class _Enough(Exception):
 class Answers(BaseStreamer):
     """The answers to one request: takes tokens from transformers, and passes on text that can no longer change."""
 
-    def __init__(self, generator: Generator, asked: Asked, prompts: Sequence[Tensor], most: int) -> None:
+    def __init__(
+        self, generator: Generator, asked: Asked, prompts: Sequence[Tensor], most: int
+    ) -> None:
         """Prepare `asked.n` answers to each prompt, whose ids are (T,)."""
         self._prompts, self._rows = prompts, [row for row in prompts for _ in range(asked.n)]
         self._answers = [
@@ -167,12 +179,18 @@ class Answers(BaseStreamer):
             for row in self._rows
         ]
         self._generator, self._sampling = generator, asked.sampling(most)
-        self._loop, self._told = asyncio.get_running_loop(), asyncio.Queue[Piece | Exception | None]()
+        self._loop, self._told = (
+            asyncio.get_running_loop(),
+            asyncio.Queue[Piece | Exception | None](),
+        )
         self._is_wanted = True
 
     @property
     def usage(self) -> dict[str, int]:
-        read, written = sum(map(len, self._prompts)), sum(answer.num_tokens for answer in self._answers)
+        read, written = (
+            sum(map(len, self._prompts)),
+            sum(answer.num_tokens for answer in self._answers),
+        )
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     async def pieces(self, worker: ThreadPoolExecutor) -> AsyncGenerator[Piece, None]:
@@ -220,15 +238,25 @@ class Endpoint:
 
     def __init__(self, generator: Generator, name: str) -> None:
         self._generator, self._name = generator, name
-        self._worker = ThreadPoolExecutor(1)  # all requests share torch's random numbers, so one at a time draws
+        self._worker = ThreadPoolExecutor(
+            1
+        )  # all requests share torch's random numbers, so one at a time draws
 
-    async def respond(self, request: Request, asked: Asked, prompts: Sequence[str | Messages], most: int) -> Response:
+    async def respond(
+        self, request: Request, asked: Asked, prompts: Sequence[str | Messages], most: int
+    ) -> Response:
         """Return the answers to a request, whole or as a stream of events; a client that goes ends its answers."""
         if asked.model not in (None, self._name):
-            raise HTTPException(404, f"model: {asked.model!r}: this server serves only {self._name}")
+            raise HTTPException(
+                404, f"model: {asked.model!r}: this server serves only {self._name}"
+            )
         if len(prompts) * asked.n > _MOST_ANSWERS:
-            raise HTTPException(400, f"prompt, n: {len(prompts) * asked.n:,} answers, but at most {_MOST_ANSWERS}")
-        answers = Answers(self._generator, asked, [self._generator.prompt_ids(prompt) for prompt in prompts], most)
+            raise HTTPException(
+                400, f"prompt, n: {len(prompts) * asked.n:,} answers, but at most {_MOST_ANSWERS}"
+            )
+        answers = Answers(
+            self._generator, asked, [self._generator.prompt_ids(prompt) for prompt in prompts], most
+        )
         if asked.stream:
             return StreamingResponse(self._events(asked, answers), media_type="text/event-stream")
         texts, finishes = ([""] * (len(prompts) * asked.n) for _ in range(2))
@@ -251,7 +279,9 @@ class Endpoint:
         head = self._head(asked)
         async with aclosing(answers.pieces(self._worker)) as pieces:
             async for piece in pieces:
-                yield _event(head | {"choices": [_choice(asked, piece.index, piece.text, piece.finish)]})
+                yield _event(
+                    head | {"choices": [_choice(asked, piece.index, piece.text, piece.finish)]}
+                )
         if asked.stream_options.include_usage:
             yield _event(head | {"choices": [], "usage": answers.usage})
         yield "data: [DONE]\n\n"
@@ -261,7 +291,12 @@ class Endpoint:
         kind = "text_completion"
         if isinstance(asked, AskedChat):
             kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-        return {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self._name}
+        return {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._name,
+        }
 
 
 def _choice(asked: Asked, index: int, text: str, finish: str | None) -> dict[str, Any]:
@@ -284,7 +319,9 @@ def create_app(generator: Generator, name: str) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def refuse_request(request: Request, error: HTTPException) -> JSONResponse:
-        return _refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers)
+        return _refusal(
+            error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers
+        )
 
     @app.exception_handler(ScaleError)
     async def refuse(_request: Request, error: ScaleError) -> JSONResponse:
@@ -297,7 +334,9 @@ def create_app(generator: Generator, name: str) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(request: Request, asked: AskedChat) -> Response:
         turns = [message.turn() for message in asked.messages]
-        return await endpoint.respond(request, asked, [turns], asked.max_completion_tokens or asked.max_tokens)
+        return await endpoint.respond(
+            request, asked, [turns], asked.max_completion_tokens or asked.max_tokens
+        )
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -326,4 +365,6 @@ def _refusal(status: int, message: str, headers: Mapping[str, str] | None = None
 
 
 def run_server(generator: Generator, name: str, host: str, port: int) -> None:
-    uvicorn.run(create_app(generator, name), host=host, port=port, timeout_graceful_shutdown=_SHUTDOWN_S)
+    uvicorn.run(
+        create_app(generator, name), host=host, port=port, timeout_graceful_shutdown=_SHUTDOWN_S
+    )

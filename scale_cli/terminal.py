@@ -15,7 +15,9 @@ _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _PASSWORD = re.compile(r"://[^/@\s]*@")
 _SECONDS_APART = 30.0  # between the lines that replace a bar in a log; shorter work prints none
 Log = Callable[[str], None]
-_form: Literal["lines", "figures", "nothing"] = "lines"  # of standard output; bars appear only with lines
+_form: Literal["lines", "figures", "nothing"] = (
+    "lines"  # of standard output; bars appear only with lines
+)
 
 
 class Report(Protocol):

@@ -15,7 +15,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, and values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
     REMOVED: ClassVar[Mapping[str, Any]] = {}  # removed keys, with the value that now always holds
 
     @model_validator(mode="before")
@@ -24,7 +26,11 @@ class Section(BaseModel):
         """Drop removed keys that have the value that now always holds, so that earlier runs' configs still load."""
         if not isinstance(given, dict):
             return given
-        return {key: value for key, value in given.items() if key not in cls.REMOVED or value != cls.REMOVED[key]}
+        return {
+            key: value
+            for key, value in given.items()
+            if key not in cls.REMOVED or value != cls.REMOVED[key]
+        }
 
 
 class Change(Enum):
@@ -43,7 +49,16 @@ Accepted = Annotated[Value, Change.ACCEPTED]
 
 _LANGUAGE = r"^[a-z]{2,3}$"
 # Country codes that users give for languages. A code that also is a language's (kr: Kanuri) has a three-letter form.
-_COUNTRIES = {"kr": "ko", "jp": "ja", "cn": "zh", "tw": "zh", "vn": "vi", "ua": "uk", "cz": "cs", "gr": "el"}
+_COUNTRIES = {
+    "kr": "ko",
+    "jp": "ja",
+    "cn": "zh",
+    "tw": "zh",
+    "vn": "vi",
+    "ua": "uk",
+    "cz": "cs",
+    "gr": "el",
+}
 
 
 def check_language(code: object) -> object:
@@ -52,12 +67,21 @@ def check_language(code: object) -> object:
         if not re.fullmatch(_LANGUAGE, code):
             raise ValueError(f"{code} is not an ISO 639 code; give the language's code, such as ko")
         if code in _COUNTRIES:
-            raise ValueError(f"{code} is a country code; the language code is {_COUNTRIES[code]} (ISO 639)")
+            raise ValueError(
+                f"{code} is a country code; the language code is {_COUNTRIES[code]} (ISO 639)"
+            )
     return code
 
 
 # English names of languages, for reports.
-_LANGUAGE_NAMES = {"en": "English", "ko": "Korean", "de": "German", "fr": "French", "ja": "Japanese", "zh": "Chinese"}
+_LANGUAGE_NAMES = {
+    "en": "English",
+    "ko": "Korean",
+    "de": "German",
+    "fr": "French",
+    "ja": "Japanese",
+    "zh": "Chinese",
+}
 
 
 def language_name(code: str) -> str:
@@ -66,9 +90,16 @@ def language_name(code: str) -> str:
 
 
 Language = Annotated[
-    str, Field(pattern=_LANGUAGE, description="ISO 639 code: en, ko, ..."), BeforeValidator(check_language)
+    str,
+    Field(pattern=_LANGUAGE, description="ISO 639 code: en, ko, ..."),
+    BeforeValidator(check_language),
 ]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="used in results and file names")]
+Name = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="used in results and file names"
+    ),
+]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 # YAML 1.1 reads a bare `no` as false.
 MixedPrecision = Annotated[
@@ -105,9 +136,14 @@ def local_path(written: str) -> str:
         raise ValueError("is a URL; give a local path, or a hub id if this key takes one")
     path = os.path.expanduser(written)  # noqa: PTH111 (a pattern is no Path, and an unknown user no exception)
     if path.startswith("~"):
-        raise ValueError(f"{path.partition('/')[0]} is not the home folder of any user; write out the path")
+        raise ValueError(
+            f"{path.partition('/')[0]} is not the home folder of any user; write out the path"
+        )
     parts = [os.fsencode(part) for part in path.split("/")]
-    if sum(map(len, parts)) + len(parts) > _LONGEST_PATH_BYTES or max(map(len, parts)) > _LONGEST_NAME_BYTES:
+    if (
+        sum(map(len, parts)) + len(parts) > _LONGEST_PATH_BYTES
+        or max(map(len, parts)) > _LONGEST_NAME_BYTES
+    ):
         raise ValueError(f"is too long for a path ({len(path):,} characters)")
     return path
 
@@ -122,7 +158,9 @@ def source_pattern(written: str) -> str:
     if scheme not in STORES:
         raise ValueError(f"is a URL of an unknown store (known: {', '.join(STORES)})")
     if "@" in place.partition("/")[0] or "::" in written:
-        raise ValueError("is a URL with a user name or a chain (::); put credentials into the store's own settings")
+        raise ValueError(
+            "is a URL with a user name or a chain (::); put credentials into the store's own settings"
+        )
     return written
 
 

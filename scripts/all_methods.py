@@ -37,7 +37,12 @@ MUON_OR_ADAMW = "train.optimiser=muon,muon,muon,adamw"
 
 
 # Text that the base knows, for a config without its own.
-KNOWN = {"name": "eltec-train", "path": "../shared/data/en-eltec/train.txt.xz", "language": "en", "role": "replay"}
+KNOWN = {
+    "name": "eltec-train",
+    "path": "../shared/data/en-eltec/train.txt.xz",
+    "language": "en",
+    "role": "replay",
+}
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,18 @@ class Method:
         """Return the overrides that make a config one of the method, with the given overrides included."""
         if self.replay is None:
             return [*self.overrides, *given]
-        sources = [source.model_dump(mode="json") for source in load_config(path, given).corpus.sources]
+        sources = [
+            source.model_dump(mode="json") for source in load_config(path, given).corpus.sources
+        ]
         if all(source["role"] == "new" for source in sources):
             sources.append(dict(KNOWN))
         for source in sources:
             source["weight"] = self.replay if source["role"] == "replay" else source["weight"]
-        return [*self.overrides, *given, f"corpus.sources={json.dumps(sources, ensure_ascii=False)}"]
+        return [
+            *self.overrides,
+            *given,
+            f"corpus.sources={json.dumps(sources, ensure_ascii=False)}",
+        ]
 
 
 # For full fine-tuning and its variants: at 125 steps the third is the best known (docs/results/rivals.md).
@@ -85,17 +96,26 @@ METHODS = {
         replay=1 / 3,
     ),
     "full-decay-to-base": Method(
-        ("method.variant=full", "train.decay_to_base=true", "train.optimiser=muon", "train.lr_multipliers.embedding=2"),
+        (
+            "method.variant=full",
+            "train.decay_to_base=true",
+            "train.optimiser=muon",
+            "train.lr_multipliers.embedding=2",
+        ),
         ("train.lr=1e-2,1e-2,1e-2,2e-2", "train.weight_decay=0.1,1,4,1"),
     ),
-    "osf": Method(("method.variant=osf",), ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,5e-3,1e-3")),
+    "osf": Method(
+        ("method.variant=osf",),
+        ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,5e-3,1e-3"),
+    ),
     "adept": Method(
         ("method.variant=adept", "method.adept={every_steps: 25}"),
         ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,8e-3,2e-3"),
         replay=0.0,
     ),
     "lora-r16": Method(
-        ("method.variant=lora",), ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,2e-2,5e-3")
+        ("method.variant=lora",),
+        ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,2e-2,5e-3"),
     ),
     "lora-r128-embeddings": Method(
         ("method.variant=lora", "method.lora={rank: 128, alpha: 256, embeddings: true}"),
@@ -103,16 +123,26 @@ METHODS = {
     ),
     # Its scale is 11 times that of the method above, so its rates are lower.
     "lora-r128-rank-stabilised": Method(
-        ("method.variant=lora", "method.lora={rank: 128, alpha: 256, embeddings: true, rank_stabilised: true}"),
+        (
+            "method.variant=lora",
+            "method.lora={rank: 128, alpha: 256, embeddings: true, rank_stabilised: true}",
+        ),
         (MUON_OR_ADAMW, "train.lr=2e-2,5e-3,2e-3,1e-3", "train.lr_multipliers.embedding=2,8,20,20"),
     ),
     "llama-pro": Method(
-        ("method.variant=llama-pro",), ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,8e-3,2e-3")
+        ("method.variant=llama-pro",),
+        ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,8e-3,2e-3"),
     ),
-    "preserve": Method(("method.variant=preserve", "method.collaboration.layers=null"), OF_PRESERVE),
+    "preserve": Method(
+        ("method.variant=preserve", "method.collaboration.layers=null"), OF_PRESERVE
+    ),
     # A tenth of the windows is replay, on which the base is distilled.
     "preserve-replay": Method(
-        ("method.variant=preserve", "method.collaboration.layers=null", "method.distillation.weight=1"),
+        (
+            "method.variant=preserve",
+            "method.collaboration.layers=null",
+            "method.distillation.weight=1",
+        ),
         OF_PRESERVE,
         replay=1 / 9,
     ),
@@ -133,7 +163,13 @@ def main() -> None:
     for name, method in methods.items():
         print(f"==== {name}", flush=True)
         of_tuning = [*overrides[name], *tuning_overrides(configs[name])]
-        best = tune(method, path, of_tuning, root / name, round(asked.tuned_share * configs[name].train.max_steps))
+        best = tune(
+            method,
+            path,
+            of_tuning,
+            root / name,
+            round(asked.tuned_share * configs[name].train.max_steps),
+        )
         for budget, steps in budgets(configs, name).items():
             for seed in SEEDS:
                 folder = root / name / f"{budget}-seed{seed}"
@@ -148,7 +184,10 @@ def parsed(words: list[str]) -> argparse.Namespace:
     """Return the parsed command line; exit with an error message if it is wrong."""
     parser = argparse.ArgumentParser(description="Every method tuned, run and compared.")
     parser.add_argument(
-        "--tuned-share", type=float, default=1.0, help="of the reported steps, that methods are tuned at"
+        "--tuned-share",
+        type=float,
+        default=1.0,
+        help="of the reported steps, that methods are tuned at",
     )
     parser.add_argument("--only", action="append", choices=METHODS, help="these methods")
     parser.add_argument("given", nargs="*", metavar="[CONFIG] KEY.SUB=VALUE")
@@ -191,7 +230,9 @@ def tuning_overrides(config: RunConfig) -> list[str]:
 
 def flops_per_token(config: RunConfig) -> float:
     """Return a method's training FLOPs per token."""
-    return ideal_flops_per_token(load_base_config(config.model), config.method, config.corpus.sequence_length).total
+    return ideal_flops_per_token(
+        load_base_config(config.model), config.method, config.corpus.sequence_length
+    ).total
 
 
 def budgets(configs: dict[str, RunConfig], name: str) -> dict[str, int]:
@@ -208,21 +249,31 @@ def table(runs: dict[tuple[str, str], list[Path]], configs: dict[str, RunConfig]
     """
     rows, unit = [], flops_per_token(configs["preserve"]) * configs["preserve"].train.max_steps
     for (name, budget), folders in runs.items():
-        files = [file for folder in folders if (file := folder / "evaluation" / "report.json").is_file()]
+        files = [
+            file for folder in folders if (file := folder / "evaluation" / "report.json").is_file()
+        ]
         if not (reports := [Report.from_json(read_json(file)) for file in files]):
             continue
         learned = [report.with_role("acquisition")[0].heads["adapted"] for report in reports]
         steps = budgets(configs, name)[budget]
         row = [name, budget, str(len(reports)), str(steps)]
         row += [number(steps * flops_per_token(configs[name]) / unit, 2)]
-        row += [spread([head.nats_per_token for head in learned]), spread([head.bits_per_byte for head in learned])]
+        row += [
+            spread([head.nats_per_token for head in learned]),
+            spread([head.bits_per_byte for head in learned]),
+        ]
         for served in ("adapted", "posterior"):
             kept = [report.with_role("retention")[0].heads[served] for report in reports]
             row += [spread([head.bits_per_byte_difference.value for head in kept], 4)]
             row += [spread([head.worst_document_nats for head in kept], 1)]
         rows.append(row)
     titles = ["method", "equal", "seeds", "steps", "work", "learned, nats/token", "bits/byte"]
-    kept_titles = ["lost, plain, bits/byte", "worst document, nats", "lost, routed, bits/byte", "worst document, nats"]
+    kept_titles = [
+        "lost, plain, bits/byte",
+        "worst document, nats",
+        "lost, routed, bits/byte",
+        "worst document, nats",
+    ]
     return Table([*titles, *kept_titles], rows, "ll" + "r" * (len(titles) + len(kept_titles) - 2))
 
 
@@ -232,7 +283,11 @@ def spread(values: list[float | None], digits: int = 3) -> str:
     if len(finite) < len(values):
         return NOT_FINITE
     told = number(mean(finite), digits)
-    return told if len(finite) == 1 else f"{told} [{number(min(finite), digits)}, {number(max(finite), digits)}]"
+    return (
+        told
+        if len(finite) == 1
+        else f"{told} [{number(min(finite), digits)}, {number(max(finite), digits)}]"
+    )
 
 
 if __name__ == "__main__":

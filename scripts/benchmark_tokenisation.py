@@ -80,7 +80,9 @@ def map_dataset(dataset: Any, tokenizer: Any, num_workers: int) -> Any:
     """Tokenise with datasets."""
 
     def encode(batch: dict[str, list[str]]) -> dict[str, Any]:
-        encoded = tokenizer(batch["text"], add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = tokenizer(
+            batch["text"], add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
         return {"input_ids": encoded["input_ids"]}
 
     options = {"batched": True, "remove_columns": ["text"], "load_from_cache_file": False}
@@ -105,14 +107,18 @@ def main() -> None:
     import datasets
     from transformers import AutoTokenizer
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tokenizer")
     parser.add_argument("files", nargs="+")
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     datasets.disable_progress_bars()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # parallelism comes from processes only, for datasets as for scale
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # parallelism comes from processes only, for datasets as for scale
+    )
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     rounds = []
     with tempfile.TemporaryDirectory() as place:
@@ -128,9 +134,14 @@ def main() -> None:
             assert num_alone == num_mapped == num_tokens
             rounds.append({"tokenizers": alone, "datasets": theirs, "scale": ours})
             times = {name: vars(run) for name, run in rounds[-1].items()}
-            print(json.dumps({**times, "num_tokens": num_tokens, "num_bytes": num_bytes}), flush=True)
+            print(
+                json.dumps({**times, "num_tokens": num_tokens, "num_bytes": num_bytes}), flush=True
+            )
     for what in ("elapsed_s", "processor_s"):
-        medians = {name: statistics.median(getattr(run[name], what) for run in rounds) for name in rounds[0]}
+        medians = {
+            name: statistics.median(getattr(run[name], what) for run in rounds)
+            for name in rounds[0]
+        }
         for name, median_s in medians.items():
             ratio = median_s / medians["scale"]
             print(

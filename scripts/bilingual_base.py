@@ -45,7 +45,11 @@ def shape(like: Path, hidden_size: int, num_layers: int) -> LlamaConfig:
 
 def settings(folder: Path, data: Path, num_steps: int, korean: float) -> dict[str, Any]:
     """Return the config of the run: full fine-tuning of random weights on both languages."""
-    mixed = {"path": str(data / "ko-mixed/train.txt.xz"), "language": "ko", "max_documents": FIRST_HALF}
+    mixed = {
+        "path": str(data / "ko-mixed/train.txt.xz"),
+        "language": "ko",
+        "max_documents": FIRST_HALF,
+    }
     held_out = [("en-eltec", "en"), ("ko-mixed", "ko"), ("ko-petitions", "ko")]
     return {
         "output_dir": str(folder / "run"),
@@ -94,7 +98,9 @@ def settings(folder: Path, data: Path, num_steps: int, korean: float) -> dict[st
 
 def main() -> None:
     """Write random weights and a config, and run it."""
-    parser = argparse.ArgumentParser("python -m scripts.bilingual_base", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m scripts.bilingual_base", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("data", type=Path, nargs="?", default=Path("../shared/data"))
     parser.add_argument("--hidden", type=int, default=256)
@@ -108,8 +114,17 @@ def main() -> None:
         model = LlamaForCausalLM(shape(like, given.hidden, given.layers))
         write_base(given.folder / "random", model, AutoTokenizer.from_pretrained(like))
     config = given.folder / "base.yaml"
-    write_text(config, yaml.safe_dump(settings(given.folder, given.data, given.steps, given.korean), sort_keys=False))
-    sys.exit(subprocess.run([sys.executable, "-m", "scale_cli", "run", str(config)], check=False).returncode)
+    write_text(
+        config,
+        yaml.safe_dump(
+            settings(given.folder, given.data, given.steps, given.korean), sort_keys=False
+        ),
+    )
+    sys.exit(
+        subprocess.run(
+            [sys.executable, "-m", "scale_cli", "run", str(config)], check=False
+        ).returncode
+    )
 
 
 if __name__ == "__main__":

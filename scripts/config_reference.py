@@ -36,7 +36,9 @@ def _rows(schema: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
     def resolved(node: dict[str, Any]) -> dict[str, Any]:
         node = node | schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
-        sections = [choice for choice in node.get("anyOf", []) if {"$ref", "properties"} & choice.keys()]
+        sections = [
+            choice for choice in node.get("anyOf", []) if {"$ref", "properties"} & choice.keys()
+        ]
         return node | resolved(sections[0]) if sections else node
 
     def walk(section: dict[str, Any], prefix: str) -> Iterator[tuple[str, str, str, str]]:
@@ -49,8 +51,19 @@ def _rows(schema: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
                 yield from walk(child, f"{name}.")
                 continue
             required = key in section.get("required", [])
-            default = "required" if required else f"`{json.dumps(node['default'])}`" if "default" in node else "by name"
-            yield f"`{name}`", _type(child, item), default, node.get("description", "").replace("|", "\\|")
+            default = (
+                "required"
+                if required
+                else f"`{json.dumps(node['default'])}`"
+                if "default" in node
+                else "by name"
+            )
+            yield (
+                f"`{name}`",
+                _type(child, item),
+                default,
+                node.get("description", "").replace("|", "\\|"),
+            )
             if "properties" in item:
                 yield from walk(item, f"{name}[].")
 
@@ -59,13 +72,22 @@ def _rows(schema: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 def _type(node: dict[str, Any], item: dict[str, Any]) -> str:
     if "anyOf" in node:
-        kinds = [_type(choice, choice.get("items", {})) for choice in node["anyOf"] if choice.get("type") != "null"]
+        kinds = [
+            _type(choice, choice.get("items", {}))
+            for choice in node["anyOf"]
+            if choice.get("type") != "null"
+        ]
         return ", or ".join(dict.fromkeys(kinds))
     if "enum" in node:
         return ", ".join(map(str, node["enum"]))
     if node.get("type") == "array":
         return "a list" if "properties" in item else f"a list of: {_type(item, {})}"
-    words = {"string": "text", "integer": "whole number", "boolean": "true, false", "object": "a mapping"}
+    words = {
+        "string": "text",
+        "integer": "whole number",
+        "boolean": "true, false",
+        "object": "a mapping",
+    }
     return words.get(node["type"], node["type"]) + _range(node)
 
 

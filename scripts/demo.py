@@ -60,7 +60,9 @@ def write_biographies(folder: Path, seed: int) -> dict[str, list[str]]:
         for split, count in (("train", NUM_TRAIN), ("valid", NUM_VALID)):
             chosen = people[start : start + count]
             start += count
-            texts[f"{name}-{split}"] = [biography(person, language, index) for index, person in enumerate(chosen)]
+            texts[f"{name}-{split}"] = [
+                biography(person, language, index) for index, person in enumerate(chosen)
+            ]
     for name, biographies in texts.items():
         write_text(folder / f"{name}.txt", "\n\n".join(biographies) + "\n")
     return texts
@@ -73,7 +75,9 @@ def make_base(config: RunConfig, texts: dict[str, list[str]]) -> None:
     """
     folder = Path(config.model.base)
     tokenizer = train_tokenizer([*texts["english-train"], *texts["korean-train"]], vocab_size=2048)
-    source = CorpusSource(name="english", path=str(folder.parent / "text" / "english-train.txt"), language="en")
+    source = CorpusSource(
+        name="english", path=str(folder.parent / "text" / "english-train.txt"), language="en"
+    )
     corpus = TokenCache(cache_dir(config), tokenizer).open(source)
     batches = Batches(
         [PackedWindows(corpus.ids, config.corpus.sequence_length)],
@@ -109,17 +113,27 @@ def show_answers(config: RunConfig, texts: dict[str, list[str]]) -> None:
         load_written(routed_class(folder), folder),
     ]
     rows = [["", "base", "trained", "routed"]]
-    prompts = [text.split(". ")[0] + "." for name in ("english-valid", "korean-valid") for text in texts[name][:2]]
+    prompts = [
+        text.split(". ")[0] + "."
+        for name in ("english-valid", "korean-valid")
+        for text in texts[name][:2]
+    ]
     for number, prompt in enumerate(prompts, 1):
         print(f"  {number}  {prompt}")
-        ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids]])
-        rows.append([f"  {number}", *(next_sentence(model.eval(), tokenizer, ids) for model in models)])
+        ids = torch.tensor(
+            [[tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids]]
+        )
+        rows.append(
+            [f"  {number}", *(next_sentence(model.eval(), tokenizer, ids) for model in models)]
+        )
     print("\n".join(aligned(rows, "llll")))
 
 
 def next_sentence(model: Any, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> str:
     """Return the next sentence of a model, or the beginning of a longer one."""
-    said = model.generate(ids, min_new_tokens=24, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+    said = model.generate(ids, min_new_tokens=24, max_new_tokens=24, do_sample=False)[
+        0, ids.shape[1] :
+    ]
     text = str(tokenizer.decode(said, skip_special_tokens=True))
     sentence, end, _ = text.strip().partition(".")
     return printable(sentence[:ANSWER_WIDTH] + (end if len(sentence) <= ANSWER_WIDTH else "..."))
@@ -129,7 +143,9 @@ def main() -> None:
     """Run the demo; keep what already exists."""
     started_s = time.monotonic()
     precision = cpu_precision()
-    config = load_config(CONFIG, [f"train.mixed_precision={precision}", f"evaluation.mixed_precision={precision}"])
+    config = load_config(
+        CONFIG, [f"train.mixed_precision={precision}", f"evaluation.mixed_precision={precision}"]
+    )
     texts = write_biographies(config.output_dir / "text", config.seed)
     print(f"== base: a tiny English model, in {config.model.base}")
     if not Path(config.model.base).is_dir():

@@ -43,7 +43,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
 
 
 def train_base(
@@ -69,7 +71,9 @@ def training_steps(
     train: TrainConfig,
     description: str,  # of the bar
     method: MethodConfig = _FULL,
-    probe: Callable[[int], Sequence[MicroBatch]] = lambda _: [],  # returns so many windows of text that the base knows
+    probe: Callable[
+        [int], Sequence[MicroBatch]
+    ] = lambda _: [],  # returns so many windows of text that the base knows
 ) -> Iterator[int]:
     """Train a model's trainable parameters in one process; yield 0, and then the number of steps after each step.
 

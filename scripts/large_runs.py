@@ -40,9 +40,15 @@ def exchanged_bytes(trained: int, frozen: int, num_micro_batches: int) -> dict[s
 
 def main() -> None:
     """Print a row for each shape and number of GPUs."""
-    parser = argparse.ArgumentParser("python -m scripts.large_runs", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gib-per-s", type=float, default=46.0, help="between machines, a GPU's own (400 Gbit/s)")
-    parser.add_argument("--flops", type=float, default=4e14, help="that a GPU sustains (an H100: 0.4 of its peak)")
+    parser = argparse.ArgumentParser(
+        "python -m scripts.large_runs", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--gib-per-s", type=float, default=46.0, help="between machines, a GPU's own (400 Gbit/s)"
+    )
+    parser.add_argument(
+        "--flops", type=float, default=4e14, help="that a GPU sustains (an H100: 0.4 of its peak)"
+    )
     given = parser.parse_args()
     print(
         "| base | GPUs | step s | none GB, s | expansion GB, s | all GB, s | 60 B tokens | 1 T tokens | checkpoint GB |"

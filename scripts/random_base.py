@@ -48,7 +48,9 @@ def reference_config(layers: int, hidden: int, vocabulary: int) -> LlamaConfig:
 
 def main() -> None:
     """Write the base and its text."""
-    parser = argparse.ArgumentParser("python -m scripts.random_base", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m scripts.random_base", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=2048)

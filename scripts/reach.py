@@ -56,7 +56,12 @@ def shrink(config: dict[str, Any], folder: Path, steps: int, precision: str) -> 
     """Return the reference config with a local base and text, and as few steps and tokens as still test every verb."""
     dtype = "bfloat16" if precision == "bf16" else "float32"
     sources = [
-        {"name": "korean", "path": f"{folder}/text/korean-train.txt", "language": "ko", "weight": 0.9},
+        {
+            "name": "korean",
+            "path": f"{folder}/text/korean-train.txt",
+            "language": "ko",
+            "weight": 0.9,
+        },
         {
             "name": "english",
             "path": f"{folder}/text/english-train.txt",
@@ -76,7 +81,13 @@ def shrink(config: dict[str, Any], folder: Path, steps: int, precision: str) -> 
         }
         for name, (language, role) in roles.items()
     ]
-    few = {"max_steps": steps, "global_batch_size": 1, "micro_batch_size": 1, "warmup_steps": 1, "save_every_steps": 1}
+    few = {
+        "max_steps": steps,
+        "global_batch_size": 1,
+        "micro_batch_size": 1,
+        "warmup_steps": 1,
+        "save_every_steps": 1,
+    }
     return {
         **config,
         "output_dir": f"{folder}/run",
@@ -97,7 +108,10 @@ def run(command: list[str], *, kill_when: Path | None = None) -> Cost:
     began = time.monotonic()
     process = subprocess.Popen(command)
     if kill_when is not None:
-        while not kill_when.exists() and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        while (
+            not kill_when.exists()
+            and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        ):
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)  # Popen.kill would reap a process that has ended
     _, status, used = os.wait4(process.pid, 0)
@@ -111,7 +125,9 @@ def take_through_verbs(folder: Path) -> dict[str, Cost]:
     config, export = folder / "run.yaml", folder / "run" / "export" / "llama-bfloat16"
 
     def verb(name: str, *options: str, kill_when: Path | None = None) -> Cost:
-        return run([sys.executable, "-m", "scale_cli", name, str(config), *options], kill_when=kill_when)
+        return run(
+            [sys.executable, "-m", "scale_cli", name, str(config), *options], kill_when=kill_when
+        )
 
     return {
         "plan": verb("plan"),
@@ -122,7 +138,10 @@ def take_through_verbs(folder: Path) -> dict[str, Cost]:
         "train, resumed": verb("train", "--resume", "auto"),
         "evaluate": verb("evaluate"),
         "export": verb("export"),
-        **{f"load {way}": run([sys.executable, "-c", _LOAD, str(export), way]) for way in ("plainly", "routed")},
+        **{
+            f"load {way}": run([sys.executable, "-c", _LOAD, str(export), way])
+            for way in ("plainly", "routed")
+        },
     }
 
 
@@ -140,8 +159,12 @@ def least_bytes(folder: Path, precision: str) -> dict[str, int]:
     method = json.loads(told.stdout)["methods"][0]
     parameters, frozen_bytes = method["parameters"], 2 if precision == "bf16" else 4
     model = frozen_bytes * parameters["num_frozen"] + 4 * parameters["num_trainable"]
-    written = sum(file.stat().st_size for file in (folder / "run" / "export").rglob("*.safetensors"))
-    train = sum(method["memory"].values()) + parameters["trainable_bytes"] + parameters["moments_bytes"]
+    written = sum(
+        file.stat().st_size for file in (folder / "run" / "export").rglob("*.safetensors")
+    )
+    train = (
+        sum(method["memory"].values()) + parameters["trainable_bytes"] + parameters["moments_bytes"]
+    )
     return {
         "upscale": model,
         "train, killed after step 1": train,
@@ -155,7 +178,9 @@ def least_bytes(folder: Path, precision: str) -> dict[str, int]:
 
 def main() -> None:
     """Write base, text and config, run the verbs, and print the table; exit with 1 above MOST_GIB."""
-    parser = argparse.ArgumentParser("python -m scripts.reach", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m scripts.reach", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/reach"))
     for size, default in (("layers", 16), ("hidden", 2048), ("vocabulary", 128_256)):
         parser.add_argument(f"--{size}", type=int, default=default)
@@ -172,14 +197,18 @@ def main() -> None:
     print("\n| verb | CPU s | elapsed s | peak GiB | least GiB |\n|---|---:|---:|---:|---:|")
     for name, cost in costs.items():
         bound = f"{least[name] / _GIB:.2f}" if name in least else ""
-        print(f"| {name} | {cost.cpu_s:.0f} | {cost.elapsed_s:.0f} | {cost.peak_bytes / _GIB:.2f} | {bound} |")
+        print(
+            f"| {name} | {cost.cpu_s:.0f} | {cost.elapsed_s:.0f} | {cost.peak_bytes / _GIB:.2f} | {bound} |"
+        )
     parity = json.loads((folder / "run" / "export" / "llama-bfloat16" / "parity.json").read_text())
     for way, figures in (("plainly", parity), ("routed", parity["routed"])):
         print(
             f"logits, {way}: at most {figures['max_logit_difference']:.3g} from the trained model's, "
             f"which move by {figures['own_max_difference']:.3g} in this dtype"
         )
-    print(f"in all {sum(cost.elapsed_s for cost in costs.values()) / 60:.0f} minutes; everything is in {folder}")
+    print(
+        f"in all {sum(cost.elapsed_s for cost in costs.values()) / 60:.0f} minutes; everything is in {folder}"
+    )
     if max(cost.peak_bytes for cost in costs.values()) > MOST_GIB[precision] * _GIB:
         raise SystemExit(f"more than {MOST_GIB[precision]:g} GiB")
 

@@ -41,7 +41,9 @@ def contestants(shape: str) -> dict[str, Any]:
             vocab_size=vocabulary,
         )
     )
-    model: Any = start_model(base.requires_grad_(False), MethodConfig(variant="route"), seed=0).eval()
+    model: Any = start_model(
+        base.requires_grad_(False), MethodConfig(variant="route"), seed=0
+    ).eval()
     plain = dense_model(model, "float32")
     plain.config.scale_router = router_keys(model)
     routed = getattr(routed_scale, routed_name(type(plain).__name__))(plain.config).eval()
@@ -63,7 +65,9 @@ def timed(model: Any, ids_BT: torch.Tensor, num_tokens: int) -> tuple[float, flo
 @torch.no_grad()
 def main() -> None:
     """Print the tokens/s of every model, and its speed relative to the plain one's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16)
@@ -81,7 +85,11 @@ def main() -> None:
             for name in models:
                 ratios = [taken["plain"][part] / taken[name][part] for taken in rounds[1:]]
                 low, middle, high = statistics.quantiles(ratios, n=4)
-                per_s = batch * (PROMPT_TOKENS if kind == "prompt" else 1) / min(taken[name][part] for taken in rounds)
+                per_s = (
+                    batch
+                    * (PROMPT_TOKENS if kind == "prompt" else 1)
+                    / min(taken[name][part] for taken in rounds)
+                )
                 print(
                     f"{asked.shape}, batch {batch}, {kind}: {name:<12} {per_s:10,.0f} tokens/s, "
                     f"{middle:.2f} [{low:.2f}, {high:.2f}] of plain"

@@ -55,11 +55,15 @@ def timed(model: Any, ids_1T: Tensor) -> tuple[float, float]:
     scored = time.process_time()
     cache = None
     for token_1 in ids_1T.unbind(dim=1):
-        cache = model(token_1.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        cache = model(
+            token_1.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).past_key_values
     return scored - started, time.process_time() - scored
 
 
-def rounds_of(models: dict[str, tuple[Any, Tensor]], count: int) -> Sequence[dict[str, tuple[float, float]]]:
+def rounds_of(
+    models: dict[str, tuple[Any, Tensor]], count: int
+) -> Sequence[dict[str, tuple[float, float]]]:
     """Return the times of each model in every round but the first."""
     rounds = []
     for turn in range(count + 1):
@@ -71,7 +75,9 @@ def rounds_of(models: dict[str, tuple[Any, Tensor]], count: int) -> Sequence[dic
 @torch.no_grad()
 def main() -> None:
     """Print the characters/s of every model, and its speed relative to the one without new tokens."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("words", nargs="*", metavar="CONFIG or KEY.SUB=VALUE")
     parser.add_argument("--new-tokens", default="2048,4096,8192")
     parser.add_argument("--rounds", type=int, default=5)

@@ -31,7 +31,9 @@ BATCHES = (1, 8, 32)
 PROMPT, SHORT = 128, 16
 
 
-def folder_of(root: Path, name: str, hidden: int, options: argparse.Namespace, router: dict[str, Any] | None) -> Path:
+def folder_of(
+    root: Path, name: str, hidden: int, options: argparse.Namespace, router: dict[str, Any] | None
+) -> Path:
     """Write the config of a Llama, and return its folder; weights are made up at loading."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -49,11 +51,15 @@ def folder_of(root: Path, name: str, hidden: int, options: argparse.Namespace, r
     }
     folder = root / name
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config | ({"scale_router": router} if router else {})))
+    (folder / "config.json").write_text(
+        json.dumps(config | ({"scale_router": router} if router else {}))
+    )
     return folder
 
 
-def engine_of(folder: Path, options: argparse.Namespace, architecture: str = "LlamaForCausalLM") -> Any:
+def engine_of(
+    folder: Path, options: argparse.Namespace, architecture: str = "LlamaForCausalLM"
+) -> Any:
     """Start an engine with random weights."""
     from vllm import LLM
 
@@ -75,21 +81,28 @@ def seconds(engine: Any, batch: int, length: int, new: int) -> float:
     """Return the processor time of one call, in seconds."""
     from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": [1 + (at * 7 + row) % 900 for at in range(length)]} for row in range(batch)]
+    prompts = [
+        {"prompt_token_ids": [1 + (at * 7 + row) % 900 for at in range(length)]}
+        for row in range(batch)
+    ]
     sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
     began = time.process_time()
     engine.generate(prompts, sampling, use_tqdm=False)
     return time.process_time() - began
 
 
-def measured(engines: dict[str, Any], turns: int, new: int) -> dict[tuple[str, int, str], list[float]]:
+def measured(
+    engines: dict[str, Any], turns: int, new: int
+) -> dict[tuple[str, int, str], list[float]]:
     """Return, for every engine and batch, the seconds of a prefill and of one decoding step in each turn."""
     took: dict[tuple[str, int, str], list[float]] = {}
     for turn in range(turns + 1):
         for batch in BATCHES:
             for name, engine in list(engines.items())[:: -1 if turn % 2 else 1]:
                 prefill = seconds(engine, batch, PROMPT, 1)
-                decode = (seconds(engine, batch, SHORT, 1 + new) - seconds(engine, batch, SHORT, 1)) / new
+                decode = (
+                    seconds(engine, batch, SHORT, 1 + new) - seconds(engine, batch, SHORT, 1)
+                ) / new
                 for what, each in (("prefill", prefill), ("decode", decode)):
                     if turn > 0:  # the first turn compiles
                         took.setdefault((name, batch, what), []).append(each)
@@ -103,7 +116,9 @@ def times(numerator: list[float], denominator: list[float], factor: int = 1) -> 
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=1024, help="channels of the base's stream")
     parser.add_argument("--expansion", type=int, default=256, help="channels of the added one")
     parser.add_argument("--layers", type=int, default=8)
@@ -113,22 +128,35 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32, help="tokens of a decode")
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
-    router = {"stream_sizes": [options.hidden, options.expansion], "parents": [0], "prior": 0.5, "switch_rate": 0.0}
+    router = {
+        "stream_sizes": [options.hidden, options.expansion],
+        "parents": [0],
+        "prior": 0.5,
+        "switch_rate": 0.0,
+    }
     with tempfile.TemporaryDirectory() as root:
-        folder = folder_of(Path(root), "widened", options.hidden + options.expansion, options, router)
+        folder = folder_of(
+            Path(root), "widened", options.hidden + options.expansion, options, router
+        )
         engines = {
-            "base": engine_of(folder_of(Path(root), "base", options.hidden, options, None), options),
+            "base": engine_of(
+                folder_of(Path(root), "base", options.hidden, options, None), options
+            ),
             "plain": engine_of(folder, options),
             "routed": engine_of(folder, options, "ScaleRoutedLlamaForCausalLM"),
         }
         took = measured(engines, options.turns, options.new)
-    print("| | batch | base's size, tokens/s | plain | routed | of plain | two plain in turn | two of base's size |")
+    print(
+        "| | batch | base's size, tokens/s | plain | routed | of plain | two plain in turn | two of base's size |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for what in ("prefill", "decode"):
         for batch in BATCHES:
             base, plain, routed = (took[name, batch, what] for name in ("base", "plain", "routed"))
             tokens = batch * (PROMPT if what == "prefill" else 1)
-            rates = " | ".join(f"{tokens / statistics.median(each):.1f}" for each in (base, plain, routed))
+            rates = " | ".join(
+                f"{tokens / statistics.median(each):.1f}" for each in (base, plain, routed)
+            )
             gains = f"{times(plain, routed)} | {times(plain, routed, 2)} | {times(base, routed, 2)}"
             print(f"| {what} | {batch} | {rates} | {gains} |")
 

@@ -17,24 +17,35 @@ from tests.unwaited import let_nothing_wait_for_the_disk
 FORKS = {
     "tests/test_processes.py",
     "tests/training/test_sharding.py",
-    *(f"tests/torture/test_{name}.py" for name in ("damage", "faults", "fuzzed_corpora", "signals")),
+    *(
+        f"tests/torture/test_{name}.py"
+        for name in ("damage", "faults", "fuzzed_corpora", "signals")
+    ),
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--torture", action="store_true", help="tests/torture in full length (make torture)")
+    parser.addoption(
+        "--torture", action="store_true", help="tests/torture in full length (make torture)"
+    )
     parser.addoption("--runtimes", action="store_true", help="tests/runtimes too (make runtimes)")
     parser.addoption("--proofs", action="store_true", help="tests/integration too (make proofs)")
-    parser.addoption("--serving", action="store_true", help="tests/serving/engine too (make serving)")
+    parser.addoption(
+        "--serving", action="store_true", help="tests/serving/engine too (make serving)"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    option = {"integration": "--proofs", "runtimes": "--runtimes", "engine": "--serving"}.get(collection_path.name)
+    option = {"integration": "--proofs", "runtimes": "--runtimes", "engine": "--serving"}.get(
+        collection_path.name
+    )
     return True if option and not config.getoption(option) else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: a file that begins first, so that no core is idle at the end")
+    config.addinivalue_line(
+        "markers", "long: a file that begins first, so that no core is idle at the end"
+    )
     let_nothing_wait_for_the_disk()
 
 
@@ -59,14 +70,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Print what the long proofs counted: `record_property(what, how_many)`."""
     if not any(config.getoption(option) for option in ("--torture", "--runtimes", "--serving")):
         return
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
             for what, how_many in report.user_properties:
-                terminalreporter.write_line(f"{outcome}  {report.nodeid.split('/')[-1]}: {what}: {how_many}")
+                terminalreporter.write_line(
+                    f"{outcome}  {report.nodeid.split('/')[-1]}: {what}: {how_many}"
+                )
 
 
 @pytest.fixture(scope="session")
@@ -122,6 +137,8 @@ def scale(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
             code = None
         shown = capfd.readouterr()
         assert "Traceback" not in shown.out + shown.err
-        return Outcome(code, shown.out, re.sub(r"\r[^\r\n]*(?=\r)|\r *\r?(?=[^\n]|$)", "", shown.err))
+        return Outcome(
+            code, shown.out, re.sub(r"\r[^\r\n]*(?=\r)|\r *\r?(?=[^\n]|$)", "", shown.err)
+        )
 
     return run

@@ -38,7 +38,9 @@ class Made:
     variant: str = "full"
     lost: float | None = 0.4  # of English, bits/byte, served alone; None for not finite
     gained: float | None = 0.9  # of Korean, likewise
-    benchmarks: dict[str, tuple[float, float]] = field(default_factory=dict)  # difference in accuracy, p_holm
+    benchmarks: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # difference in accuracy, p_holm
     base: str = "a" * 64  # hash of the base's only tensor
     train: dict[str, Any] = field(default_factory=dict)  # keys of the config's section
     new_tokens: int = 0  # with which Korean takes a quarter of the tokens
@@ -99,7 +101,9 @@ def report_of(made: Made) -> Report:
         heads = {head: _head(base_bits, changes[head], head, language, made) for head in HEADS}
         num_tokens = 5_000 if made.new_tokens and language == "ko" else 20_000
         num_prompts = 20 if made.continued else 0
-        corpora.append(CorpusResult(name, language, role, 50, num_tokens, 80_000, heads, num_prompts))
+        corpora.append(
+            CorpusResult(name, language, role, 50, num_tokens, 80_000, heads, num_prompts)
+        )
     benchmarks = [_benchmark(name, *outcome) for name, outcome in made.benchmarks.items()]
     served = "posterior" if made.variant == "route" else "adapted"
     return Report(made.variant, served, 100, 102_400, "t" * 64, corpora, benchmarks)
@@ -113,7 +117,9 @@ def _head(base: float, change: float | None, head: str, language: str, made: Mad
     width = 0.0 if head == "base" else 0.01 if abs(change) > 0.001 else 0.0002
     difference = Interval(change, change - width, change + width)
     in_script = Interval(0.5, 0.4, 0.6) if made.continued else None
-    return HeadResult(base * 3, 2.0 ** (base + change), base + change, difference, 0.69, share, in_script)
+    return HeadResult(
+        base * 3, 2.0 ** (base + change), base + change, difference, 0.69, share, in_script
+    )
 
 
 def _benchmark(name: str, difference: float, p_holm: float) -> BenchmarkResult:
@@ -123,4 +129,6 @@ def _benchmark(name: str, difference: float, p_holm: float) -> BenchmarkResult:
         acc = Interval(0.52 + difference, 0.48 + difference, 0.56 + difference)
         change = Interval(difference, difference - 0.02, difference + 0.02)
         heads[head] = BenchmarkHead({"acc": acc}, {"acc": change}, 40, 20, p_holm / 2, p_holm)
-    return BenchmarkResult(name, language, "retention" if language == "en" else "acquisition", 500, heads)
+    return BenchmarkResult(
+        name, language, "retention" if language == "en" else "acquisition", 500, heads
+    )

@@ -13,7 +13,9 @@ from scale_cli.training.step import hooks_of
 
 def training_of(train: TrainConfig, model: Any = None) -> Training:
     """Return what recipes are made of."""
-    return Training(model, train, {}, Accelerator(cpu=True), lambda _: [], lambda _: torch.zeros(()))
+    return Training(
+        model, train, {}, Accelerator(cpu=True), lambda _: [], lambda _: torch.zeros(())
+    )
 
 
 def hooks_for(model: Any, train: TrainConfig, method: MethodConfig | None = None) -> list[Hook]:

@@ -10,7 +10,9 @@ def write_config(folder: Path, base: Path | str, **sections: Any) -> Path:
     """Write it beside its text; `sections` add to those that it has, or stand in the place of what they name."""
     news = folder / "news.txt"
     if not news.exists():
-        news.write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n", encoding="utf-8")
+        news.write_text(
+            "Once upon a time there was a cat.\n\nThe cat was happy.\n", encoding="utf-8"
+        )
     source = {"name": "news", "path": str(news), "language": "en"}
     tree: dict[str, Any] = {
         "output_dir": str(folder / "run"),

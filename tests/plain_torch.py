@@ -17,7 +17,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 ACTIVATIONS = {
     "silu": lambda x: x * torch.sigmoid(x),
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
-    "gelu_pytorch_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "gelu_pytorch_tanh": lambda x: (
+        x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+    ),
 }
 
 
@@ -31,7 +33,12 @@ class Norms(NamedTuple):
 
 
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-GEMMA = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+GEMMA = Norms(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 NORMS = {"gemma3_text": GEMMA, "olmo2": AFTER, "olmo3": AFTER, "exaone4": AFTER}
 
 
@@ -73,14 +80,18 @@ def logits_of(
     runs = [{name: tensor.double() for name, tensor in one.tensors.items()} for one in path]
     here, width = _Widened(config, base, runs), config.hidden_size
     is_gemma = config.model_type == "gemma3_text"
-    embedding = base["model.embed_tokens.weight"] * (torch.tensor(width**0.5).double() if is_gemma else 1.0)
+    embedding = base["model.embed_tokens.weight"] * (
+        torch.tensor(width**0.5).double() if is_gemma else 1.0
+    )
     head = base.get("lm_head.weight", base["model.embed_tokens.weight"])
     for run in runs:
         if "new_tokens.lm_head.weight" in run:
             embedding = torch.cat([embedding, run["new_tokens.embed_tokens.weight"]])
             head = torch.cat([head, run["new_tokens.lm_head.weight"]])
     embedding = torch.stack([*embedding, *more_rows])
-    stream_BTC = torch.cat([table[ids_BT] for table in (embedding, *(run["embed_tokens.weight"] for run in runs))], -1)
+    stream_BTC = torch.cat(
+        [table[ids_BT] for table in (embedding, *(run["embed_tokens.weight"] for run in runs))], -1
+    )
     norms = NORMS.get(config.model_type, Norms())
     for layer, (cos, sin, mask) in enumerate(_turns_and_masks(config, ids_BT, documents_BT)):
         name = f"layers.{layer}"
@@ -113,7 +124,9 @@ class _Widened(NamedTuple):
             return rows
         gain = self._gains(".".join(filter(None, (layer, owner, norm))))
         name = ".".join(filter(None, (layer, norm, "weight")))
-        size = (rows[..., : len(gain)].pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt()
+        size = (
+            rows[..., : len(gain)].pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps
+        ).sqrt()
         gains = torch.cat([gain, *(run[name] for run in self.runs if name in run)])
         return rows[..., : len(gains)] / size * gains
 
@@ -122,7 +135,9 @@ class _Widened(NamedTuple):
         weight = self.base[f"model.{layer}.{owner}.{name}.weight"]
         biases = [self.base.get(f"model.{layer}.{owner}.{name}.bias")]
         for run in self.runs:
-            across, own, back = (run.get(f"{layer}.{name}.weight_{of}") for of in ("21", "22", "12"))
+            across, own, back = (
+                run.get(f"{layer}.{name}.weight_{of}") for of in ("21", "22", "12")
+            )
             assert across is not None and own is not None
             back = own.new_zeros(0, own.shape[1]) if back is None else back
             back = F.pad(back, (0, 0, 0, len(weight) - len(back)))
@@ -136,10 +151,16 @@ class _Widened(NamedTuple):
         kind, channels = self.config.model_type, _channels_of_a_head(self.config)
         q, k, v = (self.product(layer, "self_attn", f"{name}_proj", rows) for name in "qkv")
         if kind in ("olmo2", "olmo3"):
-            q, k = self.normed(q, layer, "q_norm", "self_attn"), self.normed(k, layer, "k_norm", "self_attn")
+            q, k = (
+                self.normed(q, layer, "q_norm", "self_attn"),
+                self.normed(k, layer, "k_norm", "self_attn"),
+            )
         q, k, v = (states.unflatten(-1, (-1, channels)).transpose(1, 2) for states in (q, k, v))
         if kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4"):
-            q, k = (self._normed_head(states, f"{layer}.self_attn.{of}_norm") for states, of in ((q, "q"), (k, "k")))
+            q, k = (
+                self._normed_head(states, f"{layer}.self_attn.{of}_norm")
+                for states, of in ((q, "q"), (k, "k"))
+            )
         q, k = (_turned(states, cos, sin) for states in (q, k))
         k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
         size = math.sqrt(self.config.query_pre_attn_scalar if kind == "gemma3_text" else channels)
@@ -147,7 +168,11 @@ class _Widened(NamedTuple):
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
     def _normed_head(self, states: Tensor, name: str) -> Tensor:
-        return states * (states.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt() * self._gains(name)
+        return (
+            states
+            * (states.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
+            * self._gains(name)
+        )
 
     def _gains(self, name: str) -> Tensor:
         return self.base[f"model.{name}.weight"] + (self.config.model_type == "gemma3_text")
@@ -156,7 +181,8 @@ class _Widened(NamedTuple):
 def _unpacked(config: Any, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors in which q, k and v, and gate and up, have names of their own, where they are rows of one."""
     of_q, of_kv = (
-        heads * _channels_of_a_head(config) for heads in (config.num_attention_heads, config.num_key_value_heads)
+        heads * _channels_of_a_head(config)
+        for heads in (config.num_attention_heads, config.num_key_value_heads)
     )
     parts = {"qkv_proj": {"q_proj": of_q, "k_proj": of_kv, "v_proj": of_kv}}
     parts["gate_up_proj"] = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
@@ -171,7 +197,9 @@ def _unpacked(config: Any, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _mixture(config: Any, base: Mapping[str, Tensor], name: str, rows_BTD: Tensor) -> Tensor:
     """Return what the likeliest experts of every token write, each computed for all tokens."""
-    likely, chosen = F.linear(rows_BTD, base[f"{name}.gate.weight"]).softmax(-1).topk(config.num_experts_per_tok)
+    likely, chosen = (
+        F.linear(rows_BTD, base[f"{name}.gate.weight"]).softmax(-1).topk(config.num_experts_per_tok)
+    )
     if config.norm_topk_prob:
         likely = likely / likely.sum(-1, keepdim=True)
     written = torch.zeros_like(rows_BTD)
@@ -179,7 +207,9 @@ def _mixture(config: Any, base: Mapping[str, Tensor], name: str, rows_BTD: Tenso
     for expert in range(config.num_experts):
         share = (likely * (chosen == expert)).sum(-1, keepdim=True)
         gate, up = F.linear(rows_BTD, packed[expert]).chunk(2, dim=-1)
-        written = written + share * F.linear(ACTIVATIONS[config.hidden_act](gate) * up, down[expert])
+        written = written + share * F.linear(
+            ACTIVATIONS[config.hidden_act](gate) * up, down[expert]
+        )
     return written
 
 
@@ -193,7 +223,9 @@ def _turns_and_masks(
     seen_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]) & (back >= 0)
     since_BT = seen_BTT.sum(-1) - 1
     channels, window = _channels_of_a_head(config), getattr(config, "sliding_window", None)
-    for kind in getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers:
+    for kind in (
+        getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    ):
         factor, of_kind = 1.0, "full_attention" in config.rope_parameters
         rope = config.rope_parameters[kind] if of_kind else config.rope_parameters
         turned = int(channels * rope.get("partial_rotary_factor", 1.0))
@@ -202,7 +234,9 @@ def _turns_and_masks(
             rates = rates / rope["factor"]
         elif rope["rope_type"] != "default":
             named = {"layer_type": kind} if of_kind else {}
-            rates, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, None, int(since_BT.max()) + 1, **named)
+            rates, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](
+                config, None, int(since_BT.max()) + 1, **named
+            )
         angles = (since_BT[:, None, :, None] * rates).repeat(1, 1, 1, 2)
         if config.model_type == "exaone4" and window and kind == "full_attention":
             angles = torch.zeros_like(angles)
@@ -224,7 +258,12 @@ def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def composed_rows(rows_VC: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:
     """Return rows of tokens that are made of others: their pieces' mean, as long as a piece's row is in the median."""
     rows_VC = rows_VC.double()
-    lengths = torch.stack([rows_VC[piece].norm() for piece in sorted({one for of_token in pieces for one in of_token})])
+    lengths = torch.stack(
+        [
+            rows_VC[piece].norm()
+            for piece in sorted({one for of_token in pieces for one in of_token})
+        ]
+    )
     means = torch.stack([rows_VC[list(of_token)].mean(0) for of_token in pieces])
     return means / means.norm(dim=1, keepdim=True) * lengths.median()
 

@@ -29,11 +29,42 @@ NAME = "pretended"
 _aten: Any = torch.ops.aten
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}  # from one device to the other
 # Not elementwise by PyTorch's tags, and yet they read a number that lies on the CPU.
-_READ_NUMBERS = {"fill", "fill_", "masked_fill", "masked_fill_", "index_put", "index_put_", "_index_put_impl_"}
-_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+_READ_NUMBERS = {
+    "fill",
+    "fill_",
+    "masked_fill",
+    "masked_fill_",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+}
+_INDEXING = {
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "_unsafe_index",
+    "_unsafe_index_put",
+}
 # These have no tensor to be dispatched by, and are not made of `empty` and a filling alone.
-_FACTORIES = ("empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step", "eye", "linspace")
-_LOWERED_BY_AUTOCAST = ("mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "scaled_dot_product_attention")
+_FACTORIES = (
+    "empty.memory_format",
+    "empty_strided",
+    "arange",
+    "arange.start",
+    "arange.start_step",
+    "eye",
+    "linspace",
+)
+_LOWERED_BY_AUTOCAST = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "linear",
+    "matmul",
+    "scaled_dot_product_attention",
+)
 
 _backend = SimpleNamespace(
     is_available=lambda: False,
@@ -89,7 +120,9 @@ class PretendedTensor(Tensor):
 
     def numpy(self, **_: Any) -> Any:
         """Refuse, as CUDA does."""
-        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first."
+        )
 
     def __array__(self, *_: Any) -> Any:
         """Refuse, as CUDA does."""
@@ -117,7 +150,9 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
             outer[id(value)] = value
             num_on_cpu += 1
         elif isinstance(value, torch.Generator):
-            raise RuntimeError(f"{op}: expected a '{NAME}' device type for generator but found 'cpu'")
+            raise RuntimeError(
+                f"{op}: expected a '{NAME}' device type for generator but found 'cpu'"
+            )
         return value
 
     def outside(value: Any) -> Any:
@@ -125,18 +160,26 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
             return value
         known = outer.get(id(value))
         if known is not None and known.shape != value.shape:
-            raise NotImplementedError(f"{op} changes a shape in place, which the pretended device cannot")
+            raise NotImplementedError(
+                f"{op} changes a shape in place, which the pretended device cannot"
+            )
         return PretendedTensor(value) if known is None else known
 
     inner_args = [_mapped(inside, value) for value in args]
-    inner_kwargs = {name: _mapped(inside, value) for name, value in kwargs.items() if name != "pin_memory"}
+    inner_kwargs = {
+        name: _mapped(inside, value) for name, value in kwargs.items() if name != "pin_memory"
+    }
     if num_on_cpu and op not in _COPIES:
         _refuse_mixtures(op, args, kwargs)
     wanted = inner_kwargs.get("device")
     if wanted is not None:
         inner_kwargs["device"] = "cpu"
     result = op(*inner_args, **inner_kwargs)
-    return result if wanted is not None and torch.device(wanted).type == "cpu" else _mapped(outside, result)
+    return (
+        result
+        if wanted is not None and torch.device(wanted).type == "cpu"
+        else _mapped(outside, result)
+    )
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -148,14 +191,20 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 def _refuse_mixtures(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name = op._schema.name.removeprefix("aten::")
-    reads_numbers = torch.Tag.pointwise in op.tags or name in _READ_NUMBERS or name.startswith("_foreach")
+    reads_numbers = (
+        torch.Tag.pointwise in op.tags or name in _READ_NUMBERS or name.startswith("_foreach")
+    )
     for place, argument in enumerate(op._schema.arguments):
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if not isinstance(tensor, Tensor) or isinstance(tensor, PretendedTensor):
                 continue
-            is_index = name in _INDEXING and argument.name == "indices" and isinstance(args[0], PretendedTensor)
+            is_index = (
+                name in _INDEXING
+                and argument.name == "indices"
+                and isinstance(args[0], PretendedTensor)
+            )
             is_number = tensor.dim() == 0 and reads_numbers and not written
             if not is_index and not is_number:
                 raise RuntimeError(
@@ -176,7 +225,9 @@ def _lowered_by_autocast(op: Any) -> Any:
             return value.to(dtype) if lowers else value
 
         with torch._C._ExcludeDispatchKeyGuard(key):
-            return op(*map(cast_down, args), **{name: cast_down(value) for name, value in kwargs.items()})
+            return op(
+                *map(cast_down, args), **{name: cast_down(value) for name, value in kwargs.items()}
+            )
 
     return lowered
 
@@ -196,7 +247,11 @@ def _register() -> None:
     for name in _FACTORIES:
         register(name, "PrivateUse1", lambda op: lambda *args, **kwargs: _run(op, *args, **kwargs))
     # torch.tensor fills what it makes by this, past __torch_dispatch__.
-    register("_copy_from", "PrivateUse1", lambda _: lambda source, made, *_: _run(_aten.copy_.default, made, source))
+    register(
+        "_copy_from",
+        "PrivateUse1",
+        lambda _: lambda source, made, *_: _run(_aten.copy_.default, made, source),
+    )
     everything_else = torch.library.Library("_", "IMPL")
     everything_else.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for name in _LOWERED_BY_AUTOCAST:

@@ -29,10 +29,20 @@ def write_small_config(folder: Path, shared_data: Path) -> None:
     """Write the page's config as it is shipped, but for the base, the corpora and the sizes of the run."""
     config = yaml.safe_load((PAGE.parents[1] / CONFIG).read_text(encoding="utf-8"))
     korean = {"path": str(shared_data / "ko-petitions" / "valid.txt.xz"), "language": "ko"}
-    english = {"path": str(shared_data / "en-tinystories" / "tinystories_val.txt"), "language": "en"}
+    english = {
+        "path": str(shared_data / "en-tinystories" / "tinystories_val.txt"),
+        "language": "en",
+    }
     sources = [
         {"name": "petitions", **korean, "weight": 0.9, "max_documents": 8},
-        {"name": "stories", **english, "weight": 0.1, "role": "replay", "skip_documents": 4, "max_documents": 8},
+        {
+            "name": "stories",
+            **english,
+            "weight": 0.1,
+            "role": "replay",
+            "skip_documents": 4,
+            "max_documents": 8,
+        },
     ]
     config["model"]["base"] = str(shared_data / "ckpt-stories260K" / "hf")
     config["corpus"] |= {"sequence_length": 64, "sources": sources}
@@ -64,7 +74,19 @@ def run(command: str, folder: Path, **environment: str) -> str:
         assert all(ended.exit_code == 0 for ended in done), f"{command}\n{done}"
         return "".join(ended.printed for ended in done)
     scripts = str(Path(sys.executable).parent)
-    given = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1", **environment}
-    ran = subprocess.run(["bash", "-euc", command], cwd=folder, env=given, capture_output=True, text=True, check=False)
+    given = {
+        **os.environ,
+        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        **environment,
+    }
+    ran = subprocess.run(
+        ["bash", "-euc", command],
+        cwd=folder,
+        env=given,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
     return ran.stdout

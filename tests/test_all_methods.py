@@ -27,23 +27,37 @@ def given(shared_data: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def configs(given: list[str]) -> dict[str, RunConfig]:
-    return {name: load_config(PETITIONS, method.makes(PETITIONS, given)) for name, method in METHODS.items()}
+    return {
+        name: load_config(PETITIONS, method.makes(PETITIONS, given))
+        for name, method in METHODS.items()
+    }
 
 
 def test_every_method_is_tuned_by_equally_many_runs_and_every_one_is_a_config(
     configs: dict[str, RunConfig], given: list[str]
 ) -> None:
-    assert len({len(parse_grid(method.tried, paired=True).points) for method in METHODS.values()}) == 1
+    assert (
+        len({len(parse_grid(method.tried, paired=True).points) for method in METHODS.values()}) == 1
+    )
     for name, method in METHODS.items():
         overrides = [*method.makes(PETITIONS, given), *tuning_overrides(configs[name])]
         for values in parse_grid(method.tried, paired=True).points:
-            tried = load_config(PETITIONS, [*overrides, *words_of_run(125, Path("runs/x"), TUNING_SEED), *values])
-            assert tried.method.variant == configs[name].method.variant and tried.train.max_steps == 125
+            tried = load_config(
+                PETITIONS, [*overrides, *words_of_run(125, Path("runs/x"), TUNING_SEED), *values]
+            )
+            assert (
+                tried.method.variant == configs[name].method.variant
+                and tried.train.max_steps == 125
+            )
 
 
-def test_nothing_is_tuned_on_what_is_trained_on_or_reported(configs: dict[str, RunConfig], given: list[str]) -> None:
+def test_nothing_is_tuned_on_what_is_trained_on_or_reported(
+    configs: dict[str, RunConfig], given: list[str]
+) -> None:
     for name, config in configs.items():
-        tuned = load_config(PETITIONS, [*METHODS[name].makes(PETITIONS, given), *tuning_overrides(config)])
+        tuned = load_config(
+            PETITIONS, [*METHODS[name].makes(PETITIONS, given), *tuning_overrides(config)]
+        )
         (held_back,), trained = tuned.evaluation.perplexity, training_sources(tuned)[0]
         assert held_back.path == trained.path
         assert (held_back.skip_documents, held_back.max_documents) == (0, trained.skip_documents)

@@ -23,7 +23,11 @@ VERBS = ("plan", "upscale", "prepare", "train", "evaluate", "export", "run", "ev
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 @pytest.fixture
@@ -32,7 +36,9 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path, tmp_path / "absent-base")
 
 
-def test_help_shows_every_verb_in_groups_in_a_line_that_is_whole(scale: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_shows_every_verb_in_groups_in_a_line_that_is_whole(
+    scale: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert scale("-h") == scale("--help")
     _, _, commands = scale("-h").stdout.partition("First:\n")
@@ -40,7 +46,10 @@ def test_help_shows_every_verb_in_groups_in_a_line_that_is_whole(scale: Scale, m
     shown = dict(line.split(maxsplit=1) for line in commands.splitlines() if line.startswith("  "))
     assert titles == ["One verb at a time:", "Serving:", "Research:"]
     assert list(shown)[:3] == ["run", "init", "plan"]
-    named = [command.name or str(getattr(command.callback, "__name__", "")) for command in app.registered_commands]
+    named = [
+        command.name or str(getattr(command.callback, "__name__", ""))
+        for command in app.registered_commands
+    ]
     names = set(map(get_command_name, named))
     assert shown.keys() == names - {"eval"}, "an alias"
     assert all(line.endswith(".") and not line.endswith("...") for line in shown.values())
@@ -50,13 +59,17 @@ def test_the_version_is_told(scale: Scale) -> None:
     assert scale("--version") == Outcome(0, f"scale {version('scale-cli')}\n", "")
 
 
-def test_a_command_line_that_makes_no_sense_exits_2_and_a_missing_config_is_named(scale: Scale) -> None:
+def test_a_command_line_that_makes_no_sense_exits_2_and_a_missing_config_is_named(
+    scale: Scale,
+) -> None:
     for arguments in (["nosuch"], ["train"], ["train", "config.yaml", "--nosuch"]):
         done = scale(*arguments)
         assert done.exit_code == 2 and done.stderr
     assert "'--flops'" in scale("plan", "absent.yaml", "--flops", "inf").stderr
     for verb in VERBS:
-        assert scale(verb, "absent.yaml") == Outcome(2, "", "error: absent.yaml: no such config file\n")
+        assert scale(verb, "absent.yaml") == Outcome(
+            2, "", "error: absent.yaml: no such config file\n"
+        )
 
 
 def test_training_without_upscaling_says_what_to_run_first(config: Path, scale: Scale) -> None:
@@ -81,7 +94,11 @@ def upscaled(upscaled_once: Path, tmp_path: Path, stories: Path) -> Path:
 
 def test_what_cannot_be_resumed_is_named_and_changes_nothing(upscaled: Path, scale: Scale) -> None:
     def beside_tokens() -> dict[str, bytes]:
-        return {name: content for name, content in files_of(run).items() if not name.startswith("tokens/")}
+        return {
+            name: content
+            for name, content in files_of(run).items()
+            if not name.startswith("tokens/")
+        }
 
     run = upscaled.parent / "run"
     before = beside_tokens()
@@ -96,7 +113,10 @@ def test_a_run_that_is_there_is_not_trained_over(upscaled: Path, scale: Scale) -
     assert trained.exit_code == 0
     assert json.loads(trained.stdout)["step"] == 1
     finished = files_of(run)
-    assert scale("train", upscaled).error() == f"{run}: holds a finished run; choose another output_dir"
+    assert (
+        scale("train", upscaled).error()
+        == f"{run}: holds a finished run; choose another output_dir"
+    )
     assert files_of(run) == finished
     shutil.rmtree(run / "final")
     told = scale("train", upscaled).error()
@@ -106,13 +126,21 @@ def test_a_run_that_is_there_is_not_trained_over(upscaled: Path, scale: Scale) -
     assert (run / "final").is_dir()
 
 
-def test_quiet_verbs_warn_all_the_same_and_json_is_alone_on_standard_output(upscaled: Path, scale: Scale) -> None:
+def test_quiet_verbs_warn_all_the_same_and_json_is_alone_on_standard_output(
+    upscaled: Path, scale: Scale
+) -> None:
     shown = scale("prepare", upscaled, "train.max_steps=500")
     assert "warning: corpus news: " in shown.stdout
     for option in ("--quiet", "--json"):
         told = scale("prepare", upscaled, "train.max_steps=500", option)
-        assert all(line.startswith("warning: ") for line in told.stderr.splitlines()) and told.stderr
-        assert (json.loads(told.stdout)["corpora"] != {}) if option == "--json" else (told.stdout == "")
+        assert (
+            all(line.startswith("warning: ") for line in told.stderr.splitlines()) and told.stderr
+        )
+        assert (
+            (json.loads(told.stdout)["corpora"] != {})
+            if option == "--json"
+            else (told.stdout == "")
+        )
 
 
 def test_a_signal_ends_any_verb_with_one_line_and_its_exit_code(tmp_path: Path) -> None:
@@ -129,7 +157,9 @@ def test_a_signal_ends_any_verb_with_one_line_and_its_exit_code(tmp_path: Path) 
     assert stderr.count("\n") == 1
 
 
-def test_a_signal_of_which_a_library_makes_an_error_is_the_signal_still(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_of_which_a_library_makes_an_error_is_the_signal_still(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with handlers_put_back(), pytest.raises(SystemExit) as ended, ended_in_one_message():
         try:
             signal.raise_signal(signal.SIGTERM)
@@ -143,4 +173,6 @@ def test_a_signal_of_which_a_library_makes_an_error_is_the_signal_still(capsys: 
 def test_a_share_is_one_of_so_many(written: str) -> None:
     with pytest.raises(UsageError, match=r"^--part .*: not a share; give I/N, from 1/N to N/N$"):
         parse_share("--part", written)
-    assert [parse_share("--part", f"{index}/3") for index in (1, 2, 3)] == [Share(index, 3) for index in (0, 1, 2)]
+    assert [parse_share("--part", f"{index}/3") for index in (1, 2, 3)] == [
+        Share(index, 3) for index in (0, 1, 2)
+    ]

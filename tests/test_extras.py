@@ -32,8 +32,12 @@ def test_every_library_is_in_the_extra_that_its_line_names_and_in_all() -> None:
     for module, extra in EXTRA_OF.items():
         names = {re.split(r"[^\w-]", requirement)[0] for requirement in extras[extra]}
         assert module.replace("_", "-") in names
-        assert not names & {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]}
-    of_all = dict.fromkeys(extra for extra in EXTRA_OF.values() if extra != "quantised")  # which slows every start
+        assert not names & {
+            re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]
+        }
+    of_all = dict.fromkeys(
+        extra for extra in EXTRA_OF.values() if extra != "quantised"
+    )  # which slows every start
     assert extras["all"] == [f"scale-cli[{','.join(of_all)}]"]
     assert "scale-cli[all,quantised]" in extras["dev"]
 
@@ -41,9 +45,19 @@ def test_every_library_is_in_the_extra_that_its_line_names_and_in_all() -> None:
 @pytest.mark.parametrize(
     ("module", "extra", "ask", "sections"),
     [
-        ("lm_eval", "eval", lambda config: run_pipeline(config, print), {"evaluation": {"benchmarks": ["copa"]}}),
+        (
+            "lm_eval",
+            "eval",
+            lambda config: run_pipeline(config, print),
+            {"evaluation": {"benchmarks": ["copa"]}},
+        ),
         ("peft", "lora", upscale, {"method": {"variant": "lora"}}),
-        ("matplotlib", "report", lambda config: compare([config.output_dir], config.output_dir / "x"), {}),
+        (
+            "matplotlib",
+            "report",
+            lambda config: compare([config.output_dir], config.output_dir / "x"),
+            {},
+        ),
     ],
 )
 def test_what_needs_a_library_that_is_absent_is_refused_before_anything_is_written(
@@ -63,7 +77,11 @@ def test_what_needs_a_library_that_is_absent_is_refused_before_anything_is_writt
 def test_a_plan_without_peft_says_so_of_lora_and_plans_the_rest(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside = [MethodConfig(variant="full"), MethodConfig(variant="lora"), MethodConfig(variant="osf")]
+    beside = [
+        MethodConfig(variant="full"),
+        MethodConfig(variant="lora"),
+        MethodConfig(variant="osf"),
+    ]
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: beside)
     monkeypatch.setitem(sys.modules, "peft", None)
     planned = plan(config, flops=1e12, num_processes=1)

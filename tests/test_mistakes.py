@@ -14,7 +14,12 @@ from tests.one_step import write_config
 @pytest.fixture
 def config(tmp_path: Path, stories: Path) -> Path:
     """A config that runs, beside its text."""
-    held_out = {"name": "held-out", "role": "acquisition", "path": str(tmp_path / "news.txt"), "language": "en"}
+    held_out = {
+        "name": "held-out",
+        "role": "acquisition",
+        "path": str(tmp_path / "news.txt"),
+        "language": "en",
+    }
     return write_config(tmp_path, stories, evaluation={"perplexity": [held_out]})
 
 
@@ -23,15 +28,30 @@ def config(tmp_path: Path, stories: Path) -> Path:
     [
         ("train.learning_rate=1e-3", "train.learning_rate: unknown key (did you mean lr?)"),
         ("train.seed=1", "train.seed: unknown key (did you mean seed, at the top?)"),
-        ("train.max_length=512", "train.max_length: unknown key (did you mean corpus.sequence_length?)"),
+        (
+            "train.max_length=512",
+            "train.max_length: unknown key (did you mean corpus.sequence_length?)",
+        ),
         ("lr=1e-3", "lr: unknown key (did you mean train.lr?)"),
-        ("train.device=cuda:1", "train.device: unknown key (no key is needed: a GPU is used if there is one;"),
-        ("method=lora", "method: a section with keys of its own, not a plain value (did you mean method.variant?)"),
+        (
+            "train.device=cuda:1",
+            "train.device: unknown key (no key is needed: a GPU is used if there is one;",
+        ),
+        (
+            "method=lora",
+            "method: a section with keys of its own, not a plain value (did you mean method.variant?)",
+        ),
         ("output_dir=/proc/mine", "output_dir /proc/mine: /proc cannot be written to"),
         ("corpus.sources.0.path=nowhere/*.txt", "news: no file matches nowhere/*.txt"),
-        ("corpus.sources.0.path=cp949.txt", "not UTF-8: cp949.txt:1, cp949.txt:3 (text is read as UTF-8"),
+        (
+            "corpus.sources.0.path=cp949.txt",
+            "not UTF-8: cp949.txt:1, cp949.txt:3 (text is read as UTF-8",
+        ),
         ("corpus.sources.0.path=utf16.txt", "iconv"),
-        ("corpus.sources.0.path=other.jsonl", "(it has title, body; set text_field or messages_field"),
+        (
+            "corpus.sources.0.path=other.jsonl",
+            "(it has title, body; set text_field or messages_field",
+        ),
         ("corpus.sources.0.skip_documents=9", "skip_documents skips all 2"),
     ],
 )

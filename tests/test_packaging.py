@@ -10,7 +10,9 @@ import yaml
 from setuptools import Distribution
 
 ROOT = Path(__file__).parents[1]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
 
 
 def test_a_wheel_holds_every_file_of_the_package(monkeypatch: Any) -> None:
@@ -21,8 +23,12 @@ def test_a_wheel_holds_every_file_of_the_package(monkeypatch: Any) -> None:
     build.ensure_finalized()
     modules = {Path(path) for _, _, path in build.find_all_modules()}
     data = {Path(folder, name) for _, folder, _, names in build.data_files for name in names}
-    listed = subprocess.run(["git", "ls-files", "scale_cli"], capture_output=True, text=True, check=True).stdout
-    packaged = {path if not path.is_absolute() else path.relative_to(ROOT) for path in modules | data}
+    listed = subprocess.run(
+        ["git", "ls-files", "scale_cli"], capture_output=True, text=True, check=True
+    ).stdout
+    packaged = {
+        path if not path.is_absolute() else path.relative_to(ROOT) for path in modules | data
+    }
     assert {Path(line) for line in listed.splitlines()} <= packaged
     assert Path("scale_cli/py.typed") in packaged
 
@@ -30,19 +36,26 @@ def test_a_wheel_holds_every_file_of_the_package(monkeypatch: Any) -> None:
 def test_the_page_of_the_index_leads_nowhere_that_only_a_checkout_has() -> None:
     page = (ROOT / PROJECT["readme"]).read_text(encoding="utf-8")
     assert all(link.startswith("https://") for link in re.findall(r"\]\((.*?)\)", page))
-    assert set(PROJECT["optional-dependencies"]) - {"dev"} == set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert set(PROJECT["optional-dependencies"]) - {"dev"} == set(
+        re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    )
 
 
 def test_every_dependency_has_its_reason_and_a_version_that_is_tested() -> None:
     reasons = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Dependencies")[2]
     locked = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower().replace("_", "-")
     extras = PROJECT["optional-dependencies"]
-    installed = [*PROJECT["dependencies"], *(line for extra in extras if extra != "vllm" for line in extras[extra])]
+    installed = [
+        *PROJECT["dependencies"],
+        *(line for extra in extras if extra != "vllm" for line in extras[extra]),
+    ]
     for requirement in installed:
         name = re.split(r"[^\w-]", requirement)[0]
         if name == "scale-cli":
             continue
-        assert re.search(rf"(^|[^\w-]){name}([^\w-]|$)", reasons.replace("types-*", "types-pyyaml, types-tqdm")), name
+        assert re.search(
+            rf"(^|[^\w-]){name}([^\w-]|$)", reasons.replace("types-*", "types-pyyaml, types-tqdm")
+        ), name
         assert re.search(rf"^{name}==", locked, re.MULTILINE), name
 
 

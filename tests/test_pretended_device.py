@@ -46,7 +46,12 @@ CPU = torch.device("cpu")
 VARIANTS = ("preserve", "adapt", "route", "full", "lora", "freeze", "llama-pro")
 SMALL = {"vocab_size": 280, "num_hidden_layers": 2}
 PROMPTS = ["12 7", "30 31 32 33"]
-TWO_STEPS = ("train.max_steps=2", "train.warmup_steps=1", "train.save_every_steps=2", "train.eval_every_steps=1")
+TWO_STEPS = (
+    "train.max_steps=2",
+    "train.warmup_steps=1",
+    "train.save_every_steps=2",
+    "train.eval_every_steps=1",
+)
 ANCHORED = (
     "train.lookahead={every_steps: 1, share: 0.5}",
     "train.average={kind: tail, steps: 2}",
@@ -92,7 +97,9 @@ def embedded_on(compute: Callable[[], Any]) -> set[str]:
     return devices
 
 
-def test_the_device_refuses_what_cuda_refuses_and_takes_what_cuda_takes(device: torch.device) -> None:
+def test_the_device_refuses_what_cuda_refuses_and_takes_what_cuda_takes(
+    device: torch.device,
+) -> None:
     x, y = torch.arange(3.0, device=device), torch.ones(3)
     index, number = torch.tensor([2, 0]), torch.tensor(2.0)
     refused: list[Callable[[], Any]] = [
@@ -107,8 +114,18 @@ def test_the_device_refuses_what_cuda_refuses_and_takes_what_cuda_takes(device: 
     for mixture in refused:
         with pytest.raises((RuntimeError, TypeError), match=r"same device|for generator|to numpy"):
             mixture()
-    taken = [x + number, number * x, x[index], torch.where(x > 1, x, number), y.copy_(x), x.to("cpu"), x.double().sum()]
-    assert [tensor.device.type for tensor in taken] == [device.type] * 4 + ["cpu"] * 2 + [device.type]
+    taken = [
+        x + number,
+        number * x,
+        x[index],
+        torch.where(x > 1, x, number),
+        y.copy_(x),
+        x.to("cpu"),
+        x.double().sum(),
+    ]
+    assert [tensor.device.type for tensor in taken] == [device.type] * 4 + ["cpu"] * 2 + [
+        device.type
+    ]
     assert torch.equal(x.cpu(), torch.arange(3.0))
 
 
@@ -118,8 +135,12 @@ def small_batches() -> Batches:
     return Batches([windows], [1.0], num_steps=2, seed=0, global_batch_size=4, micro_batch_size=2)
 
 
-@pytest.mark.parametrize(("variant", "precision"), [(variant, "no") for variant in VARIANTS] + [("route", "bf16")])
-def test_two_training_steps_of_every_method(device: torch.device, variant: Any, precision: Any) -> None:
+@pytest.mark.parametrize(
+    ("variant", "precision"), [(variant, "no") for variant in VARIANTS] + [("route", "bf16")]
+)
+def test_two_training_steps_of_every_method(
+    device: torch.device, variant: Any, precision: Any
+) -> None:
     settings: dict[str, Any] = {"lr": 1e-4, "schedule": "constant", "embedding_norm": "bounded"}
     train = TrainConfig(max_steps=2, mixed_precision=precision, **settings)
 
@@ -135,8 +156,15 @@ def test_two_training_steps_of_every_method(device: torch.device, variant: Any, 
             wrapped = accelerator.prepare(for_training(nn.Module.to(model, where), train)).train()
             optimiser, batches, results = build_optimiser(wrapped, train), small_batches(), []
             for index in range(2):
-                results.append(train_step(accelerator, wrapped, optimiser, batches.of_step(index), train).result())
-                saved = {name: moment.cpu() for name, moment in optimiser_tensors(optimiser, wrapped).items()}
+                results.append(
+                    train_step(
+                        accelerator, wrapped, optimiser, batches.of_step(index), train
+                    ).result()
+                )
+                saved = {
+                    name: moment.cpu()
+                    for name, moment in optimiser_tensors(optimiser, wrapped).items()
+                }
                 load_optimiser_tensors(optimiser, wrapped, saved)
         return results
 
@@ -165,8 +193,13 @@ def test_the_scores_of_documents_and_benchmarks(
     def scores(model: HeadedModel) -> list[Tensor]:
         losses = score_corpus(model, corpus, router, Passes(16, 4, "no"))
         answers = ObservedHeads(model, tokenizer, router, max_length=64, **settings)
-        until = [Instance("generate_until", {}, (text, {"until": ["\n"], "max_gen_toks": 2}), 0) for text in PROMPTS]
-        asked = [Instance("loglikelihood", {}, text, 0) for text in (("1 2", " 3"), ("30 31 32", " 4 5"))]
+        until = [
+            Instance("generate_until", {}, (text, {"until": ["\n"], "max_gen_toks": 2}), 0)
+            for text in PROMPTS
+        ]
+        asked = [
+            Instance("loglikelihood", {}, text, 0) for text in (("1 2", " 3"), ("30 31 32", " 4 5"))
+        ]
         told: list[float] = []
         for head in ("base", "adapted", "posterior", "cosine"):
             answers.head = head
@@ -176,12 +209,16 @@ def test_the_scores_of_documents_and_benchmarks(
         return [torch.tensor(told), *map(torch.from_numpy, of_documents)]
 
     here, moved = scores(make()), make().to(device)
-    assert embedded_on(lambda: torch.testing.assert_close(scores(moved), here, rtol=1e-5, atol=1e-4)) == {device.type}
+    assert embedded_on(
+        lambda: torch.testing.assert_close(scores(moved), here, rtol=1e-5, atol=1e-4)
+    ) == {device.type}
 
 
 def check_all_on(device: torch.device, verbs: dict[str, Callable[[], Any]]) -> None:
     """Run some verbs, which have to compute on a device alone."""
-    assert {name: embedded_on(verb) for name, verb in verbs.items()} == {name: {device.type} for name in verbs}
+    assert {name: embedded_on(verb) for name, verb in verbs.items()} == {
+        name: {device.type} for name in verbs
+    }
 
 
 def generated(folder: Path) -> Any:
@@ -242,7 +279,9 @@ def test_a_run_upon_another_is_made_and_both_are_joined_on_the_device(
 ) -> None:
     grown = "method={variant: preserve, vocabulary: {new_tokens: 8, min_count: 2}}"
     below = shortened(config, tmp_path / "below", grown, f"corpus.sources=[{{{korean(tmp_path)}}}]")
-    above = shortened(config, tmp_path / "above", "method={variant: route}", f"model.base={below.output_dir}")
+    above = shortened(
+        config, tmp_path / "above", "method={variant: route}", f"model.base={below.output_dir}"
+    )
     folder = tmp_path / "joined"
     verbs: dict[str, Callable[[], Any]] = {
         "upscale": lambda: upscale(below),

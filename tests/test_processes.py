@@ -17,7 +17,14 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import leaves
 from scale_cli.errors import CheckFailed, EndedElsewhere, UsageError
 from scale_cli.evaluation.results import Report
-from scale_cli.processes import check_launch, cpu_precision, on_main, process_state, refuse_several, slow_in_bfloat16
+from scale_cli.processes import (
+    check_launch,
+    cpu_precision,
+    on_main,
+    process_state,
+    refuse_several,
+    slow_in_bfloat16,
+)
 from scale_cli.storage.atomic import load_tensors, read_json
 from scale_cli.storage.records import TRAINED, RunFolder, TrainState, read_records
 from scale_cli.training import loop
@@ -47,7 +54,13 @@ def losses(run: RunFolder) -> list[float]:
 
 CONTINUED = "evaluation.continuations={prompts: 3, prompt_tokens: 8, new_tokens: 4}"
 # All processes have to agree on which weights are kept.
-ROUTE = ("train.max_steps=4", "train.eval_every_steps=2", "train.max_forgetting=0", "export.format=llama", CONTINUED)
+ROUTE = (
+    "train.max_steps=4",
+    "train.eval_every_steps=2",
+    "train.max_forgetting=0",
+    "export.format=llama",
+    CONTINUED,
+)
 # Every tensor's rate hangs on what the base says of text.
 ASKING_THE_BASE = (
     "method={variant: adept, adept: {num_blocks: 1, every_steps: 2, probe_windows: 5}}",
@@ -60,7 +73,9 @@ ASKING_THE_BASE = (
 
 
 @pytest.mark.parametrize("overrides", [ROUTE, ASKING_THE_BASE], ids=["route", "asking the base"])
-def test_two_processes_run_all_verbs_as_one_does(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_two_processes_run_all_verbs_as_one_does(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     write_base_and_texts(tmp_path, num_hidden_layers=2)
     (tmp_path / "one.txt").write_text("\n\n".join([KOREAN[:90], KOREAN[90:]] * 3), encoding="utf-8")
     runs = Runs(tmp_path)
@@ -91,7 +106,9 @@ def test_two_processes_run_all_verbs_as_one_does(tmp_path: Path, overrides: tupl
     verify(two.root)
 
 
-def test_where_the_main_one_of_two_processes_is_refused_both_end_as_it_does_and_one_says_why(tmp_path: Path) -> None:
+def test_where_the_main_one_of_two_processes_is_refused_both_end_as_it_does_and_one_says_why(
+    tmp_path: Path,
+) -> None:
     write_base_and_texts(tmp_path)
     (tmp_path / "one.txt").unlink()
     verbs = start_group("prepare", str(Runs(tmp_path).config("two")), num_processes=2)
@@ -129,7 +146,14 @@ def count_waits() -> None:
     def run_and_tell(run: Any) -> None:
         run_loop(run)
         wrapped = run.wrapped
-        print("waits", dict(waits), "buffers", wrapped.broadcast_buffers, "views", wrapped.gradient_as_bucket_view)
+        print(
+            "waits",
+            dict(waits),
+            "buffers",
+            wrapped.broadcast_buffers,
+            "views",
+            wrapped.gradient_as_bucket_view,
+        )
 
     vars(train_verb)["run_loop"] = run_and_tell
 
@@ -140,7 +164,12 @@ def test_between_logs_no_process_of_several_waits_for_its_device(tmp_path: Path)
     runs = Runs(tmp_path)
     config = str(runs.config("two"))
     assert run_verb("upscale", config).exit_code == 0
-    few = ("train.max_steps=5", "train.log_every_steps=5", "train.save_every_steps=5", "train.eval_every_steps=null")
+    few = (
+        "train.max_steps=5",
+        "train.log_every_steps=5",
+        "train.save_every_steps=5",
+        "train.eval_every_steps=null",
+    )
     for ended in ended_group(start_group("train", config, *few, num_processes=2, hook=count_waits)):
         assert ended.exit_code == 0, ended.printed
         assert "waits {'item in agreeing': 3} buffers False views True" in ended.printed
@@ -176,7 +205,9 @@ def test_only_the_main_process_works_and_the_others_end_as_it_does_however_it_fa
     assert ended is None or ended.value.exit_code == code
 
 
-@pytest.mark.parametrize(("rank", "told"), [("0", "srun has started 4 independent processes"), ("1", "")])
+@pytest.mark.parametrize(
+    ("rank", "told"), [("0", "srun has started 4 independent processes"), ("1", "")]
+)
 def test_processes_of_srun_alone_are_refused_in_one_line_and_those_of_a_launcher_taken(
     scale: Scale, monkeypatch: pytest.MonkeyPatch, rank: str, told: str
 ) -> None:

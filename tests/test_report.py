@@ -30,7 +30,9 @@ def test_columns_of_lines_stand_beneath_each_other_in_any_script(rows: list[list
 
 
 @given(st.lists(st.lists(TEXT, min_size=2, max_size=2), min_size=1, max_size=6))
-def test_a_table_in_markdown_has_as_many_cells_in_every_row_whatever_is_in_them(rows: list[list[str]]) -> None:
+def test_a_table_in_markdown_has_as_many_cells_in_every_row_whatever_is_in_them(
+    rows: list[list[str]],
+) -> None:
     lines = Table(["a", Cell("b", "c", bold=True)], rows, "lr").markdown().splitlines()
     assert lines[:2] == ["| a | **b**, c |", "| --- | ---: |"]
     assert len(lines) == 2 + len(rows)
@@ -40,16 +42,31 @@ def test_a_table_in_markdown_has_as_many_cells_in_every_row_whatever_is_in_them(
 def test_markup_in_a_name_is_text_and_an_interval_stays_readable() -> None:
     assert plain("kobest_copa +0.5 [+0.2, +0.8]") == "kobest_copa +0.5 [+0.2, +0.8]"
     assert plain("_a_ b__c __d__") == r"\_a\_ b\_\_c \_\_d\_\_"
-    assert plain("[a](http://b) ![c](d) <e> *f* `g`") == r"[a\](http://b) \![c\](d) \<e\> \*f\* \`g\`"
+    assert (
+        plain("[a](http://b) ![c](d) <e> *f* `g`") == r"[a\](http://b) \![c\](d) \<e\> \*f\* \`g\`"
+    )
 
 
 def test_a_column_of_dashes_alone_is_left_out_of_titles_rows_and_sides() -> None:
-    made = Table(["n", Cell("nothing"), "some"], [["1", DASH, DASH], ["20", Cell(DASH), "x"]], "rrl", "numbers")
-    assert made.without_empty_columns() == Table(["n", "some"], [["1", DASH], ["20", "x"]], "rl", "numbers")
+    made = Table(
+        ["n", Cell("nothing"), "some"],
+        [["1", DASH, DASH], ["20", Cell(DASH), "x"]],
+        "rrl",
+        "numbers",
+    )
+    assert made.without_empty_columns() == Table(
+        ["n", "some"], [["1", DASH], ["20", "x"]], "rl", "numbers"
+    )
 
 
-def test_a_perplexity_can_be_read_however_large_and_the_worst_document_is_signed_and_never_minus_zero() -> None:
-    assert [perplexity(value) for value in (123456.7, 9.99e12, None)] == ["123,456.70", "1.0e+13", "not finite"]
+def test_a_perplexity_can_be_read_however_large_and_the_worst_document_is_signed_and_never_minus_zero() -> (
+    None
+):
+    assert [perplexity(value) for value in (123456.7, 9.99e12, None)] == [
+        "123,456.70",
+        "1.0e+13",
+        "not finite",
+    ]
     worst = [worst_document(value) for value in (10161.25, -0.25, -1e-9, None)]
     assert worst == ["+10161", "-0.250", "0.000", "not finite"]
 

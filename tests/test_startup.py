@@ -4,7 +4,16 @@ import json
 import subprocess
 import sys
 
-HEAVY = {"torch", "transformers", "accelerate", "datasets", "huggingface_hub", "numpy", "pyarrow", "scipy"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "huggingface_hub",
+    "numpy",
+    "pyarrow",
+    "scipy",
+}
 STEPS = """
 import contextlib, io, json, sys
 from scale_cli.cli import app
@@ -28,9 +37,15 @@ json.dump(after, sys.stdout)
 
 
 def test_a_step_imports_nothing_that_it_does_not_use() -> None:
-    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=120, check=True
+    )
     after = {step: set(names) for step, names in json.loads(done.stdout).items()}
-    unused = {"help": HEAVY, "a bad config": HEAVY, "compare": {"torch", "transformers", "matplotlib", "scipy.stats"}}
+    unused = {
+        "help": HEAVY,
+        "a bad config": HEAVY,
+        "compare": {"torch", "transformers", "matplotlib", "scipy.stats"},
+    }
     for step, absent in unused.items():
         assert {"typer", "scale_cli.cli"} <= after[step]
         assert not after[step] & absent, step

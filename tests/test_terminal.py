@@ -31,7 +31,9 @@ def test_a_log_gets_whole_lines_seldom_and_nothing_that_moves_a_cursor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds_apart: float
 ) -> None:
     monkeypatch.setattr(terminal, "_SECONDS_APART", seconds_apart)
-    monkeypatch.setattr(terminal, "_form", "lines")  # a verb before this test may have chosen another
+    monkeypatch.setattr(
+        terminal, "_form", "lines"
+    )  # a verb before this test may have chosen another
     with (tmp_path / "log").open("w", encoding="utf-8") as log:
         monkeypatch.setattr(sys, "stderr", log)
         with progress_bar(total=4, desc="training", unit="step") as outer:
@@ -51,4 +53,7 @@ def test_figures_are_json_and_one_that_is_not_finite_is_null(
 ) -> None:
     monkeypatch.setattr(terminal, "_form", "figures")
     print_json({"folder": Path("a"), "change": Interval(float("nan"), 0.5, None)})
-    assert json.loads(capsys.readouterr().out) == {"folder": "a", "change": {"value": None, "low": 0.5, "high": None}}
+    assert json.loads(capsys.readouterr().out) == {
+        "folder": "a",
+        "change": {"value": None, "low": 0.5, "high": None},
+    }

@@ -12,14 +12,18 @@ _HEADING = re.compile(r"^#+ +(.*?)[ #]*$", re.MULTILINE)
 
 
 def tracked_files() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
 def anchors(text: str) -> set[str]:
     """The anchors that GitHub gives a page's headings: lower case, hyphens for spaces, numbered where they repeat."""
     found: set[str] = set()
-    for heading in _HEADING.findall(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
+    for heading in _HEADING.findall(
+        re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    ):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
         slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
         repeats = 0
@@ -43,7 +47,9 @@ def find_broken_links(page: Path) -> list[str]:
 
 def test_no_tracked_text_has_a_conflict_marker() -> None:
     texts = {path: path.read_bytes().decode(errors="ignore") for path in tracked_files()}
-    assert {str(path): found for path, text in texts.items() if (found := _MARKER.findall(text))} == {}
+    assert {
+        str(path): found for path, text in texts.items() if (found := _MARKER.findall(text))
+    } == {}
 
 
 def test_every_relative_link_and_anchor_leads_somewhere() -> None:

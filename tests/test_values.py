@@ -18,7 +18,9 @@ TEXT, FOLDER = TypeAdapter(PathText), TypeAdapter(Folder)
         ("../한국어/*.txt", "../한국어/*.txt"),
     ],
 )
-def test_a_path_is_what_a_shell_would_make_of_it(monkeypatch: pytest.MonkeyPatch, written: str, meant: str) -> None:
+def test_a_path_is_what_a_shell_would_make_of_it(
+    monkeypatch: pytest.MonkeyPatch, written: str, meant: str
+) -> None:
     monkeypatch.setenv("HOME", "/home/of/mine")
     assert TEXT.validate_python(written) == meant
     assert FOLDER.validate_python(written) == Path(meant)

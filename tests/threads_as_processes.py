@@ -13,7 +13,9 @@ from scale_cli.processes import Share
 Result = TypeVar("Result")
 
 
-def in_processes(monkeypatch: pytest.MonkeyPatch, count: int, work: Callable[[Share], Result]) -> list[Result]:
+def in_processes(
+    monkeypatch: pytest.MonkeyPatch, count: int, work: Callable[[Share], Result]
+) -> list[Result]:
     """Return what `work` returns for every share, all of them at work together."""
     held: dict[int, Any] = {}
     meeting = Barrier(count, timeout=60)

@@ -28,7 +28,11 @@ from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import MethodModel, NewPieces, load_onto_base, start_model
 
 CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
-CORPORA = ("en-tinystories/tinystories_val.txt", "en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
+CORPORA = (
+    "en-tinystories/tinystories_val.txt",
+    "en-eltec/valid.txt.xz",
+    "ko-petitions/valid.txt.xz",
+)
 
 
 def real_base(shared_data: Path, checkpoint: str, dtype: Any = "float32") -> PreTrainedModel:
@@ -50,7 +54,11 @@ def lower_layers(shared_data: Path, checkpoint: str, num_layers: int) -> Path:
     write_json(folder / "config.json", config | {"num_hidden_layers": num_layers})
     weights = load_file(folder / "model.safetensors")
     above = [f"layers.{layer}." for layer in range(num_layers, config["num_hidden_layers"])]
-    kept = {name: weight for name, weight in weights.items() if not any(layer in name for layer in above)}
+    kept = {
+        name: weight
+        for name, weight in weights.items()
+        if not any(layer in name for layer in above)
+    }
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -62,9 +70,15 @@ def real_ids(shared_data: Path, checkpoint: str) -> Tensor:
     streams = []
     for name in CORPORA:
         path = shared_data / name
-        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
+        with (
+            lzma.open(path, "rt", encoding="utf-8")
+            if path.suffix == ".xz"
+            else path.open(encoding="utf-8") as file
+        ):
             text = file.read(30_000)
-        streams.append(torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids))
+        streams.append(
+            torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        )
     shortest = min(len(stream) for stream in streams)
     return torch.cat([stream[:shortest] for stream in streams])
 
@@ -177,7 +191,9 @@ def train_steps(model: ScaleForCausalLM, ids: Tensor, *, num_steps: int, lr: flo
     for _ in range(num_steps):
         starts = torch.randint(0, len(ids) - 65, (2,), generator=generator).tolist()
         windows = torch.stack([ids[start : start + 65] for start in starts])
-        loss = model(input_ids=windows[:, :-1], labels=windows[:, :-1], shift_labels=windows[:, 1:]).loss
+        loss = model(
+            input_ids=windows[:, :-1], labels=windows[:, :-1], shift_labels=windows[:, 1:]
+        ).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.expansion.parameters(), 1.0)
         optimiser.step()
@@ -189,5 +205,8 @@ def train_steps(model: ScaleForCausalLM, ids: Tensor, *, num_steps: int, lr: flo
 
 def joined(base: PreTrainedModel, **members: tuple[int, ScaleForCausalLM]) -> JoinedForCausalLM:
     """Put expansions on one base: of every member its parent's head and the model that it is the top of."""
-    given = [Member(name, parent, m.expansion, m.config, Path(), "", [], []) for name, (parent, m) in members.items()]
+    given = [
+        Member(name, parent, m.expansion, m.config, Path(), "", [], [])
+        for name, (parent, m) in members.items()
+    ]
     return stack_reads(base, given)

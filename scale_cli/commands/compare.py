@@ -13,7 +13,15 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from scale_cli.comparison import ComparedRun, Option, beside_base, front, load_runs, option_of, side_names
+from scale_cli.comparison import (
+    ComparedRun,
+    Option,
+    beside_base,
+    front,
+    load_runs,
+    option_of,
+    side_names,
+)
 from scale_cli.config.schema import RunConfig, differences
 from scale_cli.errors import require
 from scale_cli.evaluation.results import BESIDE_BASE, FIGURES, ROLES, CorpusResult, Figure
@@ -67,7 +75,13 @@ class Comparison:
 
     def lines(self) -> list[str]:
         rows = [
-            [of.label, *(DASH if side.value is None else with_interval(side, 4) for side in (of.lost, of.gained))]
+            [
+                of.label,
+                *(
+                    DASH if side.value is None else with_interval(side, 4)
+                    for side in (of.lost, of.gained)
+                ),
+            ]
             for of in self.options
         ]
         return [
@@ -118,7 +132,12 @@ def compare(folders: list[Path], output: Path) -> Comparison:
     check_replaceable(output, KIND)
     comparison = compare_runs(load_runs(folders), output)
     drawn = draw_trade_off(comparison.options)
-    told = {"comparison": comparison, "notes": notes(comparison), "tables": tables(comparison), "is_drawn": bool(drawn)}
+    told = {
+        "comparison": comparison,
+        "notes": notes(comparison),
+        "tables": tables(comparison),
+        "is_drawn": bool(drawn),
+    }
     image = b64encode(drawn.encode()).decode()
     with new_folder(output) as folder:
         if drawn:
@@ -134,7 +153,9 @@ def compare_runs(runs: list[ComparedRun], folder: Path) -> Comparison:
     untouched = next((run for run in runs if not run.new_tokens), runs[0]).report
     # Each model as it is configured to be served, then mixed.
     options = [
-        option_of(run, head, untouched) for run in runs for head in dict.fromkeys((run.report.served, "posterior"))
+        option_of(run, head, untouched)
+        for run in runs
+        for head in dict.fromkeys((run.report.served, "posterior"))
     ]
     best = front(options, 1) + front(options, 2) if untouched.has_trade_off else []
     return Comparison(folder, runs, options, best)
@@ -148,7 +169,8 @@ def notes(comparison: Comparison) -> list[str]:
         lines.append(f"The runs were not trained on the same number of tokens: {spent}.")
     if any(run.new_tokens != runs[0].new_tokens for run in runs):
         held = ", ".join(
-            f"{run.name} {' '.join(number(corpus.bytes_per_token, 2) for corpus in run.report.corpora)}" for run in runs
+            f"{run.name} {' '.join(number(corpus.bytes_per_token, 2) for corpus in run.report.corpora)}"
+            for run in runs
         )
         lines.append(
             "The runs have different tokens: compare their bits/byte, but not their figures per token. A difference "
@@ -156,25 +178,41 @@ def notes(comparison: Comparison) -> list[str]:
         )
     for run in runs[1:]:
         if changed := setup_differences(runs[0].config, run.config):
-            lines.append(f"{run.name} has other settings than {runs[0].name}: {'; '.join(changed)}.")
+            lines.append(
+                f"{run.name} has other settings than {runs[0].name}: {'; '.join(changed)}."
+            )
     if len({(run.cost.device, run.cost.num_processes) for run in runs}) > 1:
-        found = ", ".join(f"{run.name} {run.cost.num_processes} x {run.cost.device}" for run in runs)
-        lines.append(f"The runs were trained on different devices, so do not compare speed and memory: {found}.")
+        found = ", ".join(
+            f"{run.name} {run.cost.num_processes} x {run.cost.device}" for run in runs
+        )
+        lines.append(
+            f"The runs were trained on different devices, so do not compare speed and memory: {found}."
+        )
     for run in runs:
         for benchmark in run.report.skipped_benchmarks:
             lines.append(f"{run.name}: {benchmark.name} was not measured ({benchmark.reason}).")
     odd = [option.label for option in comparison.options if not option.is_finite]
     if runs[0].report.has_trade_off and odd:
-        lines.append(f"Not in the trade-off figure, because a loss is not finite: {', '.join(odd)}.")
+        lines.append(
+            f"Not in the trade-off figure, because a loss is not finite: {', '.join(odd)}."
+        )
     return lines
 
 
 def setup_differences(first: RunConfig, other: RunConfig) -> list[str]:
     """Return how a run's setup differs apart from its method: one line per key, or per list of sources."""
-    lines = [line.replace("None", "not set") for line in differences(first, other, _SHOWN_SECTIONS, _SOURCES)]
-    for section, key in (("corpus", "sources"), ("evaluation", "perplexity"), ("evaluation", "benchmarks")):
+    lines = [
+        line.replace("None", "not set")
+        for line in differences(first, other, _SHOWN_SECTIONS, _SOURCES)
+    ]
+    for section, key in (
+        ("corpus", "sources"),
+        ("evaluation", "perplexity"),
+        ("evaluation", "benchmarks"),
+    ):
         old, new = (
-            {source.name: source for source in getattr(getattr(config, section), key)} for config in (first, other)
+            {source.name: source for source in getattr(getattr(config, section), key)}
+            for config in (first, other)
         )
         if changed := sorted(name for name in {**old, **new} if old.get(name) != new.get(name)):
             lines.append(f"{section}.{key}: {', '.join(changed)}")
@@ -183,7 +221,9 @@ def setup_differences(first: RunConfig, other: RunConfig) -> list[str]:
 
 def tables(comparison: Comparison) -> list[Table]:
     """Return tables of the methods, each corpus and the benchmarks, if any; a row is an option or the base."""
-    corpora = (_corpus_table(comparison.options, corpus) for corpus in comparison.runs[0].report.corpora)
+    corpora = (
+        _corpus_table(comparison.options, corpus) for corpus in comparison.runs[0].report.corpora
+    )
     return [_methods_table(comparison), *corpora, *_benchmark_tables(comparison)]
 
 
@@ -214,13 +254,19 @@ def _methods_table(comparison: Comparison) -> Table:
         ]
 
     variants = [option.run.method.variant for option in comparison.options]
-    return Table(titles, [row(option) for option in comparison.options], "lrrrrrrr", "Methods", variants)
+    return Table(
+        titles, [row(option) for option in comparison.options], "lrrrrrrr", "Methods", variants
+    )
 
 
 def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
     """Return each base, once per tokenisation, and each option; a row with other tokens has no figures per token."""
     shown = [figure for figure in FIGURES if figure.compared]
-    titles = [Cell("method"), Cell("bytes", "a token"), *(Cell(figure.title, figure.unit) for figure in shown)]
+    titles = [
+        Cell("method"),
+        Cell("bytes", "a token"),
+        *(Cell(figure.title, figure.unit) for figure in shown),
+    ]
     untouched = options[0].untouched.corpus(corpus.name)
 
     def row(label: str, result: CorpusResult, head: str, difference: Interval | None) -> Row:
@@ -230,17 +276,35 @@ def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
         alike = result.num_tokens == untouched.num_tokens
 
         def cell(figure: Figure) -> str | Cell:
-            hidden = head == "base" and not figure.of_base and (difference is None or figure is not BESIDE_BASE)
-            return DASH if hidden or (not alike and (figure.per_token or figure.of_own_base)) else figure.cell(figures)
+            hidden = (
+                head == "base"
+                and not figure.of_base
+                and (difference is None or figure is not BESIDE_BASE)
+            )
+            return (
+                DASH
+                if hidden or (not alike and (figure.per_token or figure.of_own_base))
+                else figure.cell(figures)
+            )
 
         return [label, number(result.bytes_per_token, 2), *map(cell, shown)]
 
     bases, rows = {untouched.num_tokens: row("base", untouched, "base", None)}, []
     for option in options:
         result = option.run.report.corpus(corpus.name)
-        rows.append(row(option.label, result, option.head, beside_base(option.untouched, result, option.head)))
+        rows.append(
+            row(
+                option.label,
+                result,
+                option.head,
+                beside_base(option.untouched, result, option.head),
+            )
+        )
         own = f"base, tokens of {option.run.name}"
-        bases.setdefault(result.num_tokens, row(own, result, "base", beside_base(option.untouched, result, "base")))
+        bases.setdefault(
+            result.num_tokens,
+            row(own, result, "base", beside_base(option.untouched, result, "base")),
+        )
     name = f"{corpus.name}: {language_name(corpus.language)}, {corpus.role} ({ROLES[corpus.role]})"
     marks = ["base"] * len(bases) + [option.run.method.variant for option in options]
     table = Table(titles, [*bases.values(), *rows], "l" + "r" * (len(titles) - 1), name, marks)
@@ -253,7 +317,10 @@ def _benchmark_tables(comparison: Comparison) -> list[Table]:
     measured = {result.name: result for run in runs for result in run.report.benchmarks}
     if not measured:
         return []
-    columns = [Cell(name, f"{language_name(of.language)}, {of.num_items:,} items") for name, of in measured.items()]
+    columns = [
+        Cell(name, f"{language_name(of.language)}, {of.num_items:,} items")
+        for name, of in measured.items()
+    ]
     titles = [Cell("method"), *columns]
     scores = (in_points(of.heads["base"].metrics[of.judged_by]) for of in measured.values())
     rows: list[Row] = [[Cell("base", "%"), *(number(score.value, 1) for score in scores)]]
@@ -264,9 +331,14 @@ def _benchmark_tables(comparison: Comparison) -> list[Table]:
             return "not measured"
         head = result.heads[option.head]
         difference = head.differences[result.judged_by]
-        return Cell(with_interval(in_points(difference), 1), difference_in_words(difference, head.p_holm))
+        return Cell(
+            with_interval(in_points(difference), 1), difference_in_words(difference, head.p_holm)
+        )
 
-    rows += [[Cell(option.label, "points"), *(cell(option, name) for name in measured)] for option in options]
+    rows += [
+        [Cell(option.label, "points"), *(cell(option, name) for name in measured)]
+        for option in options
+    ]
     variants = ["base", *(option.run.method.variant for option in options)]
     return [Table(titles, rows, "l" + "r" * len(measured), "Benchmarks", variants)]
 
@@ -289,20 +361,31 @@ def draw_trade_off(options: Sequence[Option]) -> str:
         for index, option in enumerate(shown, 1):
             variant, place = option.run.method.variant, (option.lost.value, option.gained.value)
             colour, label = COLOURS[variant], f"{index}  {option.label}"
-            style = {"fmt": MARKS[variant][0], "color": colour, "mfc": colour if option.num_models == 1 else "white"}
+            style = {
+                "fmt": MARKS[variant][0],
+                "color": colour,
+                "mfc": colour if option.num_models == 1 else "white",
+            }
             axes.errorbar(*place, _arms(option.gained), _arms(option.lost), label=label, **style)
             axes.annotate(str(index), place, (6, 4), textcoords="offset points", color=colour)
         for most_models, line in ((1, "-"), (2, "--")):
             best = front(options, most_models)
-            places = [option.lost.value for option in best], [option.gained.value for option in best]
+            places = (
+                [option.lost.value for option in best],
+                [option.gained.value for option in best],
+            )
             axes.plot(*places, linestyle=line, color=_LINES, zorder=1)
         axes.margins(0.08)
-        if max(abs(option.lost.value or 0.0) for option in shown) > _LINEAR_BELOW:  # shows small and large losses alike
+        if (
+            max(abs(option.lost.value or 0.0) for option in shown) > _LINEAR_BELOW
+        ):  # shows small and large losses alike
             axes.set_xscale("symlog", linthresh=_LINEAR_BELOW)
         else:
             axes.locator_params(axis="x", nbins=4)  # more of such small figures would touch
         axes.xaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
-        axes.set(title="Against the base", xlabel=f"{lost}, bits/byte", ylabel=f"{gained}, bits/byte")
+        axes.set(
+            title="Against the base", xlabel=f"{lost}, bits/byte", ylabel=f"{gained}, bits/byte"
+        )
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
         figure.savefig(written, format="svg", metadata={"Date": None})
     return written.getvalue()

@@ -31,20 +31,29 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         )
     run, passes = Run(config), Passes.of(config)
     final = run.open_final()
-    for warning in slow_in_bfloat16(device().type, {"evaluation.mixed_precision=no": asked.mixed_precision == "bf16"}):
+    for warning in slow_in_bfloat16(
+        device().type, {"evaluation.mixed_precision=no": asked.mixed_precision == "bf16"}
+    ):
         log(f"warning: {warning}")
     benchmarks = open_benchmarks_of(asked)  # early, since a file may be missing
     model = final.load_two_headed()
     corpora = main_first(lambda: open_sources(config, asked.perplexity, final.tokenizer))
     resampling, results = {"num_resamples": asked.bootstrap_resamples, "seed": config.seed}, []
     for source, corpus in zip(asked.perplexity, corpora, strict=True):
-        shown: dict[str, Any] = {"progress": f"evaluating {source.name}" if is_main() else None, "share": share()}
+        shown: dict[str, Any] = {
+            "progress": f"evaluating {source.name}" if is_main() else None,
+            "share": share(),
+        }
         losses, letters = score_corpus(model, corpus, router, passes, **shown), None
         if (prompts := asked.continuations) is not None:
             answers = SelectableHeads(model, router)
             letters = count_letters(answers, corpus, final.tokenizer, prompts, passes, **shown)
         results.append(summarise(source, losses, letters, **resampling))
-    items, skipped = ([], []) if benchmarks is None else benchmarks.measure(model, final.tokenizer, config, share())
+    items, skipped = (
+        ([], [])
+        if benchmarks is None
+        else benchmarks.measure(model, final.tokenizer, config, share())
+    )
     of_benchmarks, averages = summarise_benchmarks(items, **resampling)
     report = Report(
         variant=config.method.variant,
@@ -70,7 +79,9 @@ def log_report(report: Report, folder: Path, log: Log) -> None:
     log(f"report: {folder / 'report.html'}")
 
 
-def _write(report: Report, config: RunConfig, folder: Path, benchmarks: Sequence[BenchmarkItems]) -> None:
+def _write(
+    report: Report, config: RunConfig, folder: Path, benchmarks: Sequence[BenchmarkItems]
+) -> None:
     """Write report.{json,md,html}, and items/NAME.jsonl for each benchmark."""
     with new_folder(folder) as partial:
         for benchmark in benchmarks:
@@ -84,8 +95,12 @@ def _write(report: Report, config: RunConfig, folder: Path, benchmarks: Sequence
 
 def check_gate(evaluation: EvaluationConfig, max_forgetting: float | None) -> None:
     """Raise ConfigError if --max-forgetting is given but no corpus has the role retention."""
-    if max_forgetting is not None and not any(source.role == "retention" for source in evaluation.perplexity):
-        raise ConfigError("--max-forgetting: evaluation.perplexity has no corpus of role retention; add one")
+    if max_forgetting is not None and not any(
+        source.role == "retention" for source in evaluation.perplexity
+    ):
+        raise ConfigError(
+            "--max-forgetting: evaluation.perplexity has no corpus of role retention; add one"
+        )
 
 
 def check_forgetting(report: Report, max_forgetting: float | None) -> None:
@@ -94,4 +109,6 @@ def check_forgetting(report: Report, max_forgetting: float | None) -> None:
         lost = corpus.heads[report.served].bits_per_byte_difference.value
         if max_forgetting is not None and (lost is None or lost > max_forgetting):
             figure = "a loss that is not finite" if lost is None else f"{lost:+.4f} bits/byte"
-            raise CheckFailed(f"{corpus.name}: {figure} against the base, more than --max-forgetting {max_forgetting}")
+            raise CheckFailed(
+                f"{corpus.name}: {figure} against the base, more than --max-forgetting {max_forgetting}"
+            )

@@ -31,7 +31,13 @@ from scale_cli.upscale.run import MethodFolder, Run, open_folder
 # Not sent to the hub: these name local folders, and are only useful beside the run. An adapter needs them to load.
 _STAYS_HERE = ["manifest.json", "parity.json", "scale.yaml"]
 # Left by an earlier export of another kind, these would change what a loader makes of the repository.
-_REPLACED = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json", "base.json", *_STAYS_HERE]
+_REPLACED = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "adapter_config.json",
+    "base.json",
+    *_STAYS_HERE,
+]
 _DOCUMENTS_PER_CORPUS = 4
 
 
@@ -70,7 +76,9 @@ def export_each(formats: Sequence[Format], log: Log = log) -> list[Exported]:
     return [_export(export_format, final, model, prompts, log) for export_format in formats]
 
 
-def _export(made: Format, final: MethodFolder, model: MethodModel, prompts: list[Tensor], log: Log) -> Exported:
+def _export(
+    made: Format, final: MethodFolder, model: MethodModel, prompts: list[Tensor], log: Log
+) -> Exported:
     config = made.config
     report = finished_report(config)
     with new_folder(made.folder) as partial:
@@ -82,14 +90,21 @@ def _export(made: Format, final: MethodFolder, model: MethodModel, prompts: list
         card = model_card(config, made, report, parity, licence, architectures[0])
         write_text(partial / "README.md", card)
         write_text(partial / "scale.yaml", dump_config(config))
-        made_of = {"trained_sha256": trained_sha256(final.path), "report_sha256": report_sha256(config, report)}
+        made_of = {
+            "trained_sha256": trained_sha256(final.path),
+            "report_sha256": report_sha256(config, report),
+        }
         ExportRecord(**vars(parity) | made_of).save(partial)
     num_bytes = sum(file.stat().st_size for file in made.folder.iterdir() if file.is_file())
     log(f"format         {made.name}: {made.description}")
     if parity.routed is not None:
-        log("routed         with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in")
+        log(
+            "routed         with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in"
+        )
     elif made.method.routes and not made.answers_as_served:
-        log("note           it holds only the trained head; for the router, set export.format=transformers")
+        log(
+            "note           it holds only the trained head; for the router, set export.format=transformers"
+        )
     log(f"parity         {parity_in_words(parity)}")
     if parity.routed is not None:
         log(f"parity, routed {parity_in_words(parity.routed)}")
@@ -125,10 +140,15 @@ def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tens
 def export_is_finished(export_format: Format) -> bool:
     """Return whether an export of the current training and report exists."""
     folder, config = export_format.folder, export_format.config
-    if not is_whole(folder) or differences(load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS):
+    if not is_whole(folder) or differences(
+        load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS
+    ):
         return False
     of_training = trained_sha256(RunFolder(config.output_dir).final)
-    made, now = ExportRecord.load(folder), (of_training, report_sha256(config, finished_report(config)))
+    made, now = (
+        ExportRecord.load(folder),
+        (of_training, report_sha256(config, finished_report(config))),
+    )
     return (made.trained_sha256, made.report_sha256) == now
 
 
@@ -157,7 +177,9 @@ def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
     """
     is_adapter = BaseRecord.is_in(folder)
     staying = [] if is_adapter else _STAYS_HERE
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name not in staying]
+    files = [
+        file for file in sorted(folder.rglob("*")) if file.is_file() and file.name not in staying
+    ]
     sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
     total = f"{len(sizes)} files, {sum(sizes.values()) / 1e6:,.1f} MB"
     if dry_run:

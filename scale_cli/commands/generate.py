@@ -26,7 +26,13 @@ _SEEDS_APART = 1_000_003
 
 
 def generate(
-    path: Path, prompts: list[str] | None, sampling: Sampling, *, chat: bool, as_json: bool, show_heads: bool
+    path: Path,
+    prompts: list[str] | None,
+    sampling: Sampling,
+    *,
+    chat: bool,
+    as_json: bool,
+    show_heads: bool,
 ) -> None:
     """Continue prompts, or the lines of standard input, and print each head's share on standard error.
 
@@ -39,12 +45,17 @@ def generate(
     lines = sys.stdin or ()  # None if closed
     prompts = prompts or [line.rstrip("\r\n") for line in lines if line.strip()]
     if not prompts:
-        raise ConfigError("--prompt: no prompt given, and standard input is empty; add --prompt TEXT")
+        raise ConfigError(
+            "--prompt: no prompt given, and standard input is empty; add --prompt TEXT"
+        )
     generator = Generator(path)
     asked = [[_turn("user", prompt)] for prompt in prompts] if chat else prompts
     room = min(generator.num_positions - len(generator.prompt_ids(each)) for each in asked)
     if room < sampling.max_new_tokens:
-        typer.echo(f"the model's context of {generator.num_positions:,} tokens leaves {room:,} to write", err=True)
+        typer.echo(
+            f"the model's context of {generator.num_positions:,} tokens leaves {room:,} to write",
+            err=True,
+        )
     streams = len(prompts) == 1 and not as_json and not show_heads
     streamer = TextStreamer("" if chat else prompts[0], generator) if streams else None
     continuations = generator.continue_all(asked, sampling, streamer)
@@ -53,7 +64,10 @@ def generate(
             typer.echo(json.dumps(asdict(continuation), ensure_ascii=False))
         return
     if not streams:
-        texts = [printable(c.prompt + (_with_heads(c) if show_heads else c.completion)) for c in continuations]
+        texts = [
+            printable(c.prompt + (_with_heads(c) if show_heads else c.completion))
+            for c in continuations
+        ]
         typer.echo(f"\n{_RULE}\n".join(texts))
     shares = [token.shares for c in continuations for token in c.tokens if token.shares is not None]
     if shares:
@@ -61,7 +75,9 @@ def generate(
         each = ", ".join(f"{name} {percent(share)}" for name, share in mean.items())
         typer.echo(f"shares of the heads in {len(shares):,} tokens: {each}", err=True)
     elif show_heads:
-        typer.echo("--show-heads: one head alone generates, so there are no heads to show", err=True)
+        typer.echo(
+            "--show-heads: one head alone generates, so there are no heads to show", err=True
+        )
 
 
 def _converse(generator: Generator, sampling: Sampling, *, show_heads: bool) -> None:
@@ -94,17 +110,23 @@ def _with_heads(continuation: Continuation) -> str:
         return max(shares, key=shares.__getitem__)
 
     spoken = groupby((token for token in continuation.tokens if token.text), head_of)
-    return "".join((head and f"[{head}]") + "".join(token.text for token in tokens) for head, tokens in spoken)
+    return "".join(
+        (head and f"[{head}]") + "".join(token.text for token in tokens) for head, tokens in spoken
+    )
 
 
-def write_samples(base: ModelConfig, num_samples: int, file: Path, sampling: Sampling, prompts: list[str]) -> None:
+def write_samples(
+    base: ModelConfig, num_samples: int, file: Path, sampling: Sampling, prompts: list[str]
+) -> None:
     """Sample texts from a plain or widened base, and write them as a corpus: one JSON object with a `text` per line.
 
     Texts begin with the prompts in turn; an empty prompt gives no beginning. Each batch has its own seed.
     The same base, seed and sizes give the same texts on the same machine.
     """
     if file.suffix != ".jsonl":
-        raise ConfigError(f"--output {file}: must end in .jsonl, so that it can be read as a source")
+        raise ConfigError(
+            f"--output {file}: must end in .jsonl, so that it can be read as a source"
+        )
     if os.path.lexists(file):
         raise ConfigError(f"--output {file}: already exists; give a new file")
     check_folder("--output", file.parent)
@@ -113,10 +135,16 @@ def write_samples(base: ModelConfig, num_samples: int, file: Path, sampling: Sam
     texts: list[str] = []
     with progress_bar(total=num_samples, desc="writing", unit=" texts") as bar:
         for number, batch in enumerate(iter(lambda: list(islice(rows, _AT_ONCE)), [])):
-            seed = (sampling.seed * _SEEDS_APART + number) % 2**32  # a CPU's generator takes no larger seed
+            seed = (
+                sampling.seed * _SEEDS_APART + number
+            ) % 2**32  # a CPU's generator takes no larger seed
             drawn = generator.continue_all(batch, replace(sampling, seed=seed))
-            texts += [text for written in drawn if (text := written.prompt + written.completion).strip()]
+            texts += [
+                text for written in drawn if (text := written.prompt + written.completion).strip()
+            ]
             bar.update(len(batch))
-    write_text(file, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
+    write_text(
+        file, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    )
     log(f"written        {file}: {len(texts):,} texts")
     log(f"a source       {{name: replay, path: {file}, language: ..., weight: 0.1, role: replay}}")

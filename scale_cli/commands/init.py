@@ -29,7 +29,14 @@ from scale_cli.data.encoding import Document
 from scale_cli.data.ledger import check_bad_fraction
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, UsageError
-from scale_cli.planning import Device, Parameters, count_flops, count_saved_tensors, measure_device, training_memory
+from scale_cli.planning import (
+    Device,
+    Parameters,
+    count_flops,
+    count_saved_tensors,
+    measure_device,
+    training_memory,
+)
 from scale_cli.storage.atomic import write_text
 from scale_cli.terminal import log, print_json
 from scale_cli.upscale.base import base_without_weights, load_base_config
@@ -48,12 +55,19 @@ _LENGTHS = (2048, 1024, 512, 256, 128, 64)
 _MIN_STEP_TOKENS, _MAX_STEP_TOKENS, _MIN_BATCH_SIZE = 2048, 131_072, 8
 _MIN_STEPS, _WANTED_STEPS, _MAX_STEPS = 10, 100, 100_000
 _MOST_READINGS = 4  # readings of a text; they teach nearly as much as new text (Muennighoff et al., arXiv 2305.16264)
-_SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.5, 0.8  # of memory; the rest is for data, evaluation and other processes
+_SHARE_OF_HOST, _SHARE_OF_DEVICE = (
+    0.5,
+    0.8,
+)  # of memory; the rest is for data, evaluation and other processes
 _FILES = re.compile(r".*\.(txt|jsonl|json|csv|parquet)(\.(gz|xz|zst))?")
 _DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]*))?")
 # Limits in bytes: documents that are read, the sample whose tokens are counted, and one document.
 _BYTES_READ, _BYTES_SAMPLED, _LARGEST_DOCUMENT = 1 << 22, 1 << 18, 1 << 28
-_HELD_OUT_DOCUMENTS, _HELD_OUT_BYTES, _MOST_HELD_OUT = 32, 1 << 16, 10  # at most 1 of 10 documents is held out
+_HELD_OUT_DOCUMENTS, _HELD_OUT_BYTES, _MOST_HELD_OUT = (
+    32,
+    1 << 16,
+    10,
+)  # at most 1 of 10 documents is held out
 _OF_A_DATASET = 1 << 40  # bytes that a dataset is taken to have: more than a first run reads
 _FEWEST_LINES, _UNEVEN = 100, 1.5
 _PIECE, _LARGEST_PIECE = 2_000, 500_000  # characters
@@ -81,7 +95,9 @@ class Parted:
     trained_on: dict[str, Any]  # entries of a config
     held_out: dict[str, Any]
     words: str  # how it was split
-    files: dict[Path, list[str]] = field(default_factory=dict)  # the documents of each new file to write
+    files: dict[Path, list[str]] = field(
+        default_factory=dict
+    )  # the documents of each new file to write
 
 
 @dataclass(frozen=True)
@@ -113,7 +129,9 @@ class Sizes:
         return self.max_steps * self.global_batch_size * self.sequence_length
 
 
-def init(file: Path, base: str, learned: dict[str, Any], known: dict[str, Any], minutes: float) -> None:
+def init(
+    file: Path, base: str, learned: dict[str, Any], known: dict[str, Any], minutes: float
+) -> None:
     """Write a config that `scale run` accepts unchanged; `learned` and `known` are the texts' entries in it."""
     if file.exists():
         raise UsageError(f"{file}: already exists; give another name")
@@ -122,7 +140,9 @@ def init(file: Path, base: str, learned: dict[str, Any], known: dict[str, Any], 
     base_config, tokenizer = load_base_config(named), load_tokenizer(named)
     text, retention = look_into(learned, tokenizer), look_into(known, tokenizer)
     if text.documents == retention.documents:
-        raise UsageError("--retention: is the same text as --corpus; give text that the base already knows")
+        raise UsageError(
+            "--retention: is the same text as --corpus; give text that the base already knows"
+        )
     new = offer_tokens(text, tokenizer, base_config.vocab_size)
     num_tokens = int(text.num_bytes * (new.tokens_per_byte or text.tokens_per_byte))
     if num_tokens < _MIN_STEP_TOKENS:
@@ -132,7 +152,9 @@ def init(file: Path, base: str, learned: dict[str, Any], known: dict[str, Any], 
     sizes = fit_sizes(base_config, new.number, minutes, num_tokens)
     corpus = part(text, "held-out", file, sizes.num_tokens)
     replayed = round(_REPLAY_SHARE * sizes.num_tokens)
-    if _MOST_READINGS * retention.num_bytes * retention.tokens_per_byte < replayed:  # too little to train on
+    if (
+        _MOST_READINGS * retention.num_bytes * retention.tokens_per_byte < replayed
+    ):  # too little to train on
         measured_on = retention.source | {"name": "retention", "max_documents": _FIRST}
         kept = Parted({}, measured_on, "too little to train on: all of it is held out")
     else:
@@ -151,8 +173,12 @@ def init(file: Path, base: str, learned: dict[str, Any], known: dict[str, Any], 
     takes = f"about {sizes.minutes:.2g} min without evaluation, {sizes.device.origin}"
     log(f"sizes          {sizes.max_steps:,} steps of {step}: {takes}")
     if sizes.max_steps == _MIN_STEPS and sizes.minutes > minutes:
-        log(f"warning: longer than --minutes {minutes:g}, since a run takes at least {_MIN_STEPS} steps")
-    log("               a run of minutes only shows that everything works; a model that writes well takes hours")
+        log(
+            f"warning: longer than --minutes {minutes:g}, since a run takes at least {_MIN_STEPS} steps"
+        )
+    log(
+        "               a run of minutes only shows that everything works; a model that writes well takes hours"
+    )
     log(f"written        {file}, and {SCHEMA_FILE} beside it, with which an editor checks it")
     log(f"next           scale plan {file}; scale run {file}")
 
@@ -160,7 +186,9 @@ def init(file: Path, base: str, learned: dict[str, Any], known: dict[str, Any], 
 def config_text(file: Path, **found: object) -> str:
     """Return the config as YAML with comments."""
     output_dir = json.dumps(f"runs/{file.stem}", ensure_ascii=False)
-    return report.render("starter.yaml.j2", file=file, **found, output_dir=output_dir, line=dump_line)
+    return report.render(
+        "starter.yaml.j2", file=file, **found, output_dir=output_dir, line=dump_line
+    )
 
 
 def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -> Sizes:
@@ -168,7 +196,9 @@ def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -
 
     The time limits the number of steps, and so do four readings of the text, of `num_tokens`.
     """
-    devices = {precision: measure_device(base_config, "float32", precision) for precision in ("no", "bf16")}
+    devices = {
+        precision: measure_device(base_config, "float32", precision) for precision in ("no", "bf16")
+    }
     mixed_precision, device = max(devices.items(), key=lambda item: item[1].flops_per_s)
     available = _memory_bytes(device.type)
     with torch.device("meta"):
@@ -193,13 +223,21 @@ def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -
         ).total
 
     def tokens_of_run(length: int) -> float:
-        return min(60 * minutes * device.flops_per_s / flops.total(length), _MOST_READINGS * num_tokens)
+        return min(
+            60 * minutes * device.flops_per_s / flops.total(length), _MOST_READINGS * num_tokens
+        )
 
-    step_tokens = min(max(tokens_of_run(_LENGTHS[-1]) / _WANTED_STEPS, _MIN_STEP_TOKENS), _MAX_STEP_TOKENS)
+    step_tokens = min(
+        max(tokens_of_run(_LENGTHS[-1]) / _WANTED_STEPS, _MIN_STEP_TOKENS), _MAX_STEP_TOKENS
+    )
     longest = min(base_config.max_position_embeddings, step_tokens // _MIN_BATCH_SIZE)
-    lengths = [length for length in _LENGTHS if length <= longest and memory(length, 1) <= available]
+    lengths = [
+        length for length in _LENGTHS if length <= longest and memory(length, 1) <= available
+    ]
     if not lengths:
-        needed, there = (f"{num_bytes / 2**30:.1f} GiB" for num_bytes in (memory(_LENGTHS[-1], 1), available))
+        needed, there = (
+            f"{num_bytes / 2**30:.1f} GiB" for num_bytes in (memory(_LENGTHS[-1], 1), available)
+        )
         raise ConfigError(
             f"--base: training needs {needed}, but {device.type} has {there} available; choose a smaller base"
         )
@@ -210,7 +248,9 @@ def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -
     steps = min(max(_MIN_STEPS, int(tokens_of_run(length) / (batch_size * length))), _MAX_STEPS)
     takes = steps * batch_size * length * flops.total(length) / device.flops_per_s / 60
     held = memory(length, at_once)
-    return Sizes(device, mixed_precision, length, batch_size, at_once, steps, takes, held, available)
+    return Sizes(
+        device, mixed_precision, length, batch_size, at_once, steps, takes, held, available
+    )
 
 
 def _memory_bytes(device_type: str) -> int:
@@ -223,11 +263,16 @@ def _memory_bytes(device_type: str) -> int:
 def _write(file: Path, text: str, texts: dict[Path, list[str]]) -> None:
     """Write the config and the text files that it names; write nothing if `scale run` would reject it."""
     if there := next((path for path in texts if path.exists()), None):
-        raise UsageError(f"{there}: already exists; give the config another name, or move this file")
+        raise UsageError(
+            f"{there}: already exists; give the config another name, or move this file"
+        )
     config = checked(RunConfig, parse(text, str(file)), str(file))
     try:
         for path, documents in texts.items():
-            write_text(path, "".join(json.dumps({"text": of}, ensure_ascii=False) + "\n" for of in documents))
+            write_text(
+                path,
+                "".join(json.dumps({"text": of}, ensure_ascii=False) + "\n" for of in documents),
+            )
         Run(config).check(every_source(config))
     except BaseException:
         for path in texts:
@@ -247,7 +292,9 @@ def look_into(source: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tex
     if len(text.documents) < _MOST_HELD_OUT and _is_txt(text.source):
         by_line = _read({**text.source, "documents": "line"}, tokenizer)
         lengths = [len(line) for line in by_line.documents]
-        if len(lengths) >= _FEWEST_LINES and quantiles(lengths, n=20)[-1] > _UNEVEN * median(lengths):
+        if len(lengths) >= _FEWEST_LINES and quantiles(lengths, n=20)[-1] > _UNEVEN * median(
+            lengths
+        ):
             return by_line
     return text
 
@@ -279,7 +326,9 @@ def _read(source: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
     if not is_whole:
         size = size * reader.total_bytes // read_bytes if read_bytes else _OF_A_DATASET
     sample = "\n".join(documents[:: max(1, len(documents) // 64)])[:_BYTES_SAMPLED]
-    num_tokens = reader.ledger.num_tokens = len(tokenizer(sample, add_special_tokens=False).input_ids)
+    num_tokens = reader.ledger.num_tokens = len(
+        tokenizer(sample, add_special_tokens=False).input_ids
+    )
     check_bad_fraction(known, reader.ledger, ReadingConfig().max_bad_fraction)
     return Text(source, documents, is_whole, size, sample, num_tokens / len(sample.encode()))
 
@@ -294,7 +343,12 @@ def part(text: Text, held_name: str, file: Path, num_tokens: int) -> Parted:
         return _cut(text, held_name, file)
     sizes = list(accumulate(len(document.encode()) for document in text.documents))
     enough = next(
-        (held for held, size in enumerate(sizes, 1) if held >= _HELD_OUT_DOCUMENTS and size >= _HELD_OUT_BYTES), number
+        (
+            held
+            for held, size in enumerate(sizes, 1)
+            if held >= _HELD_OUT_DOCUMENTS and size >= _HELD_OUT_BYTES
+        ),
+        number,
     )
     held = min(max(1, number // _MOST_HELD_OUT), enough)
     source = {**text.source, "skip_documents": held}
@@ -302,7 +356,10 @@ def part(text: Text, held_name: str, file: Path, num_tokens: int) -> Parted:
     if not text.is_whole:  # twice what a run reads, and at least what was read here
         most = max(number, ceil(2 * num_tokens / text.tokens_per_byte / sizes[-1] * number))
         source["max_documents"] = most
-        counted, rest = f"more than {number:,}", f"{most:,} to train on, which is enough for these steps"
+        counted, rest = (
+            f"more than {number:,}",
+            f"{most:,} to train on, which is enough for these steps",
+        )
     if _is_txt(text.source):
         each = " (a line each)" if "documents" in text.source else " (text between blank lines)"
     first = {"split": "train"} if "dataset" in text.source else {}
@@ -332,7 +389,11 @@ def _cut(text: Text, held_name: str, file: Path) -> Parted:
             f"{name}: {number} documents of {text.num_bytes:,} bytes are too little text to hold out a part; "
             "give more text"
         )
-    words = "1 document: its last tenth" if number == 1 else f"{number} documents: the last tenth of each"
+    words = (
+        "1 document: its last tenth"
+        if number == 1
+        else f"{number} documents: the last tenth of each"
+    )
     written = " and ".join(path.name for path in files)
     trained_on, held_out = sources
     return Parted(trained_on, held_out, f"{words} held out; written as {written}", files)
@@ -350,7 +411,13 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
     words = f"{cost:.2f} per character, {1 / text.tokens_per_byte:.2f} bytes each"
     letters = Counter[str]()
     for sign, number in Counter(text.sample).items():
-        letters.update({name: number for name, of in SCRIPTS.items() if any(a <= ord(sign) <= b for a, b in of)})
+        letters.update(
+            {
+                name: number
+                for name, of in SCRIPTS.items()
+                if any(a <= ord(sign) <= b for a, b in of)
+            }
+        )
     if cost <= _TOKENS_PER_CHARACTER or not letters:
         return NewTokens(words)
     script = letters.most_common(1)[0][0]  # the most frequent one beyond ASCII
@@ -368,5 +435,8 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
     grown = extended(tokenizer.backend_tokenizer, found[:number], first_id)
     per_byte = len(grown.encode(text.sample, add_special_tokens=False).ids) / num_bytes
     return NewTokens(
-        f"{words}; with {number:,} new ones of {script}, {1 / per_byte:.2f} bytes each", script, number, per_byte
+        f"{words}; with {number:,} new ones of {script}, {1 / per_byte:.2f} bytes each",
+        script,
+        number,
+        per_byte,
     )

@@ -13,7 +13,12 @@ from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, Pre
 from scale_cli.evaluation.results import bound_nats
 from scale_cli.export.card import base_licence
 from scale_cli.export.dense import dense_model
-from scale_cli.export.formats import check_parity, measure_parity, served_logits, write_self_contained
+from scale_cli.export.formats import (
+    check_parity,
+    measure_parity,
+    served_logits,
+    write_self_contained,
+)
 from scale_cli.export.plain_folder import routed_class, router_keys, write_plain
 from scale_cli.joining import KIND, JoinedRuns, JoinReport, join_runs, joined_card, score_corpora
 from scale_cli.model.family_scale import family_of
@@ -48,7 +53,8 @@ def join(
         base=joined.record.name,
         base_sha256=joined.record.content_sha256,
         members=[
-            {"name": m.name, "parent": m.parent, "folder": str(m.folder), "sha256": m.sha256} for m in joined.members
+            {"name": m.name, "parent": m.parent, "folder": str(m.folder), "sha256": m.sha256}
+            for m in joined.members
         ],
         router_prior=joined.model.config.router_prior,
         router_switch_rate=switch_rate,
@@ -83,7 +89,9 @@ def _check_one_head_holds_all(joined: JoinedRuns) -> None:
             f"--format llama: the runs have {channels} channels and {heads} heads in total, but a Llama's channels "
             "must be a multiple of its heads; use --format transformers"
         )
-    for head, (member, branch) in enumerate(zip(joined.members, joined.model.branches, strict=True), start=1):
+    for head, (member, branch) in enumerate(
+        zip(joined.members, joined.model.branches, strict=True), start=1
+    ):
         brings, known = branch.expansion.new_tokens is not None, config.known_tokens(head)
         reason = "writes into the base's stream" if branch.writes else ""
         if brings and known in brought:
@@ -110,13 +118,22 @@ def prove(joined: JoinedRuns) -> None:
     For tokens that its run does not have, `JoinedForCausalLM.of_all_tokens` gives the expected logits.
     """
     model, num_old = joined.model, joined.model.base.config.vocab_size
-    alone = [("base", joined.prompts, joined.base_logits), *((m.name, m.prompts, m.logits) for m in joined.members)]
+    alone = [
+        ("base", joined.prompts, joined.base_logits),
+        *((m.name, m.prompts, m.logits) for m in joined.members),
+    ]
     for head, (name, prompts, expected) in enumerate(alone):
         before = model.config.known_tokens(head).start
         for ids, of_one in zip(prompts, expected, strict=True):
-            states = model.final_states(torch.where(ids < num_old, ids, ids + before), preserved=True)
-            if not torch.equal(model.routed_logits(states)[head], model.of_all_tokens(head, of_one)):
-                raise PreservationError(f"the head {name} computes other logits in the joined model than alone")
+            states = model.final_states(
+                torch.where(ids < num_old, ids, ids + before), preserved=True
+            )
+            if not torch.equal(
+                model.routed_logits(states)[head], model.of_all_tokens(head, of_one)
+            ):
+                raise PreservationError(
+                    f"the head {name} computes other logits in the joined model than alone"
+                )
 
 
 def _prompts(joined: JoinedRuns) -> list[Tensor]:
@@ -124,7 +141,9 @@ def _prompts(joined: JoinedRuns) -> list[Tensor]:
     prompts, config = sample_ids(joined.tokenizer), joined.model.config
     if num_new := len(config.new_tokens):
         first = config.vocab_size - num_new
-        spread = torch.linspace(first, config.vocab_size - 1, min(num_new, _NUM_NEW_READ)).round().long()
+        spread = (
+            torch.linspace(first, config.vocab_size - 1, min(num_new, _NUM_NEW_READ)).round().long()
+        )
         prompts.append(spread[None].to(prompts[0].device))
     return prompts
 
@@ -134,9 +153,13 @@ def _check_written(folder: Path, joined: JoinedRuns) -> None:
     """Check that the heads of the written model equal those that were measured, bit for bit."""
     loaded = placed(load_written(JoinedForCausalLM, folder)).eval()
     for ids in _prompts(joined):
-        one, other = (m.routed_logits(m.final_states(ids, preserved=True)) for m in (loaded, joined.model))
+        one, other = (
+            m.routed_logits(m.final_states(ids, preserved=True)) for m in (loaded, joined.model)
+        )
         if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
-            raise ExportParityError("the written folder computes other logits than the measured model; it was removed")
+            raise ExportParityError(
+                "the written folder computes other logits than the measured model; it was removed"
+            )
 
 
 def _check_plain(folder: Path, joined: JoinedRuns) -> None:

@@ -18,7 +18,15 @@ from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError
 from scale_cli.evaluation.benchmarks import check_task_file
 from scale_cli.methods import METHODS
-from scale_cli.planning import Device, Memory, Parameters, TokenFlops, count_flops, measure_device, memory_of_run
+from scale_cli.planning import (
+    Device,
+    Memory,
+    Parameters,
+    TokenFlops,
+    count_flops,
+    measure_device,
+    memory_of_run,
+)
 from scale_cli.report import Table, duration, quantity
 from scale_cli.upscale.base import base_without_weights, stage_folder
 from scale_cli.upscale.method import NewPieces, build_model
@@ -27,7 +35,10 @@ from scale_cli.vocabulary.tokenizer import read_texts
 
 _WITHOUT = "no new tokens"  # the row of the config's method on the same text
 _WIDTH, _LABEL = 100, 15  # of terminal lines, and of the labels before them
-_BYTES_COUNTED, _BYTES_LEARNED = 1 << 20, 1 << 24  # read from every source, to count and to learn new tokens
+_BYTES_COUNTED, _BYTES_LEARNED = (
+    1 << 20,
+    1 << 24,
+)  # read from every source, to count and to learn new tokens
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,11 @@ class Plan:
         return [*_heading(self), "", *_tables(self), *_footnotes(self)]
 
     def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("config", "base_config")}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("config", "base_config")
+        }
 
 
 def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
@@ -101,7 +116,9 @@ def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
     plan_of = partial(_plan_method, config, base_config, device, num_processes, growth)
     planned, refused = [plan_of(method)], dict[str, str]()
     if growth is not None:
-        planned.append(replace(plan_of(method.model_copy(update={"vocabulary": None})), variant=_WITHOUT))
+        planned.append(
+            replace(plan_of(method.model_copy(update={"vocabulary": None})), variant=_WITHOUT)
+        )
     for other in methods_beside(method):
         try:
             planned.append(plan_of(other))
@@ -119,7 +136,11 @@ def methods_beside(method: MethodConfig) -> list[MethodConfig]:
     vocabulary = sections.pop("vocabulary")
     return [
         MethodConfig.model_validate(
-            {**sections, "variant": name, "vocabulary": vocabulary if other.takes_new_tokens else None}
+            {
+                **sections,
+                "variant": name,
+                "vocabulary": vocabulary if other.takes_new_tokens else None,
+            }
         )
         for name, other in METHODS.items()
         if name != method.variant
@@ -127,18 +148,27 @@ def methods_beside(method: MethodConfig) -> list[MethodConfig]:
 
 
 def _plan_method(
-    config: RunConfig, base_config: Any, device: Device, num_processes: int, growth: Growth | None, method: MethodConfig
+    config: RunConfig,
+    base_config: Any,
+    device: Device,
+    num_processes: int,
+    growth: Growth | None,
+    method: MethodConfig,
 ) -> MethodPlan:
     train, length, new = config.train, config.corpus.sequence_length, None
     num_tokens = train.max_steps * train.global_batch_size * length
     if not method.trains_base_weights:
-        train = train.model_copy(update={"decay_to_base": False})  # the setting needs a method that trains base weights
+        train = train.model_copy(
+            update={"decay_to_base": False}
+        )  # the setting needs a method that trains base weights
     if growth is not None and method.vocabulary is not None:
         new = NewPieces.unknown(growth.num_new)
     elif growth is not None:
         num_tokens = round(num_tokens * growth.tokens_without)
     with torch.device("meta"):
-        base = base_without_weights(copy.deepcopy(base_config), config.model.dtype, config.model.quantisation)
+        base = base_without_weights(
+            copy.deepcopy(base_config), config.model.dtype, config.model.quantisation
+        )
         model = build_model(base, method, config.seed, new)
     parameters, flops = Parameters.of(model, train), count_flops(model, length)
     asked = config.model_copy(update={"method": method, "train": train})
@@ -161,10 +191,15 @@ def growth_of(run: Run) -> Growth:
     for source, share in zip(config.corpus.sources, config.corpus.shares, strict=True):
         texts = list(read_texts([source], config.corpus, _BYTES_COUNTED))
         before, after = (
-            sum(len(encoded.ids) for encoded in tokenizer.encode_batch(texts, add_special_tokens=False))
+            sum(
+                len(encoded.ids)
+                for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)
+            )
             for tokenizer in (run.base_tokenizer.backend_tokenizer, grown)
         )
-        sources.append(SourceGrowth(source.name, sum(len(text.encode()) for text in texts), before, after))
+        sources.append(
+            SourceGrowth(source.name, sum(len(text.encode()) for text in texts), before, after)
+        )
         tokens_without += share * before / max(after, 1)
     num_new = added_tokens.num_new if known is None else len(known) - added_tokens.first_id
     return Growth(num_new, known is not None, sources, tokens_without)
@@ -173,12 +208,17 @@ def growth_of(run: Run) -> Growth:
 def _absent(run: Run) -> list[str]:
     """Return a warning for each source and benchmark whose files or first text a run would reject."""
     errors: list[CorpusError] = []
-    sources: list[BenchmarkSource | TextSource] = [*run.config.evaluation.benchmarks, *every_source(run.config)]
+    sources: list[BenchmarkSource | TextSource] = [
+        *run.config.evaluation.benchmarks,
+        *every_source(run.config),
+    ]
     for asked in sources:
         try:
             if isinstance(asked, BenchmarkSource):
                 check_task_file(asked)
-            elif asked.dataset is None and not any("://" in path for path in asked.paths):  # no request is sent
+            elif asked.dataset is None and not any(
+                "://" in path for path in asked.paths
+            ):  # no request is sent
                 check_source(asked)
                 with suppress(BaseModelError):  # a plan needs no tokenizer
                     check_sample(asked, run.base_tokenizer, run.config.corpus)
@@ -202,19 +242,25 @@ def _heading(plan: Plan) -> list[str]:
     growth = plan.new_tokens
     if growth is not None:
         origin = "" if growth.is_learned else "; estimated from the beginnings of the sources:"
-        lines["new tokens"] = f"{growth.num_new:,}, {base.vocab_size + growth.num_new:,} in all{origin}"
+        lines["new tokens"] = (
+            f"{growth.num_new:,}, {base.vocab_size + growth.num_new:,} in all{origin}"
+        )
     told = [f"{label:{_LABEL}}{text}" for label, text in lines.items()]
     for of in [] if growth is None else growth.sources:
         counts = of.num_tokens_before, of.num_tokens_after
         tokens = " -> ".join(f"{count:,}" for count in counts)
         each = " -> ".join(f"{of.num_bytes / max(count, 1):.2f}" for count in counts)
-        told.append(f"{'':{_LABEL}}{of.name}: {of.num_bytes:,} bytes are {tokens} tokens, {each} bytes each")
+        told.append(
+            f"{'':{_LABEL}}{of.name}: {of.num_bytes:,} bytes are {tokens} tokens, {each} bytes each"
+        )
     chosen, definition = plan.methods[0], plan.config.method.definition
     notes = [("warning", warning) for warning in plan.warnings]
     if advice := definition.advice(chosen.num_tokens / max(chosen.parameters.num_frozen, 1)):
         notes.insert(0, ("budget", advice))
     for label, text in notes:
-        told += wrap(text, _WIDTH, initial_indent=f"{label:{_LABEL}}", subsequent_indent=" " * _LABEL)
+        told += wrap(
+            text, _WIDTH, initial_indent=f"{label:{_LABEL}}", subsequent_indent=" " * _LABEL
+        )
     return told
 
 
@@ -225,15 +271,39 @@ def _tables(plan: Plan) -> list[str]:
         sizes, per_token, held = method.parameters, method.flops_per_token, method.memory
         counts = (sizes.num_frozen, sizes.num_trainable, per_token, per_token * method.num_tokens)
         work.append([name, *map(quantity, counts), duration(method.time_s)])
-        memory.append([name, *(quantity(of, "B") for of in (*vars(held).values(), held.total, sizes.checkpoint_bytes))])
+        memory.append(
+            [
+                name,
+                *(
+                    quantity(of, "B")
+                    for of in (*vars(held).values(), held.total, sizes.checkpoint_bytes)
+                ),
+            ]
+        )
     work_titles = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
-    memory_titles = ["memory", "frozen", "weights", "gradients", "moments", "saved", "head", "in all", "checkpoint"]
-    return [*Table(work_titles, work, "lrrrrr").lines(), "", *Table(memory_titles, memory, "lrrrrrrrr").lines()]
+    memory_titles = [
+        "memory",
+        "frozen",
+        "weights",
+        "gradients",
+        "moments",
+        "saved",
+        "head",
+        "in all",
+        "checkpoint",
+    ]
+    return [
+        *Table(work_titles, work, "lrrrrr").lines(),
+        "",
+        *Table(memory_titles, memory, "lrrrrrrrr").lines(),
+    ]
 
 
 def _footnotes(plan: Plan) -> list[str]:
     train = plan.config.train
-    lines = [f"{variant:{_LABEL}}not possible: {reason}" for variant, reason in plan.refused.items()]
+    lines = [
+        f"{variant:{_LABEL}}not possible: {reason}" for variant, reason in plan.refused.items()
+    ]
     if plan.new_tokens is not None:
         tokens = f"the same text is {plan.new_tokens.tokens_without:.2f} times as many tokens."
         lines += ["", f"{_WITHOUT}, and methods that cannot add them: {tokens}"]

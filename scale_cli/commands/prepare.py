@@ -30,7 +30,9 @@ def prepare(config: RunConfig) -> dict[str, Any]:
     warnings = corpus_warnings(config, training, held_out)
     for warning in warnings:
         log(f"warning: {warning}")
-    read = {name: {"folder": corpus.folder, "ledger": corpus.ledger} for name, corpus in corpora.items()}
+    read = {
+        name: {"folder": corpus.folder, "ledger": corpus.ledger} for name, corpus in corpora.items()
+    }
     return {"corpora": read, "warnings": warnings}
 
 
@@ -40,7 +42,9 @@ def prepare_part(config: RunConfig, share: Share) -> dict[str, Ledger]:
     parts = [cache.tokenise_parts(source, share) for source in every_source(config)]
     ledgers = dict(zip(_names(config), parts, strict=True))
     for name, part in ledgers.items():
-        log(f"part           {name}: {part.files:,} files, {part.kept.num_bytes:,} bytes, {part.num_tokens:,} tokens")
+        log(
+            f"part           {name}: {part.files:,} files, {part.kept.num_bytes:,} bytes, {part.num_tokens:,} tokens"
+        )
     return ledgers
 
 

@@ -25,12 +25,16 @@ Engine = Literal["vllm", "transformers"]
 _VLLM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
-def serve(path: Path, engine: Engine | None, options: Sequence[str], log: Log, *, plainly: bool) -> None:
+def serve(
+    path: Path, engine: Engine | None, options: Sequence[str], log: Log, *, plainly: bool
+) -> None:
     """Log what the server guarantees and an example request, then become the server."""
     folder = find_plain_export(path)
     config = read_json(folder / "config.json")
     if not config.get("architectures"):
-        raise UsageError(f"{folder}: not a plain export; give the run, or what `scale export` wrote in format llama")
+        raise UsageError(
+            f"{folder}: not a plain export; give the run, or what `scale export` wrote in format llama"
+        )
     architecture = config["architectures"][0]
     has_vllm = plainly or architecture in {f"{family}ForCausalLM" for family in FAMILIES}
     chosen: Engine = engine or ("vllm" if is_installed("vllm") and has_vllm else "transformers")
@@ -63,7 +67,12 @@ def serve(path: Path, engine: Engine | None, options: Sequence[str], log: Log, *
     sys.stdout.flush()
     if chosen == "vllm":
         architectures = json.dumps({"architectures": [routed_name(architecture)]})
-        command = [*_VLLM, str(folder), *([] if plainly else ["--hf-overrides", architectures]), *options]
+        command = [
+            *_VLLM,
+            str(folder),
+            *([] if plainly else ["--hf-overrides", architectures]),
+            *options,
+        ]
         # vLLM sends usage statistics unless told not to.
         os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ})
     for number in (signal.SIGINT, signal.SIGTERM):  # stopping a server leaves nothing unfinished
@@ -85,7 +94,9 @@ def _promise(folder: Path, config: dict[str, Any], engine: Engine, *, plainly: b
     router = config[KEY]
     smallest = min(router["prior"], (1.0 - router["prior"]) / len(router["parents"]))
     nats = bound_nats(smallest, router["switch_rate"])
-    bound = "" if nats is None else f"; no document costs more than {nats:.3f} nats over its best head"
+    bound = (
+        "" if nats is None else f"; no document costs more than {nats:.3f} nats over its best head"
+    )
     return f"serving        {folder}, with its router, in {engine}: the trained model's answers, up to rounding{bound}"
 
 
@@ -107,12 +118,16 @@ def _check_port(host: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()
     except (OSError, OverflowError) as error:
-        raise UsageError(f"--host {host}, --port {port}: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(
+            f"--host {host}, --port {port}: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def _example(address: Namespace) -> str:
     """Return a command that asks the server."""
     host = "localhost" if address.host in ("0.0.0.0", "::") else address.host
-    body = json.dumps({"model": address.name, "prompt": "Once upon a time", "max_tokens": 16}, ensure_ascii=False)
+    body = json.dumps(
+        {"model": address.name, "prompt": "Once upon a time", "max_tokens": 16}, ensure_ascii=False
+    )
     url = f"http://{host}:{address.port}/v1/completions"
     return f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

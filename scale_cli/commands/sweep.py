@@ -41,14 +41,20 @@ class Trial:
         if self.failure is not None:
             return [" ".join(self.values), "stopped", ""]
         lost = self.retention_bits_per_byte_lost
-        return [" ".join(self.values), number(self.bits_per_byte, 4), "" if lost is None else number(lost, 4, "+")]
+        return [
+            " ".join(self.values),
+            number(self.bits_per_byte, 4),
+            "" if lost is None else number(lost, 4, "+"),
+        ]
 
 
 def sweep(path: Path, grid: Grid, log: Log) -> list[Trial]:
     """Run a config with several values of some keys, and rank the runs; skip finished runs."""
     points, whole = grid.points, load_config(path, grid.shared)
     if all(source.role == "retention" for source in whole.evaluation.perplexity):
-        raise ConfigError("evaluation.perplexity: has no corpus of role acquisition to rank the runs by; add one")
+        raise ConfigError(
+            "evaluation.perplexity: has no corpus of role acquisition to rank the runs by; add one"
+        )
     cache = f"corpus.cache_dir={json.dumps(str(cache_dir(whole)))}"
     configs = []
     for values in points:
@@ -59,10 +65,15 @@ def sweep(path: Path, grid: Grid, log: Log) -> list[Trial]:
     for values, config in zip(points, configs, strict=True):
         log(f"==== run {len(trials) + 1} of {len(points)}: {' '.join(values)}")
         trials.append(_trial(values, config, log))
-        trials.sort(key=lambda trial: (trial.bits_per_byte is None, trial.bits_per_byte))  # for any tokenizer
+        trials.sort(
+            key=lambda trial: (trial.bits_per_byte is None, trial.bits_per_byte)
+        )  # for any tokenizer
         table = Table(_TITLES, [trial.row() for trial in trials], "lrr")
         with new_folder(whole.output_dir / "report") as partial:
-            write_json(partial / "report.json", {"runs": len(points), "trials": [asdict(trial) for trial in trials]})
+            write_json(
+                partial / "report.json",
+                {"runs": len(points), "trials": [asdict(trial) for trial in trials]},
+            )
             heading = f"# Sweep\n\n{len(trials)} of {len(points)} runs, best first, by the head that is served."
             write_text(partial / "report.md", f"{heading}\n\n{table.markdown()}\n")
     for line in table.lines():
@@ -84,7 +95,9 @@ def _trial(values: Values, config: RunConfig, log: Log) -> Trial:
         values,
         folder,
         _mean(learned, [corpus.heads[report.served].bits_per_byte for corpus in learned]),
-        _mean(kept, [corpus.heads[report.served].bits_per_byte_difference.value for corpus in kept]),
+        _mean(
+            kept, [corpus.heads[report.served].bits_per_byte_difference.value for corpus in kept]
+        ),
     )
 
 
@@ -93,4 +106,6 @@ def _mean(corpora: Sequence[CorpusResult], figures: Sequence[float | None]) -> f
     if not figures or None in figures:
         return None
     sizes = [corpus.num_bytes for corpus in corpora]
-    return sum(size * figure for size, figure in zip(sizes, figures, strict=True) if figure is not None) / sum(sizes)
+    return sum(
+        size * figure for size, figure in zip(sizes, figures, strict=True) if figure is not None
+    ) / sum(sizes)

@@ -52,13 +52,24 @@ from scale_cli.storage.atomic import (
 )
 from scale_cli.storage.records import TRAINED, BranchPoint, MetricsLog, TrainState
 from scale_cli.terminal import Log
-from scale_cli.training.checkpoint import branch_point_at, init_from, load_checkpoint, starting_point
+from scale_cli.training.checkpoint import (
+    branch_point_at,
+    init_from,
+    load_checkpoint,
+    starting_point,
+)
 from scale_cli.training.context import parallelism, share_windows
 from scale_cli.training.loop import run_loop
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.run import TrainingRun
-from scale_cli.training.sharding import gather_trained, is_sharded, parts_here, shard_for_evaluation, shard_model
+from scale_cli.training.sharding import (
+    gather_trained,
+    is_sharded,
+    parts_here,
+    shard_for_evaluation,
+    shard_model,
+)
 from scale_cli.training.step import hooks_of
 from scale_cli.training.tracking import check_trackers, tracked
 from scale_cli.upscale.base import tensor_sha256
@@ -72,7 +83,9 @@ if TYPE_CHECKING:
     from scale_cli.evaluation.benchmark_tasks import OpenedBenchmarks
 
 
-def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[str] = ()) -> TrainState:
+def train(
+    config: RunConfig, resume: str | None, log: Log, accepted: Collection[str] = ()
+) -> TrainState:
     """Train from `upscaled/` or from a checkpoint, and write `final/`; return its state: the last step's or the best.
 
     `resume` is None, `auto` or a checkpoint's path; `accepted` are the keys that may have changed since the run began.
@@ -86,12 +99,16 @@ def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[
         log_with=list(config.train.trackers) or None,
         project_dir=run.folder.tensorboard,
         # Buffers do not change, so they are not sent. Gradients lie in the exchange buckets, and are not kept twice.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+        ],
     )
     log = log if accelerator.is_main_process else lambda _: None  # only the main process logs
     final = MethodFolder(run.folder.final, run)
     goes_on = (  # a finished run that is to be longer now: it resumes from its last checkpoint
-        "train.max_steps" in accepted and final.path.is_dir() and config.train.max_steps > final.config.train.max_steps
+        "train.max_steps" in accepted
+        and final.path.is_dir()
+        and config.train.max_steps > final.config.train.max_steps
     )
     if resume == "auto" and final.path.is_dir() and not goes_on:
         _check_finished(final, accepted)
@@ -100,9 +117,13 @@ def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[
     if not run.folder.upscaled.is_dir():
         raise RunFolderError(f"{run.folder.upscaled}: does not exist; run `scale upscale` first")
     run.check(training_sources(config), accelerator.num_processes)
-    parallelism(config.train, accelerator.num_processes)  # raises ConfigError if the processes do not fit
+    parallelism(
+        config.train, accelerator.num_processes
+    )  # raises ConfigError if the processes do not fit
     check_trackers(config.train.trackers)
-    benchmarks = open_benchmarks_of(config.evaluation) if config.train.eval_benchmarks_every_steps else None
+    benchmarks = (
+        open_benchmarks_of(config.evaluation) if config.train.eval_benchmarks_every_steps else None
+    )
     for skipped in benchmarks.skipped if benchmarks is not None else ():
         log(f"warning: {skipped.name} is not measured: {skipped.reason}")
     accelerator.wait_for_everyone()  # the main process removes leftovers; the others have looked through them by now
@@ -124,14 +145,20 @@ def train(config: RunConfig, resume: str | None, log: Log, accepted: Collection[
 def _log_trained(folder: Path, state: TrainState, log: Log) -> None:
     best = state.best
     rate = f" ({state.tokens_per_s:,.0f} tokens/s)" if state.tokens_per_s else ""
-    kept = f", the best step {best.step:,}: {best.forgetting:+.4f} bits/byte on retention text" if best else ""
+    kept = (
+        f", the best step {best.step:,}: {best.forgetting:+.4f} bits/byte on retention text"
+        if best
+        else ""
+    )
     log(
         f"trained        {state.step:,} steps, {state.num_tokens:,} tokens in {state.stepping_s:,.0f} s{rate}; "
         f"also {state.evaluating_s:,.0f} s evaluating, {state.saving_s:,.0f} s saving"
     )
     log(f"written        {folder}{kept}")
     if not state.num_tokens:
-        log("warning: no step had a token to learn; raise corpus.sequence_length, or look at the conversations' turns")
+        log(
+            "warning: no step had a token to learn; raise corpus.sequence_length, or look at the conversations' turns"
+        )
 
 
 @contextmanager
@@ -142,7 +169,11 @@ def _explaining_out_of_memory(config: RunConfig, accelerator: Accelerator) -> It
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        train, num_processes, device = config.train, accelerator.num_processes, accelerator.device.type
+        train, num_processes, device = (
+            config.train,
+            accelerator.num_processes,
+            accelerator.device.type,
+        )
         planned = quantity(memory_of_run(config, num_processes, device).total, "B")
         raise OutOfMemory(
             f"out of memory on {device} while training ({one_line(error)}): lower train.micro_batch_size "
@@ -166,10 +197,19 @@ def _check_finished(final: MethodFolder, accepted: Collection[str]) -> None:
 
 
 def _open_training(
-    run: Run, accelerator: Accelerator, begun: MethodFolder | None, benchmarks: OpenedBenchmarks | None, log: Log
+    run: Run,
+    accelerator: Accelerator,
+    begun: MethodFolder | None,
+    benchmarks: OpenedBenchmarks | None,
+    log: Log,
 ) -> TrainingRun:
     """Load the model and its text, and restore what `begun`, a checkpoint, or `train.init_from` has trained."""
-    config, settings, start, main = run.config, run.config.train, run.open_start(), accelerator.is_main_process
+    config, settings, start, main = (
+        run.config,
+        run.config.train,
+        run.open_start(),
+        accelerator.is_main_process,
+    )
     corpora, held_out, batches = _open_text(start, accelerator, log)
     if begun is not None:
         check_same_text(begun.path, corpora)
@@ -184,22 +224,39 @@ def _open_training(
     if trunk is not None:
         load_trained(model, trunk.path)
     before = begun or trunk
-    if before is not None and hasattr(model.config, "expansion_embedding_rms"):  # rates follow the size E' first had
-        model.config.expansion_embedding_rms = read_json(before.path / "config.json").get("expansion_embedding_rms")
+    if before is not None and hasattr(
+        model.config, "expansion_embedding_rms"
+    ):  # rates follow the size E' first had
+        model.config.expansion_embedding_rms = read_json(before.path / "config.json").get(
+            "expansion_embedding_rms"
+        )
     wrapped = _wrapped(model, config, accelerator)
-    optimiser = build_optimiser(model, settings, by_tensor=config.method.definition.has_tensor_rates)
+    optimiser = build_optimiser(
+        model, settings, by_tensor=config.method.definition.has_tensor_rates
+    )
     of_sources = zip(config.corpus.sources, batches.sources, strict=True)
-    probe = partial(known_windows, [windows for source, windows in of_sources if source.role == "replay"], config.seed)
+    probe = partial(
+        known_windows,
+        [windows for source, windows in of_sources if source.role == "replay"],
+        config.seed,
+    )
     hooks = hooks_of(config.method, settings, model, wrapped, accelerator, start_weights, probe)
     state, branch_point = TrainState(), None
     if begun is not None:
         load_checkpoint(begun, model, optimiser, settings, hooks)
-        state, branch_point = _without_stale_best(begun, held_out, log), BranchPoint.load_if_there(begun.path)
+        state, branch_point = (
+            _without_stale_best(begun, held_out, log),
+            BranchPoint.load_if_there(begun.path),
+        )
     elif trunk is not None:
         if settings.init_moments == "kept":
             load_checkpoint(trunk, model, optimiser, None)
         branch_point = branch_point_at(trunk, settings.init_moments)
-    peak = peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes) if main else None
+    peak = (
+        peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes)
+        if main
+        else None
+    )
     saved, observer = run.folder.checkpoint(state.step), None
     if settings.observes:
         observed = _observed(model, untouched, settings, accelerator)
@@ -216,7 +273,9 @@ def _open_training(
         hooks=hooks,
         observer=observer,
         state=state,
-        metrics=MetricsLog(run.folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
+        metrics=MetricsLog(run.folder.metrics, state.step, evaluation_due=state.evaluation_due)
+        if main
+        else None,
         peak_tokens_per_s=peak,
         branch_point=branch_point,
         # `--resume PATH` may name a checkpoint outside this run, which then has no checkpoint of that step yet.
@@ -231,10 +290,13 @@ def _log_processes(config: RunConfig, accelerator: Accelerator, log: Log) -> Non
     device_type = accelerator.device.type
     avoided_by = {
         "train.mixed_precision=no": config.train.mixed_precision == "bf16",
-        "evaluation.mixed_precision=no": config.train.observes and config.evaluation.mixed_precision == "bf16",
+        "evaluation.mixed_precision=no": config.train.observes
+        and config.evaluation.mixed_precision == "bf16",
         "train.optimiser=adamw": config.train.optimiser == "muon",  # its products are in bfloat16
     }
-    log(f"processes      {accelerator.num_processes} x {device_type}, {config.train.mixed_precision} autocast")
+    log(
+        f"processes      {accelerator.num_processes} x {device_type}, {config.train.mixed_precision} autocast"
+    )
     for warning in slow_in_bfloat16(device_type, avoided_by):
         log(f"warning: {warning}")
 
@@ -246,7 +308,9 @@ def _hashes_of_base(model: Any, config: RunConfig) -> dict[str, str]:
     return {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
 
 
-def _scaler(train: TrainConfig, accelerator: Accelerator, state: TrainState) -> torch.amp.GradScaler:
+def _scaler(
+    train: TrainConfig, accelerator: Accelerator, state: TrainState
+) -> torch.amp.GradScaler:
     """Return the scaler of the loss, in the state of a checkpoint."""
     scaler = torch.amp.GradScaler(accelerator.device.type, enabled=train.mixed_precision == "fp16")
     if state.loss_scale is not None:
@@ -278,7 +342,9 @@ def _open_text(
         dropped = f"; dropped {losses}" if losses else ""
         read = f"{len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}"
         log(f"corpus         {source.name}{' (replay)' if source.role == 'replay' else ''}: {read}")
-    for warning in corpus_warnings(config, corpora, held_out or held_out_in_cache(config, tokenizer)):
+    for warning in corpus_warnings(
+        config, corpora, held_out or held_out_in_cache(config, tokenizer)
+    ):
         log(f"warning: {warning}")
     return corpora, held_out, batches
 
@@ -288,7 +354,9 @@ def _check_same_names(of_all: list[list[str]]) -> None:
     for of_source in zip(*of_all, strict=True):
         if len(different := sorted(set(of_source))) > 1:
             names = ", ".join(different)
-            raise CorpusError(f"corpus: machines read different text ({names}); copy the same files to each machine")
+            raise CorpusError(
+                f"corpus: machines read different text ({names}); copy the same files to each machine"
+            )
 
 
 def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> nn.Module:
@@ -304,7 +372,9 @@ def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) ->
     return accelerator.prepare(for_training(model.to(accelerator.device), settings))
 
 
-def _without_stale_best(begun: MethodFolder, held_out: Sequence[TokenisedCorpus], log: Log) -> TrainState:
+def _without_stale_best(
+    begun: MethodFolder, held_out: Sequence[TokenisedCorpus], log: Log
+) -> TrainState:
     """Return the training state, without its best if that checkpoint is gone or was scored otherwise."""
     state, run = begun.state, begun.run
     if state.best is None:
@@ -318,7 +388,9 @@ def _without_stale_best(begun: MethodFolder, held_out: Sequence[TokenisedCorpus]
         reason = "was scored on other held-out text"
     else:
         return state
-    log(f"warning: {best}: the best checkpoint so far {reason}; the best is chosen from later steps")
+    log(
+        f"warning: {best}: the best checkpoint so far {reason}; the best is chosen from later steps"
+    )
     return replace(state, best=None)
 
 
@@ -342,13 +414,17 @@ def _put_back_best(run: TrainingRun, log: Log) -> TrainState:
         return run.state
     if best.forgetting > bound:
         lost = f"{best.forgetting:+.4f} bits/byte at step {best.step:,}"
-        log(f"warning: train.max_forgetting {bound:g}: every evaluation forgot more; the least was {lost}")
+        log(
+            f"warning: train.max_forgetting {bound:g}: every evaluation forgot more; the least was {lost}"
+        )
     if best.step == run.state.step:
         return run.state
     kept = MethodFolder(run.folder.checkpoint(best.step), run.start.run)
     on_main(lambda: verify_folder(kept.path))
     state = load_checkpoint(kept, run.model, run.optimiser, kept.config.train, run.hooks)
-    return replace(state, best=best, evaluation_due=False)  # a signal may have saved it before it was evaluated
+    return replace(
+        state, best=best, evaluation_due=False
+    )  # a signal may have saved it before it was evaluated
 
 
 def _write_final(run: TrainingRun, state: TrainState) -> None:

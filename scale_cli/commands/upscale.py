@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from scale_cli.config.load import dump_config
-from scale_cli.config.schema import BASE_KEYS, UPSCALE_SECTIONS, MethodConfig, RunConfig, differences
+from scale_cli.config.schema import (
+    BASE_KEYS,
+    UPSCALE_SECTIONS,
+    MethodConfig,
+    RunConfig,
+    differences,
+)
 from scale_cli.data.batches import known_windows
 from scale_cli.data.corpora import open_sources, training_sources, windows_of
 from scale_cli.errors import RunFolderError
@@ -15,9 +21,21 @@ from scale_cli.storage.atomic import claimed, new_folder, write_text
 from scale_cli.storage.records import BaseRecord
 from scale_cli.terminal import Log, log
 from scale_cli.upscale.base import check_finite, check_same_base, record_base
-from scale_cli.upscale.method import describe_method, load_any_base, new_pieces, start_model, write_trained
+from scale_cli.upscale.method import (
+    describe_method,
+    load_any_base,
+    new_pieces,
+    start_model,
+    write_trained,
+)
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, check_preservation, own_logits, sample_ids
-from scale_cli.upscale.run import MethodFolder, Run, check_tokenizer, prove_vocabulary, write_grown_tokenizer
+from scale_cli.upscale.run import (
+    MethodFolder,
+    Run,
+    check_tokenizer,
+    prove_vocabulary,
+    write_grown_tokenizer,
+)
 
 
 def upscale(config: RunConfig, log: Log = log) -> MethodFolder:
@@ -40,7 +58,9 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
     run.check(training_sources(config))
     of_base = run.base_tokenizer
     tokenizer = run.make_tokenizer()
-    open_sources(config, training_sources(config), tokenizer)  # errors in a text are found before weights load
+    open_sources(
+        config, training_sources(config), tokenizer
+    )  # errors in a text are found before weights load
     num_texts = prove_vocabulary(config, of_base, tokenizer) if method.vocabulary else 0
     base = load_any_base(config.model)
     check_finite(base, config.model.base)
@@ -49,7 +69,10 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
         base.float()  # training uses a float32 master copy: compare in that precision
     definition = method.definition
     if num_windows := definition.probe_windows(method.settings):
-        known = [windows_of(config.corpus, corpus) for corpus in open_sources(config, config.corpus.replay, tokenizer)]
+        known = [
+            windows_of(config.corpus, corpus)
+            for corpus in open_sources(config, config.corpus.replay, tokenizer)
+        ]
         probe = known_windows(known, config.seed, num_windows)
         method = method.with_settings(definition.find(method.settings, placed(base), probe))
     prompts = sample_ids(of_base)
@@ -74,7 +97,9 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
     return MethodFolder(upscaled, run)
 
 
-def _described(method: MethodConfig, model: Any, record: BaseRecord, num_new: int, num_texts: int) -> Iterator[str]:
+def _described(
+    method: MethodConfig, model: Any, record: BaseRecord, num_new: int, num_texts: int
+) -> Iterator[str]:
     """Yield lines on what was made; the new tokens left the base's ids of `num_texts` texts unchanged."""
     definition, parameters = method.definition, list(model.parameters())
     num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
@@ -83,12 +108,22 @@ def _described(method: MethodConfig, model: Any, record: BaseRecord, num_new: in
     if definition.widens:
         base, config = model.root.config, model.config
         sizes = []
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
-            parts = [getattr(base, name), *(getattr(stage, f"expansion_{name}") for stage in config.stages())]
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+        ):
+            parts = [
+                getattr(base, name),
+                *(getattr(stage, f"expansion_{name}") for stage in config.stages()),
+            ]
             sizes.append(" + ".join(f"{part:,}" for part in parts))
         yield "sizes          hidden {}, MLP {}, heads {}, KV heads {}".format(*sizes)
         layers = sorted({*config.attention_collaboration_layers, *config.mlp_collaboration_layers})
-        collaborating = f"layers {', '.join(map(str, layers))}" if layers else "none: W12 does not exist"
+        collaborating = (
+            f"layers {', '.join(map(str, layers))}" if layers else "none: W12 does not exist"
+        )
         yield f"collaboration  {collaborating}"
     else:
         found = definition.found(method.settings)
@@ -104,9 +139,13 @@ def _described(method: MethodConfig, model: Any, record: BaseRecord, num_new: in
 
 def upscale_is_finished(run: Run) -> bool:
     upscaled, config = MethodFolder(run.folder.upscaled, run), run.config
-    if not upscaled.path.is_dir() or differences(upscaled.config, config, UPSCALE_SECTIONS, BASE_KEYS):
+    if not upscaled.path.is_dir() or differences(
+        upscaled.config, config, UPSCALE_SECTIONS, BASE_KEYS
+    ):
         return False
     if differences(upscaled.config, config, UPSCALE_SECTIONS):  # the base has moved
-        check_same_base(load_any_base(config.model), upscaled.record, where=f"model.base {config.model.base}")
+        check_same_base(
+            load_any_base(config.model), upscaled.record, where=f"model.base {config.model.base}"
+        )
         check_tokenizer(run.tokenizer, upscaled.record)
     return True

@@ -30,7 +30,14 @@ from scale_cli.joining import KIND, JoinReport
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder
-from scale_cli.storage.records import BaseRecord, ExportRecord, RunFolder, TrainState, place_of, read_records
+from scale_cli.storage.records import (
+    BaseRecord,
+    ExportRecord,
+    RunFolder,
+    TrainState,
+    place_of,
+    read_records,
+)
 from scale_cli.terminal import log, print_json
 from scale_cli.upscale.base import load_written, record_base
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
@@ -64,10 +71,16 @@ def verify(path: Path) -> None:
 def check_folders(path: Path) -> list[FolderCheck]:
     """Check one folder, or every folder of a run; skip half-written ones, whose names begin with a dot."""
     places = (manifest.relative_to(path) for manifest in path.rglob(MANIFEST))
-    inside = (path / place.parent for place in places if not any(part.startswith(".") for part in place.parts))
+    inside = (
+        path / place.parent
+        for place in places
+        if not any(part.startswith(".") for part in place.parts)
+    )
     folders = [path] if (path / MANIFEST).is_file() else sorted(inside)
     if not folders:
-        raise RunFolderError(f"{path}: scale did not write this folder: nothing in it has a {MANIFEST}")
+        raise RunFolderError(
+            f"{path}: scale did not write this folder: nothing in it has a {MANIFEST}"
+        )
     return [_check(folder) for folder in folders]
 
 
@@ -80,7 +93,9 @@ def _check(folder: Path) -> FolderCheck:
             prove(folder)
             check.held.append(name)
         except ScaleError as error:
-            not_at_hand = isinstance(error, BaseModelError) and not isinstance(error, ChangedBaseError)
+            not_at_hand = isinstance(error, BaseModelError) and not isinstance(
+                error, ChangedBaseError
+            )
             (check.unchecked if not_at_hand else check.failed).append(f"{name}: {error}")
             if prove is _check_files:
                 break  # further checks of damaged files mean nothing
@@ -117,7 +132,9 @@ def _check_log(folder: Path) -> None:
         if not 0 < step - before <= max(every, now_every):  # a resume may have changed it
             raise CheckFailed(f"{metrics}: steps after step {before} are missing or out of order")
         before, every = step, now_every
-    last = state.step if train.max_forgetting is None else train.max_steps  # the log goes on after the best step
+    last = (
+        state.step if train.max_forgetting is None else train.max_steps
+    )  # the log goes on after the best step
     if before != last:
         raise CheckFailed(f"{metrics}: step {last} is missing")
 

@@ -41,7 +41,12 @@ _REMOVED = {
     "method.vocabulary.init": "leave it out; a new row always starts as the mean of the old tokens that it is made of",
 }
 # If a plain value stands where a section should, the user most likely meant this key of the section.
-_MEANT_BY_SECTION = {"model": "base", "method": "variant", "corpus": "sources", "train": "max_steps"}
+_MEANT_BY_SECTION = {
+    "model": "base",
+    "method": "variant",
+    "corpus": "sources",
+    "train": "max_steps",
+}
 _OF_EACH_RUN = ("output_dir", "corpus.cache_dir")  # of a sweep
 _MAX_ERRORS = 10
 _LONGEST_QUOTE, _LONGEST_MESSAGE, _LONGEST_NAME = 200, 300, 100
@@ -57,7 +62,9 @@ _DEVICE = (
     "ACCELERATE_USE_CPU=1, or several GPUs with `accelerate launch`"
 )
 _NO_KEYS = {
-    **dict.fromkeys(("cuda", "device", "device_map", "devices", "gpu", "gpus", "num_gpus"), _DEVICE),
+    **dict.fromkeys(
+        ("cuda", "device", "device_map", "devices", "gpu", "gpus", "num_gpus"), _DEVICE
+    ),
     **dict.fromkeys(
         ("resume", "resume_from_checkpoint"),
         "no key: to resume, start `scale run` again, or `scale train --resume auto`",
@@ -79,12 +86,19 @@ def load_checked(schema: type[AnyConfig], path: Path, overrides: Sequence[str] =
     return checked(schema, tree, str(path), overrides)
 
 
-def checked(schema: type[AnyConfig], tree: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> AnyConfig:
+def checked(
+    schema: type[AnyConfig], tree: dict[str, Any], where: str, overrides: Sequence[str] = ()
+) -> AnyConfig:
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        described = [_describe(schema, detail) for detail in error.errors(include_url=False, include_input=False)]
-        lines = list(dict.fromkeys(f"{_origin(line, where, overrides)}: {line}" for line in described))
+        described = [
+            _describe(schema, detail)
+            for detail in error.errors(include_url=False, include_input=False)
+        ]
+        lines = list(
+            dict.fromkeys(f"{_origin(line, where, overrides)}: {line}" for line in described)
+        )
         if len(lines) > _MAX_ERRORS:
             lines[_MAX_ERRORS:] = [f"{where}: and {len(lines) - _MAX_ERRORS:,} more errors"]
         raise ConfigError("\n".join(lines)) from None
@@ -136,15 +150,25 @@ def _describe(schema: type[Section], detail: ErrorDetails) -> str:
     if is_unknown or not _is_union_branch(last):
         location.append(last)
     keys = map(str, location)
-    place = ".".join(key if key.isprintable() and len(key) <= _LONGEST_QUOTE else _quoted(key) for key in keys)
+    place = ".".join(
+        key if key.isprintable() and len(key) <= _LONGEST_QUOTE else _quoted(key) for key in keys
+    )
     message = " ".join(detail["msg"].removeprefix("Value error, ")[:_LONGEST_MESSAGE].split())
     if is_unknown:
         became = _REMOVED.get(".".join(part for part in location if isinstance(part, str)))
-        message = f"this key was removed; {became}" if became else f"unknown key{_did_you_mean(schema, location)}"
+        message = (
+            f"this key was removed; {became}"
+            if became
+            else f"unknown key{_did_you_mean(schema, location)}"
+        )
     elif detail["type"] == "missing":
         message = "required, but not given"
     elif detail["type"] == "model_type":
-        example = f" (did you mean {place}.{_MEANT_BY_SECTION[place]}?)" if place in _MEANT_BY_SECTION else ""
+        example = (
+            f" (did you mean {place}.{_MEANT_BY_SECTION[place]}?)"
+            if place in _MEANT_BY_SECTION
+            else ""
+        )
         message = f"a section with keys of its own, not a plain value{example}"
     elif detail["type"] != "value_error":
         message = message[0].lower() + message[1:]
@@ -168,7 +192,12 @@ def _did_you_mean(schema: type[Section], location: Sequence[str | int]) -> str:
         key for key in keys if key.rpartition(".")[2] == name
     ]
     if not 1 <= len(meant) <= _MOST_MEANT:
-        known = {last: key for key in keys for section, _, last in [key.rpartition(".")] if section == here}
+        known = {
+            last: key
+            for key in keys
+            for section, _, last in [key.rpartition(".")]
+            if section == here
+        }
         meant = [known[close] for close in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
     if not meant:
         return ""
@@ -183,7 +212,9 @@ def _all_keys(section: type[BaseModel], place: str = "") -> Iterator[str]:
         annotation: Any = field.annotation
         for kind in (annotation, *getattr(annotation, "__args__", ())):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from _all_keys(kind, f"{place}{name}{'[]' if 'list' in str(annotation) else ''}.")
+                yield from _all_keys(
+                    kind, f"{place}{name}{'[]' if 'list' in str(annotation) else ''}."
+                )
 
 
 def dump_config(config: Section) -> str:
@@ -203,7 +234,10 @@ def json_schema() -> dict[str, Any]:
 
     It has every key, type, range and default. Only `scale` itself checks which keys go together.
     """
-    return {"$schema": _Untitled.schema_dialect, **RunConfig.model_json_schema(schema_generator=_Untitled)}
+    return {
+        "$schema": _Untitled.schema_dialect,
+        **RunConfig.model_json_schema(schema_generator=_Untitled),
+    }
 
 
 def json_schema_text() -> str:
@@ -235,13 +269,19 @@ def parse_grid(arguments: Sequence[str], *, paired: bool) -> Grid:
             if key in _OF_EACH_RUN:
                 raise ConfigError(f"{key}: a sweep gives each run its own; sweep over another key")
             # A date can only be meant as text.
-            axes.append([f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for value in values])
+            axes.append(
+                [f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for value in values]
+            )
         else:
             shared.append(argument)
     if not axes:
-        raise ConfigError("nothing to sweep over: give a key several values, as in train.lr=1e-3,2e-3")
+        raise ConfigError(
+            "nothing to sweep over: give a key several values, as in train.lr=1e-3,2e-3"
+        )
     if paired and len({len(values) for values in axes}) > 1:
-        raise ConfigError("--paired: one key has more values than another; give all keys the same number")
+        raise ConfigError(
+            "--paired: one key has more values than another; give all keys the same number"
+        )
     points = list(zip(*axes, strict=True)) if paired else list(product(*axes))
     if twice := [values for values in points if points.count(values) > 1]:
         raise ConfigError(f"{' '.join(twice[0])}: these values are given twice")
@@ -253,7 +293,9 @@ def name_of(values: Values) -> str:
     parts = [value.partition("=") for value in values]
     whole = "_".join(f"{key.rpartition('.')[2]}={_bare(value)}" for key, _, value in parts)
     name = re.sub(r"[^A-Za-z0-9.=_-]", "", whole)[:_LONGEST_NAME]
-    return name if name == whole else f"{name}-{sha256(json.dumps(values).encode()).hexdigest()[:8]}"
+    return (
+        name if name == whole else f"{name}-{sha256(json.dumps(values).encode()).hexdigest()[:8]}"
+    )
 
 
 def _bare(value: str) -> str:
@@ -285,7 +327,9 @@ class _Dumper(yaml.CSafeDumper):
 
 for _half in (_Loader, _Dumper):
     _half.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+        list("-+.0123456789"),
     )
 
 
@@ -321,7 +365,9 @@ def _check(text: str) -> None:
     depth, problem = 0, None
     event: Any
     for event in yaml.parse(text, Loader=_Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if depth > _MAX_DEPTH:
             problem = f"nested more than {_MAX_DEPTH} deep"
         elif isinstance(event, yaml.AliasEvent):

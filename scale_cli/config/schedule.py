@@ -44,7 +44,9 @@ def _wsd(step: int, train: TrainConfig) -> float:
     """Constant, then down by 1 - sqrt (Hu et al. 2024, arXiv 2404.06395); the last step is at the minimum."""
     decay_steps = train.decay_steps
     if decay_steps is None:
-        decay_steps = min(round(_SHARE_OF_DECAY * train.max_steps), train.max_steps - train.warmup_steps)
+        decay_steps = min(
+            round(_SHARE_OF_DECAY * train.max_steps), train.max_steps - train.warmup_steps
+        )
     decayed = step + 1 - (train.max_steps - decay_steps)
     if decayed <= 0:
         return 1.0

@@ -9,7 +9,14 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from scale_cli.config.sources import DISTINCT, BenchmarkSource, CorpusConfig, EvaluationSource
 from scale_cli.config.training import TrainConfig
@@ -17,7 +24,17 @@ from scale_cli.config.vocabulary import VocabularyConfig
 from scale_cli.methods import METHODS
 from scale_cli.methods.method import Method
 from scale_cli.methods.widened import WideningConfig
-from scale_cli.values import BatchSize, Change, Folder, Free, Length, MixedPrecision, PathText, Section, gone
+from scale_cli.values import (
+    BatchSize,
+    Change,
+    Folder,
+    Free,
+    Length,
+    MixedPrecision,
+    PathText,
+    Section,
+    gone,
+)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantised = Literal["int8", "nf4"]  # as `model/quantised_base.QUANTISATIONS`
@@ -30,8 +47,12 @@ class ModelConfig(Section):
     base: PathText = Field(
         description="hub id or local folder of a model (Llama, Qwen, ...: docs/families.md), or a finished run's folder"
     )
-    revision: str | None = Field(default=None, description="branch, tag or commit of a base on the hub")
-    tokenizer: PathText | None = Field(default=None, description="hub id or local folder; null: the base's own")
+    revision: str | None = Field(
+        default=None, description="branch, tag or commit of a base on the hub"
+    )
+    tokenizer: PathText | None = Field(
+        default=None, description="hub id or local folder; null: the base's own"
+    )
     dtype: Dtype = Field(default="float32", description="dtype of the frozen base")
     quantisation: Quantised | None = Field(
         default=None,
@@ -41,13 +62,19 @@ class ModelConfig(Section):
     @property
     def held_in(self) -> str:
         """The dtype, and the quantisation of the linear maps if any."""
-        return self.dtype if self.quantisation is None else f"{self.dtype}, linear maps in {self.quantisation}"
+        return (
+            self.dtype
+            if self.quantisation is None
+            else f"{self.dtype}, linear maps in {self.quantisation}"
+        )
 
 
 class _AnyMethod(WideningConfig):
     """What is trained, and what is served."""
 
-    vocabulary: VocabularyConfig | None = Field(default=None, description="new tokens to add; null: none")
+    vocabulary: VocabularyConfig | None = Field(
+        default=None, description="new tokens to add; null: none"
+    )
 
     @property
     def definition(self) -> Method[Any]:
@@ -81,7 +108,9 @@ class _AnyMethod(WideningConfig):
     def _parts_go_together(self) -> _AnyMethod:
         if self.vocabulary is not None and not self.definition.takes_new_tokens:
             taking = [method.name for method in METHODS.values() if method.takes_new_tokens]
-            raise ValueError(f"vocabulary: {self.variant} takes no new tokens; remove it, or use {', '.join(taking)}")
+            raise ValueError(
+                f"vocabulary: {self.variant} takes no new tokens; remove it, or use {', '.join(taking)}"
+            )
         if self.distils and not self.definition.widens:
             raise ValueError(
                 f"distillation.weight: {self.variant} does not keep the base in memory, as only preserve and route do; "
@@ -101,38 +130,62 @@ else:
         __doc__=_AnyMethod.__doc__,
         __module__=__name__,
         variant=(
-            Annotated[Literal[tuple(METHODS)], gone(elo="use llama-pro or freeze, which train some of the layers too")],
+            Annotated[
+                Literal[tuple(METHODS)],
+                gone(elo="use llama-pro or freeze, which train some of the layers too"),
+            ],
             Field(
                 default="route",
                 description="three ways to widen (the paper's SCALE-Preserve, -Adapt, -Route), or a baseline",
             ),
         ),
-        **{method.section: (method.settings, method.settings()) for method in METHODS.values() if method.section},
+        **{
+            method.section: (method.settings, method.settings())
+            for method in METHODS.values()
+            if method.section
+        },
     )
 
 
 class ContinuationsConfig(Section):
     """Prompts that every head continues, to measure in which script it answers."""
 
-    prompts: int = Field(default=20, ge=1, le=1_000_000, description="prompts per corpus: beginnings of its documents")
+    prompts: int = Field(
+        default=20,
+        ge=1,
+        le=1_000_000,
+        description="prompts per corpus: beginnings of its documents",
+    )
     prompt_tokens: int = Field(default=32, ge=1, le=2**20, description="tokens per prompt, at most")
-    new_tokens: int = Field(default=32, ge=1, le=2**20, description="greedily chosen tokens after each prompt, at most")
+    new_tokens: int = Field(
+        default=32, ge=1, le=2**20, description="greedily chosen tokens after each prompt, at most"
+    )
 
 
 class EvaluationConfig(Section):
     """What is measured, and how finely."""
 
-    perplexity: Annotated[list[EvaluationSource], DISTINCT] = Field(default=[], description="held-out corpora")
+    perplexity: Annotated[list[EvaluationSource], DISTINCT] = Field(
+        default=[], description="held-out corpora"
+    )
     benchmarks: Annotated[list[BenchmarkSource], DISTINCT] = Field(
-        default=[], description="task names of lm-eval, or mappings {name, path, language, role} for task files"
+        default=[],
+        description="task names of lm-eval, or mappings {name, path, language, role} for task files",
     )
     continuations: ContinuationsConfig | None = Field(
-        default=None, description="measure language confusion on every held-out corpus; null: off; {}: with 20 prompts"
+        default=None,
+        description="measure language confusion on every held-out corpus; null: off; {}: with 20 prompts",
     )
-    sequence_length: Length | None = Field(default=None, description="tokens per window; null: corpus.sequence_length")
+    sequence_length: Length | None = Field(
+        default=None, description="tokens per window; null: corpus.sequence_length"
+    )
     batch_size: BatchSize = Field(default=8, description="windows evaluated at once")
-    mixed_precision: MixedPrecision = Field(default="no", description="autocast; if left out, train's")
-    bootstrap_resamples: int = Field(default=2000, ge=100, le=1_000_000, description="resamples per interval")
+    mixed_precision: MixedPrecision = Field(
+        default="no", description="autocast; if left out, train's"
+    )
+    bootstrap_resamples: int = Field(
+        default=2000, ge=100, le=1_000_000, description="resamples per interval"
+    )
 
 
 class ExportConfig(Section):
@@ -142,7 +195,9 @@ class ExportConfig(Section):
         default="llama",
         description="one format or several; if left out: llama, plus transformers if llama cannot be routed",
     )
-    dtype: Dtype = Field(default="float32", description="float16 suits models that become f16 or q8_0 in llama.cpp")
+    dtype: Dtype = Field(
+        default="float32", description="float16 suits models that become f16 or q8_0 in llama.cpp"
+    )
 
     @field_validator("format", mode="before")
     @classmethod
@@ -164,7 +219,12 @@ class RunConfig(Section):
     """The whole file: one YAML serves upscale, train, evaluate and export."""
 
     output_dir: Free[Folder] = Field(description="the folder under which everything is written")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the initial weights, data order and bootstrap")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**32,
+        description="seed of the initial weights, data order and bootstrap",
+    )
     model: ModelConfig
     method: MethodConfig = MethodConfig()
     corpus: CorpusConfig
@@ -186,7 +246,9 @@ class RunConfig(Section):
             checked = MethodConfig.model_validate(method)
         except ValidationError:  # reported when the method is validated
             return tree
-        is_routed_apart = checked.definition.routes and not checked.definition.routes_plainly(checked.settings)
+        is_routed_apart = checked.definition.routes and not checked.definition.routes_plainly(
+            checked.settings
+        )
         autocasts = train.get("mixed_precision") in ("bf16", "fp16")
         precision = {"mixed_precision": train["mixed_precision"]} if autocasts else {}
         formats = {"format": ["llama", "transformers"]} if is_routed_apart else {}
@@ -198,7 +260,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_go_together(self) -> RunConfig:
-        for problem in (*self._method_problems(), *self._observing_problems(), *self._flash_attention_problems()):
+        for problem in (
+            *self._method_problems(),
+            *self._observing_problems(),
+            *self._flash_attention_problems(),
+        ):
             raise ValueError(problem)
         return self
 
@@ -240,7 +306,10 @@ class RunConfig(Section):
         if odd := [name for name in vocabulary.sources if name not in known]:
             yield f"method.vocabulary.sources: {odd[0]!r} is not one of corpus.sources ({', '.join(known)})"
         taken = vocabulary.sources or [source.name for source in self.corpus.new]
-        if any(source.messages_field is not None and source.name in taken for source in self.corpus.sources):
+        if any(
+            source.messages_field is not None and source.name in taken
+            for source in self.corpus.sources
+        ):
             yield (
                 "method.vocabulary.sources: new tokens are learned from text, not from conversations; name only "
                 "sources without messages_field"
@@ -266,7 +335,9 @@ class RunConfig(Section):
             return
         if not train.eval_every_steps:
             yield "train.max_forgetting: needs periodic evaluations to choose from; set train.eval_every_steps"
-        if missing := {"acquisition", "retention"} - {source.role for source in self.evaluation.perplexity}:
+        if missing := {"acquisition", "retention"} - {
+            source.role for source in self.evaluation.perplexity
+        }:
             yield f"train.max_forgetting: evaluation.perplexity has no corpus of role {min(missing)}"
 
     def _flash_attention_problems(self) -> Iterator[str]:
@@ -285,7 +356,9 @@ class RunConfig(Section):
         if train.observes:
             computes["evaluation"] = self.evaluation.mixed_precision
         if self.model.dtype == "float32" or self.method.trains_base_weights:
-            for section in (section for section, precision in computes.items() if precision == "no"):
+            for section in (
+                section for section, precision in computes.items() if precision == "no"
+            ):
                 yield f"train.attention: flash_attention_2 computes in 16 bits: set {section}.mixed_precision to bf16"
 
 
@@ -318,14 +391,19 @@ def _marked(section: type[BaseModel], mark: Change, prefix: str = "") -> Iterato
 FREE, ACCEPTABLE = (frozenset(_marked(RunConfig, mark)) for mark in (Change.FREE, Change.ACCEPTED))
 
 
-def differences(before: RunConfig, now: RunConfig, sections: tuple[str, ...], ignored_keys: str = "") -> list[str]:
+def differences(
+    before: RunConfig, now: RunConfig, sections: tuple[str, ...], ignored_keys: str = ""
+) -> list[str]:
     """Return `key: before -> now` for every changed key in `sections` that makes it a different run.
 
     Keys that match the pattern `ignored_keys` do not count: the caller compares the content behind them.
     """
 
     def counts(key: str) -> bool:
-        section = next((moved for prefix, moved in _MOVED.items() if key.startswith(prefix)), key.partition(".")[0])
+        section = next(
+            (moved for prefix, moved in _MOVED.items() if key.startswith(prefix)),
+            key.partition(".")[0],
+        )
         is_free = re.sub(r"\.\d+$", "", key) in FREE  # items of a list share its key
         return section in sections and not is_free and not re.fullmatch(ignored_keys, key)
 
@@ -345,7 +423,9 @@ def _changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value of a tree with its key, such as `train.lr` or `corpus.sources.0.name`."""
-    if isinstance(value, dict | list) and value:  # an empty one is a value too: layers [] is not layers null
+    if (
+        isinstance(value, dict | list) and value
+    ):  # an empty one is a value too: layers [] is not layers null
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(child, f"{prefix}.{key}" if prefix else str(key))
     else:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 
 from scale_cli.values import (
@@ -26,7 +33,9 @@ _KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
 _LEAST_WEIGHT = 1e-6
 Role = Annotated[
     Literal["retention", "acquisition"],
-    Field(description="knowledge to keep, or to acquire; default for benchmarks: retention if English"),
+    Field(
+        description="knowledge to keep, or to acquire; default for benchmarks: retention if English"
+    ),
 ]
 
 
@@ -44,7 +53,8 @@ class TextSource(Section):
     split: str = Field(default="train", description="split of the dataset")
     revision: str | None = Field(default=None, description="branch, tag or commit of the dataset")
     text_field: str = Field(
-        default="text", description="where the text is: column of a dataset, .csv or .parquet; key in .jsonl or .json"
+        default="text",
+        description="where the text is: column of a dataset, .csv or .parquet; key in .jsonl or .json",
     )
     messages_field: str | None = Field(
         default=None,
@@ -53,11 +63,15 @@ class TextSource(Section):
         "dataset; the base's chat template formats it, and only the assistant's turns are trained on",
     )
     documents: Literal["paragraph", "line", "file"] = Field(
-        default="paragraph", description="a .txt file's documents: text between blank lines, a line, or the whole file"
+        default="paragraph",
+        description="a .txt file's documents: text between blank lines, a line, or the whole file",
     )
     language: Language
     skip_documents: int = Field(
-        default=0, ge=0, le=10**12, description="skip this many first documents, as if they were not there"
+        default=0,
+        ge=0,
+        le=10**12,
+        description="skip this many first documents, as if they were not there",
     )
     max_documents: Documents | None = Field(
         default=None,
@@ -77,10 +91,15 @@ class TextSource(Section):
         for key in ("subset", "revision"):
             if self.path is not None and getattr(self, key) is not None:
                 raise ValueError(f"{key}: is for a dataset; path has none")
-        if self.messages_field is not None and self.text_field != type(self).model_fields["text_field"].default:
+        if (
+            self.messages_field is not None
+            and self.text_field != type(self).model_fields["text_field"].default
+        ):
             raise ValueError("give one of text_field and messages_field")
         if self.documents != "paragraph" and self.path is None:
-            raise ValueError(f"documents: {self.documents!r} is for .txt files; a dataset's rows are its documents")
+            raise ValueError(
+                f"documents: {self.documents!r} is for .txt files; a dataset's rows are its documents"
+            )
         return self
 
 
@@ -90,7 +109,8 @@ class CorpusSource(TextSource):
     REMOVED: ClassVar[Mapping[str, Any]] = {"order": "shuffled", "select": None}
 
     role: Literal["new", "replay"] = Field(
-        default="new", description="replay: text of what the base knows, so that it is not forgotten"
+        default="new",
+        description="replay: text of what the base knows, so that it is not forgotten",
     )
     weight: float = Field(
         default=1.0,
@@ -121,18 +141,25 @@ class BenchmarkSource(Section):
 
     name: Name
     path: PathText | None = Field(
-        default=None, description="a task's .yaml in lm-eval's format, with local files; null: `name` is lm-eval's name"
+        default=None,
+        description="a task's .yaml in lm-eval's format, with local files; null: `name` is lm-eval's name",
     )
     language: Language
     role: Role
-    num_fewshot: int | None = Field(default=None, ge=0, le=1000, description="examples a prompt; null: the task's own")
-    limit: Documents | None = Field(default=None, description="only this many first items of every task")
+    num_fewshot: int | None = Field(
+        default=None, ge=0, le=1000, description="examples a prompt; null: the task's own"
+    )
+    limit: Documents | None = Field(
+        default=None, description="only this many first items of every task"
+    )
 
     @field_validator("path")
     @classmethod
     def _names_a_task(cls, path: str | None) -> str | None:
         if path is not None and not path.endswith((".yaml", ".yml")):
-            raise ValueError("is not a .yaml file; write an lm-eval task with these data_files: docs/benchmarks.md")
+            raise ValueError(
+                "is not a .yaml file; write an lm-eval task with these data_files: docs/benchmarks.md"
+            )
         return path
 
     @model_validator(mode="before")
@@ -148,7 +175,9 @@ class BenchmarkSource(Section):
         return item
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         """Allow a plain name in the JSON Schema too."""
         mapping = handler(core)
         handler.resolve_ref_schema(mapping)["required"] = ["name"]
@@ -171,13 +200,18 @@ class ReadingConfig(Section):
     """How every source is read, for training and held out."""
 
     max_document_bytes: int = Field(
-        default=10_000_000, ge=1, le=2**31, description="a larger document is dropped and counts as bad"
+        default=10_000_000,
+        ge=1,
+        le=2**31,
+        description="a larger document is dropped and counts as bad",
     )
     max_bad_fraction: Free[Fraction] = Field(
-        default=0.001, description="a source is refused if more than this share of its records or files is bad"
+        default=0.001,
+        description="a source is refused if more than this share of its records or files is bad",
     )
     max_unknown_fraction: Free[Fraction] = Field(
-        default=0.01, description="a source is refused if the tokenizer loses more than this share of its text"
+        default=0.01,
+        description="a source is refused if the tokenizer loses more than this share of its text",
     )
     num_workers: Free[int | None] = Field(
         default=None,
@@ -194,13 +228,16 @@ class CorpusConfig(ReadingConfig):
 
     sequence_length: Length = Field(default=2048, description="tokens per window")
     isolate_documents: bool = Field(
-        default=False, description="positions restart at every document in a window, and attention stays within it"
+        default=False,
+        description="positions restart at every document in a window, and attention stays within it",
     )
     cache_dir: Free[Folder | None] = Field(
         default=None,
         description="folder of tokenised corpora, named by content, each with its ledger.json; null: output_dir/tokens",
     )
-    sources: Annotated[list[CorpusSource], DISTINCT] = Field(min_length=1, description="the sources to train on")
+    sources: Annotated[list[CorpusSource], DISTINCT] = Field(
+        min_length=1, description="the sources to train on"
+    )
 
     @property
     def new(self) -> list[CorpusSource]:
@@ -220,5 +257,7 @@ class CorpusConfig(ReadingConfig):
     @classmethod
     def _new_text(cls, sources: list[CorpusSource]) -> list[CorpusSource]:
         if all(source.role == "replay" for source in sources):
-            raise ValueError("every source has the role replay; give the text to be learned the role new")
+            raise ValueError(
+                "every source has the role replay; give the text to be learned the role new"
+            )
         return sources

@@ -45,32 +45,47 @@ def _left_out(key: str) -> str:
     return ", ".join(f"{value:g} with {' and '.join(names)}" for value, names in by_value.items())
 
 
-if TYPE_CHECKING:  # a type checker accepts no computed Literal; pydantic takes the names from the table
+if (
+    TYPE_CHECKING
+):  # a type checker accepts no computed Literal; pydantic takes the names from the table
     _Schedule = str
 else:
     _Schedule = Annotated[
         Literal[tuple(SCHEDULES)],
-        gone(infinite="use wsd; with decay_steps: 0 its rate stays constant, and other runs can branch off it"),
+        gone(
+            infinite="use wsd; with decay_steps: 0 its rate stays constant, and other runs can branch off it"
+        ),
     ]
 
 
 class LrMultipliers(Section):
     """Learning rates by kind of tensor, relative to `train.lr`, the matrices' rate; null: depends on how E' starts."""
 
-    embedding: float | None = Field(default=None, gt=0.0, le=1e6, description="E', or a baseline's token embedding")
-    head: float | None = Field(default=None, gt=0.0, le=1e6, description="H', or a baseline's untied vocabulary head")
-    gains: float | None = Field(default=None, gt=0.0, le=1e6, description="gains of the norms, and biases")
+    embedding: float | None = Field(
+        default=None, gt=0.0, le=1e6, description="E', or a baseline's token embedding"
+    )
+    head: float | None = Field(
+        default=None, gt=0.0, le=1e6, description="H', or a baseline's untied vocabulary head"
+    )
+    gains: float | None = Field(
+        default=None, gt=0.0, le=1e6, description="gains of the norms, and biases"
+    )
 
 
 class TrainConfig(Section):
     """How the model is trained."""
 
-    REMOVED: ClassVar[Mapping[str, Any]] = {"cooldown_steps": None, "constant_lr_ratio": 0.5, "decay_shape": None}
+    REMOVED: ClassVar[Mapping[str, Any]] = {
+        "cooldown_steps": None,
+        "constant_lr_ratio": 0.5,
+        "decay_shape": None,
+    }
 
     max_steps: Accepted[Steps] = Field(description="optimiser steps, one global batch each")
     global_batch_size: BatchSize = Field(default=32, description="sequences per optimiser step")
     micro_batch_size: Free[BatchSize | None] = Field(
-        default=None, description="sequences a process holds at once; null: the most that divide its share, up to 8"
+        default=None,
+        description="sequences a process holds at once; null: the most that divide its share, up to 8",
     )
     sharding: Free[Literal["none", "expansion", "all"]] = Field(
         default="none",
@@ -93,7 +108,8 @@ class TrainConfig(Section):
         "branch off one trunk its own seed, or it repeats the trunk's first batches",
     )
     init_moments: Literal["fresh", "kept"] = Field(
-        default="fresh", description="optimiser moments if init_from is a checkpoint: new ones, or the checkpoint's"
+        default="fresh",
+        description="optimiser moments if init_from is a checkpoint: new ones, or the checkpoint's",
     )
     optimiser: Literal["adamw", "muon"] = Field(
         default="adamw",
@@ -105,16 +121,23 @@ class TrainConfig(Section):
     )
     lr_multipliers: LrMultipliers = LrMultipliers()
     average: AverageConfig | None = Field(
-        default=None, description="final/ holds the mean of the weights over several steps; null: the last weights"
+        default=None,
+        description="final/ holds the mean of the weights over several steps; null: the last weights",
     )
     lookahead: LookaheadConfig | None = Field(
-        default=None, description="every few steps, the trained weights go back part of their way; null: never"
+        default=None,
+        description="every few steps, the trained weights go back part of their way; null: never",
     )
-    min_lr_ratio: Accepted[Fraction] = Field(default=0.1, description="rate of the last step, relative to lr")
+    min_lr_ratio: Accepted[Fraction] = Field(
+        default=0.1, description="rate of the last step, relative to lr"
+    )
     schedule: Accepted[_Schedule] = Field(
-        default="cosine", description="rate after the warm-up; wsd: constant, then a decay over the last steps"
+        default="cosine",
+        description="rate after the warm-up; wsd: constant, then a decay over the last steps",
     )
-    warmup_steps: Accepted[int] = Field(default=0, ge=0, description="first steps, with a linear rise to lr")
+    warmup_steps: Accepted[int] = Field(
+        default=0, ge=0, description="first steps, with a linear rise to lr"
+    )
     decay_steps: Accepted[int | None] = Field(
         default=None,
         ge=0,
@@ -122,7 +145,10 @@ class TrainConfig(Section):
         "that other runs branch off",
     )
     weight_decay: Accepted[float] = Field(
-        default=0.1, ge=0.0, le=100.0, description=f"of either optimiser; if left out, {_left_out('weight_decay')}"
+        default=0.1,
+        ge=0.0,
+        le=100.0,
+        description=f"of either optimiser; if left out, {_left_out('weight_decay')}",
     )
     embedding_norm: Accepted[Literal["free", "bounded"]] = Field(
         default="free",
@@ -132,10 +158,18 @@ class TrainConfig(Section):
         default=False,
         description="weight_decay pulls weights towards the base's instead of 0, also embeddings and gains",
     )
-    adam_beta1: Accepted[float] = Field(default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's average")
-    adam_beta2: Accepted[float] = Field(default=0.95, ge=0.0, lt=1.0, description="decay of its square's average")
-    adam_epsilon: Accepted[float] = Field(default=1.0e-8, gt=0.0, le=1.0, description="added to that average's root")
-    max_grad_norm: Accepted[float] = Field(default=1.0, gt=0.0, description="a larger gradient is scaled down to it")
+    adam_beta1: Accepted[float] = Field(
+        default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's average"
+    )
+    adam_beta2: Accepted[float] = Field(
+        default=0.95, ge=0.0, lt=1.0, description="decay of its square's average"
+    )
+    adam_epsilon: Accepted[float] = Field(
+        default=1.0e-8, gt=0.0, le=1.0, description="added to that average's root"
+    )
+    max_grad_norm: Accepted[float] = Field(
+        default=1.0, gt=0.0, description="a larger gradient is scaled down to it"
+    )
     mixed_precision: Accepted[MixedPrecision] = Field(
         default="no", description="autocast; fp16, for GPUs without bfloat16, scales the loss"
     )
@@ -144,7 +178,10 @@ class TrainConfig(Section):
         description="if a loss or gradient is not finite: stop, or skip the step; it never reaches the weights",
     )
     max_skipped_steps: Accepted[int] = Field(
-        default=10, ge=0, le=10_000_000, description="most steps that `skip` may skip in the whole run"
+        default=10,
+        ge=0,
+        le=10_000_000,
+        description="most steps that `skip` may skip in the whole run",
     )
     max_hours: Free[float | None] = Field(
         default=None,
@@ -152,17 +189,26 @@ class TrainConfig(Section):
         le=1e6,
         description="time limit of one invocation; it then writes a checkpoint and ends",
     )
-    attention: Accepted[Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] | None] = Field(
-        default=None,
-        description="kernel, by transformers' name; null: its choice; for isolated documents on a GPU, flex_attention",
+    attention: Accepted[Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] | None] = (
+        Field(
+            default=None,
+            description="kernel, by transformers' name; null: its choice; for isolated documents on a GPU, flex_attention",
+        )
     )
     compile: Accepted[bool] = Field(
-        default=False, description="compile every decoder layer with torch.compile; on a CPU it needs a C++ compiler"
+        default=False,
+        description="compile every decoder layer with torch.compile; on a CPU it needs a C++ compiler",
     )
-    activation_checkpointing: Accepted[bool] = Field(default=False, description="less memory, more time")
-    log_every_steps: Free[Steps] = Field(default=10, description="steps between records in metrics.jsonl")
+    activation_checkpointing: Accepted[bool] = Field(
+        default=False, description="less memory, more time"
+    )
+    log_every_steps: Free[Steps] = Field(
+        default=10, description="steps between records in metrics.jsonl"
+    )
     save_every_steps: Free[Steps] = Field(default=500, description="steps between checkpoints")
-    keep_checkpoints: Free[int] = Field(default=2, ge=1, le=1_000_000, description="newest to keep; older are deleted")
+    keep_checkpoints: Free[int] = Field(
+        default=2, ge=1, le=1_000_000, description="newest to keep; older are deleted"
+    )
     profile_steps: Free[list[Steps] | None] = Field(
         default=None,
         min_length=2,
@@ -177,16 +223,25 @@ class TrainConfig(Section):
         "those that lost at most this many bits/byte on any retention corpus; null: the last weights",
     )
     trackers: Free[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]]] = Field(
-        default=[], description="trackers that also get the records of metrics.jsonl; set each up as its own docs say"
+        default=[],
+        description="trackers that also get the records of metrics.jsonl; set each up as its own docs say",
     )
-    project: Free[Name] = Field(default="scale", description="project in a tracker (in MLflow, the experiment)")
-    run_name: Free[Name | None] = Field(default=None, description="run's name in a tracker; null: output_dir's name")
+    project: Free[Name] = Field(
+        default="scale", description="project in a tracker (in MLflow, the experiment)"
+    )
+    run_name: Free[Name | None] = Field(
+        default=None, description="run's name in a tracker; null: output_dir's name"
+    )
     eval_every_steps: Free[Steps | None] = Field(
-        default=None, description="steps between held-out losses in metrics.jsonl; null: only `scale evaluate`"
+        default=None,
+        description="steps between held-out losses in metrics.jsonl; null: only `scale evaluate`",
     )
-    eval_max_documents: Free[Documents] = Field(default=32, description="documents per corpus, each time")
+    eval_max_documents: Free[Documents] = Field(
+        default=32, description="documents per corpus, each time"
+    )
     eval_benchmarks_every_steps: Free[Steps | None] = Field(
-        default=None, description="steps between benchmark accuracies in metrics.jsonl; null: only `scale evaluate`"
+        default=None,
+        description="steps between benchmark accuracies in metrics.jsonl; null: only `scale evaluate`",
     )
     eval_max_items: Free[Documents] = Field(default=32, description="items per task, each time")
 
@@ -212,7 +267,9 @@ class TrainConfig(Section):
             yield f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences"
         warmup_steps, decay_steps = self.warmup_steps, self.decay_steps or 0
         # The warm-up alone may be longer, as with every schedule, for a short trial of a long config.
-        if self.schedule == "wsd" and warmup_steps + decay_steps > max(self.max_steps, warmup_steps):
+        if self.schedule == "wsd" and warmup_steps + decay_steps > max(
+            self.max_steps, warmup_steps
+        ):
             given = f"warmup_steps {warmup_steps:,} and decay_steps {decay_steps:,}"
             yield f"{given} are together more than max_steps {self.max_steps:,}"
 
@@ -234,4 +291,6 @@ class TrainConfig(Section):
     def sequences_at_once(self, num_processes: int) -> int:
         """Return `micro_batch_size`, or its default if this many processes share a step."""
         share = self.global_batch_size // (num_processes // self.sharing_windows(num_processes))
-        return self.micro_batch_size or max(size for size in range(1, _MICRO_BATCH_SIZE + 1) if share % size == 0)
+        return self.micro_batch_size or max(
+            size for size in range(1, _MICRO_BATCH_SIZE + 1) if share % size == 0
+        )

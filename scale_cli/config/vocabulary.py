@@ -14,7 +14,9 @@ from scale_cli.values import Name, PathText, Section
 
 # llama.cpp takes a model with this many tokens for CodeLlama or Granite, and changes how its text begins or ends.
 TAKEN_FOR_OTHERS = (32_016, 49_152)
-ROWS_MULTIPLE = 64  # the total number of tokens is a multiple of this: the vocabulary head is faster
+ROWS_MULTIPLE = (
+    64  # the total number of tokens is a multiple of this: the vocabulary head is faster
+)
 # Letters alone, by Unicode's blocks; adjacent blocks are one range.
 SCRIPTS: dict[str, tuple[tuple[int, int], ...]] = {
     "arabic": ((0x0600, 0x06FF),),
@@ -54,11 +56,20 @@ class Script:
         """Return a script by its name, or by hexadecimal ranges such as `AC00-D7A3`, separated by commas."""
         if name in SCRIPTS:
             return cls(SCRIPTS[name])
-        if not re.fullmatch(r"[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6}(,[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6})*", name):
-            raise ValueError(f"{name!r} is neither a range such as AC00-D7A3 nor one of: {', '.join(SCRIPTS)}")
-        ranges = tuple((int(first, 16), int(last, 16)) for first, last in (r.split("-") for r in name.split(",")))
+        if not re.fullmatch(
+            r"[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6}(,[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6})*", name
+        ):
+            raise ValueError(
+                f"{name!r} is neither a range such as AC00-D7A3 nor one of: {', '.join(SCRIPTS)}"
+            )
+        ranges = tuple(
+            (int(first, 16), int(last, 16))
+            for first, last in (r.split("-") for r in name.split(","))
+        )
         for first, last in ranges:
-            if not 0x80 <= first <= last <= _LAST_CODE_POINT or (last >= _SURROGATES[0] and first <= _SURROGATES[1]):
+            if not 0x80 <= first <= last <= _LAST_CODE_POINT or (
+                last >= _SURROGATES[0] and first <= _SURROGATES[1]
+            ):
                 raise ValueError(f"{first:X}-{last:X} is not a range of letters beyond ASCII")
         return cls(ranges)
 
@@ -73,7 +84,9 @@ class Script:
 
     def meets(self, other: Script) -> bool:
         """Return whether the two scripts share a code point."""
-        return any(one <= last and first <= end for one, end in self.ranges for first, last in other.ranges)
+        return any(
+            one <= last and first <= end for one, end in self.ranges for first, last in other.ranges
+        )
 
     def alone_begins(self, text: bytes) -> bool:
         """Return whether bytes can only begin a run of the script's letters, after at most one space.
@@ -83,7 +96,11 @@ class Script:
         letters = text.removeprefix(b" ")
         whole = letters.decode(errors="ignore")
         rest = letters[len(whole.encode()) :]
-        if not letters or not letters.startswith(whole.encode()) or not all(self.holds(ord(c), ord(c)) for c in whole):
+        if (
+            not letters
+            or not letters.startswith(whole.encode())
+            or not all(self.holds(ord(c), ord(c)) for c in whole)
+        ):
             return False
         completed = _completions(rest) if rest else None
         return not rest or (completed is not None and self.holds(*completed))
@@ -105,17 +122,25 @@ class VocabularyConfig(Section):
     """New tokens for a script that the base's tokenizer splits into bytes; no old token changes."""
 
     new_tokens: int = Field(
-        default=4096, ge=1, le=2**18, description="how many; rounded up to a vocabulary that is a multiple of 64"
+        default=4096,
+        ge=1,
+        le=2**18,
+        description="how many; rounded up to a vocabulary that is a multiple of 64",
     )
     script: str = Field(
-        default="hangul", description="script of their letters: a name, or ranges of code points such as AC00-D7A3"
+        default="hangul",
+        description="script of their letters: a name, or ranges of code points such as AC00-D7A3",
     )
     sources: list[Name] = Field(
-        default=[], description="names of the corpus.sources to learn them from; []: all with the role new"
+        default=[],
+        description="names of the corpus.sources to learn them from; []: all with the role new",
     )
-    min_count: int = Field(default=50, ge=1, le=10**9, description="a rarer string in those becomes no token")
+    min_count: int = Field(
+        default=50, ge=1, le=10**9, description="a rarer string in those becomes no token"
+    )
     folder: PathText | None = Field(
-        default=None, description="tokenizer that already has them, after the base's ids; null: they are learned"
+        default=None,
+        description="tokenizer that already has them, after the base's ids; null: they are learned",
     )
 
     @field_validator("script")

@@ -24,7 +24,9 @@ from torch import Tensor
 from scale_cli.data.ledger import TrainedTokens
 
 _STEPS_AHEAD = 2
-IGNORED = -100  # target that torch's cross-entropy ignores; repeated in model/head_loss.py, which is exported
+IGNORED = (
+    -100
+)  # target that torch's cross-entropy ignores; repeated in model/head_loss.py, which is exported
 
 
 Item = TypeVar("Item")
@@ -119,7 +121,12 @@ class MicroBatch:
         def cut(whole: Tensor) -> Tensor:
             return whole.unflatten(1, (2 * number, -1))[:, [index, -1 - index]].flatten(1)
 
-        return replace(self, input_ids=cut(self.input_ids), targets=cut(self.targets), position_ids=cut(positions))
+        return replace(
+            self,
+            input_ids=cut(self.input_ids),
+            targets=cut(self.targets),
+            position_ids=cut(positions),
+        )
 
     def pinned(self) -> MicroBatch:
         return self._each(Tensor.pin_memory)
@@ -129,12 +136,16 @@ class MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        tensors: dict[str, Any] = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        tensors: dict[str, Any] = {
+            name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)
+        }
         return replace(self, **tensors)
 
 
 def stacked(
-    sources: Sequence[Windows], located: Sequence[tuple[int, int]], distillation: tuple[float, ...] | None = None
+    sources: Sequence[Windows],
+    located: Sequence[tuple[int, int]],
+    distillation: tuple[float, ...] | None = None,
 ) -> MicroBatch:
     """Stack windows, each given as (source, index in the source), into one micro-batch."""
     windows = [sources[source].window(window) for source, window in located]
@@ -143,13 +154,22 @@ def stacked(
     isolated = [row for row in positions if row is not None]
     assert len(isolated) in (0, len(positions)), "documents are isolated in every source or in none"
     position_ids = torch.from_numpy(np.stack(isolated)) if isolated else None
-    return MicroBatch(inputs, targets, torch.tensor([source for source, _ in located]), position_ids, distillation)
+    return MicroBatch(
+        inputs, targets, torch.tensor([source for source, _ in located]), position_ids, distillation
+    )
 
 
 def known_windows(sources: Sequence[Windows], seed: int, num_windows: int) -> list[MicroBatch]:
     """Return random windows of each source of known text, one per micro-batch; the seed alone decides which."""
-    orders = (np.random.default_rng([seed, 2, index]).permutation(len(sources[index])) for index in range(len(sources)))
-    return [stacked(sources, [(index, window)]) for index, order in enumerate(orders) for window in order[:num_windows]]
+    orders = (
+        np.random.default_rng([seed, 2, index]).permutation(len(sources[index]))
+        for index in range(len(sources))
+    )
+    return [
+        stacked(sources, [(index, window)])
+        for index, order in enumerate(orders)
+        for window in order[:num_windows]
+    ]
 
 
 @dataclass(frozen=True)
@@ -200,7 +220,9 @@ class Batches:
         draws = np.random.default_rng([seed, 0]).random(num_samples)
         bounds = np.cumsum(weights) / np.sum(weights)
         # The last bound may round to just below 1; a draw above it gets the last source with a weight.
-        drawn = np.minimum(np.searchsorted(bounds, draws, side="right"), np.flatnonzero(weights)[-1])
+        drawn = np.minimum(
+            np.searchsorted(bounds, draws, side="right"), np.flatnonzero(weights)[-1]
+        )
         self._source_of = drawn.astype(np.uint16)
         self._turn_of = np.zeros(num_samples, dtype=np.int64)
         for index in range(len(sources)):
@@ -209,7 +231,9 @@ class Batches:
         self._epoch_order = lru_cache(maxsize=2 * len(sources))(self._shuffled)
 
     def _shuffled(self, source: int, epoch: int) -> npt.NDArray[np.int64]:
-        return np.random.default_rng([self.seed, 1, source, epoch]).permutation(len(self.sources[source]))
+        return np.random.default_rng([self.seed, 1, source, epoch]).permutation(
+            len(self.sources[source])
+        )
 
     def _locate(self, sample: int) -> tuple[int, int]:
         source, turn = int(self._source_of[sample]), int(self._turn_of[sample])
@@ -229,24 +253,39 @@ class Batches:
         return tuple(targets)
 
     def of_step(self, step: int, rank: int = 0, num_processes: int = 1) -> StepBatches:
-        return StepBatches(step, list(self.micro_batches(step, rank, num_processes)), self.num_targets(step))
+        return StepBatches(
+            step, list(self.micro_batches(step, rank, num_processes)), self.num_targets(step)
+        )
 
     def from_step(self, first: int, rank: int = 0, num_processes: int = 1) -> Iterator[StepBatches]:
         return (self.of_step(step, rank, num_processes) for step in range(first, self.num_steps))
 
     def trained_tokens(self, num_steps: int) -> list[TrainedTokens]:
         """Return, for every source, the targets trained in the first steps and those left in its unfinished epoch."""
-        turns = np.bincount(self._source_of[: num_steps * self.global_batch_size], minlength=len(self.sources))
+        turns = np.bincount(
+            self._source_of[: num_steps * self.global_batch_size], minlength=len(self.sources)
+        )
         trained = []
-        for source, (windows, num_turns) in enumerate(zip(self.sources, turns.tolist(), strict=True)):
+        for source, (windows, num_turns) in enumerate(
+            zip(self.sources, turns.tolist(), strict=True)
+        ):
             num_whole, num_begun = divmod(num_turns, len(windows))
             begun = self._epoch_order(source, num_whole)[:num_begun]
-            of_epoch, of_begun = int(windows.num_targets.sum()), int(windows.num_targets[begun].sum())
+            of_epoch, of_begun = (
+                int(windows.num_targets.sum()),
+                int(windows.num_targets[begun].sum()),
+            )
             held_over = of_epoch - of_begun if num_begun else 0
-            trained.append(TrainedTokens(num_whole * of_epoch + of_begun, num_whole + bool(num_begun), held_over))
+            trained.append(
+                TrainedTokens(
+                    num_whole * of_epoch + of_begun, num_whole + bool(num_begun), held_over
+                )
+            )
         return trained
 
-    def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, step: int, rank: int = 0, num_processes: int = 1
+    ) -> Iterator[MicroBatch]:
         """Yield the micro-batches of one process in one step (steps count from 0)."""
         located = self.windows_of(step)
         for start in range(0, self.global_batch_size, self.micro_batch_size * num_processes):
@@ -286,7 +325,9 @@ class Prefetched(Generic[Item]):
 
     def __next__(self) -> Item:
         asked_s = time.monotonic()
-        item = self._ready[0].result()  # an end or an error stays first, and is raised again at the next call
+        item = self._ready[
+            0
+        ].result()  # an end or an error stays first, and is raised again at the next call
         self.waited_s += time.monotonic() - asked_s
         self._ready.popleft()
         self._make_ahead()
@@ -294,7 +335,12 @@ class Prefetched(Generic[Item]):
 
 
 def batches_ahead(
-    batches: Batches, first: int, rank: int, num_processes: int, device: torch.device, sharing: int = 1
+    batches: Batches,
+    first: int,
+    rank: int,
+    num_processes: int,
+    device: torch.device,
+    sharing: int = 1,
 ) -> Prefetched[StepBatches]:
     """Return one process's batches from step `first` on, with the next ones made ahead.
 
@@ -304,7 +350,13 @@ def batches_ahead(
     group, part = divmod(rank, sharing)
     steps = batches.from_step(first, group, num_processes // sharing)
     if sharing > 1:
-        steps = (replace(s, micro_batches=[batch.part(part, sharing) for batch in s.micro_batches]) for s in steps)
+        steps = (
+            replace(s, micro_batches=[batch.part(part, sharing) for batch in s.micro_batches])
+            for s in steps
+        )
     if device.type == "cuda":
-        steps = (replace(step, micro_batches=[batch.pinned() for batch in step.micro_batches]) for step in steps)
+        steps = (
+            replace(step, micro_batches=[batch.pinned() for batch in step.micro_batches])
+            for step in steps
+        )
     return Prefetched(steps, _STEPS_AHEAD)

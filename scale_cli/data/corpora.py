@@ -30,7 +30,9 @@ _FEW_LOST, _PLAINLY_LOST = 1e-4, 0.1
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 1 << 10, 1 << 17
 _HASHES_AT_ONCE = 1 << 20
 _LARGE_DOCUMENT_BYTES = 1 << 16
-_FEWEST_HELD_OUT = 4  # the bootstrap's intervals are too narrow for some more, but plainly so below this
+_FEWEST_HELD_OUT = (
+    4  # the bootstrap's intervals are too narrow for some more, but plainly so below this
+)
 
 
 def cache_dir(config: RunConfig) -> Path:
@@ -43,7 +45,10 @@ def cache_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> TokenCach
 
 def training_sources(config: RunConfig) -> list[TextSource]:
     """Return every source that training reads, for training or for periodic evaluations."""
-    return [*config.corpus.sources, *(config.evaluation.perplexity if config.train.eval_every_steps else ())]
+    return [
+        *config.corpus.sources,
+        *(config.evaluation.perplexity if config.train.eval_every_steps else ()),
+    ]
 
 
 def every_source(config: RunConfig) -> list[TextSource]:
@@ -57,7 +62,9 @@ def open_sources(
     return [cache.open(source) for source in sources]
 
 
-def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[TokenisedCorpus | None]:
+def held_out_in_cache(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[TokenisedCorpus | None]:
     """Open every evaluation source that the cache holds; None for one that it does not hold or that is missing."""
     cache, corpora = cache_of(config, tokenizer), list[TokenisedCorpus | None]()
     for source in config.evaluation.perplexity:
@@ -67,7 +74,9 @@ def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
     return corpora
 
 
-def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> None:
+def check_sample(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig
+) -> None:
     """Raise CorpusError if a tokenizer loses text from the beginning of a source's paths; fetch nothing remote."""
     elsewhere = source.dataset is not None and not Path(source.dataset).is_dir()
     if elsewhere or any("://" in path for path in source.paths):
@@ -77,7 +86,9 @@ def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
     ledger, is_whole = Ledger(), True
     parts = [source.model_copy(update={"path": path}) for path in source.paths] or [source]
     for part in parts:
-        reader = CorpusReader(part, reading.max_document_bytes, tokenizer if conversations else None)
+        reader = CorpusReader(
+            part, reading.max_document_bytes, tokenizer if conversations else None
+        )
         room, sample = _SAMPLE_CHARACTERS, []
         for record in islice(reader, _SAMPLE_RECORDS):
             if isinstance(record, Document):
@@ -90,7 +101,9 @@ def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
         ledger.take(reader.ledger)
         ledger.round_trip += encoder.encode(sample).round_trip
     all_skipped = ledger.num_skipped > 0 and len(parts) == 1
-    if not ledger.kept.documents and (all_skipped or ledger.bad_fraction > reading.max_bad_fraction):
+    if not ledger.kept.documents and (
+        all_skipped or ledger.bad_fraction > reading.max_bad_fraction
+    ):
         check_bad_fraction(source, ledger, reading.max_bad_fraction)
     # A sample does not give the share exactly, but shows a script that is lost.
     least = 0.0 if is_whole else _PLAINLY_LOST
@@ -99,11 +112,15 @@ def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
 
 def windows_of(config: CorpusConfig, corpus: TokenisedCorpus) -> PackedWindows:
     offsets = corpus.offsets if config.isolate_documents else None
-    lead = int(corpus.markers.bos is None)  # without BOS, the token before predicts a document's first token
+    lead = int(
+        corpus.markers.bos is None
+    )  # without BOS, the token before predicts a document's first token
     return PackedWindows(corpus.ids, config.sequence_length, corpus.learned, offsets, lead)
 
 
-def build_batches(config: RunConfig, corpora: Sequence[TokenisedCorpus], num_processes: int) -> Batches:
+def build_batches(
+    config: RunConfig, corpora: Sequence[TokenisedCorpus], num_processes: int
+) -> Batches:
     """Return the batches of a whole run, for this many processes."""
     distilled = config.method.distillation.weight
     return Batches(
@@ -113,7 +130,9 @@ def build_batches(config: RunConfig, corpora: Sequence[TokenisedCorpus], num_pro
         seed=config.seed,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.sequences_at_once(num_processes),
-        distillation=[distilled if source.role == "replay" else 0.0 for source in config.corpus.sources],
+        distillation=[
+            distilled if source.role == "replay" else 0.0 for source in config.corpus.sources
+        ],
     )
 
 
@@ -127,14 +146,20 @@ def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
 
 
 def corpus_warnings(
-    config: RunConfig, training: Sequence[TokenisedCorpus], held_out: Sequence[TokenisedCorpus | None]
+    config: RunConfig,
+    training: Sequence[TokenisedCorpus],
+    held_out: Sequence[TokenisedCorpus | None],
 ) -> list[str]:
     """Return a warning for everything doubtful about the corpora; a held-out corpus that is not open is None."""
-    trained = {source.name: corpus for source, corpus in zip(config.corpus.sources, training, strict=True)}
+    trained = {
+        source.name: corpus for source, corpus in zip(config.corpus.sources, training, strict=True)
+    }
     lines = idle_settings(config)
     for source, share in zip(config.corpus.sources, config.corpus.shares, strict=True):
         num_tokens = len(trained[source.name].ids)
-        num_windows = len(windows_of(config.corpus, trained[source.name]))  # the last may be mostly padding
+        num_windows = len(
+            windows_of(config.corpus, trained[source.name])
+        )  # the last may be mostly padding
         often = share * config.train.max_steps * config.train.global_batch_size / num_windows
         if often > _OFTEN:
             lines.append(
@@ -149,7 +174,9 @@ def corpus_warnings(
             if len(corpus) < _FEWEST_HELD_OUT:
                 has = "only one document" if len(corpus) == 1 else f"only {len(corpus)} documents"
                 intervals = (
-                    "no confidence intervals" if len(corpus) == 1 else "confidence intervals that are too narrow"
+                    "no confidence intervals"
+                    if len(corpus) == 1
+                    else "confidence intervals that are too narrow"
                 )
                 lines.append(
                     f"held-out {held.name}: has {has}, so its results have {intervals}, which are over documents; give "
@@ -163,9 +190,14 @@ def _text_warnings(source: TextSource, corpus: TokenisedCorpus) -> list[str]:
     lost, kept, lines = corpus.ledger.round_trip, corpus.ledger.kept, []
     if lost.lost_fraction > _FEW_LOST:
         share = percent(lost.lost_fraction, 2)
-        lines.append(f"corpus {source.name}: the tokenizer loses {share} of its text, as in {lost.example!r}")
+        lines.append(
+            f"corpus {source.name}: the tokenizer loses {share} of its text, as in {lost.example!r}"
+        )
     is_txt = any(".txt" in PurePath(path).suffixes for path in source.paths)
-    parted = kept.documents > corpus.ledger.files or kept.num_bytes < kept.documents * _LARGE_DOCUMENT_BYTES
+    parted = (
+        kept.documents > corpus.ledger.files
+        or kept.num_bytes < kept.documents * _LARGE_DOCUMENT_BYTES
+    )
     if source.documents == "paragraph" and is_txt and not parted:
         lines.append(
             f"corpus {source.name}: {kept.documents:,} document{'s' * (kept.documents > 1)} of {kept.num_bytes:,} "

@@ -86,7 +86,10 @@ class CorpusReader:
                 self.ledger.num_skipped += isinstance(record, Document)
                 if not (isinstance(record, Rejected) and record.reason is Reason.DAMAGED_FILE):
                     continue  # but the documents that a damaged file has lost cannot be counted
-            kept, dropped = kept + isinstance(record, Document), dropped + isinstance(record, Rejected)
+            kept, dropped = (
+                kept + isinstance(record, Document),
+                dropped + isinstance(record, Rejected),
+            )
             if self._template_of is not None and isinstance(record, Document):
                 record = _write_conversation(record, self._template_of, self._limit)
             self.ledger.enter(record)
@@ -115,13 +118,19 @@ class CorpusReader:
         source = self.source
         with dataset_errors(source):
             rows = datasets.load_dataset(
-                source.dataset, source.subset, split=source.split, revision=source.revision, streaming=True
+                source.dataset,
+                source.subset,
+                split=source.split,
+                revision=source.revision,
+                streaming=True,
             )
             for number, row in enumerate(rows, start=1):
                 yield judge(_pick(row, source), f"{source.dataset} row {number}", 0, self._limit)
 
 
-def judge(found: Found, place: str, num_bytes: int, limit: int, learned: Spans | None = None) -> Record:
+def judge(
+    found: Found, place: str, num_bytes: int, limit: int, learned: Spans | None = None
+) -> Record:
     """Return a document, or the reason to reject it; for a record without text, `num_bytes` is its size in the file."""
     if isinstance(found, tuple):
         return Rejected(Reason.NO_FIELD, place, num_bytes, found)
@@ -144,7 +153,9 @@ def _read_txt(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
     lines = _lines(stream, limit + len(_NEWLINE))
     documents: Iterable[Iterable[Line]] = [lines]
     if source.documents == "line":
-        documents = ([line] for line in lines if isinstance(line[1], Reason) or line[1].strip(_NEWLINE))
+        documents = (
+            [line] for line in lines if isinstance(line[1], Reason) or line[1].strip(_NEWLINE)
+        )
     elif source.documents == "paragraph":
         parts = groupby(lines, lambda line: isinstance(line[1], str) and not line[1].strip())
         documents = (paragraph for is_blank, paragraph in parts if not is_blank)
@@ -210,7 +221,9 @@ def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
         return
     content = stream.read(_MAX_JSON_BYTES + 1)
     if len(content) > _MAX_JSON_BYTES:
-        raise OSError(f"a list of more than {_MAX_JSON_BYTES >> 20} MiB; write one record per line, as .jsonl")
+        raise OSError(
+            f"a list of more than {_MAX_JSON_BYTES >> 20} MiB; write one record per line, as .jsonl"
+        )
     try:
         records = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -231,11 +244,15 @@ def _pick(record: Any, source: TextSource) -> Found:
         return Reason.WRONG_TYPE
     if not any(message["role"] == "assistant" for message in value):
         return Reason.NO_ANSWER
-    return json.dumps(value, ensure_ascii=False, default=str)  # a dataset's messages may have dates, or bytes
+    return json.dumps(
+        value, ensure_ascii=False, default=str
+    )  # a dataset's messages may have dates, or bytes
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), str) for key in ("role", "content")
+    )
 
 
 def _read_csv(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
@@ -246,14 +263,23 @@ def _read_csv(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
         broken.add(row.number)
         return "skip"
 
-    header = stream.peek(_LONGEST_HEADER)[:_LONGEST_HEADER].partition(b"\n")[0].decode(errors="replace").strip()
+    header = (
+        stream.peek(_LONGEST_HEADER)[:_LONGEST_HEADER]
+        .partition(b"\n")[0]
+        .decode(errors="replace")
+        .strip()
+    )
     try:
         rows = pa.csv.open_csv(
             stream,
-            read_options=pa.csv.ReadOptions(use_threads=False, block_size=max(2 * limit, _SKIPPED_AT_ONCE)),
+            read_options=pa.csv.ReadOptions(
+                use_threads=False, block_size=max(2 * limit, _SKIPPED_AT_ONCE)
+            ),
             parse_options=pa.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip),
             # As bytes, so that a value that is not UTF-8 is one bad record and does not end the file.
-            convert_options=pa.csv.ConvertOptions(include_columns=[field], column_types={field: pa.binary()}),
+            convert_options=pa.csv.ConvertOptions(
+                include_columns=[field], column_types={field: pa.binary()}
+            ),
         )
     except KeyError:
         raise OSError(f"has no column {field!r}, but {header}; {_SET_FIELD}") from None
@@ -267,7 +293,9 @@ def _read_parquet(stream: IO[bytes], source: TextSource, _limit: int) -> Iterato
     table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
     names = table.schema_arrow.names
     if names.count(source.text_field) != 1:
-        raise OSError(f"needs exactly one column {source.text_field!r}, and has: {', '.join(names)}; {_SET_FIELD}")
+        raise OSError(
+            f"needs exactly one column {source.text_field!r}, and has: {', '.join(names)}; {_SET_FIELD}"
+        )
     batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[source.text_field])
     yield from _read_column((_encoded(batch.column(0)) for batch in batches), count(1))
 
@@ -283,7 +311,11 @@ def _read_column(blocks: Iterable[list[bytes | None]], numbers: Iterator[int]) -
     """Read a table's texts from blocks of rows; `numbers` are the row numbers."""
     for values in blocks:
         for value, number in zip(values, numbers, strict=False):
-            yield f": row {number}", Reason.WRONG_TYPE if value is None else _decode(value), len(value or b"")
+            yield (
+                f": row {number}",
+                Reason.WRONG_TYPE if value is None else _decode(value),
+                len(value or b""),
+            )
 
 
 _READERS: dict[str, Callable[[Any, TextSource, int], Iterator[Item]]] = {
@@ -295,22 +327,31 @@ _READERS: dict[str, Callable[[Any, TextSource, int], Iterator[Item]]] = {
 }
 
 
-def _write_conversation(document: Document, tokenizer: PreTrainedTokenizerBase, limit: int) -> Record:
+def _write_conversation(
+    document: Document, tokenizer: PreTrainedTokenizerBase, limit: int
+) -> Record:
     """Apply the chat template to a document of JSON messages, and mark the assistant's turns as learned."""
     messages: Messages = json.loads(document.text)
 
     def text_of(messages: Messages, *, asks: bool = False) -> str:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
+        return str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+        )
 
     learned = []
     try:
         whole = text_of(messages)
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                before, after = text_of(messages[:number], asks=True), text_of(messages[: number + 1])
+                before, after = (
+                    text_of(messages[:number], asks=True),
+                    text_of(messages[: number + 1]),
+                )
                 if not (after.startswith(before) and whole.startswith(after)):
                     return Rejected(Reason.REWRITTEN, document.place, document.num_bytes)
                 learned.append((len(before), len(after)))
-    except Exception:  # a template is a program: it may fail in any way, or refuse by its own exception
+    except (
+        Exception
+    ):  # a template is a program: it may fail in any way, or refuse by its own exception
         return Rejected(Reason.NOT_RENDERED, document.place, document.num_bytes)
     return judge(whole, document.place, document.num_bytes, limit, tuple(learned))

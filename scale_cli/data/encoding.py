@@ -122,7 +122,9 @@ class Encoder:
                 "choose another in model.tokenizer"
             )
         markers = DocumentMarkers.of(tokenizer)
-        self._before = [] if markers.bos is None or conversations else [markers.bos]  # a template writes BOS itself
+        self._before = (
+            [] if markers.bos is None or conversations else [markers.bos]
+        )  # a template writes BOS itself
         self._after = [] if markers.eos is None else [markers.eos]
         self._dtype = id_dtype(tokenizer)
         self._conversations = conversations
@@ -134,7 +136,11 @@ class Encoder:
         self._gives_all_back = _gives_all_back(described)
         # The token that the model puts in place of unknown text; a Unigram model gives it as an id.
         unknown = described["model"].get("unk_token")
-        self._unknown = described["model"].get("unk_id") if unknown is None else self._tokenizer.token_to_id(unknown)
+        self._unknown = (
+            described["model"].get("unk_id")
+            if unknown is None
+            else self._tokenizer.token_to_id(unknown)
+        )
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
         """Return the ids of some documents, each tokenised alone and framed by the tokenizer's markers."""
@@ -142,7 +148,11 @@ class Encoder:
         # A "</s>" in a text is text, but for the marks that a chat template writes. A copy forgets this setting.
         self._tokenizer.encode_special_tokens = not self._conversations
         # Markers are added below, not by the tokenizer's template. encode_batch_fast gives no character offsets.
-        encode = self._tokenizer.encode_batch if self._conversations else self._tokenizer.encode_batch_fast
+        encode = (
+            self._tokenizer.encode_batch
+            if self._conversations
+            else self._tokenizer.encode_batch_fast
+        )
         encodings = encode(texts, add_special_tokens=False)
         unframed = [encoding.ids for encoding in encodings]
         ids: list[int] = []
@@ -153,9 +163,14 @@ class Encoder:
             ids += framed
             lengths.append(len(framed))
             if document.learned is not None:
-                learned.append(_learned(document.text, document.learned, encoding.offsets, len(framed)))
+                learned.append(
+                    _learned(document.text, document.learned, encoding.offsets, len(framed))
+                )
         num_bytes = [document.num_bytes for document in documents]
-        hashes = [hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest() for text in texts]
+        hashes = [
+            hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest()
+            for text in texts
+        ]
         return Encoded(
             np.array(ids, self._dtype),
             np.array(lengths, np.int64),
@@ -170,7 +185,9 @@ class Encoder:
             return RoundTrip(sum(sizes))
         # The token for unknown text is dropped, so that the letters of its name do not count.
         unknown = self._unknown
-        known = [[token for token in own if token != unknown] if unknown in own else own for own in ids]
+        known = [
+            [token for token in own if token != unknown] if unknown in own else own for own in ids
+        ]
         decoded_texts = self._tokenizer.decode_batch(known, skip_special_tokens=False)
         num_lost, example = 0, ""
         for text, num_bytes, decoded in zip(texts, sizes, decoded_texts, strict=True):
@@ -179,25 +196,36 @@ class Encoder:
             characters = _characters(text)
             if lost := characters - _characters(decoded):
                 num_lost += math.ceil(num_bytes * lost.total() / characters.total())
-                example = example or next(word for word in text.split() if _characters(word) & lost)[:_LONGEST_EXAMPLE]
+                example = (
+                    example
+                    or next(word for word in text.split() if _characters(word) & lost)[
+                        :_LONGEST_EXAMPLE
+                    ]
+                )
         return RoundTrip(sum(sizes), num_lost, example)
 
 
 def _gives_all_back(described: dict[str, Any]) -> bool:
     """Return whether no text is ever lost: a byte-level tokenizer with all bytes, and no step that drops one."""
-    model, decoder, first = (described[part] or {} for part in ("model", "decoder", "pre_tokenizer"))
+    model, decoder, first = (
+        described[part] or {} for part in ("model", "decoder", "pre_tokenizer")
+    )
     steps = first.get("pretokenizers", [first])
     kinds = [step.get("type") for step in steps]
     return (
         model["type"] == "BPE"
-        and not any(model.get(affix) for affix in ("continuing_subword_prefix", "end_of_word_suffix"))
+        and not any(
+            model.get(affix) for affix in ("continuing_subword_prefix", "end_of_word_suffix")
+        )
         and model["vocab"].keys() >= set(ByteLevel.alphabet())
         and described["normalizer"] is None
         and kinds.count("ByteLevel") == 1
         and all(kind in ("ByteLevel", "Split", "Digits") for kind in kinds)
         and not any(step.get("behavior") == "Removed" for step in steps)
         and decoder.get("type") == "ByteLevel"
-        and all(added["content"].isascii() for added in described["added_tokens"])  # others would be decoded as bytes
+        and all(
+            added["content"].isascii() for added in described["added_tokens"]
+        )  # others would be decoded as bytes
     )
 
 
@@ -213,23 +241,33 @@ def _characters(text: str) -> Counter[str]:
 @lru_cache(maxsize=1 << 17)
 def _plain(character: str) -> str:
     """Return a character without case, accents and width, Hangul as its letters, and "" for spaces and controls."""
-    for _ in range(2):  # the other case of an accent may be a letter, and that of a letter may have an accent
+    for _ in range(
+        2
+    ):  # the other case of an accent may be a letter, and that of a letter may have an accent
         parts = unicodedata.normalize("NFKD", character)
-        character = "".join(part for part in parts if unicodedata.category(part)[0] in "LNPS").casefold()
+        character = "".join(
+            part for part in parts if unicodedata.category(part)[0] in "LNPS"
+        ).casefold()
     return character
 
 
-def _learned(text: str, spans: Spans, offsets: list[tuple[int, int]], num_tokens: int) -> npt.NDArray[np.bool_]:
+def _learned(
+    text: str, spans: Spans, offsets: list[tuple[int, int]], num_tokens: int
+) -> npt.NDArray[np.bool_]:
     """Return (tokens,): whether any character of each token is learned; tokens after the text are not."""
     before = np.zeros(len(text) + 1, np.int64)  # learned characters before each place
     for start, end in spans:
         before[start + 1 : end + 1] = 1
     before = before.cumsum()
     starts, ends = np.array(offsets).T
-    return np.concatenate([before[ends] > before[starts], np.zeros(num_tokens - len(offsets), np.bool_)])
+    return np.concatenate(
+        [before[ends] > before[starts], np.zeros(num_tokens - len(offsets), np.bool_)]
+    )
 
 
-def encode_all(documents: Iterator[Document], encoder: Encoder, num_workers: int) -> Iterator[Encoded]:
+def encode_all(
+    documents: Iterator[Document], encoder: Encoder, num_workers: int
+) -> Iterator[Encoded]:
     """Yield the ids of all documents in order; documents are read as needed, at most a few chunks ahead.
 
     The ids do not depend on `num_workers`. With 1 worker, or for few documents, this process works alone.
@@ -242,7 +280,9 @@ def encode_all(documents: Iterator[Document], encoder: Encoder, num_workers: int
         return
     # Not by fork: this process has threads, such as torch's.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(encoder,)) as workers:
+    with ProcessPoolExecutor(
+        num_workers, context, initializer=_start_worker, initargs=(encoder,)
+    ) as workers:
         pending: deque[Future[Encoded]] = deque()
         try:
             for chunk in chain(head, chunks):

@@ -46,7 +46,9 @@ class SourceFile:
     name: str  # path or URL, as messages give it
     size: int  # in bytes, as stored
     store: Any = None  # fsspec's file system; None if the file is local
-    told: str = ""  # hash of the metadata from the store, such as the content's hash, or size and time
+    told: str = (
+        ""  # hash of the metadata from the store, such as the content's hash, or size and time
+    )
 
     def __str__(self) -> str:
         return self.name
@@ -81,14 +83,18 @@ def named_errors(place: str, problem: str = "cannot be read") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CorpusError(f"{place} {problem} ({getattr(error, 'strerror', None) or one_line(error)})") from None
+        raise CorpusError(
+            f"{place} {problem} ({getattr(error, 'strerror', None) or one_line(error)})"
+        ) from None
 
 
 def source_files(source: TextSource) -> list[SourceFile]:
     """Return the files of a source, each once: pattern by pattern, sorted by name."""
     files: dict[str, SourceFile] = {}
     for pattern in source.paths:
-        found = _in_store(source.name, pattern) if "://" in pattern else _local(source.name, pattern)
+        found = (
+            _in_store(source.name, pattern) if "://" in pattern else _local(source.name, pattern)
+        )
         if not found:
             here = "" if "://" in pattern or Path(pattern).is_absolute() else f" in {Path.cwd()}"
             raise CorpusError(f"{source.name}: no file matches {pattern}{here}")
@@ -99,9 +105,13 @@ def source_files(source: TextSource) -> list[SourceFile]:
             known = f"{', '.join(FORMATS)}; all but .parquet also with {', '.join(COMPRESSIONS)}"
             raise CorpusError(f"{file}: not a corpus format (known: {known})")
         if source.messages_field is not None and file.format not in (".jsonl", ".json"):
-            raise CorpusError(f"{file}: messages_field: conversations are read only from .jsonl, .json and datasets")
+            raise CorpusError(
+                f"{file}: messages_field: conversations are read only from .jsonl, .json and datasets"
+            )
         if source.documents != "paragraph" and file.format != ".txt":
-            raise CorpusError(f"{file}: documents: {source.documents} is for .txt; here every record is a document")
+            raise CorpusError(
+                f"{file}: documents: {source.documents} is for .txt; here every record is a document"
+            )
     return list(files.values())
 
 
@@ -112,7 +122,11 @@ def _local(name: str, pattern: str) -> list[SourceFile]:
             files.append(SourceFile(str(path), path.stat().st_size))
         # Folders that a pattern happens to match are ignored; a folder that is named like a file is an error.
         elif not path.is_dir() or path.suffix in (*FORMATS, *COMPRESSIONS) or path == Path(pattern):
-            kind = f"a folder, not a file{_text_in(path)}" if path.is_dir() else "a broken link or a device, not a file"
+            kind = (
+                f"a folder, not a file{_text_in(path)}"
+                if path.is_dir()
+                else "a broken link or a device, not a file"
+            )
             raise CorpusError(f"{name}: {path} is {kind}")
     return files
 
@@ -131,17 +145,25 @@ def _in_store(name: str, pattern: str) -> list[SourceFile]:
     with named_errors(f"{name}: {pattern}"):
         store, path = fsspec.url_to_fs(pattern)
         try:
-            found = store.glob(path, detail=True) if glob.has_magic(path) else {path: store.info(path)}
+            found = (
+                store.glob(path, detail=True) if glob.has_magic(path) else {path: store.info(path)}
+            )
         except FileNotFoundError:
             return []
         files = []
         for one, told in sorted(found.items()):
             if told["type"] != "file":
                 continue
-            told = told if told["size"] is not None else store.info(one)  # a server's index page gives only names
+            told = (
+                told if told["size"] is not None else store.info(one)
+            )  # a server's index page gives only names
             if told["size"] is None:
-                raise ValueError(f"{one}: its server tells no size, so a change would go unnoticed; download the file")
-            files.append(SourceFile(store.unstrip_protocol(one), int(told["size"]), store, json_sha256(told)))
+                raise ValueError(
+                    f"{one}: its server tells no size, so a change would go unnoticed; download the file"
+                )
+            files.append(
+                SourceFile(store.unstrip_protocol(one), int(told["size"]), store, json_sha256(told))
+            )
         return files
 
 
@@ -176,7 +198,13 @@ def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
         path, started_ns = Path(file.name), time.time_ns()
         with named_errors(file.name):
             status = path.stat()
-            stamp = [str(path.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+            stamp = [
+                str(path.resolve()),
+                status.st_ino,
+                status.st_size,
+                status.st_mtime_ns,
+                status.st_ctime_ns,
+            ]
             key = json.dumps(stamp)
             if not isinstance(known.get(key), str):
                 known[key] = file_sha256(path)
@@ -186,7 +214,9 @@ def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
         hashes.append(known[key])
     if new:
         with suppress(StorageError):  # the hashes are then computed again
-            write_json(remembered, _read_hashes(remembered) | new)  # another process may have written meanwhile
+            write_json(
+                remembered, _read_hashes(remembered) | new
+            )  # another process may have written meanwhile
     return hashes
 
 
@@ -201,9 +231,13 @@ def decompressed(file: SourceFile, raw: IO[bytes]) -> IO[bytes]:
     if not file.compression:
         return raw
     if file.size == 0:
-        raise EOFError("the file is empty, so it is not a compressed file")  # gzip would read it as empty text
+        raise EOFError(
+            "the file is empty, so it is not a compressed file"
+        )  # gzip would read it as empty text
     if file.compression == ".gz":
-        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))  # another buffer would lose text before damage
+        return cast(
+            "IO[bytes]", gzip.GzipFile(fileobj=raw)
+        )  # another buffer would lose text before damage
     if file.compression == ".xz":
         return io.BufferedReader(_XzStreams(raw), _READ_AT_ONCE)
     # Arrow's reader reports a truncated stream; that of zstandard ends there without an error.
@@ -244,7 +278,9 @@ def dataset_builder(source: TextSource) -> Any:
     import datasets
 
     with dataset_errors(source):
-        return datasets.load_dataset_builder(source.dataset, source.subset, revision=source.revision)
+        return datasets.load_dataset_builder(
+            source.dataset, source.subset, revision=source.revision
+        )
 
 
 def dataset_errors(source: TextSource) -> AbstractContextManager[None]:

@@ -89,7 +89,9 @@ class Ledger(RunRecord):
     kept: Count = field(default_factory=Count)  # tokenised documents
     dropped: dict[str, DropCount] = field(default_factory=dict)  # the rest, by reason
     files: int = 0  # how many were opened; 0 for a dataset
-    damaged_files: tuple[str, ...] = ()  # names of the first few that could not be read to their end
+    damaged_files: tuple[
+        str, ...
+    ] = ()  # names of the first few that could not be read to their end
     num_damaged_files: int = 0  # how many of them in all
     num_skipped: int = 0  # documents skipped before the first was read
     num_tokens: int = 0  # ids kept, markers included
@@ -107,7 +109,10 @@ class Ledger(RunRecord):
             self.kept.take(Count(1, record.num_bytes))
         else:
             fields = tuple(printable(name[:_LONGEST_FIELD]) for name in record.fields[:_FIELDS])
-            self._drop(record.reason.value, DropCount(1, record.num_bytes, (printable(record.place),), fields))
+            self._drop(
+                record.reason.value,
+                DropCount(1, record.num_bytes, (printable(record.place),), fields),
+            )
 
     def _drop(self, reason: str, later: DropCount) -> None:
         count = self.dropped.setdefault(reason, DropCount())
@@ -131,7 +136,9 @@ class Ledger(RunRecord):
     def bad_fraction(self) -> float:
         """The dropped share of the records or the damaged share of the files, whichever is larger."""
         dropped = sum(count.documents for count in self.dropped.values())
-        return max(dropped / max(self.read.documents, 1), self.num_damaged_files / max(self.files, 1))
+        return max(
+            dropped / max(self.read.documents, 1), self.num_damaged_files / max(self.files, 1)
+        )
 
     @property
     def targets_an_epoch(self) -> int:
@@ -141,7 +148,9 @@ class Ledger(RunRecord):
         """Return one line that says what was dropped and where; "" if nothing was."""
         losses = dict(self.dropped)
         if self.num_damaged_files:
-            losses[Reason.DAMAGED_FILE.value] = DropCount(self.num_damaged_files, places=self.damaged_files)
+            losses[Reason.DAMAGED_FILE.value] = DropCount(
+                self.num_damaged_files, places=self.damaged_files
+            )
         most_first = sorted(losses.items(), key=lambda loss: -loss[1].documents)
         return "; ".join(count.described(reason) for reason, count in most_first)
 
@@ -185,7 +194,9 @@ def check_has_text(source: TextSource, ledger: Ledger) -> None:
     """Raise CorpusError if a source has no good record."""
     name, losses = _described(source), ledger.described_losses()
     if ledger.num_skipped and not ledger.read.documents:
-        raise CorpusError(f"{name}: no document is left, because skip_documents skips all {ledger.num_skipped:,}")
+        raise CorpusError(
+            f"{name}: no document is left, because skip_documents skips all {ledger.num_skipped:,}"
+        )
     if ledger.num_tokens < 2 or not ledger.targets_an_epoch:  # an input and a target
         losses = f" ({losses})" if losses else ""
         raise CorpusError(f"{name}: no document with text{losses}")
@@ -202,7 +213,9 @@ def check_bad_fraction(source: TextSource, ledger: Ledger, max_bad_fraction: flo
         )
 
 
-def check_unknown_fraction(source: TextSource, round_trip: RoundTrip, max_unknown_fraction: float) -> None:
+def check_unknown_fraction(
+    source: TextSource, round_trip: RoundTrip, max_unknown_fraction: float
+) -> None:
     if round_trip.lost_fraction > max_unknown_fraction:
         raise CorpusError(
             f"{_described(source)}: the tokenizer loses {percent(round_trip.lost_fraction)} of its text, as in "

@@ -39,7 +39,16 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.documents import CorpusReader
-from scale_cli.data.encoding import Document, DocumentMarkers, Encoded, Encoder, Ids, RoundTrip, encode_all, id_dtype
+from scale_cli.data.encoding import (
+    Document,
+    DocumentMarkers,
+    Encoded,
+    Encoder,
+    Ids,
+    RoundTrip,
+    encode_all,
+    id_dtype,
+)
 from scale_cli.data.files import SourceFile, content_hashes, describe_content, file_parts
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_has_text, check_unknown_fraction
 from scale_cli.errors import CorpusError, StorageError
@@ -58,7 +67,13 @@ from scale_cli.storage.records import RunRecord
 from scale_cli.terminal import progress_bar
 
 PARTS = "parts"  # in a cache: sources that many machines tokenise, part by part
-TOKENS, OFFSETS, NUM_BYTES, HASHES, LEARNED = "tokens.bin", "offsets.bin", "num_bytes.bin", "hashes.bin", "learned.bin"
+TOKENS, OFFSETS, NUM_BYTES, HASHES, LEARNED = (
+    "tokens.bin",
+    "offsets.bin",
+    "num_bytes.bin",
+    "hashes.bin",
+    "learned.bin",
+)
 _FORMAT_VERSION = 5
 _TOKENS_BETWEEN_RECORDS = 1 << 22  # between two records of progress: the most that a kill can cost
 # Keys of the saved configuration that say how the tokenizer was loaded, not how it tokenises.
@@ -109,7 +124,9 @@ class TokenCache:
             files = file_parts(source) if (self.folder / PARTS).is_dir() else []
             parts = [self._part_folder(source, part) for part in files]
             if any(map(is_tokenised, parts)):
-                with sole_user(self.folder / PARTS):  # else another process would make parts that this one removes
+                with sole_user(
+                    self.folder / PARTS
+                ):  # else another process would make parts that this one removes
                     if not is_tokenised(folder):
                         self.tokenise_parts(source)  # only the missing ones
                         join_parts(source, self, parts, folder)
@@ -144,7 +161,12 @@ class TokenCache:
 
     def columns_of(self, source: TextSource) -> dict[str, str]:
         """Return the files of a tokenised source, and the dtype of each."""
-        columns = {TOKENS: id_dtype(self.tokenizer), OFFSETS: "int64", NUM_BYTES: "int64", HASHES: "uint64"}
+        columns = {
+            TOKENS: id_dtype(self.tokenizer),
+            OFFSETS: "int64",
+            NUM_BYTES: "int64",
+            HASHES: "uint64",
+        }
         return columns if source.messages_field is None else columns | {LEARNED: "bool"}
 
     def tokenise_parts(self, source: TextSource, share: Share = ALONE) -> Ledger:
@@ -167,7 +189,11 @@ class TokenCache:
     def _part_folder(self, source: TextSource, part: Sequence[SourceFile]) -> Path:
         """Return the folder of a part; its name hashes the files' names too, since the part's ledger holds them."""
         files = [file.name for file in part]
-        return self.folder / PARTS / self._named(source, files=files, content=content_hashes(part, self.folder))
+        return (
+            self.folder
+            / PARTS
+            / self._named(source, files=files, content=content_hashes(part, self.folder))
+        )
 
     def _named(self, source: TextSource, **text: object) -> str:
         # A new source key that changes the text must be added here, or a stale cache is read. Add it only if it differs
@@ -200,7 +226,9 @@ def _tokenizer_content(file: Path) -> str:
     if file.name != "tokenizer_config.json":
         return file_sha256(file)
     settings = json.loads(file.read_text(encoding="utf-8"))
-    return json.dumps({key: value for key, value in settings.items() if key not in _HOW_LOADED}, sort_keys=True)
+    return json.dumps(
+        {key: value for key, value in settings.items() if key not in _HOW_LOADED}, sort_keys=True
+    )
 
 
 # Making a folder
@@ -215,30 +243,53 @@ def is_tokenised(folder: Path) -> bool:
     try:
         sizes = {name: file["bytes"] for name, file in described_files(folder).items()}
         whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (StorageError, FileNotFoundError):  # another process removes a part once it has joined it
+    except (
+        StorageError,
+        FileNotFoundError,
+    ):  # another process removes a part once it has joined it
         return False
     return whole and sizes.keys() >= {TOKENS, OFFSETS, NUM_BYTES, HASHES, Ledger.FILE}
 
 
-def tokenise(source: TextSource, cache: TokenCache, folder: Path, part: Sequence[SourceFile] | None = None) -> None:
+def tokenise(
+    source: TextSource, cache: TokenCache, folder: Path, part: Sequence[SourceFile] | None = None
+) -> None:
     """Tokenise a source, or a `part` of its files, to a folder that is whole or absent; a part may be without text.
 
     The folder is named after its content, so an unfinished one beside it is continued.
     """
     reading, is_chat = cache.reading, source.messages_field is not None
     encoder = Encoder(cache.tokenizer, conversations=is_chat)
-    reader = CorpusReader(source, reading.max_document_bytes, cache.tokenizer if is_chat else None, files=part)
+    reader = CorpusReader(
+        source, reading.max_document_bytes, cache.tokenizer if is_chat else None, files=part
+    )
     documents = (record for record in reader if isinstance(record, Document))
 
     def encoded_after(num_done: int) -> Iterator[Encoded]:
-        next(islice(documents, num_done, num_done), None)  # reads them again, so that the ledger counts them
-        title, total, hidden = f"tokenising {source.name}", reader.total_bytes or None, not cache.show_progress
-        with progress_bar(total=total, desc=title, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
+        next(
+            islice(documents, num_done, num_done), None
+        )  # reads them again, so that the ledger counts them
+        title, total, hidden = (
+            f"tokenising {source.name}",
+            reader.total_bytes or None,
+            not cache.show_progress,
+        )
+        with progress_bar(
+            total=total, desc=title, unit="B", unit_scale=True, disable=hidden, leave=False
+        ) as bar:
             for encoded in encode_all(documents, encoder, reading.num_workers or _num_cores()):
                 yield encoded
                 bar.update(reader.position_bytes - bar.n)
 
-    _write(source, cache, folder, "progress", encoded_after, reader.ledger, may_be_empty=part is not None)
+    _write(
+        source,
+        cache,
+        folder,
+        "progress",
+        encoded_after,
+        reader.ledger,
+        may_be_empty=part is not None,
+    )
 
 
 def _num_cores() -> int:
@@ -283,7 +334,9 @@ def _write(
         if is_tokenised(folder):  # by another process, while this one waited
             unfinished.rmdir()
             return
-        shutil.rmtree(folder, ignore_errors=True)  # its name shows that it is ours, so it is damaged
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # its name shows that it is ours, so it is damaged
         with _Columns(unfinished, progress, cache.columns_of(source)) as columns:
             for encoded in encoded_after(columns.written.documents):
                 columns.append(encoded)
@@ -337,7 +390,10 @@ class _Columns:
     def _read_progress(self) -> _Written:
         try:
             written = _Written.from_json(read_json(self._progress))
-            held = all((self._folder / name).stat().st_size >= size for name, size in self._sizes(written).items())
+            held = all(
+                (self._folder / name).stat().st_size >= size
+                for name, size in self._sizes(written).items()
+            )
         except (StorageError, ValueError, FileNotFoundError):
             return _Written()
         return written if held else _Written()
@@ -348,12 +404,16 @@ class _Columns:
                 self._files[name] = (self._folder / name).open("ab")
                 if not self.written.documents:
                     self._files[name].truncate(0)
-                self._files[name].truncate(size)  # cuts a file; an empty offsets.bin grows to its first offset, 0
+                self._files[name].truncate(
+                    size
+                )  # cuts a file; an empty offsets.bin grows to its first offset, 0
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         try:
-            if failed is None or not issubclass(failed, StorageError):  # a full disk can take no record
+            if failed is None or not issubclass(
+                failed, StorageError
+            ):  # a full disk can take no record
                 self._record()
         finally:
             with writing(self._folder):

@@ -50,7 +50,13 @@ from scale_cli.model.heads import HeadedModel, TokenLogProbs
 from scale_cli.processes import ALONE, Share, is_main, lowered_dtype, shared_out
 from scale_cli.terminal import progress_bar
 
-_FORMS = ("arrow", "csv", "json", "parquet", "text")  # of local files; datasets has other formats, pickles among them
+_FORMS = (
+    "arrow",
+    "csv",
+    "json",
+    "parquet",
+    "text",
+)  # of local files; datasets has other formats, pickles among them
 # lm-eval's own seed for few-shot examples, and for tasks that sample their answers.
 _SEED = 1234
 # A context and a continuation, as text and as token ids, as lm-eval passes them.
@@ -113,22 +119,34 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
                     f"but lm-eval can score only 1 to {self.max_length}"
                 )
         longest_first = sorted(requests, key=lambda request: -len(request[1]) - len(request[2]))
-        batches = [longest_first[at : at + self.batch_size] for at in range(0, len(requests), self.batch_size)]
+        batches = [
+            longest_first[at : at + self.batch_size]
+            for at in range(0, len(requests), self.batch_size)
+        ]
         with self._bar(len(requests), " requests") as bar:
-            for (text, _context, _continuation), said_1H in shared_out(batches, self._share, self._observe, bar.update):
+            for (text, _context, _continuation), said_1H in shared_out(
+                batches, self._share, self._observe, bar.update
+            ):
                 self._scores[text] = dict(zip(HEADS, said_1H[0].tolist(), strict=True))
         return [(self._scores[text][self.head], False) for text, _, _ in requests]
 
     def _observe(self, batch: Sequence[Encoded]) -> Sequence[Tensor]:
         """Return (1, H) for each request of a batch: its log-likelihood by each head and rule of HEADS."""
-        rows = [torch.tensor((context + continuation)[-self.max_length - 1 :]) for _, context, continuation in batch]
+        rows = [
+            torch.tensor((context + continuation)[-self.max_length - 1 :])
+            for _, context, continuation in batch
+        ]
         tokens = observe(self._headed, self._mixed_precision, rows)
         ends_B = torch.tensor([len(row) - 1 for row in rows])
         starts_B = ends_B - torch.tensor([len(continuation) for _, _, continuation in batch])
         at_T = torch.arange(int(ends_B.max()))
         scored_BT = (at_T >= starts_B[:, None]) & (at_T < ends_B[:, None])
-        said, _ = score_tokens(TokenLogProbs(tokens.log_probs_KBT.cpu(), tokens.cosine_BT.cpu()), self._router)
-        said_BH = torch.stack([torch.where(scored_BT, said[head], 0.0).sum(dim=-1) for head in HEADS], dim=1)
+        said, _ = score_tokens(
+            TokenLogProbs(tokens.log_probs_KBT.cpu(), tokens.cosine_BT.cpu()), self._router
+        )
+        said_BH = torch.stack(
+            [torch.where(scored_BT, said[head], 0.0).sum(dim=-1) for head in HEADS], dim=1
+        )
         return said_BH.split(1)
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
@@ -137,7 +155,10 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         def answer(batch: Sequence[int]) -> list[Tensor]:
             torch.manual_seed(_SEED)
             texts = HFLM.generate_until(self, [requests[at] for at in batch], disable_tqdm=True)
-            return [torch.tensor(list(text.encode("utf-8", "surrogatepass")), dtype=torch.uint8) for text in texts]
+            return [
+                torch.tensor(list(text.encode("utf-8", "surrogatepass")), dtype=torch.uint8)
+                for text in texts
+            ]
 
         batches, answers = self._generation_batches(requests), [""] * len(requests)
         with self._bar(len(requests), f" answers of {self.head}") as bar:
@@ -152,14 +173,18 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
             by_options[repr(request.args[1])].append(at)
         batches = []
         for alike in by_options.values():
-            length = normalize_gen_kwargs(requests[alike[0]].args[1], self.max_gen_toks)["max_gen_toks"]
+            length = normalize_gen_kwargs(requests[alike[0]].args[1], self.max_gen_toks)[
+                "max_gen_toks"
+            ]
             if length >= self.max_length:
                 raise RunError(
                     f"it asks for answers of {length:,} tokens, but the model's context is {self.max_length:,}"
                 )
             contexts = {at: requests[at].args[0] for at in alike}
             alike.sort(key=lambda at: (-len(self.tok_encode(contexts[at])), contexts[at]))
-            batches += [alike[at : at + self.batch_size] for at in range(0, len(alike), self.batch_size)]
+            batches += [
+                alike[at : at + self.batch_size] for at in range(0, len(alike), self.batch_size)
+            ]
         return batches
 
     @contextmanager
@@ -167,7 +192,9 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         shown = self._progress is not None
         with (
             redirect_stderr(self._stderr),
-            progress_bar(total=total, desc=self._progress, unit=unit, disable=not shown, leave=False) as bar,
+            progress_bar(
+                total=total, desc=self._progress, unit=unit, disable=not shown, leave=False
+            ) as bar,
         ):
             yield bar
 
@@ -234,7 +261,11 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
     with redirect_stderr(io.StringIO()):
         for source in bar:
             try:
-                tasks = _find_tasks(source) if source.path is None else {source.name: _read_task(source, source.path)}
+                tasks = (
+                    _find_tasks(source)
+                    if source.path is None
+                    else {source.name: _read_task(source, source.path)}
+                )
                 _check_measurable(tasks)
             except RunError as error:
                 opened.skipped.append(SkippedBenchmark(source.name, str(error)))
@@ -251,7 +282,9 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
             opened.ready.extend(parts if whole.reports_macro_f1 else [whole])
     names = [benchmark.name for benchmark in opened.ready]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"evaluation.benchmarks: {twice[0]} is named twice, once within a group; remove one")
+        raise ConfigError(
+            f"evaluation.benchmarks: {twice[0]} is named twice, once within a group; remove one"
+        )
     return opened
 
 
@@ -259,10 +292,14 @@ def _read_task(source: BenchmarkSource, path: str) -> Any:
     """Return a task that a user wrote for lm-eval; its data are local files, and it runs no code."""
     config = parse(read_text(Path(path)), path)
     if not isinstance(config, dict) or {"group", "include"} & config.keys():
-        raise ConfigError(f"{path}: not a single lm-eval task: it must be a mapping without group and include")
+        raise ConfigError(
+            f"{path}: not a single lm-eval task: it must be a mapping without group and include"
+        )
     form = config.get("dataset_path")
     if form not in _FORMS:
-        raise ConfigError(f"{path}: dataset_path: must be one of {', '.join(_FORMS)}, which read local files")
+        raise ConfigError(
+            f"{path}: dataset_path: must be one of {', '.join(_FORMS)}, which read local files"
+        )
 
     def load(**kwargs: Any) -> Any:
         with TemporaryDirectory() as cache:  # removed afterwards
@@ -270,7 +307,9 @@ def _read_task(source: BenchmarkSource, path: str) -> Any:
 
     try:
         for metric in config.get("metric_list") or []:
-            if metric.get("aggregation") == "macro_f1":  # lm-eval's own YAML names a function instead
+            if (
+                metric.get("aggregation") == "macro_f1"
+            ):  # lm-eval's own YAML names a function instead
                 metric["aggregation"] = macro_f1_score
         return ConfigurableTask(config=config | {"task": source.name, "custom_dataset": load})
     except Exception as error:  # from lm-eval, datasets or a template
@@ -290,24 +329,32 @@ def _find_tasks(source: BenchmarkSource) -> dict[str, Any]:
 
 @cache
 def _all_tasks() -> Any:
-    return TaskManager()  # reads 14,000 files, which takes seconds: only for a task by name, and once
+    return (
+        TaskManager()
+    )  # reads 14,000 files, which takes seconds: only for a task by name, and once
 
 
 def _check_measurable(tasks: dict[str, Any]) -> None:
     kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
     if kinds not in (["multiple_choice"], ["generate_until"]):
         named = ", ".join(kinds)
-        raise RunError(f"only multiple_choice and generate_until are measured, one kind per benchmark; this is {named}")
+        raise RunError(
+            f"only multiple_choice and generate_until are measured, one kind per benchmark; this is {named}"
+        )
     for task in tasks.values():
         if getattr(task, "UNSAFE_CODE", False):
             raise RunError("it runs code that the model writes")
         for name, metric in getattr(task, "_metric_fn_list", {}).items():
             # lm-eval does not call this function for multiple choice.
             if metric is None and kinds == ["generate_until"]:
-                raise RunError(f"{name} is not one of lm-eval's own metrics, and scale fetches no code from the hub")
+                raise RunError(
+                    f"{name} is not one of lm-eval's own metrics, and scale fetches no code from the hub"
+                )
 
 
-def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int | None = None) -> BenchmarkItems:
+def measure_items(
+    benchmark: Benchmark, answers: ObservedHeads, max_items: int | None = None
+) -> BenchmarkItems:
     """Return a benchmark's items, at most `max_items` per task, with lm-eval's metrics for each under every head.
 
     Raises:
@@ -320,14 +367,18 @@ def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int |
         for task in benchmark.tasks.values():
             task.set_fewshot_seed(_SEED)  # all heads get the same examples
         with redirect_stderr(io.StringIO()):
-            found: Any = evaluate(answers, {"tasks": benchmark.tasks}, limit=limit, bootstrap_iters=0)
+            found: Any = evaluate(
+                answers, {"tasks": benchmark.tasks}, limit=limit, bootstrap_iters=0
+            )
         for name in benchmark.tasks:
             for sample in found["samples"][name]:
                 logged[name, sample["doc_id"]][answers.head].append(sample)
     items = []
     for (name, doc_id), by_head in logged.items():
         task = benchmark.tasks[name]
-        gold, outcomes = (_chosen if task.OUTPUT_TYPE == "multiple_choice" else _generated)(task, by_head)
+        gold, outcomes = (_chosen if task.OUTPUT_TYPE == "multiple_choice" else _generated)(
+            task, by_head
+        )
         items.append(Item(name, doc_id, gold, outcomes))
     measured = BenchmarkItems(benchmark.source, benchmark.name, items, benchmark.reports_macro_f1)
     if measured.judged_by is None:
@@ -335,7 +386,9 @@ def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int |
     return measured
 
 
-def _chosen(task: Any, by_head: dict[str, list[Any]]) -> tuple[int | list[int], dict[str, ItemOutcome]]:
+def _chosen(
+    task: Any, by_head: dict[str, list[Any]]
+) -> tuple[int | list[int], dict[str, ItemOutcome]]:
     """Return an item's right choice, and every head's outcome."""
     sample = by_head["base"][0]
     if "acc" not in sample:
@@ -344,7 +397,9 @@ def _chosen(task: Any, by_head: dict[str, list[Any]]) -> tuple[int | list[int], 
     # If the choices are in the context (winogrande), lm-eval's text is the index of the right one.
     gold = task.doc_to_text(sample["doc"]) if task.multiple_input else sample["target"]
     if isinstance(gold, str):
-        gold = choices.index(gold) if gold in choices else -100  # lm-eval's own mark for an answer that is not a choice
+        gold = (
+            choices.index(gold) if gold in choices else -100
+        )  # lm-eval's own mark for an answer that is not a choice
     outcomes = {}
     for head, (of_head, *_) in by_head.items():
         said = [float(response[0]) for response in of_head["filtered_resps"][: len(choices)]]
@@ -358,7 +413,8 @@ def _generated(task: Any, by_head: dict[str, list[Any]]) -> tuple[str, dict[str,
     means = [
         metric
         for metric, aggregated in task.aggregation().items()
-        if getattr(aggregated, "__name__", "") == "mean" and task.higher_is_better().get(metric, True)
+        if getattr(aggregated, "__name__", "") == "mean"
+        and task.higher_is_better().get(metric, True)
     ]
     outcomes = {}
     for head, samples in by_head.items():

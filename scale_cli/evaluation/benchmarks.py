@@ -24,7 +24,14 @@ import numpy.typing as npt
 from scale_cli.config.schema import EvaluationConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import CorpusError, require
-from scale_cli.evaluation.results import HEADS, BenchmarkHead, BenchmarkResult, LanguageAverage, Values, finite
+from scale_cli.evaluation.results import (
+    HEADS,
+    BenchmarkHead,
+    BenchmarkResult,
+    LanguageAverage,
+    Values,
+    finite,
+)
 from scale_cli.report import Interval
 
 if TYPE_CHECKING:
@@ -94,14 +101,23 @@ class BenchmarkItems:
         first, *others = (item.heads["base"].metrics for item in self.items)
         names = [name for name in first if all(name in metrics for metrics in others)]
         return {
-            name: np.array([[item.heads[head].metrics[name] for head in HEADS] for item in self.items])
+            name: np.array(
+                [[item.heads[head].metrics[name] for head in HEADS] for item in self.items]
+            )
             for name in names
         }
 
     @property
     def judged_by(self) -> str | None:
         """The first metric with scores from 0 to 1 for all items: `acc` for multiple choice."""
-        return next((name for name, values in self.scores().items() if ((values >= 0.0) & (values <= 1.0)).all()), None)
+        return next(
+            (
+                name
+                for name, values in self.scores().items()
+                if ((values >= 0.0) & (values <= 1.0)).all()
+            ),
+            None,
+        )
 
     def mean_scores(self) -> dict[str, float | None]:
         """Return every head's mean of the judging metric."""
@@ -119,13 +135,20 @@ class _Metric:
     num_items: int
 
     @classmethod
-    def of(cls, rows_NC: Values, statistic: Statistic, num_resamples: int, rng: np.random.Generator) -> _Metric:
+    def of(
+        cls, rows_NC: Values, statistic: Statistic, num_resamples: int, rng: np.random.Generator
+    ) -> _Metric:
         """Draw items with replacement, the same for every head."""
         rows_UC, counts_U = np.unique(rows_NC, axis=0, return_counts=True)
         num_items, at_once = len(rows_NC), max(1, _VALUES_AT_ONCE // len(counts_U))
         sizes = [min(at_once, num_resamples - first) for first in range(0, num_resamples, at_once)]
-        drawn = [statistic(rng.multinomial(num_items, counts_U / num_items, size=size), rows_UC) for size in sizes]
-        return cls(statistic(np.ones(num_items, dtype=np.int64), rows_NC), np.concatenate(drawn), num_items)
+        drawn = [
+            statistic(rng.multinomial(num_items, counts_U / num_items, size=size), rows_UC)
+            for size in sizes
+        ]
+        return cls(
+            statistic(np.ones(num_items, dtype=np.int64), rows_NC), np.concatenate(drawn), num_items
+        )
 
     def intervals(self) -> dict[str, Interval]:
         """Return every head's value with the middle 95 % of its resamples; one item alone gives no interval."""
@@ -156,34 +179,59 @@ def summarise_benchmarks(
         judging.append(metrics[results[-1].judged_by])
     p_holm = {head: holm([result.heads[head].p_value for result in results]) for head in HEADS}
     adjusted = [
-        replace(result, heads={name: replace(head, p_holm=p_holm[name][index]) for name, head in result.heads.items()})
+        replace(
+            result,
+            heads={
+                name: replace(head, p_holm=p_holm[name][index])
+                for name, head in result.heads.items()
+            },
+        )
         for index, result in enumerate(results)
     ]
     averages = [
-        _average(language, [metric for metric, one in zip(judging, results, strict=True) if one.language == language])
+        _average(
+            language,
+            [
+                metric
+                for metric, one in zip(judging, results, strict=True)
+                if one.language == language
+            ],
+        )
         for language in dict.fromkeys(result.language for result in results)
     ]
     return adjusted, averages
 
 
-def _resample(benchmark: BenchmarkItems, num_resamples: int, rng: np.random.Generator) -> dict[str, _Metric]:
-    metrics = {name: _Metric.of(scores_NH, means, num_resamples, rng) for name, scores_NH in benchmark.scores().items()}
+def _resample(
+    benchmark: BenchmarkItems, num_resamples: int, rng: np.random.Generator
+) -> dict[str, _Metric]:
+    metrics = {
+        name: _Metric.of(scores_NH, means, num_resamples, rng)
+        for name, scores_NH in benchmark.scores().items()
+    }
     if benchmark.reports_macro_f1:
         classes_NC = np.array(
-            [[item.gold, *(item.heads[head].prediction for head in HEADS)] for item in benchmark.items]
+            [
+                [item.gold, *(item.heads[head].prediction for head in HEADS)]
+                for item in benchmark.items
+            ]
         )
         metrics["macro_f1"] = _Metric.of(classes_NC, macro_f1, num_resamples, rng)
     return metrics
 
 
-def _test(benchmark: BenchmarkItems, metrics: dict[str, _Metric], rng: np.random.Generator) -> BenchmarkResult:
+def _test(
+    benchmark: BenchmarkItems, metrics: dict[str, _Metric], rng: np.random.Generator
+) -> BenchmarkResult:
     judged_by = benchmark.judged_by
     assert judged_by is not None, "a benchmark without one is not measured"
     scores_NH = benchmark.scores()[judged_by]
     right_or_wrong = bool(np.isin(scores_NH, (0.0, 1.0)).all())
     intervals = {name: metric.intervals() for name, metric in metrics.items()}
     differences = {name: metric.differences() for name, metric in metrics.items()}
-    heads = {"base": BenchmarkHead({name: of_heads["base"] for name, of_heads in intervals.items()}, {})}
+    heads = {
+        "base": BenchmarkHead({name: of_heads["base"] for name, of_heads in intervals.items()}, {})
+    }
     for head, after_N in zip(HEADS[1:], scores_NH.T[1:], strict=True):
         heads[head] = BenchmarkHead(
             metrics={name: of_heads[head] for name, of_heads in intervals.items()},
@@ -193,7 +241,9 @@ def _test(benchmark: BenchmarkItems, metrics: dict[str, _Metric], rng: np.random
             p_value=paired_p(scores_NH[:, 0], after_N, rng),
         )
     source = benchmark.source
-    return BenchmarkResult(benchmark.name, source.language, source.role, len(benchmark.items), heads, judged_by)
+    return BenchmarkResult(
+        benchmark.name, source.language, source.role, len(benchmark.items), heads, judged_by
+    )
 
 
 def _average(language: str, metrics: list[_Metric]) -> LanguageAverage:

@@ -51,8 +51,12 @@ def before_end(ends: Sequence[int], new_T: Tensor) -> Tensor:
 
 def padded_left(prompts: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
     """Return prompts padded on the left, (B, T) ids, and a mask: 1 for tokens, 0 for padding."""
-    ids_BT = pad_sequence(list(prompts), batch_first=True, padding_value=padding, padding_side="left")
-    mask_BT = pad_sequence([torch.ones_like(ids) for ids in prompts], batch_first=True, padding_side="left")
+    ids_BT = pad_sequence(
+        list(prompts), batch_first=True, padding_value=padding, padding_side="left"
+    )
+    mask_BT = pad_sequence(
+        [torch.ones_like(ids) for ids in prompts], batch_first=True, padding_side="left"
+    )
     return ids_BT, mask_BT
 
 
@@ -65,7 +69,9 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
     # It supports whatever attention the model has.
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
-    def __init__(self, model: HeadedModel, router: RouterSettings, heads: Sequence[str] = TWO_HEADS) -> None:
+    def __init__(
+        self, model: HeadedModel, router: RouterSettings, heads: Sequence[str] = TWO_HEADS
+    ) -> None:
         super().__init__(copy.deepcopy(model.config))
         self.head = heads[0]
         of_two: Any = getattr(model, "trained", model)
@@ -91,7 +97,9 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,  # for the last positions only; 0 for all
         **_: Any,  # other arguments of transformers, which change no answer
     ) -> CausalLMOutputWithPast:
-        cache = past_key_values if isinstance(past_key_values, ScaleCache) else self._model.new_cache()
+        cache = (
+            past_key_values if isinstance(past_key_values, ScaleCache) else self._model.new_cache()
+        )
         logits_at = self._model.head_logits(input_ids, attention_mask, position_ids, cache)
         if self.head == "posterior":
             routed = route(
@@ -108,7 +116,9 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
             return CausalLMOutputWithPast(logits=routed.scores_BTV, past_key_values=cache)
         heads = logits_at(slice(-logits_to_keep or None, None))
         if self.head == "cosine":
-            serves_base = cosine_serves_base(logit_cosine(heads[0], heads[-1]), self._router.threshold)
+            serves_base = cosine_serves_base(
+                logit_cosine(heads[0], heads[-1]), self._router.threshold
+            )
             logits = torch.where(serves_base.unsqueeze(-1), heads[0].to(heads[-1].dtype), heads[-1])
         else:
             logits = heads[self._heads.index(self.head)]
@@ -136,24 +146,35 @@ def count_letters(
     """Return (P, 2) by head and rule: after each prompt, its letters in the prompt's script, and all its letters."""
     prompts = list(prompts_of(corpus, tokenizer, asked))
     longest_first = sorted(range(len(prompts)), key=lambda place: -len(prompts[place].ids))
-    batches = [longest_first[at : at + passes.batch_size] for at in range(0, len(prompts), passes.batch_size)]
+    batches = [
+        longest_first[at : at + passes.batch_size]
+        for at in range(0, len(prompts), passes.batch_size)
+    ]
 
     def count(batch: Sequence[int]) -> list[Tensor]:
         begun, counts_HB2 = [prompts[place] for place in batch], []
         for head in HEADS:
-            said = continuations(answers, head, tokenizer, asked.new_tokens, passes.mixed_precision, begun)
+            said = continuations(
+                answers, head, tokenizer, asked.new_tokens, passes.mixed_precision, begun
+            )
             of_each = zip(begun, map(scripts_of, said), strict=True)
-            counts_HB2.append([(scripts.count(prompt.script), len(scripts)) for prompt, scripts in of_each])
+            counts_HB2.append(
+                [(scripts.count(prompt.script), len(scripts)) for prompt, scripts in of_each]
+            )
         return list(torch.tensor(counts_HB2).unbind(dim=1))
 
     counts_PH2 = np.empty((len(prompts), len(HEADS), 2))
-    with progress_bar(total=len(prompts), desc=progress, unit=" prompts", disable=progress is None, leave=False) as bar:
+    with progress_bar(
+        total=len(prompts), desc=progress, unit=" prompts", disable=progress is None, leave=False
+    ) as bar:
         for place, counts_H2 in shared_out(batches, share, count, bar.update):
             counts_PH2[place] = counts_H2
     return {head: counts_PH2[:, column] for column, head in enumerate(HEADS)}
 
 
-def prompts_of(corpus: TokenisedCorpus, tokenizer: Any, asked: ContinuationsConfig) -> Iterator[Prompt]:
+def prompts_of(
+    corpus: TokenisedCorpus, tokenizer: Any, asked: ContinuationsConfig
+) -> Iterator[Prompt]:
     """Yield the beginnings of a corpus's first documents that have a letter."""
     num_found, markers = 0, corpus.markers
     before = [markers.context] if markers.bos is None and markers.context is not None else []
@@ -180,13 +201,20 @@ def continuations(
     """Return a head's greedy continuations of some prompts."""
     ends = ends_of(answers.own_generation_config, tokenizer)
     answers.generation_config = GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=next(iter(ends), 0)
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=ends or None,
+        pad_token_id=next(iter(ends), 0),
     )
     answers.head = head
-    ids_BT, mask_BT = padded_left([torch.tensor(prompt.ids, device=answers.device) for prompt in batch], padding=0)
+    ids_BT, mask_BT = padded_left(
+        [torch.tensor(prompt.ids, device=answers.device) for prompt in batch], padding=0
+    )
     with autocast(answers.device.type, mixed_precision):
         generated = answers.answers(ids_BT, mask_BT)
-    return [tokenizer.decode(before_end(ends, row), skip_special_tokens=True) for row in generated.cpu()]
+    return [
+        tokenizer.decode(before_end(ends, row), skip_special_tokens=True) for row in generated.cpu()
+    ]
 
 
 def scripts_of(text: str) -> list[str]:

@@ -38,8 +38,21 @@ from scale_cli.values import language_name
 
 _RULES = ("posterior", "cosine")
 _METRICS = {"acc": "accuracy", "acc_norm": "by length", "macro_f1": "macro-F1"}
-_TITLES = {"base": "base", "adapted": "trained", "posterior": "routed, posterior", "cosine": "routed, cosine"}
-_BENCHMARK = ("benchmark", "items", "metric", *_TITLES.values(), "served - base [95 %]", "items gained, lost", "")
+_TITLES = {
+    "base": "base",
+    "adapted": "trained",
+    "posterior": "routed, posterior",
+    "cosine": "routed, cosine",
+}
+_BENCHMARK = (
+    "benchmark",
+    "items",
+    "metric",
+    *_TITLES.values(),
+    "served - base [95 %]",
+    "items gained, lost",
+    "",
+)
 _BETTER = {"retention": "kept and improved", "acquisition": "learned"}
 
 
@@ -52,7 +65,9 @@ def terminal_lines(report: Report) -> list[str]:
     def add_titles(title: str) -> None:
         rows.append([title, "", *names, f"{names[-1]} - base [95 %]", ""])
 
-    for role, language in dict.fromkeys((c.role, c.language) for each in ROLES for c in report.with_role(each)):
+    for role, language in dict.fromkeys(
+        (c.role, c.language) for each in ROLES for c in report.with_role(each)
+    ):
         add_titles(f"{language_name(language)}, {role}")
         for corpus in (corpus for corpus in report.with_role(role) if corpus.language == language):
             figures = [number(corpus.heads[head].bits_per_byte) for head in heads]
@@ -61,21 +76,38 @@ def terminal_lines(report: Report) -> list[str]:
             rows.append([f"  {corpus.name}", "bits/byte", *figures, difference, per_token])
             if corpus.num_prompts:
                 shares = [share_cell(corpus.heads[head].in_script).text for head in heads]
-                rows.append(["", "in its script", *shares, "", f"letters after {corpus.num_prompts:,} prompts"])
+                rows.append(
+                    [
+                        "",
+                        "in its script",
+                        *shares,
+                        "",
+                        f"letters after {corpus.num_prompts:,} prompts",
+                    ]
+                )
     num_texts = len(rows)
     for average in report.benchmark_averages:
         add_titles(f"{language_name(average.language)}, benchmarks")
-        for name, _items, *measured, _changed, verdict in _benchmark_rows(report, average, heads, 4):
+        for name, _items, *measured, _changed, verdict in _benchmark_rows(
+            report, average, heads, 4
+        ):
             rows.append([f"  {name}", *measured, verdict])
     lines = aligned(rows, "ll" + "r" * len(heads) + "ll") if rows else []
     if report.corpora and report.served in _RULES:
         served = report.base_share_by_language(report.served)
-        listed = ", ".join(f"{percent(share)} of {language_name(code)}" for code, share in served.items())
+        listed = ", ".join(
+            f"{percent(share)} of {language_name(code)}" for code, share in served.items()
+        )
         lines.insert(num_texts, f"base head served {listed} tokens")
-    return [*lines, *(f"skipped {skipped.name}: {skipped.reason}" for skipped in report.skipped_benchmarks)]
+    return [
+        *lines,
+        *(f"skipped {skipped.name}: {skipped.reason}" for skipped in report.skipped_benchmarks),
+    ]
 
 
-def _benchmark_rows(report: Report, average: LanguageAverage, heads: Sequence[str], digits: int) -> list[Row]:
+def _benchmark_rows(
+    report: Report, average: LanguageAverage, heads: Sequence[str], digits: int
+) -> list[Row]:
     """Return a row per metric: benchmark, items, metric, each head, served - base, items gained and lost, verdict."""
     benchmarks, rows = [b for b in report.benchmarks if b.language == average.language], list[Row]()
     for benchmark in benchmarks:
@@ -86,10 +118,14 @@ def _benchmark_rows(report: Report, average: LanguageAverage, heads: Sequence[st
                 name, items = benchmark.name, f"{benchmark.num_items:,}"
                 changed = "" if served.gained is None else f"{served.gained:,}, {served.lost:,}"
                 if served.p_holm is not None:  # corrected for all benchmarks
-                    verdict = p_value(served.p_holm) if shows_difference(served.p_holm) else NO_DIFFERENCE
+                    verdict = (
+                        p_value(served.p_holm) if shows_difference(served.p_holm) else NO_DIFFERENCE
+                    )
             figures = [number(benchmark.heads[head].metrics[metric].value) for head in heads]
             difference = with_interval(served.differences[metric], digits)
-            rows.append([name, items, _METRICS.get(metric, metric), *figures, difference, changed, verdict])
+            rows.append(
+                [name, items, _METRICS.get(metric, metric), *figures, difference, changed, verdict]
+            )
     if len(benchmarks) > 1:
         named = _METRICS["acc"] if {b.judged_by for b in benchmarks} == {"acc"} else "first metrics"
         figures = [number(average.acc[head].value) for head in heads]
@@ -112,7 +148,9 @@ def _values(report: Report, config: RunConfig) -> dict[str, Any]:
     router, has_own_tokens = config.method.router, config.method.vocabulary is not None
     return {
         "report": report,
-        "became": " ".join(_became(corpus, report.served) for role in ROLES for corpus in report.with_role(role)),
+        "became": " ".join(
+            _became(corpus, report.served) for role in ROLES for corpus in report.with_role(role)
+        ),
         "run": config.output_dir.name,
         "base": config.model.base,
         "trained_by": METHODS[report.variant].label,
@@ -121,7 +159,12 @@ def _values(report: Report, config: RunConfig) -> dict[str, Any]:
         else f"both heads, routed by the {report.served} rule",
         "has_own_tokens": has_own_tokens,
         "corpora": [
-            (corpus, language_name(corpus.language), meaning, _corpus_table(corpus, report.served, has_own_tokens))
+            (
+                corpus,
+                language_name(corpus.language),
+                meaning,
+                _corpus_table(corpus, report.served, has_own_tokens),
+            )
             for role, meaning in ROLES.items()
             for corpus in report.with_role(role)
         ],
@@ -134,7 +177,10 @@ def _values(report: Report, config: RunConfig) -> dict[str, Any]:
         ],
         "shares": Table(
             ["language", *_RULES],
-            [[language_name(code), *(percent(shares[rule][code]) for rule in _RULES)] for code in shares["posterior"]],
+            [
+                [language_name(code), *(percent(shares[rule][code]) for rule in _RULES)]
+                for code in shares["posterior"]
+            ],
             "lrr",
         ),
         "bound": bound_nats(router.prior, router.switch_rate),
@@ -165,7 +211,9 @@ def _corpus_table(corpus: CorpusResult, served: str, has_own_tokens: bool) -> Ta
     figures = [figure for figure in FIGURES if not (figure.per_token and has_own_tokens)]
     rows: list[Row] = []
     for head, title in _TITLES.items():
-        of_head = (f.cell(corpus.heads[head]) if f.of_base or head != "base" else DASH for f in figures)
+        of_head = (
+            f.cell(corpus.heads[head]) if f.of_base or head != "base" else DASH for f in figures
+        )
         rows.append([Cell(title, "served", bold=True) if head == served else title, *of_head])
     titles: Row = ["head", *(Cell(figure.title, figure.unit) for figure in figures)]
     return Table(titles, rows, "l" + "r" * len(figures)).without_empty_columns()

@@ -30,14 +30,19 @@ from scale_cli.storage.atomic import file_sha256, is_whole
 from scale_cli.storage.records import RunFolder, RunRecord, trained_sha256
 
 if TYPE_CHECKING:
-    from scale_cli.evaluation.scoring import DocumentLosses  # imports torch, which a finished report does not need
+    from scale_cli.evaluation.scoring import (
+        DocumentLosses,
+    )  # imports torch, which a finished report does not need
 
 Values = npt.NDArray[np.float64]
 
 _VALUES_AT_ONCE = 2**23  # numbers held at once, over all resamples of one batch
 _MAX_EXPONENT = 700.0  # the exponential of more overflows
 HEADS = ("base", "adapted", "posterior", "cosine")
-ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}  # of corpora, in words
+ROLES = {
+    "retention": "what the base knew",
+    "acquisition": "what it was taught",
+}  # of corpora, in words
 # What the guarantee of the posterior rule leaves out.
 NOT_COVERED = (
     "This bound holds for whole documents, scored from their first token. It does not cover text scored after a "
@@ -52,7 +57,9 @@ class HeadResult:
 
     nats_per_token: float | None  # cross-entropy
     perplexity: float | None  # its exponential
-    bits_per_byte: float | None  # the same loss per UTF-8 byte of text, comparable between tokenizers
+    bits_per_byte: (
+        float | None
+    )  # the same loss per UTF-8 byte of text, comparable between tokenizers
     bits_per_byte_difference: Interval  # from the base head
     # the most that any one document lost against the base head, over the whole document
     worst_document_nats: float | None
@@ -67,18 +74,31 @@ class Figure:
 
     title: str
     unit: str  # and other text below the title
-    cell: Callable[[HeadResult], str | Cell]  # a dash if there is no figure; a column of dashes is left out
+    cell: Callable[
+        [HeadResult], str | Cell
+    ]  # a dash if there is no figure; a column of dashes is left out
     of_base: bool = True  # whether it is shown for the base's head too
     per_token: bool = False  # comparable only between runs with the same tokens
-    of_own_base: bool = False  # against the run's own base: comparable only between runs with the same tokens
+    of_own_base: bool = (
+        False  # against the run's own base: comparable only between runs with the same tokens
+    )
     compared: bool = True  # whether the comparison has it
 
 
 BESIDE_BASE = Figure(
-    "bits/byte − base", "95 % interval", lambda head: difference_cell(head.bits_per_byte_difference), of_base=False
+    "bits/byte − base",
+    "95 % interval",
+    lambda head: difference_cell(head.bits_per_byte_difference),
+    of_base=False,
 )
 FIGURES = (
-    Figure("nats/token", "", lambda head: number(head.nats_per_token, 4), per_token=True, compared=False),
+    Figure(
+        "nats/token",
+        "",
+        lambda head: number(head.nats_per_token, 4),
+        per_token=True,
+        compared=False,
+    ),
     Figure("bits/byte", "", lambda head: number(head.bits_per_byte)),
     BESIDE_BASE,
     Figure("perplexity", "of a token", lambda head: perplexity(head.perplexity), per_token=True),
@@ -124,7 +144,9 @@ class BenchmarkHead:
     # `acc`, and `acc_norm` and `macro_f1` if lm-eval reports them, with intervals; for a generative task, lm-eval's own
     # metrics, with the filter's name if there are several: `exact_match, strict-match`
     metrics: dict[str, Interval]
-    differences: dict[str, Interval]  # of the same metrics from the base head; empty for the base head itself
+    differences: dict[
+        str, Interval
+    ]  # of the same metrics from the base head; empty for the base head itself
     # items that this head has right and the base head wrong; None if scores lie in between
     gained: int | None = None
     lost: int | None = None  # the opposite
@@ -176,8 +198,12 @@ class Report(RunRecord):
     corpora: list[CorpusResult]  # results, in the config's order
     benchmarks: list[BenchmarkResult] = field(default_factory=list)  # likewise
     benchmark_averages: list[LanguageAverage] = field(default_factory=list)  # per language
-    skipped_benchmarks: list[SkippedBenchmark] = field(default_factory=list)  # what could not be measured, and why
-    texts: list[str] = field(default_factory=list)  # names of the corpora, which contain hashes of their text
+    skipped_benchmarks: list[SkippedBenchmark] = field(
+        default_factory=list
+    )  # what could not be measured, and why
+    texts: list[str] = field(
+        default_factory=list
+    )  # names of the corpora, which contain hashes of their text
 
     def with_role(self, role: str) -> list[CorpusResult]:
         return [corpus for corpus in self.corpora if corpus.role == role]
@@ -198,7 +224,9 @@ class Report(RunRecord):
         shares = {}
         for language in dict.fromkeys(corpus.language for corpus in self.corpora):
             corpora = [corpus for corpus in self.corpora if corpus.language == language]
-            served = sum((corpus.heads[rule].base_share or 0.0) * corpus.num_tokens for corpus in corpora)
+            served = sum(
+                (corpus.heads[rule].base_share or 0.0) * corpus.num_tokens for corpus in corpora
+            )
             shares[language] = served / sum(corpus.num_tokens for corpus in corpora)
         return shares
 
@@ -213,7 +241,9 @@ def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def paired_difference(before_N: Values, after_N: Values, units_N: Values, *, num_resamples: int, seed: int) -> Interval:
+def paired_difference(
+    before_N: Values, after_N: Values, units_N: Values, *, num_resamples: int, seed: int
+) -> Interval:
     """Return (sum after - sum before) / sum units, with its paired bootstrap interval over documents.
 
     Before and after are nats under two heads; units are tokens, or bytes times ln 2 for bits per byte. The interval is
@@ -246,7 +276,8 @@ def paired_difference(before_N: Values, after_N: Values, units_N: Values, *, num
 def summarise(
     source: EvaluationSource,
     losses: DocumentLosses,
-    letters: dict[str, Values] | None = None,  # by head (P, 2): letters in the prompt's script, and all letters
+    letters: dict[str, Values]
+    | None = None,  # by head (P, 2): letters in the prompt's script, and all letters
     *,
     num_resamples: int,
     seed: int,
@@ -259,10 +290,16 @@ def summarise(
 
     def in_script(counts_P2: Values) -> Interval:
         found_P, letters_P = counts_P2[counts_P2[:, 1] > 0].T
-        return difference(np.zeros_like(found_P), found_P, letters_P) if len(found_P) else NO_INTERVAL
+        return (
+            difference(np.zeros_like(found_P), found_P, letters_P) if len(found_P) else NO_INTERVAL
+        )
 
     def head(name: str) -> HeadResult:
-        base, nats, nats_per_token = losses.nats["base"], losses.nats[name], losses.nats_per_token(name)
+        base, nats, nats_per_token = (
+            losses.nats["base"],
+            losses.nats[name],
+            losses.nats_per_token(name),
+        )
         return HeadResult(
             nats_per_token=finite(nats_per_token),
             perplexity=math.exp(nats_per_token) if nats_per_token < _MAX_EXPONENT else None,
@@ -296,7 +333,11 @@ def finished_report(config: RunConfig) -> Report | None:
 
 
 def report_sha256(config: RunConfig, report: Report | None) -> str | None:
-    return None if report is None else file_sha256(RunFolder(config.output_dir).evaluation / Report.FILE)
+    return (
+        None
+        if report is None
+        else file_sha256(RunFolder(config.output_dir).evaluation / Report.FILE)
+    )
 
 
 def bound_nats(prior: float, switch_rate: float) -> float | None:
@@ -309,7 +350,9 @@ def bound_nats(prior: float, switch_rate: float) -> float | None:
 
 def guarantee(router: RouterConfig) -> str:
     """Return the guarantee of a router of two heads in words; empty if there is none."""
-    over_base, over_trained = (bound_nats(prior, router.switch_rate) for prior in (router.prior, 1.0 - router.prior))
+    over_base, over_trained = (
+        bound_nats(prior, router.switch_rate) for prior in (router.prior, 1.0 - router.prior)
+    )
     if router.rule != "posterior" or over_base is None or over_trained is None:
         return ""
     what = f"{over_base:.3f} nats over the better of the two heads"

@@ -65,7 +65,11 @@ class Passes:
     @classmethod
     def of(cls, config: RunConfig) -> Passes:
         asked = config.evaluation
-        return cls(asked.sequence_length or config.corpus.sequence_length, asked.batch_size, asked.mixed_precision)
+        return cls(
+            asked.sequence_length or config.corpus.sequence_length,
+            asked.batch_size,
+            asked.mixed_precision,
+        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,9 @@ def score_tokens(
     log_probs_KBT = tokens.log_probs_KBT.double()
     rules = ("posterior", "cosine") if len(heads) == 2 else ("posterior",)
     log_weights = {rule: tokens.log_weights(rule, router) for rule in rules}
-    routed = {rule: mix_log_probs(weights_KBT, log_probs_KBT) for rule, weights_KBT in log_weights.items()}
+    routed = {
+        rule: mix_log_probs(weights_KBT, log_probs_KBT) for rule, weights_KBT in log_weights.items()
+    }
     return dict(zip(heads, log_probs_KBT, strict=True)) | routed, log_weights
 
 
@@ -104,7 +110,9 @@ def score_corpus(
 ) -> DocumentLosses:
     """Score the first documents of a corpus, or all of them, by a model in evaluation mode."""
     num_documents, scores = min(len(corpus), max_documents or len(corpus)), []
-    with progress_bar(total=num_documents, desc=progress, unit=" docs", disable=progress is None, leave=False) as bar:
+    with progress_bar(
+        total=num_documents, desc=progress, unit=" docs", disable=progress is None, leave=False
+    ) as bar:
         for first in range(0, num_documents, _DOCUMENTS_AT_ONCE):
             documents = range(first, min(first + _DOCUMENTS_AT_ONCE, num_documents))
             observed = _observe_documents(model, corpus, documents, passes, share)
@@ -116,9 +124,14 @@ def score_corpus(
     return DocumentLosses(
         num_tokens=np.asarray([said[heads[0]].numel() for said in log_probs], dtype=np.float64),
         num_bytes=np.asarray([corpus.num_bytes[index] for index in places], dtype=np.float64),
-        nats={name: np.asarray([-said[name].sum().item() for said in log_probs]) for name in log_probs[0]},
+        nats={
+            name: np.asarray([-said[name].sum().item() for said in log_probs])
+            for name in log_probs[0]
+        },
         served={
-            rule: torch.stack([weights[rule].exp().sum(dim=(1, 2)) for weights in log_weights], dim=1).numpy()
+            rule: torch.stack(
+                [weights[rule].exp().sum(dim=(1, 2)) for weights in log_weights], dim=1
+            ).numpy()
             for rule in log_weights[0]
         },
     )
@@ -128,10 +141,17 @@ def _observe_documents(
     model: HeadedModel, corpus: TokenisedCorpus, documents: range, passes: Passes, share: Share
 ) -> list[tuple[int, TokenLogProbs]]:
     """Return the documents' indices, and the heads' log-probabilities of their tokens, scored in windows."""
-    windows = [window for index in documents for window in _windows(corpus, index, passes.sequence_length)]
-    sizes = {window.document: window.start + len(window.ids) - 1 for window in windows}  # the end of the last window
+    windows = [
+        window for index in documents for window in _windows(corpus, index, passes.sequence_length)
+    ]
+    sizes = {
+        window.document: window.start + len(window.ids) - 1 for window in windows
+    }  # the end of the last window
     windows.sort(key=lambda window: (-len(window.ids), window.document, window.start))
-    batches = [windows[first : first + passes.batch_size] for first in range(0, len(windows), passes.batch_size)]
+    batches = [
+        windows[first : first + passes.batch_size]
+        for first in range(0, len(windows), passes.batch_size)
+    ]
 
     def observe_windows(batch: Sequence[_Window]) -> list[Tensor]:
         """Return (T, K + 1) for each window: every head's log-probabilities of its tokens, and the cosine."""
@@ -141,9 +161,13 @@ def _observe_documents(
 
     said_CT: dict[int, Tensor] = {}
     for window, said_TC in shared_out(batches, share, observe_windows):
-        whole_CT = said_CT.setdefault(window.document, torch.empty(said_TC.shape[1], sizes[window.document]))
+        whole_CT = said_CT.setdefault(
+            window.document, torch.empty(said_TC.shape[1], sizes[window.document])
+        )
         whole_CT[:, window.start : window.start + len(said_TC)] = said_TC.T
-    return [(index, TokenLogProbs(said_CT[index][:-1, None], said_CT[index][-1:])) for index in sizes]
+    return [
+        (index, TokenLogProbs(said_CT[index][:-1, None], said_CT[index][-1:])) for index in sizes
+    ]
 
 
 def observe(model: HeadedModel, mixed_precision: str, rows: Sequence[Tensor]) -> TokenLogProbs:

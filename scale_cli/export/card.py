@@ -55,10 +55,16 @@ def base_licence(model: ModelConfig) -> Licence:
     if not looks_local(model.base):
         wanted = ["README.md", *_LICENCE_FILES]
         try:
-            folder = Path(snapshot_download(model.base, revision=model.revision, allow_patterns=wanted))
+            folder = Path(
+                snapshot_download(model.base, revision=model.revision, allow_patterns=wanted)
+            )
         except (HfHubHTTPError, OSError):
             return Licence()
-    files = tuple(sorted({file for pattern in _LICENCE_FILES for file in folder.glob(pattern) if file.is_file()}))
+    files = tuple(
+        sorted(
+            {file for pattern in _LICENCE_FILES for file in folder.glob(pattern) if file.is_file()}
+        )
+    )
     if not (folder / "README.md").is_file():
         return Licence(files=files)
     # Other errors in the metadata of the base's card do not matter here.
@@ -79,7 +85,12 @@ class Stage:
 
 
 def model_card(
-    config: RunConfig, export: Format, report: Report | None, parity: Parity, licence: Licence, architecture: str
+    config: RunConfig,
+    export: Format,
+    report: Report | None,
+    parity: Parity,
+    licence: Licence,
+    architecture: str,
 ) -> str:
     """Return the README.md of an export; `architecture` is the class that its config.json names."""
     below = [Stage(of_stage, folder) for folder, of_stage in stages_below(config.model)]
@@ -113,8 +124,16 @@ def card(
     **values: Any,
 ) -> str:
     """Return a card from a template that extends `card.md.j2`."""
-    record, sources = stages[0].base, [source for stage in stages for source in stage.config.corpus.sources]
-    kept = [each for stage in stages for each in stage.config.evaluation.perplexity if each.role == "retention"]
+    record, sources = (
+        stages[0].base,
+        [source for stage in stages for source in stage.config.corpus.sources],
+    )
+    kept = [
+        each
+        for stage in stages
+        for each in stage.config.evaluation.perplexity
+        if each.role == "retention"
+    ]
     metadata = ModelCardData(
         language=list(dict.fromkeys(source.language for source in (*kept, *sources))),
         license=licence.identifier,
@@ -131,7 +150,11 @@ def card(
         base=base_title(record),
         record=record,
         stages=stages,
-        taught=list(dict.fromkeys(language_name(source.language) for source in sources if source.role == "new")),
+        taught=list(
+            dict.fromkeys(
+                language_name(source.language) for source in sources if source.role == "new"
+            )
+        ),
         licence=licence,
         kind=loaded_as,
         least_transformers=".".join(map(str, LEAST_TRANSFORMERS)),

@@ -132,7 +132,8 @@ def dense_config(model: WidenedModel, scales: StreamScales) -> PreTrainedConfig:
     base = model.root.config.to_dict()
     widened = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     sizes = {
-        name: base[name] + sum(getattr(stage, f"expansion_{name}") for stage in model.config.stages())
+        name: base[name]
+        + sum(getattr(stage, f"expansion_{name}") for stage in model.config.stages())
         for name in widened
     }
     base |= {
@@ -152,7 +153,9 @@ def _eps_growth(model: WidenedModel, scales: StreamScales) -> float:
     return scales.base**2 * num_base / (num_base + num_added)
 
 
-def _dense_tensors(model: WidenedModel, scales: StreamScales, embedding_factor: float) -> Iterator[tuple[str, Tensor]]:
+def _dense_tensors(
+    model: WidenedModel, scales: StreamScales, embedding_factor: float
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the plain model; that model multiplies its embedding by `embedding_factor`."""
     base, stages = model.root, [branch.expansion for branch in model.branches]
     decoder, family, num_base = base.model, family_of(base.config), base.config.hidden_size
@@ -160,10 +163,18 @@ def _dense_tensors(model: WidenedModel, scales: StreamScales, embedding_factor: 
     embedding[:, :num_base] *= scales.base / embedding_factor
     embedding[:, num_base:] *= scales.expansion / embedding_factor
     yield "model.embed_tokens.weight", embedding
-    yield "model.norm.weight", _joined_gains(family, decoder.norm, [stage.norm.weight for stage in stages], scales)
+    yield (
+        "model.norm.weight",
+        _joined_gains(family, decoder.norm, [stage.norm.weight for stage in stages], scales),
+    )
     yield "lm_head.weight", _joined_head(model)
-    for index, (base_layer, *layers) in enumerate(zip(decoder.layers, *(s.layers for s in stages), strict=True)):
-        norms, maps = _layer_norms(family, base_layer, layers, scales), _layer_maps(model, base_layer, layers, scales)
+    for index, (base_layer, *layers) in enumerate(
+        zip(decoder.layers, *(s.layers for s in stages), strict=True)
+    ):
+        norms, maps = (
+            _layer_norms(family, base_layer, layers, scales),
+            _layer_maps(model, base_layer, layers, scales),
+        )
         for name, tensor in family.packed(chain(norms, maps)):
             yield f"model.layers.{index}.{name}", tensor
 
@@ -172,7 +183,9 @@ def _layer_norms(
     family: Family, base_layer: Any, layers: Sequence[ExpansionLayer], scales: StreamScales
 ) -> Iterator[tuple[str, Tensor]]:
     def joined(owner: Any, name: str, wanted: StreamScales = _ONCE) -> Tensor:
-        return _joined_gains(family, getattr(owner, name), [_gains(layer, name) for layer in layers], scales, wanted)
+        return _joined_gains(
+            family, getattr(owner, name), [_gains(layer, name) for layer in layers], scales, wanted
+        )
 
     for name in family.norms_of_read:
         yield f"{name}.weight", joined(base_layer, name)
@@ -190,26 +203,41 @@ def _layer_maps(
 ) -> Iterator[tuple[str, Tensor]]:
     family, parents = family_of(model.root.config), [branch.parent for branch in model.branches]
     eps_growth = _eps_growth(model, scales)
-    as_stored = StreamScales(1.0 / scales.base, 1.0 / scales.expansion)  # columns that read the stream without a norm
+    as_stored = StreamScales(
+        1.0 / scales.base, 1.0 / scales.expansion
+    )  # columns that read the stream without a norm
     columns = dict.fromkeys(OWNERS, _ONCE)
     columns |= dict.fromkeys(READ_BY_ATTENTION, _ONCE if family.before_attention else as_stored)
     columns |= dict.fromkeys(READ_BY_MLP, _ONCE if family.before_mlp else as_stored)
-    rows = dict.fromkeys(OWNERS, _ONCE) | {"o_proj": scales, "down_proj": scales}  # those two write into the stream
+    rows = dict.fromkeys(OWNERS, _ONCE) | {
+        "o_proj": scales,
+        "down_proj": scales,
+    }  # those two write into the stream
     if family.head_norms is not None:
         rows |= dict.fromkeys(("q_proj", "k_proj"), StreamScales(eps_growth**0.5, eps_growth**0.5))
     for name, norm in zip(("q_proj", "k_proj"), family.width_norms, strict=True):
         if norm is not None:
-            num_base, num_all = _widths(getattr(base_layer.self_attn, norm), [_gains(layer, norm) for layer in layers])
+            num_base, num_all = _widths(
+                getattr(base_layer.self_attn, norm), [_gains(layer, norm) for layer in layers]
+            )
             size = (eps_growth * num_all / num_base) ** 0.5
             rows[name] = StreamScales(size, size * scales.expansion / scales.base)
     for name, frozen, added in widened_linears(family, base_layer, layers):
-        for kind, tensor in _joined_linear(frozen, added, parents, columns[name], rows[name]).items():
+        for kind, tensor in _joined_linear(
+            frozen, added, parents, columns[name], rows[name]
+        ).items():
             yield f"{OWNERS[name]}.{name}.{kind}", tensor
     if not layers[0].has_mlp:  # experts and their gate read only x, and write only into x
-        mlp, num_added = base_layer.mlp, sum(stage.expansion_hidden_size for stage in model.config.stages())
+        mlp, num_added = (
+            base_layer.mlp,
+            sum(stage.expansion_hidden_size for stage in model.config.stages()),
+        )
         yield "mlp.gate.weight", F.pad(mlp.gate.weight.float(), (0, num_added))
         yield "mlp.experts.gate_up_proj", F.pad(mlp.experts.gate_up_proj.float(), (0, num_added))
-        yield "mlp.experts.down_proj", F.pad(scales.base * mlp.experts.down_proj.float(), (0, 0, 0, num_added))
+        yield (
+            "mlp.experts.down_proj",
+            F.pad(scales.base * mlp.experts.down_proj.float(), (0, 0, 0, num_added)),
+        )
 
 
 def _joined_head(model: WidenedModel) -> Tensor:
@@ -223,7 +251,9 @@ def _joined_head(model: WidenedModel) -> Tensor:
     for head, (branch, columns) in enumerate(zip(model.branches, of_stages, strict=True), start=1):
         weight, new = branch.expansion.lm_head.weight, branch.expansion.new_tokens
         knows_all = len(weight) == len(whole)
-        ids = torch.tensor(range(len(whole)) if knows_all else model.config.token_ids(head)[: len(weight)])
+        ids = torch.tensor(
+            range(len(whole)) if knows_all else model.config.token_ids(head)[: len(weight)]
+        )
         columns[ids] = weight.float()
         if new is not None:
             of_x[ids[len(base) :]] += new.lm_head.weight.float()
@@ -242,7 +272,11 @@ def _widths(frozen: Any, added: Sequence[Tensor]) -> tuple[int, int]:
 
 
 def _joined_gains(
-    family: Family, frozen: Any, added: Sequence[Tensor], scales: StreamScales, wanted: StreamScales = _ONCE
+    family: Family,
+    frozen: Any,
+    added: Sequence[Tensor],
+    scales: StreamScales,
+    wanted: StreamScales = _ONCE,
 ) -> Tensor:
     """Return the weight of a norm over all streams, stored with `scales`, whose output has the scales `wanted`."""
     num_base, num_all = _widths(frozen, added)

@@ -19,12 +19,24 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, ExportParityError
 from scale_cli.export.dense import lower_weights, plain_model
-from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts, routed_class, router_keys, write_plain
+from scale_cli.export.plain_folder import (
+    copy_tokenizer,
+    frame_prompts,
+    routed_class,
+    router_keys,
+    write_plain,
+)
 from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.processes import placed
 from scale_cli.storage.records import Parity, RunFolder
 from scale_cli.upscale.base import load_written
-from scale_cli.upscale.method import MethodModel, describe_method, load_onto_base, write_peft, write_trained
+from scale_cli.upscale.method import (
+    MethodModel,
+    describe_method,
+    load_onto_base,
+    write_peft,
+    write_trained,
+)
 from scale_cli.upscale.preservation import trained_logits
 from scale_cli.upscale.run import MethodFolder, tokenizer_place
 
@@ -62,13 +74,19 @@ class _Exact(TorchDispatchMode):
             kwargs = kwargs | {"dtype": self._raised_dtype(asked)}
         written = (argument.alias_info is not None for argument in op._schema.arguments)
         pairs = zip(args, written, strict=False)
-        read = [value if kept else tree_map_only(Tensor, self._raised, value) for value, kept in pairs]
+        read = [
+            value if kept else tree_map_only(Tensor, self._raised, value) for value, kept in pairs
+        ]
         if op is torch.ops.aten._grouped_mm.default:
             return _grouped_product(*read)
         return op(*read, **tree_map_only(Tensor, self._raised, kwargs))
 
     def _raised_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.dtype if dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize else dtype
+        return (
+            self.dtype
+            if dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize
+            else dtype
+        )
 
     def _raised(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._raised_dtype(tensor.dtype))
@@ -77,7 +95,12 @@ class _Exact(TorchDispatchMode):
 def _grouped_product(rows_SD: Tensor, weights_KDC: Tensor, ends_K: Tensor, *_: Any) -> Tensor:
     """Return every expert's product with its rows; torch's own grouped product has at most float32."""
     starts_and_ends = pairwise([0, *ends_K.tolist()])
-    return torch.cat([rows_SD[slice(*at)] @ weight for at, weight in zip(starts_and_ends, weights_KDC, strict=True)])
+    return torch.cat(
+        [
+            rows_SD[slice(*at)] @ weight
+            for at, weight in zip(starts_and_ends, weights_KDC, strict=True)
+        ]
+    )
 
 
 @contextmanager
@@ -100,7 +123,9 @@ class _Differences:
         self.largest, self.total, self.count = torch.zeros(()), 0.0, 0
 
     def add(self, logits: Tensor, wanted: Tensor) -> None:
-        for some, others in zip(logits[0].split(_POSITIONS_AT_ONCE), wanted[0].split(_POSITIONS_AT_ONCE), strict=True):
+        for some, others in zip(
+            logits[0].split(_POSITIONS_AT_ONCE), wanted[0].split(_POSITIONS_AT_ONCE), strict=True
+        ):
             apart = (some.double() - others).abs_()
             self.largest = torch.maximum(self.largest, apart.max().cpu())  # NaN stays NaN
             self.total += apart.sum().item()
@@ -108,7 +133,9 @@ class _Differences:
 
 
 @torch.no_grad()
-def measure_parity(exported: MethodModel, trained: MethodModel, expected: Logits, prompts: list[Tensor]) -> Parity:
+def measure_parity(
+    exported: MethodModel, trained: MethodModel, expected: Logits, prompts: list[Tensor]
+) -> Parity:
     """Compare an export's logits with the exact ones of the trained model, prompt by prompt; ids are (1, T).
 
     "Exact" is float64 for a float32 export, and float32 for one in 16 bits. The trained model's own rounding is
@@ -164,7 +191,9 @@ class Format:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.method = config, config.method.definition
         self.fits_method = True  # whether the method's models can be written in this format
-        self.loaded_as = self.name  # the part of the card that says how it is loaded (`card_loading.md.j2`)
+        self.loaded_as = (
+            self.name
+        )  # the part of the card that says how it is loaded (`card_loading.md.j2`)
         # False: it answers with the trained head alone. The run is then served otherwise only if its method routes.
         self.answers_as_served = False
 
@@ -176,7 +205,9 @@ class Format:
         """The folder of this export."""
         return RunFolder(self.config.output_dir).export(self.name, self.config.export.dtype)
 
-    def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
+    def write(
+        self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
+    ) -> None:
         """Write weights, tokenizer and config.json of `model`, which was loaded from the folder `trained`.
 
         `prompts` are (1, T) ids: text on which a format may measure the model.
@@ -211,10 +242,14 @@ class Llama(Format):
         self.answers_as_served = self.method.routes_plainly(config.method.settings)
         self.loaded_as = "routed" if self.answers_as_served else self.name
 
-    def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
+    def write(
+        self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
+    ) -> None:
         grown_in = None if self.config.method.vocabulary is None else trained.path
         plain = plain_model(model, self.config.export.dtype, prompts)
-        write_plain(plain, trained.tokenizer, self.config.model, folder, router_keys(model), grown_in)
+        write_plain(
+            plain, trained.tokenizer, self.config.model, folder, router_keys(model), grown_in
+        )
 
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
         yield load_written(AutoModelForCausalLM, folder), trained_logits
@@ -222,7 +257,9 @@ class Llama(Format):
             yield load_written(routed, folder), served_logits
 
 
-def write_self_contained(model: WidenedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def write_self_contained(
+    model: WidenedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
     """Write weights, configuration, code and tokenizer; loads with trust_remote_code=True, and in scale without."""
     # Not the base's own files: the class to read them may depend on the family, which this configuration does not name.
     tokenizer.save_pretrained(folder)
@@ -248,7 +285,9 @@ class Transformers(Format):
         super().__init__(config)
         self.fits_method, self.answers_as_served = self.method.widens, True
 
-    def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
+    def write(
+        self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
+    ) -> None:
         lowered = copy.deepcopy(model)
         lower_weights(lowered, getattr(torch, self.config.export.dtype))
         assert isinstance(lowered, ScaleForCausalLM), "fits_method"
@@ -275,7 +314,9 @@ class Adapter(Format):
                 f"export.dtype: {dtype}: an adapter is always written in float32; set export.dtype=float32"
             )
 
-    def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
+    def write(
+        self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
+    ) -> None:
         if self.method.adapter != "peft":
             trained.tokenizer.save_pretrained(folder)
             write_trained(folder, model, self.config.method, trained.record)
@@ -298,13 +339,19 @@ def formats_of(config: RunConfig) -> list[Format]:
         ConfigError: one of the formats cannot hold a model of this method, or does not allow `export.dtype`.
     """
     made = [
-        FORMATS[name](config.model_copy(update={"export": config.export.model_copy(update={"format": name})}))
+        FORMATS[name](
+            config.model_copy(update={"export": config.export.model_copy(update={"format": name})})
+        )
         for name in config.export.formats
     ]
     for one in made:
         if not one.fits_method:
-            fitting = " or ".join(name for name, other in FORMATS.items() if other(config).fits_method)
+            fitting = " or ".join(
+                name for name, other in FORMATS.items() if other(config).fits_method
+            )
             variant = f"a model of the variant {config.method.variant}"
-            raise ConfigError(f"export.format: {one.name}: {variant} can only be exported as {fitting}")
+            raise ConfigError(
+                f"export.format: {one.name}: {variant} can only be exported as {fitting}"
+            )
         one.check()
     return made

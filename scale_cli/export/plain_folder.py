@@ -116,7 +116,15 @@ _CHANGED = (
     "vocab_size",
 )
 # Keys that are written anew, or that a base may have of its own: code, and a router if it is an export of ours.
-_LEFT_OUT = ("auto_map", KEY, "dtype", "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype")
+_LEFT_OUT = (
+    "auto_map",
+    KEY,
+    "dtype",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "torch_dtype",
+)
 
 
 def write_plain(
@@ -131,16 +139,24 @@ def write_plain(
     plain.save_pretrained(folder)
     root = root_model(base)
     config, *others = _files_at("model.base", root.base, root.revision, (_CONFIG, _GENERATION))
-    written = _configuration(json.loads(config.read_text(encoding="utf-8")), plain, load_base_config(base))
+    written = _configuration(
+        json.loads(config.read_text(encoding="utf-8")), plain, load_base_config(base)
+    )
     if router is not None:
         for source in _CODE:
             shutil.copyfile(source, folder / source.name)
         written |= {KEY: router}
-        written["auto_map"] = dict.fromkeys(_ASKED_FOR, f"{_CODE[0].stem}.{routed_name(type(plain).__name__)}")
+        written["auto_map"] = dict.fromkeys(
+            _ASKED_FOR, f"{_CODE[0].stem}.{routed_name(type(plain).__name__)}"
+        )
     write_text(folder / _CONFIG, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
     for file in others:
         shutil.copyfile(file, folder / file.name)
-    place = tokenizer_place(base) if grown_in is None else TokenizerPlace("output_dir", str(grown_in), None)
+    place = (
+        tokenizer_place(base)
+        if grown_in is None
+        else TokenizerPlace("output_dir", str(grown_in), None)
+    )
     copy_tokenizer(tokenizer, place, folder)
 
 
@@ -148,11 +164,19 @@ def find_plain_export(path: Path) -> Path:
     """Return the folder of a plain export: the given folder, or the only export of a run."""
     if (path / "config.json").is_file():
         return path
-    found = [folder for folder in sorted(path.glob("export/llama*")) if (folder / "config.json").is_file()]
+    found = [
+        folder
+        for folder in sorted(path.glob("export/llama*"))
+        if (folder / "config.json").is_file()
+    ]
     if len(found) > 1:
-        raise UsageError(f"{path}: has several exports; give one of them: {', '.join(map(str, found))}")
+        raise UsageError(
+            f"{path}: has several exports; give one of them: {', '.join(map(str, found))}"
+        )
     if not found:
-        raise RunFolderError(f"{path}: contains no plain export; write one with `scale export` and export.format=llama")
+        raise RunFolderError(
+            f"{path}: contains no plain export; write one with `scale export` and export.format=llama"
+        )
     return found[0]
 
 
@@ -181,11 +205,20 @@ def frame_prompts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         written["post_processor"] = _framing(written["post_processor"], token, boundary)
         write_text(folder / _WHOLE, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
         settings = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else {}
-        settings = {name: value for name, value in settings.items() if name not in _SETTINGS_OF_A_FRAME}
+        settings = {
+            name: value for name, value in settings.items() if name not in _SETTINGS_OF_A_FRAME
+        }
         write_json(folder / _SETTINGS, settings)
         if not _is_framed(folder, tokenizer):  # the classes of some families keep their own steps
-            marks = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-            write_json(folder / _SETTINGS, {**settings, **marks, "tokenizer_class": "PreTrainedTokenizerFast"})
+            marks = {
+                name: str(token)
+                for name, token in tokenizer.special_tokens_map.items()
+                if isinstance(token, str)
+            }
+            write_json(
+                folder / _SETTINGS,
+                {**settings, **marks, "tokenizer_class": "PreTrainedTokenizerFast"},
+            )
     if not _is_framed(folder, tokenizer):
         raise ExportParityError(
             f"the tokenizer files of {tokenizer.name_or_path} give other ids when they are loaded from the export; "
@@ -213,15 +246,22 @@ def _framing(written: dict[str, Any] | None, token: str, boundary: int) -> dict[
         "special_tokens": {token: {"id": token, "ids": [boundary], "tokens": [token]}},
     }
     steps = [] if written is None else written.get("processors", [written])
-    return {"type": "Sequence", "processors": [*(step for step in steps if step["type"] == "ByteLevel"), template]}
+    return {
+        "type": "Sequence",
+        "processors": [*(step for step in steps if step["type"] == "ByteLevel"), template],
+    }
 
 
 def _files_at(key: str, name: str, revision: str | None, names: Sequence[str]) -> list[Path]:
     """Return the paths of the files that exist, in order: in a folder, on the hub, or in the hub's cache."""
     try:
-        found = cached_files(name, list(names), revision=revision, _raise_exceptions_for_missing_entries=False)
+        found = cached_files(
+            name, list(names), revision=revision, _raise_exceptions_for_missing_entries=False
+        )
     except OSError as error:
-        raise BaseModelError(f"{key}: the files of {name} cannot be found: {one_line(error)}") from None
+        raise BaseModelError(
+            f"{key}: the files of {name} cannot be found: {one_line(error)}"
+        ) from None
     if not found:
         raise BaseModelError(f"{key}: {name}: {names[0]} cannot be found")
     return [Path(file) for file in found]

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 class AdeptConfig(Section):
     """Depth expansion where it hurts least; each copied tensor has a learning rate by its importance to known text."""
 
-    num_blocks: int | None = Field(default=None, ge=1, le=10_000, description="copies; null: one for every four layers")
+    num_blocks: int | None = Field(
+        default=None, ge=1, le=10_000, description="copies; null: one for every four layers"
+    )
     layers: list[int] | None = Field(
         default=None,
         min_length=1,
@@ -36,11 +38,15 @@ class AdeptConfig(Section):
         le=10_000,
         description="windows of known text to measure on, from each source with role replay",
     )
-    every_steps: Steps = Field(default=500, description="steps between two measurements of the rates")
+    every_steps: Steps = Field(
+        default=500, description="steps between two measurements of the rates"
+    )
 
     @model_validator(mode="after")
     def _layers_are_distinct(self) -> AdeptConfig:
-        if self.layers is not None and (len(set(self.layers)) < len(self.layers) or min(self.layers) < 0):
+        if self.layers is not None and (
+            len(set(self.layers)) < len(self.layers) or min(self.layers) < 0
+        ):
             raise ValueError("layers: contains a layer twice, or a negative one")
         if self.layers is not None and self.num_blocks not in (None, len(self.layers)):
             raise ValueError(f"num_blocks: {self.num_blocks}, but layers names {len(self.layers)}")
@@ -67,20 +73,28 @@ class Adept(Deeper[AdeptConfig]):
                 )
             return evenly_spaced(num_layers, settings.num_blocks, "method.adept.num_blocks")
         if (highest := max(settings.layers)) >= num_layers:
-            raise ConfigError(f"method.adept.layers: {highest}, but the base has {num_layers} layers, from 0")
+            raise ConfigError(
+                f"method.adept.layers: {highest}, but the base has {num_layers} layers, from 0"
+            )
         return sorted(settings.layers)
 
     def probe_windows(self, settings: AdeptConfig) -> int:
         return settings.probe_windows if settings.layers is None else 0
 
-    def find(self, settings: AdeptConfig, base: PreTrainedModel, probe: Sequence[Any]) -> AdeptConfig:
+    def find(
+        self, settings: AdeptConfig, base: PreTrainedModel, probe: Sequence[Any]
+    ) -> AdeptConfig:
         losses, num_layers = bypass_losses(base, probe), base.config.num_hidden_layers
         num_copies = len(self.copied(num_layers, settings))
         found = sorted(range(num_layers), key=lambda layer: (losses[layer], layer))[:num_copies]
         return settings.model_copy(update={"layers": sorted(found)})
 
     def found(self, settings: AdeptConfig) -> str:
-        return "" if settings.layers is None else f"layers copied: {', '.join(map(str, settings.layers))}"
+        return (
+            ""
+            if settings.layers is None
+            else f"layers copied: {', '.join(map(str, settings.layers))}"
+        )
 
     def hooks(self, settings: AdeptConfig, training: Training) -> list[Hook]:
         return [TensorRates(settings, training)]
@@ -89,7 +103,9 @@ class Adept(Deeper[AdeptConfig]):
         self, settings: AdeptConfig, max_steps: int, global_batch_size: int, num_known_sources: int
     ) -> float:
         num_times = (max_steps - 1) // settings.every_steps
-        return num_times * settings.probe_windows * num_known_sources / (max_steps * global_batch_size)
+        return (
+            num_times * settings.probe_windows * num_known_sources / (max_steps * global_batch_size)
+        )
 
 
 def bypass_losses(base: Any, probe: Sequence[Any]) -> list[float]:
@@ -106,7 +122,9 @@ def bypass_losses(base: Any, probe: Sequence[Any]) -> list[float]:
         loss, bypass = 0.0, layer.register_forward_hook(lambda _layer, read, _written: read[0])
         with torch.no_grad():
             for window in here:
-                states = decoder(window.input_ids, position_ids=window.position_ids, use_cache=False).last_hidden_state
+                states = decoder(
+                    window.input_ids, position_ids=window.position_ids, use_cache=False
+                ).last_hidden_state
                 loss += float(plain_cross_entropy(states, head, window.targets) / num_tokens)
         bypass.remove()
         losses.append(loss)
@@ -127,7 +145,9 @@ class TensorRates(Hook):
     def __init__(self, settings: AdeptConfig, training: Training) -> None:
         self._every_steps, self._training = settings.every_steps, training
         self._probe = training.probe(settings.probe_windows)
-        self._rates: list[float] | None = None  # one per group, which has one tensor; None: not read yet
+        self._rates: list[float] | None = (
+            None  # one per group, which has one tensor; None: not read yet
+        )
 
     def keeps(self, train: Any, num_steps: int) -> bool:
         return num_steps > self._every_steps

@@ -24,14 +24,18 @@ class Full(Method[MethodSection]):
     colour, mark = "#d55e00", ("o", "●")
     takes_new_tokens = True
 
-    def build(self, base: PreTrainedModel, settings: MethodSection, seed: int, new: Any = None) -> PreTrainedModel:
+    def build(
+        self, base: PreTrainedModel, settings: MethodSection, seed: int, new: Any = None
+    ) -> PreTrainedModel:
         return base.requires_grad_(True)
 
 
 class FreezeConfig(Section):
     """Full fine-tuning above some frozen layers; the input embedding is frozen too."""
 
-    num_layers: int = Field(default=3, ge=0, le=10_000, description="bottom layers that stay frozen")
+    num_layers: int = Field(
+        default=3, ge=0, le=10_000, description="bottom layers that stay frozen"
+    )
 
 
 class Freeze(Method[FreezeConfig]):
@@ -44,10 +48,14 @@ class Freeze(Method[FreezeConfig]):
     def in_words(self, settings: FreezeConfig) -> str:
         return f", bottom {settings.num_layers} layers frozen"
 
-    def build(self, base: PreTrainedModel, settings: FreezeConfig, seed: int, new: Any = None) -> PreTrainedModel:
+    def build(
+        self, base: PreTrainedModel, settings: FreezeConfig, seed: int, new: Any = None
+    ) -> PreTrainedModel:
         layers, count = base.model.layers, settings.num_layers
         if count > len(layers):
-            raise ConfigError(f"method.freeze.num_layers: {count}, but the base has {len(layers)} layers")
+            raise ConfigError(
+                f"method.freeze.num_layers: {count}, but the base has {len(layers)} layers"
+            )
         base.requires_grad_(True)
         # If the embeddings are tied, this freezes the head too: they are one tensor.
         for frozen in (base.model.embed_tokens, *layers[:count]):

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 class LlamaProConfig(Section):
     """Depth expansion: copies of layers start as the identity, and only they train."""
 
-    num_blocks: int | None = Field(default=None, ge=1, le=10_000, description="copies; null: one for every four layers")
+    num_blocks: int | None = Field(
+        default=None, ge=1, le=10_000, description="copies; null: one for every four layers"
+    )
 
 
 class Deeper(Method[Settings]):
@@ -32,7 +34,9 @@ class Deeper(Method[Settings]):
     def copied(self, num_layers: int, settings: Settings) -> list[int]:
         raise NotImplementedError
 
-    def build(self, base: PreTrainedModel, settings: Settings, seed: int, new: Any = None) -> PreTrainedModel:
+    def build(
+        self, base: PreTrainedModel, settings: Settings, seed: int, new: Any = None
+    ) -> PreTrainedModel:
         num_layers = base.config.num_hidden_layers
         return deepen(base, order_of(num_layers, self.copied(num_layers, settings)))
 
@@ -61,7 +65,11 @@ def evenly_spaced(num_layers: int, num_blocks: int | None, key: str) -> list[int
 
 def order_of(num_layers: int, copied: Collection[int]) -> list[tuple[int, bool]]:
     """Return the layers of a deeper model, bottom up: which base layer each comes from, and whether it is a copy."""
-    return [(layer, added) for layer in range(num_layers) for added in ([False, True] if layer in copied else [False])]
+    return [
+        (layer, added)
+        for layer in range(num_layers)
+        for added in ([False, True] if layer in copied else [False])
+    ]
 
 
 def deepen(base: PreTrainedModel, order: list[tuple[int, bool]]) -> PreTrainedModel:
@@ -75,12 +83,16 @@ def deepen(base: PreTrainedModel, order: list[tuple[int, bool]]) -> PreTrainedMo
     if kinds := getattr(base.config, "layer_types", None):
         sizes["layer_types"] = [kinds[source] for source, _ in order]
     if hasattr(base.config, "mlp_only_layers"):
-        with_mlp = [place for place, (source, _) in enumerate(order) if family.has_mlp(base.config, source)]
+        with_mlp = [
+            place for place, (source, _) in enumerate(order) if family.has_mlp(base.config, source)
+        ]
         sizes |= {"mlp_only_layers": with_mlp, "decoder_sparse_step": 1}
     config = type(base.config).from_dict({**base.config.to_dict(), **sizes})
     deeper: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=base.dtype)
     weights = base.state_dict()
-    tensors = {name: tensor for name, tensor in weights.items() if not name.startswith("model.layers.")}
+    tensors = {
+        name: tensor for name, tensor in weights.items() if not name.startswith("model.layers.")
+    }
     for place, (source, _) in enumerate(order):
         prefix = f"model.layers.{source}."
         for name, tensor in weights.items():

@@ -20,16 +20,25 @@ class LoraConfig(Section):
     """Low-rank adapters beside frozen projections (PEFT)."""
 
     rank: int = Field(default=16, ge=1, le=2**16, description="rank of A and B")
-    alpha: int = Field(default=32, ge=1, le=2**20, description="the adapters' output is scaled by alpha / rank")
-    rank_stabilised: bool = Field(default=False, description="the output is scaled by alpha / sqrt(rank) instead")
-    targets: list[str] = Field(default=[*PROJECTIONS], min_length=1, description="projections that get adapters")
+    alpha: int = Field(
+        default=32, ge=1, le=2**20, description="the adapters' output is scaled by alpha / rank"
+    )
+    rank_stabilised: bool = Field(
+        default=False, description="the output is scaled by alpha / sqrt(rank) instead"
+    )
+    targets: list[str] = Field(
+        default=[*PROJECTIONS], min_length=1, description="projections that get adapters"
+    )
     embeddings: bool = Field(
-        default=False, description="token embedding and vocabulary head train too, as whole matrices"
+        default=False,
+        description="token embedding and vocabulary head train too, as whole matrices",
     )
 
     @model_validator(mode="after")
     def _adapted_or_whole(self) -> LoraConfig:
-        if self.embeddings and (twice := sorted({"embed_tokens", "lm_head"}.intersection(self.targets))):
+        if self.embeddings and (
+            twice := sorted({"embed_tokens", "lm_head"}.intersection(self.targets))
+        ):
             raise ValueError(
                 f"targets: contains {twice[0]}, but embeddings: true trains it as a whole matrix; remove one of the two"
             )
@@ -72,7 +81,9 @@ class Lora(Method[LoraConfig]):
     def trains_base_weights(self, settings: LoraConfig) -> bool:
         return settings.embeddings
 
-    def build(self, base: PreTrainedModel, settings: LoraConfig, seed: int, new: Any = None) -> PeftModel:
+    def build(
+        self, base: PreTrainedModel, settings: LoraConfig, seed: int, new: Any = None
+    ) -> PeftModel:
         require("peft", "method.variant lora")
         import torch
         from peft import LoraConfig as PeftLora

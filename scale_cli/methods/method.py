@@ -34,19 +34,29 @@ class Method(Generic[Settings]):
 
     name: ClassVar[str]  # as `method.variant`
     label: ClassVar[str]  # the name that people read
-    colour: ClassVar[str]  # in figures, its own; after Okabe and Ito: https://jfly.uni-koeln.de/color/
+    colour: ClassVar[
+        str
+    ]  # in figures, its own; after Okabe and Ito: https://jfly.uni-koeln.de/color/
     mark: ClassVar[tuple[str, str]]  # in figures: for matplotlib, and as a sign in a line of text
-    section: ClassVar[str | None] = None  # the section of `method` with its settings; None: all of `method`
+    section: ClassVar[str | None] = (
+        None  # the section of `method` with its settings; None: all of `method`
+    )
     settings: ClassVar[type[Section]] = MethodSection
-    left_out: ClassVar[Mapping[str, float]] = {"lr": 1.0e-5}  # values of `train` keys that the config leaves out
+    left_out: ClassVar[Mapping[str, float]] = {
+        "lr": 1.0e-5
+    }  # values of `train` keys that the config leaves out
 
     widens: ClassVar[bool] = False  # the base stays in the model, bit for bit
     routes: ClassVar[bool] = False  # serving mixes the model with that base
     takes_new_tokens: ClassVar[bool] = False
     is_sharded: ClassVar[bool] = True  # may be sharded in training
     reads_known_text: ClassVar[bool] = False  # measures on sources with the role replay
-    has_tensor_rates: ClassVar[bool] = False  # every tensor is a group of the optimiser, with a rate of its own
-    adapter: ClassVar[Literal["", "scale", "peft"]] = ""  # format of a folder with only what trains; "": none
+    has_tensor_rates: ClassVar[bool] = (
+        False  # every tensor is a group of the optimiser, with a rate of its own
+    )
+    adapter: ClassVar[Literal["", "scale", "peft"]] = (
+        ""  # format of a folder with only what trains; "": none
+    )
 
     def check(self, settings: Settings) -> None:
         """Raise ValueError for settings that contradict each other."""
@@ -110,6 +120,8 @@ class Method(Generic[Settings]):
         """Return what to know of a run that trains on so many tokens per parameter of the base; "": nothing."""
         return ""
 
-    def work_beside(self, settings: Settings, max_steps: int, global_batch_size: int, num_known_sources: int) -> float:
+    def work_beside(
+        self, settings: Settings, max_steps: int, global_batch_size: int, num_known_sources: int
+    ) -> float:
         """Return the number of windows that a run measures on, relative to the number that it trains on."""
         return 0.0

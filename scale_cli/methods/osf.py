@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 class OsfConfig(Section):
     """Fine-tuning outside each matrix's largest singular directions, which stay as they are (PEFT)."""
 
-    kept: float = Field(default=0.5, gt=0.0, lt=1.0, description="share of a matrix's directions that stay")
-    targets: list[str] = Field(default=[*PROJECTIONS], min_length=1, description="projections whose matrices train")
+    kept: float = Field(
+        default=0.5, gt=0.0, lt=1.0, description="share of a matrix's directions that stay"
+    )
+    targets: list[str] = Field(
+        default=[*PROJECTIONS], min_length=1, description="projections whose matrices train"
+    )
 
 
 class Osf(Method[OsfConfig]):
@@ -40,12 +44,16 @@ class Osf(Method[OsfConfig]):
     def in_words(self, settings: OsfConfig) -> str:
         return f", {100 * settings.kept:.0f} % of directions kept"
 
-    def build(self, base: PreTrainedModel, settings: OsfConfig, seed: int, new: Any = None) -> PeftModel:
+    def build(
+        self, base: PreTrainedModel, settings: OsfConfig, seed: int, new: Any = None
+    ) -> PeftModel:
         require("peft", "method.variant osf")
         from peft.tuners.osf import OSFConfig as PeftOsf
 
         peft = PeftOsf(
-            task_type="CAUSAL_LM", effective_rank=settings.kept, target_modules=modules_of(base, settings.targets)
+            task_type="CAUSAL_LM",
+            effective_rank=settings.kept,
+            target_modules=modules_of(base, settings.targets),
         )
         return put_beside(base, peft, "method.osf")
 
@@ -65,14 +73,18 @@ class Projection(Hook):
     """
 
     def __init__(self, model: Any) -> None:
-        self.factors = [p for name, p in model.named_parameters() if name.endswith((".U_low", ".V_low"))]
+        self.factors = [
+            p for name, p in model.named_parameters() if name.endswith((".U_low", ".V_low"))
+        ]
 
     def after(self, update: Update) -> None:
         import torch
 
         for factor in self.factors:
             projected = factor.detach()
-            assert factor._backward_hooks, "PEFT's own projection, which is linear: it serves for values too"
+            assert factor._backward_hooks, (
+                "PEFT's own projection, which is linear: it serves for values too"
+            )
             for of_gradient in factor._backward_hooks.values():
                 projected = of_gradient(projected)
             factor.detach().copy_(torch.where(update.finite, projected, factor.detach()))

@@ -78,7 +78,9 @@ class Training:
 
     model: Any  # the model that trains, on its device or sharded
     train: Any  # that section of the config
-    start: Mapping[str, Tensor]  # initial values of what trains, by name; empty if no recipe has `copies_of_start`
+    start: Mapping[
+        str, Tensor
+    ]  # initial values of what trains, by name; empty if no recipe has `copies_of_start`
     accelerator: Any
     probe: Callable[[int], Sequence[Any]]  # returns so many windows of every source of known text
     loss: Callable[[Any], Tensor]  # the training loss of a window, in nats per token
@@ -86,7 +88,9 @@ class Training:
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that train, by name; trainability is decided by the model's structure, at load."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -100,8 +104,12 @@ class Recipe(Hook):
 
     key: ClassVar[str]  # the key of `train` that asks for it
     copies_kept: ClassVar[int] = 0  # copies of what trains that it keeps beside the moments
-    copies_of_start: ClassVar[int] = 0  # copies of the initial values of what trains; never written to disk
-    is_sharded: ClassVar[bool] = True  # goes with every `train.sharding`; its tensors are then this process's parts
+    copies_of_start: ClassVar[int] = (
+        0  # copies of the initial values of what trains; never written to disk
+    )
+    is_sharded: ClassVar[bool] = (
+        True  # goes with every `train.sharding`; its tensors are then this process's parts
+    )
 
     def __init__(self, training: Training) -> None:
         self.train = training.train
@@ -114,7 +122,9 @@ class Recipe(Hook):
 class AverageConfig(Section):
     """What `final/` holds instead of the last step's weights: their mean over several steps."""
 
-    kind: Literal["ema", "tail"] = Field(description="ema: a moving average; tail: the mean over the last steps")
+    kind: Literal["ema", "tail"] = Field(
+        description="ema: a moving average; tail: the mean over the last steps"
+    )
     steps: Steps | None = Field(
         default=None,
         description="tail: how many; ema: each weighs 1 - 1/steps times the next; null: a tenth of max_steps",
@@ -161,7 +171,11 @@ class Average(Recipe):
     def exchange(self, optimiser: Any) -> None:
         import torch
 
-        kept = {parameter: state[self.name] for parameter, state in optimiser.state.items() if self.name in state}
+        kept = {
+            parameter: state[self.name]
+            for parameter, state in optimiser.state.items()
+            if self.name in state
+        }
         with torch.no_grad():
             for parameter, average in kept.items():
                 # In place: a sharded model refers to its parts by address.
@@ -183,7 +197,10 @@ class LookaheadConfig(Section):
 
     every_steps: Steps = Field(description="steps between two returns")
     share: float = Field(
-        default=0.5, gt=0.0, le=1.0, description="share of the change since the last return that is kept"
+        default=0.5,
+        gt=0.0,
+        le=1.0,
+        description="share of the change since the last return that is kept",
     )
 
 
@@ -216,7 +233,9 @@ class Lookahead(Recipe):
         self._begun = []
         if not self.keeps(self.train, update.step + 1):
             for parameter in parameters:
-                slow, fast = (local_part(t.detach()) for t in (state[parameter].pop(self.name), parameter))
+                slow, fast = (
+                    local_part(t.detach()) for t in (state[parameter].pop(self.name), parameter)
+                )
                 fast.copy_(slow.lerp(fast, self.train.lookahead.share))
 
 
@@ -232,7 +251,9 @@ class BoundedRows(Recipe):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         trained = trainable_parameters(training.model)
-        self._codes = [p for name, p in trained.items() if name.endswith("expansion.embed_tokens.weight")]
+        self._codes = [
+            p for name, p in trained.items() if name.endswith("expansion.embed_tokens.weight")
+        ]
         rms: float | None = getattr(training.model.config, "expansion_embedding_rms", None)
         if rms is None:
             raise ConfigError(
@@ -250,7 +271,9 @@ class BoundedRows(Recipe):
 
         for parameter in self._codes:
             rows = local_part(parameter.detach())  # a sharded tensor is split by rows
-            shares = (self._rms / rows.float().pow(2).mean(dim=-1, keepdim=True).sqrt()).clamp(max=1.0)
+            shares = (self._rms / rows.float().pow(2).mean(dim=-1, keepdim=True).sqrt()).clamp(
+                max=1.0
+            )
             rows.mul_(torch.where(update.finite, shares, 1.0))
 
 
@@ -277,7 +300,9 @@ class DecayToBase(Recipe):
 # Outermost first: a hook's `before` runs before those of inner hooks, its `after` after theirs. The method's hooks run
 # between these two groups.
 _AROUND: tuple[type[Recipe], ...] = (Average, Lookahead, BoundedRows)
-_WITHIN: tuple[type[Recipe], ...] = (DecayToBase,)  # innermost, as it uses the rates that a method sets
+_WITHIN: tuple[type[Recipe], ...] = (
+    DecayToBase,
+)  # innermost, as it uses the rates that a method sets
 
 
 def recipes_of(train: Any) -> list[type[Recipe]]:
@@ -288,11 +313,15 @@ def copy_start(model: Any, train: Any) -> dict[str, Tensor]:
     """Return copies of a model's trainable parameters at its start, by name; empty if no recipe needs them."""
     if not any(recipe.copies_of_start for recipe in recipes_of(train)):
         return {}
-    return {name: parameter.detach().clone() for name, parameter in trainable_parameters(model).items()}
+    return {
+        name: parameter.detach().clone() for name, parameter in trainable_parameters(model).items()
+    }
 
 
 def make_hooks(training: Training, of_method: Sequence[Hook] = ()) -> list[Hook]:
     """Return the hooks of a run, outermost first: its recipes, with the method's hooks outside the innermost ones."""
     asked = recipes_of(training.train)
-    around, within = ([recipe(training) for recipe in of if recipe in asked] for of in (_AROUND, _WITHIN))
+    around, within = (
+        [recipe(training) for recipe in of if recipe in asked] for of in (_AROUND, _WITHIN)
+    )
     return [*around, *of_method, *within]

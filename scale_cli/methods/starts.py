@@ -29,7 +29,9 @@ _PASSES = 2
 
 
 @torch.no_grad()
-def initialise_expansion(model: ScaleForCausalLM, start: str, seed: int, embedding_scale: float | None = None) -> None:
+def initialise_expansion(
+    model: ScaleForCausalLM, start: str, seed: int, embedding_scale: float | None = None
+) -> None:
     """Fill every added block; the base is only read.
 
     | block | reads -> writes       | svd                         | normal    |
@@ -67,12 +69,16 @@ def initialise_expansion(model: ScaleForCausalLM, start: str, seed: int, embeddi
         embedding = dense_embedding(model.root, [*below, expansion])[:, : -codes.shape[1]]
         codes.copy_(_start_from(embedding.T, codes.T.shape, start, std, generator).T)
     expansion.lm_head.weight.zero_()
-    for base_layer, *layers in zip(model.root.model.layers, *(e.layers for e in (*below, expansion)), strict=True):
+    for base_layer, *layers in zip(
+        model.root.model.layers, *(e.layers for e in (*below, expansion)), strict=True
+    ):
         for _, frozen, (*widening, widened) in widened_linears(family, base_layer, layers):
             read = plain_weight(frozen)  # not a copy, unless quantised or already widened
             if widening:
                 read = dense_weight(frozen, widening, range(len(widening))).to(read.dtype)
-            widened.weight_21.copy_(_start_from(read, widened.weight_21.shape, start, std, generator))
+            widened.weight_21.copy_(
+                _start_from(read, widened.weight_21.shape, start, std, generator)
+            )
             widened.weight_22.copy_(_normal(widened.weight_22.shape, std, generator))
             for zero in (widened.weight_12, widened.bias_2):
                 if zero is not None:
@@ -96,7 +102,9 @@ def _start_gains(base: Any, expansion: Expansion) -> None:
             getattr(layer, name).weight.fill_(gains.square().mean().sqrt())
 
 
-def _start_codes(model: ScaleForCausalLM, seed: int, embedding_scale: float, generator: torch.Generator) -> None:
+def _start_codes(
+    model: ScaleForCausalLM, seed: int, embedding_scale: float, generator: torch.Generator
+) -> None:
     """Fill E' with random codes of their own size, and set the gains so that u has rms 1 at most after each norm."""
     stream_rms = measured_stream_rms(model.root, seed)
     embedding_rms = _rounded(embedding_scale * stream_rms["norm"])
@@ -108,7 +116,10 @@ def _start_codes(model: ScaleForCausalLM, seed: int, embedding_scale: float, gen
     codes = model.expansion.embed_tokens.weight
     codes.copy_(_normal(codes.shape, embedding_rms, generator))
     for name, base_rms in stream_rms.items():
-        size, module = min(1.0, _rounded(base_rms) / embedding_rms), model.expansion.get_submodule(name)
+        size, module = (
+            min(1.0, _rounded(base_rms) / embedding_rms),
+            model.expansion.get_submodule(name),
+        )
         assert isinstance(module, ExpansionNorm | ExpansionLinear), "what reads the stream"
         if isinstance(module, ExpansionNorm):
             module.weight.fill_(size)
@@ -130,14 +141,18 @@ def measured_stream_rms(base: PreTrainedModel, seed: int) -> dict[str, float]:
         of_mlp = [(family.before_mlp, READ_BY_MLP)] if family.has_mlp(base.config, index) else []
         for norm, maps in ((family.before_attention, READ_BY_ATTENTION), *of_mlp):
             found = (
-                {name: family.linear(layer, name) for name in maps} if norm is None else {norm: getattr(layer, norm)}
+                {name: family.linear(layer, name) for name in maps}
+                if norm is None
+                else {norm: getattr(layer, norm)}
             )
             readers |= {f"layers.{index}.{name}": module for name, module in found.items()}
 
     def measure(name: str, _norm: nn.Module, streams: tuple[Tensor, ...]) -> None:
         measured[name] = streams[0].float().pow(2).mean(-1).sqrt().median().item()
 
-    hooks = [module.register_forward_pre_hook(partial(measure, name)) for name, module in readers.items()]
+    hooks = [
+        module.register_forward_pre_hook(partial(measure, name)) for name, module in readers.items()
+    ]
     decoder(random_ids(base, seed), use_cache=False)
     for hook in hooks:
         hook.remove()
@@ -156,7 +171,9 @@ def _rounded(size: float) -> float:
     return float(f"{size:.2g}")
 
 
-def _start_from(base_weight: Tensor, shape: torch.Size, start: str, std: float, generator: torch.Generator) -> Tensor:
+def _start_from(
+    base_weight: Tensor, shape: torch.Size, start: str, std: float, generator: torch.Generator
+) -> Tensor:
     started = _normal(shape, std, generator)
     rows = STARTS[start](base_weight, started)
     started[: len(rows)] = rows
@@ -164,7 +181,9 @@ def _start_from(base_weight: Tensor, shape: torch.Size, start: str, std: float, 
 
 
 def _normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator).mul_(std)  # in place: E' is the largest tensor made here
+    return torch.randn(shape, generator=generator).mul_(
+        std
+    )  # in place: E' is the largest tensor made here
 
 
 def leading_directions(weight: Tensor, count: int) -> Tensor:
@@ -184,7 +203,9 @@ def leading_directions(weight: Tensor, count: int) -> Tensor:
     counts = [len(places) for places in torch.arange(count).tensor_split(num_blocks)]
     with _one_thread():
         blocks = zip(weight.tensor_split(num_blocks), counts, strict=True)
-        rows = torch.cat([_directions_of_block(block.float(), of_block) for block, of_block in blocks])
+        rows = torch.cat(
+            [_directions_of_block(block.float(), of_block) for block, of_block in blocks]
+        )
     largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
     return rows * torch.where(largest < 0, -1.0, 1.0)
 
@@ -196,7 +217,9 @@ def _directions_of_block(block: Tensor, count: int) -> Tensor:
     short = block.T if is_tall else block  # fewer rows than columns
     basis = torch.eye(len(short), device=block.device)
     if drawn < len(short):
-        basis = torch.randn(len(short), drawn, generator=torch.Generator().manual_seed(0)).to(block.device)
+        basis = torch.randn(len(short), drawn, generator=torch.Generator().manual_seed(0)).to(
+            block.device
+        )
         for _ in range(_PASSES):
             basis, _ = torch.linalg.qr(short @ (short.T @ basis))
     projected = basis.T @ short

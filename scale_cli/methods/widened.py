@@ -32,8 +32,13 @@ def _leading_directions(weight: Tensor, drawn: Tensor) -> Tensor:
 # A start takes W (out, in), which may be on any device in any dtype, and the block's rows (k, in), drawn in float32 on
 # the CPU from N(0, s^2). It returns rows that replace the first of these. For E', W is E transposed. The bits must not
 # depend on the number of threads. What computes with torch lies in `methods/starts.py`, with the table of starts.
-STARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"svd": _leading_directions, "normal": lambda _, drawn: drawn}
-if TYPE_CHECKING:  # a type checker rejects a computed Literal; pydantic takes the names from the table
+STARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "svd": _leading_directions,
+    "normal": lambda _, drawn: drawn,
+}
+if (
+    TYPE_CHECKING
+):  # a type checker rejects a computed Literal; pydantic takes the names from the table
     Start = str
 else:
     Start = Annotated[Literal[tuple(STARTS)], gone(copy="svd starts from the same matrices")]
@@ -49,7 +54,10 @@ class ExpansionConfig(Section):
     REMOVED: ClassVar[Mapping[str, Any]] = {"codes": "random"}
 
     ratio: float = Field(
-        default=0.25, gt=0.0, le=4.0, description="added width, relative to the base; rounded to whole key/value heads"
+        default=0.25,
+        gt=0.0,
+        le=4.0,
+        description="added width, relative to the base; rounded to whole key/value heads",
     )
     hidden_ratio: float | None = Field(
         default=None,
@@ -58,9 +66,14 @@ class ExpansionConfig(Section):
         description="added width of the stream; rounded so that all heads divide it; null: same ratio as the heads",
     )
     mlp_ratio: float | None = Field(
-        default=None, gt=0.0, le=4.0, description="added width of the MLP; null: same ratio as the heads"
+        default=None,
+        gt=0.0,
+        le=4.0,
+        description="added width of the MLP; null: same ratio as the heads",
     )
-    init: Start = Field(default="svd", description="initial values of the added blocks: docs/training.md")
+    init: Start = Field(
+        default="svd", description="initial values of the added blocks: docs/training.md"
+    )
     embedding_scale: float | None = Field(
         default=1.4,
         gt=0.0,
@@ -88,7 +101,9 @@ class CollaborationConfig(Section):
         elif isinstance(layers, list):
             known = all(type(layer) is int and layer >= 0 for layer in layers)
         if not known:
-            raise ValueError(f"{layers!r} is none of: none, all, top:K (K >= 1), a list of layer indices")
+            raise ValueError(
+                f"{layers!r} is none of: none, all, top:K (K >= 1), a list of layer indices"
+            )
         return layers
 
     @field_validator("modules")
@@ -110,8 +125,12 @@ class RouterConfig(Section):
         default="posterior",
         description="posterior: by each head's predictions so far; cosine (the paper's): by the heads' logits",
     )
-    prior: float = Field(default=0.5, gt=0.0, lt=1.0, description="weight of the base head at the first token")
-    switch_rate: float = Field(default=0.0, ge=0.0, lt=1.0, description="fixed share alpha, per token")
+    prior: float = Field(
+        default=0.5, gt=0.0, lt=1.0, description="weight of the base head at the first token"
+    )
+    switch_rate: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="fixed share alpha, per token"
+    )
     threshold: float = Field(default=0.5, ge=-1.0, le=1.0, description="tau of the cosine rule")
 
 
@@ -148,7 +167,9 @@ class _Widened(Method[WideningConfig]):
     default_layers: ClassVar[str] = "none"  # collaborating layers, if the config does not say
 
     def check(self, settings: WideningConfig) -> None:
-        if settings.distils and (self.default_layers != "none" or settings.collaboration.is_asked_for):
+        if settings.distils and (
+            self.default_layers != "none" or settings.collaboration.is_asked_for
+        ):
             raise ValueError(
                 "distillation.weight: with collaborating layers, training does not compute the base's predictions; "
                 "use preserve, or route with collaboration.layers none"
@@ -160,17 +181,25 @@ class _Widened(Method[WideningConfig]):
         for part, ratio in (("stream", expansion.hidden_ratio), ("MLP", expansion.mlp_ratio)):
             words += "" if ratio is None else f", {part} ratio {ratio:g}"
         words += f", {expansion.init} start"
-        return words + (f", distilled on replay (weight {settings.distillation.weight:g})" if settings.distils else "")
+        return words + (
+            f", distilled on replay (weight {settings.distillation.weight:g})"
+            if settings.distils
+            else ""
+        )
 
     def trains_base_weights(self, settings: WideningConfig) -> bool:
         return False
 
-    def build(self, base: Any, settings: WideningConfig, seed: int, new: Any = None) -> ScaleForCausalLM:
+    def build(
+        self, base: Any, settings: WideningConfig, seed: int, new: Any = None
+    ) -> ScaleForCausalLM:
         from scale_cli.model.modeling_scale import ScaleForCausalLM
 
         return ScaleForCausalLM(plan_expansion(base.config, settings, new), base)
 
-    def restore(self, folder: Path, base: Any, settings: WideningConfig, seed: int) -> ScaleForCausalLM:
+    def restore(
+        self, folder: Path, base: Any, settings: WideningConfig, seed: int
+    ) -> ScaleForCausalLM:
         from scale_cli.model.configuration_scale import ScaleConfig
         from scale_cli.model.modeling_scale import ScaleForCausalLM
 
@@ -189,7 +218,9 @@ class _Widened(Method[WideningConfig]):
     def start(self, model: Any, settings: WideningConfig, seed: int) -> None:
         from scale_cli.methods.starts import initialise_expansion
 
-        initialise_expansion(model, settings.expansion.init, seed, settings.expansion.embedding_scale)
+        initialise_expansion(
+            model, settings.expansion.init, seed, settings.expansion.embedding_scale
+        )
 
 
 class Preserve(_Widened):
@@ -281,9 +312,14 @@ def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) 
         base_config=base_config.to_diff_dict(),
         variant=settings.variant,
         expansion_hidden_size=_added_channels(
-            base_config, num_heads, expansion.hidden_ratio or ratio_of_heads, family.channels_multiple
+            base_config,
+            num_heads,
+            expansion.hidden_ratio or ratio_of_heads,
+            family.channels_multiple,
         ),
-        expansion_intermediate_size=max(1, round(root.intermediate_size * mlp_ratio)) if with_mlp else 0,
+        expansion_intermediate_size=max(1, round(root.intermediate_size * mlp_ratio))
+        if with_mlp
+        else 0,
         expansion_num_attention_heads=num_heads,
         expansion_num_key_value_heads=num_key_value_heads,
         attention_collaboration_layers=of_attention,
@@ -302,13 +338,19 @@ def _added_channels(base_config: Any, num_added_heads: int, ratio: float, multip
     if hasattr(base_config, "stages"):
         root, stages = base_config.root(), base_config.stages()
     below = root.hidden_size + sum(stage.expansion_hidden_size for stage in stages)
-    num_heads = root.num_attention_heads + sum(stage.expansion_num_attention_heads for stage in stages)
+    num_heads = root.num_attention_heads + sum(
+        stage.expansion_num_attention_heads for stage in stages
+    )
     num_heads += num_added_heads
     step = math.lcm(num_heads, multiple)
-    return int(max(round((below + ratio * root.hidden_size) / step), below // step + 1) * step - below)
+    return int(
+        max(round((below + ratio * root.hidden_size) / step), below // step + 1) * step - below
+    )
 
 
-def collaborating_layers(collaboration: CollaborationConfig, variant: str, num_layers: int) -> list[int]:
+def collaborating_layers(
+    collaboration: CollaborationConfig, variant: str, num_layers: int
+) -> list[int]:
     layers = _DEFAULT_LAYERS[variant] if collaboration.layers is None else collaboration.layers
     if layers == "none":
         return []
@@ -320,5 +362,7 @@ def collaborating_layers(collaboration: CollaborationConfig, variant: str, num_l
     else:
         chosen = sorted(set(layers))
     if chosen and (chosen[0] < 0 or chosen[-1] >= num_layers):
-        raise ConfigError(f"method.collaboration.layers: {layers!r}, but the base has {num_layers} layers")
+        raise ConfigError(
+            f"method.collaboration.layers: {layers!r}, but the base has {num_layers} layers"
+        )
     return chosen

@@ -95,7 +95,9 @@ class FinalStates:
         They are contiguous; otherwise `linear` would make one product per sequence, and read the head B times.
         """
         x_BTD = {head: x[:, positions].contiguous() for head, x in self.x_BTD.items()}
-        return FinalStates(self.branches, x_BTD, [u[:, positions].contiguous() for u in self.u_KBTE])
+        return FinalStates(
+            self.branches, x_BTD, [u[:, positions].contiguous() for u in self.u_KBTE]
+        )
 
     def path(self, head: int) -> list[int]:
         """Return the heads whose expansions add to a head's logits, bottom up, the head itself last."""
@@ -158,23 +160,33 @@ def run_branches(
         checkpointing: whether backward computes the activations of the trained part again.
     """
     decoder, family = base.model, family_of(base.config)
-    x_BTD = embed(decoder.embed_tokens, brought_by(branch.expansion for branch in branches), input_ids)
+    x_BTD = embed(
+        decoder.embed_tokens, brought_by(branch.expansion for branch in branches), input_ids
+    )
     masks = _attention_masks(family, decoder, x_BTD, attention_mask, cache, position_ids)
     if position_ids is None:
         past = 0 if cache is None else cache.get_seq_length()
-        position_ids = (torch.arange(input_ids.shape[1], device=input_ids.device) + past).unsqueeze(0)
+        position_ids = (torch.arange(input_ids.shape[1], device=input_ids.device) + past).unsqueeze(
+            0
+        )
     kinds = dict.fromkeys(family.rotary_kind(layer.self_attn) for layer in decoder.layers)
     rotary = {kind: family.rotary(decoder, x_BTD, position_ids, kind) for kind in kinds}
-    context = LayerContext(family, position_ids, rotary, masks, cache, len(decoder.layers), checkpointing)
+    context = LayerContext(
+        family, position_ids, rotary, masks, cache, len(decoder.layers), checkpointing
+    )
     streams = {0: x_BTD}
     u_KBTE = [branch.expansion.embed_tokens(input_ids) for branch in branches]
     for index, base_layer in enumerate(decoder.layers):
         alone = {}
-        first_writing = (one.expansion.first_collaborating_layer for one in branches if one.parent == 0)
+        first_writing = (
+            one.expansion.first_collaborating_layer for one in branches if one.parent == 0
+        )
         if preserved and index >= max(first_writing):  # no expansion reads the untouched stream
             alone = {0: _base_layer(base_layer, streams[0], position_ids, context)}
         # The cache's length is read from slot 0: if head 0 is not run, the adapted stream uses that slot.
-        streams = alone | _run_layer(base_layer, index, branches, streams, u_KBTE, context, apart=preserved)
+        streams = alone | _run_layer(
+            base_layer, index, branches, streams, u_KBTE, context, apart=preserved
+        )
     normed = {head: frozen_norm(decoder.norm, family.norm_form, x) for head, x in streams.items()}
     ends = FinalStates(branches, {head: x for head, (x, _) in normed.items()}, u_KBTE)
     for head, branch in enumerate(branches, start=1):
@@ -208,20 +220,26 @@ def _run_layer(
         if index >= branch.expansion.first_collaborating_layer:
             x_BTD = streams[head] if head in streams else streams[0]
             slot = context.slot(len(branches) + head if apart else 0, index)
-            after[head], u_KBTE[head - 1], below, own = added(base_layer, x_BTD, u_BTE, context, slot, own_slot)
+            after[head], u_KBTE[head - 1], below, own = added(
+                base_layer, x_BTD, u_BTE, context, slot, own_slot
+            )
         elif branch.parent in reads:
             below = reads[branch.parent]
             u_KBTE[head - 1], own = added.read_on(base_layer, below, u_BTE, context, own_slot)
         else:  # the first expansion that reads the base computes it
             slot = context.slot(0, index)
-            after[0], u_KBTE[head - 1], below, own = added(base_layer, streams[0], u_BTE, context, slot, own_slot)
+            after[0], u_KBTE[head - 1], below, own = added(
+                base_layer, streams[0], u_BTE, context, slot, own_slot
+            )
             reads[0] = below
         if head in parents:
             reads[head] = below.joined(own)
     return after
 
 
-def _base_layer(base_layer: Any, p_BTD: Tensor, position_ids: Tensor, context: LayerContext) -> Tensor:
+def _base_layer(
+    base_layer: Any, p_BTD: Tensor, position_ids: Tensor, context: LayerContext
+) -> Tensor:
     """Return the untouched stream after a layer; it calls the module because a hook there gathers a sharded layer."""
     attention, family = base_layer.self_attn, context.family
     with torch.no_grad():

@@ -58,15 +58,23 @@ class ScaleConfig(_OverABase):
 
     model_type = "scale"
 
-    base_config: dict[str, Any] = field(default_factory=dict)  # `model_type` included; nested if the base is widened
+    base_config: dict[str, Any] = field(
+        default_factory=dict
+    )  # `model_type` included; nested if the base is widened
     variant: str = "preserve"  # preserve | adapt | route
     expansion_hidden_size: int = 0  # channels of the expansion stream (d')
     expansion_intermediate_size: int = 0  # MLP channels added
     expansion_num_attention_heads: int = 0  # query heads added, of the base's head_dim
     expansion_num_key_value_heads: int = 0  # added at the base's query to key/value ratio
-    attention_collaboration_layers: list[int] = field(default_factory=list)  # layers whose attention has W12 blocks
-    mlp_collaboration_layers: list[int] = field(default_factory=list)  # layers whose MLP has W12 blocks
-    expansion_embedding_rms: float | None = None  # initial rms of E'; None if E' started by another rule
+    attention_collaboration_layers: list[int] = field(
+        default_factory=list
+    )  # layers whose attention has W12 blocks
+    mlp_collaboration_layers: list[int] = field(
+        default_factory=list
+    )  # layers whose MLP has W12 blocks
+    expansion_embedding_rms: float | None = (
+        None  # initial rms of E'; None if E' started by another rule
+    )
     router_rule: str = "posterior"  # posterior | cosine; only the variant `route` reads it
     router_prior: float = 0.5  # weight of the base head at the first token
     router_switch_rate: float = 0.0  # fixed share alpha of the posterior rule, per token
@@ -107,13 +115,19 @@ class JoinedConfig(_OverABase):
     """Several expansions on one plain base, and the settings of the router over their heads."""
 
     model_type = "scale-joined"
-    routes, router_rule, router_threshold = True, "posterior", 0.5  # as in ScaleConfig; there is no other rule here
+    routes, router_rule, router_threshold = (
+        True,
+        "posterior",
+        0.5,
+    )  # as in ScaleConfig; there is no other rule here
 
     base_config: dict[str, Any] = field(default_factory=dict)  # `model_type` included
     # For each expansion: its `name`, its `parent` (0 for the base, k for the k-th member), and its `expansion`: sizes
     # and new tokens as fields of ScaleConfig. Two members may bring the same tokens.
     members: list[dict[str, Any]] = field(default_factory=list)
-    router_prior: float | None = None  # of the base head, the others share the rest; None: the same for every head
+    router_prior: float | None = (
+        None  # of the base head, the others share the rest; None: the same for every head
+    )
     router_switch_rate: float = 0.0  # fixed share alpha of the posterior rule, per token
     use_cache: bool = True  # whether generation keeps keys, values and the router's state
 
@@ -132,7 +146,9 @@ class JoinedConfig(_OverABase):
     @property
     def own_pieces(self) -> list[int]:
         """The first old ids of all members' new tokens that only ever begin text in the new tokens' scripts."""
-        brought = (index for member in self.members for index in member["expansion"].get("own_pieces", ()))
+        brought = (
+            index for member in self.members for index in member["expansion"].get("own_pieces", ())
+        )
         return list(dict.fromkeys(brought))
 
     def known_tokens(self, head: int) -> range:
@@ -160,7 +176,10 @@ class JoinedConfig(_OverABase):
     def token_ids(self, head: int) -> list[int]:
         """Return the ids of all tokens: first those that a head knows, in its own order, then the others."""
         num_old = self.base_config.get("vocab_size", 0)
-        return [*range(num_old), *(num_old + at for at in (*self.known_tokens(head), *self.unknown_tokens(head)))]
+        return [
+            *range(num_old),
+            *(num_old + at for at in (*self.known_tokens(head), *self.unknown_tokens(head))),
+        ]
 
     @property
     def head_names(self) -> list[str]:

@@ -19,7 +19,9 @@ from scale_cli.model.vocabulary_scale import brought_by
 
 
 @torch.no_grad()
-def dense_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear], parents: Sequence[int]) -> Tensor:
+def dense_weight(
+    frozen: nn.Linear, added: Sequence[ExpansionLinear], parents: Sequence[int]
+) -> Tensor:
     """Return one matrix over all streams, in float32.
 
     Args:
@@ -65,5 +67,7 @@ def widened_linears(
     family: Family, base_layer: Any, layers: Sequence[ExpansionLayer]
 ) -> Iterator[tuple[str, nn.Linear, list[ExpansionLinear]]]:
     """Yield, for every linear map of one layer: its name, W, and the maps that widen it, bottom up."""
-    for name in (name for name in OWNERS if hasattr(layers[0], name)):  # a sparse layer has those of attention alone
+    for name in (
+        name for name in OWNERS if hasattr(layers[0], name)
+    ):  # a sparse layer has those of attention alone
         yield name, family.linear(base_layer, name), [getattr(layer, name) for layer in layers]

@@ -30,10 +30,19 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .configuration_scale import ScaleConfig
 from .family_scale import OWNERS, READ_BY_ATTENTION, READ_BY_MLP, Family, family_of
-from .fused_scale import NormForm, add_product, frozen_norm, lower_weights, product_dtype, rotation_angles
+from .fused_scale import (
+    NormForm,
+    add_product,
+    frozen_norm,
+    lower_weights,
+    product_dtype,
+    rotation_angles,
+)
 from .vocabulary_scale import NewTokens
 
-Weights = dict[Tensor, Tensor]  # from a parameter to its copy in the dtype of the products (`lower_weights`)
+Weights = dict[
+    Tensor, Tensor
+]  # from a parameter to its copy in the dtype of the products (`lower_weights`)
 
 
 class ExpansionLinear(nn.Module):
@@ -59,20 +68,31 @@ class ExpansionLinear(nn.Module):
         read_features = base_linear.in_features + sum(linear.weight_22.shape[1] for linear in below)
         self.weight_21 = nn.Parameter(torch.empty(out_features, read_features))
         self.weight_22 = nn.Parameter(torch.empty(out_features, in_features))
-        self.weight_12 = nn.Parameter(torch.empty(base_linear.out_features, in_features)) if collaborates else None
+        self.weight_12 = (
+            nn.Parameter(torch.empty(base_linear.out_features, in_features))
+            if collaborates
+            else None
+        )
         self.bias_2 = None if base_linear.bias is None else nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor, u: Tensor, weights: Weights) -> Tensor:
         """Return y' = W21 x + W22 u, as two products so that no gradient is computed for a frozen x."""
-        weight_21, bias_2 = weights[self.weight_21], None if self.bias_2 is None else weights[self.bias_2]
+        weight_21, bias_2 = (
+            weights[self.weight_21],
+            None if self.bias_2 is None else weights[self.bias_2],
+        )
         read = F.linear(x.flatten(0, -2).to(weight_21.dtype), weight_21, bias_2)
-        return add_product(read, u.flatten(0, -2), weights[self.weight_22]).unflatten(0, x.shape[:-1])
+        return add_product(read, u.flatten(0, -2), weights[self.weight_22]).unflatten(
+            0, x.shape[:-1]
+        )
 
     def collaborate(self, y: Tensor, u: Tensor, weights: Weights) -> Tensor:
         """Return y + W12 u, where y = W x may be overwritten; without W12, return y."""
         if self.weight_12 is None:
             return y
-        return add_product(y.flatten(0, -2), u.flatten(0, -2), weights[self.weight_12]).unflatten(0, y.shape[:-1])
+        return add_product(y.flatten(0, -2), u.flatten(0, -2), weights[self.weight_12]).unflatten(
+            0, y.shape[:-1]
+        )
 
 
 class ExpansionNorm(nn.Module):
@@ -101,11 +121,17 @@ class LayerContext:
     attention_masks: dict[bool, Any]
     cache: DynamicCache | None
     num_layers: int
-    checkpointing: bool = False  # whether backward computes the activations of the trained part again
-    angles: dict[str | None, tuple[Tensor, Tensor]] = field(init=False)  # an argument of `rotate`, by the same kinds
+    checkpointing: bool = (
+        False  # whether backward computes the activations of the trained part again
+    )
+    angles: dict[str | None, tuple[Tensor, Tensor]] = field(
+        init=False
+    )  # an argument of `rotate`, by the same kinds
 
     def __post_init__(self) -> None:
-        self.angles = {kind: rotation_angles(*embeddings) for kind, embeddings in self.rotary.items()}
+        self.angles = {
+            kind: rotation_angles(*embeddings) for kind, embeddings in self.rotary.items()
+        }
 
     def slot(self, stream: int, layer_index: int) -> int:
         """Return the cache slot of one stream's heads in one layer; stream 0 is the base."""
@@ -118,7 +144,9 @@ class LayerContext:
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, slot: int) -> Tensor:
+def attend(
+    attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, slot: int
+) -> Tensor:
     """Return causal attention over heads of the base's head_dim: (B, T, N A) from projections of that shape.
 
     `attention` is the base's module; transformers' attention functions read head ratio and scale from it. Both are the
@@ -180,7 +208,9 @@ class LayerReads:
         )
 
 
-def _norm(form: NormForm, inverse_rms: InverseRms, owner: Any, name: str | None, x: Tensor) -> Tensor:
+def _norm(
+    form: NormForm, inverse_rms: InverseRms, owner: Any, name: str | None, x: Tensor
+) -> Tensor:
     """Return x^ by one of the base's norms and record 1 / rms(x) in `inverse_rms`; without a norm, return x."""
     if name is None:
         return x
@@ -188,20 +218,26 @@ def _norm(form: NormForm, inverse_rms: InverseRms, owner: Any, name: str | None,
     return normed
 
 
-def read_base(base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int) -> tuple[Tensor, LayerReads]:
+def read_base(
+    base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int
+) -> tuple[Tensor, LayerReads]:
     """Return the base stream after one of its own layers, and the inputs of the blocks added to that layer."""
     attention, mlp, family = base_layer.self_attn, base_layer.mlp, context.family
     inverse_rms: InverseRms = {}
     norm = partial(_norm, family.norm_form, inverse_rms)
     x = norm(base_layer, family.before_attention, x_BTD)
     q, k, v = family.queries_keys_values(attention, x)
-    q, k = (norm(attention, name, read) for name, read in zip(family.width_norms, (q, k), strict=True))
+    q, k = (
+        norm(attention, name, read) for name, read in zip(family.width_norms, (q, k), strict=True)
+    )
     heads = attend(attention, q, k, v, context, slot)
     x_BTD = x_BTD + norm(base_layer, family.after_attention, attention.o_proj(heads))
     y = norm(base_layer, family.before_mlp, x_BTD)
     if not family.has_mlp(attention.config, attention.layer_idx):
         nothing = y[..., :0]
-        return x_BTD + norm(base_layer, family.after_mlp, mlp(y)), LayerReads(x, heads, nothing, nothing, inverse_rms)
+        return x_BTD + norm(base_layer, family.after_mlp, mlp(y)), LayerReads(
+            x, heads, nothing, nothing, inverse_rms
+        )
     channels = family.channels(mlp, *family.gate_up(mlp, y))
     x_BTD = x_BTD + norm(base_layer, family.after_mlp, mlp.down_proj(channels))
     return x_BTD, LayerReads(x, heads, y, channels, inverse_rms)
@@ -222,20 +258,33 @@ class ExpansionLayer(nn.Module):
     down_proj: ExpansionLinear
 
     def __init__(
-        self, family: Family, base_layer: Any, below: Sequence[ExpansionLayer], config: ScaleConfig, layer_index: int
+        self,
+        family: Family,
+        base_layer: Any,
+        below: Sequence[ExpansionLayer],
+        config: ScaleConfig,
+        layer_index: int,
     ) -> None:
         super().__init__()
         head_dim = base_layer.self_attn.head_dim
-        hidden_size, intermediate_size = config.expansion_hidden_size, config.expansion_intermediate_size
+        hidden_size, intermediate_size = (
+            config.expansion_hidden_size,
+            config.expansion_intermediate_size,
+        )
         query_size = config.expansion_num_attention_heads * head_dim
         key_value_size = config.expansion_num_key_value_heads * head_dim
         in_attention = layer_index in config.attention_collaboration_layers
         in_mlp = layer_index in config.mlp_collaboration_layers
 
         def add_linear(name: str, in_features: int, out_features: int) -> None:
-            frozen, linears = family.linear(base_layer, name), [getattr(layer, name) for layer in below]
+            frozen, linears = (
+                family.linear(base_layer, name),
+                [getattr(layer, name) for layer in below],
+            )
             collaborates = in_attention if OWNERS[name] == "self_attn" else in_mlp
-            widened = ExpansionLinear(frozen, linears, in_features, out_features, collaborates=collaborates)
+            widened = ExpansionLinear(
+                frozen, linears, in_features, out_features, collaborates=collaborates
+            )
             setattr(self, name, widened)
 
         def add_norms(*sizes: tuple[str | None, int]) -> None:
@@ -247,7 +296,9 @@ class ExpansionLayer(nn.Module):
         self.has_mlp = family.has_mlp(base_layer.self_attn.config, layer_index)
         self.collaborates = in_attention or in_mlp
         q_norm, k_norm = family.width_norms
-        add_norms((family.before_attention, hidden_size), (q_norm, query_size), (k_norm, key_value_size))
+        add_norms(
+            (family.before_attention, hidden_size), (q_norm, query_size), (k_norm, key_value_size)
+        )
         add_linear("q_proj", hidden_size, query_size)
         add_linear("k_proj", hidden_size, key_value_size)
         add_linear("v_proj", hidden_size, key_value_size)
@@ -262,7 +313,13 @@ class ExpansionLayer(nn.Module):
         add_norms((family.after_mlp, hidden_size))
 
     def forward(
-        self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int, own_slot: int
+        self,
+        base_layer: Any,
+        x_BTD: Tensor,
+        u_BTE: Tensor,
+        context: LayerContext,
+        base_slot: int,
+        own_slot: int,
     ) -> tuple[Tensor, Tensor, LayerReads, LayerReads]:
         """Return x and u after this layer, and the inputs for blocks above: those it read, and those its stream gives.
 
@@ -287,29 +344,52 @@ class ExpansionLayer(nn.Module):
     ) -> tuple[Tensor, LayerReads]:
         weights, family, inverse_rms = self._weights(), context.family, read.inverse_rms
         u = self._norm(family.before_attention, inverse_rms, u_BTE)
-        heads = self._heads(base_layer.self_attn, read.attention_BTD, u, inverse_rms, weights, context, own_slot)
-        u_BTE = u_BTE + self._norm(family.after_attention, inverse_rms, self.o_proj(read.heads, heads, weights))
+        heads = self._heads(
+            base_layer.self_attn, read.attention_BTD, u, inverse_rms, weights, context, own_slot
+        )
+        u_BTE = u_BTE + self._norm(
+            family.after_attention, inverse_rms, self.o_proj(read.heads, heads, weights)
+        )
         if not self.has_mlp:
             return u_BTE, LayerReads(u, heads, read.mlp_BTD, read.channels, inverse_rms)
         y = self._norm(family.before_mlp, inverse_rms, u_BTE)
         channels = self._channels(base_layer.mlp, read.mlp_BTD, y, weights, family)
-        u_BTE = u_BTE + self._norm(family.after_mlp, inverse_rms, self.down_proj(read.channels, channels, weights))
+        u_BTE = u_BTE + self._norm(
+            family.after_mlp, inverse_rms, self.down_proj(read.channels, channels, weights)
+        )
         return u_BTE, LayerReads(u, heads, y, channels, inverse_rms)
 
     def _both(
-        self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int, own_slot: int
+        self,
+        base_layer: Any,
+        x_BTD: Tensor,
+        u_BTE: Tensor,
+        context: LayerContext,
+        base_slot: int,
+        own_slot: int,
     ) -> tuple[Tensor, Tensor, LayerReads, LayerReads]:
-        attention, mlp, weights, family = base_layer.self_attn, base_layer.mlp, self._weights(), context.family
+        attention, mlp, weights, family = (
+            base_layer.self_attn,
+            base_layer.mlp,
+            self._weights(),
+            context.family,
+        )
         inverse_rms: InverseRms = {}
         norm = partial(_norm, family.norm_form, inverse_rms)
 
         def add(names: Sequence[str], products: Sequence[Tensor], u: Tensor) -> list[Tensor]:
-            return [getattr(self, name).collaborate(y, u, weights) for name, y in zip(names, products, strict=True)]
+            return [
+                getattr(self, name).collaborate(y, u, weights)
+                for name, y in zip(names, products, strict=True)
+            ]
 
         x = norm(base_layer, family.before_attention, x_BTD)
         u = self._norm(family.before_attention, inverse_rms, u_BTE)
         q, k, v = add(READ_BY_ATTENTION, family.queries_keys_values(attention, x), u)
-        q, k = (norm(attention, name, read) for name, read in zip(family.width_norms, (q, k), strict=True))
+        q, k = (
+            norm(attention, name, read)
+            for name, read in zip(family.width_norms, (q, k), strict=True)
+        )
         base_heads = attend(attention, q, k, v, context, base_slot)
         added_heads = self._heads(attention, x, u, inverse_rms, weights, context, own_slot)
         written = self.o_proj.collaborate(attention.o_proj(base_heads), added_heads, weights)
@@ -319,7 +399,8 @@ class ExpansionLayer(nn.Module):
         y = norm(base_layer, family.before_mlp, x_BTD)
         if not self.has_mlp:
             read, own = (
-                LayerReads(*reads, y[..., :0], y[..., :0], inverse_rms) for reads in ((x, base_heads), (u, added_heads))
+                LayerReads(*reads, y[..., :0], y[..., :0], inverse_rms)
+                for reads in ((x, base_heads), (u, added_heads))
             )
             return x_BTD + norm(base_layer, family.after_mlp, mlp(y)), u_BTE, read, own
         z = self._norm(family.before_mlp, inverse_rms, u_BTE)
@@ -355,7 +436,8 @@ class ExpansionLayer(nn.Module):
     ) -> Tensor:
         q, k, v = (linear(x, u, weights) for linear in (self.q_proj, self.k_proj, self.v_proj))
         q, k = (
-            self._norm(name, inverse_rms, own) for name, own in zip(context.family.width_norms, (q, k), strict=True)
+            self._norm(name, inverse_rms, own)
+            for name, own in zip(context.family.width_norms, (q, k), strict=True)
         )
         return attend(attention, q, k, v, context, slot)
 
@@ -372,10 +454,18 @@ class Expansion(nn.Module):
         super().__init__()
         decoder, family = base.model, family_of(base.config)
         self.first_collaborating_layer = config.first_collaborating_layer
-        self.new_tokens = NewTokens(base, config.pieces(), config.own_pieces) if config.new_tokens else None
+        self.new_tokens = (
+            NewTokens(base, config.pieces(), config.own_pieces) if config.new_tokens else None
+        )
         self.embed_tokens = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
         self.layers = nn.ModuleList(
-            ExpansionLayer(family, base_layer, [cast(ExpansionLayer, e.layers[index]) for e in below], config, index)
+            ExpansionLayer(
+                family,
+                base_layer,
+                [cast(ExpansionLayer, e.layers[index]) for e in below],
+                config,
+                index,
+            )
             for index, base_layer in enumerate(decoder.layers)
         )
         self.norm = ExpansionNorm(config.expansion_hidden_size)

@@ -42,7 +42,10 @@ class Family:
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
-    width_norms: tuple[str | None, str | None] = (None, None)  # of all queries together, of all keys together
+    width_norms: tuple[str | None, str | None] = (
+        None,
+        None,
+    )  # of all queries together, of all keys together
     head_norms: tuple[str, str] | None = None  # of each head's queries, of each head's keys
     norm_form: NormForm = LLAMA_NORM
     # The attention window in positions, the current one included; None for full attention.
@@ -51,12 +54,18 @@ class Family:
     rotary_kind: Callable[[Any], str | None] = lambda _: None
     # Whether a layer has an MLP that is widened; a sparse MLP is not widened, and reads and writes x alone.
     has_mlp: Callable[[Any, int], bool] = lambda _config, _layer: True
-    is_rotated: Callable[[Any], bool] = lambda _: True  # whether an attention rotates its queries and keys at all
+    is_rotated: Callable[[Any], bool] = lambda _: (
+        True
+    )  # whether an attention rotates its queries and keys at all
     rotate: Callable[..., tuple[Tensor, Tensor]] = rotate
-    heads_divide_channels: bool = False  # whether its configuration requires hidden_size % num_attention_heads == 0
+    heads_divide_channels: bool = (
+        False  # whether its configuration requires hidden_size % num_attention_heads == 0
+    )
     # The text length beyond which all positions are rotated by other angles; None if there is no such length.
     short_up_to: Callable[[Any], int | None] = lambda _: None
-    channels_multiple: int = 1  # the family's products need a hidden_size that is a multiple of this
+    channels_multiple: int = (
+        1  # the family's products need a hidden_size that is a multiple of this
+    )
     refused: tuple[str, ...] = ()  # keys of its config.json that must be null or false
 
     def linear(self, base_layer: Any, name: str) -> nn.Linear:
@@ -78,7 +87,9 @@ class Family:
         """Return the input of down, for the base's channels or for added ones."""
         return gated(mlp.act_fn, gate, up)
 
-    def rotary(self, decoder: Any, x_BTD: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+    def rotary(
+        self, decoder: Any, x_BTD: Tensor, position_ids: Tensor, kind: str | None
+    ) -> tuple[Tensor, Tensor]:
         """Return cosines and sines as the base computes them, for layers of one kind."""
         asked = () if kind is None else (kind,)
         embeddings: tuple[Tensor, Tensor] = decoder.rotary_emb(x_BTD, position_ids, *asked)
@@ -143,7 +154,11 @@ class _Phi(Family):
         if name not in _PACKED_IN:
             return super().linear(base_layer, name)
         weight = getattr(getattr(base_layer, OWNERS[name]), _PACKED_IN[name]).weight.detach()
-        sizes = [len(weight) // 2] * 2 if OWNERS[name] == "mlp" else self._head_sizes(base_layer.self_attn)
+        sizes = (
+            [len(weight) // 2] * 2
+            if OWNERS[name] == "mlp"
+            else self._head_sizes(base_layer.self_attn)
+        )
         rows = weight.split(sizes)[_PACKED[_PACKED_IN[name]].index(name)]
         part = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
         part.weight = nn.Parameter(rows, requires_grad=False)
@@ -154,7 +169,9 @@ class _Phi(Family):
 
     def queries_keys_values(self, attention: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         of_q, of_k, _ = self._head_sizes(attention)
-        qkv = attention.qkv_proj(x_BTD)  # sliced below: the results of `split` must not be changed in place
+        qkv = attention.qkv_proj(
+            x_BTD
+        )  # sliced below: the results of `split` must not be changed in place
         return qkv[..., :of_q], qkv[..., of_q : of_q + of_k], qkv[..., of_q + of_k :]
 
     def gate_up(self, mlp: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,7 +234,11 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
         window_of=_own_window,
         rotary_kind=lambda attention: attention.layer_type,
         heads_divide_channels=True,
-        refused=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+        refused=(
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "use_bidirectional_attention",
+        ),
     ),
     "olmo2": Family("Olmo2", **_NORMED_AFTER, width_norms=_QUERIES_KEYS, rotate=rotate_in_float32),
     "olmo3": Family(
@@ -237,9 +258,15 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
         is_rotated=lambda attention: attention.sliding_window is None or attention.is_sliding,
     ),
     "qwen3_moe": Family(
-        "Qwen3Moe", window_of=_own_window, head_norms=_QUERIES_KEYS, has_mlp=_is_dense, channels_multiple=8
+        "Qwen3Moe",
+        window_of=_own_window,
+        head_norms=_QUERIES_KEYS,
+        has_mlp=_is_dense,
+        channels_multiple=8,
     ),
-    "phi3": _Phi("Phi3", window_of=_window_of_all, rotate=rotate_first, short_up_to=_original_length),
+    "phi3": _Phi(
+        "Phi3", window_of=_window_of_all, rotate=rotate_first, short_up_to=_original_length
+    ),
 }
 
 

@@ -41,7 +41,10 @@ class _Lowered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        of_weights = [torch.empty_like(grad, dtype=dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
+        of_weights = [
+            torch.empty_like(grad, dtype=dtype)
+            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
+        ]
         torch._foreach_copy_(of_weights, grads)
         return None, *of_weights
 
@@ -50,7 +53,9 @@ def lower_weights(weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     """Return a dict from each weight to itself in the dtype in which its products are computed."""
     read = {weight: weight for weight in weights}
     higher = [weight for weight in read if weight.dtype != product_dtype(weight)]
-    if torch.compiler.is_compiling():  # the compiler fuses the casts with the operations that read them
+    if (
+        torch.compiler.is_compiling()
+    ):  # the compiler fuses the casts with the operations that read them
         return read | {weight: weight.to(product_dtype(weight)) for weight in higher}
     if higher:
         read |= zip(higher, _Lowered.apply(product_dtype(higher[0]), *higher), strict=True)
@@ -91,7 +96,12 @@ class _FrozenNorm(torch.autograd.Function):
     def forward(ctx: Any, base_norm: Any, form: NormForm, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
         norms_BT1 = torch.linalg.vector_norm(x_BTD, dim=-1, keepdim=True, dtype=wide).float()
-        inverse_BT1 = norms_BT1.square_().div_(x_BTD.shape[-1]).add_(getattr(base_norm, form.epsilon)).rsqrt_()
+        inverse_BT1 = (
+            norms_BT1.square_()
+            .div_(x_BTD.shape[-1])
+            .add_(getattr(base_norm, form.epsilon))
+            .rsqrt_()
+        )
         ctx.save_for_backward(x_BTD, inverse_BT1, form.gains(base_norm.weight))
         return base_norm(x_BTD), inverse_BT1
 
@@ -101,7 +111,9 @@ class _FrozenNorm(torch.autograd.Function):
         x, inverse, gain = ctx.saved_tensors
         a = grad_x.float() * gain
         inner = (a * x).sum(dim=-1, keepdim=True).add_(grad_inverse)
-        of_x = a.mul_(inverse).addcmul_(x.float(), inner.mul_(inverse.pow(3)).div_(x.shape[-1]), value=-1)
+        of_x = a.mul_(inverse).addcmul_(
+            x.float(), inner.mul_(inverse.pow(3)).div_(x.shape[-1]), value=-1
+        )
         return None, None, of_x.to(x.dtype)
 
 
@@ -114,7 +126,9 @@ class _Rotation(torch.autograd.Function):
     """Transformers' rotary embedding, bit for bit; the gradient is rotated by the opposite angle."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, signed_sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, signed_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, signed_sin)
         joined = torch.cat([q, k], dim=2)
         across = joined.roll(joined.shape[-1] // 2, dims=-1) * signed_sin

@@ -46,14 +46,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         streams, heads = streams_and_heads[::2], streams_and_heads[1::2]
         device = targets_N.device.type
         wanted = ctx.needs_input_grad[4:]
-        of_streams = [torch.empty_like(x) if want else None for x, want in zip(streams, wanted[::2], strict=True)]
+        of_streams = [
+            torch.empty_like(x) if want else None
+            for x, want in zip(streams, wanted[::2], strict=True)
+        ]
         of_heads = [
             torch.zeros_like(head, dtype=torch.float32) if want else None
             for head, want in zip(heads, wanted[1::2], strict=True)
         ]
         lowered = [head.to(product_dtype(head)) for head in heads]
         loss = torch.zeros((), dtype=torch.float32, device=targets_N.device)
-        losses_N = torch.empty(len(targets_N), device=targets_N.device) if token_losses_N is None else token_losses_N
+        losses_N = (
+            torch.empty(len(targets_N), device=targets_N.device)
+            if token_losses_N is None
+            else token_losses_N
+        )
         num_rows = rows_at_once(device, len(lowered[-1]))
         columns = _columns(lowered)
         ignored_N1 = (targets_N == IGNORED).unsqueeze(1)
@@ -63,12 +70,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         rows_M1 = torch.arange(shape[0], device=targets_N.device).unsqueeze(1)
         said_MV = torch.empty(shape, dtype=torch.float32, device=targets_N.device)
         lowest = lowered[-1].dtype if len({head.dtype for head in lowered}) == 1 else torch.float32
-        grad_MV = said_MV if lowest == torch.float32 or distilled else torch.empty_like(said_MV, dtype=lowest)
+        grad_MV = (
+            said_MV
+            if lowest == torch.float32 or distilled
+            else torch.empty_like(said_MV, dtype=lowest)
+        )
         for start in range(0, len(targets_N), num_rows):
             rows = slice(start, start + num_rows)
-            read = [stream[rows].to(head.dtype) for stream, head in zip(streams, lowered, strict=True)]
+            read = [
+                stream[rows].to(head.dtype) for stream, head in zip(streams, lowered, strict=True)
+            ]
             places = list(_within(distilled, rows))
-            logits_NV, bases = _logits_and_bases(read, lowered, [some for some, _ in places], of_base)
+            logits_NV, bases = _logits_and_bases(
+                read, lowered, [some for some, _ in places], of_base
+            )
             divergences = [
                 _divergence_and_gradient(base_SV, logits_NV[some].float(), ignored_N1[rows][some])
                 for base_SV, (some, _) in zip(bases, places, strict=True)
@@ -78,41 +93,65 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             losses_M = losses_N[rows]
             targets_here = rows_M1[:num_here], places_N1[rows], ignored_here_N1
             _fill_losses(losses_M, logits_NV, *targets_here, said_MV[:num_here], grad_NV)
-            for (some, weight), (divergence_S, of_divergence_SV) in zip(places, divergences, strict=True):
+            for (some, weight), (divergence_S, of_divergence_SV) in zip(
+                places, divergences, strict=True
+            ):
                 losses_M[some] += weight * divergence_S
                 grad_NV[some].add_(of_divergence_SV, alpha=weight)
             loss += losses_M.sum()
             del logits_NV
             grad = grad_NV
-            for stream, head, own, of_stream, of_head in zip(read, lowered, columns, of_streams, of_heads, strict=True):
+            for stream, head, own, of_stream, of_head in zip(
+                read, lowered, columns, of_streams, of_heads, strict=True
+            ):
                 if grad.dtype != head.dtype:
                     grad = grad_NV.to(head.dtype)
                 if of_stream is not None:
                     of_stream[rows] = (grad[:, own] @ head).masked_fill_(ignored_here_N1, 0.0)
                 if of_head is not None:
                     _add_product(of_head, grad[:, own].T, stream.masked_fill(ignored_here_N1, 0.0))
-        ends = [None if grad is None else grad.to(head.dtype) for grad, head in zip(of_heads, heads, strict=True)]
-        ctx.save_for_backward(*(grad for pair in zip(of_streams, ends, strict=True) for grad in pair))
+        ends = [
+            None if grad is None else grad.to(head.dtype)
+            for grad, head in zip(of_heads, heads, strict=True)
+        ]
+        ctx.save_for_backward(
+            *(grad for pair in zip(of_streams, ends, strict=True) for grad in pair)
+        )
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         # In place: nothing else uses them, and autograd refuses a second backward pass.
-        return None, None, None, None, *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors)
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors),
+        )
 
 
 def _logits_and_bases(
-    streams: Sequence[Tensor], heads: Sequence[Tensor], places: Sequence[slice], of_base: OfBase | None
+    streams: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    places: Sequence[slice],
+    of_base: OfBase | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return sum_k H_k x_k, and, at `places`, the float32 log-probabilities without its last term."""
     logits_NV, bases, joined = streams[0] @ heads[0].T, [], 1
     if len(heads[0]) < len(heads[-1]):
         logits_NV, joined = torch.cat([logits_NV, streams[1] @ heads[1].T], dim=1), 2
-    for index, (stream, head) in enumerate(zip(streams[joined:], heads[joined:], strict=True), start=joined):
+    for index, (stream, head) in enumerate(
+        zip(streams[joined:], heads[joined:], strict=True), start=joined
+    ):
         if index == len(heads) - 1:
             said = [logits_NV[place].float() for place in places]
-            said = said if of_base is None else [of_base(logits_SV[:, : len(heads[0])]) for logits_SV in said]
+            said = (
+                said
+                if of_base is None
+                else [of_base(logits_SV[:, : len(heads[0])]) for logits_SV in said]
+            )
             bases = [logits_SV.log_softmax(dim=1) for logits_SV in said]
         # A frozen bfloat16 head beside a float32 one is never upcast; only its logits are.
         logits_NV = logits_NV.to(head.dtype).addmm_(stream, head.T)
@@ -151,11 +190,15 @@ def _fill_losses(
     of_targets_N1 = said_NV.gather(1, places_N1)
     torch.exp(said_NV, out=grad_NV)
     # `scatter_` copies the whole matrix on a processor.
-    grad_NV.index_put_((rows_N1, places_N1), torch.expm1(of_targets_N1, out=grad_NV.new_empty(places_N1.shape)))
+    grad_NV.index_put_(
+        (rows_N1, places_N1), torch.expm1(of_targets_N1, out=grad_NV.new_empty(places_N1.shape))
+    )
     torch.neg(of_targets_N1, out=losses_N.unsqueeze(1)).masked_fill_(ignored_N1, 0.0)
 
 
-def _divergence_and_gradient(base_SV: Tensor, logits_SV: Tensor, ignored_S1: Tensor) -> tuple[Tensor, Tensor]:
+def _divergence_and_gradient(
+    base_SV: Tensor, logits_SV: Tensor, ignored_S1: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return KL(p_base || p) and its gradient by the logits, p - p_base; both are 0 where there is no target.
 
     `base_SV` is log p_base, and is overwritten.
@@ -235,4 +278,6 @@ def plain_cross_entropy(
 ) -> Tensor:
     """Return the summed cross-entropy of H x in float32; H gets a gradient if it trains."""
     token_losses_N = None if token_losses_BT is None else token_losses_BT.view(-1)
-    return _ChunkedCrossEntropy.apply(targets_BT.flatten(), (), token_losses_N, None, x_BTD.flatten(0, 1), head_VD)
+    return _ChunkedCrossEntropy.apply(
+        targets_BT.flatten(), (), token_losses_N, None, x_BTD.flatten(0, 1), head_VD
+    )

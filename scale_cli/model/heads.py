@@ -70,7 +70,9 @@ def log_probs_of(logits_at: HeadLogits, next_ids_BT: Tensor, vocab_size: int) ->
     log_probs, cosines = [], []
     for at in parts_of_positions(next_ids_BT, vocab_size):
         heads = [logits.float() for logits in logits_at(at)]
-        log_probs.append(torch.stack([observed_log_probs(logits, next_ids_BT[:, at]) for logits in heads]))
+        log_probs.append(
+            torch.stack([observed_log_probs(logits, next_ids_BT[:, at]) for logits in heads])
+        )
         cosines.append(logit_cosine(heads[0], heads[-1]))
     return TokenLogProbs(torch.cat(log_probs, dim=-1), torch.cat(cosines, dim=-1))
 
@@ -112,11 +114,14 @@ class BaseAndTrained(nn.Module):
                 past_key_values=of_model,
                 use_cache=of_model is not None,
             ).last_hidden_state
-            for model, of_model in zip(models, (None, None) if cache is None else (cache, cache.trained), strict=True)
+            for model, of_model in zip(
+                models, (None, None) if cache is None else (cache, cache.trained), strict=True
+            )
         ]
         heads = [model.get_output_embeddings() for model in models]
         return lambda positions: [
-            head(states[:, positions].contiguous()) for head, states in zip(heads, hidden, strict=True)
+            head(states[:, positions].contiguous())
+            for head, states in zip(heads, hidden, strict=True)
         ]
 
     def new_cache(self) -> CacheOfTwo:
@@ -128,11 +133,17 @@ class BaseOfNewTokens(nn.Module):
 
     def __init__(self, base: Any, new: NewTokens, config: Any) -> None:
         super().__init__()
-        self.config, self.base, self.new = config, base, new  # `config` belongs to a model that has the new tokens
+        self.config, self.base, self.new = (
+            config,
+            base,
+            new,
+        )  # `config` belongs to a model that has the new tokens
 
     def get_decoder(self) -> Any:
         decoder = self.base.get_decoder()
-        return lambda ids, **options: decoder(inputs_embeds=embed(decoder.embed_tokens, [self.new], ids), **options)
+        return lambda ids, **options: decoder(
+            inputs_embeds=embed(decoder.embed_tokens, [self.new], ids), **options
+        )
 
     def get_output_embeddings(self) -> Any:
         head = self.base.get_output_embeddings()

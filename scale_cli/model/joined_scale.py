@@ -36,13 +36,16 @@ class JoinedForCausalLM(WidenedModel):
         super().__init__(config)
         base = self._empty_base() if base is None else base
         self.base: Any = base
-        paths: list[list[Expansion]] = [[]]  # for every head, its expansions from the bottom up to its own
+        paths: list[list[Expansion]] = [
+            []
+        ]  # for every head, its expansions from the bottom up to its own
         for member, sizes in zip(config.members, config.stages(), strict=True):
             below = paths[member["parent"]]
             paths.append([*below, self._expansion(base, below, sizes, len(paths))])
         self.members = nn.ModuleList(path[-1] for path in paths[1:])
         self.branches = [
-            Branch(path[-1], member["parent"]) for path, member in zip(paths[1:], config.members, strict=True)
+            Branch(path[-1], member["parent"])
+            for path, member in zip(paths[1:], config.members, strict=True)
         ]
         self.routed_heads = range(len(paths))
         first, known = [pieces[0] for pieces in config.pieces()], config.known_by_heads()
@@ -52,11 +55,15 @@ class JoinedForCausalLM(WidenedModel):
         self.eval()
         self.post_init()
 
-    def _expansion(self, base: Any, below: Sequence[Expansion], sizes: ScaleConfig, head: int) -> Expansion:
+    def _expansion(
+        self, base: Any, below: Sequence[Expansion], sizes: ScaleConfig, head: int
+    ) -> Expansion:
         """Return an expansion's blocks, with rows for all tokens in its input embedding."""
         expansion = Expansion(base, below, sizes)
         if sizes.vocab_size < self.config.vocab_size:
-            expansion.embed_tokens = nn.Embedding(self.config.vocab_size, sizes.expansion_hidden_size)
+            expansion.embed_tokens = nn.Embedding(
+                self.config.vocab_size, sizes.expansion_hidden_size
+            )
         if expansion.new_tokens is not None:
             expansion.new_tokens.first_id += self.config.known_tokens(head).start
         return expansion

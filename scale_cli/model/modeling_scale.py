@@ -57,7 +57,9 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         The whole model lies on one device, which `device_map="auto"` chooses.
         """
         loaded = super().from_pretrained(*args, device_map=_one_device(device_map), **kwargs)
-        (loaded[0] if isinstance(loaded, tuple) else loaded).freeze()  # a pair with output_loading_info
+        (
+            loaded[0] if isinstance(loaded, tuple) else loaded
+        ).freeze()  # a pair with output_loading_info
         return loaded
 
     def freeze(self) -> None:
@@ -68,8 +70,14 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     def _empty_base(self) -> Any:
         """Return a base of the right shapes, which a checkpoint then fills."""
         config = self.config.base()
-        make = self._from_config if config.model_type == self.config.model_type else AutoModelForCausalLM.from_config
-        return make(config, attn_implementation=self.config._attn_implementation, dtype=self.config.dtype)
+        make = (
+            self._from_config
+            if config.model_type == self.config.model_type
+            else AutoModelForCausalLM.from_config
+        )
+        return make(
+            config, attn_implementation=self.config._attn_implementation, dtype=self.config.dtype
+        )
 
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: `upscale` initialises the expansion, and a checkpoint brings the rest."""
@@ -85,7 +93,9 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
         """Raise NotImplementedError: the paged cache holds neither the second stream nor the router's state."""
-        raise NotImplementedError("a widened model has no continuous batching; call generate() on a padded batch")
+        raise NotImplementedError(
+            "a widened model has no continuous batching; call generate() on a padded batch"
+        )
 
     @property
     def peft_config(self) -> Any:
@@ -95,14 +105,18 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     @peft_config.setter
     def peft_config(self, adapters: Any) -> None:
         """Raise NotImplementedError: PEFT sets this when it adds adapters, which would not act on the forward pass."""
-        raise NotImplementedError("a widened model takes no PEFT adapters; add them to its plain export")
+        raise NotImplementedError(
+            "a widened model takes no PEFT adapters; add them to its plain export"
+        )
 
     @staticmethod
     def _own_cache(past_key_values: Any) -> ScaleCache:
         if isinstance(past_key_values, ScaleCache):
             return past_key_values
         if past_key_values is not None and past_key_values.get_seq_length() > 0:
-            raise ValueError("past_key_values: a widened model uses its own cache class; pass a ScaleCache, or none")
+            raise ValueError(
+                "past_key_values: a widened model uses its own cache class; pass a ScaleCache, or none"
+            )
         return ScaleCache()
 
     def forward(
@@ -128,19 +142,27 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
                 raise ValueError(
                     f"{name}: a widened model has several streams; pass input_ids, or use its base (.root)"
                 )
-        use_cache = not self.training and (self.config.use_cache if use_cache is None else use_cache)
+        use_cache = not self.training and (
+            self.config.use_cache if use_cache is None else use_cache
+        )
         cache = self._own_cache(past_key_values) if use_cache else None
         if self.training and labels is not None:
             states = self.final_states(input_ids, attention_mask, position_ids, preserved=False)
             return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
         routed = self.config.routes and not self.training
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=routed)
-        kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep or None, None)
+        kept = (
+            logits_to_keep
+            if isinstance(logits_to_keep, Tensor)
+            else slice(-logits_to_keep or None, None)
+        )
         if not routed:
             logits = self.adaptation_logits(states.at(kept))
         elif self.config.router_rule == "cosine":
             base, adapted = self.routed_logits(states.at(kept))
-            serves_base = cosine_serves_base(logit_cosine(base, adapted), self.config.router_threshold)
+            serves_base = cosine_serves_base(
+                logit_cosine(base, adapted), self.config.router_threshold
+            )
             logits = torch.where(serves_base.unsqueeze(-1), base.to(adapted.dtype), adapted)
         else:
             mixed = route(
@@ -158,11 +180,18 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
                 cache.router = mixed.memory
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def prepare_inputs_for_generation(
-        self, input_ids: Any, *args: Any, past_key_values: Any = None, inputs_embeds: Any = None, **kwargs: Any
+        self,
+        input_ids: Any,
+        *args: Any,
+        past_key_values: Any = None,
+        inputs_embeds: Any = None,
+        **kwargs: Any,
     ) -> Any:
         """Return the inputs of a step: the whole text again, if it has just passed the length `Family.short_up_to`."""
         short = family_of(self.root.config).short_up_to(self.root.config)
@@ -231,9 +260,15 @@ def _one_device(device_map: Any) -> Any:
     if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else accelerator.type
-    places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
+    places = (
+        {str(place) for place in device_map.values()}
+        if isinstance(device_map, dict)
+        else {str(device_map)}
+    )
     if len(places) > 1 or "disk" in places:
-        raise ValueError(f"device_map: a widened model must lie on one device, not on {', '.join(sorted(places))}")
+        raise ValueError(
+            f"device_map: a widened model must lie on one device, not on {', '.join(sorted(places))}"
+        )
     return device_map
 
 
@@ -304,7 +339,9 @@ class ScaleForCausalLM(WidenedModel):
             token_losses,
             None if self.expansion.new_tokens is None else self.expansion.new_tokens.shared,
         )
-        return loss / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
+        return loss / (
+            (shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        )
 
     def base_logits(self, states: FinalStates) -> Tensor:
         """Return the base head's logits, bit for bit: H x_p; for a widened base, its trained head's."""

@@ -50,14 +50,22 @@ QUANTISATIONS = {"int8": Quantisation(_int8, 1), "nf4": Quantisation(_nf4, 64 * 
 
 def quantised_maps(base: Any, quantisation: str) -> dict[str, nn.Linear]:
     """Return the linear maps of a plain base to quantise, by name; ValueError names one that cannot be quantised."""
-    maps = {f"model.{name}": module for name, module in base.model.named_modules() if isinstance(module, nn.Linear)}
+    maps = {
+        f"model.{name}": module
+        for name, module in base.model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
     for layer, (name, owner) in product(base.model.layers, OWNERS.items()):
         if not isinstance(getattr(getattr(layer, owner), name, None), nn.Linear):
-            raise ValueError(f"a layer of the family {base.config.model_type} has no separate {name}")
+            raise ValueError(
+                f"a layer of the family {base.config.model_type} has no separate {name}"
+            )
     multiple = QUANTISATIONS[quantisation].weights_multiple
     for name, linear in maps.items():
         if linear.weight.numel() % multiple:
-            raise ValueError(f"{name} has {linear.weight.numel():,} weights, which is not a multiple of {multiple:,}")
+            raise ValueError(
+                f"{name} has {linear.weight.numel():,} weights, which is not a multiple of {multiple:,}"
+            )
     return maps
 
 
@@ -86,7 +94,11 @@ def plain_weight(linear: nn.Linear) -> Tensor:
     weight: Any = linear.weight
     if not is_quantised(weight):
         return linear.weight
-    return weight.get_original_weight() if hasattr(weight, "get_original_weight") else weight.dequantize()
+    return (
+        weight.get_original_weight()
+        if hasattr(weight, "get_original_weight")
+        else weight.dequantize()
+    )
 
 
 def dequantise(model: AnyModule) -> AnyModule:

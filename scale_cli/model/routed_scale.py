@@ -63,7 +63,10 @@ class RouterLayer:
 
     def keep(self, memory: RouterMemory, rows_BTD: Tensor, log_weights_KBT: Tensor) -> None:
         if not self.is_compileable:
-            self.before, self.call = None if self.is_empty else self.last, (rows_BTD, log_weights_KBT)
+            self.before, self.call = (
+                None if self.is_empty else self.last,
+                (rows_BTD, log_weights_KBT),
+            )
             self.last = memory
         elif self.last is None or self.last.logits_KBV.shape != memory.logits_KBV.shape:
             self.last = RouterMemory(*(tensor.clone() for tensor in memory))
@@ -129,15 +132,23 @@ class Routed(nn.Module):
         super().__init__(config)
         router = getattr(config, "scale_router", None)
         if router is None:
-            raise ValueError("config.json has no scale_router: this is a plain model without a router")
+            raise ValueError(
+                "config.json has no scale_router: this is a plain model without a router"
+            )
         sizes, parents = router["stream_sizes"], router["parents"]
         if sum(sizes) != config.hidden_size or len(parents) != len(sizes) - 1:
-            raise ValueError("config.json: scale_router does not fit hidden_size; it belongs to another model")
+            raise ValueError(
+                "config.json: scale_router does not fit hidden_size; it belongs to another model"
+            )
         self._columns = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
         self._read: list[list[slice]] = []  # for every head, the columns of its streams
         for own, parent in zip(self._columns, [None, *parents], strict=True):
             self._read.append([own] if parent is None else [*self._read[parent], own])
-        self._parents, self._prior, self._switch_rate = parents, router["prior"], router["switch_rate"]
+        self._parents, self._prior, self._switch_rate = (
+            parents,
+            router["prior"],
+            router["switch_rate"],
+        )
         self._shares = shares_of_router(router, config.vocab_size)
 
     @property
@@ -171,7 +182,9 @@ class Routed(nn.Module):
         from `attention_mask`; ValueError if that does not have two dimensions, or for `inputs_embeds`.
         """
         if input_ids is None or inputs_embeds is not None:
-            raise ValueError("inputs_embeds: the router weighs its heads by the tokens of the text; pass input_ids")
+            raise ValueError(
+                "inputs_embeds: the router weighs its heads by the tokens of the text; pass input_ids"
+            )
         if evidence_mask is None:
             evidence_mask = evidence_of(attention_mask, input_ids.shape[1])
         layer = None if past_key_values is None else _router_layer(past_key_values)
@@ -204,7 +217,9 @@ class Routed(nn.Module):
         logits = routed.scores_BTV
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs
+            )
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -220,7 +235,9 @@ class Routed(nn.Module):
         if layer.last is None and layer.call is not None:
             rows_BTD, log_weights_KBT = layer.call
             logits_KBV = self._head_logits(rows_BTD[:, -1:])[:, :, 0]
-            layer.last = RouterMemory(log_weights_KBT[..., -1], logits_KBV, logits_KBV.logsumexp(dim=-1))
+            layer.last = RouterMemory(
+                log_weights_KBT[..., -1], logits_KBV, logits_KBV.logsumexp(dim=-1)
+            )
         return layer.last
 
     def _head_logits(self, rows_BTD: Tensor) -> Tensor:
@@ -232,12 +249,18 @@ class Routed(nn.Module):
         head that is no plain matrix (quantised, offloaded, split over devices) is called as a whole too.
         """
         head = self.lm_head
-        plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and not hasattr(head, "_hf_hook")
+        plain = (
+            type(head) is nn.Linear
+            and type(head.weight) is nn.Parameter
+            and not hasattr(head, "_hf_hook")
+        )
         if plain and (rows_BTD.shape[0] * rows_BTD.shape[1] > 1 or rows_BTD.dtype == torch.float32):
             # Flattened first: on a slice of a three-dimensional tensor, `linear` makes one product per sequence.
             rows_ND = rows_BTD.flatten(0, 1)
             base, *added = (
-                F.linear(rows_ND[:, at], head.weight[:, at]).float().unflatten(0, rows_BTD.shape[:2])
+                F.linear(rows_ND[:, at], head.weight[:, at])
+                .float()
+                .unflatten(0, rows_BTD.shape[:2])
                 for at in self._columns
             )
             heads = [base]
@@ -255,7 +278,10 @@ class Routed(nn.Module):
         if isinstance(heads, Tensor) and not any(self._shares):
             return heads
         return torch.stack(
-            [of if shares is None else shares(of) for of, shares in zip(heads, self._shares, strict=True)]
+            [
+                of if shares is None else shares(of)
+                for of, shares in zip(heads, self._shares, strict=True)
+            ]
         )
 
     def prepare_inputs_for_generation(

@@ -47,7 +47,9 @@ def head_log_probs(logits: Tensor) -> Tensor:
 
 def observed_log_probs(logits_BTV: Tensor, next_ids_BT: Tensor) -> Tensor:
     """Return (B, T): the entries of `head_log_probs` for the observed tokens, without a second (B, T, V) tensor."""
-    said = logits_BTV.gather(-1, next_ids_BT.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits_BTV, dim=-1)
+    said = logits_BTV.gather(-1, next_ids_BT.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(
+        logits_BTV, dim=-1
+    )
     return torch.where(torch.isnan(said), -torch.inf, said)
 
 
@@ -87,7 +89,9 @@ def posterior_log_weights(
     for evidence_KB in evidence_KBT.unbind(dim=-1):
         updated_KB = _normalise(weights[-1] + evidence_KB, prior_KB)
         if switch_rate > 0.0:
-            updated_KB = torch.logaddexp(updated_KB + math.log1p(-switch_rate), prior_KB + math.log(switch_rate))
+            updated_KB = torch.logaddexp(
+                updated_KB + math.log1p(-switch_rate), prior_KB + math.log(switch_rate)
+            )
         weights.append(updated_KB)
     return torch.stack(weights, dim=-1)
 
@@ -103,7 +107,9 @@ def mix_log_probs(log_weights: Tensor, log_probs: Tensor) -> Tensor:
     return torch.logsumexp(log_weights + log_probs, dim=0)
 
 
-def mix_logits(log_weights: Tensor, logits: Tensor | Sequence[Tensor], sizes: Tensor | None = None) -> Tensor:
+def mix_logits(
+    log_weights: Tensor, logits: Tensor | Sequence[Tensor], sizes: Tensor | None = None
+) -> Tensor:
     """Return scores (..., V) whose softmax is the mixture over the heads, and which are about as large as logits.
 
     The scores are the mixture's log-probabilities plus sum_k w_k lse_k, where lse_k is the log-sum-exp of head k's
@@ -118,7 +124,9 @@ def mix_logits(log_weights: Tensor, logits: Tensor | Sequence[Tensor], sizes: Te
             vocabulary, so devices that share it need not exchange logits.
     """
     logits = [of_head.float() for of_head in logits]
-    sizes = torch.stack([of_head.logsumexp(dim=-1) for of_head in logits]) if sizes is None else sizes
+    sizes = (
+        torch.stack([of_head.logsumexp(dim=-1) for of_head in logits]) if sizes is None else sizes
+    )
     return mix_shifted(logits, *score_shifts(log_weights, sizes))
 
 
@@ -139,15 +147,21 @@ def mix_shifted(logits: Sequence[Tensor], taken: Tensor, added: Tensor) -> Tenso
     """Return the scores (..., V) of `mix_logits` from float32 logits (..., V) and the results of `score_shifts`."""
     weighted = [
         torch.where(more == -torch.inf, -torch.inf, of_head - size + more)
-        for of_head, size, more in zip(logits, taken.unsqueeze(-1), added.unsqueeze(-1), strict=True)
+        for of_head, size, more in zip(
+            logits, taken.unsqueeze(-1), added.unsqueeze(-1), strict=True
+        )
     ]
-    return functools.reduce(_log_of_sum if torch.compiler.is_compiling() else torch.logaddexp, weighted)
+    return functools.reduce(
+        _log_of_sum if torch.compiler.is_compiling() else torch.logaddexp, weighted
+    )
 
 
 def _log_of_sum(left: Tensor, right: Tensor) -> Tensor:
     """Return torch.logaddexp within 1e-7, in half its time once compiled."""
     most = torch.maximum(left, right)
-    return torch.where(most == -torch.inf, most, most + (1.0 + (torch.minimum(left, right) - most).exp()).log())
+    return torch.where(
+        most == -torch.inf, most, most + (1.0 + (torch.minimum(left, right) - most).exp()).log()
+    )
 
 
 class PieceShares:
@@ -166,7 +180,9 @@ class PieceShares:
         ids: ids of the tokens that the head has, then of the new ones; by default the new ids follow the old ones.
     """
 
-    def __init__(self, first: Sequence[int], own: Sequence[int], ids: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, first: Sequence[int], own: Sequence[int], ids: Sequence[int] | None = None
+    ) -> None:
         self.first, self.own, self.ids = list(first), list(own), ids
         self._made: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
@@ -264,7 +280,9 @@ class RouterMemory(NamedTuple):
     """State of the posterior rule after a token."""
 
     log_weights_KB: Tensor  # of each head before the next token
-    logits_KBV: Tensor  # each head's prediction of the next token, to be judged when that token comes
+    logits_KBV: (
+        Tensor  # each head's prediction of the next token, to be judged when that token comes
+    )
     sizes_KB: Tensor  # log-sum-exps of those logits
 
     def chosen(self, indices: Tensor) -> RouterMemory:
@@ -310,7 +328,9 @@ def route(
     log_weights, scores = [], []
     for at in parts_of_positions(ids_BT, vocab_size):
         said = logits_at(at)
-        logits_KBTV = said if isinstance(said, Tensor) else torch.stack([of_head.float() for of_head in said])
+        logits_KBTV = (
+            said if isinstance(said, Tensor) else torch.stack([of_head.float() for of_head in said])
+        )
         device, sizes_KBT = logits_KBTV.device, logits_KBTV.logsumexp(dim=-1)
         said_KBT = _said(memory, logits_KBTV, sizes_KBT, ids_BT[:, at].to(device))
         if evidence_BT is not None:
@@ -320,7 +340,11 @@ def route(
         log_weights.append(log_weights_KBS[..., 1:])
         if at.stop > first:
             kept = slice(max(0, first - at.start), None)
-            scores.append(mix_logits(log_weights[-1][..., kept], logits_KBTV[:, :, kept], sizes_KBT[..., kept]))
+            scores.append(
+                mix_logits(
+                    log_weights[-1][..., kept], logits_KBTV[:, :, kept], sizes_KBT[..., kept]
+                )
+            )
         memory = RouterMemory(log_weights_KBS[..., -1], logits_KBTV[:, :, -1], sizes_KBT[..., -1])
     assert memory is not None, "there is at least one token"
     scores_BTV = torch.cat(scores, dim=1)
@@ -329,7 +353,9 @@ def route(
     return Routed(scores_BTV, torch.cat(log_weights, dim=-1), memory)
 
 
-def _said(memory: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, ids_BT: Tensor) -> Tensor:
+def _said(
+    memory: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, ids_BT: Tensor
+) -> Tensor:
     """Return (K, B, T): each head's log-probability of every token; 0 for a token that no head has predicted."""
     if memory is None:
         of_first_KB1 = torch.zeros_like(sizes_KBT[..., :1])
@@ -348,7 +374,9 @@ def evidence_of(attention_mask: Any, num_positions: int) -> Tensor | None:
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        raise ValueError("attention_mask: the router finds padding in a mask of two dimensions, (batch, tokens)")
+        raise ValueError(
+            "attention_mask: the router finds padding in a mask of two dimensions, (batch, tokens)"
+        )
     seen = attention_mask[:, -num_positions - 1 :].bool()
     if seen.shape[1] == num_positions:
         seen = F.pad(seen, (1, 0))

@@ -29,7 +29,9 @@ class NewTokens(nn.Module):
     without the new tokens' script.
     """
 
-    def __init__(self, base: Any, pieces: Sequence[Sequence[int]], own_pieces: Sequence[int]) -> None:
+    def __init__(
+        self, base: Any, pieces: Sequence[Sequence[int]], own_pieces: Sequence[int]
+    ) -> None:
         super().__init__()
         self.first_id, num_channels = base.model.embed_tokens.weight.shape
         self.pieces = pieces
@@ -54,7 +56,9 @@ def composed(rows_VD: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:
     lengths = torch.tensor([len(old) for old in pieces])
     owners = torch.arange(len(lengths)).repeat_interleave(lengths)
     flat = torch.tensor([index for old in pieces for index in old])
-    sums_ND = torch.zeros(len(lengths), rows_VD.shape[1], dtype=torch.float64).index_add_(0, owners, rows_VD[flat])
+    sums_ND = torch.zeros(len(lengths), rows_VD.shape[1], dtype=torch.float64).index_add_(
+        0, owners, rows_VD[flat]
+    )
     return F.normalize(sums_ND, dim=1) * rows_VD[flat.unique()].norm(dim=1).median()
 
 
@@ -64,12 +68,18 @@ def embed(embedding: nn.Embedding, brought: Sequence[NewTokens], input_ids: Tens
         return cast(Tensor, embedding(input_ids))
     x_BTD = embedding(input_ids.clamp(max=embedding.num_embeddings - 1))
     for new in brought:
-        new_BTD = new.embed_tokens((input_ids - new.first_id).clamp(0, len(new.pieces) - 1)).to(x_BTD.dtype)
+        new_BTD = new.embed_tokens((input_ids - new.first_id).clamp(0, len(new.pieces) - 1)).to(
+            x_BTD.dtype
+        )
         x_BTD = torch.where((input_ids < new.first_id).unsqueeze(-1), x_BTD, new_BTD)
     return x_BTD
 
 
 def brought_by(expansions: Iterable[Any]) -> list[NewTokens]:
     """Return the new tokens of some expansions, each group once, in the order of their ids."""
-    found = {one.new_tokens.first_id: one.new_tokens for one in expansions if one.new_tokens is not None}
-    return [found[first_id] for first_id in sorted(found)]  # torch.compile can trace a sort of plain numbers
+    found = {
+        one.new_tokens.first_id: one.new_tokens for one in expansions if one.new_tokens is not None
+    }
+    return [
+        found[first_id] for first_id in sorted(found)
+    ]  # torch.compile can trace a sort of plain numbers

@@ -61,7 +61,9 @@ class BlockRouter(nn.Module):
         self.register_buffer("log_prior_K", log_prior, persistent=False)
         # After every token w <- (1 - alpha) w + alpha prior, which is a product with this matrix.
         shared_KK = switch_rate * log_prior.exp()[:, None].expand(-1, len(log_prior))
-        stays_KK = (1.0 - switch_rate) * torch.eye(len(log_prior), dtype=log_prior.dtype, device=log_prior.device)
+        stays_KK = (1.0 - switch_rate) * torch.eye(
+            len(log_prior), dtype=log_prior.dtype, device=log_prior.device
+        )
         self.register_buffer("transition_KK", (stays_KK + shared_KK).log(), persistent=False)
         self.allocate(0, 0, torch.float32)
 
@@ -73,7 +75,9 @@ class BlockRouter(nn.Module):
     def allocate(self, num_blocks: int, width: int, dtype: torch.dtype) -> None:
         """Make an empty row for each block, and a scrap row that no token reads."""
         rows, heads, device = num_blocks + 1, len(self.log_prior_K), self.log_prior_K.device
-        self.register_buffer("hidden_ND", torch.zeros(rows, width, dtype=dtype, device=device), persistent=False)
+        self.register_buffer(
+            "hidden_ND", torch.zeros(rows, width, dtype=dtype, device=device), persistent=False
+        )
         self.register_buffer("sizes_NK", torch.zeros(rows, heads, device=device), persistent=False)
         self.register_buffer("log_weights_NK", self.log_prior_K.repeat(rows, 1), persistent=False)
 
@@ -86,7 +90,11 @@ class BlockRouter(nn.Module):
         """
         scrap, size = self.num_blocks, step.block_size
         at_T = torch.arange(len(step.ids_T), dtype=step.starts_R.dtype, device=hidden_TD.device)
-        document_T = torch.searchsorted(step.starts_R, at_T, right=True).sub_(1).clamp_(0, len(step.blocks_RB) - 1)
+        document_T = (
+            torch.searchsorted(step.starts_R, at_T, right=True)
+            .sub_(1)
+            .clamp_(0, len(step.blocks_RB) - 1)
+        )
         place_T = step.positions_T % size
         padding_T = step.slots_T < 0
         here_T = torch.where(padding_T, scrap, step.slots_T // size)
@@ -104,7 +112,9 @@ class BlockRouter(nn.Module):
             earlier_TD = torch.where((since_T == 0)[:, None], self.hidden_ND[before_T], shifted_TD)
             logits_TK, sizes_TK = heads.observe(earlier_TD, step.ids_T)
         evidence_TK = torch.where(fresh_T[:, None], 0.0, (logits_TK - sizes_TK).double())
-        start_TK = torch.where(fresh_T[:, None], self.log_prior_K, self.log_weights_NK[before_T])[at_T - since_T]
+        start_TK = torch.where(fresh_T[:, None], self.log_prior_K, self.log_weights_NK[before_T])[
+            at_T - since_T
+        ]
         log_weights_TK = self._weigh(evidence_TK, start_TK, since_T, step.longest)
 
         last_T = at_T == step.starts_R[document_T + 1] - 1
@@ -119,22 +129,30 @@ class BlockRouter(nn.Module):
         """Write the log-sum-exps of some tokens' logits into the rows that `advance` returned."""
         self.sizes_NK[rows] = sizes_RK
 
-    def _weigh(self, evidence_TK: Tensor, start_TK: Tensor, since_T: Tensor, longest: int) -> Tensor:
+    def _weigh(
+        self, evidence_TK: Tensor, start_TK: Tensor, since_T: Tensor, longest: int
+    ) -> Tensor:
         """Return the log-weights after each token; `since_T` counts from the document's first token in this step.
 
         Each token is a matrix that multiplies the weights, so the products of a document's tokens take about
         log2(longest) rounds. If every head's weight is zero, the weights restart at the prior, as in model/routing.py.
         """
         evidence_TK = torch.where(evidence_TK.isnan(), -torch.inf, evidence_TK)
-        evidence_TK = torch.where((evidence_TK == -torch.inf).all(dim=-1, keepdim=True), 0.0, evidence_TK)
+        evidence_TK = torch.where(
+            (evidence_TK == -torch.inf).all(dim=-1, keepdim=True), 0.0, evidence_TK
+        )
         tokens_TKK = self.transition_KK + evidence_TK[:, None, :]
-        log_weights_TK = _multiply(_products(tokens_TKK, since_T, longest), start_TK[:, :, None])[:, :, 0]
+        log_weights_TK = _multiply(_products(tokens_TKK, since_T, longest), start_TK[:, :, None])[
+            :, :, 0
+        ]
         if longest == 1:
             return self._normalise(log_weights_TK)
         while (lost_T := (log_weights_TK == -torch.inf).all(dim=-1)).any():
             first_T = lost_T & ~(lost_T.roll(1) & (since_T > 0))
             tokens_TKK = torch.where(first_T[:, None, None], self.log_prior_K[:, None], tokens_TKK)
-            log_weights_TK = _multiply(_products(tokens_TKK, since_T, longest), start_TK[:, :, None])[:, :, 0]
+            log_weights_TK = _multiply(
+                _products(tokens_TKK, since_T, longest), start_TK[:, :, None]
+            )[:, :, 0]
         return self._normalise(log_weights_TK)
 
     def _normalise(self, log_weights_TK: Tensor) -> Tensor:
@@ -153,7 +171,9 @@ def _products(tokens_TKK: Tensor, since_T: Tensor, longest: int) -> Tensor:
     while shift < longest:
         joined = _multiply(tokens_TKK[shift:], tokens_TKK[:-shift])
         within = (since_T[shift:] >= shift)[:, None, None]
-        tokens_TKK = torch.cat([tokens_TKK[:shift], torch.where(within, joined, tokens_TKK[shift:])])
+        tokens_TKK = torch.cat(
+            [tokens_TKK[:shift], torch.where(within, joined, tokens_TKK[shift:])]
+        )
         shift *= 2
     return tokens_TKK
 
@@ -171,4 +191,8 @@ def attach_state(hidden_TD: Tensor, log_weights_TK: Tensor, rows_T: Tensor) -> T
 def detach_state(rows: Tensor, width: int, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the arguments of `attach_state`: hidden rows of `width` channels, log-weights, rows to write to."""
     words = rows[:, width:].contiguous().view(torch.int32)
-    return rows[:, :width], words[:, :num_heads].contiguous().view(torch.float32), words[:, num_heads].long()
+    return (
+        rows[:, :width],
+        words[:, :num_heads].contiguous().view(torch.float32),
+        words[:, num_heads].long(),
+    )

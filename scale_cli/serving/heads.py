@@ -35,7 +35,9 @@ class Shard:
 class SharedPieces:
     """`PieceShares` of a head on this device's share of the vocabulary; `vocab_size` counts all tokens."""
 
-    def __init__(self, shares: PieceShares, vocab_size: int, shard: Shard, device: torch.device) -> None:
+    def __init__(
+        self, shares: PieceShares, vocab_size: int, shard: Shard, device: torch.device
+    ) -> None:
         self.sources_V, self.added_V = (table.to(device) for table in shares.table(vocab_size))
         lacking_N = (self.sources_V != torch.arange(vocab_size, device=device)).nonzero()[:, 0]
         pieces_P, piece_N = self.sources_V[lacking_N].unique(return_inverse=True)
@@ -54,9 +56,13 @@ class SharedPieces:
         return said_TV
 
 
-def sizes_of(parts: Sequence[Tensor], parents: Sequence[int], said: Sequence[Tensor | None], length: int) -> Tensor:
+def sizes_of(
+    parts: Sequence[Tensor], parents: Sequence[int], said: Sequence[Tensor | None], length: int
+) -> Tensor:
     """Return (T, K): the log-sum-exps of the heads' logits over the first `length` tokens."""
-    return torch.stack([torch.logsumexp(of[:, :length], dim=-1) for of in _heads(parts, parents, said)], dim=-1)
+    return torch.stack(
+        [torch.logsumexp(of[:, :length], dim=-1) for of in _heads(parts, parents, said)], dim=-1
+    )
 
 
 def scores_of(
@@ -70,14 +76,18 @@ def scores_of(
     return mix_shifted(_heads(parts, parents, said), taken_KT, added_KT)
 
 
-def _heads(parts: Sequence[Tensor], parents: Sequence[int], said: Sequence[Tensor | None]) -> list[Tensor]:
+def _heads(
+    parts: Sequence[Tensor], parents: Sequence[int], said: Sequence[Tensor | None]
+) -> list[Tensor]:
     added = _added_up(parts, parents)
     return [own if instead is None else instead for own, instead in zip(added, said, strict=True)]
 
 
 def _added_up(parts: Sequence[Tensor], parents: Sequence[int]) -> list[Tensor]:
     heads = [parts[0].float()]
-    for parent, part in zip(parents, parts[1:], strict=False):  # fewer parts give the lowest heads only
+    for parent, part in zip(
+        parents, parts[1:], strict=False
+    ):  # fewer parts give the lowest heads only
         heads.append(heads[parent] + part.float())
     return heads
 
@@ -95,7 +105,9 @@ class StreamHeads:
     # (V, D), the whole head, if its rows can be read one by one: a token's logits are then its row times the hidden
     # row; None if it is quantised
     weight: Tensor | None
-    shared: Sequence[SharedPieces | None]  # for every head, maps z to logits of all tokens; None: z covers them
+    shared: Sequence[
+        SharedPieces | None
+    ]  # for every head, maps z to logits of all tokens; None: z covers them
     sizes_of: Callable[..., Tensor] = sizes_of  # or a compiled version
     scores_of: Callable[..., Tensor] = scores_of  # likewise
 
@@ -103,7 +115,9 @@ class StreamHeads:
         """Return the scores of this device's share of the vocabulary, and (T, K) log-sum-exps over the whole of it."""
         parts = self._parts(rows_TD)
         said = self._said(parts)
-        sizes_TK = self._over_all_devices(self.sizes_of(parts, self.parents, said, self.shard.length))
+        sizes_TK = self._over_all_devices(
+            self.sizes_of(parts, self.parents, said, self.shard.length)
+        )
         # Not inside the compiled function, which would compute these numbers of a row again for every token.
         shifts = score_shifts(log_weights_TK.T, sizes_TK.T)
         return self.scores_of(parts, self.parents, said, *shifts), sizes_TK
@@ -112,9 +126,13 @@ class StreamHeads:
         """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps, computed for few rows and tokens at once."""
         chosen, sizes = [], []
         for rows, ids in zip(rows_TD.split(_ROWS_AT_ONCE), ids_T.split(_ROWS_AT_ONCE), strict=True):
-            of_tiles = [self._observe(parts, start, ids) for start, parts in self._parts_of_tiles(rows)]
+            of_tiles = [
+                self._observe(parts, start, ids) for start, parts in self._parts_of_tiles(rows)
+            ]
             chosen.append(torch.stack([chosen_TK for chosen_TK, _ in of_tiles]).sum(dim=0))
-            sizes.append(torch.logsumexp(torch.stack([sizes_TK for _, sizes_TK in of_tiles]), dim=0))
+            sizes.append(
+                torch.logsumexp(torch.stack([sizes_TK for _, sizes_TK in of_tiles]), dim=0)
+            )
         return self.shard.sum(torch.cat(chosen)), self._over_all_devices(torch.cat(sizes))
 
     def _observe(self, parts: Sequence[Tensor], start: int, ids_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +145,10 @@ class StreamHeads:
         """Return, for each head, its logits of all tokens if it lacks some; else None."""
         sharing = [head for head, shared in enumerate(self.shared) if shared is not None]
         added = _added_up(parts[: sharing[-1] + 1], self.parents) if sharing else []
-        return [None if shared is None else shared(added[head]) for head, shared in enumerate(self.shared)]
+        return [
+            None if shared is None else shared(added[head])
+            for head, shared in enumerate(self.shared)
+        ]
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
         """Return (T, K) logits of `ids_T`."""
@@ -140,12 +161,19 @@ class StreamHeads:
     def _products(self, weight_VD: Tensor, rows_TD: Tensor, local_T: Tensor) -> list[Tensor]:
         products_TD = rows_TD.float() * weight_VD[local_T].float()
         # Rounded like the head's own products.
-        return [part.sum(dim=-1).to(rows_TD.dtype) for part in products_TD.split(list(self.stream_sizes), dim=-1)]
+        return [
+            part.sum(dim=-1).to(rows_TD.dtype)
+            for part in products_TD.split(list(self.stream_sizes), dim=-1)
+        ]
 
     def _parts(self, rows_TD: Tensor) -> list[Tensor]:
         """Return, for every stream, its part (T, V) of the logits."""
         tiles = list(self._products_of_tiles(rows_TD))
-        return tiles[0] if len(tiles) == 1 else [torch.cat(parts, dim=-1) for parts in zip(*tiles, strict=True)]
+        return (
+            tiles[0]
+            if len(tiles) == 1
+            else [torch.cat(parts, dim=-1) for parts in zip(*tiles, strict=True)]
+        )
 
     def _parts_of_tiles(self, rows_TD: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield each tile's start and every stream's part of its logits; one tile of all if pieces are shared."""
@@ -162,7 +190,9 @@ class StreamHeads:
         for products in self.tiles:
             yield [product(stream) for product, stream in zip(products, streams, strict=True)]
 
-    def _chosen(self, parts_of: Callable[[Tensor], Sequence[Tensor]], ids_T: Tensor, start: int, length: int) -> Tensor:
+    def _chosen(
+        self, parts_of: Callable[[Tensor], Sequence[Tensor]], ids_T: Tensor, start: int, length: int
+    ) -> Tensor:
         """Return (T, K) logits of `ids_T`; 0 for tokens outside this device's `length` tokens from `start` on.
 
         `parts_of` returns every stream's part (T,) of the tokens' logits, given their indices within that range.
@@ -173,7 +203,10 @@ class StreamHeads:
         for head, shared in enumerate(self.shared):
             if shared is not None:
                 local_T, ours_T = self._local(shared.sources_V[ids_T], start, length)
-                said_T = _added_up(parts_of(local_T)[: head + 1], self.parents)[head] + shared.added_V[ids_T]
+                said_T = (
+                    _added_up(parts_of(local_T)[: head + 1], self.parents)[head]
+                    + shared.added_V[ids_T]
+                )
                 chosen_TK[:, head] = torch.where(ours_T, said_T, 0.0)
         return chosen_TK
 

@@ -131,11 +131,17 @@ class Routed:
     def _beside_the_cache(self) -> int:
         """Return the block size that the attention uses, and allocate one router row per block of its cache."""
         num_blocks = self._vllm_config.cache_config.num_gpu_blocks
-        if self._blocks_of_cache != num_blocks:  # before the first documents; vLLM may have tried a smaller cache first
+        if (
+            self._blocks_of_cache != num_blocks
+        ):  # before the first documents; vLLM may have tried a smaller cache first
             spec = self._attention.get_kv_cache_spec(self._vllm_config)
-            self._block_size = select_common_block_size(spec.block_size, [self._attention.get_attn_backend()], [spec])
+            self._block_size = select_common_block_size(
+                spec.block_size, [self._attention.get_attn_backend()], [spec]
+            )
             rows = num_blocks * (spec.block_size // self._block_size)
-            self.router.allocate(rows, self.config.hidden_size, self._vllm_config.model_config.dtype)
+            self.router.allocate(
+                rows, self.config.hidden_size, self._vllm_config.model_config.dtype
+            )
             self._blocks_of_cache = num_blocks
         return self._block_size
 
@@ -190,7 +196,8 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
     refused = {
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
         "dual batch overlap": parallel.enable_dbo,
         "LoRA adapters": vllm_config.lora_config is not None,
         "KV transfer": vllm_config.kv_transfer_config is not None,
@@ -200,7 +207,9 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
     }
     for what, asked in refused.items():
         if asked:
-            raise ValueError(f"{what}: a routed model cannot be served with it; remove it, or serve the plain model")
+            raise ValueError(
+                f"{what}: a routed model cannot be served with it; remove it, or serve the plain model"
+            )
 
 
 def shard_of(lm_head: Any) -> Shard:
@@ -227,8 +236,14 @@ def head_products(
     method = lm_head.quant_method
     if not isinstance(method, UnquantizedEmbeddingMethod):
         ends = torch.tensor(stream_sizes).cumsum(0).tolist()
-        margins = [(end - size, ends[-1] - end) for end, size in zip(ends, stream_sizes, strict=True)]
-        return nn.ModuleList(), [[partial(_product_of_one_stream, lm_head, margin) for margin in margins]], None
+        margins = [
+            (end - size, ends[-1] - end) for end, size in zip(ends, stream_sizes, strict=True)
+        ]
+        return (
+            nn.ModuleList(),
+            [[partial(_product_of_one_stream, lm_head, margin) for margin in margins]],
+            None,
+        )
     weight = lm_head.weight.data
     tiles = weight.split(_TOKENS_OF_A_TILE) if current_platform.is_cpu() else [weight]
     columns = [[_Columns(part) for part in tile.split(list(stream_sizes), dim=1)] for tile in tiles]

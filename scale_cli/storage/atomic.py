@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST = "manifest.json"
-_SEAL = "manifest_sha256"  # hash of the rest of the manifest, which has the hashes of all other files
+_SEAL = (
+    "manifest_sha256"  # hash of the rest of the manifest, which has the hashes of all other files
+)
 # Libraries that may change a folder's numbers.
 _LIBRARIES = ("scale-cli", "torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 # Folders that this process has claimed: a verb that runs other verbs already holds their folders.
@@ -106,13 +108,19 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], header: dict[str, str] | None = None) -> None:
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], header: dict[str, str] | None = None
+) -> None:
     """Write a file of tensors and sync it, perhaps on another machine than the one that publishes its folder."""
     from safetensors.torch import save_file  # imports torch, which text folders do not need
 
     with writing(path):
         make_folder(path.parent)
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata=header)
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+            path,
+            metadata=header,
+        )
         sync(path)
 
 
@@ -183,12 +191,17 @@ def publish_folder(partial: Path, path: Path) -> None:
             leftover.unlink(missing_ok=True)
         files = sorted(file for file in partial.rglob("*") if file.is_file())
         entries = {
-            file.relative_to(partial).as_posix(): {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+            file.relative_to(partial).as_posix(): {
+                "bytes": file.stat().st_size,
+                "sha256": file_sha256(file),
+            }
             for file in files
         }
         manifest = {"files": entries, "versions": _versions()}
         write_json(partial / MANIFEST, {**manifest, _SEAL: json_sha256(manifest)})
-        mode = (partial / MANIFEST).stat().st_mode  # as the umask sets it; safetensors lets only the owner read
+        mode = (
+            (partial / MANIFEST).stat().st_mode
+        )  # as the umask sets it; safetensors lets only the owner read
         for inside in [*partial.rglob("*"), partial]:
             if inside.is_file():
                 inside.chmod(mode)
@@ -255,7 +268,11 @@ def _versions() -> dict[str, str]:
 def changed_versions(folder: Path) -> list[str]:
     """Return `library before -> now` for every library whose version has changed since a folder was written."""
     before = _read_manifest(folder)["versions"]
-    return [f"{name} {before[name]} -> {now}" for name, now in _versions().items() if before.get(name, now) != now]
+    return [
+        f"{name} {before[name]} -> {now}"
+        for name, now in _versions().items()
+        if before.get(name, now) != now
+    ]
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -288,10 +305,15 @@ def verify_folder(folder: Path) -> None:
     """Check every file of a folder against its manifest; StorageError names the first that is not as written."""
     for name, described in described_files(folder).items():
         file = folder / name
-        if os.path.realpath(file) != f"{os.path.realpath(folder)}/{name}":  # through a link, or through its name
+        if (
+            os.path.realpath(file) != f"{os.path.realpath(folder)}/{name}"
+        ):  # through a link, or through its name
             raise StorageError(f"{folder}: {name} points outside the folder")
         with _reading(file):
-            if file.stat().st_size != described["bytes"] or file_sha256(file) != described["sha256"]:
+            if (
+                file.stat().st_size != described["bytes"]
+                or file_sha256(file) != described["sha256"]
+            ):
                 raise ValueError("its content has changed since it was written")
 
 
@@ -350,7 +372,9 @@ def _lock(folder: Path, operation: int) -> int:
                 fcntl.flock(descriptor, operation)
             except BlockingIOError:
                 os.close(descriptor)
-                raise RunFolderError(f"{folder}: another process is at work here; wait for it, or end it") from None
+                raise RunFolderError(
+                    f"{folder}: another process is at work here; wait for it, or end it"
+                ) from None
             except OSError:  # a file system without locks
                 if not operation & fcntl.LOCK_NB:
                     os.close(descriptor)

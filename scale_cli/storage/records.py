@@ -19,7 +19,15 @@ from typing import Any, ClassVar, Final, Required, Self, TypedDict, cast
 from pydantic import TypeAdapter, ValidationError
 
 from scale_cli.errors import RunFolderError, StorageError
-from scale_cli.storage.atomic import MANIFEST, described_files, read_json, sync, write_json, write_text, writing
+from scale_cli.storage.atomic import (
+    MANIFEST,
+    described_files,
+    read_json,
+    sync,
+    write_json,
+    write_text,
+    writing,
+)
 
 TRAINED = "trained.safetensors"
 CORPORA = "corpora.json"
@@ -38,7 +46,9 @@ class RunFolder:
         self.evaluation = root / "evaluation"  # the forgetting report
         self.exports = root / "export"  # a folder per format
         self.profile = root / "profile"  # traces of `train.profile_steps`
-        self.metrics = root / "metrics.jsonl"  # a line for every logged step and periodic evaluation
+        self.metrics = (
+            root / "metrics.jsonl"
+        )  # a line for every logged step and periodic evaluation
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
@@ -69,7 +79,9 @@ class RunFolder:
                 )
         for place in places:
             if os.path.lexists(place) and not place.is_dir() and place != self.metrics:
-                raise RunFolderError(f"{place}: is not a folder, but a folder must be written there; move it away")
+                raise RunFolderError(
+                    f"{place}: is not a folder, but a folder must be written there; move it away"
+                )
 
 
 def _links(place: Path) -> Iterator[Path]:
@@ -89,7 +101,9 @@ def check_folder(key: str, folder: Path) -> None:
         if not os.access(there, os.W_OK | os.X_OK):
             raise PermissionError
         if not folder.exists():  # root passes os.access, but some file systems hold no folders
-            Path(mkdtemp(dir=there)).rmdir()  # under a name of its own: other processes check the same folder
+            Path(
+                mkdtemp(dir=there)
+            ).rmdir()  # under a name of its own: other processes check the same folder
     except OSError:
         raise RunFolderError(f"{key} {folder}: {there} cannot be written to") from None
 
@@ -105,7 +119,9 @@ def check_replaceable(output: Path, kind: str) -> None:
     except (StorageError, KeyError, TypeError):
         replaceable = False
     if not replaceable:
-        raise RunFolderError(f"--output {output}: holds something other than a {kind}; choose a new folder")
+        raise RunFolderError(
+            f"--output {output}: holds something other than a {kind}; choose a new folder"
+        )
 
 
 class RunRecord:
@@ -134,7 +150,9 @@ class RunRecord:
         try:
             return cls.from_json(value)
         except (ValidationError, KeyError, TypeError):
-            raise StorageError(f"{folder / cls.FILE}: damaged, or written by another version") from None
+            raise StorageError(
+                f"{folder / cls.FILE}: damaged, or written by another version"
+            ) from None
 
     @classmethod
     def load_if_there(cls, folder: Path) -> Self | None:
@@ -191,10 +209,14 @@ class TrainState(RunRecord):
     evaluating_s: float = 0.0  # of those, seconds in periodic evaluations
     saving_s: float = 0.0  # of those, seconds that training waited for checkpoints
     skipped_steps: int = 0  # steps skipped because their loss or gradient was not finite
-    skipped_tokens: int = 0  # target tokens of those steps, and of steps whose gradient overflowed float16
+    skipped_tokens: int = (
+        0  # target tokens of those steps, and of steps whose gradient overflowed float16
+    )
     loss_scale: float | None = None  # factor of the next loss; None: no float16
     loss_scale_steps: int = 0  # steps since it changed
-    evaluation_due: bool = False  # a signal interrupted this step's periodic evaluation; a resume begins with it
+    evaluation_due: bool = (
+        False  # a signal interrupted this step's periodic evaluation; a resume begins with it
+    )
     # by source, (summed loss, number of targets) since the last record of the log; empty: nothing yet
     since_logged: tuple[tuple[float, int], ...] = ()
     best: Score | None = None  # its checkpoint is kept, if `train.max_forgetting` is set
@@ -214,8 +236,13 @@ class TrainState(RunRecord):
         since = self.since_logged
         if by_source:
             before = since or ((0.0, 0),) * len(by_source)
-            since = tuple((loss + more, num + n) for (loss, num), (more, n) in zip(before, by_source, strict=True))
-        return replace(self, step=self.step + 1, num_tokens=self.num_tokens + num_tokens, since_logged=since)
+            since = tuple(
+                (loss + more, num + n)
+                for (loss, num), (more, n) in zip(before, by_source, strict=True)
+            )
+        return replace(
+            self, step=self.step + 1, num_tokens=self.num_tokens + num_tokens, since_logged=since
+        )
 
     def skipped(self, num_tokens: int, *, counts: bool) -> TrainState:
         """Return the state after a step that was not finite; it does not count if it only overflowed float16."""
@@ -244,7 +271,9 @@ class Cost(RunRecord):
 
     FILE = "cost.json"
     trainable_parameters: int
-    total_parameters: int  # of the whole model in training, frozen ones included; a tied one counts once
+    total_parameters: (
+        int  # of the whole model in training, frozen ones included; a tied one counts once
+    )
     # target tokens of all processes per second of optimiser steps, without periodic evaluations and checkpoints, over
     # all resumes; None if no step was taken
     tokens_per_s: float | None
@@ -262,7 +291,9 @@ class Parity:
 
     max_logit_difference: float  # largest over all positions of all prompts
     mean_logit_difference: float
-    own_mean_difference: float  # mean change of the trained model's own logits when held in the export's dtype
+    own_mean_difference: (
+        float  # mean change of the trained model's own logits when held in the export's dtype
+    )
     num_positions: int  # compared
     own_max_difference: float = 0.0  # largest such change
     # the same figures for a plain export served with routing, against the trained model's router
@@ -295,8 +326,12 @@ BITS: Final = "evaluation_bits_per_byte"
 SHARES: Final = "evaluation_base_share"
 SAMPLES: Final = "samples"
 BENCHMARKS: Final = "benchmark_accuracies"
-Losses = dict[str, dict[str, float | None]]  # by corpus or benchmark, then by head; None: not finite
-Shares = dict[str, float | None]  # by corpus, the share of tokens for which the router chose the base head
+Losses = dict[
+    str, dict[str, float | None]
+]  # by corpus or benchmark, then by head; None: not finite
+Shares = dict[
+    str, float | None
+]  # by corpus, the share of tokens for which the router chose the base head
 
 
 class MetricsRecord(TypedDict, total=False):
@@ -339,7 +374,9 @@ def read_records(path: Path) -> list[MetricsRecord]:
             record = json.loads(line)
             int(record["step"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            raise StorageError(f"{path}:{number}: damaged, not a record of the log; remove the line") from None
+            raise StorageError(
+                f"{path}:{number}: damaged, not a record of the log; remove the line"
+            ) from None
         records.append(record)
     return records
 
@@ -357,9 +394,13 @@ class MetricsLog:
 
     def __init__(self, path: Path, resumed_step: int, *, evaluation_due: bool = False) -> None:
         self.path = path
-        self.listeners: list[Callable[[MetricsRecord], None]] = []  # called with every written record
+        self.listeners: list[
+            Callable[[MetricsRecord], None]
+        ] = []  # called with every written record
         lines = zip(_whole_lines(path), read_records(path), strict=True)
-        kept = [line for line, record in lines if place_of(record) <= (resumed_step, not evaluation_due)]
+        kept = [
+            line for line, record in lines if place_of(record) <= (resumed_step, not evaluation_due)
+        ]
         write_text(path, "".join(f"{line.decode()}\n" for line in kept))
 
     def append(self, record: MetricsRecord) -> None:

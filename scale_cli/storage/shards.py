@@ -47,7 +47,9 @@ def shard_of(tensors: Mapping[str, Tensor], share: Share) -> Shard:
             part, offsets = tensor if share.index == 0 else None, (0,) * tensor.dim()
         else:
             part = tensor.to_local() if _is_writer(tensor, index) else None
-            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            _, offsets = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
         if part is not None and part.numel():
             parts[name], places[name] = part, {"saved_offsets": list(offsets)}
     file = f"{_SHARDS}/shard-{share.index + 1:05}-of-{share.num_processes:05}.safetensors"
@@ -57,7 +59,9 @@ def shard_of(tensors: Mapping[str, Tensor], share: Share) -> Shard:
 def _is_writer(tensor: DTensor, index: int) -> bool:
     """Return whether this process writes its part of tensor `index`; processes with the same part take turns."""
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
-    for place, placement, size in zip(coordinate, tensor.placements, tensor.device_mesh.shape, strict=True):
+    for place, placement, size in zip(
+        coordinate, tensor.placements, tensor.device_mesh.shape, strict=True
+    ):
         if placement.is_replicate():
             if place != index % size:
                 return False
@@ -74,7 +78,9 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     reader = HuggingFaceStorageReader(path=str(where))
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process alone has no group
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled"
+            )  # one process alone has no group
             load(dict(tensors), storage_reader=reader)
     except (CheckpointException, RuntimeError, ValueError) as error:
         of_processes = getattr(error, "failures", None) or {0: (error, None)}

@@ -29,7 +29,13 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.methods.recipes import Hook, first_averaged, trainable_parameters
 from scale_cli.processes import main_decides
-from scale_cli.storage.atomic import MANIFEST, changed_versions, file_sha256, load_tensors, verify_folder
+from scale_cli.storage.atomic import (
+    MANIFEST,
+    changed_versions,
+    file_sha256,
+    load_tensors,
+    verify_folder,
+)
 from scale_cli.storage.records import BranchPoint, RunFolder, TrainState
 from scale_cli.storage.shards import has_shards, load_shards
 from scale_cli.terminal import Log
@@ -43,7 +49,11 @@ OPTIMISER = "optimiser.safetensors"
 
 def checkpoints(run: RunFolder) -> list[Path]:
     """Return the checkpoints of a run, oldest first; folders with any other name are ignored."""
-    folders = [folder for folder in run.checkpoints.glob("step-*") if folder.name.removeprefix("step-").isdecimal()]
+    folders = [
+        folder
+        for folder in run.checkpoints.glob("step-*")
+        if folder.name.removeprefix("step-").isdecimal()
+    ]
     return sorted(folders, key=step_of)
 
 
@@ -67,7 +77,9 @@ def newest_whole_checkpoint(run: RunFolder) -> tuple[Path | None, list[str]]:
 
 def branch_point_at(folder: MethodFolder, moments: str) -> BranchPoint:
     """Return the branch point of a run that begins with `folder`."""
-    return BranchPoint(file_sha256(folder.path / MANIFEST), folder.state.step, folder.state.num_tokens, moments)
+    return BranchPoint(
+        file_sha256(folder.path / MANIFEST), folder.state.step, folder.state.num_tokens, moments
+    )
 
 
 def load_checkpoint(
@@ -94,7 +106,9 @@ def load_checkpoint(
     return state
 
 
-def starting_point(run: Run, resume: str | None, log: Log, accepted: Collection[str]) -> MethodFolder | None:
+def starting_point(
+    run: Run, resume: str | None, log: Log, accepted: Collection[str]
+) -> MethodFolder | None:
     """Return the checkpoint to continue from, or None to begin; the main process decides for all.
 
     `resume` is None, `auto`, or a checkpoint's path; `accepted` keys may differ from the run's first config.
@@ -107,7 +121,9 @@ def starting_point(run: Run, resume: str | None, log: Log, accepted: Collection[
         check_init_from(run)
         if (trunk := init_from(run)) is not None:
             _check_same_start(trunk, MethodFolder(run.folder.upscaled, run))
-            log(f"beginning      {trunk.path}: {branch_point_at(trunk, run.config.train.init_moments)}")
+            log(
+                f"beginning      {trunk.path}: {branch_point_at(trunk, run.config.train.init_moments)}"
+            )
         return None
 
     start = main_decides(decide)
@@ -129,13 +145,21 @@ def _find(run_folder: RunFolder, resume: str | None, log: Log) -> Path | None:
         raise RunFolderError(f"{run_folder.root}: holds a finished run; choose another output_dir")
     if resume is None:
         if checkpoints(run_folder):
-            raise RunFolderError(f"{run_folder.root}: holds an unfinished run; continue it with --resume auto")
+            raise RunFolderError(
+                f"{run_folder.root}: holds an unfinished run; continue it with --resume auto"
+            )
         return None
     start = Path(resume)
     if not TrainState.is_in(start):
         raise RunFolderError(f"--resume {resume}: not a checkpoint folder")
-    if newer := [f.name for f in checkpoints(run_folder) if TrainState.load(f).step > TrainState.load(start).step]:
-        raise RunFolderError(f"--resume {resume}: {run_folder.checkpoints} holds newer ones; remove {', '.join(newer)}")
+    if newer := [
+        f.name
+        for f in checkpoints(run_folder)
+        if TrainState.load(f).step > TrainState.load(start).step
+    ]:
+        raise RunFolderError(
+            f"--resume {resume}: {run_folder.checkpoints} holds newer ones; remove {', '.join(newer)}"
+        )
     verify_folder(start)
     return start
 
@@ -146,7 +170,9 @@ def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> None:
     for line in start.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         log(f"changed        {line}")
     if (step := start.state.step) > config.train.max_steps:
-        raise RunFolderError(f"{path}: is beyond train.max_steps {config.train.max_steps}; set it to at least {step}")
+        raise RunFolderError(
+            f"{path}: is beyond train.max_steps {config.train.max_steps}; set it to at least {step}"
+        )
     # A new max_steps may move the beginning of the average to before this checkpoint.
     begins = first_averaged(config.train)
     if begins is not None and first_averaged(start.config.train) != begins < step:
@@ -155,7 +181,9 @@ def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> None:
             f"with train.average.steps={averaged}, set train.max_steps to at least {step + averaged}; or resume an "
             "earlier checkpoint"
         )
-        raise RunFolderError(f"{path}: train.average should have begun at step {begins + 1}, and has not; {least}")
+        raise RunFolderError(
+            f"{path}: train.average should have begun at step {begins + 1}, and has not; {least}"
+        )
     log(f"resuming       {path}")
     if changed := changed_versions(path):
         words = "this checkpoint was written by other versions, so the last bits may differ"
@@ -178,18 +206,28 @@ def check_init_from(run: Run) -> None:
         return
     key = f"train.init_from: {train.init_from}"
     if not TrainState.is_in(trunk.path):
-        raise RunFolderError(f"{key}: is neither a checkpoint (checkpoints/step-...) nor the final/ of a run")
+        raise RunFolderError(
+            f"{key}: is neither a checkpoint (checkpoints/step-...) nor the final/ of a run"
+        )
     verify_folder(trunk.path)
     before = trunk.config
-    if not config.method.definition.probe_windows(config.method.settings):  # compare with what that run found
+    if not config.method.definition.probe_windows(
+        config.method.settings
+    ):  # compare with what that run found
         before = before.model_copy(update={"method": trunk.method})
     if changed := differences(before, config, ("model", "method"), BASE_KEYS):
-        raise RunFolderError(f"{key}: was trained with another model or method ({'; '.join(changed)})")
+        raise RunFolderError(
+            f"{key}: was trained with another model or method ({'; '.join(changed)})"
+        )
     if train.init_moments == "kept":
         if not ((trunk.path / OPTIMISER).is_file() or has_shards(trunk.path)):  # final/ has none
-            raise RunFolderError(f"{key}: has no moments to keep; give a checkpoint, or set train.init_moments: fresh")
+            raise RunFolderError(
+                f"{key}: has no moments to keep; give a checkpoint, or set train.init_moments: fresh"
+            )
         if before.train.optimiser != train.optimiser:
-            raise RunFolderError(f"{key}: has moments of {before.train.optimiser}; set train.init_moments: fresh")
+            raise RunFolderError(
+                f"{key}: has moments of {before.train.optimiser}; set train.init_moments: fresh"
+            )
 
 
 def _check_same_start(trunk: MethodFolder, ours: MethodFolder) -> None:
@@ -201,7 +239,9 @@ def _check_same_start(trunk: MethodFolder, ours: MethodFolder) -> None:
             raise RunFolderError(
                 f"train.init_from: {trunk.path}: its {subject} is not this run's (SHA-256 {before[:12]} -> {now[:12]})"
             )
-    trunk_found, ours_found = (of.method.definition.found(of.method.settings) for of in (trunk, ours))
+    trunk_found, ours_found = (
+        of.method.definition.found(of.method.settings) for of in (trunk, ours)
+    )
     if trunk_found != ours_found:
         raise RunFolderError(
             f"train.init_from: {trunk.path}: {trunk_found}; but this run has found on other text {ours_found}; set the "

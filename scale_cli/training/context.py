@@ -47,7 +47,9 @@ def parallelism(train: TrainConfig, num_processes: int) -> ParallelismConfig:
         within = min(int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)), num_processes)
     try:
         return ParallelismConfig(
-            dp_replicate_size=num_processes // within, dp_shard_size=within // sharing, cp_size=sharing
+            dp_replicate_size=num_processes // within,
+            dp_shard_size=within // sharing,
+            cp_size=sharing,
         )
     except ValueError as error:
         given = f"train.context_parallel {sharing}, train.sharded_within {train.sharded_within}"
@@ -58,7 +60,9 @@ def parallelism(train: TrainConfig, num_processes: int) -> ParallelismConfig:
 
 def share_windows(mesh: DeviceMesh, *, isolated: bool) -> str:
     """Register attention over all parts of a window, and return its name in transformers."""
-    AttentionInterface.register(SHARING_WINDOWS, partial(attend_over_parts, mesh["cp"].get_group(), isolated))
+    AttentionInterface.register(
+        SHARING_WINDOWS, partial(attend_over_parts, mesh["cp"].get_group(), isolated)
+    )
     return SHARING_WINDOWS
 
 
@@ -113,7 +117,11 @@ def attend_over_parts(
         if looks_over_all and q_BNSA.is_cuda:  # CUDA kernels need no mask
             grouped = q_BNSA.shape[1] != k_BNSA.shape[1]
             bias = causal_lower_right(size, end)
-            attended.append(F.scaled_dot_product_attention(*seen, attn_mask=bias, scale=scaling, enable_gqa=grouped))
+            attended.append(
+                F.scaled_dot_product_attention(
+                    *seen, attn_mask=bias, scale=scaling, enable_gqa=grouped
+                )
+            )
             continue
         mask = _visible(position_ids[:, own], begin, sliding_window)
         part_BSNA, _ = sdpa_attention_forward(attention, *seen, mask, scaling=scaling, **kwargs)
@@ -125,6 +133,8 @@ def _visible(position_ids_BS: Tensor, begin: int, sliding_window: int | None) ->
     """Return the mask (B, 1, S, keys) of a part at `begin` in its window; positions count from a document's start."""
     end = begin + position_ids_BS.shape[1]
     places = torch.arange(end, device=position_ids_BS.device)
-    back = position_ids_BS if sliding_window is None else position_ids_BS.clamp(max=sliding_window - 1)
+    back = (
+        position_ids_BS if sliding_window is None else position_ids_BS.clamp(max=sliding_window - 1)
+    )
     own_S1 = places[begin:, None]
     return ((places <= own_S1) & (places >= own_S1 - back.unsqueeze(-1))).unsqueeze(1)

@@ -36,13 +36,21 @@ class StopRequest:
     def __init__(self, max_hours: float | None, *, alone: bool) -> None:
         self.signals: list[int] = []
         self._alone = alone
-        self._coming: tuple[Tensor, torch.Event | None] | None = None  # the last step's sum, on its way to the CPU
+        self._coming: tuple[Tensor, torch.Event | None] | None = (
+            None  # the last step's sum, on its way to the CPU
+        )
         self._leaving = False
-        self._deadline_s = float("inf") if max_hours is None else time.monotonic() + 3600 * max_hours
+        self._deadline_s = (
+            float("inf") if max_hours is None else time.monotonic() + 3600 * max_hours
+        )
 
     def mine(self) -> int:
         """Return this process's request: a signal's number, 1 for the clock, 0 for none."""
-        return self.signals[0] if self.signals else _OUT_OF_TIME * (time.monotonic() > self._deadline_s)
+        return (
+            self.signals[0]
+            if self.signals
+            else _OUT_OF_TIME * (time.monotonic() > self._deadline_s)
+        )
 
     def agreed(self, accelerator: Accelerator, asked: Tensor) -> int:
         """Return the largest request of any process, the same on all; several processes learn of it a step later.
@@ -51,7 +59,10 @@ class StopRequest:
         """
         if self._alone:
             return self.mine()
-        before, self._coming = self._coming, (asked.to("cpu", non_blocking=True), _recorded(asked.device))
+        before, self._coming = (
+            self._coming,
+            (asked.to("cpu", non_blocking=True), _recorded(asked.device)),
+        )
         if before is None:
             return 0
         summed, arrived = before
@@ -113,7 +124,9 @@ def _recorded(device: torch.device) -> torch.Event | None:
 def stop_requests(max_hours: float | None, *, alone: bool) -> Iterator[StopRequest]:
     """Collect SIGTERM and SIGINT as requests to stop; after `max_hours` the clock requests it too."""
     request = StopRequest(max_hours, alone=alone)
-    previous = {number: signal.signal(number, request.catch) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {
+        number: signal.signal(number, request.catch) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield request
     finally:

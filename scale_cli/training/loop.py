@@ -53,10 +53,16 @@ def run_loop(run: TrainingRun) -> None:
     sharing = train.sharing_windows(num_processes)
     with (
         progress_bar(
-            total=train.max_steps, initial=done, desc="training", unit="step", disable=not accelerator.is_main_process
+            total=train.max_steps,
+            initial=done,
+            desc="training",
+            unit="step",
+            disable=not accelerator.is_main_process,
         ) as bar,
         stop_requests(train.max_hours, alone=num_processes == 1) as stop,
-        batches_ahead(run.batches, done, rank, num_processes, accelerator.device, sharing) as batches,
+        batches_ahead(
+            run.batches, done, rank, num_processes, accelerator.device, sharing
+        ) as batches,
         run.saving(),
         _profiled(run) as count_step,
     ):
@@ -74,11 +80,17 @@ def _profiled(run: TrainingRun) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     first, last = max(steps[0], done + 1), steps[1]
-    path = run.folder.profile / f"steps-{first}-{last}.process-{run.accelerator.process_index}.json.gz"
+    path = (
+        run.folder.profile / f"steps-{first}-{last}.process-{run.accelerator.process_index}.json.gz"
+    )
     path.parent.mkdir(exist_ok=True)
     warmup = min(first - done - 1, 1)
-    parts = schedule(wait=first - done - 1 - warmup, warmup=warmup, active=last - first + 1, repeat=1)
-    with profile(schedule=parts, on_trace_ready=lambda trace: trace.export_chrome_trace(str(path))) as profiler:
+    parts = schedule(
+        wait=first - done - 1 - warmup, warmup=warmup, active=last - first + 1, repeat=1
+    )
+    with profile(
+        schedule=parts, on_trace_ready=lambda trace: trace.export_chrome_trace(str(path))
+    ) as profiler:
 
         def count_step() -> None:
             profiler.step()
@@ -107,7 +119,9 @@ class _Loop:
     first_step: int = field(init=False)  # that this process takes, counted from 0
     logged: TrainState = field(init=False)  # state at the last record
     logged_wait_s: float = 0.0  # total wait for batches by then
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_COMPARED_STEPS))  # of the last steps
+    losses: deque[float] = field(
+        default_factory=lambda: deque(maxlen=_COMPARED_STEPS)
+    )  # of the last steps
 
     def __post_init__(self) -> None:
         self.first_step, self.logged = self.run.state.step, self.run.state
@@ -149,10 +163,18 @@ class _Loop:
         run, started_s = self.run, time.monotonic()
         look = partial(self.stop.between_micro_batches, clock_too=step > self.first_step)
         measured: AbstractContextManager[dict[str, Tensor]] = nullcontext({})
-        if self._is_logged(step + 1) and not run.config.train.compile:  # compiled layers cannot be measured
+        if (
+            self._is_logged(step + 1) and not run.config.train.compile
+        ):  # compiled layers cannot be measured
             measured = measured_stream_ratios(run.model)
         with waiting_for_steps(), measured as ratios:
-            of_run = run.accelerator, run.wrapped, run.optimiser, next(self.batches), run.config.train
+            of_run = (
+                run.accelerator,
+                run.wrapped,
+                run.optimiser,
+                next(self.batches),
+                run.config.train,
+            )
             taken = train_step(*of_run, look, self.stop.mine, run.hooks, run.scaler)
         if ratios:
             taken = replace(taken, stream_ratios=layer_ratios(run.model, ratios))
@@ -173,7 +195,9 @@ class _Loop:
         if not self.taken:
             return
         steps, self.taken = self.taken, []
-        figures = torch.stack([step.figures for step in steps]).tolist()  # in one transfer from the device
+        figures = torch.stack(
+            [step.figures for step in steps]
+        ).tolist()  # in one transfer from the device
         run.count_time("stepping_s", self.taken_since_s)
         for step, of_step in zip(steps, figures, strict=True):
             try:
@@ -188,7 +212,11 @@ class _Loop:
 
     def _skip(self, taken: TakenStep, error: NonFiniteError) -> None:
         """Count a step that was not finite; TrainingError if the config does not allow it, and it is no overflow."""
-        run, train, overflowed = self.run, self.run.config.train, isinstance(error, GradientOverflow)
+        run, train, overflowed = (
+            self.run,
+            self.run.config.train,
+            isinstance(error, GradientOverflow),
+        )
         if not overflowed:
             message = f"{error}; its batch: {self._sources(taken.step)}"
             if train.on_nonfinite == "stop":
@@ -204,11 +232,19 @@ class _Loop:
 
     def _warn_of_leap(self, loss: float) -> None:
         """Warn of a loss far above the last ones, and name its batch; the run itself is unaffected."""
-        highest, step, train = max(self.losses, default=math.inf), self.run.state.step, self.run.config.train
+        highest, step, train = (
+            max(self.losses, default=math.inf),
+            self.run.state.step,
+            self.run.config.train,
+        )
         if len(self.losses) >= _FEWEST_STEPS and loss > _LEAP * highest:
             advice = f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
-            batch = f"its batch: {self._sources(step - 1)}; if this happens again and again, {advice}"
-            self.run.warn(f"step {step}: loss {loss:.4f}, but the highest of the last steps was {highest:.4f}; {batch}")
+            batch = (
+                f"its batch: {self._sources(step - 1)}; if this happens again and again, {advice}"
+            )
+            self.run.warn(
+                f"step {step}: loss {loss:.4f}, but the highest of the last steps was {highest:.4f}; {batch}"
+            )
         self.losses.append(loss)
 
     def _sources(self, step: int) -> str:
@@ -219,7 +255,9 @@ class _Loop:
         named = []
         for name, of_source in windows.items():
             more = ", ..." if len(of_source) > _WINDOWS_NAMED else ""
-            named.append(f"{len(of_source)} of {name} (windows {', '.join(of_source[:_WINDOWS_NAMED])}{more})")
+            named.append(
+                f"{len(of_source)} of {name} (windows {', '.join(of_source[:_WINDOWS_NAMED])}{more})"
+            )
         return ", ".join(named)
 
     def _log(self, result: StepResult, taken: TakenStep) -> None:
@@ -230,19 +268,25 @@ class _Loop:
         """
         run, state = self.run, self.run.state
         tokens_per_s = state.rate_since(self.logged) or 0.0
-        self.bar.set_postfix_str(f"loss {result.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
+        self.bar.set_postfix_str(
+            f"loss {result.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False
+        )
         waited_s = self.batches.waited_s - self.logged_wait_s
         self.logged, self.logged_wait_s = state, self.batches.waited_s
         run.state = replace(state, since_logged=())
         record: MetricsRecord = {"step": state.step}
         if state.since_logged:
             sources = zip(run.config.corpus.sources, state.since_logged, strict=True)
-            record["loss_by_source"] = {source.name: loss / num for source, (loss, num) in sources if num}
+            record["loss_by_source"] = {
+                source.name: loss / num for source, (loss, num) in sources if num
+            }
         if run.peak_tokens_per_s is not None:
             record["mfu"] = round(tokens_per_s / run.peak_tokens_per_s, 4)
         if taken.stream_ratios is not None:
             ratios = taken.stream_ratios.tolist()
-            record["stream_ratios"] = [float(f"{ratio:.4g}") if math.isfinite(ratio) else None for ratio in ratios]
+            record["stream_ratios"] = [
+                float(f"{ratio:.4g}") if math.isfinite(ratio) else None for ratio in ratios
+            ]
         run.log(
             {
                 **record,
@@ -281,7 +325,10 @@ class _Loop:
         self._settle_steps()
         started_s, best = time.monotonic(), run.state.best
         try:
-            with of_final(run.hooks, run.optimiser), self.stop.at_once():  # a signal restores the training weights too
+            with (
+                of_final(run.hooks, run.optimiser),
+                self.stop.at_once(),
+            ):  # a signal restores the training weights too
                 record = run.observer.evaluate(done, losses=losses_due, benchmarks=benchmarks_due)
         except StopNow:
             run.state = replace(run.state, evaluation_due=True)
@@ -310,7 +357,8 @@ class _Loop:
         run.accelerator.wait_for_everyone()  # a launcher ends all processes when one has ended
         words, exit_code = describe_stop(asked)
         raise Interrupted(
-            f"{words} after step {run.state.step}; checkpoint {run.folder.checkpoint(run.state.step)}", exit_code
+            f"{words} after step {run.state.step}; checkpoint {run.folder.checkpoint(run.state.step)}",
+            exit_code,
         )
 
 
@@ -318,7 +366,9 @@ def _show_samples(record: MetricsRecord) -> None:
     """Print the samples above the bar, without incomplete characters."""
     for name, said in record.get(SAMPLES, {}).items() if shows_lines() else ():
         text = f"{said['prompt']} ... {said['continuation']}".replace("\ufffd", "")
-        tqdm.write(printable(f"step {record['step']:,}, {name}: {' '.join(text.split())}"), file=sys.stderr)
+        tqdm.write(
+            printable(f"step {record['step']:,}, {name}: {' '.join(text.split())}"), file=sys.stderr
+        )
 
 
 def _is_due(done: int, every_steps: int | None) -> bool:

@@ -15,7 +15,16 @@ from scale_cli.evaluation.results import finite
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import ALONE, is_main, share
-from scale_cli.storage.records import BENCHMARKS, BITS, EVALUATION, SAMPLES, SHARES, Losses, MetricsRecord, Score
+from scale_cli.storage.records import (
+    BENCHMARKS,
+    BITS,
+    EVALUATION,
+    SAMPLES,
+    SHARES,
+    Losses,
+    MetricsRecord,
+    Score,
+)
 from scale_cli.training.sharding import gathered_roots, is_sharded
 from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import attending_by_sdpa
@@ -73,7 +82,9 @@ class Observer:
             record[EVALUATION][source.name] = {
                 head: finite(scored.nats_per_token(rule)) for head, rule in heads.items()
             }
-            record[BITS][source.name] = {head: finite(scored.bits_per_byte(rule)) for head, rule in heads.items()}
+            record[BITS][source.name] = {
+                head: finite(scored.bits_per_byte(rule)) for head, rule in heads.items()
+            }
             record[SHARES][source.name] = finite(scored.base_share(heads["routed"]))
 
     def accuracies(self) -> Losses:
@@ -82,7 +93,9 @@ class Observer:
         # The processes of a sharded model must run it together, but answers differ in their number of tokens.
         of_all = ALONE if is_sharded(self.model) else share()
         most = self.config.train.eval_max_items
-        measured, _ = self.benchmarks.measure(self.observed, self.tokenizer, self.config, of_all, most)
+        measured, _ = self.benchmarks.measure(
+            self.observed, self.tokenizer, self.config, of_all, most
+        )
         return {benchmark.name: benchmark.mean_scores() for benchmark in measured}
 
     def samples(self) -> dict[str, dict[str, str]]:
@@ -95,11 +108,16 @@ class Observer:
             return {}
         corpora = list(zip(config.evaluation.perplexity, self.held_out, strict=True))
         first_of_each = {source.language: (source, corpus) for source, corpus in reversed(corpora)}
-        served, precision = config.method.definition.served(config.method.settings), config.evaluation.mixed_precision
+        served, precision = (
+            config.method.definition.served(config.method.settings),
+            config.evaluation.mixed_precision,
+        )
         answers = SelectableHeads(self.observed, config.method.router)
         for source, corpus in reversed(first_of_each.values()):
             for prompt in prompts_of(corpus, self.tokenizer, _SAMPLE):
-                said = continuations(answers, served, self.tokenizer, _SAMPLE.new_tokens, precision, [prompt])
+                said = continuations(
+                    answers, served, self.tokenizer, _SAMPLE.new_tokens, precision, [prompt]
+                )
                 begun = str(self.tokenizer.decode(prompt.ids, skip_special_tokens=True))
                 texts[source.name] = {"prompt": begun, "continuation": said[0]}
         return texts
@@ -127,4 +145,8 @@ def better_of(best: Score | None, new: Score | None, max_forgetting: float) -> S
     Of equals, the first.
     """
     known = [score for score in (best, new) if score is not None]
-    return min(known, key=lambda score: (max(score.forgetting - max_forgetting, 0.0), score.acquisition), default=None)
+    return min(
+        known,
+        key=lambda score: (max(score.forgetting - max_forgetting, 0.0), score.acquisition),
+        default=None,
+    )

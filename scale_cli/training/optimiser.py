@@ -29,7 +29,9 @@ def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:
     return rates | given
 
 
-def build_optimiser(model: nn.Module, train: TrainConfig, *, by_tensor: bool = False) -> torch.optim.Optimizer:
+def build_optimiser(
+    model: nn.Module, train: TrainConfig, *, by_tensor: bool = False
+) -> torch.optim.Optimizer:
     """Return an optimiser over the trainable parameters, with a group per kind, or per tensor if `by_tensor`.
 
     It is AdamW, or for `muon`, Muon on the matrices (each block and each LoRA factor by itself) and AdamW on the rest.
@@ -38,7 +40,11 @@ def build_optimiser(model: nn.Module, train: TrainConfig, *, by_tensor: bool = F
     Weight decay acts on matrices only: not on gains and biases, and not on embeddings, whose rows would shrink at every
     step without their token. Decay towards the base acts on everything, outside the optimiser (`methods/recipes.py`).
     """
-    rates, parameters, kinds = rates_of(model, train), trainable_parameters(model), kinds_of_parameters(model)
+    rates, parameters, kinds = (
+        rates_of(model, train),
+        trainable_parameters(model),
+        kinds_of_parameters(model),
+    )
 
     def groups(kind: Kind) -> list[dict[str, Any]]:
         members = [parameter for name, parameter in parameters.items() if kinds[name] == kind]
@@ -60,7 +66,11 @@ def build_optimiser(model: nn.Module, train: TrainConfig, *, by_tensor: bool = F
 
 def _adamw(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        groups, lr=train.lr, betas=(train.adam_beta1, train.adam_beta2), eps=train.adam_epsilon, fused=True
+        groups,
+        lr=train.lr,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_epsilon,
+        fused=True,
     )
 
 
@@ -137,12 +147,19 @@ def empty_optimiser_tensors(model: nn.Module, beside: Sequence[Hook] = ()) -> di
 
 
 def load_optimiser_tensors(
-    optimiser: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor], beside: Sequence[Hook] = ()
+    optimiser: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: dict[str, Tensor],
+    beside: Sequence[Hook] = (),
 ) -> None:
     """Load saved moments and the tensors of hooks; StorageError if one is missing or has another shape."""
     if not tensors:
         return  # no step had been taken
-    moments = {id(parameter): group["moments"] for group in optimiser.param_groups for parameter in group["params"]}
+    moments = {
+        id(parameter): group["moments"]
+        for group in optimiser.param_groups
+        for parameter in group["params"]
+    }
     for name, parameter in trainable_parameters(model).items():
         state = {}
         shapes = dict.fromkeys(moments[id(parameter)], parameter.shape)
@@ -150,7 +167,9 @@ def load_optimiser_tensors(
         for moment, shape in shapes.items():
             tensor = tensors.get(f"{moment}.{name}")
             if tensor is None or tensor.shape != shape:
-                raise StorageError(f"optimiser state: {moment}.{name} is missing or has another shape")
+                raise StorageError(
+                    f"optimiser state: {moment}.{name} is missing or has another shape"
+                )
             state[moment] = tensor.to(parameter.device)
         if "exp_avg" in state:
             # The fused AdamW keeps its step counts on the parameters' device, in float32; Muon counts none.

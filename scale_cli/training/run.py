@@ -61,7 +61,9 @@ class Snapshot:
 
     files: dict[str, dict[str, Tensor]]  # copies on the CPU, by file name
     header: dict[str, str] | None  # of a sharded file: the places of its parts
-    base: dict[str, Tensor]  # this process's parts of a sharded base; not copied, since they do not change
+    base: dict[
+        str, Tensor
+    ]  # this process's parts of a sharded base; not copied, since they do not change
 
 
 @dataclass
@@ -87,7 +89,9 @@ class TrainingRun:
     saved_step: int | None  # of the last checkpoint that is written or being written
     # hashes of this process's parts of a sharded base; empty if it is not sharded
     base_parts: dict[str, str]
-    beside: ProcessGroup | None  # processes that write a checkpoint together; None if only the main one writes
+    beside: (
+        ProcessGroup | None
+    )  # processes that write a checkpoint together; None if only the main one writes
     _began_s: float = field(init=False)  # when it would have begun, had nothing interrupted it
     _thread: ThreadPoolExecutor = field(init=False)  # writes checkpoints
     _job: Future[None] | None = field(default=None, init=False)
@@ -118,7 +122,10 @@ class TrainingRun:
     def count_time(self, what: str, since_s: float) -> None:
         """Add what has passed since a time to one of the run's times, and bring the whole time up to now."""
         now_s = time.monotonic()
-        times: dict[str, Any] = {what: getattr(self.state, what) + now_s - since_s, "elapsed_s": now_s - self._began_s}
+        times: dict[str, Any] = {
+            what: getattr(self.state, what) + now_s - since_s,
+            "elapsed_s": now_s - self._began_s,
+        }
         self.state = replace(self.state, **times)
 
     @contextmanager
@@ -171,7 +178,11 @@ class TrainingRun:
         model: Any = self.model
         changed = []
         if self.base_parts:
-            changed = [name for name, expected in self.base_parts.items() if tensor_sha256(here[name]) != expected]
+            changed = [
+                name
+                for name, expected in self.base_parts.items()
+                if tensor_sha256(here[name]) != expected
+            ]
         elif self.method.definition.widens and is_main():
             changed = changed_tensors(model.base, self.start.record)
         if changed:
@@ -218,7 +229,10 @@ def take_snapshot(run: TrainingRun) -> Snapshot:
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies on the CPU; from a GPU they go to pinned memory, with one wait for all."""
-    copies = {name: tensor.detach().to("cpu", non_blocking=True, copy=True) for name, tensor in tensors.items()}
+    copies = {
+        name: tensor.detach().to("cpu", non_blocking=True, copy=True)
+        for name, tensor in tensors.items()
+    }
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.current_stream().synchronize()
     return copies
@@ -242,7 +256,11 @@ def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) ->
         with all_succeed(run.beside):
             device = run.model.device
             # In a CUDA stream of its own: copies of frozen tensors and training steps need not wait for each other.
-            with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+            with (
+                torch.cuda.stream(torch.cuda.Stream(device))
+                if device.type == "cuda"
+                else nullcontext()
+            ):
                 run.check_base(state.step, snapshot.base)
             if is_main():
                 run.describe(partial, state)

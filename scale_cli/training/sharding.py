@@ -55,14 +55,23 @@ def shard_model(model: MethodModel, train: TrainConfig, mesh: DeviceMesh) -> nn.
         )
     root = for_training(model, train)
     lowered = MixedPrecisionPolicy()
-    if train.mixed_precision != "no":  # gather matrices as autocast would lower them before every product
-        lowered = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if (
+        train.mixed_precision != "no"
+    ):  # gather matrices as autocast would lower them before every product
+        lowered = MixedPrecisionPolicy(
+            torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     _shard(model, root, mesh, keep_frozen_whole=train.sharding == "expansion", lowered=lowered)
     return root
 
 
 def _shard(
-    model: MethodModel, root: nn.Module, mesh: DeviceMesh, *, keep_frozen_whole: bool, lowered: MixedPrecisionPolicy
+    model: MethodModel,
+    root: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    keep_frozen_whole: bool,
+    lowered: MixedPrecisionPolicy,
 ) -> None:
     """Make a unit of every layer of a model, and a root unit of the rest, which is gathered when `root` is called."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -78,13 +87,18 @@ def _shard(
                 fully_shard(layer, mesh=mesh, ignored_params=whole)
     # The base layers of a widened model are in units, but are not submodules of the modules that these units are of.
     sharded = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    root.of_layers = nn.ModuleList(of_root)  # a unit has its module's parameters that no unit below has
+    root.of_layers = nn.ModuleList(
+        of_root
+    )  # a unit has its module's parameters that no unit below has
     fully_shard(root, mesh=mesh, ignored_params=whole | sharded)
     del root.of_layers
 
 
 def _shard_widened_layers(
-    model: ScaleForCausalLM, mesh: DeviceMesh, whole: set[nn.Parameter], lowered: MixedPrecisionPolicy
+    model: ScaleForCausalLM,
+    mesh: DeviceMesh,
+    whole: set[nn.Parameter],
+    lowered: MixedPrecisionPolicy,
 ) -> list[nn.Module]:
     """Make units of every added layer and its base layer: one unit if they write into each other, else two.
 
@@ -100,9 +114,16 @@ def _shard_widened_layers(
             # Evaluation first runs a collaborating base layer alone, for the unchanged stream.
             base_layer.register_forward_pre_hook(partial(_gather_unit, added))
             continue
-        vectors = {vector for layer in (base_layer, added) for vector in layer.parameters() if vector.dim() < 2}
+        vectors = {
+            vector
+            for layer in (base_layer, added)
+            for vector in layer.parameters()
+            if vector.dim() < 2
+        }
         holders = (module for layer in (base_layer, added) for module in layer.modules())
-        of_root += [module for module in holders if not vectors.isdisjoint(module.parameters(recurse=False))]
+        of_root += [
+            module for module in holders if not vectors.isdisjoint(module.parameters(recurse=False))
+        ]
         fully_shard(added, mesh=mesh, ignored_params=whole | vectors, mp_policy=lowered)
         if not whole:
             fully_shard(base_layer, mesh=mesh, ignored_params=vectors)
@@ -166,7 +187,9 @@ def gathered_roots(*modules: Any) -> Iterator[None]:
     peft = sys.modules.get("peft")  # imported already if there is a PEFT model
     whole = PreTrainedModel | ChunkedLossModel | getattr(peft, "PeftModel", PreTrainedModel)
     inside = dict.fromkeys(inner for module in modules for inner in module.modules())
-    roots: list[Any] = [module for module in inside if isinstance(module, FSDPModule) and isinstance(module, whole)]
+    roots: list[Any] = [
+        module for module in inside if isinstance(module, FSDPModule) and isinstance(module, whole)
+    ]
     for root in roots:
         root.unshard()
     try:

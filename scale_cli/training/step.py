@@ -65,7 +65,9 @@ class TakenStep:
                 f"step {self.step + 1}: gradients overflowed float16 under a loss scale of {scale:g}"
             )
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}: not finite")
+            raise NonFiniteError(
+                f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}: not finite"
+            )
         by_source = tuple(zip(of_sources, self.num_targets, strict=True)) if of_sources else ()
         return StepResult(loss, grad_norm, by_source)
 
@@ -99,7 +101,9 @@ def train_step(
     """
     device, num_sources = accelerator.device, len(batch.num_targets)
     num_tokens = max(sum(batch.num_targets), 1)  # a batch of conversations may have no targets
-    sums_by_source = isinstance(getattr(model, "module", model), ScaleForCausalLM | ChunkedLossModel)
+    sums_by_source = isinstance(
+        getattr(model, "module", model), ScaleForCausalLM | ChunkedLossModel
+    )
     # Request to stop, whole loss, then each source's loss.
     sums = torch.zeros(2 + sums_by_source * num_sources, device=device)
     for number, micro_batch in enumerate(batch.micro_batches, start=1):
@@ -112,7 +116,9 @@ def train_step(
             # Gradients are averaged over processes, but each process's loss is a part of a sum.
             accelerator.backward(scaler.scale(share * accelerator.num_processes))
         sums[1] += share.detach()
-        if losses_BT is not None:  # summed without an atomic addition, so that a GPU gives the same bits again
+        if (
+            losses_BT is not None
+        ):  # summed without an atomic addition, so that a GPU gives the same bits again
             is_of_SB = here.sources == torch.arange(num_sources, device=device).unsqueeze(1)
             sums[2:] += torch.where(is_of_SB, losses_BT.sum(dim=1), 0.0).sum(dim=1)
         if more_to_come:
@@ -137,7 +143,9 @@ def _update(update: Update, hooks: Sequence[Hook], scaler: GradScaler) -> None:
     """
     for hook in hooks:
         hook.before(update)
-    update.optimiser.found_inf = (~update.finite).float()  # as scalers tell a fused optimiser (`torch/optim/adam.py`)
+    update.optimiser.found_inf = (
+        ~update.finite
+    ).float()  # as scalers tell a fused optimiser (`torch/optim/adam.py`)
     update.optimiser.step()
     del update.optimiser.found_inf
     scaler.update()
@@ -146,10 +154,14 @@ def _update(update: Update, hooks: Sequence[Hook], scaler: GradScaler) -> None:
     update.optimiser.zero_grad(set_to_none=True)
 
 
-def loss_share(model: nn.Module, batch: MicroBatch, num_tokens: int, losses_BT: Tensor | None = None) -> Tensor:
+def loss_share(
+    model: nn.Module, batch: MicroBatch, num_tokens: int, losses_BT: Tensor | None = None
+) -> Tensor:
     """Return a micro-batch's summed loss divided by the global batch's targets, by the model's own loss function."""
     # Only our own models accept these arguments.
-    ours: dict[str, Any] = {} if batch.distillation is None else {"distillation": batch.distillation}
+    ours: dict[str, Any] = (
+        {} if batch.distillation is None else {"distillation": batch.distillation}
+    )
     if losses_BT is not None:
         ours["token_losses"] = losses_BT
     # The targets are already shifted; transformers computes a loss only if labels are given too.

@@ -33,7 +33,9 @@ def tracked(log: MetricsLog | None, config: RunConfig, accelerator: Accelerator)
     named = {"wandb": {"name": name, "dir": str(config.output_dir)}, "mlflow": {"run_name": name}}
     settings = {key: str(value) for key, value in leaves(config.model_dump(mode="json"))}
     try:
-        accelerator.init_trackers(config.train.project, settings, {**named, "trackio": {"name": name}})
+        accelerator.init_trackers(
+            config.train.project, settings, {**named, "trackio": {"name": name}}
+        )
     except Exception as error:  # whatever it raises
         raise ConfigError(f"train.trackers: {one_line(error)}") from None
 
@@ -42,7 +44,10 @@ def tracked(log: MetricsLog | None, config: RunConfig, accelerator: Accelerator)
             accelerator.log(figures(record), step=int(record["step"]))
         except Exception as error:  # whatever it raises, training goes on
             log.listeners = []
-            tqdm.write(f"warning: train.trackers: {one_line(error)}; the run goes on without them", file=sys.stderr)
+            tqdm.write(
+                f"warning: train.trackers: {one_line(error)}; the run goes on without them",
+                file=sys.stderr,
+            )
 
     log.listeners.append(send)
     try:
@@ -56,4 +61,8 @@ def tracked(log: MetricsLog | None, config: RunConfig, accelerator: Accelerator)
 def figures(record: MetricsRecord) -> dict[str, float]:
     """Return a record's numbers by their places in it, such as `evaluation_nats_per_token/news/base`."""
     flat = ((key.replace(".", "/"), value) for key, value in leaves(record) if key != "step")
-    return {key: value for key, value in flat if isinstance(value, int | float) and not isinstance(value, bool)}
+    return {
+        key: value
+        for key, value in flat
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TorchAoConfig,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from scale_cli.config.load import load_config
@@ -32,7 +38,13 @@ _NOT_COMPUTING = re.compile(
 )
 REMEDY = "restore the earlier one, or start anew in another output_dir"
 _LARGEST = 2**24  # far above any size in an existing model
-_NOT_OF_ALL = ("head_dim", "decoder_sparse_step", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+_NOT_OF_ALL = (
+    "head_dim",
+    "decoder_sparse_step",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+)
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -89,14 +101,20 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
             **_quantising(model),
         )
     except Exception as error:  # a damaged folder may raise anything
-        raise BaseModelError(f"model.base: the weights of {model.base} cannot be loaded: {one_line(error)}") from None
+        raise BaseModelError(
+            f"model.base: the weights of {model.base} cannot be loaded: {one_line(error)}"
+        ) from None
     base: PreTrainedModel
     base, report = loaded
-    if missing := sorted(report["missing_keys"]):  # transformers would continue with random numbers instead
+    if missing := sorted(
+        report["missing_keys"]
+    ):  # transformers would continue with random numbers instead
         raise BaseModelError(f"model.base: {model.base} has no weights for {missing[0]}")
     if model.quantisation is not None:
         hf_quantizer: Any = base.hf_quantizer
-        hf_quantizer.remove_quantization_config(base)  # an export copies the configuration, without quantised weights
+        hf_quantizer.remove_quantization_config(
+            base
+        )  # an export copies the configuration, without quantised weights
     return base.requires_grad_(False).eval()
 
 
@@ -118,7 +136,9 @@ def check_weights(model: ModelConfig) -> None:
             with safe_open(folder / name, framework="pt"):
                 pass
         except (OSError, SafetensorError) as error:
-            raise BaseModelError(f"model.base: {folder / name} cannot be loaded: {one_line(error)}") from None
+            raise BaseModelError(
+                f"model.base: {folder / name} cannot be loaded: {one_line(error)}"
+            ) from None
 
 
 def load_written(loader: Any, folder: Path) -> Any:
@@ -128,10 +148,14 @@ def load_written(loader: Any, folder: Path) -> Any:
         raise StorageError(f"{folder}: cannot be loaded: {one_line(error)}") from None
 
 
-def base_without_weights(config: Any, dtype: str, quantisation: str | None = None) -> PreTrainedModel:
+def base_without_weights(
+    config: Any, dtype: str, quantisation: str | None = None
+) -> PreTrainedModel:
     """Return a frozen base model on the meta device: shapes and dtypes without weights."""
     with torch.device("meta"):
-        base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        base: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype)
+        )
     if quantisation is not None:
         require("torchao", f"model.quantisation {quantisation}")
         try:
@@ -149,12 +173,18 @@ def load_base_config(model: ModelConfig) -> Any:
         place = "" if Path(model.base).is_absolute() else f" in {Path.cwd()}"
         raise BaseModelError(f"model.base: {model.base} is not a folder with a config.json{place}")
     if (Path(model.base) / "adapter_config.json").exists():
-        raise BaseModelError(f"model.base: {model.base} holds an adapter (adapter_config.json), not a whole model")
+        raise BaseModelError(
+            f"model.base: {model.base} holds an adapter (adapter_config.json), not a whole model"
+        )
     _shards(Path(model.base))
     try:
-        config = AutoConfig.from_pretrained(model.base, revision=model.revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(
+            model.base, revision=model.revision, trust_remote_code=False
+        )
     except Exception as error:  # a damaged folder may raise anything
-        raise BaseModelError(f"model.base: {model.base} cannot be loaded: {one_line(error)} ({supported})") from None
+        raise BaseModelError(
+            f"model.base: {model.base} cannot be loaded: {one_line(error)} ({supported})"
+        ) from None
     # No run uses dropout: training must not depend on random numbers that a checkpoint does not store.
     config.update({key: 0.0 for key in _DROPOUTS if hasattr(config, key)})
     if config.model_type not in FAMILIES:
@@ -183,7 +213,9 @@ def _check_sizes(config: Any, name: str) -> None:
     """Raise BaseModelError for impossible sizes, before memory is allocated for them."""
     for key in _SIZES:
         size = getattr(config, key, None)
-        if size is None and key in _NOT_OF_ALL:  # a missing head_dim is hidden_size / num_attention_heads
+        if (
+            size is None and key in _NOT_OF_ALL
+        ):  # a missing head_dim is hidden_size / num_attention_heads
             continue
         if type(size) is not int or not 1 <= size <= _LARGEST:
             raise BaseModelError(
@@ -210,8 +242,12 @@ def _shards(folder: Path) -> list[str]:
         shards = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BaseModelError(f"model.base: {index} is not a valid index of weights") from None
-    if odd := [shard for shard in shards if not isinstance(shard, str) or Path(shard).name != shard]:
-        raise BaseModelError(f"model.base: {index} names {odd[0]!r}, which is not a file in the folder")
+    if odd := [
+        shard for shard in shards if not isinstance(shard, str) or Path(shard).name != shard
+    ]:
+        raise BaseModelError(
+            f"model.base: {index} names {odd[0]!r}, which is not a file in the folder"
+        )
     return sorted(set(shards))
 
 
@@ -234,7 +270,9 @@ def config_sha256(base: PreTrainedModel) -> str:
 
     def computing(fields: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in fields.items() if not _NOT_COMPUTING.fullmatch(name)}
-        return kept | ({"base_config": computing(kept["base_config"])} if "base_config" in kept else {})
+        return kept | (
+            {"base_config": computing(kept["base_config"])} if "base_config" in kept else {}
+        )
 
     return json_sha256(computing(base.config.to_diff_dict()))
 
@@ -253,22 +291,34 @@ def record_base(
     )
 
 
-def changed_tensors(base: PreTrainedModel, record: BaseRecord, of_machine: Share | None = None) -> list[str]:
+def changed_tensors(
+    base: PreTrainedModel, record: BaseRecord, of_machine: Share | None = None
+) -> list[str]:
     """Return the names of the tensors that differ from the record: changed, missing or new.
 
     With `of_machine`, each process hashes its share of the tensors and all get every name, so all must call this.
     """
     tensors, mine = dict(base.named_parameters()), of_machine or ALONE
     names = sorted(tensors.keys() | record.tensors.keys())[mine.index :: mine.num_processes]
-    found = [name for name in names if name not in tensors or tensor_sha256(tensors[name]) != record.tensors.get(name)]
-    return found if of_machine is None else sorted({name for some in gathered(found, share()) for name in some})
+    found = [
+        name
+        for name in names
+        if name not in tensors or tensor_sha256(tensors[name]) != record.tensors.get(name)
+    ]
+    return (
+        found
+        if of_machine is None
+        else sorted({name for some in gathered(found, share()) for name in some})
+    )
 
 
 def check_finite(base: PreTrainedModel, name: str) -> None:
     """Raise BaseModelError if a weight is not finite: NaN logits equal nothing, not even themselves."""
     for tensor_name, tensor in base.named_parameters():
         for held in parts_of(tensor):
-            if all(bound.isfinite() for bound in held.aminmax()):  # NaN gives NaN bounds; no copy is allocated
+            if all(
+                bound.isfinite() for bound in held.aminmax()
+            ):  # NaN gives NaN bounds; no copy is allocated
                 continue
             bad = held.numel() - int(held.isfinite().count_nonzero())
             raise BaseModelError(
@@ -276,7 +326,9 @@ def check_finite(base: PreTrainedModel, name: str) -> None:
             )
 
 
-def check_same_base(base: PreTrainedModel, record: BaseRecord, where: str, of_machine: Share | None = None) -> None:
+def check_same_base(
+    base: PreTrainedModel, record: BaseRecord, where: str, of_machine: Share | None = None
+) -> None:
     """Check that a base model is the one that was recorded; ChangedBaseError names the first tensor that differs."""
     changed = changed_tensors(base, record, of_machine)
     if record.config_sha256 and config_sha256(base) != record.config_sha256:

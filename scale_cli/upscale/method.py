@@ -35,10 +35,22 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.model.quantised_base import is_quantised
 from scale_cli.model.vocabulary_scale import NewTokens
 from scale_cli.processes import Share
-from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, verify_folder, write_json
+from scale_cli.storage.atomic import (
+    load_tensors,
+    read_json,
+    save_tensors,
+    verify_folder,
+    write_json,
+)
 from scale_cli.storage.records import TRAINED, BaseRecord
 from scale_cli.storage.shards import has_shards, load_shards
-from scale_cli.upscale.base import base_without_weights, check_same_base, load_base, load_base_config, stages_below
+from scale_cli.upscale.base import (
+    base_without_weights,
+    check_same_base,
+    load_base,
+    load_base_config,
+    stages_below,
+)
 from scale_cli.vocabulary.added_tokens import Spelling, pieces
 
 if TYPE_CHECKING:
@@ -73,21 +85,32 @@ class NewPieces:
 
     def rows(self, base: Any) -> NewTokens:
         """Return the new tokens' rows for a plain base; the rows of x are filled."""
-        new = NewTokens(base, [[int(index) for index in token.split()] for token in self.new_tokens], self.own_pieces)
+        new = NewTokens(
+            base,
+            [[int(index) for index in token.split()] for token in self.new_tokens],
+            self.own_pieces,
+        )
         new.compose(base)
         return new
 
 
-def new_pieces(config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase) -> NewPieces | None:
+def new_pieces(
+    config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase
+) -> NewPieces | None:
     """Return the pieces of a run's new tokens; None if it has no new tokens."""
     vocabulary = config.method.vocabulary
     if vocabulary is None:
         return None
-    spelling, script = Spelling.of(base.backend_tokenizer, config.model.base), Script.named(vocabulary.script)
+    spelling, script = (
+        Spelling.of(base.backend_tokenizer, config.model.base),
+        Script.named(vocabulary.script),
+    )
     of_each = pieces(grown.backend_tokenizer, spelling, load_base_config(config.model).vocab_size)
     first = sorted({old[0] for old in of_each})
     spelt = map(spelling.to_bytes, grown.convert_ids_to_tokens(first))
-    own = [index for index, of_piece in zip(first, spelt, strict=True) if script.alone_begins(of_piece)]
+    own = [
+        index for index, of_piece in zip(first, spelt, strict=True) if script.alone_begins(of_piece)
+    ]
     return NewPieces([" ".join(map(str, old)) for old in of_each], own)
 
 
@@ -109,7 +132,9 @@ def start_model(
     return model
 
 
-def build_model(base: PreTrainedModel, method: MethodConfig, seed: int, new: NewPieces | None = None) -> MethodModel:
+def build_model(
+    base: PreTrainedModel, method: MethodConfig, seed: int, new: NewPieces | None = None
+) -> MethodModel:
     """Return a method's model with `requires_grad` set; `start_model` fills the parameters that it adds.
 
     Parameters that train are in float32, whatever the base's dtype: the optimiser updates this master copy.
@@ -120,7 +145,9 @@ def build_model(base: PreTrainedModel, method: MethodConfig, seed: int, new: New
             f"method.variant: {method.variant}: a widened base can only be widened again (preserve, route); for "
             "another method, export it as llama and use that export as model.base"
         )
-    if any(map(is_quantised, base.parameters())) and (method.trains_base_weights or not definition.adapter):
+    if any(map(is_quantised, base.parameters())) and (
+        method.trains_base_weights or not definition.adapter
+    ):
         raise ConfigError(
             f"method.variant: {method.variant} trains weights of the base, or copies of them, but model.quantisation "
             "makes them read-only; use preserve, adapt, route or lora, or remove model.quantisation"
@@ -140,9 +167,14 @@ def _start_new_head(rows_ND: Tensor, base: Any, new: NewPieces, input_ids: Tenso
     A plain Llama's head has no bias. Instead, a multiple of the mean last state is added, measured on (1, T) old
     tokens: all last states have about the same component along it.
     """
-    mean_D = base.model(input_ids, use_cache=False).last_hidden_state.float().flatten(0, 1).mean(dim=0)
+    mean_D = (
+        base.model(input_ids, use_cache=False).last_hidden_state.float().flatten(0, 1).mean(dim=0)
+    )
     rows_VD = base.lm_head.weight
-    started_ND = rows_VD[torch.tensor(new.first, device=rows_VD.device)] + _BIAS * mean_D / mean_D.square().sum()
+    started_ND = (
+        rows_VD[torch.tensor(new.first, device=rows_VD.device)]
+        + _BIAS * mean_D / mean_D.square().sum()
+    )
     rows_ND.copy_(started_ND)
 
 
@@ -165,14 +197,18 @@ def grow_plainly(base: PreTrainedModel, new: NewPieces) -> PreTrainedModel:
     return base
 
 
-def describe_method(folder: Path, model: MethodModel, method: MethodConfig, record: BaseRecord) -> None:
+def describe_method(
+    folder: Path, model: MethodModel, method: MethodConfig, record: BaseRecord
+) -> None:
     """Write a method folder's description: everything but the parameters."""
     model.config.save_pretrained(folder)
     write_json(folder / _METHOD, method.model_dump(mode="json"))
     record.save(folder)
 
 
-def write_trained(folder: Path, model: MethodModel, method: MethodConfig, record: BaseRecord) -> None:
+def write_trained(
+    folder: Path, model: MethodModel, method: MethodConfig, record: BaseRecord
+) -> None:
     """Write a whole method folder: its description and every parameter that trains."""
     describe_method(folder, model, method, record)
     save_tensors(folder / TRAINED, trainable_parameters(model))
@@ -205,9 +241,13 @@ def _stage(model: ModelConfig) -> tuple[Path, ModelConfig] | None:
         return None
     folder, below = stage[0], stage[1].model
     if below.held_in != model.held_in:
-        raise BaseModelError(f"model.dtype: {model.held_in}, but {model.base} was trained on a base in {below.held_in}")
+        raise BaseModelError(
+            f"model.dtype: {model.held_in}, but {model.base} was trained on a base in {below.held_in}"
+        )
     if not read_method(folder).definition.widens:
-        raise BaseModelError(f"model.base: {model.base} has no expansion; export it as llama, and widen that export")
+        raise BaseModelError(
+            f"model.base: {model.base} has no expansion; export it as llama, and widen that export"
+        )
     return folder, below
 
 
@@ -218,12 +258,16 @@ def read_method(folder: Path) -> MethodConfig:
         raise StorageError(f"{folder / _METHOD}: damaged, or written by another version") from None
 
 
-def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0, of_machine: Share | None = None) -> MethodModel:
+def load_onto_base(
+    folder: Path, base: ModelConfig, seed: int = 0, of_machine: Share | None = None
+) -> MethodModel:
     """Load a folder's base with `load_recorded_base`, and put the folder's parameters on it."""
     return put_on_base(folder, load_recorded_base(folder, base, of_machine), seed)
 
 
-def load_recorded_base(folder: Path, base: ModelConfig, of_machine: Share | None = None) -> PreTrainedModel:
+def load_recorded_base(
+    folder: Path, base: ModelConfig, of_machine: Share | None = None
+) -> PreTrainedModel:
     """Load a base, and check that it is the one recorded in a method folder.
 
     With `of_machine`, all processes of the launch must call this: each hashes a part of the base.
@@ -263,18 +307,29 @@ def _fitting(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     tensors = load_tensors(path)
     if odd := sorted(wanted.keys() ^ tensors.keys()):
         raise StorageError(f"{path}: does not fit this model ({odd[0]} is in only one of them)")
-    if odd := sorted(name for name, tensor in tensors.items() if tensor.shape != wanted[name].shape):
+    if odd := sorted(
+        name for name, tensor in tensors.items() if tensor.shape != wanted[name].shape
+    ):
         raise StorageError(f"{path}: does not fit this model ({odd[0]} has another shape)")
     return tensors
 
 
 def write_peft(folder: Path, model: Any, base: ModelConfig) -> None:
-    named = {"base_model_name_or_path": base.base, "revision": base.revision, "inference_mode": True}
+    named = {
+        "base_model_name_or_path": base.base,
+        "revision": base.revision,
+        "inference_mode": True,
+    }
     settings = {**model.peft_config["default"].to_dict(), **named}
-    in_order = {key: sorted(value) if isinstance(value, set) else value for key, value in sorted(settings.items())}
+    in_order = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in sorted(settings.items())
+    }
     write_json(folder / _PEFT_CONFIG, in_order)
     # A tied embedding is saved under both its names, as in PEFT's own files.
-    save_tensors(folder / _PEFT_WEIGHTS, {name: tensor.clone() for name, tensor in _adapters(model).items()})
+    save_tensors(
+        folder / _PEFT_WEIGHTS, {name: tensor.clone() for name, tensor in _adapters(model).items()}
+    )
 
 
 def _adapters(model: Any) -> dict[str, Tensor]:
@@ -300,7 +355,9 @@ def router_of(model: WidenedModel) -> RouterConfig:
 
 def beside_base(model: Any, untouched: PreTrainedModel) -> HeadedModel:
     """Return a plain model and its untouched base, a second model in memory, as one model with two heads."""
-    beside: BaseAndTrained = BaseAndTrained(beside_new_tokens(untouched, model), model).to(model.device)
+    beside: BaseAndTrained = BaseAndTrained(beside_new_tokens(untouched, model), model).to(
+        model.device
+    )
     return beside.eval()
 
 
@@ -309,12 +366,16 @@ def beside_new_tokens(base: PreTrainedModel, trained: Any) -> nn.Module:
     config = trained.config
     if not getattr(config, "new_tokens", None):
         return base
-    return BaseOfNewTokens(base, NewPieces(config.new_tokens, config.own_pieces).rows(base).to(trained.device), config)
+    return BaseOfNewTokens(
+        base, NewPieces(config.new_tokens, config.own_pieces).rows(base).to(trained.device), config
+    )
 
 
 def kinds_of_parameters(model: nn.Module) -> dict[str, Kind]:
     """Return the kind of every parameter that trains, by name; a tied embedding counts as an embedding."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
 
     def kind(name: str, parameter: nn.Parameter) -> Kind:
         if id(parameter) in embeddings:
@@ -328,4 +389,8 @@ def kinds_of_parameters(model: nn.Module) -> dict[str, Kind]:
 
 def moments_of(kind: Kind, optimiser: Literal["adamw", "muon"]) -> tuple[str, ...]:
     """Return torch's names of the tensors that an optimiser keeps per parameter, each as large as the parameter."""
-    return ("momentum_buffer",) if optimiser == "muon" and kind == "matrix" else ("exp_avg", "exp_avg_sq")
+    return (
+        ("momentum_buffer",)
+        if optimiser == "muon" and kind == "matrix"
+        else ("exp_avg", "exp_avg_sq")
+    )

@@ -64,7 +64,9 @@ class ChunkedLossModel(nn.Module):
         """Return only the loss; the arguments are those of a widened model in training (`modeling_scale.py`)."""
         head = trained_head(self.model)
         decoder = self.model.get_decoder()
-        states: Tensor = decoder(input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        states: Tensor = decoder(
+            input_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
         loss = plain_cross_entropy(states, head.weight, shift_labels, token_losses)
         return CausalLMOutputWithPast(loss=loss / num_items_in_batch)
 
@@ -106,7 +108,9 @@ def _compile_layers(model: MethodModel) -> None:
             setattr(layer, name, partial(_run_layer, layer, plain, fast[plain]))
 
 
-def _run_layer(layer: nn.Module, plain: Callable[..., Any], fast: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_layer(
+    layer: nn.Module, plain: Callable[..., Any], fast: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     return (fast if layer.training else plain)(layer, *args, **kwargs)
 
 
@@ -118,7 +122,9 @@ def settings_on(device_type: str, config: RunConfig) -> TrainConfig:
     """
     train = config.train
     if train.attention == "flex_attention" and device_type == "cpu":
-        raise ConfigError("train.attention: flex_attention has no backward pass on a CPU; remove this key")
+        raise ConfigError(
+            "train.attention: flex_attention has no backward pass on a CPU; remove this key"
+        )
     if train.attention is None and config.corpus.isolate_documents and device_type == "cuda":
         return train.model_copy(update={"attention": "flex_attention"})
     return train
@@ -166,7 +172,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return fast(*args, **kwargs)
         except TorchDynamoException as error:
-            raise TrainingError(f"train.compile: cannot compile a layer here: {one_line(error)}") from None
+            raise TrainingError(
+                f"train.compile: cannot compile a layer here: {one_line(error)}"
+            ) from None
 
     return run
 
@@ -190,7 +198,10 @@ def measured_stream_ratios(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         ratio = (u_BTE.float().pow(2).mean(-1).sqrt() * inverse_rms_BT1.squeeze(-1)).max()
         largest[name] = torch.maximum(largest[name], ratio) if name in largest else ratio
 
-    hooks = [norm.register_forward_pre_hook(partial(measure, name)) for name, norm in expansion_norms(model).items()]
+    hooks = [
+        norm.register_forward_pre_hook(partial(measure, name))
+        for name, norm in expansion_norms(model).items()
+    ]
     try:
         yield largest
     finally:
@@ -201,7 +212,9 @@ def measured_stream_ratios(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 def layer_ratios(model: Any, by_norm: dict[str, Tensor]) -> Tensor:
     """Return (layers + 1,): the largest ratio at any norm of each trained layer, then the ratio at the last norm."""
     of_layers = [
-        torch.stack([by_norm[f"expansion.layers.{index}.{name}"] for name in expansion_norms(layer)]).amax()
+        torch.stack(
+            [by_norm[f"expansion.layers.{index}.{name}"] for name in expansion_norms(layer)]
+        ).amax()
         for index, layer in enumerate(model.expansion.layers)
     ]
     return torch.stack([*of_layers, by_norm["expansion.norm"]])

@@ -25,7 +25,9 @@ SAMPLE_TEXTS = (
 
 def sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
     """Return the sample texts as (1, T) ids, on the device of this process."""
-    tokenised = (tokenizer(text, add_special_tokens=False, return_tensors="pt") for text in SAMPLE_TEXTS)
+    tokenised = (
+        tokenizer(text, add_special_tokens=False, return_tensors="pt") for text in SAMPLE_TEXTS
+    )
     return [of_text.input_ids.to(device()) for of_text in tokenised]
 
 
@@ -44,7 +46,9 @@ def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check_preservation(model: MethodModel, prompts: list[Tensor], base_logits: list[Tensor]) -> None:
+def check_preservation(
+    model: MethodModel, prompts: list[Tensor], base_logits: list[Tensor]
+) -> None:
     """Raise PreservationError unless a method's model has its base's logits, bit for bit.
 
     The base head of a widened model must equal them at any time; the only head of any other model, at its start. If the
@@ -56,10 +60,16 @@ def check_preservation(model: MethodModel, prompts: list[Tensor], base_logits: l
         if isinstance(model, ScaleForCausalLM):
             logits = model.base_logits(model.final_states(ids, preserved=True))
         else:
-            logits = model(input_ids=ids, use_cache=False).logits[..., : expected.shape[-1]].to(expected.dtype)
+            logits = (
+                model(input_ids=ids, use_cache=False)
+                .logits[..., : expected.shape[-1]]
+                .to(expected.dtype)
+            )
         if not torch.equal(logits, expected):
             raise PreservationError(f"the base logits are not preserved on {text!r}")
     if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
         below = model.base.base
-        known = [ids % below.config.vocab_size for ids in prompts]  # replaces tokens that it may lack
+        known = [
+            ids % below.config.vocab_size for ids in prompts
+        ]  # replaces tokens that it may lack
         check_preservation(model.base, known, own_logits(below, known))

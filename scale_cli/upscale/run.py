@@ -53,7 +53,13 @@ from scale_cli.model.quantised_base import dequantise
 from scale_cli.processes import Share, placed, share_of_machine
 from scale_cli.storage.atomic import is_whole, read_json, verify_folder
 from scale_cli.storage.records import BaseRecord, RunFolder, TrainState, check_folder
-from scale_cli.upscale.base import REMEDY, check_weights, load_base_config, stage_folder, stages_below
+from scale_cli.upscale.base import (
+    REMEDY,
+    check_weights,
+    load_base_config,
+    stage_folder,
+    stages_below,
+)
 from scale_cli.upscale.method import (
     MethodModel,
     any_base_without_weights,
@@ -67,9 +73,17 @@ from scale_cli.upscale.method import (
 )
 from scale_cli.vocabulary.added_tokens import SENTENCEPIECE, Spelling, with_new_pieces
 from scale_cli.vocabulary.proofs import check_added_tokens
-from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, AddedTokens, load_grown, read_texts, write_grown
+from scale_cli.vocabulary.tokenizer import (
+    TOKENIZER_FILES,
+    AddedTokens,
+    load_grown,
+    read_texts,
+    write_grown,
+)
 
-_BYTES_RETURNED = 1 << 22  # per source that new tokens are learned on: text that must survive encoding and decoding
+_BYTES_RETURNED = (
+    1 << 22
+)  # per source that new tokens are learned on: text that must survive encoding and decoding
 
 
 @dataclass(frozen=True)
@@ -125,7 +139,11 @@ class Run:
     @property
     def _has_grown(self) -> bool:
         vocabulary, written = self.config.method.vocabulary, self.folder.upscaled / "scale.yaml"
-        return vocabulary is not None and written.is_file() and load_config(written).method.vocabulary == vocabulary
+        return (
+            vocabulary is not None
+            and written.is_file()
+            and load_config(written).method.vocabulary == vocabulary
+        )
 
     def open_start(self) -> MethodFolder:
         start = open_folder(self.folder.upscaled, self)
@@ -184,7 +202,9 @@ class MethodFolder:
         return cls(path, Run(load_config(path / "scale.yaml")))
 
     @cached_property
-    def config(self) -> RunConfig:  # the one that made the folder; the run's own may have changed since
+    def config(
+        self,
+    ) -> RunConfig:  # the one that made the folder; the run's own may have changed since
         return load_config(self.path / "scale.yaml")
 
     @cached_property
@@ -216,13 +236,19 @@ class MethodFolder:
         for key in accepted or ():
             if key not in ACCEPTABLE:
                 may_change = ", ".join(sorted(ACCEPTABLE))
-                raise ConfigError(f"--accept {key}: only these may change within a run: {may_change}")
+                raise ConfigError(
+                    f"--accept {key}: only these may change within a run: {may_change}"
+                )
         changed = differences(self.config, self.run.config, sections, ignored_keys)
         refused = {line.partition(": ")[0]: line for line in changed}
         refused = {key: line for key, line in refused.items() if key not in (accepted or ())}
         if refused:
             may_be_accepted = accepted is not None and refused.keys() <= ACCEPTABLE
-            way = f", allow the change ({' '.join(f'--accept {key}' for key in refused)})" if may_be_accepted else ""
+            way = (
+                f", allow the change ({' '.join(f'--accept {key}' for key in refused)})"
+                if may_be_accepted
+                else ""
+            )
             raise RunFolderError(
                 f"{self.path}: was made with another config ({'; '.join(refused.values())}); "
                 f"change it back{way}, or start anew in another output_dir"
@@ -238,7 +264,9 @@ class MethodFolder:
         check_tokenizer(self.tokenizer, self.record)
 
     def load(self, of_machine: Share | None = None) -> MethodModel:
-        return self._with_router_placed(load_onto_base(self.path, self.run.config.model, of_machine=of_machine))
+        return self._with_router_placed(
+            load_onto_base(self.path, self.run.config.model, of_machine=of_machine)
+        )
 
     def load_to_export(self) -> MethodModel:
         """Return the model on a dequantised base: the quantised weights as plain numbers."""
@@ -293,10 +321,16 @@ def check_context(config: RunConfig, base_config: Any) -> None:
     }
     for key, length in lengths.items():
         if length > base_config.max_position_embeddings:
-            raise ConfigError(f"{key}: {length}, but the base has {base_config.max_position_embeddings} positions")
+            raise ConfigError(
+                f"{key}: {length}, but the base has {base_config.max_position_embeddings} positions"
+            )
     root = base_config.root() if isinstance(base_config, ScaleConfig) else base_config
     short = family_of(root).short_up_to(root)
-    if config.train.context_parallel > 1 and short is not None and config.corpus.sequence_length > short:
+    if (
+        config.train.context_parallel > 1
+        and short is not None
+        and config.corpus.sequence_length > short
+    ):
         raise ConfigError(
             f"train.context_parallel: the base rotates all positions of a window above {short} tokens differently, but "
             "a process sees only its part of the window; lower corpus.sequence_length "
@@ -307,7 +341,9 @@ def check_context(config: RunConfig, base_config: Any) -> None:
 def check_processes(sizes: TrainConfig, num_processes: int) -> None:
     at_once, sharing = sizes.sequences_at_once(num_processes), sizes.context_parallel
     if num_processes > 1 and num_processes % sharing:
-        raise ConfigError(f"train.context_parallel {sharing} does not divide {num_processes} processes")
+        raise ConfigError(
+            f"train.context_parallel {sharing} does not divide {num_processes} processes"
+        )
     groups = num_processes // sizes.sharing_windows(num_processes)
     if sizes.global_batch_size % (at_once * groups):
         of_groups = f" / {sharing} (train.context_parallel)" if groups < num_processes else ""
@@ -332,7 +368,9 @@ class TokenizerPlace:
 
 def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
     """Return where a model's tokenizer lies; a widened base without new tokens has the tokenizer of its own base."""
-    for folder, config in stages_below(model):  # down to the first base that has a tokenizer of its own
+    for folder, config in stages_below(
+        model
+    ):  # down to the first base that has a tokenizer of its own
         if model.tokenizer is not None:
             break
         if config.method.vocabulary is not None:
@@ -373,10 +411,16 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> N
 def learned_on(config: RunConfig) -> list[CorpusSource]:
     assert config.method.vocabulary is not None
     named = config.method.vocabulary.sources
-    return [source for source in config.corpus.sources if source.name in named] if named else config.corpus.new
+    return (
+        [source for source in config.corpus.sources if source.name in named]
+        if named
+        else config.corpus.new
+    )
 
 
-def write_grown_tokenizer(folder: Path, base: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def write_grown_tokenizer(
+    folder: Path, base: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Save a tokenizer that has new tokens; if its base has a SentencePiece model, add them to that and save it too."""
     write_grown(folder, tokenizer)
     place = tokenizer_place(base)
@@ -397,9 +441,13 @@ def copy_grown_tokenizer(config: RunConfig, folder: Path) -> None:
 
 
 # PreservationError if new tokens change other text; returns how many texts were compared.
-def prove_vocabulary(config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase) -> int:
+def prove_vocabulary(
+    config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase
+) -> int:
     assert config.method.vocabulary is not None
-    kept: list[TextSource] = [source for source in config.evaluation.perplexity if source.role == "retention"]
+    kept: list[TextSource] = [
+        source for source in config.evaluation.perplexity if source.role == "retention"
+    ]
     return check_added_tokens(
         base.backend_tokenizer,
         grown.backend_tokenizer,

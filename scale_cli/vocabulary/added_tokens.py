@@ -28,7 +28,9 @@ from scale_cli.errors import BaseModelError
 
 _SPACE = "▁"  # a space in tokenizers with byte fallback
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_BYTE_OF: dict[str, int] = {character: byte for byte, character in bytes_to_unicode().items()}  # GPT-2's spelling
+_BYTE_OF: dict[str, int] = {
+    character: byte for byte, character in bytes_to_unicode().items()
+}  # GPT-2's spelling
 # Token for an id with a row in the base but no token in its tokenizer; no text and no spelling of bytes contains it.
 _UNUSED = "\ue000unused {}\ue000"
 
@@ -48,7 +50,9 @@ class NewToken:
     """A token to be added."""
 
     token: str
-    merged: tuple[str, str] | None  # the two tokens merged into it; None: a character, which needs no merge
+    merged: (
+        tuple[str, str] | None
+    )  # the two tokens merged into it; None: a character, which needs no merge
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,9 @@ class Spelling:
         model = described["model"]
         marks = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
         if model["type"] == "BPE" and not any(model.get(mark) for mark in marks):
-            if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)):
+            if model.get("byte_fallback") and all(
+                f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)
+            ):
                 return cls(byte_level=False)
             steps = json.dumps([described.get("pre_tokenizer"), described.get("normalizer")])
             if '"type": "ByteLevel"' in steps and model["vocab"].keys() >= _BYTE_OF.keys():
@@ -134,7 +140,9 @@ def learn(
     for *merged, count in _merges_of_units(lines, character, 2 * most, min_count):
         left, right = ("".join(whole[char] for char in part) for part in merged)
         candidates.append((count, NewToken(left + right, (left, right))))
-    candidates.sort(key=lambda counted: -counted[0])  # stable: of equals, the later may contain the earlier
+    candidates.sort(
+        key=lambda counted: -counted[0]
+    )  # stable: of equals, the later may contain the earlier
     return list(islice(_allowed((new for _, new in candidates), tokenizer, spelling, script), most))
 
 
@@ -189,15 +197,24 @@ def _merges_of_units(
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.BpeTrainer(
-        vocab_size=len(character) + most, min_frequency=max(min_count, 1), show_progress=False, special_tokens=[]
+        vocab_size=len(character) + most,
+        min_frequency=max(min_count, 1),
+        show_progress=False,
+        special_tokens=[],
     )
-    bpe.train_from_iterator((text for word in words for text in _repeated(word, counted[word])), trainer)
-    merges: list[tuple[str, str]] = [(left, right) for left, right in json.loads(bpe.to_str())["model"]["merges"]]
+    bpe.train_from_iterator(
+        (text for word in words for text in _repeated(word, counted[word])), trainer
+    )
+    merges: list[tuple[str, str]] = [
+        (left, right) for left, right in json.loads(bpe.to_str())["model"]["merges"]
+    ]
     made = Counter[str]()
     for word, encoding in _encoded(bpe, words):
         for token in encoding.tokens:
             made[token] += counted[word]
-    last_first = list({left + right: (left, right) for left, right in reversed(merges)}.values())  # each product once
+    last_first = list(
+        {left + right: (left, right) for left, right in reversed(merges)}.values()
+    )  # each product once
     for left, right in last_first:
         made[left] += made[left + right]
         made[right] += made[left + right]
@@ -213,7 +230,11 @@ def _repeated(word: str, count: int) -> Iterator[str]:
 def _letters(of_units: Mapping[Unit, int], spelling: Spelling) -> list[tuple[int, NewToken]]:
     """Return the new tokens that turn each unit of several tokens into one, with their counts."""
     if not spelling.byte_level:  # a character becomes a token without merges
-        return [(count, NewToken(spelling.joined(unit), None)) for unit, count in of_units.items() if len(unit) > 1]
+        return [
+            (count, NewToken(spelling.joined(unit), None))
+            for unit, count in of_units.items()
+            if len(unit) > 1
+        ]
     made = Counter[Unit]()
     for unit, count in of_units.items():
         for length in range(2, len(unit) + 1):
@@ -230,7 +251,9 @@ def _allowed(
     """Yield the new candidates that no text without the script can contain, and whose parts were not refused."""
     known, refused = set(tokenizer.get_vocab(with_added_tokens=True)), set[str]()
     for new in candidates:
-        if not script.alone_begins(spelling.to_bytes(new.token)) or refused.intersection(new.merged or ()):
+        if not script.alone_begins(spelling.to_bytes(new.token)) or refused.intersection(
+            new.merged or ()
+        ):
             refused.add(new.token)
         elif new.token not in known:
             known.add(new.token)
@@ -257,7 +280,9 @@ def extended(tokenizer: Tokenizer, new: Sequence[NewToken], first_id: int) -> To
 def new_tokens(tokenizer: Tokenizer, first_id: int) -> list[NewToken]:
     """Return the tokens that a tokenizer was extended by: those from `first_id` on."""
     vocabulary, merged = _described(tokenizer)
-    return [NewToken(token, merged.get(token)) for token in vocabulary if vocabulary[token] >= first_id]
+    return [
+        NewToken(token, merged.get(token)) for token in vocabulary if vocabulary[token] >= first_id
+    ]
 
 
 def pieces(tokenizer: Tokenizer, spelling: Spelling, first_id: int) -> list[list[int]]:
@@ -289,9 +314,13 @@ def with_new_pieces(model: bytes, tokenizer: Tokenizer, first_id: int) -> bytes:
     tokens = {index: token for token, index in tokenizer.get_vocab().items()}
     added = tokenizer.get_added_tokens_decoder()
     for index in range(_num_pieces(model), len(tokens)):
-        kind = _NORMAL_KIND if index >= first_id else _CONTROL_KIND if index in added else _UNUSED_KIND
+        kind = (
+            _NORMAL_KIND if index >= first_id else _CONTROL_KIND if index in added else _UNUSED_KIND
+        )
         text = tokens[index].encode()
-        piece = b"\x0a" + _number(len(text)) + text + b"\x15" + struct.pack("<f", _BELOW_ALL - index)
+        piece = (
+            b"\x0a" + _number(len(text)) + text + b"\x15" + struct.pack("<f", _BELOW_ALL - index)
+        )
         piece += b"\x18" + _number(kind)
         model += b"\x0a" + _number(len(piece)) + piece
     return model

@@ -20,7 +20,12 @@ _NO_CHARACTERS = ("Cn", "Cs")  # of Unicode's categories: not assigned, and surr
 
 
 def check_added_tokens(
-    old: Tokenizer, new: Tokenizer, script: Script, kept: Iterable[str], learned: Iterable[str], seed: int
+    old: Tokenizer,
+    new: Tokenizer,
+    script: Script,
+    kept: Iterable[str],
+    learned: Iterable[str],
+    seed: int,
 ) -> int:
     """Check a tokenizer against the one it extends; return how many texts were compared.
 
@@ -28,16 +33,26 @@ def check_added_tokens(
     random strings of them, and to the `kept` texts with a newline in place of the script's letters. The `learned`
     texts must decode from their new ids as from the old ones. If not, PreservationError is raised.
     """
-    old, new = (Tokenizer.from_str(tokenizer.to_str()) for tokenizer in (old, new))  # copies, to change settings
+    old, new = (
+        Tokenizer.from_str(tokenizer.to_str()) for tokenizer in (old, new)
+    )  # copies, to change settings
     _check_tokens(old, new)
     characters = (chr(code) for code in _CODE_POINTS if not script.holds(code, code))
-    outside = [character for character in characters if unicodedata.category(character) not in _NO_CHARACTERS]
+    outside = [
+        character
+        for character in characters
+        if unicodedata.category(character) not in _NO_CHARACTERS
+    ]
     texts = chain(outside, _random_strings(old, outside, seed), kept)
     return _check_ids(old, new, _without(script, old, texts)) + _check_decoded(old, new, learned)
 
 
 def check_union(
-    parts: Sequence[tuple[Tokenizer, Script]], united: Tokenizer, first_id: int, texts: Sequence[str], seed: int
+    parts: Sequence[tuple[Tokenizer, Script]],
+    united: Tokenizer,
+    first_id: int,
+    texts: Sequence[str],
+    seed: int,
 ) -> None:
     """Check a tokenizer with the new tokens of several others, one's after another's, against each of them.
 
@@ -45,12 +60,19 @@ def check_union(
     new ids moved by the number of tokens put before them. All texts must decode alike.
     """
     united = Tokenizer.from_str(united.to_str())  # a copy, to change settings
-    letters = [chr(code) for _, script in parts for first, last in script.ranges for code in range(first, last + 1)]
+    letters = [
+        chr(code)
+        for _, script in parts
+        for first, last in script.ranges
+        for code in range(first, last + 1)
+    ]
     all_texts = [*_random_strings(united, letters, seed), *texts]
     before = 0
     for part, script in parts:
         alone = Tokenizer.from_str(part.to_str())
-        others = Script(tuple(pair for _, other in parts if other is not script for pair in other.ranges))
+        others = Script(
+            tuple(pair for _, other in parts if other is not script for pair in other.ranges)
+        )
         _check_ids(alone, united, _without(others, alone, all_texts), first_id, before)
         _check_decoded(alone, united, all_texts)
         before += part.get_vocab_size() - first_id
@@ -60,17 +82,26 @@ def _check_tokens(old: Tokenizer, new: Tokenizer) -> None:
     ids = new.get_vocab(with_added_tokens=True)
     for token, index in old.get_vocab(with_added_tokens=True).items():
         if ids.get(token) != index:
-            raise PreservationError(f"method.vocabulary: the token {token!r} had the id {index}, now {ids.get(token)}")
+            raise PreservationError(
+                f"method.vocabulary: the token {token!r} had the id {index}, now {ids.get(token)}"
+            )
     added = old.get_added_tokens_decoder()
     if added != new.get_added_tokens_decoder():
         raise PreservationError("method.vocabulary: the special tokens have changed")
     for special in added.values():
-        before, after = (tokenizer.encode(special.content, add_special_tokens=False).ids for tokenizer in (old, new))
+        before, after = (
+            tokenizer.encode(special.content, add_special_tokens=False).ids
+            for tokenizer in (old, new)
+        )
         if before != after:
-            raise PreservationError(f"method.vocabulary: {special.content!r} had the ids {before}, now {after}")
+            raise PreservationError(
+                f"method.vocabulary: {special.content!r} had the ids {before}, now {after}"
+            )
 
 
-def _check_ids(old: Tokenizer, new: Tokenizer, texts: Iterable[str], first_id: int = 0, moved: int = 0) -> int:
+def _check_ids(
+    old: Tokenizer, new: Tokenizer, texts: Iterable[str], first_id: int = 0, moved: int = 0
+) -> int:
     """Check that texts keep their ids, those from `first_id` on moved by `moved`; return how many were compared."""
     count = 0
     for text, before, after in _both(old, new, texts):
@@ -85,8 +116,12 @@ def _check_decoded(old: Tokenizer, new: Tokenizer, texts: Iterable[str]) -> int:
     count = 0
     for text, before, after in _both(old, new, texts):
         count += 1
-        if old.decode(before, skip_special_tokens=False) != new.decode(after, skip_special_tokens=False):
-            raise PreservationError(f"method.vocabulary: decoding the new tokens of {text[:80]!r} gives another text")
+        if old.decode(before, skip_special_tokens=False) != new.decode(
+            after, skip_special_tokens=False
+        ):
+            raise PreservationError(
+                f"method.vocabulary: decoding the new tokens of {text[:80]!r} gives another text"
+            )
     return count
 
 
@@ -98,7 +133,12 @@ def _random_strings(tokenizer: Tokenizer, outside: list[str], seed: int) -> Iter
     special = [added.content for added in tokenizer.get_added_tokens_decoder().values()] or [" "]
     for _ in range(_NUM_RANDOM):
         length = draw.randint(1, _LONGEST_RANDOM)
-        yield "".join(map(draw.choice, draw.choices((common, basic, outside, special), (6, 4, 1, 0.2), k=length)))
+        yield "".join(
+            map(
+                draw.choice,
+                draw.choices((common, basic, outside, special), (6, 4, 1, 0.2), k=length),
+            )
+        )
 
 
 def _without(script: Script, tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[str]:
@@ -111,12 +151,16 @@ def _without(script: Script, tokenizer: Tokenizer, texts: Iterable[str]) -> Iter
             yield other
 
 
-def _both(old: Tokenizer, new: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str, list[int], list[int]]]:
+def _both(
+    old: Tokenizer, new: Tokenizer, texts: Iterable[str]
+) -> Iterator[tuple[str, list[int], list[int]]]:
     """Yield every text with its ids by both tokenizers; as in corpora, a "</s>" in a text is plain text."""
     iterator = iter(texts)
     for tokenizer in (old, new):
         tokenizer.encode_special_tokens = True
     while some := list(islice(iterator, _TEXTS_AT_ONCE)):
-        both = (tokenizer.encode_batch_fast(some, add_special_tokens=False) for tokenizer in (old, new))
+        both = (
+            tokenizer.encode_batch_fast(some, add_special_tokens=False) for tokenizer in (old, new)
+        )
         for text, before, after in zip(some, *both, strict=True):
             yield text, before.ids, after.ids

@@ -17,8 +17,22 @@ from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, one_line
-from scale_cli.storage.atomic import is_whole, json_sha256, new_folder, read_json, write_json, writing
-from scale_cli.vocabulary.added_tokens import SENTENCEPIECE, NewToken, Spelling, count_words, extended, learn
+from scale_cli.storage.atomic import (
+    is_whole,
+    json_sha256,
+    new_folder,
+    read_json,
+    write_json,
+    writing,
+)
+from scale_cli.vocabulary.added_tokens import (
+    SENTENCEPIECE,
+    NewToken,
+    Spelling,
+    count_words,
+    extended,
+    learn,
+)
 
 _FORMAT_VERSION = 1
 # Limit per source: more text would hardly change a token, and its words are held in memory.
@@ -53,7 +67,10 @@ class AddedTokens:
     @property
     def num_new(self) -> int:
         """Return `new_tokens`, rounded up so that all rows together are a multiple of ROWS_MULTIPLE."""
-        return self.vocabulary.new_tokens + -(self.first_id + self.vocabulary.new_tokens) % ROWS_MULTIPLE
+        return (
+            self.vocabulary.new_tokens
+            + -(self.first_id + self.vocabulary.new_tokens) % ROWS_MULTIPLE
+        )
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the base's tokenizer with the new tokens, from the cache if they were learned before."""
@@ -63,7 +80,9 @@ class AddedTokens:
             new, _ = self.learned(_BYTES_READ, self.vocabulary.min_count)
             self._check_enough(len(new))
             with new_folder(folder) as partial:
-                write_grown(partial, self.base, extended(self.base.backend_tokenizer, new, self.first_id))
+                write_grown(
+                    partial, self.base, extended(self.base.backend_tokenizer, new, self.first_id)
+                )
         return load_grown(folder)
 
     @property
@@ -87,7 +106,9 @@ class AddedTokens:
         if is_all:
             self._check_enough(len(new))
         elif len(new) < self.num_new:
-            new, _ = self.learned(num_bytes, min(self.vocabulary.min_count, _MIN_COUNT_OF_BEGINNINGS))
+            new, _ = self.learned(
+                num_bytes, min(self.vocabulary.min_count, _MIN_COUNT_OF_BEGINNINGS)
+            )
         return extended(self.base.backend_tokenizer, new, self.first_id)
 
     def _check_enough(self, num_found: int) -> None:
@@ -119,7 +140,9 @@ class AddedTokens:
                 words.update(count_words(text, backend, script))
                 num_read += len(text.encode())
             is_all = is_all and num_read < num_bytes
-        return learn(words, backend, spelling, script, most=self.num_new, min_count=min_count), is_all
+        return learn(
+            words, backend, spelling, script, most=self.num_new, min_count=min_count
+        ), is_all
 
 
 def most_added(first_id: int, num_found: int) -> int:
@@ -136,7 +159,9 @@ def check_size(vocab_size: int) -> None:
         )
 
 
-def read_texts(sources: Sequence[TextSource], reading: ReadingConfig, most_bytes: float = math.inf) -> Iterator[str]:
+def read_texts(
+    sources: Sequence[TextSource], reading: ReadingConfig, most_bytes: float = math.inf
+) -> Iterator[str]:
     """Yield the documents of some sources, from each until `most_bytes` are read."""
     for source in sources:
         size = 0
@@ -154,7 +179,9 @@ def _given(first_id: int, folder: str) -> PreTrainedTokenizerBase:
         given = load_grown(Path(folder))
         ids = sorted(given.get_vocab().values())
     except Exception as error:  # a damaged folder may raise anything
-        raise BaseModelError(f"method.vocabulary.folder: {folder} holds no tokenizer: {one_line(error)}") from None
+        raise BaseModelError(
+            f"method.vocabulary.folder: {folder} holds no tokenizer: {one_line(error)}"
+        ) from None
     if len(ids) <= first_id or ids != list(range(len(ids))):
         raise BaseModelError(
             f"method.vocabulary.folder: the ids of {folder} must have no gaps, and its new tokens must begin at "
@@ -164,7 +191,9 @@ def _given(first_id: int, folder: str) -> PreTrainedTokenizerBase:
     return given
 
 
-def write_grown(folder: Path, tokenizer: PreTrainedTokenizerBase, backend: Tokenizer | None = None) -> None:
+def write_grown(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, backend: Tokenizer | None = None
+) -> None:
     """Save a tokenizer, with the tokens of `backend` if given, so that transformers 4 and 5 can load it."""
     with writing(folder):
         tokenizer.save_pretrained(folder)
@@ -178,7 +207,9 @@ def write_grown(folder: Path, tokenizer: PreTrainedTokenizerBase, backend: Token
     if isinstance(kept.get("extra_special_tokens"), list):
         kept["additional_special_tokens"] = kept.pop("extra_special_tokens")
     # The tokenizer classes of single families would replace the described steps by their own.
-    write_json(folder / "tokenizer_config.json", {**kept, "tokenizer_class": "PreTrainedTokenizerFast"})
+    write_json(
+        folder / "tokenizer_config.json", {**kept, "tokenizer_class": "PreTrainedTokenizerFast"}
+    )
 
 
 def load_grown(folder: Path) -> PreTrainedTokenizerBase:

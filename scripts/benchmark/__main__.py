@@ -36,19 +36,31 @@ def run_benchmark(
         bars = all_bars(shape, results, head_peak_bytes(shape.device))
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / f"{shape.name}.json", to_json(shape, results, bars))
-    log("\n" + table(shape, results) + "\n\n" + bar_table(bars) + f"\n\nwritten {output / shape.name}.json")
+    log(
+        "\n"
+        + table(shape, results)
+        + "\n\n"
+        + bar_table(bars)
+        + f"\n\nwritten {output / shape.name}.json"
+    )
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m scripts.benchmark", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m scripts.benchmark", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--shape", choices=SHAPES, default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--methods", default="", help="comma-separated names, all where none is given")
+    parser.add_argument(
+        "--methods", default="", help="comma-separated names, all where none is given"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark"))
     given = parser.parse_args()
     names = [name.strip() for name in given.methods.split(",") if name.strip()]
-    run_benchmark(SHAPES[given.shape], names, given.rounds, given.output, lambda line: print(line, flush=True))
+    run_benchmark(
+        SHAPES[given.shape], names, given.rounds, given.output, lambda line: print(line, flush=True)
+    )
 
 
 if __name__ == "__main__":

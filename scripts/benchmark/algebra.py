@@ -70,7 +70,9 @@ class TokenFlops:
         return self.linear + self.fused_attention + self.head
 
 
-def ideal_flops_per_token(base_config: Any, method: MethodConfig, sequence_length: int) -> TokenFlops:
+def ideal_flops_per_token(
+    base_config: Any, method: MethodConfig, sequence_length: int
+) -> TokenFlops:
     """Return the FLOPs a method needs per training token: every necessary product, once (module docstring).
 
     Args:
@@ -93,13 +95,19 @@ def ideal_flops_per_token(base_config: Any, method: MethodConfig, sequence_lengt
     for index, layer in enumerate(decoder.layers):
         added = None if expansion is None else expansion.layers[index]
 
-        def product(name: str, reads_grad: bool, layer: Any = layer, added: Any = added) -> tuple[float, bool]:
+        def product(
+            name: str, reads_grad: bool, layer: Any = layer, added: Any = added
+        ) -> tuple[float, bool]:
             module = getattr(getattr(layer, OWNERS[name]), name)
             return _product(module, None if added is None else getattr(added, name), reads_grad)
 
-        gains_train = any(p.requires_grad for name, p in layer.named_parameters() if name.endswith("norm.weight"))
+        gains_train = any(
+            p.requires_grad for name, p in layer.named_parameters() if name.endswith("norm.weight")
+        )
         reads = x_grad or gains_train
-        costs, (q_grad, k_grad, v_grad) = zip(*(product(f"{name}_proj", reads) for name in "qkv"), strict=True)
+        costs, (q_grad, k_grad, v_grad) = zip(
+            *(product(f"{name}_proj", reads) for name in "qkv"), strict=True
+        )
         num_products = 2 + (q_grad or k_grad) + q_grad + k_grad + v_grad
         attention += 2 * num_keys * (num_products * query_size + 6 * added_query_size)
         num_fused = 7 if q_grad or k_grad or v_grad else 2
@@ -147,7 +155,11 @@ def _product(module: Any, added: Any, reads_grad: bool) -> tuple[float, bool]:
 def _embedding(module: Any) -> tuple[float, bool]:
     """Return the same for the embedding: a look-up, and with an adapter one product from its rank to the stream."""
     rank, trains = _rank(module), any(parameter.requires_grad for parameter in module.parameters())
-    flops = _linear(rank, module.base_layer.weight.shape[1], reads_grad=True, trains=True) if rank else 0.0
+    flops = (
+        _linear(rank, module.base_layer.weight.shape[1], reads_grad=True, trains=True)
+        if rank
+        else 0.0
+    )
     return flops, trains
 
 

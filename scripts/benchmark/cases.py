@@ -78,7 +78,9 @@ class BenchmarkCase:
     name: str  # in tables
     method: MethodConfig | None  # the config's method section; None if not ours
     model: Any  # the trained model
-    step: Callable[[int], float]  # takes one optimiser step on the batch with this index, and returns its loss
+    step: Callable[
+        [int], float
+    ]  # takes one optimiser step on the batch with this index, and returns its loss
     clock: Clock  # marked by `step`
 
 
@@ -100,12 +102,17 @@ def cases(shape: Shape, batches: Batches, folder: Path) -> dict[str, Callable[[]
         expansion = {"ratio": ratio}
         for name in (f"preserve r={ratio:g}", f"adapt r={ratio:g}"):
             made[name] = of_ours(name, variant=name.split()[0], expansion=expansion)
-        name, top = f"route top:{shape.top_layers} r={ratio:g}", {"layers": f"top:{shape.top_layers}"}
+        name, top = (
+            f"route top:{shape.top_layers} r={ratio:g}",
+            {"layers": f"top:{shape.top_layers}"},
+        )
         made[name] = of_ours(name, variant="route", expansion=expansion, collaboration=top)
     compiling = shape.train().model_copy(update={"compile": True})
     for name, method in COMPILED.items():
         settings = MethodConfig.model_validate(method)
-        made[f"{name} compiled"] = partial(ours, f"{name} compiled", settings, shape, batches, compiling)
+        made[f"{name} compiled"] = partial(
+            ours, f"{name} compiled", settings, shape, batches, compiling
+        )
     return made
 
 
@@ -115,7 +122,11 @@ def _mark_forward(model: nn.Module, clock: Clock) -> None:
 
 
 def ours(
-    name: str, method: MethodConfig, shape: Shape, batches: Batches, train: TrainConfig | None = None
+    name: str,
+    method: MethodConfig,
+    shape: Shape,
+    batches: Batches,
+    train: TrainConfig | None = None,
 ) -> BenchmarkCase:
     """Return a method's case as `scale train` runs it, with the shape's training settings by default."""
     model: Any = start_model(shape.base(SEED), method, SEED)
@@ -137,7 +148,9 @@ def ours(
 
     def step(index: int) -> float:
         clock.start()
-        loss = train_step(accelerator, wrapped, optimiser, batches.of_step(index), train).result().loss
+        loss = (
+            train_step(accelerator, wrapped, optimiser, batches.of_step(index), train).result().loss
+        )
         clock.mark("optimiser")
         return loss
 
@@ -147,8 +160,14 @@ def ours(
 def _hf_lora(shape: Shape, batches: Batches) -> BenchmarkCase:
     """Return LoRA of rank 16 on every projection, in a plain loop of transformers and PEFT, with the model's loss."""
     lora = MethodConfig(variant="lora").settings
-    settings = LoraConfig(task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
-    model, train, clock = get_peft_model(shape.base(SEED), settings), shape.train(), Clock(shape.device)
+    settings = LoraConfig(
+        task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets)
+    )
+    model, train, clock = (
+        get_peft_model(shape.base(SEED), settings),
+        shape.train(),
+        Clock(shape.device),
+    )
     model.train()
     parameters = list(trainable_parameters(model).values())
     optimiser = torch.optim.AdamW(parameters, lr=train.lr, fused=True)
@@ -159,7 +178,9 @@ def _hf_lora(shape: Shape, batches: Batches) -> BenchmarkCase:
         (batch,) = batches.micro_batches(index)
         inputs, targets = batch.input_ids.to(shape.device), batch.targets.to(shape.device)
         with torch.autocast(shape.device, torch.bfloat16, enabled=shape.mixed_precision == "bf16"):
-            loss = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False).loss
+            loss = model(
+                input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False
+            ).loss
         loss.backward()
         clock.mark("backward")
         torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm)
@@ -184,7 +205,11 @@ class _Windows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, sample: int) -> dict[str, Tensor]:
         step, row = divmod(sample, self._batches.global_batch_size)
         (batch,) = self._batches.micro_batches(step)
-        return {"input_ids": batch.input_ids[row], "labels": batch.targets[row], "shift_labels": batch.targets[row]}
+        return {
+            "input_ids": batch.input_ids[row],
+            "labels": batch.targets[row],
+            "shift_labels": batch.targets[row],
+        }
 
 
 def _hf_trainer(shape: Shape, batches: Batches, folder: Path) -> BenchmarkCase:

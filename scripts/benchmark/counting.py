@@ -23,7 +23,9 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
     return sdpa_flop_count(query, key, value)
 
 
-def _attention_backward_flops(grad_out: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def _attention_backward_flops(
+    grad_out: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
+) -> int:
     return sdpa_backward_flop_count(grad_out, query, key, value)
 
 
@@ -53,7 +55,9 @@ def saved_activation_bytes(model: Any, input_ids: Tensor, mixed_precision: str) 
         mixed_precision: no or bf16.
     """
     num_sequences = len(input_ids)
-    of_all, of_one = (_saved_bytes(model, ids, mixed_precision) for ids in (input_ids, input_ids[:1]))
+    of_all, of_one = (
+        _saved_bytes(model, ids, mixed_precision) for ids in (input_ids, input_ids[:1])
+    )
     return (of_all - of_one) * num_sequences // (num_sequences - 1)
 
 
@@ -130,7 +134,9 @@ def head_peak_bytes(device: str) -> tuple[int, int]:
 def _peak(loss_of: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor], device: str) -> int:
     with FakeTensorMode():
         x = torch.empty(4, NUM_TOKENS // 4, HIDDEN, dtype=torch.bfloat16, device=device)
-        u = torch.empty(4, NUM_TOKENS // 4, EXPANSION, dtype=torch.bfloat16, device=device).requires_grad_()
+        u = torch.empty(
+            4, NUM_TOKENS // 4, EXPANSION, dtype=torch.bfloat16, device=device
+        ).requires_grad_()
         base_head = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device=device)
         head = torch.empty(VOCABULARY, EXPANSION, device=device).requires_grad_()
         targets = torch.zeros(4, NUM_TOKENS // 4, dtype=torch.long, device=device)

@@ -59,7 +59,9 @@ def measure_counts(case: BenchmarkCase, shape: Shape, batches: Batches) -> Measu
     with torch.compiler.set_stance("force_eager"):
         flops = count_flops(lambda: case.step(1))
         peak = peak_bytes(lambda: case.step(2))
-        saved = saved_activation_bytes(model, batch.input_ids.to(shape.device), shape.mixed_precision)
+        saved = saved_activation_bytes(
+            model, batch.input_ids.to(shape.device), shape.mixed_precision
+        )
     return Measured(
         name=case.name,
         trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -77,7 +79,11 @@ def ideal_flops(shape: Shape, method: MethodConfig) -> int:
 
 
 def take_rounds(
-    cases: list[BenchmarkCase], results: list[Measured], shape: Shape, num_rounds: int, log: Callable[[str], None]
+    cases: list[BenchmarkCase],
+    results: list[Measured],
+    shape: Shape,
+    num_rounds: int,
+    log: Callable[[str], None],
 ) -> None:
     """Time one step of every case in every round; the order rotates by one place per round."""
     pairs = list(zip(cases, results, strict=True))

@@ -36,7 +36,9 @@ class Bar:
 def all_bars(shape: Shape, results: Results, head_peaks: tuple[int, int]) -> list[Bar]:
     top = f"route top:{shape.top_layers} r=0.125"
     bars = [
-        _most(f"FLOPs / ideal, {name}", r.flops / r.ideal_flops, 1.02) for name, r in results.items() if r.ideal_flops
+        _most(f"FLOPs / ideal, {name}", r.flops / r.ideal_flops, 1.02)
+        for name, r in results.items()
+        if r.ideal_flops
     ]
     for what, one, other, bar in (
         ("speed / full", "preserve r=0.125", "full", 2.2),
@@ -116,9 +118,15 @@ def to_json(shape: Shape, results: Results, bars: list[Bar]) -> dict[str, Any]:
         "shape": asdict(shape),
         "device": _device(shape),
         "num_threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "peft", "accelerate")},
+        "versions": {
+            name: version(name) for name in ("torch", "transformers", "peft", "accelerate")
+        },
         "methods": {
-            name: {**asdict(result), "quartiles_tokens_per_s": result.quartiles(), "shares": result.shares()}
+            name: {
+                **asdict(result),
+                "quartiles_tokens_per_s": result.quartiles(),
+                "shares": result.shares(),
+            }
             for name, result in results.items()
         },
         "bars": [{**asdict(bar), "met": bar.met} for bar in bars],

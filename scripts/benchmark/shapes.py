@@ -62,7 +62,9 @@ class Shape:
         """Return batches of random tokens, read from a file like a corpus."""
         path = folder / f"{self.name}.npy"
         num_ids = 512 * self.num_tokens + 1
-        ids = np.random.default_rng(seed).integers(0, self.sizes["vocab_size"], num_ids, dtype=np.uint32)
+        ids = np.random.default_rng(seed).integers(
+            0, self.sizes["vocab_size"], num_ids, dtype=np.uint32
+        )
         np.save(path, ids, allow_pickle=False)
         return Batches(
             [PackedWindows(np.load(path, mmap_mode="r", allow_pickle=False), self.sequence_length)],
@@ -74,7 +76,9 @@ class Shape:
         )
 
 
-def _llama(layers: int, hidden: int, intermediate: int, heads: int, key_value_heads: int, vocab: int) -> dict[str, Any]:
+def _llama(
+    layers: int, hidden: int, intermediate: int, heads: int, key_value_heads: int, vocab: int
+) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -103,7 +107,11 @@ SHAPES = {
         Shape("cpu-fp32", _llama(6, 512, 2048, 8, 8, 8192), batch_size=4, sequence_length=512),
         Shape(  # Llama-3.2-1B
             "gpu",
-            {**_llama(16, 2048, 8192, 32, 8, 128_256), "tie_word_embeddings": True, "rope_theta": 500_000.0},
+            {
+                **_llama(16, 2048, 8192, 32, 8, 128_256),
+                "tie_word_embeddings": True,
+                "rope_theta": 500_000.0,
+            },
             batch_size=4,
             sequence_length=2048,
             dtype="bfloat16",

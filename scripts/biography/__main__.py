@@ -19,7 +19,9 @@ from scripts.biography.run import run_biography
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser("python -m scripts.biography", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m scripts.biography", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("config", type=Path, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="KEY.SUB=VALUE")
     given = parser.parse_args()

@@ -48,7 +48,10 @@ def _answered(
     prompt_BT = torch.tensor([asked.prompt for asked in batch], device=device)
     answer_B = torch.tensor([asked.answer[0] for asked in batch], device=device)
     next_BT = torch.cat([prompt_BT[:, 1:], answer_B[:, None]], dim=1)
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision == "bf16"),
+    ):
         logits_at = model.head_logits(prompt_BT)
         logits_KBV = torch.stack([logits[:, 0].float() for logits in logits_at(slice(-1, None))])
         tokens = log_probs_of(logits_at, next_BT, model.config.vocab_size)
@@ -56,5 +59,7 @@ def _answered(
     log_probs_KBV = head_log_probs(logits_KBV)
     for rule in HEADS[2:]:
         weights_KB1 = tokens.log_weights(rule, router)[..., -1:]
-        likeliest[rule] = mix_log_probs(weights_KB1.to(log_probs_KBV.dtype), log_probs_KBV).argmax(dim=-1)
+        likeliest[rule] = mix_log_probs(weights_KB1.to(log_probs_KBV.dtype), log_probs_KBV).argmax(
+            dim=-1
+        )
     return {name: ids_B == answer_B for name, ids_B in likeliest.items()}

@@ -15,12 +15,26 @@ from scale_cli.values import BatchSize, Folder, LearningRate, MixedPrecision, Na
 class PeopleConfig(Section):
     """The number of synthetic people in each stage."""
 
-    pretraining: int = Field(default=200, ge=1, le=1_000_000, description="people whose biographies are pre-trained")
-    biographies_each: int = Field(default=5, ge=1, le=10_000, description="biographies per person, differently worded")
-    task_0: int = Field(default=100, ge=1, le=1_000_000, description="people among them whom Task 0 asks about")
-    task_1: int = Field(default=100, ge=1, le=1_000_000, description="people never seen before, whom Task 1 asks about")
+    pretraining: int = Field(
+        default=200, ge=1, le=1_000_000, description="people whose biographies are pre-trained"
+    )
+    biographies_each: int = Field(
+        default=5, ge=1, le=10_000, description="biographies per person, differently worded"
+    )
+    task_0: int = Field(
+        default=100, ge=1, le=1_000_000, description="people among them whom Task 0 asks about"
+    )
+    task_1: int = Field(
+        default=100,
+        ge=1,
+        le=1_000_000,
+        description="people never seen before, whom Task 1 asks about",
+    )
     measured: int | None = Field(
-        default=None, ge=1, le=1_000_000, description="number of people measured per task, from the first; null: all"
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="number of people measured per task, from the first; null: all",
     )
 
     @model_validator(mode="after")
@@ -42,8 +56,13 @@ class ModelSizes(Section):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelSizes:
-        if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError("num_key_value_heads divides num_attention_heads, which divides hidden_size")
+        if (
+            self.hidden_size % self.num_attention_heads
+            or self.num_attention_heads % self.num_key_value_heads
+        ):
+            raise ValueError(
+                "num_key_value_heads divides num_attention_heads, which divides hidden_size"
+            )
         return self
 
 
@@ -78,30 +97,43 @@ class ComparedMethod(Section):
     decay_to_base: bool = Field(default=False, description="as train.decay_to_base")
     lookahead: LookaheadConfig | None = Field(default=None, description="as train.lookahead")
     replay: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="share of the questions trained on that are Task 0's"
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="share of the questions trained on that are Task 0's",
     )
 
     def training(self, stage: StageConfig, mixed_precision: MixedPrecision) -> TrainConfig:
         """Return the training settings of a stage by this method."""
-        return stage.train_config(mixed_precision, **self.model_dump(exclude={"name", "method", "replay"}))
+        return stage.train_config(
+            mixed_precision, **self.model_dump(exclude={"name", "method", "replay"})
+        )
 
     @model_validator(mode="after")
     def _decays_to_what_it_trains(self) -> ComparedMethod:
         if self.decay_to_base and not self.method.trains_base_weights:
-            raise ValueError(f"decay_to_base: {self.method.variant} trains none of the base's weights")
+            raise ValueError(
+                f"decay_to_base: {self.method.variant} trains none of the base's weights"
+            )
         return self
 
     @field_validator("method")
     @classmethod
     def _learns_questions_alone(cls, method: MethodConfig) -> MethodConfig:
         if method.distils:
-            raise ValueError("distillation.weight: the benchmark learns its questions alone; leave it out")
+            raise ValueError(
+                "distillation.weight: the benchmark learns its questions alone; leave it out"
+            )
         if method.vocabulary is not None:
-            raise ValueError("vocabulary: the benchmark's tokenizer has all that is asked; leave it out")
+            raise ValueError(
+                "vocabulary: the benchmark's tokenizer has all that is asked; leave it out"
+            )
         return method
 
 
-def _widened(variant: Literal["preserve", "adapt", "route"], layers: str | None = None) -> MethodConfig:
+def _widened(
+    variant: Literal["preserve", "adapt", "route"], layers: str | None = None
+) -> MethodConfig:
     return MethodConfig.model_validate(
         {"variant": variant, "expansion": {"ratio": 0.5}, "collaboration": {"layers": layers}}
     )

@@ -16,7 +16,9 @@ Gender = Literal["feminine", "masculine"]
 _Mention = Literal["name", "pronoun", "omitted"]
 
 # Words and sentence templates; a word is (English, Korean).
-_TEXT: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("people.yaml").read_text(encoding="utf-8"))
+_TEXT: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("people.yaml").read_text(encoding="utf-8")
+)
 
 
 def _pairs(words: dict[str, str]) -> tuple[tuple[str, str], ...]:
@@ -49,7 +51,14 @@ KOREAN_TEMPLATES: dict[str, list[str]] = _TEXT["korean_templates"]
 ENGLISH_QUESTIONS: dict[str, str] = _TEXT["english_questions"]
 KOREAN_QUESTIONS: dict[str, str] = _TEXT["korean_questions"]
 
-ATTRIBUTES: tuple[str, ...] = ("birth_date", "birth_city", "university", "major", "employer", "work_city")
+ATTRIBUTES: tuple[str, ...] = (
+    "birth_date",
+    "birth_city",
+    "university",
+    "major",
+    "employer",
+    "work_city",
+)
 
 _FIRST_NAMES: tuple[tuple[Gender, tuple[str, str]], ...] = (
     *(("feminine", name) for name in FEMININE_NAMES),
@@ -73,7 +82,9 @@ _FORMS_AFTER_CONSONANT_AND_VOWEL = {
     "(으)로": ("으로", "로"),
     "(이)": ("이", ""),
 }
-_PARTICLE = re.compile(f"(.?)({'|'.join(map(re.escape, _FORMS_AFTER_CONSONANT_AND_VOWEL))})", re.DOTALL)
+_PARTICLE = re.compile(
+    f"(.?)({'|'.join(map(re.escape, _FORMS_AFTER_CONSONANT_AND_VOWEL))})", re.DOTALL
+)
 _FIRST_SYLLABLE, _LAST_SYLLABLE, _NUM_FINALS, _RIEUL = "가", "힣", 28, 8
 
 
@@ -108,7 +119,9 @@ def generate_people(num_people: int, seed: int) -> list[Person]:
     A pure function of its arguments. A longer list begins with the people of a shorter one.
     """
     if not 0 <= num_people <= NUM_NAMES:
-        raise ValueError(f"num_people must be from 0 to {NUM_NAMES}, the number of distinct names: {num_people}")
+        raise ValueError(
+            f"num_people must be from 0 to {NUM_NAMES}, the number of distinct names: {num_people}"
+        )
     rng = random.Random(f"people/{seed}")
     name_indices = _permutation(NUM_NAMES, rng)
     return [_draw_person(next(name_indices), rng) for _ in range(num_people)]
@@ -151,7 +164,9 @@ def resolve_particles(korean: str) -> str:
 def _resolve_particle(match: re.Match[str]) -> str:
     syllable, particle = match.groups()
     if not syllable or not _FIRST_SYLLABLE <= syllable <= _LAST_SYLLABLE:
-        raise ValueError(f"a particle must follow a Hangul syllable: {match[0]!r} in {match.string!r}")
+        raise ValueError(
+            f"a particle must follow a Hangul syllable: {match[0]!r} in {match.string!r}"
+        )
     # In Unicode's order the final consonant of a syllable varies fastest, and no consonant is 0.
     final = (ord(syllable) - ord(_FIRST_SYLLABLE)) % _NUM_FINALS
     after_consonant, after_vowel = _FORMS_AFTER_CONSONANT_AND_VOWEL[particle]
@@ -175,7 +190,9 @@ def _draw_person(name_index: int, rng: random.Random) -> Person:
     parts = (first_name, MIDDLE_NAMES[middle], LAST_NAMES[last])
     num_days = (_LAST_BIRTH_DATE - _FIRST_BIRTH_DATE).days + 1
     return Person(
-        name=Translated(en=" ".join(part[0] for part in parts), ko=" ".join(part[1] for part in parts)),
+        name=Translated(
+            en=" ".join(part[0] for part in parts), ko=" ".join(part[1] for part in parts)
+        ),
         gender=gender,
         birth_date=_FIRST_BIRTH_DATE + datetime.timedelta(days=rng.randrange(num_days)),
         birth_city=Translated(*rng.choice(CITIES)),
@@ -192,7 +209,9 @@ def _values(person: Person) -> dict[str, Translated]:
         en=f"{ENGLISH_MONTHS[date.month - 1]} {date.day}, {date.year}",
         ko=f"{date.year}년 {date.month}월 {date.day}일",
     )
-    return {attribute: getattr(person, attribute) for attribute in ATTRIBUTES} | {"birth_date": birth_date}
+    return {attribute: getattr(person, attribute) for attribute in ATTRIBUTES} | {
+        "birth_date": birth_date
+    }
 
 
 def _english_sentence(person: Person, attribute: str, mention: _Mention, rng: random.Random) -> str:

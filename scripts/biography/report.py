@@ -22,11 +22,15 @@ class MethodResult:
 
     name: str  # of the method in the config
     variant: str  # `method.variant`
-    settings: dict[str, Any]  # the method's own settings; `settings.json` beside it has what else decides the result
+    settings: dict[
+        str, Any
+    ]  # the method's own settings; `settings.json` beside it has what else decides the result
     trainable_parameters: int  # that Task 1 trained
     training_s: float  # of the steps, without measurements
     steps: list[int]  # steps at which accuracy was measured, 0 first
-    task_0: dict[str, list[float]]  # accuracy on Task 0 at each of them, by served head (`results.HEADS`)
+    task_0: dict[
+        str, list[float]
+    ]  # accuracy on Task 0 at each of them, by served head (`results.HEADS`)
     task_1: dict[str, list[float]]  # the same on Task 1
 
 
@@ -58,7 +62,10 @@ def served_lines(results: list[MethodResult]) -> list[Line]:
     lines = []
     for result in results:
         if METHODS[result.variant].routes:
-            lines += [Line(f"{result.name} ({rule})", result.variant, result, rule) for rule in ("cosine", "posterior")]
+            lines += [
+                Line(f"{result.name} ({rule})", result.variant, result, rule)
+                for rule in ("cosine", "posterior")
+            ]
         else:
             lines.append(Line(result.name, result.variant, result, "adapted"))
     return lines
@@ -72,7 +79,9 @@ def verdicts(lines: list[Line]) -> list[str]:
         kept = line.kept
         held = kept is not None and kept >= KEPT_BAR
         bar = f"(bar {percent(KEPT_BAR, 0)}: {_met(held)})"
-        words = [f"{line.label} never held less than {'nothing' if kept is None else percent(kept)} of Task 0 {bar}"]
+        words = [
+            f"{line.label} never held less than {'nothing' if kept is None else percent(kept)} of Task 0 {bar}"
+        ]
         if full is not None and full.task_1[-1]:
             share = line.task_1[-1] / full.task_1[-1]
             words.append(
@@ -91,7 +100,8 @@ def terminal_lines(results: list[MethodResult]) -> list[str]:
     """Return an aligned table of the served models, and the verdicts."""
     lines = served_lines(results)
     rows = [
-        [line.label, *(percent(task[at]) for task in (line.task_0, line.task_1) for at in (0, -1))] for line in lines
+        [line.label, *(percent(task[at]) for task in (line.task_0, line.task_1) for at in (0, -1))]
+        for line in lines
     ]
     titles = ["after Task 1", "Task 0: start", "end", "Task 1: start", "end"]
     return [*Table(titles, rows, "lrrrr").lines(), *verdicts(lines)]
@@ -116,7 +126,15 @@ def write_report(folder: Path, config: BiographyConfig, results: list[MethodResu
         for result in results
         if not METHODS[result.variant].widens
     ]
-    titles = ["served", "trainable parameters", "Task 0, start", "Task 0, lowest", "Task 0, end", "Task 1, end", "s"]
+    titles = [
+        "served",
+        "trainable parameters",
+        "Task 0, start",
+        "Task 0, lowest",
+        "Task 0, end",
+        "Task 1, end",
+        "s",
+    ]
     parts = [
         _HEAD.format(people=config.people, task=config.task_1, seed=config.seed),
         "".join(f"- {sentence}\n" for sentence in verdicts(lines)),
@@ -155,7 +173,10 @@ def _draw(folder: Path, results: list[MethodResult]) -> None:
     with rc_context({"svg.hashsalt": "biography", "font.size": 9}):
         figure = Figure(figsize=(10.4, 4.2), layout="constrained")
         kept, learned = figure.subplots(1, 2, sharey=True)
-        for axes, task, title in ((kept, "task_0", "Task 0, kept"), (learned, "task_1", "Task 1, learned")):
+        for axes, task, title in (
+            (kept, "task_0", "Task 0, kept"),
+            (learned, "task_1", "Task 1, learned"),
+        ):
             for line in served_lines(results):
                 axes.plot(
                     line.result.steps,

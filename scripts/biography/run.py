@@ -86,9 +86,13 @@ def _claim(folder: Path, config: BiographyConfig) -> None:
     file = folder / "settings.json"
     if file.is_file():
         before = read_json(file)
-        changed = sorted(key for key in deciding.keys() | before.keys() if deciding.get(key) != before.get(key))
+        changed = sorted(
+            key for key in deciding.keys() | before.keys() if deciding.get(key) != before.get(key)
+        )
         if changed:
-            raise RunFolderError(f"{folder}: was made with other settings ({', '.join(changed)}); choose another")
+            raise RunFolderError(
+                f"{folder}: was made with other settings ({', '.join(changed)}); choose another"
+            )
         return
     if folder.is_dir() and any(folder.iterdir()):
         raise RunFolderError(f"{folder}: holds something else; choose another output_dir")
@@ -107,7 +111,9 @@ def _finished(file: Path, settings: dict[str, Any]) -> MethodResult | None:
     return result if result.settings == settings else None
 
 
-def _learn_base(config: BiographyConfig, curriculum: Curriculum, log: Callable[[str], None]) -> ModelConfig:
+def _learn_base(
+    config: BiographyConfig, curriculum: Curriculum, log: Callable[[str], None]
+) -> ModelConfig:
     """Return the base that Task 1 starts from: pre-trained on biographies, then taught Task 0."""
     base = ModelConfig(base=str(config.output_dir / "base"))
     if Path(base.base).is_dir():
@@ -121,7 +127,9 @@ def _learn_base(config: BiographyConfig, curriculum: Curriculum, log: Callable[[
     )
     for description, stage, sequences in stages:
         train = stage.train_config(config.mixed_precision)
-        for _ in training_steps(model, _batches([sequences], [1.0], config.seed, train), train, description):
+        for _ in training_steps(
+            model, _batches([sequences], [1.0], config.seed, train), train, description
+        ):
             pass
     write_base(Path(base.base), model, curriculum.tokenizer)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -131,7 +139,9 @@ def _learn_base(config: BiographyConfig, curriculum: Curriculum, log: Callable[[
 
 def _architecture(config: BiographyConfig, curriculum: Curriculum) -> LlamaConfig:
     sizes, tokenizer = config.model.model_dump(exclude={"vocab_size"}), curriculum.tokenizer
-    longest = max(map(len, [*curriculum.biographies, *(a.prompt + a.answer for a in curriculum.task_1)]))
+    longest = max(
+        map(len, [*curriculum.biographies, *(a.prompt + a.answer for a in curriculum.task_1)])
+    )
     return LlamaConfig(
         **sizes,
         vocab_size=len(tokenizer),
@@ -143,7 +153,9 @@ def _architecture(config: BiographyConfig, curriculum: Curriculum) -> LlamaConfi
     )
 
 
-def _batches(tasks: list[list[list[int]]], weights: list[float], seed: int, train: TrainConfig) -> Batches:
+def _batches(
+    tasks: list[list[list[int]]], weights: list[float], seed: int, train: TrainConfig
+) -> Batches:
     return Batches(
         SequenceWindows.alike(tasks),
         weights,
@@ -157,10 +169,14 @@ def _batches(tasks: list[list[list[int]]], weights: list[float], seed: int, trai
 def _learn_task_1(
     config: BiographyConfig, curriculum: Curriculum, base: ModelConfig, compared: ComparedMethod
 ) -> MethodResult:
-    num_measured = None if config.people.measured is None else config.people.measured * len(ATTRIBUTES)
+    num_measured = (
+        None if config.people.measured is None else config.people.measured * len(ATTRIBUTES)
+    )
     observed: HeadedModel | None = None
     steps: list[int] = []
-    accuracy: dict[str, dict[str, list[float]]] = {task: {name: [] for name in HEADS} for task in ("task_0", "task_1")}
+    accuracy: dict[str, dict[str, list[float]]] = {
+        task: {name: [] for name in HEADS} for task in ("task_0", "task_1")
+    }
     training_s, resumed_s, num_trainable = 0.0, time.monotonic(), 0
     for model, step in _learning(config, curriculum, base, compared):
         if step % config.measure_every_steps and step != config.task_1.max_steps:
@@ -168,12 +184,18 @@ def _learn_task_1(
         training_s += time.monotonic() - resumed_s
         model.eval()
         if observed is None:
-            observed = model if isinstance(model, ScaleForCausalLM) else beside_base(model, load_base(base))
+            observed = (
+                model
+                if isinstance(model, ScaleForCausalLM)
+                else beside_base(model, load_base(base))
+            )
             num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         steps.append(step)
         for task, measured in accuracy.items():
             asked = getattr(curriculum, task)[:num_measured]
-            shares = first_token_accuracy(observed, asked, compared.method.router, config.mixed_precision)
+            shares = first_token_accuracy(
+                observed, asked, compared.method.router, config.mixed_precision
+            )
             for name, share in shares.items():
                 measured[name].append(share)
         resumed_s = time.monotonic()
@@ -192,8 +214,14 @@ def _learning(
     config: BiographyConfig, curriculum: Curriculum, base: ModelConfig, compared: ComparedMethod
 ) -> Iterator[tuple[MethodModel, int]]:
     """Yield the model that learns Task 1 and its number of steps: 0, and then after each step."""
-    known, asked = (curriculum.sequences(questions) for questions in (curriculum.task_0, curriculum.task_1))
-    tasks, weights = ([asked, known], [1.0 - compared.replay, compared.replay]) if compared.replay else ([asked], [1.0])
+    known, asked = (
+        curriculum.sequences(questions) for questions in (curriculum.task_0, curriculum.task_1)
+    )
+    tasks, weights = (
+        ([asked, known], [1.0 - compared.replay, compared.replay])
+        if compared.replay
+        else ([asked], [1.0])
+    )
     train, method = compared.training(config.task_1, config.mixed_precision), compared.method
     plain, definition = placed(load_base(base)), method.definition
     probe = partial(known_windows, [SequenceWindows(known)], config.seed)
@@ -201,5 +229,7 @@ def _learning(
         method = method.with_settings(definition.find(method.settings, plain, probe(num_windows)))
     model = start_model(plain, method, config.seed)
     batches = _batches(tasks, weights, config.seed, train)
-    for step in training_steps(model, batches, train, f"learning Task 1: {compared.name}", method, probe):
+    for step in training_steps(
+        model, batches, train, f"learning Task 1: {compared.name}", method, probe
+    ):
         yield model, step

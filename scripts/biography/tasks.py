@@ -11,7 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.data.batches import PackedWindows, Windows
 from scripts.biography.config import BiographyConfig
-from scripts.biography.people import ATTRIBUTES, Person, answer, biography, generate_people, question
+from scripts.biography.people import (
+    ATTRIBUTES,
+    Person,
+    answer,
+    biography,
+    generate_people,
+    question,
+)
 from scripts.from_scratch import train_tokenizer
 
 
@@ -22,7 +29,9 @@ class SequenceWindows(Windows):
         assert sequences and min(map(len, sequences)) >= 2, "a sequence needs an input and a target"
         self.sequences = sequences
         self.sequence_length = max(longest, max(map(len, sequences))) - 1
-        self.num_targets = np.array([len(sequence) - 1 for sequence in sequences])  # every token but the first
+        self.num_targets = np.array(
+            [len(sequence) - 1 for sequence in sequences]
+        )  # every token but the first
 
     @classmethod
     def alike(cls, sources: list[list[list[int]]]) -> list[SequenceWindows]:
@@ -62,9 +71,15 @@ def write_curriculum(config: BiographyConfig) -> Curriculum:
     """Draw a config's people, and tokenise their biographies and questions; a pure function of the config."""
     sizes, language = config.people, config.language
     people = generate_people(sizes.pretraining + sizes.task_1, config.seed)
-    shown, asked_0, asked_1 = people[: sizes.pretraining], people[: sizes.task_0], people[sizes.pretraining :]
+    shown, asked_0, asked_1 = (
+        people[: sizes.pretraining],
+        people[: sizes.task_0],
+        people[sizes.pretraining :],
+    )
     biographies = [
-        biography(person, language, telling) for person in shown for telling in range(sizes.biographies_each)
+        biography(person, language, telling)
+        for person in shown
+        for telling in range(sizes.biographies_each)
     ]
     texts = {"task_0": _questions(asked_0, config), "task_1": _questions(asked_1, config)}
     every_text = [*biographies, *("".join(pair) for pairs in texts.values() for pair in pairs)]

@@ -46,7 +46,9 @@ METHODS: list[dict[str, Any]] = [
 ]
 
 # The counter does not know a product that is summed in place.
-SUMMED_IN_PLACE = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
+SUMMED_IN_PLACE = {
+    torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]
+}
 
 
 def counted(model: Any, num_tokens: int, **options: Any) -> dict[str, float]:
@@ -59,9 +61,16 @@ def counted(model: Any, num_tokens: int, **options: Any) -> dict[str, float]:
     counter = FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE)
     with counter:
         for_training(model, TrainConfig(max_steps=1))(
-            input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=1, use_cache=False, **options
+            input_ids=ids,
+            labels=ids,
+            shift_labels=ids,
+            num_items_in_batch=1,
+            use_cache=False,
+            **options,
         ).loss.backward()
-    return {str(op): flops / num_tokens for op, flops in counter.get_flop_counts()["Global"].items()}
+    return {
+        str(op): flops / num_tokens for op, flops in counter.get_flop_counts()["Global"].items()
+    }
 
 
 @pytest.mark.parametrize(("number", "settings"), list(enumerate(METHODS)), ids=str)
@@ -73,7 +82,9 @@ def test_the_formula_is_what_a_real_model_computes(number: int, settings: dict[s
     products = by_operator.pop("aten.mm") + by_operator.pop("aten.addmm_", 0.0)
     assert products == ideal.linear + ideal.head
     # Eager attention multiplies with every key and masks afterwards; the formula counts the keys a token sees.
-    assert sum(by_operator.values()) == ideal.attention * SEQUENCE_LENGTH / ((SEQUENCE_LENGTH + 1) / 2)
+    assert sum(by_operator.values()) == ideal.attention * SEQUENCE_LENGTH / (
+        (SEQUENCE_LENGTH + 1) / 2
+    )
 
 
 def test_distillation_has_no_product_of_its_own() -> None:

@@ -25,6 +25,8 @@ def test_saved_activations_of_a_linear_map_are_its_input_once() -> None:
             self.weights = nn.ParameterList([nn.Parameter(torch.zeros(4, 8)) for _ in range(2)])
 
         def get_decoder(self) -> Any:
-            return lambda ids, use_cache: [ids.float() @ w.T for w in self.weights[:1]] + [use_cache]
+            return lambda ids, use_cache: (
+                [ids.float() @ w.T for w in self.weights[:1]] + [use_cache]
+            )
 
     assert saved_activation_bytes(Twice(), torch.zeros(5, 8, dtype=torch.long), "no") == 5 * 8 * 4

@@ -31,7 +31,9 @@ def test_a_run_times_every_method_in_every_round_and_writes_what_it_prints(tmp_p
         assert f"\n{name}" in lines[-1]
     for bar in written["bars"]:
         assert bar["what"] in lines[-1]
-    assert [bar["met"] for bar in written["bars"] if bar["what"].startswith("head's peak memory")] == [True]
+    assert [
+        bar["met"] for bar in written["bars"] if bar["what"].startswith("head's peak memory")
+    ] == [True]
 
 
 def test_every_method_begins_at_the_same_loss_on_the_same_data(tmp_path: Path) -> None:
@@ -55,7 +57,9 @@ def test_every_method_begins_at_the_same_loss_on_the_same_data(tmp_path: Path) -
     ],
     ids=str,
 )
-def test_no_more_products_are_computed_than_the_mathematics_asks_for(tmp_path: Path, method: dict[str, object]) -> None:
+def test_no_more_products_are_computed_than_the_mathematics_asks_for(
+    tmp_path: Path, method: dict[str, object]
+) -> None:
     settings = MethodConfig.model_validate(method)
     case = ours("one", settings, TINY, TINY.batches(tmp_path, seed=0))
     counted = count_flops(lambda: case.step(0))

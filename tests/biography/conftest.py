@@ -26,7 +26,11 @@ def small(tmp_path: Path) -> BiographyConfig:
             "measure_every_steps": 2,
             "methods": [
                 {"name": "full", "lr": 1.0e-2, "method": {"variant": "full"}},
-                {"name": "route", "lr": 1.0e-2, "method": {"variant": "route", "collaboration": {"layers": "top:1"}}},
+                {
+                    "name": "route",
+                    "lr": 1.0e-2,
+                    "method": {"variant": "route", "collaboration": {"layers": "top:1"}},
+                },
             ],
         }
     )

@@ -14,7 +14,8 @@ from tests.widening import tiny_llama
 def some_questions(count: int) -> list[Question]:
     draw = random.Random(0)
     return [
-        Question([draw.randrange(61) for _ in range(draw.randint(2, 9))], [draw.randrange(61)]) for _ in range(count)
+        Question([draw.randrange(61) for _ in range(draw.randint(2, 9))], [draw.randrange(61)])
+        for _ in range(count)
     ]
 
 
@@ -27,7 +28,10 @@ def answer_by_hand(
         logits = [model(ids).logits[0].double() for model in (base, trained)]
     weights = [0.5, 0.5]
     for position, token in enumerate(asked.prompt[1:]):
-        weights = [w * math.exp(lg[position].log_softmax(-1)[token]) for w, lg in zip(weights, logits, strict=True)]
+        weights = [
+            w * math.exp(lg[position].log_softmax(-1)[token])
+            for w, lg in zip(weights, logits, strict=True)
+        ]
         weights = [w / sum(weights) for w in weights]
     mixed = sum(w * lg[-1].softmax(-1) for w, lg in zip(weights, logits, strict=True))
     assert isinstance(mixed, torch.Tensor)
@@ -52,6 +56,8 @@ def test_accuracy_is_what_one_question_at_a_time_gives_for_heads_and_rules() -> 
         questions.append(Question(asked.prompt, [right, 0]))
     shares = first_token_accuracy(BaseAndTrained(base, trained), questions, router, "no")
     for name, share in shares.items():
-        wanted = sum(said[name] == asked.answer[0] for said, asked in zip(by_hand, questions, strict=True))
+        wanted = sum(
+            said[name] == asked.answer[0] for said, asked in zip(by_hand, questions, strict=True)
+        )
         assert share == pytest.approx(wanted / len(questions))
     assert len(set(shares.values())) > 1  # or the heads and rules would not have been told apart

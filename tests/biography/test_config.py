@@ -18,7 +18,9 @@ def test_a_shipped_config_loads_and_its_people_can_be_named(path: Path) -> None:
 
 
 def test_every_method_of_the_paper_runs_by_default() -> None:
-    variants = [compared.method.variant for compared in BiographyConfig(output_dir=Path("out")).methods]
+    variants = [
+        compared.method.variant for compared in BiographyConfig(output_dir=Path("out")).methods
+    ]
     assert SHIPPED and variants == ["full", "lora", "llama-pro", "preserve", "adapt", "route"]
 
 
@@ -30,13 +32,22 @@ def test_every_method_of_the_paper_runs_by_default() -> None:
         ("methods=[{name: a, lr: 1, method: {}}, {name: a, lr: 1, method: {}}]", "methods: two"),
         ("methods.0.method.vocabulary={}", "vocabulary: the benchmark's tokenizer"),
         ("methods.0.method={distillation: {weight: 1}}", "distillation.weight: the benchmark"),
-        ("methods.0.lookahead={every_steps: 1000}", "methods: a: lookahead.every_steps 1,000 is beyond"),
-        ("methods.0={name: p, lr: 1, method: {variant: preserve}, decay_to_base: true}", "preserve trains none of"),
+        (
+            "methods.0.lookahead={every_steps: 1000}",
+            "methods: a: lookahead.every_steps 1,000 is beyond",
+        ),
+        (
+            "methods.0={name: p, lr: 1, method: {variant: preserve}, decay_to_base: true}",
+            "preserve trains none of",
+        ),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(tmp_path: Path, override: str, named: str) -> None:
     file = tmp_path / "biography.yaml"
-    file.write_text("output_dir: out\nmethods: [{name: a, lr: 1.0, method: {variant: full}}]\n", encoding="utf-8")
+    file.write_text(
+        "output_dir: out\nmethods: [{name: a, lr: 1.0, method: {variant: full}}]\n",
+        encoding="utf-8",
+    )
     with pytest.raises(ConfigError, match=re.escape(named)) as caught:
         load_checked(BiographyConfig, file, [override])
     assert "\n" not in str(caught.value)

@@ -56,7 +56,9 @@ def test_a_biography_tells_every_answer_in_six_whole_sentences_of_which_the_firs
     sentences = told.split(". ")
     assert told.endswith(".") and "\n" not in told and len(sentences) == len(ATTRIBUTES)
     assert person.name.in_language(language) in sentences[0]
-    assert not re.search(r"[{}()]|  |^ | $| [.,]", told), "a placeholder, a choice of particles or a stray space"
+    assert not re.search(r"[{}()]|  |^ | $| [.,]", told), (
+        "a placeholder, a choice of particles or a stray space"
+    )
     if language == "en":
         assert all(sentence[0].isupper() for sentence in sentences)
     else:
@@ -72,11 +74,17 @@ def test_a_question_names_the_person_and_does_not_give_the_answer_away(
     assert answer(person, attribute, language) not in asked
 
 
-def test_an_answer_is_the_value_of_its_attribute_and_a_date_is_worded_as_each_language_writes_dates() -> None:
+def test_an_answer_is_the_value_of_its_attribute_and_a_date_is_worded_as_each_language_writes_dates() -> (
+    None
+):
     person = dataclasses.replace(PEOPLE[0], birth_date=datetime.date(1987, 3, 12))
     for language, date in zip(LANGUAGES, ("March 12, 1987", "1987년 3월 12일"), strict=True):
         for attribute in ATTRIBUTES:
-            value = date if attribute == "birth_date" else getattr(person, attribute).in_language(language)
+            value = (
+                date
+                if attribute == "birth_date"
+                else getattr(person, attribute).in_language(language)
+            )
             assert answer(person, attribute, language) == value
 
 
@@ -95,5 +103,7 @@ def test_an_answer_is_the_value_of_its_attribute_and_a_date_is_worded_as_each_la
         ("조사가 없는 글", "조사가 없는 글"),
     ],
 )
-def test_a_particle_takes_the_form_that_the_syllable_before_it_calls_for(choice: str, resolved: str) -> None:
+def test_a_particle_takes_the_form_that_the_syllable_before_it_calls_for(
+    choice: str, resolved: str
+) -> None:
     assert resolve_particles(choice) == resolved

@@ -11,7 +11,12 @@ from scripts.biography.run import run_biography
 
 RIVALS: list[dict[str, Any]] = [
     {"name": "adept", "method": {"variant": "adept", "adept": {"every_steps": 2, "num_blocks": 1}}},
-    {"name": "mer", "method": {"variant": "full"}, "replay": 0.5, "lookahead": {"every_steps": 2, "share": 0.5}},
+    {
+        "name": "mer",
+        "method": {"variant": "full"},
+        "replay": 0.5,
+        "lookahead": {"every_steps": 2, "share": 0.5},
+    },
     {"name": "held", "method": {"variant": "full"}, "decay_to_base": True},
 ]
 
@@ -25,7 +30,9 @@ def with_rival(config: BiographyConfig, **rival: Any) -> BiographyConfig:
     return config.model_copy(update={"methods": [*config.methods, method]})
 
 
-def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(small: BiographyConfig) -> None:
+def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(
+    small: BiographyConfig,
+) -> None:
     for rival in RIVALS:
         small = with_rival(small, **rival)
     results = run_biography(small, quietly)
@@ -37,17 +44,25 @@ def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(sm
             # Nothing is trained at step 0: both heads and both rules are the base.
             assert len({shares[0] for shares in accuracy.values()}) == 1
             assert len(set(accuracy["base"])) == 1  # and the base never changes
-    report, names = small.output_dir / "report", ["full", "route", *(rival["name"] for rival in RIVALS)]
+    report, names = (
+        small.output_dir / "report",
+        ["full", "route", *(rival["name"] for rival in RIVALS)],
+    )
     assert "| route (posterior) |" in (report / "report.md").read_text(encoding="utf-8")
     assert (report / "accuracy.svg").read_text(encoding="utf-8").count("route (cosine)") == 1
     assert [method["name"] for method in read_json(report / "report.json")["methods"]] == names
 
-    before = {file: file.stat().st_mtime_ns for file in Path(small.output_dir).glob("methods/*.json")}
+    before = {
+        file: file.stat().st_mtime_ns for file in Path(small.output_dir).glob("methods/*.json")
+    }
     assert run_biography(small, quietly) == results
     assert before == {file: file.stat().st_mtime_ns for file in before}
 
     with pytest.raises(RunFolderError, match=r"other settings \(people\)"):
-        run_biography(small.model_copy(update={"people": small.people.model_copy(update={"task_1": 2})}), quietly)
+        run_biography(
+            small.model_copy(update={"people": small.people.model_copy(update={"task_1": 2})}),
+            quietly,
+        )
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,12 @@ def test_every_question_is_asked_once_as_it_was_worded_and_task_1_is_about_peopl
 ) -> None:
     curriculum, people = write_curriculum(small), generate_people(9, small.seed)
     for asked, persons in ((curriculum.task_0, people[:4]), (curriculum.task_1, people[6:])):
-        texts = curriculum.tokenizer.batch_decode(curriculum.sequences(asked), skip_special_tokens=True)
-        wanted = [f"{question(p, a, 'en')} {answer(p, a, 'en')}" for p in persons for a in ATTRIBUTES]
+        texts = curriculum.tokenizer.batch_decode(
+            curriculum.sequences(asked), skip_special_tokens=True
+        )
+        wanted = [
+            f"{question(p, a, 'en')} {answer(p, a, 'en')}" for p in persons for a in ATTRIBUTES
+        ]
         assert texts == wanted
     told = " ".join(curriculum.tokenizer.batch_decode(curriculum.biographies))
     assert all(person.name.en in told for person in people[:6])
@@ -19,4 +23,6 @@ def test_every_question_is_asked_once_as_it_was_worded_and_task_1_is_about_peopl
 def test_korean_people_are_told_of_and_asked_about_in_korean(small: BiographyConfig) -> None:
     curriculum = write_curriculum(small.model_copy(update={"language": "ko"}))
     person = generate_people(9, small.seed)[0]
-    assert curriculum.tokenizer.decode(curriculum.task_0[0].prompt[1:]) == question(person, "birth_date", "ko")
+    assert curriculum.tokenizer.decode(curriculum.task_0[0].prompt[1:]) == question(
+        person, "birth_date", "ko"
+    )

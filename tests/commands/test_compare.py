@@ -44,7 +44,9 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
     """Two runs that can be compared."""
-    return [write_run(tmp_path / "runs" / name, Made(benchmarks=TASKS)) for name in ("one", "other")]
+    return [
+        write_run(tmp_path / "runs" / name, Made(benchmarks=TASKS)) for name in ("one", "other")
+    ]
 
 
 def test_the_page_is_whole_names_every_run_and_asks_for_nothing_from_outside(
@@ -53,29 +55,49 @@ def test_the_page_is_whole_names_every_run_and_asks_for_nothing_from_outside(
     folders, out = compared
     page = (out / "report.html").read_text(encoding="utf-8")
     body = ElementTree.fromstring(re.search(r"<main>.*</main>", page, re.DOTALL)[0])  # type: ignore[index]
-    references = [value for element in body.iter() for key, value in element.items() if key in ("src", "href")]
-    assert references and all(place.startswith("data:image/svg+xml;base64,") for place in references)
+    references = [
+        value for element in body.iter() for key, value in element.items() if key in ("src", "href")
+    ]
+    assert references and all(
+        place.startswith("data:image/svg+xml;base64,") for place in references
+    )
     assert not re.search(r"@import|url\(|<(script|link|iframe|object|base)\b", page)
     words = "".join(body.itertext())
-    for told in (*(folder.name for folder in folders), "청원", "no difference shown", "not finite", "50.0 %"):
+    for told in (
+        *(folder.name for folder in folders),
+        "청원",
+        "no difference shown",
+        "not finite",
+        "50.0 %",
+    ):
         assert told in words
     assert "forgetting of English" in words and "bits/byte" in words
 
 
 def test_the_report_holds_its_inputs_unchanged(compared: tuple[list[Path], Path]) -> None:
     folders, out = compared
-    written, read = read_json(out / "report.json"), [read_json(of / "evaluation/report.json") for of in folders]
+    written, read = (
+        read_json(out / "report.json"),
+        [read_json(of / "evaluation/report.json") for of in folders],
+    )
     assert [run["report"] for run in written["runs"]] == read
     for option in written["options"]:
         report = read[[run["name"] for run in written["runs"]].index(option["run"])]
-        lost, gained = (corpus["heads"][option["head"]]["bits_per_byte_difference"] for corpus in report["corpora"])
+        lost, gained = (
+            corpus["heads"][option["head"]]["bits_per_byte_difference"]
+            for corpus in report["corpora"]
+        )
         assert option["bits_per_byte_lost"] == pytest.approx(lost)
         value = gained["value"]
-        assert option["bits_per_byte_gained"]["value"] == (None if value is None else pytest.approx(-value))
+        assert option["bits_per_byte_gained"]["value"] == (
+            None if value is None else pytest.approx(-value)
+        )
     verify_folder(out)
 
 
-def test_the_figure_and_the_tables_are_well_formed_and_a_name_is_text(compared: tuple[list[Path], Path]) -> None:
+def test_the_figure_and_the_tables_are_well_formed_and_a_name_is_text(
+    compared: tuple[list[Path], Path],
+) -> None:
     _, out = compared
     text = (out / "report.md").read_text(encoding="utf-8")
     root = ElementTree.parse(out / "trade-off.svg").getroot()
@@ -112,15 +134,44 @@ def quantised_base(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda folder: edit_report(folder, lambda report: report["corpora"][0].update(num_bytes=1)), "num_bytes"),
-        (lambda folder: edit_report(folder, lambda report: report["corpora"][0].update(name="others")), "others"),
-        (lambda folder: edit_report(folder, lambda report: of_base(report).update(nats_per_token=9.0)), "sequence_len"),
-        (lambda folder: edit_report(folder, lambda report: report["benchmarks"][0].update(num_items=7)), "blimp"),
-        (lambda folder: edit_report(folder, lambda report: report.update(trained_sha256="x")), "scale evaluate"),
-        (lambda folder: (folder / "final/manifest.json").unlink(), r"manifest\.json is missing \(`scale train`"),
+        (
+            lambda folder: edit_report(
+                folder, lambda report: report["corpora"][0].update(num_bytes=1)
+            ),
+            "num_bytes",
+        ),
+        (
+            lambda folder: edit_report(
+                folder, lambda report: report["corpora"][0].update(name="others")
+            ),
+            "others",
+        ),
+        (
+            lambda folder: edit_report(
+                folder, lambda report: of_base(report).update(nats_per_token=9.0)
+            ),
+            "sequence_len",
+        ),
+        (
+            lambda folder: edit_report(
+                folder, lambda report: report["benchmarks"][0].update(num_items=7)
+            ),
+            "blimp",
+        ),
+        (
+            lambda folder: edit_report(folder, lambda report: report.update(trained_sha256="x")),
+            "scale evaluate",
+        ),
+        (
+            lambda folder: (folder / "final/manifest.json").unlink(),
+            r"manifest\.json is missing \(`scale train`",
+        ),
         (another_base, "different base models"),
         (quantised_base, r"\(some/base and some/base in int8\)"),
-        (lambda folder: write_json(folder / "evaluation" / "report.json", {"variant": "full"}), "damaged"),
+        (
+            lambda folder: write_json(folder / "evaluation" / "report.json", {"variant": "full"}),
+            "damaged",
+        ),
     ],
 )
 def test_what_cannot_stand_beside_the_others_is_refused_by_its_name(
@@ -135,11 +186,16 @@ def test_what_cannot_stand_beside_the_others_is_refused_by_its_name(
         compare([folders[0], folders[0] / "." / "final" / ".."], tmp_path / "out")
 
 
-def test_runs_of_one_name_are_told_apart_by_their_parents_and_no_run_is_written_over(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_told_apart_by_their_parents_and_no_run_is_written_over(
+    tmp_path: Path,
+) -> None:
     folders = [write_run(tmp_path / parent / "full", Made()) for parent in ("seed0", "seed1")]
     edit_report(folders[0], lambda report: report["corpora"].pop())
     edit_report(folders[1], lambda report: report["corpora"].pop())
-    assert [run.name for run in compare(folders, tmp_path / "out").runs] == ["seed0/full", "seed1/full"]
+    assert [run.name for run in compare(folders, tmp_path / "out").runs] == [
+        "seed0/full",
+        "seed1/full",
+    ]
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "A trade-off needs a retention and an acquisition corpus" in page
     with pytest.raises(RunFolderError, match="--output"):
@@ -193,25 +249,41 @@ def options(tmp_path: Path, *made: Made) -> list[Option]:
 def test_only_methods_that_widen_nothing_need_a_second_model_to_be_mixed(
     tmp_path: Path, variant: str, expected: list[tuple[str, int, str]]
 ) -> None:
-    assert [(o.head, o.num_models, o.passes) for o in options(tmp_path, Made(variant=variant))] == expected
+    assert [
+        (o.head, o.num_models, o.passes) for o in options(tmp_path, Made(variant=variant))
+    ] == expected
 
 
-@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), max_size=12))  # few values, so ties
-def test_the_front_is_what_neither_another_nor_the_base_beats(points: list[tuple[int, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), max_size=12)
+)  # few values, so ties
+def test_the_front_is_what_neither_another_nor_the_base_beats(
+    points: list[tuple[int, int]],
+) -> None:
     def beats(one: tuple[int, int], other: tuple[int, int]) -> bool:
         return one != other and one[0] <= other[0] and one[1] >= other[1]
 
     def option(lost: float | None, gained: float | None) -> Any:
         either = Interval(lost, None, None), Interval(gained, None, None)
-        return SimpleNamespace(num_models=1, lost=either[0], gained=either[1], is_finite=lost is not None)
+        return SimpleNamespace(
+            num_models=1, lost=either[0], gained=either[1], is_finite=lost is not None
+        )
 
     best = front([*(option(*point) for point in points), option(None, None)], 1)
     kept = [(of.lost.value, of.gained.value) for of in best]
-    assert kept == sorted(point for point in points if not any(beats(other, point) for other in [*points, (0, 0)]))
+    assert kept == sorted(
+        point for point in points if not any(beats(other, point) for other in [*points, (0, 0)])
+    )
 
 
-@given(st.lists(st.tuples(st.floats(-10, 10), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=5))
-def test_a_mean_lies_in_its_interval_and_one_corpus_keeps_its_own(parts: list[tuple[float, float, float]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.floats(-10, 10), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=5
+    )
+)
+def test_a_mean_lies_in_its_interval_and_one_corpus_keeps_its_own(
+    parts: list[tuple[float, float, float]],
+) -> None:
     intervals = [Interval(value, value - below, value + above) for value, below, above in parts]
     mean = mean_interval(intervals)
     assert mean.value is not None and mean.low is not None and mean.high is not None
@@ -225,8 +297,18 @@ def test_a_mean_lies_in_its_interval_and_one_corpus_keeps_its_own(parts: list[tu
 
 
 def test_runs_set_up_otherwise_are_told_in_a_line_a_key_and_sources_by_their_names() -> None:
-    web, old, new = (f"{{name: {name}, path: web.txt, language: ko}}" for name in ("web", "old", "new"))
-    first, swapped = (load_text(SMALLEST, f"corpus.sources=[{both}]") for both in (f"{old}, {web}", f"{web}, {old}"))
+    web, old, new = (
+        f"{{name: {name}, path: web.txt, language: ko}}" for name in ("web", "old", "new")
+    )
+    first, swapped = (
+        load_text(SMALLEST, f"corpus.sources=[{both}]")
+        for both in (f"{old}, {web}", f"{web}, {old}")
+    )
     assert setup_differences(first, swapped) == []
-    more = changed(first, f"corpus.sources=[{web}, {new}]", "train.max_hours=3", "train.attention=eager")
-    assert setup_differences(first, more) == ["train.attention: not set -> 'eager'", "corpus.sources: new, old"]
+    more = changed(
+        first, f"corpus.sources=[{web}, {new}]", "train.max_hours=3", "train.attention=eager"
+    )
+    assert setup_differences(first, more) == [
+        "train.attention: not set -> 'eager'",
+        "corpus.sources: new, old",
+    ]

@@ -36,11 +36,17 @@ def answered(model: Any) -> torch.Tensor:
     return logits
 
 
-def test_a_trained_run_exports_to_a_plain_model_that_answers_the_same(trained_run: TrainedRun) -> None:
+def test_a_trained_run_exports_to_a_plain_model_that_answers_the_same(
+    trained_run: TrainedRun,
+) -> None:
     config = trained_run(ROUTE)
     summary = export(config)
     assert summary.parity.max_logit_difference <= 1e-4
-    assert not [file.name for file in summary.folder.rglob("*") if file.suffix in (".py", ".bin", ".pt", ".pkl")]
+    assert not [
+        file.name
+        for file in summary.folder.rglob("*")
+        if file.suffix in (".py", ".bin", ".pt", ".pkl")
+    ]
     assert "auto_map" not in (summary.folder / "config.json").read_text(encoding="utf-8")
     plain = AutoModelForCausalLM.from_pretrained(summary.folder, trust_remote_code=False)
     trained = load_widened(config.output_dir / "final", config.model)
@@ -49,7 +55,9 @@ def test_a_trained_run_exports_to_a_plain_model_that_answers_the_same(trained_ru
     assert (answered(plain) - answered(trained.base)).abs().max() > 0.1
     text = "Once upon a time, 옛날에"
     original = AutoTokenizer.from_pretrained(config.model.base)
-    assert AutoTokenizer.from_pretrained(summary.folder)(text).input_ids == prompt_ids(original, text)
+    assert AutoTokenizer.from_pretrained(summary.folder)(text).input_ids == prompt_ids(
+        original, text
+    )
 
 
 def test_an_adapter_holds_the_expansion_alone_and_loads_onto_its_base_alone(
@@ -85,7 +93,11 @@ def test_a_lora_adapter_is_loaded_by_peft_and_by_us_as_what_was_trained(
     text, original = "Once upon a time", AutoTokenizer.from_pretrained(config.model.base)
     assert AutoTokenizer.from_pretrained(folder)(text).input_ids == prompt_ids(original, text)
     told = read_json(folder / "adapter_config.json")
-    assert (told["base_model_name_or_path"], told["peft_type"], told["r"]) == (config.model.base, "LORA", 16)
+    assert (told["base_model_name_or_path"], told["peft_type"], told["r"]) == (
+        config.model.base,
+        "LORA",
+        16,
+    )
     assert told["target_modules"] == sorted(config.method.settings.targets)
     (tensors,) = folder.glob("*.safetensors")
     assert tensors.name == "adapter_model.safetensors"
@@ -103,7 +115,9 @@ def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run(ROUTE)
-    monkeypatch.setattr("scale_cli.export.formats.plain_model", lambda *given: corrupted(plain_model(*given)))
+    monkeypatch.setattr(
+        "scale_cli.export.formats.plain_model", lambda *given: corrupted(plain_model(*given))
+    )
     with pytest.raises(ExportParityError, match="does not compute what the trained model computes"):
         export(config)
     assert list((config.output_dir / "export").iterdir()) == []
@@ -113,7 +127,11 @@ def test_an_export_in_another_dtype_lies_beside_the_first_and_both_are_finished_
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run(ROUTE)
-    for dtype, name in (("float32", "llama"), ("bfloat16", "llama-bfloat16"), ("float16", "llama-float16")):
+    for dtype, name in (
+        ("float32", "llama"),
+        ("bfloat16", "llama-bfloat16"),
+        ("float16", "llama-float16"),
+    ):
         each = changed(config, f"export.dtype={dtype}")
         assert not is_finished(each)
         folder = export(each).folder
@@ -129,7 +147,9 @@ def test_an_export_in_another_dtype_lies_beside_the_first_and_both_are_finished_
     assert not is_finished(config)
 
 
-def test_an_export_is_finished_until_the_report_is_another_and_its_card_tells_of_that(trained_run: TrainedRun) -> None:
+def test_an_export_is_finished_until_the_report_is_another_and_its_card_tells_of_that(
+    trained_run: TrainedRun,
+) -> None:
     config = trained_run(ROUTE)
     folder = export(config).folder
     assert "Not measured" in (folder / "README.md").read_text(encoding="utf-8")
@@ -148,4 +168,6 @@ def test_an_export_is_finished_until_the_report_is_another_and_its_card_tells_of
 
 
 def test_without_held_out_corpora_sample_sentences_are_compared(trained_run: TrainedRun) -> None:
-    assert export(changed(trained_run(ROUTE), "evaluation.perplexity=[]")).parity.num_positions > 100
+    assert (
+        export(changed(trained_run(ROUTE), "evaluation.perplexity=[]")).parity.num_positions > 100
+    )

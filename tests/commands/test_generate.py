@@ -40,7 +40,9 @@ def run(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfi
     folder = tmp_path_factory.mktemp("generating") / "run"
     base = shutil.copytree(lower_stories(shared_data), folder.parent / "base")
     (base / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    config = configured(shared_data, folder, {"variant": "route", "collaboration": {"layers": "top:1"}})
+    config = configured(
+        shared_data, folder, {"variant": "route", "collaboration": {"layers": "top:1"}}
+    )
     config = changed(config, f"model.base={base}", "export.format=[llama, transformers, adapter]")
     upscale(config)
     train(config, None, print)
@@ -69,8 +71,15 @@ def test_a_run_its_folders_and_its_exports_say_the_same_and_have_its_chat_templa
     expected = [c.completion for c in continued]
     assert all(expected[:2])  # what it makes of Hangul is no whole character
     (checkpoint,) = (run.output_dir / "checkpoints").iterdir()
-    exports = {name: run.output_dir / "export" / name for name in ("llama", "transformers", "adapter")}
-    for folder in (run.output_dir / "final", checkpoint, exports["transformers"], exports["adapter"]):
+    exports = {
+        name: run.output_dir / "export" / name for name in ("llama", "transformers", "adapter")
+    }
+    for folder in (
+        run.output_dir / "final",
+        checkpoint,
+        exports["transformers"],
+        exports["adapter"],
+    ):
         assert completions(folder) == expected
     assert all(completions(exports["llama"])[:2])
     for folder in (run.output_dir, *exports.values()):
@@ -79,13 +88,18 @@ def test_a_run_its_folders_and_its_exports_say_the_same_and_have_its_chat_templa
         assert AutoTokenizer.from_pretrained(exports[name]).chat_template == TEMPLATE
 
 
-def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_the_conversation(run: RunConfig) -> None:
+def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_the_conversation(
+    run: RunConfig,
+) -> None:
     generator = Generator(run.output_dir)
     turns = [{"role": "user", "content": PROMPTS[0]}]
     # The template writes the mark that stands before a document itself, where a text gets it.
     (text,) = generator.continue_all([f"[user]{PROMPTS[0]}\n[assistant]"], GREEDY)
     (answer,) = generator.continue_all([turns], GREEDY)
-    assert generator.prompt_ids(turns).tolist() == generator.prompt_ids(f"[user]{PROMPTS[0]}\n[assistant]").tolist()
+    assert (
+        generator.prompt_ids(turns).tolist()
+        == generator.prompt_ids(f"[user]{PROMPTS[0]}\n[assistant]").tolist()
+    )
     assert (answer.prompt, answer.completion) == (PROMPTS[0], text.completion)
     for template, told in (
         ("{{ raise_exception('no') }}", "the chat template refuses .*: no$"),
@@ -96,7 +110,9 @@ def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_the_conv
             generator.continue_all([turns], GREEDY)
 
 
-def test_at_a_terminal_a_conversation_goes_on(run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_a_terminal_a_conversation_goes_on(
+    run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = iter(["Once upon a time", "   ", "And then?"])
 
     def one_line(_: str) -> str:
@@ -118,7 +134,10 @@ def test_at_a_terminal_a_conversation_goes_on(run: RunConfig, scale: Scale, monk
     done = scale("generate", run.output_dir, "--chat", "--max-new-tokens", "6")
     assert done.exit_code == 0 and len(done.stdout.splitlines()) >= 2
     assert [len(turns) for turns in seen] == [1, 3]
-    assert seen[1][0] == {"role": "user", "content": "Once upon a time"} and seen[1][1]["role"] == "assistant"
+    assert (
+        seen[1][0] == {"role": "user", "content": "Once upon a time"}
+        and seen[1][1]["role"] == "assistant"
+    )
 
 
 def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(
@@ -129,7 +148,9 @@ def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(
     ids = prompt + generator.tokenizer(continued[0].completion, add_special_tokens=False).input_ids
     with torch.no_grad():
         states = generator.model.final_states(torch.tensor([ids]), preserved=True)
-        heads = [logits[0].double().log_softmax(-1) for logits in generator.model.routed_logits(states)]
+        heads = [
+            logits[0].double().log_softmax(-1) for logits in generator.model.routed_logits(states)
+        ]
     weight = 0.5
     for position, token in enumerate(ids[1 : len(prompt)]):
         said = [math.exp(head[position, token]) for head in heads]
@@ -147,7 +168,9 @@ def test_the_tokens_add_up_to_the_completion_and_prompt_and_completion_to_the_te
     for of in (generator, Generator(run.output_dir / "export/llama")):
         (begun,) = of.continue_all(["Once upon"], GREEDY)
         row = of.prompt_ids("Once upon")
-        generated = of.model.generate(row[None], do_sample=False, max_new_tokens=GREEDY.max_new_tokens)[0]
+        generated = of.model.generate(
+            row[None], do_sample=False, max_new_tokens=GREEDY.max_new_tokens
+        )[0]
         assert str(of.tokenizer.decode(generated)).endswith(f"Once upon{begun.completion}")
         assert begun.completion[0] == " "
 
@@ -159,14 +182,24 @@ def test_the_verb_prints_json_with_every_tokens_heads_for_lines_that_may_end_as_
     done = scale("generate", run.output_dir, "--max-new-tokens", "4", "--json")
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["prompt"] for one in told] == ["Once", "Lily"]
-    assert all(len(one["tokens"]) == 4 and set(one["tokens"][0]["shares"]) == {"base", "trained"} for one in told)
+    assert all(
+        len(one["tokens"]) == 4 and set(one["tokens"][0]["shares"]) == {"base", "trained"}
+        for one in told
+    )
 
 
 def test_only_what_is_asked_for_decides_the_text_whatever_the_base_would_generate_with(
     run: RunConfig, continued: list[Continuation]
 ) -> None:
-    penalised = shutil.copytree(run.output_dir / "export" / "transformers", run.output_dir.parent / "penalised")
-    penalty = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "num_beams": 3, "do_sample": True}
+    penalised = shutil.copytree(
+        run.output_dir / "export" / "transformers", run.output_dir.parent / "penalised"
+    )
+    penalty = {
+        "repetition_penalty": 5.0,
+        "no_repeat_ngram_size": 1,
+        "num_beams": 3,
+        "do_sample": True,
+    }
     edit_json(penalised / "generation_config.json", penalty)
     for settings in (GREEDY, replace(GREEDY, temperature=1e-39)):  # the second is the coldest
         assert completions(penalised, settings) == [text.completion for text in continued]
@@ -176,13 +209,22 @@ def test_every_end_that_the_bases_settings_name_ends_a_text(
     run: RunConfig, generator: Generator, continued: list[Continuation]
 ) -> None:
     prompts = [generator.prompt_ids(prompt) for prompt in PROMPTS]
-    ids = [generator.model.generate(prompt[None], max_new_tokens=8, do_sample=False)[0] for prompt in prompts]
+    ids = [
+        generator.model.generate(prompt[None], max_new_tokens=8, do_sample=False)[0]
+        for prompt in prompts
+    ]
     new = [row[len(prompt) :].tolist() for row, prompt in zip(ids, prompts, strict=True)]
     ends = [generator.tokenizer.eos_token_id, new[0][4], new[1][5]]
-    many = shutil.copytree(run.output_dir / "export" / "transformers", run.output_dir.parent / "many-ends")
+    many = shutil.copytree(
+        run.output_dir / "export" / "transformers", run.output_dir.parent / "many-ends"
+    )
     edit_json(many / "generation_config.json", {"eos_token_id": ends})
-    for cut, text, row in zip(Generator(many).continue_all(PROMPTS, GREEDY), continued, new, strict=True):
-        expected = min((row.index(end) for end in ends if end in row), default=GREEDY.max_new_tokens)
+    for cut, text, row in zip(
+        Generator(many).continue_all(PROMPTS, GREEDY), continued, new, strict=True
+    ):
+        expected = min(
+            (row.index(end) for end in ends if end in row), default=GREEDY.max_new_tokens
+        )
         assert len(cut.tokens) == expected and text.completion.startswith(cut.completion)
 
 
@@ -200,7 +242,15 @@ def test_the_text_is_on_standard_output_the_summary_on_standard_error_and_a_rule
 def test_heads_are_shown_by_their_names_where_they_take_over(
     run: RunConfig, scale: Scale, continued: list[Continuation]
 ) -> None:
-    command = ("generate", run.output_dir, "--prompt", PROMPTS[0], "--show-heads", "--max-new-tokens", "12")
+    command = (
+        "generate",
+        run.output_dir,
+        "--prompt",
+        PROMPTS[0],
+        "--show-heads",
+        "--max-new-tokens",
+        "12",
+    )
     spoken = re.split(r"\[(base|trained)\]", scale(*command).stdout.removesuffix("\n"))
     assert "".join(spoken[::2]) == f"{PROMPTS[0]}{continued[0].completion}" and len(spoken) > 1
     assert all(before != after for before, after in pairwise(spoken[1::2]))
@@ -224,7 +274,9 @@ def test_text_that_is_told_token_by_token_has_its_whole_characters_and_no_others
     if isinstance(written, bytes):
         spelled = bytes_to_unicode()
         if checkpoint == "ckpt-stories260K":
-            spelled = {byte: chr(byte) if byte < 128 else f"<0x{byte:02X}>" for byte in range(256)} | {32: "▁"}
+            spelled = {
+                byte: chr(byte) if byte < 128 else f"<0x{byte:02X}>" for byte in range(256)
+            } | {32: "▁"}
         ids: Any = tokenizer.convert_tokens_to_ids([spelled[byte] for byte in written])
         expected = written.decode(errors="ignore")
     else:
@@ -244,7 +296,10 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_one_line_and_an_answer_e
     assert 0 < room < 8
     _, long = generator.continue_all(["Lily", fits], Sampling(max_new_tokens=12))
     assert len(long.tokens) <= room
-    assert f"the model's context of {most:,}" in scale("generate", run.output_dir, "--prompt", fits * 2).error()
+    assert (
+        f"the model's context of {most:,}"
+        in scale("generate", run.output_dir, "--prompt", fits * 2).error()
+    )
 
 
 @pytest.mark.parametrize(
@@ -252,14 +307,25 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_one_line_and_an_answer_e
     [
         (["--top-p", "0.9"], "--top-p 0.9: does nothing at temperature 0"),
         (["--samples", "2"], "--samples, --output: give both or neither"),
-        (["--samples", "2", "--output", "x.jsonl", "--chat"], "and without --chat, --show-heads and --json"),
-        (["--samples", "2", "--output", "x.jsonl", "--json"], "and without --chat, --show-heads and --json"),
+        (
+            ["--samples", "2", "--output", "x.jsonl", "--chat"],
+            "and without --chat, --show-heads and --json",
+        ),
+        (
+            ["--samples", "2", "--output", "x.jsonl", "--json"],
+            "and without --chat, --show-heads and --json",
+        ),
         (["--samples", "2", "--output", "x.txt"], "must end in .jsonl"),
         (["--samples", "2", "--output", "there.jsonl"], "already exists"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(
-    run: RunConfig, scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], told: str
+    run: RunConfig,
+    scale: Scale,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    told: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.jsonl").touch()
@@ -269,10 +335,19 @@ def test_what_cannot_be_had_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("stdin", "told"), [(None, "no prompt given"), ([], "no prompt given"), (["good\n", "\udcff\udcfe\n"], "not UTF-8")]
+    ("stdin", "told"),
+    [
+        (None, "no prompt given"),
+        ([], "no prompt given"),
+        (["good\n", "\udcff\udcfe\n"], "not UTF-8"),
+    ],
 )
 def test_standard_input_that_holds_no_text_is_one_line(
-    run: RunConfig, scale: Scale, stdin: list[str] | None, told: str, monkeypatch: pytest.MonkeyPatch
+    run: RunConfig,
+    scale: Scale,
+    stdin: list[str] | None,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.stdin", stdin)
     done = scale("generate", run.output_dir)
@@ -285,17 +360,35 @@ def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_repl
     monkeypatch.setattr("scale_cli.commands.generate._AT_ONCE", 2)
 
     def drawn(name: str, *options: str) -> list[str]:
-        command = ("generate", run.output_dir / "final/scale.yaml", "--samples", "5", "--output", tmp_path / name)
+        command = (
+            "generate",
+            run.output_dir / "final/scale.yaml",
+            "--samples",
+            "5",
+            "--output",
+            tmp_path / name,
+        )
         options = ("--max-new-tokens", "16", *options)
         assert scale(*command, *options).exit_code == 0
-        return [json.loads(line)["text"] for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()]
+        return [
+            json.loads(line)["text"]
+            for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()
+        ]
 
     texts = drawn("one.jsonl")
     assert len(set(texts)) == 5 == len(texts)
     assert drawn("again.jsonl") == texts
     assert not set(drawn("other.jsonl", "--seed", "1")) & set(texts)
-    assert {text[:4] for text in drawn("begun.jsonl", "--prompt", "Once", "--prompt", "Lily")} == {"Once", "Lily"}
-    greedy, base = drawn("greedy.jsonl", "--temperature", "0", "--max-new-tokens", "8"), Generator(run.model)
+    assert {text[:4] for text in drawn("begun.jsonl", "--prompt", "Once", "--prompt", "Lily")} == {
+        "Once",
+        "Lily",
+    }
+    greedy, base = (
+        drawn("greedy.jsonl", "--temperature", "0", "--max-new-tokens", "8"),
+        Generator(run.model),
+    )
     assert set(greedy) == {base.continue_all([""], Sampling(max_new_tokens=8))[0].completion}
-    source = CorpusSource(name="drawn", language="en", role="replay", path=str(tmp_path / "one.jsonl"))
+    source = CorpusSource(
+        name="drawn", language="en", role="replay", path=str(tmp_path / "one.jsonl")
+    )
     assert len(TokenCache(tmp_path / "tokens", base.tokenizer).open(source)) == 5

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from scale_cli.commands import init as fitting
-from scale_cli.commands.init import SCHEMA_FILE, NewTokens, Parted, Sizes, config_text, fit_sizes, source_of
+from scale_cli.commands.init import (
+    SCHEMA_FILE,
+    NewTokens,
+    Parted,
+    Sizes,
+    config_text,
+    fit_sizes,
+    source_of,
+)
 from scale_cli.config.load import checked, load_config, parse
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.documents import CorpusReader
@@ -30,11 +38,16 @@ NO_NEW = NewTokens("1.2 a character")
 
 def counted_once() -> dict[str, Callable[..., Any]]:
     """Count one model of all examples: what else is found hangs on neither its work nor its memory."""
-    counts: dict[str, Callable[..., Any]] = {"count_flops": count_flops, "count_saved_tensors": count_saved_tensors}
+    counts: dict[str, Callable[..., Any]] = {
+        "count_flops": count_flops,
+        "count_saved_tensors": count_saved_tensors,
+    }
     known: dict[str, Any] = {}
 
     def counting(name: str) -> Callable[..., Any]:
-        return lambda *asked: known[name] if name in known else known.setdefault(name, counts[name](*asked))
+        return lambda *asked: (
+            known[name] if name in known else known.setdefault(name, counts[name](*asked))
+        )
 
     return {name: counting(name) for name in counts}
 
@@ -70,7 +83,11 @@ def test_what_is_written_offers_new_tokens_and_replay_and_is_never_written_over(
     assert (done.exit_code, done.stderr) == (0, "")
     config = load_config(file)
     (corpus, _), (held_out, retention) = config.corpus.sources, config.evaluation.perplexity
-    assert (held_out.role, retention.role, held_out.path) == ("acquisition", "retention", corpus.path)
+    assert (held_out.role, retention.role, held_out.path) == (
+        "acquisition",
+        "retention",
+        corpus.path,
+    )
     assert corpus.skip_documents == held_out.max_documents
     # A character of Hangul costs this tokenizer more than two tokens, and there is enough old text to replay.
     assert config.method.vocabulary is not None and config.method.vocabulary.script == "hangul"
@@ -96,7 +113,11 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
         ("--corpus", "/absent/*.txt", "corpus: no file matches /absent/*.txt"),
         ("--corpus", "short.txt", "but a step takes 2,048"),
         ("--retention", "empty.txt", "no document with text"),
-        ("--language", "korean", "korean is not an ISO 639 code; give the language's code, such as ko"),
+        (
+            "--language",
+            "korean",
+            "korean is not an ISO 639 code; give the language's code, such as ko",
+        ),
         ("--retention-language", "kr", "kr is a country code; the language code is ko"),
     ],
 )
@@ -114,16 +135,29 @@ def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
     (tmp_path / "empty.txt").touch()
     before = sorted(tmp_path.iterdir())
     done = scale("init", "mine.yaml", *flat(flags | {flag: value}))
-    assert done.exit_code == 2 and said in done.stderr.splitlines()[0] and done.stderr.startswith("error: ")
+    assert (
+        done.exit_code == 2
+        and said in done.stderr.splitlines()[0]
+        and done.stderr.startswith("error: ")
+    )
     assert sorted(tmp_path.iterdir()) == before
 
 
 def written_for(base: str, corpus: str, language: str, sizes: Sizes = SIZES) -> Any:
     """Return the config that is written, parsed, for texts that nobody looks into."""
-    trained, held, kept = ({"name": name, "path": f"{corpus}.txt", "language": language} for name in ("a", "b", "c"))
-    texts = {"corpus": Parted(trained, held, ""), "kept": Parted({}, kept, ""), "retention_language": "en"}
+    trained, held, kept = (
+        {"name": name, "path": f"{corpus}.txt", "language": language} for name in ("a", "b", "c")
+    )
+    texts = {
+        "corpus": Parted(trained, held, ""),
+        "kept": Parted({}, kept, ""),
+        "retention_language": "en",
+    }
     model = {"base": base}
-    return parse(config_text(Path("mine.yaml"), model=model, **texts, new=NO_NEW, sizes=sizes, lr="5e-3"), "mine.yaml")
+    return parse(
+        config_text(Path("mine.yaml"), model=model, **texts, new=NO_NEW, sizes=sizes, lr="5e-3"),
+        "mine.yaml",
+    )
 
 
 @settings(max_examples=50, deadline=None)
@@ -163,7 +197,9 @@ def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
     assert sizes.memory_bytes <= sizes.available_bytes
     assert sizes.sequence_length <= base.max_position_embeddings
     assert sizes.global_batch_size % sizes.micro_batch_size == 0
-    assert sizes.max_steps == 10 or (sizes.num_tokens <= 4 * num_tokens and sizes.minutes <= minutes * (1 + 1e-9))
+    assert sizes.max_steps == 10 or (
+        sizes.num_tokens <= 4 * num_tokens and sizes.minutes <= minutes * (1 + 1e-9)
+    )
     tree = written_for("b", "c", "ko", sizes)
     assert checked(RunConfig, tree, "m").train.max_steps == sizes.max_steps
 
@@ -180,12 +216,37 @@ def as_lines(documents: list[str]) -> bytes:
 @pytest.mark.parametrize(
     ("name", "form", "told", "verb"),  # all of `run` but the reading is alike
     [
-        ("*.txt", as_txt, "20 documents (text between blank lines): the first 2 held out", "prepare"),
-        ("novel.txt", as_novel, "1 document: its last tenth held out; written as mine.corpus.jsonl and", "run"),
+        (
+            "*.txt",
+            as_txt,
+            "20 documents (text between blank lines): the first 2 held out",
+            "prepare",
+        ),
+        (
+            "novel.txt",
+            as_novel,
+            "1 document: its last tenth held out; written as mine.corpus.jsonl and",
+            "run",
+        ),
         ("comments.txt", as_lines, " documents (a line each): the first ", "prepare"),
-        ("a.jsonl", as_jsonl, "60 documents: the first 6 held out, the rest to train on", "prepare"),
-        ("a.parquet", as_parquet, "60 documents: the first 6 held out, the rest to train on", "prepare"),
-        ("a.txt.gz", as_txt, "60 documents (text between blank lines): the first 6 held out", "prepare"),
+        (
+            "a.jsonl",
+            as_jsonl,
+            "60 documents: the first 6 held out, the rest to train on",
+            "prepare",
+        ),
+        (
+            "a.parquet",
+            as_parquet,
+            "60 documents: the first 6 held out, the rest to train on",
+            "prepare",
+        ),
+        (
+            "a.txt.gz",
+            as_txt,
+            "60 documents (text between blank lines): the first 6 held out",
+            "prepare",
+        ),
     ],
 )
 def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
@@ -208,18 +269,38 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
     documents = [re.sub(r"\s*\n\s*", "\n", text)[:1500] for text in petitions]
     corpus = Path("text") / name
     corpus.parent.mkdir()
-    for index, held in enumerate([[document] for document in documents[:20]] if "*" in name else [documents]):
+    for index, held in enumerate(
+        [[document] for document in documents[:20]] if "*" in name else [documents]
+    ):
         content = COMPRESSORS[".gz" if name.endswith(".gz") else ""](form(held))
         corpus.with_name(name.replace("*", f"{index:02}")).write_bytes(content)
-    Path("old.txt").write_text("\n\n".join(ENGLISH[at : at + 300] for at in range(0, 3000, 300)), encoding="utf-8")
+    Path("old.txt").write_text(
+        "\n\n".join(ENGLISH[at : at + 300] for at in range(0, 3000, 300)), encoding="utf-8"
+    )
     base = lower_stories(shared_data)
-    done = scale("init", "mine.yaml", "--base", base, "--corpus", corpus, "--language", "ko", "--retention", "old.txt")
+    done = scale(
+        "init",
+        "mine.yaml",
+        "--base",
+        base,
+        "--corpus",
+        corpus,
+        "--language",
+        "ko",
+        "--retention",
+        "old.txt",
+    )
     assert (done.exit_code, done.stderr) == (0, "")
     assert told in done.stdout
     config = load_config(Path("mine.yaml"))
     held_out = config.evaluation.perplexity[0]
-    sides = [kept(list(CorpusReader(source, 1 << 28))) for source in (config.corpus.sources[0], held_out)]
-    given_words, words = "".join("".join(documents).split()), "".join("".join([*sides[1], *sides[0]]).split())
+    sides = [
+        kept(list(CorpusReader(source, 1 << 28))) for source in (config.corpus.sources[0], held_out)
+    ]
+    given_words, words = (
+        "".join("".join(documents).split()),
+        "".join("".join([*sides[1], *sides[0]]).split()),
+    )
     assert not set(sides[0]) & set(sides[1]) and all(sides)
     assert sorted(words) == sorted(given_words) or name in ("*.txt", "comments.txt")
     assert scale(verb, "mine.yaml").exit_code == 0
@@ -241,7 +322,11 @@ def test_a_text_is_files_or_a_dataset(given_text: str, source: dict[str, str]) -
 def test_a_script_that_the_base_reads_gets_no_new_tokens(
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path
 ) -> None:
-    swapped = {"--corpus": flags["--retention"], "--language": "en", "--retention": flags["--corpus"]}
+    swapped = {
+        "--corpus": flags["--retention"],
+        "--language": "en",
+        "--retention": flags["--corpus"],
+    }
     asked = {"--base": flags["--base"], **swapped, "--retention-language": "ko"}
     assert scale("init", tmp_path / "english.yaml", *flat(asked)).exit_code == 0
     assert load_config(tmp_path / "english.yaml").method.vocabulary is None

@@ -17,14 +17,21 @@ from tests.command_line import Scale
 from tests.one_step import write_config
 from tests.vocabulary.tokenizers_at_hand import BROKEN, KOREAN, llama_2
 
-SMALL = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+SMALL = LlamaConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4
+)
 AS_IN_THE_PAPER = "corpus.sequence_length=8192"
 
 
 def config_of(folder: Path, base: LlamaConfig, *overrides: str) -> RunConfig:
     """Write a base's config alone, and return a run's, whose text is not there."""
     base.save_pretrained(folder / "base")
-    sizes = {"max_steps": 10, "global_batch_size": 4, "micro_batch_size": 2, "mixed_precision": "bf16"}
+    sizes = {
+        "max_steps": 10,
+        "global_batch_size": 4,
+        "micro_batch_size": 2,
+        "mixed_precision": "bf16",
+    }
     corpus = {
         "sequence_length": 64,
         "sources": [{"name": "news", "path": str(folder / "absent.txt"), "language": "en"}],
@@ -44,7 +51,9 @@ def every_method(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """Every method on a Llama as wide as Llama-3.2-1B, but of fewer layers, 8,192 tokens a window as in the paper."""
     folder = tmp_path_factory.mktemp("plan")
     base = LlamaConfig(**{**LLAMA_3_2_1B.to_dict(), "num_hidden_layers": 3})
-    config = config_of(folder, base, "method={variant: route, expansion: {ratio: 0.125}}", AS_IN_THE_PAPER)
+    config = config_of(
+        folder, base, "method={variant: route, expansion: {ratio: 0.125}}", AS_IN_THE_PAPER
+    )
     return plan(config, flops=4e14, num_processes=2)
 
 
@@ -56,9 +65,13 @@ def test_llama_3_2_1b_is_planned_from_its_config_alone(tmp_path: Path) -> None:
     assert round(full.flops_per_token / 1e9, 2) == 9.03
 
 
-def test_the_flops_are_those_that_the_mathematics_asks_for_and_the_time_is_theirs(every_method: Plan) -> None:
+def test_the_flops_are_those_that_the_mathematics_asks_for_and_the_time_is_theirs(
+    every_method: Plan,
+) -> None:
     assert every_method.methods[0].num_tokens == 10 * 4 * 8192
-    assert {method.variant for method in every_method.methods} == METHODS.keys() and not every_method.refused
+    assert {
+        method.variant for method in every_method.methods
+    } == METHODS.keys() and not every_method.refused
     for method in every_method.methods:
         ideal = ideal_flops_per_token(
             every_method.base_config,
@@ -86,7 +99,9 @@ def test_every_other_variant_stands_beside_the_configs(tmp_path: Path) -> None:
         beside = methods_beside(method)
         assert {other.variant for other in beside} == METHODS.keys() - {variant}
         assert {*map(attrgetter("lora.rank"), beside)} == {3}
-    distilled = MethodConfig.model_validate({"variant": "preserve", "distillation": {"weight": 1.0}})
+    distilled = MethodConfig.model_validate(
+        {"variant": "preserve", "distillation": {"weight": 1.0}}
+    )
     assert len(methods_beside(distilled)) == len(METHODS) - 1
 
 
@@ -95,20 +110,29 @@ def test_what_is_rarely_meant_and_what_is_not_there_is_warned_of_within_100_colu
 ) -> None:
     (absent,) = every_method.warnings
     assert absent.startswith("news: no file matches ") and "`scale run`" in absent
-    made = plan(config_of(tmp_path, SMALL, "method.variant=preserve", "train.warmup_steps=99"), 1e12, 1)
+    made = plan(
+        config_of(tmp_path, SMALL, "method.variant=preserve", "train.warmup_steps=99"), 1e12, 1
+    )
     _, idle = made.warnings
     assert "train.warmup_steps" in idle
     for planned, warning in ((every_method, absent), (made, idle)):
         assert warning[:20] in " ".join(line.strip() for line in planned.lines())
-        assert max(len(line.replace(planned.config.model.base, "base")) for line in planned.lines()) <= 100
+        assert (
+            max(len(line.replace(planned.config.model.base, "base")) for line in planned.lines())
+            <= 100
+        )
 
 
 def test_a_method_that_the_base_is_too_small_for_is_named_and_a_decay_costs_those_that_may_have_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freeze = MethodConfig.model_validate({"variant": "freeze", "freeze": {"num_layers": 9}})
-    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [freeze, MethodConfig(variant="preserve")])
-    made = plan(config_of(tmp_path, SMALL, "method.variant=full", "train.decay_to_base=true"), 1e12, 1)
+    monkeypatch.setattr(
+        plan_module, "methods_beside", lambda _: [freeze, MethodConfig(variant="preserve")]
+    )
+    made = plan(
+        config_of(tmp_path, SMALL, "method.variant=full", "train.decay_to_base=true"), 1e12, 1
+    )
     assert any("freeze" in line and "4 layers" in line for line in made.lines())
     full, preserve = made.methods
     assert full.memory.frozen == full.memory.trainable
@@ -141,8 +165,13 @@ def test_the_verb_prints_the_plan_for_people_or_as_json_and_writes_nothing(
     done = scale("plan", small, absent, "--flops", "4.0e14")
     assert done.exit_code == 0
     shown = done.stdout
-    assert "questions: no such file: nowhere.yaml; the plan needs no text" in " ".join(shown.split())
-    assert "400 TFLOP/s as stated" in shown and "10 steps x 4 windows x 64 tokens = 2,560 tokens" in shown
+    assert "questions: no such file: nowhere.yaml; the plan needs no text" in " ".join(
+        shown.split()
+    )
+    assert (
+        "400 TFLOP/s as stated" in shown
+        and "10 steps x 4 windows x 64 tokens = 2,560 tokens" in shown
+    )
     told = json.loads(scale("plan", small, absent, "--flops", "4.0e14", "--json").stdout)
     assert "base_config" not in told and told["methods"][0]["variant"] == "route"
     assert told["methods"][0]["num_tokens"] == 2560
@@ -166,7 +195,8 @@ def test_what_cannot_be_planned_is_one_line_that_names_it(
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("variant", "max_steps", "is_told"), [("route", 2000, True), ("route", 10, False), ("full", 2000, False)]
+    ("variant", "max_steps", "is_told"),
+    [("route", 2000, True), ("route", 10, False), ("full", 2000, False)],
 )
 def test_a_budget_at_which_full_fine_tuning_learned_as_much_is_told(
     tmp_path: Path, variant: str, max_steps: int, is_told: bool

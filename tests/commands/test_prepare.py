@@ -18,8 +18,16 @@ def prepared_from(folder: Path, stories: Path, lines: list[str]) -> RunConfig:
     """Return a config of a .jsonl to train on, and of two documents held out."""
     (folder / "news.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     news = {"name": "news", "path": str(folder / "news.jsonl"), "language": "en"}
-    held_out = {"name": "tales", "path": str(folder / "news.txt"), "language": "en", "role": "retention"}
-    sections: dict[str, Any] = {"corpus": {"sources": [news]}, "evaluation": {"perplexity": [held_out]}}
+    held_out = {
+        "name": "tales",
+        "path": str(folder / "news.txt"),
+        "language": "en",
+        "role": "retention",
+    }
+    sections: dict[str, Any] = {
+        "corpus": {"sources": [news]},
+        "evaluation": {"perplexity": [held_out]},
+    }
     return load_config(write_config(folder, stories, **sections))
 
 
@@ -39,12 +47,23 @@ def test_shares_of_the_files_are_prepared_one_by_one_then_joined_and_not_tokenis
 
 
 def test_what_was_dropped_is_said(
-    tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    stories: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("scale_cli.terminal._form", "lines")  # a verb before this test may have chosen another
+    monkeypatch.setattr(
+        "scale_cli.terminal._form", "lines"
+    )  # a verb before this test may have chosen another
     config = prepared_from(tmp_path, stories, [*GOOD, "{"])
     with pytest.raises(CorpusError, match=r"news\.jsonl:4"):
         prepare(config)
-    prepare(config.model_copy(update={"corpus": config.corpus.model_copy(update={"max_bad_fraction": 0.25})}))
-    (dropped,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("dropped")]
+    prepare(
+        config.model_copy(
+            update={"corpus": config.corpus.model_copy(update={"max_bad_fraction": 0.25})}
+        )
+    )
+    (dropped,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("dropped")
+    ]
     assert dropped.endswith(f"1 not JSON: {tmp_path / 'news.jsonl'}:4")

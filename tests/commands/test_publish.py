@@ -49,9 +49,20 @@ def test_what_is_sent_is_the_folder_to_a_private_repository(folder: Path, hub: A
     assert (call["repo_id"], call["folder_path"]) == ("me/model", folder)
     assert sorted(call["ignore_patterns"]) == ["manifest.json", "parity.json", "scale.yaml"]
     assert "hf_planted" not in "".join(sent)
-    gone = {"adapter_config.json", "base.json", "scale.yaml", "model-00001-of-00002.safetensors", "trained.safetensors"}
+    gone = {
+        "adapter_config.json",
+        "base.json",
+        "scale.yaml",
+        "model-00001-of-00002.safetensors",
+        "trained.safetensors",
+    }
     kept = {"README.md", "LICENSE", "config.json", "picture.png"}
-    removed = {name for name in gone | kept for pattern in call["delete_patterns"] if fnmatchcase(name, pattern)}
+    removed = {
+        name
+        for name in gone | kept
+        for pattern in call["delete_patterns"]
+        if fnmatchcase(name, pattern)
+    }
     assert removed == gone
 
 
@@ -74,8 +85,12 @@ def test_a_refusal_of_the_hub_is_one_line_and_without_a_token_nothing_is_tried(
 
 
 @pytest.mark.parametrize("name", ["model", "me/mo del"])
-def test_what_is_no_repository_of_one_model_is_refused_before_anything_is_exported(name: str) -> None:
+def test_what_is_no_repository_of_one_model_is_refused_before_anything_is_exported(
+    name: str,
+) -> None:
     with pytest.raises(UsageError, match="--push-to-hub"):
         export.check_repository(name, ["llama"])
-    with pytest.raises(UsageError, match=r"exports llama and transformers; choose one: export\.format=transformers"):
+    with pytest.raises(
+        UsageError, match=r"exports llama and transformers; choose one: export\.format=transformers"
+    ):
         export.check_repository("me/model", ["llama", "transformers"])

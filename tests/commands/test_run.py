@@ -22,7 +22,9 @@ def config(shared_data: Path, tmp_path: Path) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def finished_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = configured(shared_data, tmp_path_factory.mktemp("finished") / "run", {"variant": "route"})
+    config = configured(
+        shared_data, tmp_path_factory.mktemp("finished") / "run", {"variant": "route"}
+    )
     run_pipeline(config, lambda _: None)
     return config.output_dir
 
@@ -51,13 +53,17 @@ def test_a_gate_without_a_retention_corpus_is_refused_before_anything(
     assert not config.output_dir.exists()
 
 
-def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(config: RunConfig, of_config: Scale) -> None:
+def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
+    config: RunConfig, of_config: Scale
+) -> None:
     asked = ("export={}", "method.collaboration.layers=top:1")
     done = of_config("run", *asked)
     assert done.exit_code == 0
     run = RunFolder(config.output_dir)
     generating, serving = done.stdout.splitlines()[-1].split("; ")
-    assert generating == f"next           scale generate {run.root} --prompt '...' --temperature 0.8"
+    assert (
+        generating == f"next           scale generate {run.root} --prompt '...' --temperature 0.8"
+    )
     assert serving == f"scale serve {run.root} --plain"
     heads = {run.export("llama"): "adapted", run.export("transformers"): "posterior"}
     assert [*heads] == sorted((run.root / "export").iterdir())
@@ -76,7 +82,9 @@ def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says
     finished: RunConfig, of_config: Scale
 ) -> None:
     assert "(--accept train.max_steps)" in of_config("run", "train.max_steps=14").error()
-    assert "--accept" not in of_config("evaluate", "train.max_steps=14").error(), "evaluate does not know it"
+    assert "--accept" not in of_config("evaluate", "train.max_steps=14").error(), (
+        "evaluate does not know it"
+    )
     assert of_config("run", "train.max_steps=14", "--accept", "train.max_steps").exit_code == 0
     position = read_json(finished.output_dir / "final" / "position.json")
     assert position["step"] == 14
@@ -92,7 +100,11 @@ def test_a_finished_run_is_measured_again_where_the_held_out_text_has_changed(
 
     def documents_in_report() -> int:
         assert of_config("run", *asked).exit_code == 0
-        return int(read_json(RunFolder(finished.output_dir).evaluation / "report.json")["corpora"][0]["num_documents"])
+        return int(
+            read_json(RunFolder(finished.output_dir).evaluation / "report.json")["corpora"][0][
+                "num_documents"
+            ]
+        )
 
     text.write_text("Once upon a time.\n\nThe end.\n", encoding="utf-8")
     assert documents_in_report() == 2
@@ -118,7 +130,9 @@ def test_the_folder_of_a_run_stands_for_its_config_wherever_it_lies(
     assert scale("evaluate", tmp_path).error(), "no run"
 
 
-def test_another_tokenizer_is_refused_by_every_verb(finished: RunConfig, of_config: Scale, tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused_by_every_verb(
+    finished: RunConfig, of_config: Scale, tmp_path: Path
+) -> None:
     base = Path(shutil.copytree(finished.model.base, tmp_path / "base"))
     changed = read_json(base / "tokenizer.json")
     changed["model"]["merges"].pop()

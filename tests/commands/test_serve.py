@@ -27,7 +27,9 @@ def write_routed(checkpoint: Path, folder: Path) -> None:
     """Write the plain export of a real small model, widened as if it had been trained, with its router."""
     base = ModelConfig(base=str(checkpoint))
     model = as_if_trained(widen(load_base(base), "route"))
-    write_plain(dense_model(model, "float32"), load_tokenizer(base), base, folder, router_keys(model))
+    write_plain(
+        dense_model(model, "float32"), load_tokenizer(base), base, folder, router_keys(model)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], Any]
     monkeypatch.setattr("scale_cli.server.run_server", become)
     monkeypatch.setattr("signal.signal", lambda *_: None)
 
-    def serve_and_listen(path: Path, engine: Any = None, options: Any = FREE, *, plainly: bool = False) -> Any:
+    def serve_and_listen(
+        path: Path, engine: Any = None, options: Any = FREE, *, plainly: bool = False
+    ) -> Any:
         lines: list[str] = []
         with pytest.raises(Became) as became:
             serve(path, engine, options, lines.append, plainly=plainly)
@@ -75,10 +79,20 @@ def test_vllm_is_taken_where_it_is_and_told_the_routed_class(
     folder: Path, installed: set[str], said: Callable[..., Any]
 ) -> None:
     installed.add("vllm")
-    (promise, model, ask), (command,) = said(folder, None, ["--port", "9000", "--max-model-len", "64"])
+    (promise, model, ask), (command,) = said(
+        folder, None, ["--port", "9000", "--max-model-len", "64"]
+    )
     engine = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     override = json.dumps({"architectures": ["ScaleRoutedLlamaForCausalLM"]})
-    assert command == [*engine, "--hf-overrides", override, "--port", "9000", "--max-model-len", "64"]
+    assert command == [
+        *engine,
+        "--hf-overrides",
+        override,
+        "--port",
+        "9000",
+        "--max-model-len",
+        "64",
+    ]
     assert said(folder, None, [], plainly=True)[1] == (engine,)
     assert "in vllm: the trained model's answers, up to rounding" in promise
     assert "0.693 nats over its best head" in promise
@@ -97,7 +111,9 @@ def test_else_transformers_and_a_run_stands_for_its_plain_export(
 def changed(folder: Path, copy: Path, **keys: Any) -> Path:
     shutil.copytree(folder, copy)
     config = {**read_json(copy / "config.json"), **keys}
-    write_json(copy / "config.json", {name: value for name, value in config.items() if value is not None})
+    write_json(
+        copy / "config.json", {name: value for name, value in config.items() if value is not None}
+    )
     return copy
 
 
@@ -111,7 +127,9 @@ def test_a_router_that_may_switch_is_promised_no_bound(
     assert "2.303 nats" in said(leaning)[0][0]
 
 
-def test_what_cannot_be_served_routed_is_refused_in_one_line(folder: Path, tmp_path: Path, installed: set[str]) -> None:
+def test_what_cannot_be_served_routed_is_refused_in_one_line(
+    folder: Path, tmp_path: Path, installed: set[str]
+) -> None:
     plain = changed(folder, tmp_path / "plain", scale_router=None)
     other = changed(folder, tmp_path / "other", architectures=["Olmo2ForCausalLM"])
     several = tmp_path / "several"
@@ -121,16 +139,29 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(folder: Path, tmp_p
         (plain, None, [], "has no scale_router, .*--plain"),
         (several, None, [], "several exports"),
         (tmp_path, None, [], "contains no plain export"),
-        (changed(folder, tmp_path / "final", architectures=None), None, [], "not a plain export; give the run"),
+        (
+            changed(folder, tmp_path / "final", architectures=None),
+            None,
+            [],
+            "not a plain export; give the run",
+        ),
         (other, "vllm", [], "only transformers can route Olmo2ForCausalLM"),
         (folder, "vllm", [], r"needs vllm: pip install 'scale-cli\[vllm\]'"),
-        (folder, None, ["--continuous-batching"], "^--continuous-batching: .* or use --engine vllm"),
+        (
+            folder,
+            None,
+            ["--continuous-batching"],
+            "^--continuous-batching: .* or use --engine vllm",
+        ),
         (folder, None, ["--port", "many"], "^--port: "),
         (folder, None, ["--host", "no such host"], "^--host no such host, --port 8000: "),
     ]
     with socket.create_server(("127.0.0.1", 0)) as listening:
         taken = ["--port", str(listening.getsockname()[1]), "--host", "127.0.0.1"]
-        for path, engine, options, told in [*refused, (folder, None, taken, "Address already in use")]:
+        for path, engine, options, told in [
+            *refused,
+            (folder, None, taken, "Address already in use"),
+        ]:
             with pytest.raises(ScaleError, match=told) as error:
                 serve(path, engine, options, lambda line: pytest.fail(line), plainly=False)
             assert "\n" not in str(error.value)

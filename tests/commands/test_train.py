@@ -34,7 +34,10 @@ from tests.widening import lower_stories
 
 
 def metrics(run: RunFolder) -> list[dict[str, Any]]:
-    return [{key: value for key, value in record.items() if key not in CLOCK} for record in read_records(run.metrics)]
+    return [
+        {key: value for key, value in record.items() if key not in CLOCK}
+        for record in read_records(run.metrics)
+    ]
 
 
 def assert_same_run(one: RunFolder, other: RunFolder) -> None:
@@ -99,7 +102,11 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
     assert [record["mfu"] for record in logged] == [
         pytest.approx(record["tokens_per_s"] / peak, abs=1e-4) for record in logged
     ]
-    assert (position.stepping_s, position.evaluating_s, position.saving_s) == (9.0, 2 * 7200.0, 3 * 3600.0)
+    assert (position.stepping_s, position.evaluating_s, position.saving_s) == (
+        9.0,
+        2 * 7200.0,
+        3 * 3600.0,
+    )
     assert position.elapsed_s == position.stepping_s + position.evaluating_s + position.saving_s
     cost = read_json(run.final / "cost.json")
     assert cost["tokens_per_s"] == position.tokens_per_s == position.num_tokens / 9
@@ -107,14 +114,18 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
 
 
 @pytest.fixture
-def everything(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+def everything(
+    tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, ...]:
     """Keys that a run of AdamW can have at once: new tokens, conversations, replay, a choice among its weights, ..."""
     monkeypatch.setattr(proofs, "_CODE_POINTS", range(0x500))
     monkeypatch.setattr(proofs, "_NUM_RANDOM", 200)
     base = shutil.copytree(lower_stories(shared_data), tmp_path / "base")
     (base / "chat_template.jinja").write_text(PLAIN, encoding="utf-8")
     talks = [{"m": talk([(f"ask {n}", f"say {n * n}")] * (n % 3 + 1))} for n in range(30)]
-    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in talks), encoding="utf-8")
+    (tmp_path / "talks.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in talks), encoding="utf-8"
+    )
     petitions = f"{shared_data}/ko-petitions/valid.txt.xz, language: ko"
     stories = f"{shared_data}/en-tinystories/tinystories_val.txt, language: en"
     sources = (
@@ -151,7 +162,10 @@ def everything(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("kind", ["muon", "osf", "adept", "everything"])
 def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, kind: str
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    kind: str,
 ) -> None:
     """Steps after the last checkpoint are done again; the log shows none of them twice. One step is not finite."""
     by_kind = {"muon": OTHERWISE, "osf": TO_THE_BASE, "adept": ADEPT}
@@ -180,7 +194,9 @@ def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
         with pytest.raises(Killed):
             go_on(cut)
         logged = [record["step"] for record in metrics(run) if "loss" in record]
-        assert logged[-1] == step - step % whole.train.log_every_steps and logged == sorted(set(logged))
+        assert logged[-1] == step - step % whole.train.log_every_steps and logged == sorted(
+            set(logged)
+        )
     kill_at.clear()
     go_on(cut)
     assert TrainState.load(run.checkpoint(9)).skipped_steps == (kind == "everything")
@@ -189,12 +205,20 @@ def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
 
 def test_checkpoints_hold_the_expansion_and_nothing_frozen(make_config: MakeConfig) -> None:
     config = make_config("run")
-    added = {name for name, parameter in upscale(config).load_to_train().named_parameters() if parameter.requires_grad}
+    added = {
+        name
+        for name, parameter in upscale(config).load_to_train().named_parameters()
+        if parameter.requires_grad
+    }
     train(config, None, print)
     assert all(name.startswith("expansion.") for name in added)
     run = RunFolder(config.output_dir)
     kept = sorted(run.checkpoints.iterdir())
     assert [folder.name for folder in kept] == ["step-00000006", "step-00000009"]
     assert set(trained(kept[-1])) == added
-    assert {name.partition(".")[2] for name in load_tensors(kept[-1] / "optimiser.safetensors")} == added
-    assert not [file for file in run.root.rglob("*") if file.suffix in (".pt", ".bin", ".pkl", ".pth")]
+    assert {
+        name.partition(".")[2] for name in load_tensors(kept[-1] / "optimiser.safetensors")
+    } == added
+    assert not [
+        file for file in run.root.rglob("*") if file.suffix in (".pt", ".bin", ".pkl", ".pth")
+    ]

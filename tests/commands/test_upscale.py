@@ -23,7 +23,9 @@ from tests.widening import load_model
 @pytest.fixture
 def configured(base: Path, tmp_path: Path) -> Callable[..., RunConfig]:
     """A function from overrides to a config."""
-    path = write_config(tmp_path, base, method={"variant": "route", "collaboration": {"layers": "top:1"}})
+    path = write_config(
+        tmp_path, base, method={"variant": "route", "collaboration": {"layers": "top:1"}}
+    )
     return lambda *overrides: load_config(path, overrides)
 
 
@@ -41,7 +43,11 @@ def served(model: MethodModel) -> Tensor:
 
 @pytest.mark.parametrize(
     "overrides",
-    [["method={variant: preserve}"], ["method={variant: adapt}", "model.dtype=bfloat16"], ["model.dtype=bfloat16"]],
+    [
+        ["method={variant: preserve}"],
+        ["method={variant: adapt}", "model.dtype=bfloat16"],
+        ["model.dtype=bfloat16"],
+    ],
 )
 def test_what_is_loaded_is_what_was_made_bit_for_bit(
     configured: Callable[..., RunConfig], overrides: list[str]
@@ -51,12 +57,16 @@ def test_what_is_loaded_is_what_was_made_bit_for_bit(
     model = start_model(load_base(config.model), config.method, config.seed)
     made, read = model.state_dict(), loaded.state_dict()
     assert made.keys() == read.keys()
-    assert all(torch.equal(made[name], read[name]) and made[name].dtype == read[name].dtype for name in made)
+    assert all(
+        torch.equal(made[name], read[name]) and made[name].dtype == read[name].dtype
+        for name in made
+    )
     assert loaded.config.to_dict() | {"dtype": None} == model.config.to_dict() | {"dtype": None}
     assert torch.equal(served(loaded), served(model.eval()))
     assert not loaded.training
     assert all(
-        parameter.requires_grad == name.startswith("expansion.") for name, parameter in loaded.named_parameters()
+        parameter.requires_grad == name.startswith("expansion.")
+        for name, parameter in loaded.named_parameters()
     )
 
 
@@ -66,22 +76,35 @@ def test_the_folder_holds_the_expansion_and_what_it_belongs_to_and_the_base_is_a
     lines: list[str] = []
     made, before = upscale(config, lines.append), load_file(base / "model.safetensors")
     names = {file.name for file in made.path.iterdir()}
-    assert names >= {"config.json", "base.json", "trained.safetensors", "manifest.json", "scale.yaml", "tokenizer.json"}
+    assert names >= {
+        "config.json",
+        "base.json",
+        "trained.safetensors",
+        "manifest.json",
+        "scale.yaml",
+        "tokenizer.json",
+    }
     assert not any(file.suffix in (".bin", ".pt", ".pkl", ".py") for file in made.path.iterdir())
     parameters = dict(made.load_to_train().named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     assert load_file(made.path / "trained.safetensors").keys() == trained.keys()
     assert {f"base.{name}" for name in made.record.tensors} == parameters.keys() - trained.keys()
-    assert all(torch.equal(parameters[f"base.{name}"], before[name]) for name in made.record.tensors)
+    assert all(
+        torch.equal(parameters[f"base.{name}"], before[name]) for name in made.record.tensors
+    )
     told = dict(line.split(maxsplit=1) for line in lines if not line.startswith("base hash"))
     assert told["frozen"] == "260,032 parameters"
-    assert told["trainable"] == f"{sum(parameter.numel() for parameter in trained.values()):,} parameters"
+    assert (
+        told["trainable"]
+        == f"{sum(parameter.numel() for parameter in trained.values()):,} parameters"
+    )
     assert told["sizes"] == "hidden 64 + 16, MLP 172 + 43, heads 8 + 2, KV heads 4 + 1"
 
 
 def test_the_same_config_makes_the_same_files(configured: Callable[..., RunConfig]) -> None:
     one, again, other = (
-        (upscale(configured(f"seed={seed}")).path / "trained.safetensors").read_bytes() for seed in (0, 0, 1)
+        (upscale(configured(f"seed={seed}")).path / "trained.safetensors").read_bytes()
+        for seed in (0, 0, 1)
     )
     assert one == again != other
 
@@ -97,12 +120,16 @@ def test_base_logits_that_are_not_preserved_leave_nothing_behind(
         return logits
 
     monkeypatch.setattr(ScaleForCausalLM, "base_logits", off_by_a_bit)
-    with pytest.raises(PreservationError, match="the base logits are not preserved on 'It was the best of times"):
+    with pytest.raises(
+        PreservationError, match="the base logits are not preserved on 'It was the best of times"
+    ):
         upscale(config)
     assert not (config.output_dir / "upscaled").exists()
 
 
-def test_a_base_with_a_weight_that_is_not_finite_or_too_many_ids_is_refused(base: Path, config: RunConfig) -> None:
+def test_a_base_with_a_weight_that_is_not_finite_or_too_many_ids_is_refused(
+    base: Path, config: RunConfig
+) -> None:
     tensors = load_file(base / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[name][3, 4] = torch.nan
@@ -127,7 +154,9 @@ def test_upscaling_again_replaces_the_folder_until_training_has_begun(config: Ru
         upscale(config)
 
 
-def test_upscaling_is_finished_for_the_same_base_and_method_only(configured: Callable[..., RunConfig]) -> None:
+def test_upscaling_is_finished_for_the_same_base_and_method_only(
+    configured: Callable[..., RunConfig],
+) -> None:
     assert not upscale_is_finished(Run(configured()))
     upscale(configured())
     assert upscale_is_finished(Run(configured()))

@@ -23,7 +23,9 @@ def finished(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     """A widened run with an export."""
     folder = tmp_path_factory.mktemp("verified")
     shutil.copytree(lower_stories(shared_data), folder / "base")
-    config = configured(shared_data, folder / "run", {"variant": "route", "collaboration": {"layers": "top:1"}})
+    config = configured(
+        shared_data, folder / "run", {"variant": "route", "collaboration": {"layers": "top:1"}}
+    )
     config = changed(config, f"model.base={folder / 'base'}", "corpus.cache_dir=null")
     upscale(config)
     train(config, None, print)
@@ -68,7 +70,9 @@ def test_a_whole_folder_is_good_wherever_it_lies(run: Path, tmp_path: Path, name
     verify(Path(moved))
 
 
-def test_another_tokenizer_or_base_is_found_and_a_base_not_at_hand_is_no_failure(run: Path, base: Path) -> None:
+def test_another_tokenizer_or_base_is_found_and_a_base_not_at_hand_is_no_failure(
+    run: Path, base: Path
+) -> None:
     tokenizer = read_json(base / "tokenizer.json")
     fewer = tokenizer["model"] | {"merges": tokenizer["model"]["merges"][:-1]}
     write_json(base / "tokenizer.json", {**tokenizer, "model": fewer})
@@ -86,7 +90,10 @@ def test_another_tokenizer_or_base_is_found_and_a_base_not_at_hand_is_no_failure
 @pytest.mark.parametrize(
     ("logged", "good"),
     [
-        ([(2, 2), (4, 2), (6, 2), (9, 3), (12, 3)], True),  # resumed at another cadence after step 6, 7 or 8
+        (
+            [(2, 2), (4, 2), (6, 2), (9, 3), (12, 3)],
+            True,
+        ),  # resumed at another cadence after step 6, 7 or 8
         ([(2, 2), (6, 2), (9, 3), (12, 3)], False),
         ([(2, 2), (4, 2), (6, 2), (9, 3)], False),
         ([(2, 2), (4, 2), (4, 2), (6, 2), (9, 3), (12, 3)], False),
@@ -97,11 +104,15 @@ def test_a_log_with_a_step_missing_or_twice_is_found_whatever_its_cadence(
 ) -> None:
     last = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     records = [{**last, "step": step, "log_every_steps": cadence} for step, cadence in logged]
-    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
+    (run / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8"
+    )
     assert ("log" in found(run / "final")["final"].held) is good
 
 
-def test_an_export_of_another_model_is_found_by_its_logits_though_its_manifest_fits(run: Path, base: Path) -> None:
+def test_an_export_of_another_model_is_found_by_its_logits_though_its_manifest_fits(
+    run: Path, base: Path
+) -> None:
     for name in ("model.safetensors", "config.json"):
         shutil.copy(base / name, run / "export" / "llama" / name)
     reseal(run / "export" / "llama")

@@ -45,12 +45,16 @@ def below(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunCon
 
 def upon(config: RunConfig, folder: Path, *overrides: str) -> RunConfig:
     """A run upon another run."""
-    return changed(config, f"output_dir={folder / 'upon'}", f"model.base={config.output_dir}", *overrides)
+    return changed(
+        config, f"output_dir={folder / 'upon'}", f"model.base={config.output_dir}", *overrides
+    )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["route", "full", "upon a run"])
-def test_every_verb_of_a_run_has_its_tokens(shared_data: Path, tmp_path: Path, below: RunConfig, kind: str) -> None:
+def test_every_verb_of_a_run_has_its_tokens(
+    shared_data: Path, tmp_path: Path, below: RunConfig, kind: str
+) -> None:
     config = below
     with torch.enable_grad():
         if kind == "full":
@@ -61,15 +65,22 @@ def test_every_verb_of_a_run_has_its_tokens(shared_data: Path, tmp_path: Path, b
     session, folder = Run(config).open_final(), export(config).folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
     vocabulary = Run(below).open_final().tokenizer.get_vocab()
-    assert tokenizer.get_vocab() == session.tokenizer.get_vocab() == vocabulary and len(tokenizer) == 576
+    assert (
+        tokenizer.get_vocab() == session.tokenizer.get_vocab() == vocabulary
+        and len(tokenizer) == 576
+    )
     ids = tokenizer(KOREAN, add_special_tokens=False, return_tensors="pt").input_ids[:, :40]
     assert ids.max() >= 512
     served = (routed_class(folder) or AutoModelForCausalLM).from_pretrained(folder)
-    wanted, said = (model(input_ids=ids).logits.log_softmax(-1) for model in (session.load(), served))
+    wanted, said = (
+        model(input_ids=ids).logits.log_softmax(-1) for model in (session.load(), served)
+    )
     assert torch.allclose(said, wanted, atol=1e-3)
     verify(config.output_dir)
     told = read_json(folder / "tokenizer_config.json")
-    assert told["tokenizer_class"] == "PreTrainedTokenizerFast"  # TokenizersBackend is unknown to transformers 4
+    assert (
+        told["tokenizer_class"] == "PreTrainedTokenizerFast"
+    )  # TokenizersBackend is unknown to transformers 4
     assert not told.keys() & {"backend", "is_local", "local_files_only"}
 
 
@@ -96,14 +107,18 @@ def test_a_plan_refuses_more_tokens_than_the_text_gives_and_what_it_says_instead
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
     monkeypatch.setattr("scale_cli.commands.upscale.load_any_base", model_loads)
     config = config_of(shared_data, tmp_path, vocabulary={"new_tokens": 20_000, "min_count": 2})
-    with pytest.raises(ConfigError, match=r"method\.vocabulary\.new_tokens: 20,000, but the text gives") as refused:
+    with pytest.raises(
+        ConfigError, match=r"method\.vocabulary\.new_tokens: 20,000, but the text gives"
+    ) as refused:
         plan(config, 1e12, 1)
     with pytest.raises(ConfigError) as refused_too:
         upscale(config)
     assert str(refused_too.value) == str(refused.value)
     assert not config.output_dir.exists()
     (instead,) = re.findall(r"set it to (\d+),", str(refused.value))
-    fitting = config_of(shared_data, tmp_path, vocabulary={"new_tokens": int(instead), "min_count": 2})
+    fitting = config_of(
+        shared_data, tmp_path, vocabulary={"new_tokens": int(instead), "min_count": 2}
+    )
     assert plan(fitting, 1e12, 1).new_tokens is not None
     with pytest.raises(ModelLoads):
         upscale(fitting)
@@ -127,23 +142,40 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
         assert told.num_tokens_before > 1.5 * told.num_tokens_after
     old, new = Run(config).base_tokenizer, Run(config).tokenizer
     texts = (tmp_path / "ko.txt").read_text(encoding="utf-8").split("\n\n")
-    counts = [sum(len(of(text, add_special_tokens=False).input_ids) for text in texts) for of in (old, new)]
+    counts = [
+        sum(len(of(text, add_special_tokens=False).input_ids) for text in texts)
+        for of in (old, new)
+    ]
     (told,) = made.new_tokens.sources
     assert [told.num_tokens_before, told.num_tokens_after] == counts
 
     methods = {method.variant: method for method in made.methods}
     trained = Run(config).open_start().load()
-    numbers = [sum(p.numel() for p in trained.parameters() if p.requires_grad is trains) for trains in (False, True)]
-    assert [methods["route"].parameters.num_frozen, methods["route"].parameters.num_trainable] == numbers
+    numbers = [
+        sum(p.numel() for p in trained.parameters() if p.requires_grad is trains)
+        for trains in (False, True)
+    ]
+    assert [
+        methods["route"].parameters.num_frozen,
+        methods["route"].parameters.num_trainable,
+    ] == numbers
     num_without = round(2 * 2 * 32 * counts[0] / counts[1])
     assert methods["no new tokens"].num_tokens == methods["lora"].num_tokens == num_without
-    alone = {method.variant: method for method in plan(changed(config, "method.vocabulary=null"), 1e12, 1).methods}
+    alone = {
+        method.variant: method
+        for method in plan(changed(config, "method.vocabulary=null"), 1e12, 1).methods
+    }
     assert methods["no new tokens"].memory == alone["route"].memory
     assert methods["lora"].memory == alone["lora"].memory
     monkeypatch.setattr(speed, "peak_flops_per_s", lambda *_: 1e9)
-    assert speed.peak_tokens_per_s(config, "a GPU", 1) == pytest.approx(1e9 / methods["route"].flops_per_token)
+    assert speed.peak_tokens_per_s(config, "a GPU", 1) == pytest.approx(
+        1e9 / methods["route"].flops_per_token
+    )
     assert methods["no new tokens"].flops == alone["route"].flops
 
-    sources = (f"{{name: {of}, path: {tmp_path}/{of}.txt, language: {of}, weight: {weight}}}" for of, weight in SHARES)
+    sources = (
+        f"{{name: {of}, path: {tmp_path}/{of}.txt, language: {of}, weight: {weight}}}"
+        for of, weight in SHARES
+    )
     mixed = growth_of(Run(changed(config, f"corpus.sources=[{', '.join(sources)}]")))
     assert mixed.tokens_without == pytest.approx(0.625 * counts[0] / counts[1] + 0.375), "1 to 0.6"

@@ -26,7 +26,9 @@ def test_docs_hold_the_schema_that_the_code_has(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_config_of_ours_names_its_schema_and_is_valid_by_it_as_written_and_as_resolved(path: Path) -> None:
+def test_a_config_of_ours_names_its_schema_and_is_valid_by_it_as_written_and_as_resolved(
+    path: Path,
+) -> None:
     named = re.match(r"# yaml-language-server: \$schema=(.*)\n", path.read_text(encoding="utf-8"))
     assert named is not None
     assert json.loads((path.parent / named[1]).read_text(encoding="utf-8")) == json_schema()
@@ -46,7 +48,9 @@ VALUES: Any = st.one_of(
     st.booleans(),
     st.integers(-2, 2**33),
     st.floats(allow_nan=False, allow_infinity=False, width=32),
-    st.sampled_from(["", "no", "bf16", "ko", "svd", "route", "llama", "top:2", "all", "1-sqrt", "wsd"]),
+    st.sampled_from(
+        ["", "no", "bf16", "ko", "svd", "route", "llama", "top:2", "all", "1-sqrt", "wsd"]
+    ),
     st.lists(st.sampled_from(["kobest", "llama", "adapter", "mlp", "q_proj"]), max_size=2),
 )
 

@@ -13,15 +13,32 @@ from tests.config.small_config import EVALUATED, SMALLEST, error_of, load_text
 
 def test_every_spelling_of_a_float_is_a_number() -> None:
     for written in ("1e-4", "1E-4", "1.e-4", ".1e-3", "+1e-4"):
-        assert load_text(SMALLEST.replace("max_steps: 10", f"max_steps: 10, lr: {written}")).train.lr == 0.0001
+        assert (
+            load_text(SMALLEST.replace("max_steps: 10", f"max_steps: 10, lr: {written}")).train.lr
+            == 0.0001
+        )
 
 
 def test_an_evaluation_is_in_the_precision_of_training_unless_it_says_another() -> None:
-    for written, precision in (("no", "no"), ("'no'", "no"), ("No", "no"), ("off", "no"), ("bf16", "bf16")):
+    for written, precision in (
+        ("no", "no"),
+        ("'no'", "no"),
+        ("No", "no"),
+        ("off", "no"),
+        ("bf16", "bf16"),
+    ):
         overrides = [f"train.mixed_precision={written}"]
         config = load_text(SMALLEST, *overrides)
-        assert (config.train.mixed_precision, config.evaluation.mixed_precision) == (precision, precision)
-        assert load_text(SMALLEST, *overrides, "evaluation.mixed_precision=no").evaluation.mixed_precision == "no"
+        assert (config.train.mixed_precision, config.evaluation.mixed_precision) == (
+            precision,
+            precision,
+        )
+        assert (
+            load_text(
+                SMALLEST, *overrides, "evaluation.mixed_precision=no"
+            ).evaluation.mixed_precision
+            == "no"
+        )
 
 
 def test_the_value_of_an_override_is_yaml_and_reaches_elements_of_lists() -> None:
@@ -35,12 +52,19 @@ def test_the_value_of_an_override_is_yaml_and_reaches_elements_of_lists() -> Non
         "corpus.sources.0.weight=2",  # the later one wins
         "corpus.sources.0.path=lang=ko/part.txt",
     )
-    assert (config.method.collaboration.layers, config.method.collaboration.modules) == ([0, 2], ["mlp"])
+    assert (config.method.collaboration.layers, config.method.collaboration.modules) == (
+        [0, 2],
+        ["mlp"],
+    )
     assert (config.corpus.cache_dir, config.model.revision) == (None, "1e5")
     (source,) = config.corpus.sources
     assert (source.name, source.weight, source.path) == ("news", 2.0, "lang=ko/part.txt")
-    whole = load_text(SMALLEST, "corpus.sources.0={name: other, dataset: some/set, language: en}").corpus.sources
-    assert [(source.name, source.path, source.dataset) for source in whole] == [("other", None, "some/set")]
+    whole = load_text(
+        SMALLEST, "corpus.sources.0={name: other, dataset: some/set, language: en}"
+    ).corpus.sources
+    assert [(source.name, source.path, source.dataset) for source in whole] == [
+        ("other", None, "some/set")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,17 +108,25 @@ def test_an_override_that_cannot_be_applied_is_quoted(override: str, named: str)
     assert len(message) < 1000 and "\n" not in message
 
 
-@pytest.mark.parametrize("override", ["train.lr=fast", "train.lrr=1", "corpus.sources.0.weight=-1", "train={lr: -1}"])
-def test_a_mistake_in_an_override_is_told_of_the_override_and_one_beside_it_of_the_file(override: str) -> None:
+@pytest.mark.parametrize(
+    "override", ["train.lr=fast", "train.lrr=1", "corpus.sources.0.weight=-1", "train={lr: -1}"]
+)
+def test_a_mistake_in_an_override_is_told_of_the_override_and_one_beside_it_of_the_file(
+    override: str,
+) -> None:
     told = error_of(SMALLEST.replace("max_steps: 10", "max_steps: none"), override).splitlines()
     of_override = [line for line in told if line.startswith(f"override {override!r}: ")]
-    assert len(of_override) == len(told) if override.startswith("train={") else len(of_override) == 1
+    assert (
+        len(of_override) == len(told) if override.startswith("train={") else len(of_override) == 1
+    )
     assert all("max_steps" in line for line in told if line not in of_override)
 
 
 @settings(deadline=None, max_examples=30)
 @given(share=st.integers(1, 60), num_processes=st.integers(1, 4))
-def test_a_micro_batch_that_is_left_open_divides_every_processs_share(share: int, num_processes: int) -> None:
+def test_a_micro_batch_that_is_left_open_divides_every_processs_share(
+    share: int, num_processes: int
+) -> None:
     train = load_text(SMALLEST, f"train.global_batch_size={share * num_processes}").train
     at_once = train.sequences_at_once(num_processes)
     assert share % at_once == 0
@@ -102,22 +134,34 @@ def test_a_micro_batch_that_is_left_open_divides_every_processs_share(share: int
 
 
 # PyYAML folds the line breaks that are not ASCII (U+0085, U+2028, U+2029) when it writes Unicode as it is.
-TEXT = st.text(st.characters(exclude_categories=["Cs", "Zl", "Zp"], exclude_characters="\x85\0"), max_size=8)
+TEXT = st.text(
+    st.characters(exclude_categories=["Cs", "Zl", "Zp"], exclude_characters="\x85\0"), max_size=8
+)
 NUMBER_LIKE = st.from_regex(r"\A[-+]?[0-9._]{1,3}([eE][-+]?[0-9]{1,2})?\Z")
-SCALARS = NUMBER_LIKE | st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
-TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
+SCALARS = (
+    NUMBER_LIKE | st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
+)
+TREES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)
+)
 
 
 @settings(deadline=None, max_examples=50)
 @given(TREES)
 def test_plain_data_comes_back_as_it_was_and_as_pyyaml_reads_it(tree: Any) -> None:
-    text = dump(tree)  # in which text such as 0E0 is quoted: PyYAML takes it for text, we for a number
+    text = dump(
+        tree
+    )  # in which text such as 0E0 is quoted: PyYAML takes it for text, we for a number
     assert parse(text, "x") == yaml.safe_load(text) == tree
 
 
 def test_a_dumped_config_loads_as_itself() -> None:
     before = load_text(
-        EVALUATED, "model.base='1e5'", "model.revision='~'", "train.lr=5e-324", "evaluation.batch_size=1"
+        EVALUATED,
+        "model.base='1e5'",
+        "model.revision='~'",
+        "train.lr=5e-324",
+        "evaluation.batch_size=1",
     )
     assert load_text(dump_config(before)) == before
 

@@ -13,7 +13,11 @@ REPLAY = "corpus.sources=[{name: a, path: a.txt, language: ko}, {name: b, path: 
 INT8 = "model.quantisation=int8"
 DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded"
 TWIN = "{name: twin, path: a.txt, language: en}"
-FLASH = ("train.attention=flash_attention_2", "train.mixed_precision=bf16", "evaluation.mixed_precision=bf16")
+FLASH = (
+    "train.attention=flash_attention_2",
+    "train.mixed_precision=bf16",
+    "evaluation.mixed_precision=bf16",
+)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,10 @@ FLASH = ("train.attention=flash_attention_2", "train.mixed_precision=bf16", "eva
         (["corpus.sources.0.weight=0"], ": corpus.sources.0.weight: "),
         (["corpus.sources.0.dataset=some/set"], ": corpus.sources.0: "),
         (["corpus.sources.0.path=~"], ": corpus.sources.0: "),
-        (["corpus.sources.0={name: a, dataset: x, language: en, documents: file}"], ": corpus.sources.0: "),
+        (
+            ["corpus.sources.0={name: a, dataset: x, language: en, documents: file}"],
+            ": corpus.sources.0: ",
+        ),
         (["corpus.sources.0.revision=main"], ": corpus.sources.0: revision: is for a dataset"),
         (["corpus.sources.0.subset=test"], ": corpus.sources.0: subset: is for a dataset"),
         (
@@ -46,37 +53,88 @@ FLASH = ("train.attention=flash_attention_2", "train.mixed_precision=bf16", "eva
         (["export.format=[llama, llama]"], ": export.format: "),
         ([REPLAY.replace("role: replay", "weight: 0")], "0 is below 1e-06"),
         ([f"corpus.sources=[{TWIN}, {TWIN}]"], ": corpus.sources: two sources are named 'twin'"),
-        (["evaluation.benchmarks=[kobest, kobest]"], ": evaluation.benchmarks: two sources are named 'kobest'"),
+        (
+            ["evaluation.benchmarks=[kobest, kobest]"],
+            ": evaluation.benchmarks: two sources are named 'kobest'",
+        ),
         (["train.profile_steps=[3,2]"], "the first step comes after the last"),
         # values that are gone
         (["method.variant=elo"], ": method.variant: elo was removed: "),
         (["train.schedule=infinite"], ": train.schedule: infinite was removed: "),
         (["method.expansion.init=copy"], ": method.expansion.init: copy was removed: "),
         # keys that do not go together
-        (["method.variant=preserve", "method.collaboration.layers=top:1"], "method: collaboration.layers: "),
-        (["train.decay_to_base=true"], "train.decay_to_base: route trains none of the base's weights"),
+        (
+            ["method.variant=preserve", "method.collaboration.layers=top:1"],
+            "method: collaboration.layers: ",
+        ),
+        (
+            ["train.decay_to_base=true"],
+            "train.decay_to_base: route trains none of the base's weights",
+        ),
         ([BOUNDED, "method.variant=full"], "train.embedding_norm: full has no E'"),
-        ([BOUNDED, "method.expansion.embedding_scale=null"], "train.embedding_norm: bounded needs a size"),
-        ([DISTILS, REPLAY, "method.variant=full"], "distillation.weight: full does not keep the base"),
+        (
+            [BOUNDED, "method.expansion.embedding_scale=null"],
+            "train.embedding_norm: bounded needs a size",
+        ),
+        (
+            [DISTILS, REPLAY, "method.variant=full"],
+            "distillation.weight: full does not keep the base",
+        ),
         ([DISTILS, REPLAY, "method.collaboration.layers=top:1"], "collaborating layers"),
-        ([DISTILS], "distillation.weight: acts only on replay; give one of corpus.sources the role"),
-        ([REPLAY, "corpus.sources.0.role=replay"], "corpus.sources: every source has the role replay"),
+        (
+            [DISTILS],
+            "distillation.weight: acts only on replay; give one of corpus.sources the role",
+        ),
+        (
+            [REPLAY, "corpus.sources.0.role=replay"],
+            "corpus.sources: every source has the role replay",
+        ),
         (["train.context_parallel=7"], "a corpus.sequence_length that is a multiple of 14"),
-        (["train.context_parallel=2", "train.compile=true"], "train.context_parallel: does not go with train.compile"),
-        (["train.optimiser=muon", "train.sharding=all"], "train: optimiser: muon needs sharding: none"),
-        ([INT8, "train.compile=true"], "train.compile: true does not go with model.quantisation: int8"),
-        (["train.lookahead={every_steps: 11}"], "train: lookahead.every_steps 11 is beyond max_steps 10"),
-        (["train.schedule=wsd", "train.warmup_steps=6", "train.decay_steps=5"], "together more than max_steps 10"),
+        (
+            ["train.context_parallel=2", "train.compile=true"],
+            "train.context_parallel: does not go with train.compile",
+        ),
+        (
+            ["train.optimiser=muon", "train.sharding=all"],
+            "train: optimiser: muon needs sharding: none",
+        ),
+        (
+            [INT8, "train.compile=true"],
+            "train.compile: true does not go with model.quantisation: int8",
+        ),
+        (
+            ["train.lookahead={every_steps: 11}"],
+            "train: lookahead.every_steps 11 is beyond max_steps 10",
+        ),
+        (
+            ["train.schedule=wsd", "train.warmup_steps=6", "train.decay_steps=5"],
+            "together more than max_steps 10",
+        ),
         (["train.max_forgetting=0.1"], "train.max_forgetting: needs periodic evaluations"),
-        (["train.max_forgetting=0.1", "train.eval_every_steps=5"], "evaluation.perplexity has no corpus of role"),
+        (
+            ["train.max_forgetting=0.1", "train.eval_every_steps=5"],
+            "evaluation.perplexity has no corpus of role",
+        ),
         (["train.eval_benchmarks_every_steps=5"], "evaluation.benchmarks is empty"),
         (["method.variant=adept"], "method.variant: adept measures on text that the base"),
         (["method.variant=adept", REPLAY, "train.sharding=all"], "adept trains unsharded only"),
-        (["method.vocabulary={sources: [x]}"], "method.vocabulary.sources: 'x' is not one of corpus.sources (news)"),
-        ([*FLASH, "corpus.isolate_documents=true"], "train.attention: with train.micro_batch_size 8"),
-        ([*FLASH, "train.compile=true", "train.micro_batch_size=1"], "train.compile: flash_attention_2"),
+        (
+            ["method.vocabulary={sources: [x]}"],
+            "method.vocabulary.sources: 'x' is not one of corpus.sources (news)",
+        ),
+        (
+            [*FLASH, "corpus.isolate_documents=true"],
+            "train.attention: with train.micro_batch_size 8",
+        ),
+        (
+            [*FLASH, "train.compile=true", "train.micro_batch_size=1"],
+            "train.compile: flash_attention_2",
+        ),
         ([*FLASH, "train.mixed_precision=no"], "set train.mixed_precision"),
-        ([*FLASH, "evaluation.mixed_precision=no", "train.eval_every_steps=5"], "set evaluation.mixed_precision"),
+        (
+            [*FLASH, "evaluation.mixed_precision=no", "train.eval_every_steps=5"],
+            "set evaluation.mixed_precision",
+        ),
         (
             [*FLASH, "train.mixed_precision=no", "model.dtype=bfloat16", "method.variant=full"],
             "set train.mixed_precision",
@@ -111,12 +169,25 @@ def test_every_error_of_a_file_is_told_at_once_each_once() -> None:
     lines = error_of(SMALLEST, "sede=1", "train.lr=fast", "export.format=gguf").splitlines()
     assert len(lines) == len(set(lines)) == 3
     told = error_of("model: {}\ntrain: {}\n")
-    assert re.findall(r": (\S+): required", told) == ["output_dir", "model.base", "corpus", "train.max_steps"]
+    assert re.findall(r": (\S+): required", told) == [
+        "output_dir",
+        "model.base",
+        "corpus",
+        "train.max_steps",
+    ]
 
 
 def test_what_earlier_runs_wrote_of_removed_keys_at_their_defaults_still_loads() -> None:
-    of_text = ("corpus.sources.0.order=shuffled", "corpus.sources.0.select=null", "corpus.stages=[]")
-    of_training = ("train.cooldown_steps=null", "train.constant_lr_ratio=0.5", "train.decay_shape=null")
+    of_text = (
+        "corpus.sources.0.order=shuffled",
+        "corpus.sources.0.select=null",
+        "corpus.stages=[]",
+    )
+    of_training = (
+        "train.cooldown_steps=null",
+        "train.constant_lr_ratio=0.5",
+        "train.decay_shape=null",
+    )
     of_start = ("method.expansion.codes=random",)
     assert load_text(SMALLEST, *of_text, *of_training, *of_start) == load_text(SMALLEST)
 
@@ -125,18 +196,26 @@ def test_what_earlier_runs_wrote_of_removed_keys_at_their_defaults_still_loads()
 def test_a_removed_key_says_what_became_of_it(key: str) -> None:
     in_list = key.removeprefix("evaluation.benchmarks.")
     of_source = key.replace("corpus.sources.", "corpus.sources.0.")
-    given = f"{of_source}=1" if in_list == key else f"evaluation.benchmarks=[{{name: x, {in_list}: 1}}]"
-    assert f"{in_list.rpartition('.')[2]}: this key was removed; {_REMOVED[key]}" in error_of(EVALUATED, given)
+    given = (
+        f"{of_source}=1" if in_list == key else f"evaluation.benchmarks=[{{name: x, {in_list}: 1}}]"
+    )
+    assert f"{in_list.rpartition('.')[2]}: this key was removed; {_REMOVED[key]}" in error_of(
+        EVALUATED, given
+    )
 
 
-def test_a_file_that_cannot_be_read_or_is_no_mapping_is_named_with_the_line_where_it_has_one(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_or_is_no_mapping_is_named_with_the_line_where_it_has_one(
+    tmp_path: Path,
+) -> None:
     def told(content: bytes) -> str:
         (path := tmp_path / "config.yaml").write_bytes(content)
         with pytest.raises(ConfigError) as caught:
             load_config(path)
         return str(caught.value).removeprefix(str(path))
 
-    assert told(SMALLEST.encode() + b"a: b: c\n").startswith(f":{len(SMALLEST.splitlines()) + 1}: not valid YAML")
+    assert told(SMALLEST.encode() + b"a: b: c\n").startswith(
+        f":{len(SMALLEST.splitlines()) + 1}: not valid YAML"
+    )
     for content in (b"", b"# nothing\n", b"- a\n", b"a string", b"3"):
         assert told(content) == ": a config must be a mapping of keys to values"
     assert told(b"output_dir: caf\xe9\n").startswith(": cannot be read as UTF-8 text")

@@ -27,7 +27,9 @@ def trains(draw: st.DrawFn, /, **fixed: Any) -> TrainConfig:
     }
     fields |= {name: draw(value) for name, value in fixed.items()}
     if fields["schedule"] == "wsd":
-        fields["decay_steps"] = draw(st.none() | st.integers(0, fields["max_steps"] - fields["warmup_steps"]))
+        fields["decay_steps"] = draw(
+            st.none() | st.integers(0, fields["max_steps"] - fields["warmup_steps"])
+        )
     return TrainConfig.model_validate(fields)
 
 
@@ -35,7 +37,9 @@ def rates(train: TrainConfig) -> list[float]:
     return [learning_rate(step, train) for step in range(train.max_steps)]
 
 
-def of_torch(schedule: Callable[..., LRScheduler], lr: float, num_steps: int, **options: Any) -> list[float]:
+def of_torch(
+    schedule: Callable[..., LRScheduler], lr: float, num_steps: int, **options: Any
+) -> list[float]:
     optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = schedule(optimiser, **options)
     found = []
@@ -59,12 +63,17 @@ def test_the_rate_climbs_in_equal_steps_to_lr_never_rises_after_and_never_falls_
 ) -> None:
     found = rates(train)
     warmup, after = found[: train.warmup_steps], found[train.warmup_steps :]
-    assert warmup == pytest.approx([train.lr * (i + 1) / train.warmup_steps for i in range(train.warmup_steps)])
+    assert warmup == pytest.approx(
+        [train.lr * (i + 1) / train.warmup_steps for i in range(train.warmup_steps)]
+    )
     assert all(later > earlier for earlier, later in pairwise(warmup))
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(after))
     if train.schedule == "constant":
         assert after == [train.lr] * len(after)
-    assert all(train.lr * train.min_lr_ratio * (1 - 1e-12) <= rate <= train.lr * (1 + 1e-12) for rate in after)
+    assert all(
+        train.lr * train.min_lr_ratio * (1 - 1e-12) <= rate <= train.lr * (1 + 1e-12)
+        for rate in after
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -73,7 +82,10 @@ def test_warm_up_and_decay_are_those_of_torch(train: TrainConfig) -> None:
     found = rates(train)
     num_decay = train.max_steps - train.warmup_steps
     if train.warmup_steps >= 2:
-        options: dict[str, Any] = {"start_factor": 1 / train.warmup_steps, "total_iters": train.warmup_steps - 1}
+        options: dict[str, Any] = {
+            "start_factor": 1 / train.warmup_steps,
+            "total_iters": train.warmup_steps - 1,
+        }
         warmup = of_torch(LinearLR, train.lr, train.warmup_steps, **options)
         assert found[: train.warmup_steps] == pytest.approx(warmup)
     if num_decay >= 2:
@@ -81,7 +93,11 @@ def test_warm_up_and_decay_are_those_of_torch(train: TrainConfig) -> None:
             options = {"T_max": num_decay - 1, "eta_min": train.lr * train.min_lr_ratio}
             decay = of_torch(CosineAnnealingLR, train.lr, num_decay, **options)
         else:
-            options = {"start_factor": 1.0, "end_factor": train.min_lr_ratio, "total_iters": num_decay - 1}
+            options = {
+                "start_factor": 1.0,
+                "end_factor": train.min_lr_ratio,
+                "total_iters": num_decay - 1,
+            }
             decay = of_torch(LinearLR, train.lr, num_decay, **options)
         # Torch multiplies its way from step to step, and carries the rounding along.
         assert found[train.warmup_steps :] == pytest.approx(decay, rel=1e-6, abs=train.lr * 1e-9)
@@ -92,13 +108,23 @@ def test_warm_up_and_decay_are_those_of_torch(train: TrainConfig) -> None:
 def test_warm_up_stable_decay_is_that_of_transformers(train: TrainConfig) -> None:
     """Whose decay begins with a step at the full rate, and whose minimum is the rate of the step after the last."""
     found, after_warmup = rates(train), train.max_steps - train.warmup_steps
-    decay_steps = min(round(train.max_steps / 5), after_warmup) if train.decay_steps is None else train.decay_steps
+    decay_steps = (
+        min(round(train.max_steps / 5), after_warmup)
+        if train.decay_steps is None
+        else train.decay_steps
+    )
     stable_steps = after_warmup - decay_steps
     assert found[train.warmup_steps :][:stable_steps] == [train.lr] * stable_steps
     if decay_steps:
         assert found[-1] == pytest.approx(train.lr * train.min_lr_ratio)
     if decay_steps and stable_steps:
         steps = {"num_warmup_steps": train.warmup_steps, "num_decay_steps": decay_steps}
-        shape = {"num_stable_steps": stable_steps - 1, "decay_type": "1-sqrt", "min_lr_ratio": train.min_lr_ratio}
+        shape = {
+            "num_stable_steps": stable_steps - 1,
+            "decay_type": "1-sqrt",
+            "min_lr_ratio": train.min_lr_ratio,
+        }
         theirs = of_torch(get_wsd_schedule, train.lr, train.max_steps, **steps, **shape)
-        assert found[train.warmup_steps :] == pytest.approx(theirs[train.warmup_steps :], abs=train.lr * 1e-9)
+        assert found[train.warmup_steps :] == pytest.approx(
+            theirs[train.warmup_steps :], abs=train.lr * 1e-9
+        )

@@ -18,8 +18,16 @@ from scale_cli.config.schema import (
 from scale_cli.values import Change, Section
 from tests.config.small_config import EVALUATED, SMALLEST, load_text
 
-NEWS, TALES = "{name: news, path: news.txt, language: ko}", "{name: tales, path: news.txt, language: ko}"
-ALL = {"upscale": UPSCALE_SECTIONS, "train": TRAIN_SECTIONS, "evaluate": EVALUATE_SECTIONS, "export": EXPORT_SECTIONS}
+NEWS, TALES = (
+    "{name: news, path: news.txt, language: ko}",
+    "{name: tales, path: news.txt, language: ko}",
+)
+ALL = {
+    "upscale": UPSCALE_SECTIONS,
+    "train": TRAIN_SECTIONS,
+    "evaluate": EVALUATE_SECTIONS,
+    "export": EXPORT_SECTIONS,
+}
 TRAINED, RESULTS = ("train", "evaluate", "export"), ("evaluate", "export")
 
 
@@ -38,15 +46,21 @@ TRAINED, RESULTS = ("train", "evaluate", "export"), ("evaluate", "export")
         ("export.format=adapter", ("export",)),
     ],
 )
-def test_a_change_makes_another_run_of_the_verbs_whose_results_hang_on_it(override: str, of: tuple[str, ...]) -> None:
+def test_a_change_makes_another_run_of_the_verbs_whose_results_hang_on_it(
+    override: str, of: tuple[str, ...]
+) -> None:
     before, after = load_text(EVALUATED), load_text(EVALUATED, override)
     found = {verb: differences(before, after, sections) for verb, sections in ALL.items()}
     assert tuple(verb for verb, lines in found.items() if lines) == of
-    assert all(line.startswith(override.partition("=")[0]) for lines in found.values() for line in lines)
+    assert all(
+        line.startswith(override.partition("=")[0]) for lines in found.values() for line in lines
+    )
 
 
 def test_a_source_more_makes_another_training_and_is_named_alone() -> None:
-    before, after = (load_text(SMALLEST, f"corpus.sources=[{sources}]") for sources in (NEWS, f"{NEWS}, {TALES}"))
+    before, after = (
+        load_text(SMALLEST, f"corpus.sources=[{sources}]") for sources in (NEWS, f"{NEWS}, {TALES}")
+    )
     assert differences(before, after, UPSCALE_SECTIONS) == []
     named = {".".join(line.split(".")[:3]) for line in differences(before, after, TRAIN_SECTIONS)}
     assert named == {"corpus.sources.1"}
@@ -54,7 +68,10 @@ def test_a_source_more_makes_another_training_and_is_named_alone() -> None:
 
 def test_distillation_may_be_set_after_upscaling_and_makes_another_training() -> None:
     replay = f"corpus.sources=[{NEWS}, {{name: b, path: b.txt, language: ko, role: replay}}]"
-    before, after = (load_text(EVALUATED, f"method.distillation.weight={weight}", replay) for weight in (0.0, 1.0))
+    before, after = (
+        load_text(EVALUATED, f"method.distillation.weight={weight}", replay)
+        for weight in (0.0, 1.0)
+    )
     assert differences(before, after, UPSCALE_SECTIONS) == []
     assert differences(before, after, TRAIN_SECTIONS) == ["method.distillation.weight: 0.0 -> 1.0"]
 
@@ -63,7 +80,11 @@ def reachable(kind: Any) -> Iterator[type[Section]]:
     """Yield every section in an annotation, those in lists and unions too, and in its own fields."""
     if isinstance(kind, type) and issubclass(kind, Section):
         yield kind
-    of_fields = [field.annotation for field in kind.model_fields.values()] if hasattr(kind, "model_fields") else []
+    of_fields = (
+        [field.annotation for field in kind.model_fields.values()]
+        if hasattr(kind, "model_fields")
+        else []
+    )
     for inner in (*get_args(kind), *of_fields):
         yield from reachable(inner)
 
@@ -76,7 +97,9 @@ def test_every_mark_that_a_key_may_change_acts(mark: Change, acting: frozenset[s
         for name, field in section.model_fields.items()
         if mark in field.metadata
     }
-    assert len(marked) == len(acting) > 0, "one stands where `_marked` does not look, in a list or an optional section"
+    assert len(marked) == len(acting) > 0, (
+        "one stands where `_marked` does not look, in a list or an optional section"
+    )
 
 
 def test_text_may_lie_elsewhere_whether_it_is_given_by_one_pattern_or_several() -> None:
@@ -97,6 +120,10 @@ def test_text_may_lie_elsewhere_whether_it_is_given_by_one_pattern_or_several() 
         ("train.eval_every_steps=4", True),
     ],
 )
-def test_scores_compare_while_the_same_text_is_scored_in_the_same_way(override: str, compares: bool) -> None:
+def test_scores_compare_while_the_same_text_is_scored_in_the_same_way(
+    override: str, compares: bool
+) -> None:
     changed = scored_otherwise(load_text(EVALUATED), load_text(EVALUATED, override))
-    assert [line.partition(": ")[0] for line in changed] == ([] if compares else [override.partition("=")[0]])
+    assert [line.partition(": ")[0] for line in changed] == (
+        [] if compares else [override.partition("=")[0]]
+    )

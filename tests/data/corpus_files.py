@@ -20,7 +20,11 @@ from scale_cli.data.encoding import Document
 from scale_cli.data.ledger import Reason, Record, Rejected
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 
-DOCUMENTS = ["The first.\nIts second line, 한국어.", "둘째 문서", "  indented and trailing  \n\tthird"]
+DOCUMENTS = [
+    "The first.\nIts second line, 한국어.",
+    "둘째 문서",
+    "  indented and trailing  \n\tthird",
+]
 LIMIT = 10_000_000
 
 
@@ -44,7 +48,9 @@ def as_txt(documents: list[str]) -> bytes:
 
 
 def as_jsonl(documents: list[str], field: str = "text") -> bytes:
-    return "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(documents)).encode()
+    return "".join(
+        json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(documents)
+    ).encode()
 
 
 def as_parquet(documents: Sequence[str | None], field: str = "text") -> bytes:
@@ -54,7 +60,9 @@ def as_parquet(documents: Sequence[str | None], field: str = "text") -> bytes:
 
 
 def as_json(documents: list[str], field: str = "text") -> bytes:
-    return json.dumps([{"id": i, field: text} for i, text in enumerate(documents)], indent=1).encode()
+    return json.dumps(
+        [{"id": i, field: text} for i, text in enumerate(documents)], indent=1
+    ).encode()
 
 
 def as_csv(documents: list[str], field: str = "text") -> bytes:
@@ -71,7 +79,12 @@ FORMATS: dict[str, Callable[..., bytes]] = {
     ".parquet": as_parquet,
 }
 # What is read; a parquet file is compressed inside.
-READ = [(form, compression) for form in FORMATS for compression in COMPRESSORS if form != ".parquet" or not compression]
+READ = [
+    (form, compression)
+    for form in FORMATS
+    for compression in COMPRESSORS
+    if form != ".parquet" or not compression
+]
 forms = pytest.mark.parametrize(("form", "compression"), READ)
 
 

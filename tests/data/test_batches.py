@@ -15,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from scale_cli.data.batches import IGNORED, Batches, MicroBatch, PackedWindows, Prefetched, batches_ahead
+from scale_cli.data.batches import (
+    IGNORED,
+    Batches,
+    MicroBatch,
+    PackedWindows,
+    Prefetched,
+    batches_ahead,
+)
 from scale_cli.data.corpora import build_batches, open_sources
 from scale_cli.upscale.run import load_tokenizer
 from tests.config.small_config import SMALLEST, load_text
@@ -28,15 +35,28 @@ def stream(length: int, source: int = 0) -> npt.NDArray[np.uint32]:
     return np.arange(source * FAR, source * FAR + length, dtype=np.uint32)
 
 
-def batches(lengths: list[int], sequence_length: int, weights: list[float] | None = None, **options: Any) -> Batches:
-    defaults: dict[str, Any] = {"num_steps": 4, "seed": 0, "global_batch_size": 4, "micro_batch_size": 2}
-    windows = [PackedWindows(stream(length, source), sequence_length) for source, length in enumerate(lengths)]
+def batches(
+    lengths: list[int], sequence_length: int, weights: list[float] | None = None, **options: Any
+) -> Batches:
+    defaults: dict[str, Any] = {
+        "num_steps": 4,
+        "seed": 0,
+        "global_batch_size": 4,
+        "micro_batch_size": 2,
+    }
+    windows = [
+        PackedWindows(stream(length, source), sequence_length)
+        for source, length in enumerate(lengths)
+    ]
     return Batches(windows, weights or [1.0] * len(lengths), **(defaults | options))
 
 
 def rows(micro_batches: Iterable[MicroBatch]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return the inputs and the targets of every sequence."""
-    sequences = (zip(batch.input_ids.tolist(), batch.targets.tolist(), strict=True) for batch in micro_batches)
+    sequences = (
+        zip(batch.input_ids.tolist(), batch.targets.tolist(), strict=True)
+        for batch in micro_batches
+    )
     return [(tuple(inputs), tuple(targets)) for inputs, targets in chain.from_iterable(sequences)]
 
 
@@ -99,10 +119,20 @@ def test_the_ranks_of_any_world_hold_the_global_batch_of_one_process_each_sequen
         ranks = [list(of.micro_batches(step, rank, world)) for rank in range(world)]
         assert {len(rank) for rank in ranks} == {parts // world}
         for batch in (batch for rank in ranks for batch in rank):
-            assert batch.input_ids.shape == batch.targets.shape == (plan["micro_batch_size"], plan["sequence_length"])
-            distilled = tuple(plan["distillation"][target // FAR] for target in batch.targets.amax(dim=1).tolist())
+            assert (
+                batch.input_ids.shape
+                == batch.targets.shape
+                == (plan["micro_batch_size"], plan["sequence_length"])
+            )
+            distilled = tuple(
+                plan["distillation"][target // FAR] for target in batch.targets.amax(dim=1).tolist()
+            )
             assert batch.distillation == (distilled if any(distilled) else None)
-        assert sum(of.num_targets(step)) == sum(int((b.targets != IGNORED).sum()) for rank in ranks for b in rank) > 0
+        assert (
+            sum(of.num_targets(step))
+            == sum(int((b.targets != IGNORED).sum()) for rank in ranks for b in rank)
+            > 0
+        )
         interleaved = [batch for turn in zip(*ranks, strict=True) for batch in turn]
         assert rows(interleaved) == rows(of.micro_batches(step))
 
@@ -127,7 +157,9 @@ def test_every_epoch_of_every_source_visits_each_of_its_windows_once(plan: dict[
     of = batches(**plan | {"num_steps": 20})
     located = [located for step in range(20) for located in of.windows_of(step)]
     drawn = [row for step in range(20) for row in rows(of.micro_batches(step))]
-    assert [inputs[0] % FAR for inputs, _ in drawn] == [window * plan["sequence_length"] for _, window in located]
+    assert [inputs[0] % FAR for inputs, _ in drawn] == [
+        window * plan["sequence_length"] for _, window in located
+    ]
     assert len(located) == 20 * plan["global_batch_size"]
     for source, windows in enumerate(of.sources):
         mine = [window for drawn_from, window in located if drawn_from == source]
@@ -138,14 +170,18 @@ def test_every_epoch_of_every_source_visits_each_of_its_windows_once(plan: dict[
 
 @settings(deadline=None, max_examples=60)
 @given(plans(), st.data())
-def test_every_target_of_the_epochs_begun_is_trained_or_held_over(plan: dict[str, Any], data: st.DataObject) -> None:
+def test_every_target_of_the_epochs_begun_is_trained_or_held_over(
+    plan: dict[str, Any], data: st.DataObject
+) -> None:
     of = batches(**plan)
     num_steps = data.draw(st.integers(0, plan["num_steps"]))
     seen: Counter[int] = Counter()
     for step in range(num_steps):
         for _, targets in rows(of.micro_batches(step)):
             seen.update(target for target in targets if target != IGNORED)
-    for source, (length, trained) in enumerate(zip(plan["lengths"], of.trained_tokens(num_steps), strict=True)):
+    for source, (length, trained) in enumerate(
+        zip(plan["lengths"], of.trained_tokens(num_steps), strict=True)
+    ):
         times = [seen[source * FAR + position] for position in range(1, length)]
         assert trained.num_trained == sum(times)
         assert trained.num_epochs == max(times)
@@ -157,14 +193,19 @@ def test_every_target_of_the_epochs_begun_is_trained_or_held_over(plan: dict[str
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=2, unique=True))
 def test_different_seeds_and_epochs_have_orders_of_their_own(seeds: list[int]) -> None:
     one, other = (
-        [located for step in range(8) for located in batches([65, 65], 1, seed=seed, num_steps=8).windows_of(step)]
+        [
+            located
+            for step in range(8)
+            for located in batches([65, 65], 1, seed=seed, num_steps=8).windows_of(step)
+        ]
         for seed in seeds
     )
     assert [source for source, _ in one] != [source for source, _ in other]
     assert [window for _, window in one] != [window for _, window in other]
     of = batches([65], 1, seed=seeds[0], num_steps=8, global_batch_size=16, micro_batch_size=16)
     first, second = (
-        [window for step in steps for _, window in of.windows_of(step)] for steps in (range(4), range(4, 8))
+        [window for step in steps for _, window in of.windows_of(step)]
+        for steps in (range(4), range(4, 8))
     )
     assert first != second and first != sorted(first)
 
@@ -174,7 +215,12 @@ def test_another_source_does_not_reorder_the_first() -> None:
     alone = batches([60], 3, num_steps=6)
     beside = batches([60, 60], 3, num_steps=6)
     order = [inputs for step in range(6) for inputs, _ in rows(alone.micro_batches(step))]
-    mixed = [inputs for step in range(6) for inputs, _ in rows(beside.micro_batches(step)) if inputs[0] < FAR]
+    mixed = [
+        inputs
+        for step in range(6)
+        for inputs, _ in rows(beside.micro_batches(step))
+        if inputs[0] < FAR
+    ]
     assert mixed
     assert mixed == order[: len(mixed)]
 
@@ -188,7 +234,9 @@ def test_sources_are_drawn_by_their_weights(seed: int, weights: list[int]) -> No
     drawn = Counter(source for step in range(4) for source, _ in of.windows_of(step))
     for source, weight in enumerate(weights):
         expected = weight / sum(weights)
-        assert binomtest(drawn[source], 800, expected).pvalue > 1e-8 if expected else not drawn[source]
+        assert (
+            binomtest(drawn[source], 800, expected).pvalue > 1e-8 if expected else not drawn[source]
+        )
 
 
 # Isolated documents
@@ -220,11 +268,15 @@ def test_a_position_counts_from_where_its_document_began_or_the_window_and_no_to
         assert np.array_equal(windows.window(index), packed.window(index))
 
 
-@pytest.mark.parametrize("checkpoint", ["ckpt-stories260K", "ckpt-eltec"])  # with BOS and EOS, and with EOS alone
+@pytest.mark.parametrize(
+    "checkpoint", ["ckpt-stories260K", "ckpt-eltec"]
+)  # with BOS and EOS, and with EOS alone
 def test_a_first_token_is_trained_after_exactly_what_it_is_scored_after(
     tmp_path: Path, shared_data: Path, checkpoint: str
 ) -> None:
-    (tmp_path / "corpus.jsonl").write_text("".join(f'{{"text": "{text}."}}\n' for text in ("One", "A cat", "It")))
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(f'{{"text": "{text}."}}\n' for text in ("One", "A cat", "It"))
+    )
     source = f"corpus.sources.0.path={tmp_path}/*.jsonl"
     folders = f"model.base={shared_data / checkpoint / 'hf'}", f"corpus.cache_dir={tmp_path}/cache"
     config = load_text(SMALLEST, source, *folders, "corpus.isolate_documents=true")
@@ -313,7 +365,9 @@ def test_a_process_gets_the_batches_of_each_step_for_a_gpu_in_pinned_memory(
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    of = batches([5000, 700], 32, [2.0, 1.0], num_steps=20, global_batch_size=8, distillation=[0.0, 1.0])
+    of = batches(
+        [5000, 700], 32, [2.0, 1.0], num_steps=20, global_batch_size=8, distillation=[0.0, 1.0]
+    )
     with batches_ahead(of, first, rank, num_processes, torch.device(device)) as ahead:
         steps = list(ahead)
     assert [step.step for step in steps] == list(range(first, 20))

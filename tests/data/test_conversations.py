@@ -31,18 +31,24 @@ MARKED = """{%- for message in messages -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}"""
 # As some reasoning models do: what the assistant has said is written otherwise once more has been said.
-FORGETFUL = "{%- for m in messages -%}[{{ m.role }}]{{ m.content if loop.last else '...' }}{%- endfor -%}"
+FORGETFUL = (
+    "{%- for m in messages -%}[{{ m.role }}]{{ m.content if loop.last else '...' }}{%- endfor -%}"
+)
 # It asks in other words than it writes.
 THINKING = PLAIN.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
 STRICT = "{{ raise_exception('a system turn') if messages[0].role == 'system' }}" + PLAIN
 
-SAID = st.text(st.characters(codec="utf-8", exclude_characters="\0\u2581"), min_size=1, max_size=12).filter(str.strip)
+SAID = st.text(
+    st.characters(codec="utf-8", exclude_characters="\0\u2581"), min_size=1, max_size=12
+).filter(str.strip)
 TURNS = st.lists(st.tuples(SAID, SAID), min_size=1, max_size=3)
 
 
 def talk(turns: list[tuple[str, str]], *, system: str | None = None) -> Messages:
     roles = [[("user", asked), ("assistant", said)] for asked, said in turns]
-    all_turns = [("system", system)] * (system is not None) + [turn for pair in roles for turn in pair]
+    all_turns = [("system", system)] * (system is not None) + [
+        turn for pair in roles for turn in pair
+    ]
     return [{"role": role, "content": content} for role, content in all_turns]
 
 
@@ -62,13 +68,18 @@ def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrain
 @settings(deadline=None, max_examples=10)
 @given(talks=st.lists(TURNS, min_size=1, max_size=3), system=st.none() | SAID)
 def test_the_mask_is_the_assistants_turns_and_the_ids_are_transformers_own(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase, talks: list[Any], system: str | None
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: PreTrainedTokenizerBase,
+    talks: list[Any],
+    system: str | None,
 ) -> None:
     all_messages = [talk(turns, system=system) for turns in talks]
     folder = tmp_path_factory.mktemp("talks")
     lines = [json.dumps({"messages": messages}) + "\n" for messages in all_messages]
     (folder / "talks.jsonl").write_text("".join(lines), encoding="utf-8")
-    corpus: Any = tokenised(folder / "talks.jsonl", tokenizer, folder, ReadingConfig(), messages_field="messages")
+    corpus: Any = tokenised(
+        folder / "talks.jsonl", tokenizer, folder, ReadingConfig(), messages_field="messages"
+    )
     assert corpus.ledger.targets_an_epoch == corpus.learned[1:].sum()
     marked = with_template(tokenizer, MARKED)
     for index, messages in enumerate(all_messages):
@@ -84,9 +95,15 @@ def test_the_mask_is_the_assistants_turns_and_the_ids_are_transformers_own(
         differing = [place for place in range(len(mask)) if learned[place] != mask[place]]
         assert all(learned[place] and mask[place - 1] for place in differing)
         assert not str(tokenizer.decode([ids[place] for place in differing])).strip()
-        answers = "".join(f"{message['content']}<|im_end|>\n" for message in messages if message["role"] == "assistant")
+        answers = "".join(
+            f"{message['content']}<|im_end|>\n"
+            for message in messages
+            if message["role"] == "assistant"
+        )
         wanted = str(tokenizer.decode(tokenizer.encode(answers, add_special_tokens=False)))
-        said = str(tokenizer.decode([token for token, taken in zip(ids, learned, strict=False) if taken]))
+        said = str(
+            tokenizer.decode([token for token, taken in zip(ids, learned, strict=False) if taken])
+        )
         assert "".join(said.split()) == "".join(wanted.split())
 
 

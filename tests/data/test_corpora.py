@@ -18,19 +18,27 @@ HELD_OUT = ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9", "w10 w11"]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(["<unk>", *WORDS])}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
-def configured(folder: Path, *training: list[str] | str, held_out: list[str] = HELD_OUT, **keys: Any) -> RunConfig:
+def configured(
+    folder: Path, *training: list[str] | str, held_out: list[str] = HELD_OUT, **keys: Any
+) -> RunConfig:
     """Return a config of texts to train on: records of a .jsonl, or the content of a .txt."""
     documents = keys.pop("documents", "paragraph")
     sources: list[dict[str, Any]] = []
     for number, texts in enumerate([*training, held_out]):
-        form, content = (".txt", texts.encode()) if isinstance(texts, str) else (".jsonl", as_jsonl(texts))
+        form, content = (
+            (".txt", texts.encode()) if isinstance(texts, str) else (".jsonl", as_jsonl(texts))
+        )
         (folder / f"{number}{form}").write_bytes(content)
-        sources.append({"name": f"c{number}", "path": str(folder / f"{number}{form}"), "language": "en"})
+        sources.append(
+            {"name": f"c{number}", "path": str(folder / f"{number}{form}"), "language": "en"}
+        )
     for number, source in enumerate(sources[:-1]):
         source |= {"weight": number + 1.0, "documents": documents}
     return RunConfig.model_validate(
@@ -46,7 +54,9 @@ def configured(folder: Path, *training: list[str] | str, held_out: list[str] = H
 
 def warned(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     training = open_sources(config, config.corpus.sources, tokenizer)
-    return corpus_warnings(config, training, open_sources(config, config.evaluation.perplexity, tokenizer))
+    return corpus_warnings(
+        config, training, open_sources(config, config.evaluation.perplexity, tokenizer)
+    )
 
 
 WHOLE = " ".join(WORDS)
@@ -62,7 +72,11 @@ SENTENCES = "".join(f"w{number % 60} w{30 + number % 7}\n" for number in range(1
             {"held_out": [*HELD_OUT, HELD_OUT[2]]},
             "held-out held: 3 of its 5 documents (60.0 %) are in c0, which is trained on",
         ),
-        ([f"{WHOLE} " * 9 + "고양이"], {}, "corpus c0: the tokenizer loses 0.48 % of its text, as in '고양이'"),
+        (
+            [f"{WHOLE} " * 9 + "고양이"],
+            {},
+            "corpus c0: the tokenizer loses 0.48 % of its text, as in '고양이'",
+        ),
         ([WHOLE], {"held_out": HELD_OUT[:1]}, "held-out held: has only one document,"),
         ([WHOLE], {"held_out": HELD_OUT[:2]}, "held-out held: has only 2 documents,"),
         ([WHOLE], {"schedule": "cosine", "decay_steps": 1}, "train.decay_steps: has no effect"),
@@ -75,14 +89,20 @@ SENTENCES = "".join(f"w{number % 60} w{30 + number % 7}\n" for number in range(1
     ],
 )
 def test_what_is_doubtful_is_told_and_what_is_common_is_not(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, texts: list[str] | str, keys: dict[str, Any], line: str
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: list[str] | str,
+    keys: dict[str, Any],
+    line: str,
 ) -> None:
     lines = warned(configured(tmp_path, texts, **keys), tokenizer)
     assert len(lines) == bool(line) and all(found.startswith(line) for found in lines)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_a_short_trial_of_a_long_config_ends_while_it_warms_up_and_says_so(tmp_path: Path, schedule: str) -> None:
+def test_a_short_trial_of_a_long_config_ends_while_it_warms_up_and_says_so(
+    tmp_path: Path, schedule: str
+) -> None:
     config = configured(tmp_path, [WHOLE], warmup_steps=40, schedule=schedule)
     (line,) = idle_settings(config)
     assert "train.warmup_steps 40: more than train.max_steps 4" in line
@@ -90,10 +110,14 @@ def test_a_short_trial_of_a_long_config_ends_while_it_warms_up_and_says_so(tmp_p
     assert rates == pytest.approx([config.train.lr * (step + 1) / 40 for step in range(4)])
 
 
-def test_a_corpus_that_is_read_many_times_over_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_corpus_that_is_read_many_times_over_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     config = configured(tmp_path, [WHOLE], [WHOLE], max_steps=150)
     (line,) = warned(config, tokenizer)  # the other is read 13 times
     assert line.startswith("corpus c1: its 60 tokens are read 25 times;")
     corpora = open_sources(config, config.corpus.sources, tokenizer)
     _, trained = build_batches(config, corpora, 1).trained_tokens(150)
-    assert trained.num_trained / (len(corpora[1].ids) - 1) == pytest.approx(25, rel=0.3)  # sources are drawn
+    assert trained.num_trained / (len(corpora[1].ids) - 1) == pytest.approx(
+        25, rel=0.3
+    )  # sources are drawn

@@ -34,7 +34,9 @@ from tests.data.corpus_files import (
 
 
 @forms
-def test_every_format_and_compression_gives_the_same_documents(tmp_path: Path, form: str, compression: str) -> None:
+def test_every_format_and_compression_gives_the_same_documents(
+    tmp_path: Path, form: str, compression: str
+) -> None:
     file = tmp_path / f"corpus{form}{compression}"
     file.write_bytes(COMPRESSORS[compression](FORMATS[form](DOCUMENTS)))
     assert read(file) == DOCUMENTS
@@ -47,25 +49,40 @@ def test_every_format_and_compression_gives_the_same_documents(tmp_path: Path, f
 
 
 @settings(deadline=None)
-@given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=30), max_size=8))
-def test_csv_and_json_give_the_texts_that_were_written(tmp_path_factory: Any, written: list[str]) -> None:
+@given(
+    st.lists(
+        st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=30), max_size=8
+    )
+)
+def test_csv_and_json_give_the_texts_that_were_written(
+    tmp_path_factory: Any, written: list[str]
+) -> None:
     folder = tmp_path_factory.getbasetemp()
     for form in (".csv", ".json"):
         (folder / f"written{form}").write_bytes(FORMATS[form](written))
-        assert kept(records(folder / f"written{form}")) == [text for text in written if text.strip()]
+        assert kept(records(folder / f"written{form}")) == [
+            text for text in written if text.strip()
+        ]
 
 
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
-def test_a_compressed_file_of_several_parts_is_read_to_its_end(tmp_path: Path, compression: str) -> None:
+def test_a_compressed_file_of_several_parts_is_read_to_its_end(
+    tmp_path: Path, compression: str
+) -> None:
     file, compress = tmp_path / f"corpus.jsonl{compression}", COMPRESSORS[compression]
     padding = bytes(100_000) if compression == ".xz" else b""
-    file.write_bytes(b"".join(compress(as_jsonl([text])) + padding[:4] for text in DOCUMENTS) + padding)
+    file.write_bytes(
+        b"".join(compress(as_jsonl([text])) + padding[:4] for text in DOCUMENTS) + padding
+    )
     assert read(file) == DOCUMENTS
     part = compress(as_jsonl(DOCUMENTS))
     for after in (part[:12] + b"xx" + part[12:], b"something else"):
         file.write_bytes(part + after)
         found = records(file)
-        assert kept(found) in ([], DOCUMENTS)  # what was decompressed together with the damage is lost
+        assert kept(found) in (
+            [],
+            DOCUMENTS,
+        )  # what was decompressed together with the damage is lost
         assert [reason for reason, _ in dropped(found)] == [Reason.DAMAGED_FILE]
 
 
@@ -83,9 +100,13 @@ def test_no_line_with_text_is_lost_or_joined_across_a_blank_one(
     documents = [document.split(newline) for document in read(file)]
     if lines and lines[0].startswith("\ufeff"):
         lines = [lines[0].removeprefix("\ufeff"), *lines[1:]]
-    assert [line for document in documents for line in document] == [line for line in lines if line.strip()]
+    assert [line for document in documents for line in document] == [
+        line for line in lines if line.strip()
+    ]
     assert all(document for document in documents)
-    starts = [i for i, line in enumerate(lines) if line.strip() and (i == 0 or not lines[i - 1].strip())]
+    starts = [
+        i for i, line in enumerate(lines) if line.strip() and (i == 0 or not lines[i - 1].strip())
+    ]
     assert len(documents) == len(starts)
 
 
@@ -101,7 +122,9 @@ def test_a_file_or_a_line_may_be_one_document(tmp_path: Path, end: str) -> None:
 
 # What is bad
 
-ENDING = [(form, compression) for form, compression in READ if compression or form == ".parquet"]  # it has an end
+ENDING = [
+    (form, compression) for form, compression in READ if compression or form == ".parquet"
+]  # it has an end
 BAD_LINES = [
     (b"{", Reason.NOT_JSON),
     (b"", Reason.EMPTY),
@@ -126,16 +149,25 @@ BAD_LINES = [
 
 def test_a_bad_line_of_json_costs_itself_alone(tmp_path: Path) -> None:
     file = tmp_path / "corpus.jsonl"
-    file.write_bytes(b"".join(as_jsonl([str(index)]) + line + b"\n" for index, (line, _) in enumerate(BAD_LINES)))
+    file.write_bytes(
+        b"".join(as_jsonl([str(index)]) + line + b"\n" for index, (line, _) in enumerate(BAD_LINES))
+    )
     found = records(file, limit=1000)
     assert kept(found) == [str(index) for index in range(len(BAD_LINES))]
-    assert dropped(found) == [(reason, f"{file}:{2 * index + 2}") for index, (_, reason) in enumerate(BAD_LINES)]
+    assert dropped(found) == [
+        (reason, f"{file}:{2 * index + 2}") for index, (_, reason) in enumerate(BAD_LINES)
+    ]
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_a_bad_line_of_text_costs_its_paragraph_or_itself(tmp_path: Path, end: bytes) -> None:
     file, longest = tmp_path / "corpus.txt", b"x" * 1000
-    bad = {b"caf\xe9": Reason.NOT_UTF8, b"a\0b": Reason.NUL, b"a" * 1003: Reason.TOO_LARGE, b" \t": Reason.EMPTY}
+    bad = {
+        b"caf\xe9": Reason.NOT_UTF8,
+        b"a\0b": Reason.NUL,
+        b"a" * 1003: Reason.TOO_LARGE,
+        b" \t": Reason.EMPTY,
+    }
     for line, reason in list(bad.items())[:3]:
         file.write_bytes(end.join([b"one", b"", b"two", line, b"also two", b"", b"three"]))
         found = records(file, limit=1000)
@@ -147,7 +179,9 @@ def test_a_bad_line_of_text_costs_its_paragraph_or_itself(tmp_path: Path, end: b
         file.write_bytes(end.join([b"one", b"", *bad, b"", longest]) + last)
         found = records(file, limit=1000, documents="line")
         assert kept(found) == ["one", longest.decode()]
-        assert dropped(found) == [(reason, f"{file}:{line}") for line, reason in enumerate(bad.values(), start=3)]
+        assert dropped(found) == [
+            (reason, f"{file}:{line}") for line, reason in enumerate(bad.values(), start=3)
+        ]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -171,12 +205,17 @@ def test_a_paragraph_of_many_lines_is_not_held_beyond_the_limit(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("form", "compression"), ENDING)
-def test_of_a_cut_off_or_misnamed_file_what_came_before_is_kept(tmp_path: Path, form: str, compression: str) -> None:
+def test_of_a_cut_off_or_misnamed_file_what_came_before_is_kept(
+    tmp_path: Path, form: str, compression: str
+) -> None:
     file = tmp_path / f"corpus{form}{compression}"
     documents = [f"document {i * i}" for i in range(999)]
     whole = COMPRESSORS[compression](FORMATS[form](documents))
     (tmp_path / f"later{form}").write_bytes(FORMATS[form](["of the next file"]))
-    for content in (*(whole[: int(part * len(whole))] for part in (0.0, 0.02, 0.5, 0.99)), as_txt(DOCUMENTS)):
+    for content in (
+        *(whole[: int(part * len(whole))] for part in (0.0, 0.02, 0.5, 0.99)),
+        as_txt(DOCUMENTS),
+    ):
         file.write_bytes(content)
         *found, damage, last = records(tmp_path / "*")
         assert kept(found) == documents[: len(found)]
@@ -188,7 +227,9 @@ def test_of_a_cut_off_or_misnamed_file_what_came_before_is_kept(tmp_path: Path, 
 
 
 def test_a_file_that_is_cut_within_what_is_skipped_is_damaged_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "cut.txt.gz").write_bytes(COMPRESSORS[".gz"](as_txt(["of a file", "that is cut", ""]))[:-12])
+    (tmp_path / "cut.txt.gz").write_bytes(
+        COMPRESSORS[".gz"](as_txt(["of a file", "that is cut", ""]))[:-12]
+    )
     (tmp_path / "whole.txt").write_bytes(as_txt(DOCUMENTS))
     for skipped in (1, 2, 3):
         reader = CorpusReader(source_of(tmp_path / "*", skip_documents=skipped), 1000)
@@ -203,7 +244,9 @@ def test_a_bad_parquet_row_costs_itself_alone(tmp_path: Path) -> None:
     found = records(file, limit=1000)
     assert kept(found) == ["a", "c"]
     reasons = [Reason.WRONG_TYPE, Reason.EMPTY, Reason.NUL, Reason.TOO_LARGE]
-    assert dropped(found) == [(reason, f"{file}: row {row}") for row, reason in enumerate(reasons, start=2)]
+    assert dropped(found) == [
+        (reason, f"{file}: row {row}") for row, reason in enumerate(reasons, start=2)
+    ]
     pa.parquet.write_table(pa.table({"text": [1, 2]}), file)
     assert [reason for reason, _ in dropped(records(file))] == [Reason.WRONG_TYPE] * 2
     offsets, data = pa.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"\xff\xfea")
@@ -220,13 +263,22 @@ def of_dataset(folder: Path, **options: Any) -> list[Any]:
     return list(CorpusReader(source_of(None, dataset=str(folder), **options), LIMIT))
 
 
-def test_a_dataset_gives_its_documents_in_order_and_bad_ones_a_reason_and_a_place(tmp_path: Path) -> None:
+def test_a_dataset_gives_its_documents_in_order_and_bad_ones_a_reason_and_a_place(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "train.jsonl").write_bytes(as_jsonl(DOCUMENTS))
-    (tmp_path / "test.jsonl").write_text('{"text": ""}\n{"text": "a\\u0000"}\n{"text": null}\n{"text": "a"}\n')
+    (tmp_path / "test.jsonl").write_text(
+        '{"text": ""}\n{"text": "a\\u0000"}\n{"text": null}\n{"text": "a"}\n'
+    )
     assert kept(of_dataset(tmp_path)) == DOCUMENTS
-    found, reasons = of_dataset(tmp_path, split="test"), [Reason.EMPTY, Reason.NUL, Reason.WRONG_TYPE]
+    found, reasons = (
+        of_dataset(tmp_path, split="test"),
+        [Reason.EMPTY, Reason.NUL, Reason.WRONG_TYPE],
+    )
     assert kept(found) == ["a"]
-    assert dropped(found) == [(reason, f"{tmp_path} row {row}") for row, reason in enumerate(reasons, start=1)]
+    assert dropped(found) == [
+        (reason, f"{tmp_path} row {row}") for row, reason in enumerate(reasons, start=1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +290,9 @@ def test_a_dataset_gives_its_documents_in_order_and_bad_ones_a_reason_and_a_plac
     ],
     ids=["no folder", "no such split", "damaged"],
 )
-def test_a_dataset_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None, split: str, named: str) -> None:
+def test_a_dataset_that_cannot_be_read_is_named(
+    tmp_path: Path, content: bytes | None, split: str, named: str
+) -> None:
     folder = tmp_path / "folder"
     if content is not None:
         folder.mkdir()
@@ -246,4 +300,8 @@ def test_a_dataset_that_cannot_be_read_is_named(tmp_path: Path, content: bytes |
     with pytest.raises(CorpusError) as caught:
         of_dataset(folder, split=split)
     message = str(caught.value)
-    assert message.startswith(f"source: the dataset {folder}") and named in message and "\n" not in message
+    assert (
+        message.startswith(f"source: the dataset {folder}")
+        and named in message
+        and "\n" not in message
+    )

@@ -51,7 +51,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 def test_a_store_gives_what_the_same_file_here_gives(store: Store) -> None:
     for form, compression in ((".jsonl", ".gz"), (".txt", ".zst"), (".parquet", "")):
-        store.pipe(f"{BUCKET}/a/x{form}{compression}", COMPRESSORS[compression](FORMATS[form](DOCUMENTS)))
+        store.pipe(
+            f"{BUCKET}/a/x{form}{compression}", COMPRESSORS[compression](FORMATS[form](DOCUMENTS))
+        )
         assert read(f"{BUCKET}/**/*{form}{compression}") == DOCUMENTS
         check_source(source_of(f"{BUCKET}/a/x{form}{compression}"))
 
@@ -64,19 +66,29 @@ def test_patterns_are_read_in_their_order_and_no_file_twice(tmp_path: Path, stor
     assert read(several) == ["of c::한글 2024", "of d", "of a", "of b"]
 
 
-def test_a_store_that_fails_ends_the_reading_in_one_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_fails_ends_the_reading_in_one_line(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.pipe(f"{BUCKET}/x.jsonl", FORMATS[".jsonl"](DOCUMENTS))
 
     def fails(*_: object, **__: object) -> None:
         raise TimeoutError("no answer\nafter 60 s")
 
     monkeypatch.setattr(Store, "open", fails)
-    with pytest.raises(CorpusError, match=r"s3://bucket/x\.jsonl cannot be read \(no answer after 60 s\)$"):
+    with pytest.raises(
+        CorpusError, match=r"s3://bucket/x\.jsonl cannot be read \(no answer after 60 s\)$"
+    ):
         read(f"{BUCKET}/x.jsonl")
-    with pytest.raises(CorpusError, match=r"source: gs://bucket/x\.txt cannot be read \(.*gcsfs.*\)$"):
+    with pytest.raises(
+        CorpusError, match=r"source: gs://bucket/x\.txt cannot be read \(.*gcsfs.*\)$"
+    ):
         check_source(source_of("gs://bucket/x.txt"))  # whose library is not installed
-    monkeypatch.setattr(Store, "info", lambda _, path, **__: {"name": path, "size": None, "type": "file"})
-    with pytest.raises(CorpusError, match=r"^source: s3://bucket/x\.jsonl cannot be read \(.*tells no size.*\)$"):
+    monkeypatch.setattr(
+        Store, "info", lambda _, path, **__: {"name": path, "size": None, "type": "file"}
+    )
+    with pytest.raises(
+        CorpusError, match=r"^source: s3://bucket/x\.jsonl cannot be read \(.*tells no size.*\)$"
+    ):
         check_source(source_of(f"{BUCKET}/x.jsonl"))
 
 
@@ -94,14 +106,26 @@ def test_a_store_that_fails_ends_the_reading_in_one_line(store: Store, monkeypat
         (["x.txt", "ftp://h/x"], "URL"),
     ],
 )
-def test_a_bad_pattern_is_one_error_that_repeats_no_password(path: str | list[str], said: str) -> None:
+def test_a_bad_pattern_is_one_error_that_repeats_no_password(
+    path: str | list[str], said: str
+) -> None:
     with pytest.raises(ValidationError, match=said) as caught:
         source_of(path)
     assert caught.value.error_count() == 1
     assert "hunter2" not in " ".join(error["msg"] for error in caught.value.errors())
 
 
-TREE = ("x", "x.gz", "x.txt.bz2", "x.parquet.gz", "x.csv", "x.parquet", "text/a.jsonl.gz", "text/x.md", "more/in/a.txt")
+TREE = (
+    "x",
+    "x.gz",
+    "x.txt.bz2",
+    "x.parquet.gz",
+    "x.csv",
+    "x.parquet",
+    "text/a.jsonl.gz",
+    "text/x.md",
+    "more/in/a.txt",
+)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +159,9 @@ def test_what_is_no_corpus_is_named_before_anything_is_read(
 # Hashes
 
 
-def test_what_names_the_content_of_a_file_in_a_store_changes_with_it(tmp_path: Path, store: Store) -> None:
+def test_what_names_the_content_of_a_file_in_a_store_changes_with_it(
+    tmp_path: Path, store: Store
+) -> None:
     told = []
     for text in (b"one", None, b"two"):
         if text is not None:
@@ -175,7 +201,9 @@ def test_a_source_is_read_through_again_only_where_it_has_changed_even_where_its
     large: Path, hashed: list[Path]
 ) -> None:
     status = large.stat()
-    for number, text in enumerate(("a large corpus", "b large corpus", "b large corpus, longer", "replaced")):
+    for number, text in enumerate(
+        ("a large corpus", "b large corpus", "b large corpus, longer", "replaced")
+    ):
         if text == "replaced":
             large.rename(large.with_name("kept"))
         large.write_text(text, encoding="utf-8")
@@ -197,7 +225,9 @@ def test_what_has_changed_just_now_or_is_small_is_not_remembered(
     assert not (large.parent / "cache").exists()
 
 
-def test_a_record_that_is_damaged_or_cannot_be_written_is_none(large: Path, hashed: list[Path]) -> None:
+def test_a_record_that_is_damaged_or_cannot_be_written_is_none(
+    large: Path, hashed: list[Path]
+) -> None:
     record = large.parent / "cache" / ".sources.json"
     check_hash(large)
     all_null = json.dumps(dict.fromkeys(json.loads(record.read_text(encoding="utf-8"))))

@@ -22,17 +22,31 @@ from scale_cli.data.ledger import Ledger, Reason, Rejected, check_bad_fraction
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import CorpusError
 from tests.data.corpus_files import source_of, write_jsonl
-from tests.vocabulary.tokenizers_at_hand import BROKEN, ENGLISH, KINDS, KOREAN, RUSSIAN, llama_3, qwen
+from tests.vocabulary.tokenizers_at_hand import (
+    BROKEN,
+    ENGLISH,
+    KINDS,
+    KOREAN,
+    RUSSIAN,
+    llama_3,
+    qwen,
+)
 
 DROPPED = st.builds(
     Rejected,
     st.sampled_from([r for r in Reason if r != Reason.DAMAGED_FILE]),
-    st.sampled_from(["f:1", "\udcff:1"]),  # the name of a file may be no UTF-8, and that of a field half a character
+    st.sampled_from(
+        ["f:1", "\udcff:1"]
+    ),  # the name of a file may be no UTF-8, and that of a field half a character
     st.integers(0, 99),
     st.sampled_from([(), ("\ud800", "b")]),
 )
-DAMAGED = st.builds(Rejected, st.just(Reason.DAMAGED_FILE), st.sampled_from(["a", "\udcff"]), st.just(0))
-RECORDS = st.lists(st.builds(Document, st.just("x"), st.integers(1, 99)) | DROPPED | DAMAGED, max_size=30)
+DAMAGED = st.builds(
+    Rejected, st.just(Reason.DAMAGED_FILE), st.sampled_from(["a", "\udcff"]), st.just(0)
+)
+RECORDS = st.lists(
+    st.builds(Document, st.just("x"), st.integers(1, 99)) | DROPPED | DAMAGED, max_size=30
+)
 
 
 def ledger_of(records: list[Any], **known: Any) -> Ledger:
@@ -49,7 +63,11 @@ def test_what_is_read_is_kept_or_dropped_for_a_reason(records: list[Any]) -> Non
     counts = [ledger.kept, *ledger.dropped.values()]
     assert ledger.kept.documents == sum(isinstance(record, Document) for record in records)
     assert ledger.read.documents == sum(count.documents for count in counts)
-    assert ledger.read.num_bytes == sum(count.num_bytes for count in counts) == sum(r.num_bytes for r in records)
+    assert (
+        ledger.read.num_bytes
+        == sum(count.num_bytes for count in counts)
+        == sum(r.num_bytes for r in records)
+    )
     assert ledger.read.documents + ledger.num_damaged_files == len(records)
     assert all(len(count.places) == min(count.documents, 3) for count in ledger.dropped.values())
     written = json.dumps(ledger.to_json(), ensure_ascii=False).encode()
@@ -58,7 +76,9 @@ def test_what_is_read_is_kept_or_dropped_for_a_reason(records: list[Any]) -> Non
 
 @settings(deadline=None)
 @given(RECORDS, RECORDS)
-def test_the_accounts_of_parts_add_up_to_that_of_the_whole(first: list[Any], later: list[Any]) -> None:
+def test_the_accounts_of_parts_add_up_to_that_of_the_whole(
+    first: list[Any], later: list[Any]
+) -> None:
     whole, ledger = ledger_of(first + later, files=2), ledger_of(first, files=1)
     ledger.take(ledger_of(later, files=1))
     assert json.dumps(ledger.to_json()) == json.dumps(whole.to_json())
@@ -87,8 +107,13 @@ def test_records_and_files_are_each_held_to_the_limit(
 
 
 def test_the_message_names_every_reason_with_the_first_places() -> None:
-    records = [Rejected(Reason.NOT_JSON, f"f:{line}", 1) for line in range(1, 6)] + [Rejected(Reason.NUL, "f:9", 1)]
-    assert ledger_of(records).described_losses() == "5 not JSON: f:1, f:2, f:3, ...; 1 NUL character: f:9"
+    records = [Rejected(Reason.NOT_JSON, f"f:{line}", 1) for line in range(1, 6)] + [
+        Rejected(Reason.NUL, "f:9", 1)
+    ]
+    assert (
+        ledger_of(records).described_losses()
+        == "5 not JSON: f:1, f:2, f:3, ...; 1 NUL character: f:9"
+    )
 
 
 LINES = {
@@ -111,7 +136,9 @@ def read_of(lines: list[bytes], skip_documents: int, max_documents: int | None) 
             continue
         read.append(line)
         kept = sum(LINES[before] is None for before in read)
-        if max_documents is not None and (kept == max_documents or len(read) - kept > max_documents):
+        if max_documents is not None and (
+            kept == max_documents or len(read) - kept > max_documents
+        ):
             break
     return read
 
@@ -123,7 +150,10 @@ def read_of(lines: list[bytes], skip_documents: int, max_documents: int | None) 
     max_documents=st.none() | st.integers(1, 4),
 )
 def test_the_ledger_of_a_tokenised_source_adds_up(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase, lines: list[bytes], **limits: Any
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: PreTrainedTokenizerBase,
+    lines: list[bytes],
+    **limits: Any,
 ) -> None:
     folder = tmp_path_factory.mktemp("ledger")
     (folder / "corpus.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
@@ -141,7 +171,9 @@ def test_the_ledger_of_a_tokenised_source_adds_up(
     dropped = Counter(LINES[line] for line in read if LINES[line] is not None)
     assert ledger.read.documents == len(read)
     assert ledger.kept.documents == len(texts) == len(corpus)
-    assert ledger.kept.num_bytes == corpus.num_bytes.sum() == sum(len(text.encode()) for text in texts)
+    assert (
+        ledger.kept.num_bytes == corpus.num_bytes.sum() == sum(len(text.encode()) for text in texts)
+    )
     assert {reason: count.documents for reason, count in ledger.dropped.items()} == dropped
     assert ledger.num_tokens == len(corpus.ids) == corpus.offsets[-1]
 
@@ -152,14 +184,22 @@ def test_the_ledger_of_a_tokenised_source_adds_up(
 JAPANESE = "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。ｶﾞﾗｽ、㍿、①、Ａ"
 WORDS = ["<unk>", "a", "cat", "sat"]
 MODELS: dict[str, Any] = {
-    "words": lambda: models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"),
-    "pieces": lambda: models.Unigram([(word, -1.0) for word in WORDS], unk_id=0, byte_fallback=False),
-    "characters": lambda: models.BPE({"<unk>": 0, "a": 1, "c": 2, "t": 3, "s": 4}, [], unk_token="<unk>"),
+    "words": lambda: models.WordLevel(
+        {word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"
+    ),
+    "pieces": lambda: models.Unigram(
+        [(word, -1.0) for word in WORDS], unk_id=0, byte_fallback=False
+    ),
+    "characters": lambda: models.BPE(
+        {"<unk>": 0, "a": 1, "c": 2, "t": 3, "s": 4}, [], unk_token="<unk>"
+    ),
 }
 
 
 def round_trip(tokenizer: Tokenizer, *texts: str, **special: str) -> RoundTrip:
-    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special), conversations=False)
+    encoder = Encoder(
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special), conversations=False
+    )
     return encoder.encode([Document(text, len(text.encode())) for text in texts]).round_trip
 
 
@@ -185,7 +225,11 @@ NORMAL_FORMS = {
     st.text(
         st.one_of(
             st.sampled_from(ENGLISH + KOREAN + RUSSIAN + JAPANESE + "ㅋㅋㅠㅠéß☺…〜"),
-            st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs", "Cn", "Co"], exclude_characters="\ufffd"),
+            st.characters(
+                max_codepoint=0xFFFF,
+                exclude_categories=["Cs", "Cn", "Co"],
+                exclude_characters="\ufffd",
+            ),
         ),
         min_size=1,
     )
@@ -220,7 +264,9 @@ def test_where_no_round_trip_is_asked_for_every_text_comes_back(text: str) -> No
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-@pytest.mark.parametrize("kind", [*KINDS[1:], *BROKEN, with_a_letter_that_is_decoded_as_a_byte, with_a_step_that_drops])
+@pytest.mark.parametrize(
+    "kind", [*KINDS[1:], *BROKEN, with_a_letter_that_is_decoded_as_a_byte, with_a_step_that_drops]
+)
 def test_a_round_trip_is_asked_of_every_other_tokenizer(kind: Callable[[], Tokenizer]) -> None:
     assert not _gives_all_back(json.loads(kind().to_str()))
 
@@ -233,7 +279,9 @@ def test_what_stands_for_unknown_text_gives_none_of_it_back(model: str) -> None:
     # 7 of 10 letters of 13 bytes, for a syllable has two or three, and 2 of 3 of 5 bytes
     lost = RoundTrip(sum(len(text.encode()) for text in texts), num_lost=10 + 4, example="고양이")
     assert round_trip(tokenizer, *texts) == lost
-    assert round_trip(tokenizer, *texts, eos_token="<unk>") == lost  # a mark at a border is not unknown text
+    assert (
+        round_trip(tokenizer, *texts, eos_token="<unk>") == lost
+    )  # a mark at a border is not unknown text
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -243,7 +291,9 @@ def test_a_source_that_loses_more_than_its_limit_is_refused_by_a_whole_sample_an
 ) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=broken())
     texts = {"known": [ENGLISH] * num_known, "lost": [KOREAN] * 9}
-    source = source_of([str(write_jsonl(tmp_path / f"{name}.jsonl", texts[name])) for name in texts])
+    source = source_of(
+        [str(write_jsonl(tmp_path / f"{name}.jsonl", texts[name])) for name in texts]
+    )
     lost = round_trip(broken(), *texts["known"], *texts["lost"]).lost_fraction
     reading = ReadingConfig(num_workers=1, max_unknown_fraction=allowed)
     for act in (
@@ -256,7 +306,10 @@ def test_a_source_that_loses_more_than_its_limit_is_refused_by_a_whole_sample_an
 
 
 def test_a_sample_that_is_a_part_refuses_only_what_is_plainly_lost(tmp_path: Path) -> None:
-    tokenizer, strict = PreTrainedTokenizerFast(tokenizer_object=BROKEN[0]()), ReadingConfig(max_unknown_fraction=0.0)
+    tokenizer, strict = (
+        PreTrainedTokenizerFast(tokenizer_object=BROKEN[0]()),
+        ReadingConfig(max_unknown_fraction=0.0),
+    )
     source = source_of(str(write_jsonl(tmp_path / "part.jsonl", [KOREAN, *[ENGLISH] * 50])))
     check_sample(source, tokenizer, strict)
     with pytest.raises(CorpusError, match="the tokenizer loses"):

@@ -33,7 +33,9 @@ TEXTS = [f"Once upon a time there were {i} cats. 고양이 {i}마리." for i in 
 
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    tokenizer.chat_template = "{% for m in messages %}{{ '[' + m.role + '] ' + m.content }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '[' + m.role + '] ' + m.content }}{% endfor %}"
+    )
     return tokenizer
 
 
@@ -49,26 +51,35 @@ def write_files(folder: Path, num_files: int = 6) -> TextSource:
     """Write files of different lengths, some without a document, two of the same text, with bad records between."""
     for number in range(num_files):
         lines = [
-            json.dumps({"text": f"{number} cats and {line} dogs. 고양이 {line}마리."}) for line in range(3 * number)
+            json.dumps({"text": f"{number} cats and {line} dogs. 고양이 {line}마리."})
+            for line in range(3 * number)
         ]
         if number % 3 == 1:
             lines[1:1] = ["{", '{"text": 1}']
         (folder / f"{number:02}.jsonl").write_text("".join(line + "\n" for line in lines))
-    (folder / f"{num_files:02}.jsonl").write_bytes((folder / f"{num_files - 1:02}.jsonl").read_bytes())
+    (folder / f"{num_files:02}.jsonl").write_bytes(
+        (folder / f"{num_files - 1:02}.jsonl").read_bytes()
+    )
     (folder / "empty.jsonl").write_text("\n")
     (folder / "tales.txt").write_text("Once upon a time.\n\nThe end.\n")
     return source_of([str(folder / "*.jsonl"), str(folder / "*.txt")])
 
 
 def cache_in(folder: Path, tokenizer: PreTrainedTokenizerBase, num_workers: int = 1) -> TokenCache:
-    return TokenCache(folder, tokenizer, ReadingConfig(num_workers=num_workers, max_bad_fraction=1.0))
+    return TokenCache(
+        folder, tokenizer, ReadingConfig(num_workers=num_workers, max_bad_fraction=1.0)
+    )
 
 
-def make(source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path, num_workers: int = 1) -> TokenisedCorpus:
+def make(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path, num_workers: int = 1
+) -> TokenisedCorpus:
     return cache_in(cache, tokenizer, num_workers).open(source)
 
 
-def make_part(source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path, index: int, number: int) -> None:
+def make_part(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path, index: int, number: int
+) -> None:
     cache_in(cache, tokenizer).tokenise_parts(source, Share(index, number))
 
 
@@ -81,7 +92,9 @@ def contents(cache: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Written:
+def written(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase
+) -> Written:
     """Files, and what one process makes of them."""
     folder = tmp_path_factory.mktemp("one")
     source = write_files(folder)
@@ -94,16 +107,26 @@ def written(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedToken
 
 @pytest.mark.parametrize(("num_wanting", "num_workers"), [(1, 2), (4, 1)])
 def test_the_bytes_are_the_same_whatever_the_number_of_workers_or_of_those_that_want_them_at_once(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, written: Written, num_wanting: int, num_workers: int
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    written: Written,
+    num_wanting: int,
+    num_workers: int,
 ) -> None:
     source, by_one = written
     with ThreadPoolExecutor(num_wanting) as threads:
-        list(threads.map(lambda _: make(source, tokenizer, tmp_path, num_workers), range(num_wanting)))
+        list(
+            threads.map(
+                lambda _: make(source, tokenizer, tmp_path, num_workers), range(num_wanting)
+            )
+        )
     assert contents(tmp_path) == by_one
     assert not multiprocessing.active_children()
 
 
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(number=st.integers(1, 5), data=st.data())
 def test_the_bytes_are_one_process_s_whatever_the_number_of_tasks_and_whichever_of_them_ran(
     tmp_path_factory: pytest.TempPathFactory,
@@ -119,10 +142,16 @@ def test_the_bytes_are_one_process_s_whatever_the_number_of_tasks_and_whichever_
     assert contents(cache) == by_one
 
 
-def test_conversations_learn_the_same_tokens_in_parts(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_conversations_learn_the_same_tokens_in_parts(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     for number in range(6):
-        turns = [{"role": role, "content": f"{role} {number} speaks"} for role in ("user", "assistant")]
-        (tmp_path / f"{number}.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 7 * number)
+        turns = [
+            {"role": role, "content": f"{role} {number} speaks"} for role in ("user", "assistant")
+        ]
+        (tmp_path / f"{number}.jsonl").write_text(
+            (json.dumps({"messages": turns}) + "\n") * 7 * number
+        )
     source = source_of(tmp_path / "*.jsonl", messages_field="messages")
     one = make(source, tokenizer, tmp_path / "one")
     make_part(source, tokenizer, tmp_path / "many", 0, 2)
@@ -142,7 +171,9 @@ def killed_after(num_chunks: int, act: Callable[[], object]) -> None:
 
         def dying(self: tokens._Columns, part: Encoded) -> None:
             if next(calls, None) is None:
-                patch.setattr(tokens._Columns, "_record", lambda _: None)  # a kill leaves no time for it
+                patch.setattr(
+                    tokens._Columns, "_record", lambda _: None
+                )  # a kill leaves no time for it
                 raise Killed
             append(self, part)
 
@@ -167,10 +198,14 @@ def documents_written(act: Callable[[], object]) -> int:
 
 def documents_recorded(cache: Path, kind: str) -> int:
     """Return how many documents of an unfinished source are certain."""
-    return sum(json.loads(record.read_text())["documents"] for record in cache.glob(f".*.{kind}.json"))
+    return sum(
+        json.loads(record.read_text())["documents"] for record in cache.glob(f".*.{kind}.json")
+    )
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     tries=st.lists(st.tuples(st.sampled_from([None, 0, 1]), st.integers(0, 15)), max_size=4),
     in_parts=st.booleans(),
@@ -194,7 +229,10 @@ def test_however_it_was_killed_it_goes_on_from_what_was_certain(
     for share, num_chunks in tries + finished_parts * in_parts:
         if share is not None and cache_in(cache, tokenizer).open_if_there(source):
             continue  # nobody prepares a part of what is whole
-        killed_after(num_chunks, alone if share is None else partial(make_part, source, tokenizer, cache, share, 2))
+        killed_after(
+            num_chunks,
+            alone if share is None else partial(make_part, source, tokenizer, cache, share, 2),
+        )
         for file in cache.rglob(".*.unfinished/*"):
             file.write_bytes(file.read_bytes() + torn)
         now = documents_recorded(cache, kind)
@@ -203,11 +241,18 @@ def test_however_it_was_killed_it_goes_on_from_what_was_certain(
     num_written = documents_written(alone)
     assert contents(cache) == by_one
     if in_parts or not (cache / PARTS).exists():
-        assert num_written in (len(alone()) - certain, 0), "parts that are joined are not copied again"
-    assert {entry.name for entry in cache.iterdir()} <= {PARTS, *(name.partition("/")[0] for name in by_one)}
+        assert num_written in (len(alone()) - certain, 0), (
+            "parts that are joined are not copied again"
+        )
+    assert {entry.name for entry in cache.iterdir()} <= {
+        PARTS,
+        *(name.partition("/")[0] for name in by_one),
+    }
 
 
-@pytest.mark.parametrize("damaged", ["unfinished/tokens.bin", "unfinished/offsets.bin", "progress.json"])
+@pytest.mark.parametrize(
+    "damaged", ["unfinished/tokens.bin", "unfinished/offsets.bin", "progress.json"]
+)
 def test_unfinished_work_that_is_damaged_is_begun_again(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, written: Written, damaged: str
 ) -> None:
@@ -284,7 +329,9 @@ def test_a_changed_file_is_tokenised_again_and_the_other_parts_are_joined(
         file.write('{"text": "A new one."}\n')
     num_parts = len(list((tmp_path / "many" / PARTS).iterdir()))
     make(source, tokenizer, tmp_path / "many")
-    assert num_parts > 2 and len(list((tmp_path / "many" / PARTS).iterdir())) == 1  # of the file as it was
+    assert (
+        num_parts > 2 and len(list((tmp_path / "many" / PARTS).iterdir())) == 1
+    )  # of the file as it was
     many, one = (make(source, tokenizer, tmp_path / name).folder for name in ("many", "one"))
     assert all((many / file.name).read_bytes() == file.read_bytes() for file in one.iterdir())
 

@@ -38,7 +38,13 @@ WORDS = [f"{number:02}" + "w" * 598 for number in range(100)]  # each a document
 
 def command_of(folder: Path, paths: list[Path], num_workers: int) -> list[str]:
     (folder / "script.py").write_text(SCRIPT)
-    return [sys.executable, str(folder / "script.py"), json.dumps(list(map(str, paths))), str(num_workers), *WORDS]
+    return [
+        sys.executable,
+        str(folder / "script.py"),
+        json.dumps(list(map(str, paths))),
+        str(num_workers),
+        *WORDS,
+    ]
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -59,7 +65,9 @@ def test_killed_by_the_system_it_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("\n\n".join(WORDS * 3000))
     killed = subprocess.Popen(command_of(tmp_path, [tmp_path / "x.txt"], 2))
     wait_until((tmp_path / ".x.txt.tokens.progress.json").exists)
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(killed.pid)], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(killed.pid)], capture_output=True, text=True, check=True
+    )
     children = [Path("/proc", pid) for pid in listed.stdout.split()]
     assert len(children) >= 2
     killed.send_signal(signal.SIGKILL)
@@ -78,7 +86,9 @@ def write_jsonl(path: Path, texts: list[str]) -> None:
 
 def write_parquet(path: Path, texts: list[str]) -> None:
     columns = pa.table({"text": texts})
-    pa.parquet.write_table(columns, path, row_group_size=len(texts), use_dictionary=False, compression="none")
+    pa.parquet.write_table(
+        columns, path, row_group_size=len(texts), use_dictionary=False, compression="none"
+    )
 
 
 WRITERS = {"txt.gz": write_txt_gz, "jsonl": write_jsonl, "parquet": write_parquet}
@@ -91,7 +101,11 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     for path in paths:
         length, _, form = path.name.partition(".")
         WRITERS[form](path, WORDS * (int(length) // len(WORDS)))
-    done = subprocess.run(command_of(tmp_path, paths, 1), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command_of(tmp_path, paths, 1), capture_output=True, text=True, check=True
+    )
     peaks_kib = list(map(int, done.stdout.split()))
     for small_kib, large_kib in zip(peaks_kib[::2], peaks_kib[1::2], strict=True):
-        assert (large_kib - small_kib) * 1024 < 600 * (lengths[1] - lengths[0]) / 4  # allocators keep some
+        assert (large_kib - small_kib) * 1024 < 600 * (
+            lengths[1] - lengths[0]
+        ) / 4  # allocators keep some

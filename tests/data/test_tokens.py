@@ -30,7 +30,9 @@ def load(folder: Path) -> PreTrainedTokenizerBase:
     return loaded
 
 
-def open_corpus(path: Path, tokenizer: PreTrainedTokenizerBase, cache: Path, **options: Any) -> TokenisedCorpus:
+def open_corpus(
+    path: Path, tokenizer: PreTrainedTokenizerBase, cache: Path, **options: Any
+) -> TokenisedCorpus:
     return tokenised(path, tokenizer, cache, options.pop("reading", ReadingConfig()), **options)
 
 
@@ -46,10 +48,19 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\u
     [("ckpt-stories260K", False), ("ckpt-stories260K", True), (OTHER, False)],
     indirect=["tokenizer"],
 )
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(texts=st.lists(TEXT, min_size=1, max_size=8).filter(lambda texts: any(text.strip() for text in texts)))
+@settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    texts=st.lists(TEXT, min_size=1, max_size=8).filter(
+        lambda texts: any(text.strip() for text in texts)
+    )
+)
 def test_the_stream_is_every_document_tokenised_alone_and_framed(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase, bos_is_eos: bool, texts: list[str]
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: PreTrainedTokenizerBase,
+    bos_is_eos: bool,
+    texts: list[str],
 ) -> None:
     folder = tmp_path_factory.mktemp("stream")
     if bos_is_eos:
@@ -60,7 +71,10 @@ def test_the_stream_is_every_document_tokenised_alone_and_framed(
     corpus = open_corpus(path, tokenizer, folder / "cache", reading=reading)
     kept = [text for text in texts if text.strip()]
     bos = [] if tokenizer.bos_token_id is None or bos_is_eos else [tokenizer.bos_token_id]
-    framed = [[*bos, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in kept]
+    framed = [
+        [*bos, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        for text in kept
+    ]
     assert corpus.markers == DocumentMarkers(bos[0] if bos else None, tokenizer.eos_token_id)
     assert len(corpus) == len(kept)
     assert [corpus.document(i).tolist() for i in range(len(corpus))] == framed
@@ -83,7 +97,9 @@ def test_marks_stand_at_boundaries_only_whatever_a_text_or_the_tokenizer_itself_
     assert corpus.ids[first_token - 1] == corpus.markers.context
     eager = load(Path(tokenizer.name_or_path))
     eos = (eager.eos_token, eager.eos_token_id)
-    eager.backend_tokenizer.post_processor = TemplateProcessing(single=f"{eos[0]} $A {eos[0]}", special_tokens=[eos])
+    eager.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{eos[0]} $A {eos[0]}", special_tokens=[eos]
+    )
     assert eager.encode("text")[0] == eager.eos_token_id
     assert open_corpus(path, eager, tmp_path / "cache").ids.tolist() == corpus.ids.tolist()
 
@@ -104,7 +120,9 @@ def test_the_same_content_is_not_tokenised_again_under_any_name_nor_by_a_tokeniz
         again = open_corpus(path, tokenizer, tmp_path / "cache")
         assert again.folder == first.folder and again.ids.tolist() == first.ids.tolist()
         assert {file.name: file.stat().st_mtime_ns for file in again.folder.iterdir()} == before
-        tokenizer = load(Path(shutil.copytree(tokenizer.name_or_path, path.parent / f"{path.name}-copy")))
+        tokenizer = load(
+            Path(shutil.copytree(tokenizer.name_or_path, path.parent / f"{path.name}-copy"))
+        )
         tokenizer(TEXTS)  # which changes its state
 
 
@@ -112,7 +130,9 @@ def test_what_decides_the_tokens_makes_another_folder(
     tmp_path: Path, shared_data: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     path, other_eos = tmp_path / "corpus.jsonl", copy.deepcopy(tokenizer)
-    path.write_text("".join(json.dumps({"text": text, "body": text[::-1]}) + "\n" for text in TEXTS))
+    path.write_text(
+        "".join(json.dumps({"text": text, "body": text[::-1]}) + "\n" for text in TEXTS)
+    )
     other_eos.eos_token = tokenizer.bos_token
     settings: list[dict[str, Any]] = [
         {},
@@ -126,8 +146,14 @@ def test_what_decides_the_tokens_makes_another_folder(
     made += [open_corpus(path, other_eos, tmp_path / "cache")]
     text = path.rename(tmp_path / "corpus.txt")
     cuts = ("paragraph", "line", "file")
-    made += [open_corpus(text, tokenizer, tmp_path / "cache", documents=documents) for documents in cuts]
-    assert len({corpus.folder.name for corpus in made}) == len(made) == len(list((tmp_path / "cache").iterdir()))
+    made += [
+        open_corpus(text, tokenizer, tmp_path / "cache", documents=documents) for documents in cuts
+    ]
+    assert (
+        len({corpus.folder.name for corpus in made})
+        == len(made)
+        == len(list((tmp_path / "cache").iterdir()))
+    )
 
 
 def test_another_text_or_order_of_files_makes_another_folder(
@@ -145,8 +171,12 @@ def test_another_text_or_order_of_files_makes_another_folder(
     assert len(folders) == 3
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "num_bytes.bin", "ledger.json", "manifest.json"])
-def test_a_cache_that_is_not_whole_is_made_again(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["tokens.bin", "offsets.bin", "num_bytes.bin", "ledger.json", "manifest.json"]
+)
+def test_a_cache_that_is_not_whole_is_made_again(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
     path = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
     first = open_corpus(path, tokenizer, tmp_path / "cache")
     ids, damaged = first.ids.tolist(), first.folder / name
@@ -163,9 +193,20 @@ def test_a_source_of_which_too_much_is_bad_is_refused_now_and_later_and_taken_wh
     with path.open("ab") as file:
         file.write(b"{\n")
     for _ in range(2):
-        with pytest.raises(CorpusError, match=rf"source \({path}\): 10\.000 % .* 1 not JSON: {path}:10$"):
-            open_corpus(path, tokenizer, tmp_path / "cache", reading=ReadingConfig(max_bad_fraction=0.0999))
-    assert len(open_corpus(path, tokenizer, tmp_path / "cache", reading=ReadingConfig(max_bad_fraction=0.1))) == 9
+        with pytest.raises(
+            CorpusError, match=rf"source \({path}\): 10\.000 % .* 1 not JSON: {path}:10$"
+        ):
+            open_corpus(
+                path, tokenizer, tmp_path / "cache", reading=ReadingConfig(max_bad_fraction=0.0999)
+            )
+    assert (
+        len(
+            open_corpus(
+                path, tokenizer, tmp_path / "cache", reading=ReadingConfig(max_bad_fraction=0.1)
+            )
+        )
+        == 9
+    )
 
 
 def test_a_dataset_is_tokenised_again_where_its_folder_has_changed_and_named_where_its_commit_is_unknown(

@@ -20,9 +20,15 @@ MEAN = {"aggregation": "mean", "higher_is_better": True}
 ACCURACY = [{"metric": "acc", **MEAN}]
 
 
-def task_of(shared_data: Path, folder: Path, name: str, *, limit: int | None = None, **keys: Any) -> dict[str, Any]:
+def task_of(
+    shared_data: Path, folder: Path, name: str, *, limit: int | None = None, **keys: Any
+) -> dict[str, Any]:
     """Write a task's file with some keys changed; return what evaluation.benchmarks takes."""
-    text = (TASKS / f"{name}.yaml").read_text(encoding="utf-8").replace("../shared/data", str(shared_data))
+    text = (
+        (TASKS / f"{name}.yaml")
+        .read_text(encoding="utf-8")
+        .replace("../shared/data", str(shared_data))
+    )
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(yaml.safe_load(text) | keys), encoding="utf-8")
     language = "ko" if name.startswith("kobest") else "en"
@@ -39,7 +45,9 @@ def some_of_blimp(shared_data: Path, folder: Path, num_of_each: int) -> dict[str
     (folder / "blimp.jsonl").write_text("\n".join(lines), encoding="utf-8")
     task = task_of(shared_data, folder, "blimp")
     path = Path(task["path"])
-    path.write_text(path.read_text(encoding="utf-8").replace("blimp.jsonl", str(folder / "blimp.jsonl")))
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("blimp.jsonl", str(folder / "blimp.jsonl"))
+    )
     return task
 
 
@@ -55,7 +63,11 @@ def know_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the YAML files of a folder all the tasks that lm-eval knows by name (its own take seconds), offline."""
     for constants in (huggingface_hub.constants, datasets.config):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(benchmark_tasks, "_all_tasks", lambda: TaskManager(include_path=folder, include_defaults=False))
+    monkeypatch.setattr(
+        benchmark_tasks,
+        "_all_tasks",
+        lambda: TaskManager(include_path=folder, include_defaults=False),
+    )
 
 
 def add_task(folder: Path, name: str, rows: list[dict[str, Any]], **keys: Any) -> None:

@@ -45,10 +45,14 @@ BEGUN = [
 @pytest.fixture(scope="module")
 def models(shared_data: Path) -> dict[str, ScaleForCausalLM]:
     names = (STORIES, "ckpt-eltec")
-    return {name: as_if_trained(widen(real_base(shared_data, name), "route", "top:1")) for name in names}
+    return {
+        name: as_if_trained(widen(real_base(shared_data, name), "route", "top:1")) for name in names
+    }
 
 
-def answering(shared_data: Path, model: Any, checkpoint: str = STORIES, **settings: Any) -> ObservedHeads:
+def answering(
+    shared_data: Path, model: Any, checkpoint: str = STORIES, **settings: Any
+) -> ObservedHeads:
     tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / checkpoint / "hf")))
     given: dict[str, Any] = {"max_length": 512, "batch_size": 8, "mixed_precision": "no"} | settings
     return ObservedHeads(model, tokenizer, ROUTER, **given)
@@ -63,11 +67,16 @@ def test_the_adaptation_head_scores_as_lm_eval_scores_the_exported_model_and_the
     shared_data: Path, tmp_path: Path, models: dict[str, ScaleForCausalLM], checkpoint: str
 ) -> None:
     model = models[checkpoint]
-    answers = answering(shared_data, model, checkpoint, max_length=model.base.config.max_position_embeddings)
+    answers = answering(
+        shared_data, model, checkpoint, max_length=model.base.config.max_position_embeddings
+    )
     dense_model(model, "float32").save_pretrained(tmp_path)
     answers.tokenizer.save_pretrained(tmp_path)
     folders = {"adapted": str(tmp_path), "base": str(shared_data / checkpoint / "hf")}
-    theirs = {head: HFLM(folder, device="cpu", dtype="float32", batch_size=8) for head, folder in folders.items()}
+    theirs = {
+        head: HFLM(folder, device="cpu", dtype="float32", batch_size=8)
+        for head, folder in folders.items()
+    }
     sources = [
         task_of(shared_data, tmp_path, "arc_easy", limit=10, doc_to_text="{{query}}\nAnswer:"),
         task_of(shared_data, tmp_path, "kobest_copa", limit=10),
@@ -88,19 +97,33 @@ def test_the_adaptation_head_scores_as_lm_eval_scores_the_exported_model_and_the
 def test_what_is_too_long_loses_the_tokens_that_it_loses_in_lm_eval(
     shared_data: Path, models: dict[str, ScaleForCausalLM]
 ) -> None:
-    requests = asked(("Once upon a time there was a cat. " * 8, " It sat."), ("", " The cat sat."), ("<s>One", " day"))
+    requests = asked(
+        ("Once upon a time there was a cat. " * 8, " It sat."),
+        ("", " The cat sat."),
+        ("<s>One", " day"),
+    )
     answers = answering(shared_data, models[STORIES], max_length=32)
-    hf = HFLM(str(shared_data / STORIES / "hf"), device="cpu", dtype="float32", max_length=32, batch_size=4)
+    hf = HFLM(
+        str(shared_data / STORIES / "hf"),
+        device="cpu",
+        dtype="float32",
+        max_length=32,
+        batch_size=4,
+    )
     ours = [said for said, _ in answers.loglikelihood(requests)]
     theirs = [said for said, _ in hf.loglikelihood(requests, disable_tqdm=True)]
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_a_context_of_white_space_alone_loses_no_token(shared_data: Path, models: dict[str, ScaleForCausalLM]) -> None:
+def test_a_context_of_white_space_alone_loses_no_token(
+    shared_data: Path, models: dict[str, ScaleForCausalLM]
+) -> None:
     """A tokenizer without BOS puts nothing before a text, and lm-eval the white space before the continuation."""
     answers = answering(shared_data, models["ckpt-eltec"], "ckpt-eltec")
     assert not answers.tok_encode("")
-    requests = asked((" ", "The old house."), ("", " The old house."), ("\n\n", "The"), ("", "\n\nThe"))
+    requests = asked(
+        (" ", "The old house."), ("", " The old house."), ("\n\n", "The"), ("", "\n\nThe")
+    )
     white, empty, white_2, empty_2 = (said for said, _ in answers.loglikelihood(requests))
     assert (white, white_2) == pytest.approx((empty, empty_2), abs=1e-4)
 
@@ -112,14 +135,20 @@ def test_the_router_judges_context_and_continuation_and_the_score_is_the_continu
     """As the model says that serves with the same router."""
     model = copy.deepcopy(models[STORIES])
     answers = answering(shared_data, model, batch_size=2)
-    texts = [("Once upon a time, there was a little girl", " named Lily."), ("Anna", " sat down, sad."), ("", " A")]
+    texts = [
+        ("Once upon a time, there was a little girl", " named Lily."),
+        ("Anna", " sat down, sad."),
+        ("", " A"),
+    ]
     for rule in ("posterior", "cosine"):
         set_router(model, ROUTER.model_copy(update={"rule": rule}))
         answers.head = rule
         for text, (got, _) in zip(texts, answers.loglikelihood(asked(*texts)), strict=True):
             ids = answers.tok_encode("".join(text), add_special_tokens=False)
             num_scored = len(ids) - (len(answers.tok_encode(text[0])) if text[0] else 0)
-            whole = torch.tensor([ids if num_scored < len(ids) else [answers.prefix_token_id, *ids]])
+            whole = torch.tensor(
+                [ids if num_scored < len(ids) else [answers.prefix_token_id, *ids]]
+            )
             said = model(whole).logits.log_softmax(-1)[:, :-1].gather(-1, whole[:, 1:, None])
             assert got == pytest.approx(said[:, -num_scored:].sum().item(), abs=1e-3)
 
@@ -150,7 +179,9 @@ def test_every_head_is_asked_the_same_and_a_request_is_observed_once_for_all(
 
 
 @pytest.mark.parametrize(("max_length", "continuation"), [(2, " a long day it was"), (64, "")])
-def test_a_continuation_that_cannot_be_scored_is_named(shared_data: Path, max_length: int, continuation: str) -> None:
+def test_a_continuation_that_cannot_be_scored_is_named(
+    shared_data: Path, max_length: int, continuation: str
+) -> None:
     answers = answering(shared_data, CountingHeads(), max_length=max_length)
     with pytest.raises(RunError, match=f"{continuation!r} after 'One'"):
         answers.loglikelihood(asked(("One", continuation)))
@@ -167,9 +198,16 @@ def make_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "doc_to_choice": None,
             "doc_to_text": "{{begun}}",
             "doc_to_target": "{{ended}}",
-            "generation_kwargs": {"until": ["\n", " and", ". "], "max_gen_toks": 12, "do_sample": False},
+            "generation_kwargs": {
+                "until": ["\n", " and", ". "],
+                "max_gen_toks": 12,
+                "do_sample": False,
+            },
             "filter_list": [
-                {"name": "first-words", "filter": [{"function": "regex", "regex_pattern": r"^\s*(\S+ \S+)"}]},
+                {
+                    "name": "first-words",
+                    "filter": [{"function": "regex", "regex_pattern": r"^\s*(\S+ \S+)"}],
+                },
                 {"name": "whole", "filter": [{"function": "take_first"}]},
             ],
             "metric_list": [
@@ -177,7 +215,12 @@ def make_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 {"metric": "bleu", "aggregation": "bleu", "higher_is_better": True},
             ],
         } | keys
-        add_task(tmp_path, "endings", [{"begun": begun, "ended": ended} for begun, ended in BEGUN], **config)
+        add_task(
+            tmp_path,
+            "endings",
+            [{"begun": begun, "ended": ended} for begun, ended in BEGUN],
+            **config,
+        )
         return opened("endings")
 
     return make
@@ -187,12 +230,16 @@ def texts_of(items: list[Item], head: str) -> list[int | str]:
     return [item.heads[head].prediction for item in items]
 
 
-def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(make_task: Any, shared_data: Path) -> None:
+def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(
+    make_task: Any, shared_data: Path
+) -> None:
     """The base, and the model as it serves, each by lm-eval's `hf` model as if nobody had heard of heads."""
     model = as_if_trained(widen(real_base(shared_data, STORIES), "route", "top:1"), std=0.15)
     benchmark = make_task()
     tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / STORIES / "hf")))
-    answers = ObservedHeads(model, tokenizer, RouterConfig(), max_length=128, batch_size=2, mixed_precision="no")
+    answers = ObservedHeads(
+        model, tokenizer, RouterConfig(), max_length=128, batch_size=2, mixed_precision="no"
+    )
     measured = measure_items(benchmark, answers)
     items = measured.items
     for head, alone in (("base", model.base), ("posterior", model)):
@@ -204,28 +251,50 @@ def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(make_task: Any, 
             mean = np.mean([item.heads[head].metrics[f"exact_match, {kept}"] for item in items])
             assert mean == pytest.approx(found["results"]["endings"][f"exact_match,{kept}"])
     assert len({tuple(texts_of(items, head)) for head in HEADS}) > 1, "heads that differ"
-    assert all(len(outcome.metrics) == 2 for item in items for outcome in item.heads.values()), "bleu is no mean"
-    assert not any(stop in str(text) for text in texts_of(items, "base") for stop in ("\n", " and", ". "))
+    assert all(len(outcome.metrics) == 2 for item in items for outcome in item.heads.values()), (
+        "bleu is no mean"
+    )
+    assert not any(
+        stop in str(text) for text in texts_of(items, "base") for stop in ("\n", " and", ". ")
+    )
     assert measured.judged_by == "exact_match, first-words"
 
 
 def test_a_generative_task_that_says_nothing_of_right_or_wrong_or_asks_too_much_is_one_line(
     make_task: Any, shared_data: Path, models: dict[str, ScaleForCausalLM]
 ) -> None:
-    benchmark = make_task(metric_list=[{"metric": "bleu", "aggregation": "bleu", "higher_is_better": True}])
-    with pytest.raises(RunError, match="lm-eval reports no metric that says whether an item is right"):
+    benchmark = make_task(
+        metric_list=[{"metric": "bleu", "aggregation": "bleu", "higher_is_better": True}]
+    )
+    with pytest.raises(
+        RunError, match="lm-eval reports no metric that says whether an item is right"
+    ):
         measure_items(benchmark, answering(shared_data, models[STORIES]))
-    with pytest.raises(RunError, match="it asks for answers of 12 tokens, but the model's context is 12"):
+    with pytest.raises(
+        RunError, match="it asks for answers of 12 tokens, but the model's context is 12"
+    ):
         measure_items(benchmark, answering(shared_data, models[STORIES], max_length=12))
 
 
 def test_several_processes_that_share_the_requests_answer_as_one_does(
-    make_task: Any, shared_data: Path, models: dict[str, ScaleForCausalLM], monkeypatch: pytest.MonkeyPatch
+    make_task: Any,
+    shared_data: Path,
+    models: dict[str, ScaleForCausalLM],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scored = asked(*((f"Once upon a time {word}", " there was a cat" * count) for count, word in enumerate("abcde", 1)))
-    (task,) = make_task(generation_kwargs={"until": ["."], "max_gen_toks": 6, "do_sample": False}).tasks.values()
+    scored = asked(
+        *(
+            (f"Once upon a time {word}", " there was a cat" * count)
+            for count, word in enumerate("abcde", 1)
+        )
+    )
+    (task,) = make_task(
+        generation_kwargs={"until": ["."], "max_gen_toks": 6, "do_sample": False}
+    ).tasks.values()
     task.build_all_requests()
-    generated = [request for request in task.instances for _ in range(2)]  # as of a task that repeats them
+    generated = [
+        request for request in task.instances for _ in range(2)
+    ]  # as of a task that repeats them
 
     def answers(share: Share) -> list[Any]:
         heads = answering(shared_data, models[STORIES], batch_size=2, share=share)

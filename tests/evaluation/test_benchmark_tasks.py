@@ -11,7 +11,10 @@ from scale_cli.errors import ConfigError, CorpusError
 from scale_cli.evaluation.benchmark_tasks import open_benchmarks
 from tests.evaluation.task_files import ACCURACY, MEAN, add_task, know_only, opened, task_of
 
-SUMS = [{"question": f"{number} + 1 =", "choices": ["0", str(number + 1)], "answer": 1} for number in range(6)]
+SUMS = [
+    {"question": f"{number} + 1 =", "choices": ["0", str(number + 1)], "answer": 1}
+    for number in range(6)
+]
 
 
 def source(name: str, **keys: Any) -> BenchmarkSource:
@@ -78,10 +81,19 @@ def test_a_name_or_a_file_that_is_not_there_is_named(own_tasks: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"dataset_path": "nobody/has-this-dataset", "dataset_kwargs": {}}, "nobody/has-this-dataset"),
-        ({"output_type": "loglikelihood_rolling"}, "only multiple_choice and generate_until are measured"),
+        (
+            {"dataset_path": "nobody/has-this-dataset", "dataset_kwargs": {}},
+            "nobody/has-this-dataset",
+        ),
+        (
+            {"output_type": "loglikelihood_rolling"},
+            "only multiple_choice and generate_until are measured",
+        ),
         ({"unsafe_code": True}, "it runs code that the model writes"),
-        ({"output_type": "generate_until", "metric_list": [{"metric": "of_the_hub", **MEAN}]}, "of_the_hub"),
+        (
+            {"output_type": "generate_until", "metric_list": [{"metric": "of_the_hub", **MEAN}]},
+            "of_the_hub",
+        ),
     ],
 )
 def test_a_task_that_cannot_be_measured_is_one_line_and_the_rest_are_opened(
@@ -95,16 +107,22 @@ def test_a_task_that_cannot_be_measured_is_one_line_and_the_rest_are_opened(
     assert line.name == "odd" and reason in line.reason and "\n" not in line.reason
 
 
-def test_the_tasks_of_a_group_are_one_benchmark_unless_they_have_a_macro_f1(own_tasks: Path) -> None:
+def test_the_tasks_of_a_group_are_one_benchmark_unless_they_have_a_macro_f1(
+    own_tasks: Path,
+) -> None:
     f1 = {"metric": "f1", "aggregation": "macro_f1", "hf_evaluate": True, "higher_is_better": True}
     for name in ("sums_a", "sums_b"):
         add_task(own_tasks, name, SUMS)
         add_task(own_tasks, f"f1_{name}", SUMS, metric_list=[*ACCURACY, f1])
         text = (own_tasks / f"f1_{name}.yaml").read_text(encoding="utf-8")
         macro = "!function lm_eval.tasks.kobest.utils.macro_f1_score"
-        (own_tasks / f"f1_{name}.yaml").write_text(text.replace("aggregation: macro_f1", f"aggregation: {macro}"))
+        (own_tasks / f"f1_{name}.yaml").write_text(
+            text.replace("aggregation: macro_f1", f"aggregation: {macro}")
+        )
     for group, tasks in (("sums", ["sums_a", "sums_b"]), ("f1_sums", ["f1_sums_a", "f1_sums_b"])):
-        (own_tasks / f"{group}.yaml").write_text(yaml.safe_dump({"group": group, "task": tasks}), encoding="utf-8")
+        (own_tasks / f"{group}.yaml").write_text(
+            yaml.safe_dump({"group": group, "task": tasks}), encoding="utf-8"
+        )
     found = open_benchmarks([source("sums", limit=2), source("f1_sums")])
     assert found.skipped == []
     assert [(b.name, list(b.tasks), b.reports_macro_f1) for b in found.ready] == [
@@ -120,7 +138,9 @@ def test_as_many_few_shot_examples_are_shown_as_by_lm_eval(own_tasks: Path) -> N
     add_task(own_tasks, "sums", SUMS)
     add_task(own_tasks, "never", SUMS, num_fewshot=0)
     shown = {}
-    for benchmark in open_benchmarks([source("sums", num_fewshot=2), source("never", num_fewshot=2)]).ready:
+    for benchmark in open_benchmarks(
+        [source("sums", num_fewshot=2), source("never", num_fewshot=2)]
+    ).ready:
         (task,) = benchmark.tasks.values()
         task.build_all_requests()
         shown[benchmark.name] = task.instances[0].args[0].count("+ 1 =") - 1

@@ -57,7 +57,11 @@ def test_a_run_is_measured_on_every_kind_of_benchmark_and_its_report_is_what_its
     blimp = some_of_blimp(shared_data, tmp_path, 2)
     copa = task_of(shared_data, tmp_path, "kobest_copa", limit=12)
     arc = task_of(shared_data, tmp_path, "arc_easy", limit=8)
-    asked = {"benchmarks": ["far_away", blimp, copa, arc], "batch_size": 32, "bootstrap_resamples": 200}
+    asked = {
+        "benchmarks": ["far_away", blimp, copa, arc],
+        "batch_size": 32,
+        "bootstrap_resamples": 200,
+    }
     config = configured(shared_data, tmp_path / "run", {"variant": "route"})
     config = RunConfig.model_validate(config.model_dump() | {"evaluation": asked})
     upscale(config)
@@ -68,16 +72,22 @@ def test_a_run_is_measured_on_every_kind_of_benchmark_and_its_report_is_what_its
     told = {result.name: result.num_items for result in report.benchmarks}
     assert told == {"blimp": 134, "kobest_copa": 12, "arc_easy": 8}
     (line,) = [line for line in lines if "far_away" in line]
-    assert line.startswith("skipped far_away: ") and "nobody/has-this" in line, "one line, and the others are measured"
+    assert line.startswith("skipped far_away: ") and "nobody/has-this" in line, (
+        "one line, and the others are measured"
+    )
     for result in report.benchmarks:
         file = RunFolder(config.output_dir).evaluation / "items" / f"{result.name}.jsonl"
         items = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         for head in HEADS:
-            metrics = {name: interval.value for name, interval in result.heads[head].metrics.items()}
+            metrics = {
+                name: interval.value for name, interval in result.heads[head].metrics.items()
+            }
             pairs = [(item["gold"], item["heads"][head]["prediction"]) for item in items]
             expected = {"acc": np.mean([gold == said for gold, said in pairs])}
             if "acc_norm" in metrics:
-                expected["acc_norm"] = np.mean([item["heads"][head]["metrics"]["acc_norm"] for item in items])
+                expected["acc_norm"] = np.mean(
+                    [item["heads"][head]["metrics"]["acc_norm"] for item in items]
+                )
             if result.name == "kobest_copa":
                 expected["macro_f1"] = macro_f1_score(pairs)
             assert metrics == pytest.approx(expected)
@@ -85,7 +95,11 @@ def test_a_run_is_measured_on_every_kind_of_benchmark_and_its_report_is_what_its
             assert said == [prediction for _, prediction in pairs]
     assert Report.load(RunFolder(config.output_dir).evaluation) == report
     page = (RunFolder(config.output_dir).evaluation / "report.md").read_text(encoding="utf-8")
-    assert "## Benchmarks: Korean" in page and "- far_away: " in page and "| kobest_copa | 12 | accuracy |" in page
+    assert (
+        "## Benchmarks: Korean" in page
+        and "- far_away: " in page
+        and "| kobest_copa | 12 | accuracy |" in page
+    )
 
 
 def test_holm_runs_over_the_benchmarks_of_one_head() -> None:
@@ -99,11 +113,15 @@ def test_holm_runs_over_the_benchmarks_of_one_head() -> None:
     assert first.heads["base"].p_value is None and first.heads["base"].differences == {}
 
 
-def test_averages_weigh_benchmarks_alike_and_their_intervals_hold_the_items_of_each_together() -> None:
+def test_averages_weigh_benchmarks_alike_and_their_intervals_hold_the_items_of_each_together() -> (
+    None
+):
     right, wrong = [1.0] * 4, [0.0, 1.0, 0.0, 0.0]
     large, small = answered([right, wrong] * 50), answered([right, wrong, wrong, wrong] * 5)
     _, (english, korean) = summarise_benchmarks(
-        [measured("a", large), measured("b", small), measured("c", small, "ko")], num_resamples=2000, seed=0
+        [measured("a", large), measured("b", small), measured("c", small, "ko")],
+        num_resamples=2000,
+        seed=0,
     )
     assert (english.language, english.num_benchmarks) == ("en", 2)
     assert english.acc["base"].value == pytest.approx((0.5 + 0.25) / 2)
@@ -125,11 +143,15 @@ def test_macro_f1_is_sklearns_however_the_items_are_counted(pairs: list[tuple[in
 
 
 @given(st.integers(0, 40), st.integers(0, 40))
-def test_right_and_wrong_answers_are_tested_by_a_fair_coin_counted_out(gained: int, lost: int) -> None:
+def test_right_and_wrong_answers_are_tested_by_a_fair_coin_counted_out(
+    gained: int, lost: int
+) -> None:
     num_tosses = gained + lost
     at_most = sum(math.comb(num_tosses, heads) for heads in range(min(gained, lost) + 1))
     expected = min(Fraction(1), Fraction(2 * at_most, 2**num_tosses))
-    before, after = np.array([[0, 1]] * gained + [[1, 0]] * lost + [[1, 1], [0, 0]], dtype=np.float64).T
+    before, after = np.array(
+        [[0, 1]] * gained + [[1, 0]] * lost + [[1, 1], [0, 0]], dtype=np.float64
+    ).T
     assert paired_p(before, after, np.random.default_rng(0)) == pytest.approx(float(expected))
     assert paired_p(after, before, np.random.default_rng(0)) == pytest.approx(float(expected))
 
@@ -154,7 +176,9 @@ def test_holm_rejects_what_stepping_down_rejects(p_values: list[float]) -> None:
         rejected, remaining = set(), sorted(range(len(p_values)), key=lambda index: p_values[index])
         while remaining and p_values[remaining[0]] * len(remaining) <= level:
             rejected.add(remaining.pop(0))
-        assert {index for index, p in enumerate(adjusted) if p is not None and p <= level} == rejected
+        assert {
+            index for index, p in enumerate(adjusted) if p is not None and p <= level
+        } == rejected
 
 
 def test_a_log_likelihood_of_minus_infinity_is_null_in_the_items() -> None:
@@ -165,7 +189,9 @@ def test_a_log_likelihood_of_minus_infinity_is_null_in_the_items() -> None:
 def test_no_difference_shown_is_said_where_that_is_the_truth() -> None:
     better, alike = [[0.0, 1.0, 1.0, 0.0]] * 20, [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]] * 10
     results, averages = summarise_benchmarks(
-        [measured("better", answered(better)), measured("alike", answered(alike))], num_resamples=300, seed=0
+        [measured("better", answered(better)), measured("alike", answered(alike))],
+        num_resamples=300,
+        seed=0,
     )
     report = Report("route", "posterior", 3, 384, "0" * 64, [], results, averages)
     said = {line.split()[0]: line for line in terminal_lines(report) if "accuracy" in line}

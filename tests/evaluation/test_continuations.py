@@ -13,13 +13,24 @@ from torch import Tensor
 from scale_cli.config.schema import ContinuationsConfig, ModelConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
-from scale_cli.evaluation.continuations import SelectableHeads, count_letters, padded_left, scripts_of
+from scale_cli.evaluation.continuations import (
+    SelectableHeads,
+    count_letters,
+    padded_left,
+    scripts_of,
+)
 from scale_cli.evaluation.results import HEADS, Values
 from scale_cli.evaluation.scoring import TWO_HEADS, Passes
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.routing import cosine_log_weights, log_prior, logit_cosine, mix_log_probs, posterior_log_weights
+from scale_cli.model.routing import (
+    cosine_log_weights,
+    log_prior,
+    logit_cosine,
+    mix_log_probs,
+    posterior_log_weights,
+)
 from scale_cli.processes import ALONE, Share
 from scale_cli.upscale.method import NewPieces
 from scale_cli.upscale.run import load_tokenizer
@@ -31,14 +42,18 @@ NEW = NewPieces([f"{index} {index + 1}" for index in range(5)], [0, 2])
 
 
 def of_three_heads() -> HeadedModel:
-    one, other = (as_if_trained(widen(tiny_llama(), "route"), std=0.4, seed=seed) for seed in (1, 2))
+    one, other = (
+        as_if_trained(widen(tiny_llama(), "route"), std=0.4, seed=seed) for seed in (1, 2)
+    )
     return joined(tiny_llama(), one=(0, one), other=(0, other))
 
 
 MODELS: dict[str, Callable[[], HeadedModel]] = {
     "route": lambda: as_if_trained(widen(tiny_llama(), "route", "top:2"), std=0.4),
     "preserve": lambda: as_if_trained(widen(tiny_llama(), "preserve"), std=0.4),
-    "stacked": lambda: as_if_trained(widen(as_if_trained(widen(tiny_llama(), "route")), "route"), std=0.4),
+    "stacked": lambda: as_if_trained(
+        widen(as_if_trained(widen(tiny_llama(), "route")), "route"), std=0.4
+    ),
     "new tokens": lambda: as_if_trained(widen(tiny_llama(), "route", new=NEW), std=0.4),
     "joined": of_three_heads,
     "two models": lambda: BaseAndTrained(tiny_llama(), tiny_llama(seed=1)).eval(),
@@ -55,15 +70,21 @@ def likeliest(model: HeadedModel, ids_T: Tensor, head: str, heads: list[str]) ->
     if head == "cosine":
         log_weights_KBT = cosine_log_weights(logit_cosine(logits[0], logits[-1]), ROUTER.threshold)
     else:
-        next_BT = torch.cat([ids_T[1:], ids_T[:1]])[None]  # what follows the last one weighs nothing that is read
-        said_KBT = log_probs_KBTV.gather(-1, next_BT.expand(len(logits), -1, -1).unsqueeze(-1)).squeeze(-1)
+        next_BT = torch.cat([ids_T[1:], ids_T[:1]])[
+            None
+        ]  # what follows the last one weighs nothing that is read
+        said_KBT = log_probs_KBTV.gather(
+            -1, next_BT.expand(len(logits), -1, -1).unsqueeze(-1)
+        ).squeeze(-1)
         prior_K = log_prior(ROUTER.prior, len(logits))
         log_weights_KBT = posterior_log_weights(said_KBT, prior_K, ROUTER.switch_rate)[..., :-1]
     return mix_log_probs(log_weights_KBT.unsqueeze(-1), log_probs_KBTV)[0].argmax(dim=-1)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_head_generates_is_what_it_says_is_likeliest_whatever_stands_beside_it_in_the_batch(name: str) -> None:
+def test_what_a_head_generates_is_what_it_says_is_likeliest_whatever_stands_beside_it_in_the_batch(
+    name: str,
+) -> None:
     model = MODELS[name]()
     heads = ["base", "one", "other"] if name == "joined" else list(TWO_HEADS)
     answers = SelectableHeads(model, ROUTER, heads)
@@ -81,8 +102,12 @@ def test_what_a_head_generates_is_what_it_says_is_likeliest_whatever_stands_besi
             expected = likeliest(model, whole, head, heads)[len(prompt) - 1 : -1]
             assert whole[len(prompt) :].tolist() == expected.tolist(), head
         said[head] = new.tolist()
-    assert said["base"] != said[heads[-1]] and said["posterior"] != said["base"], "heads that differ"
-    assert answers.answers(ids, mask, num_beams=2, **options).shape == new.shape, "the cache follows its beams"
+    assert said["base"] != said[heads[-1]] and said["posterior"] != said["base"], (
+        "heads that differ"
+    )
+    assert answers.answers(ids, mask, num_beams=2, **options).shape == new.shape, (
+        "the cache follows its beams"
+    )
 
 
 ASKED = ContinuationsConfig(prompts=5, prompt_tokens=12, new_tokens=4)
@@ -96,7 +121,9 @@ def test_japanese_is_one_script_and_signs_are_none() -> None:
 
 @pytest.fixture(scope="module")
 def model(shared_data: Path) -> ScaleForCausalLM:
-    return as_if_trained(widen(real_base(shared_data, "ckpt-stories260K"), "route", "top:1"), std=0.3)
+    return as_if_trained(
+        widen(real_base(shared_data, "ckpt-stories260K"), "route", "top:1"), std=0.3
+    )
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +138,9 @@ def corpus(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Token
         "Да",
     ]
     (folder / "texts.txt").write_text("\n\n".join(texts), encoding="utf-8")
-    source = EvaluationSource(name="texts", path=str(folder / "texts.txt"), language="en", role="retention")
+    source = EvaluationSource(
+        name="texts", path=str(folder / "texts.txt"), language="en", role="retention"
+    )
     return TokenCache(folder / "tokens", tokenizer_of(shared_data)).open(source)
 
 
@@ -120,7 +149,10 @@ def tokenizer_of(shared_data: Path) -> Any:
 
 
 def test_letters_are_those_of_the_heads_own_greedy_continuations(
-    model: ScaleForCausalLM, corpus: TokenisedCorpus, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+    model: ScaleForCausalLM,
+    corpus: TokenisedCorpus,
+    shared_data: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One prompt after another, by the base itself and by the model as it serves."""
     tokenizer = tokenizer_of(shared_data)
@@ -133,18 +165,32 @@ def test_letters_are_those_of_the_heads_own_greedy_continuations(
     said = counted(ALONE)
     expected: dict[str, list[tuple[int, int]]] = {"base": [], "posterior": []}
     for index in range(len(corpus)):
-        ids = torch.tensor([corpus.document(index).astype(np.int64)[: ASKED.prompt_tokens].tolist()])
-        prompt = tokenizer.decode([i for i in ids[0].tolist() if i != tokenizer.eos_token_id], skip_special_tokens=True)
+        ids = torch.tensor(
+            [corpus.document(index).astype(np.int64)[: ASKED.prompt_tokens].tolist()]
+        )
+        prompt = tokenizer.decode(
+            [i for i in ids[0].tolist() if i != tokenizer.eos_token_id], skip_special_tokens=True
+        )
         if not any(letter.isalpha() for letter in prompt):
             continue
         if ids[0, -1] == tokenizer.eos_token_id:
             ids = ids[:, :-1]
-        is_latin = sum(letter.isascii() for letter in prompt if letter.isalpha()) * 2 > sum(map(str.isalpha, prompt))
+        is_latin = sum(letter.isascii() for letter in prompt if letter.isalpha()) * 2 > sum(
+            map(str.isalpha, prompt)
+        )
         served: Any = model
         for name, one in (("base", served.base), ("posterior", served)):
-            new = one.generate(ids, max_new_tokens=ASKED.new_tokens, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
-            letters = [letter for letter in tokenizer.decode(new, skip_special_tokens=True) if letter.isalpha()]
-            expected[name].append((sum(letter.isascii() == is_latin for letter in letters), len(letters)))
+            new = one.generate(
+                ids, max_new_tokens=ASKED.new_tokens, do_sample=False, pad_token_id=0
+            )[0, ids.shape[1] :]
+            letters = [
+                letter
+                for letter in tokenizer.decode(new, skip_special_tokens=True)
+                if letter.isalpha()
+            ]
+            expected[name].append(
+                (sum(letter.isascii() == is_latin for letter in letters), len(letters))
+            )
     assert len(expected["base"]) == 5, "a text without a letter is no prompt"
     for name, counts in expected.items():
         assert said[name].tolist() == [list(count) for count in counts]

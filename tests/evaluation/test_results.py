@@ -13,7 +13,15 @@ import pytest
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.evaluation.render import html, markdown, terminal_lines
-from scale_cli.evaluation.results import HEADS, CorpusResult, Report, Values, guarantee, paired_difference, summarise
+from scale_cli.evaluation.results import (
+    HEADS,
+    CorpusResult,
+    Report,
+    Values,
+    guarantee,
+    paired_difference,
+    summarise,
+)
 from scale_cli.evaluation.scoring import DocumentLosses
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.report import Interval, with_interval
@@ -50,7 +58,13 @@ def losses(seed: int, gain: float, count: int = 12, broken: bool = False) -> Doc
 
 
 def corpus(
-    name: str, language: Any, role: Any, letters: dict[str, Values] | None = None, *, seed: int = 0, **of_losses: Any
+    name: str,
+    language: Any,
+    role: Any,
+    letters: dict[str, Values] | None = None,
+    *,
+    seed: int = 0,
+    **of_losses: Any,
 ) -> CorpusResult:
     source = EvaluationSource(name=name, path="unused.txt", language=language, role=role)
     gain = -0.5 if role == "retention" else 2.0
@@ -78,7 +92,9 @@ def test_the_interval_is_that_of_a_bootstrap_over_whole_documents(count: int) ->
     after = before + units * rng.normal(0.2, 0.1, count) + rng.normal(0.0, 5.0, count)
     measured = paired_difference(before, after, units, num_resamples=4000, seed=0)
     drawn = [rng.integers(0, count, count) for _ in range(4000)]
-    low, high = np.quantile([(after[at] - before[at]).sum() / units[at].sum() for at in drawn], [0.025, 0.975])
+    low, high = np.quantile(
+        [(after[at] - before[at]).sum() / units[at].sum() for at in drawn], [0.025, 0.975]
+    )
     assert [measured.low, measured.high] == pytest.approx([low, high], abs=0.08 * (high - low))
     assert measured.value == pytest.approx((after.sum() - before.sum()) / units.sum())
 
@@ -90,7 +106,9 @@ def test_figures_are_the_documents_own() -> None:
         head, beside_base = result.heads[name], nats - scored.nats["base"]
         assert head.nats_per_token == pytest.approx(nats.sum() / scored.num_tokens.sum())
         assert head.perplexity == pytest.approx(math.exp(nats.sum() / scored.num_tokens.sum()))
-        assert head.bits_per_byte == pytest.approx(nats.sum() / scored.num_bytes.sum() / math.log(2))
+        assert head.bits_per_byte == pytest.approx(
+            nats.sum() / scored.num_bytes.sum() / math.log(2)
+        )
         assert head.worst_document_nats == pytest.approx(beside_base.max())
         difference = beside_base.sum() / scored.num_bytes.sum() / math.log(2)
         assert head.bits_per_byte_difference.value == pytest.approx(difference)
@@ -100,24 +118,43 @@ def test_figures_are_the_documents_own() -> None:
 def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
     heads = corpus("petitions", "ko", "acquisition", broken=True).heads
     broken = heads["adapted"]
-    assert (broken.nats_per_token, broken.perplexity, broken.bits_per_byte, broken.worst_document_nats) == (None,) * 4
+    assert (
+        broken.nats_per_token,
+        broken.perplexity,
+        broken.bits_per_byte,
+        broken.worst_document_nats,
+    ) == (None,) * 4
     assert broken.bits_per_byte_difference == Interval(None, None, None)
     assert heads["posterior"].bits_per_byte_difference.low is not None
     source = EvaluationSource(name="x", path="x.txt", language="ko", role="acquisition")
     far = summarise(source, losses(0, -1e4), num_resamples=100, seed=0).heads["adapted"]
-    assert far.nats_per_token == pytest.approx(1e4, rel=0.01) and far.perplexity is None, "beyond floating point"
+    assert far.nats_per_token == pytest.approx(1e4, rel=0.01) and far.perplexity is None, (
+        "beyond floating point"
+    )
 
 
 def test_the_share_of_letters_in_the_prompts_script_is_told_of_every_head_that_said_any() -> None:
-    said = {"base": [9.0, 0.0], "adapted": [1.0, 1.0], "posterior": [10.0, 10.0], "cosine": [0.0, 0.0]}
+    said = {
+        "base": [9.0, 0.0],
+        "adapted": [1.0, 1.0],
+        "posterior": [10.0, 10.0],
+        "cosine": [0.0, 0.0],
+    }
     letters = {
-        name: np.array([counts, [0.0, 0.0] if name == "cosine" else [10.0, 10.0]]).T for name, counts in said.items()
+        name: np.array([counts, [0.0, 0.0] if name == "cosine" else [10.0, 10.0]]).T
+        for name, counts in said.items()
     }
     of_corpus = corpus("petitions", "ko", "acquisition", letters)
-    shares = {name: head.in_script.value for name, head in of_corpus.heads.items() if head.in_script is not None}
+    shares = {
+        name: head.in_script.value
+        for name, head in of_corpus.heads.items()
+        if head.in_script is not None
+    }
     assert shares == {"base": 0.45, "adapted": 0.1, "posterior": 1.0, "cosine": None}
     measured = dataclasses.replace(report(), corpora=[of_corpus])
-    assert any("45.0 %" in line and "letters after 2 prompts" in line for line in terminal_lines(measured))
+    assert any(
+        "45.0 %" in line and "letters after 2 prompts" in line for line in terminal_lines(measured)
+    )
     page = markdown(measured, ROUTE)
     assert "45.0 % [0.0, 90.0]" in page and "of 2 documents" in page
     assert read_back(measured) == measured
@@ -135,9 +172,15 @@ def test_every_form_has_every_corpus_and_both_rules_and_the_page_asks_for_nothin
     shown = " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).replace("−", "-").split())
     for result in made.corpora:
         section = text.split(f"## {result.name}:")[1].split("\n## ")[0]
-        rows = [line.replace("*", "").replace("−", "-") for line in section.splitlines() if line.startswith("|")]
+        rows = [
+            line.replace("*", "").replace("−", "-")
+            for line in section.splitlines()
+            if line.startswith("|")
+        ]
         assert (
-            len(rows) == 2 + len(HEADS) and "| routed, cosine |" in section and "routed, posterior, served" in rows[4]
+            len(rows) == 2 + len(HEADS)
+            and "| routed, cosine |" in section
+            and "routed, posterior, served" in rows[4]
         )
         for row in (*rows[:1], *rows[2:]):
             assert all(word.rstrip(",") in shown for word in row.replace("|", " ").split())
@@ -152,7 +195,12 @@ def test_every_form_has_every_corpus_and_both_rules_and_the_page_asks_for_nothin
     ("role", "served", "ends", "verdict"),
     [
         ("retention", 1.9, (-0.2, -0.05), "kept and improved"),
-        ("acquisition", 2.1, (0.05, 0.2), "worse than the base, by at most 0.693 nats in a document"),
+        (
+            "acquisition",
+            2.1,
+            (0.05, 0.2),
+            "worse than the base, by at most 0.693 nats in a document",
+        ),
         ("acquisition", 1.9, (-0.2, -0.05), "learned"),
         ("acquisition", 1.9, (-0.2, 0.05), "no difference shown"),
         ("retention", 2.0001, (0.00005, 0.0002), "the same to three digits"),
@@ -177,11 +225,14 @@ def test_the_verdict_is_right_for_gains_losses_and_no_difference(
     assert f": {verdict}.**" in markdown(made, ROUTE)
 
 
-def test_what_is_guaranteed_has_the_figures_of_the_router_and_nothing_is_where_nothing_holds() -> None:
+def test_what_is_guaranteed_has_the_figures_of_the_router_and_nothing_is_where_nothing_holds() -> (
+    None
+):
     assert f"{math.log(2):.3f} nats over the better" in guarantee(RouterConfig())
     told = guarantee(RouterConfig(prior=0.9))
     assert (
-        "0.105 nats over the base head, nor more than 2.303 over the trained head" in told and "does not cover" in told
+        "0.105 nats over the base head, nor more than 2.303 over the trained head" in told
+        and "does not cover" in told
     )
     assert guarantee(RouterConfig(switch_rate=0.01)) == guarantee(RouterConfig(rule="cosine")) == ""
     told = markdown(report(), run_of(router={"prior": 0.9}))

@@ -26,9 +26,14 @@ NUM_DOCUMENTS = 6
 
 
 def source(shared_data: Path, name: str) -> EvaluationSource:
-    path = shared_data / {"en": "en-tinystories/tinystories_val.txt", "ko": "ko-petitions/valid.txt.xz"}[name]
+    path = (
+        shared_data
+        / {"en": "en-tinystories/tinystories_val.txt", "ko": "ko-petitions/valid.txt.xz"}[name]
+    )
     language: Any = name
-    return EvaluationSource(name=name, path=str(path), language=language, role="retention", max_documents=NUM_DOCUMENTS)
+    return EvaluationSource(
+        name=name, path=str(path), language=language, role="retention", max_documents=NUM_DOCUMENTS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +50,9 @@ def open_corpus(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="module")
 def model(shared_data: Path) -> ScaleForCausalLM:
     """A head that is a little better here and a little worse there, so that routing has something to decide."""
-    return as_if_trained(widen(real_base(shared_data, "ckpt-stories260K"), "route", "top:1"), std=0.05)
+    return as_if_trained(
+        widen(real_base(shared_data, "ckpt-stories260K"), "route", "top:1"), std=0.05
+    )
 
 
 def score(model: ScaleForCausalLM, corpus: TokenisedCorpus, **settings: Any) -> DocumentLosses:
@@ -58,24 +65,33 @@ def score(model: ScaleForCausalLM, corpus: TokenisedCorpus, **settings: Any) -> 
 def windows(corpus: TokenisedCorpus, index: int, length: int) -> list[torch.Tensor]:
     """A document after its boundary, cut; each window begins with the last token of the one before."""
     markers, ids = corpus.markers, corpus.document(index).astype(np.int64)
-    whole = torch.from_numpy(ids if markers.bos is not None else np.concatenate([[markers.eos], ids]))[None]
+    whole = torch.from_numpy(
+        ids if markers.bos is not None else np.concatenate([[markers.eos], ids])
+    )[None]
     return [whole[:, start : start + length + 1] for start in range(0, whole.shape[1] - 1, length)]
 
 
 @torch.no_grad()
 def transformers_loss(model: Any, corpus: TokenisedCorpus, index: int, length: int) -> float:
     cut = windows(corpus, index, length)
-    return sum(model(input_ids=ids, labels=ids, use_cache=False).loss.item() * (ids.shape[1] - 1) for ids in cut)
+    return sum(
+        model(input_ids=ids, labels=ids, use_cache=False).loss.item() * (ids.shape[1] - 1)
+        for ids in cut
+    )
 
 
 # The second has no BOS: the first token is scored after the EOS that ends documents.
 @pytest.mark.parametrize(
-    ("checkpoint", "sequence_length"), [("ckpt-stories260K", 16), ("ckpt-stories260K", 512), ("ckpt-eltec", 512)]
+    ("checkpoint", "sequence_length"),
+    [("ckpt-stories260K", 16), ("ckpt-stories260K", 512), ("ckpt-eltec", 512)],
 )
 def test_the_bases_loss_is_transformers_own_document_by_document(
     shared_data: Path, open_corpus: OpenCorpus, checkpoint: str, sequence_length: int
 ) -> None:
-    model, corpus = widen(real_base(shared_data, checkpoint), "preserve"), open_corpus(checkpoint, "en")
+    model, corpus = (
+        widen(real_base(shared_data, checkpoint), "preserve"),
+        open_corpus(checkpoint, "en"),
+    )
     losses = score(model, corpus, sequence_length=sequence_length, max_documents=3)
     expected = [transformers_loss(model.base, corpus, index, sequence_length) for index in range(3)]
     np.testing.assert_allclose(losses.nats["base"], expected, rtol=1e-5)
@@ -83,7 +99,9 @@ def test_the_bases_loss_is_transformers_own_document_by_document(
     assert losses.num_tokens.tolist() == [len(corpus.document(index)) - given for index in range(3)]
 
 
-def recursion(base: np.ndarray, adapted: np.ndarray, prior: float, switch_rate: float) -> tuple[float, float]:
+def recursion(
+    base: np.ndarray, adapted: np.ndarray, prior: float, switch_rate: float
+) -> tuple[float, float]:
     """Routed loss and the base's share of a document, one token at a time."""
     weight, loss, share = prior, 0.0, 0.0
     for said_base, said_adapted in zip(np.exp(base), np.exp(adapted), strict=True):
@@ -109,7 +127,9 @@ def test_the_routers_weight_carries_over_from_window_to_window(
         for ids in windows(corpus, index, length):
             heads = routed_heads(model, ids[:, :-1])
             for head, logits in enumerate(heads):
-                log_probs = torch.log_softmax(logits.double(), -1).gather(-1, ids[:, 1:, None])[0, :, 0]
+                log_probs = torch.log_softmax(logits.double(), -1).gather(-1, ids[:, 1:, None])[
+                    0, :, 0
+                ]
                 said[head].append(log_probs.numpy())
             cosines.append(torch.cosine_similarity(heads[0], heads[1], dim=-1)[0].numpy())
         base, adapted = (np.concatenate(parts) for parts in said)
@@ -119,7 +139,9 @@ def test_the_routers_weight_carries_over_from_window_to_window(
         assert losses.served["posterior"][0][index] == pytest.approx(share, rel=1e-3)
         serves_base = np.concatenate(cosines) >= 0.97
         assert losses.served["cosine"][0][index] == pytest.approx(serves_base.sum(), abs=1)
-        assert losses.nats["cosine"][index] == pytest.approx(-np.where(serves_base, base, adapted).sum(), rel=1e-2)
+        assert losses.nats["cosine"][index] == pytest.approx(
+            -np.where(serves_base, base, adapted).sum(), rel=1e-2
+        )
 
 
 def test_scores_do_not_depend_on_how_windows_are_batched_nor_on_the_documents_after(
@@ -129,15 +151,22 @@ def test_scores_do_not_depend_on_how_windows_are_batched_nor_on_the_documents_af
     many = score(model, corpus, batch_size=13, max_documents=99)
     for fewer in (score(model, corpus, batch_size=1), score(model, corpus, max_documents=2)):
         for name in ("base", "adapted", "posterior"):
-            apart = np.abs(many.nats[name][: len(fewer.num_tokens)] - fewer.nats[name]) / fewer.num_tokens
+            apart = (
+                np.abs(many.nats[name][: len(fewer.num_tokens)] - fewer.nats[name])
+                / fewer.num_tokens
+            )
             assert apart.max() <= 1e-4
     assert (len(fewer.num_tokens), len(many.num_tokens)) == (2, NUM_DOCUMENTS)
 
 
-def test_bytes_are_those_of_the_text(model: ScaleForCausalLM, open_corpus: OpenCorpus, shared_data: Path) -> None:
+def test_bytes_are_those_of_the_text(
+    model: ScaleForCausalLM, open_corpus: OpenCorpus, shared_data: Path
+) -> None:
     corpus = open_corpus("ckpt-stories260K", "ko")
     losses = score(model, corpus)
-    texts = [d.text for d in CorpusReader(source(shared_data, "ko"), 10**6) if isinstance(d, Document)]
+    texts = [
+        d.text for d in CorpusReader(source(shared_data, "ko"), 10**6) if isinstance(d, Document)
+    ]
     assert losses.num_bytes.tolist() == [len(text.encode()) for text in texts]
 
 
@@ -149,7 +178,9 @@ def test_a_broken_adaptation_head_costs_the_prior_once_a_document_and_no_more(
         for parameter in model.expansion.parameters():
             parameter.fill_(math.nan)
     losses = score(model, open_corpus("ckpt-stories260K", "en"))
-    np.testing.assert_allclose(losses.nats["posterior"], losses.nats["base"] + math.log(2), rtol=1e-12)
+    np.testing.assert_allclose(
+        losses.nats["posterior"], losses.nats["base"] + math.log(2), rtol=1e-12
+    )
     np.testing.assert_array_equal(losses.nats["cosine"], losses.nats["base"])
     assert np.isposinf(losses.nats["adapted"]).all()
     np.testing.assert_array_equal(losses.served["posterior"][0], losses.num_tokens - 0.5)
@@ -157,10 +188,15 @@ def test_a_broken_adaptation_head_costs_the_prior_once_a_document_and_no_more(
 
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_the_figures_do_not_hang_on_how_many_processes_share_the_documents(
-    model: ScaleForCausalLM, open_corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch, num_processes: int
+    model: ScaleForCausalLM,
+    open_corpus: OpenCorpus,
+    monkeypatch: pytest.MonkeyPatch,
+    num_processes: int,
 ) -> None:
     corpus = open_corpus("ckpt-stories260K", "en")
     alone = score(model, corpus)
-    for together in in_processes(monkeypatch, num_processes, lambda share: score(model, corpus, share=share)):
+    for together in in_processes(
+        monkeypatch, num_processes, lambda share: score(model, corpus, share=share)
+    ):
         for name, values in vars(alone).items():
             np.testing.assert_equal(getattr(together, name), values)

@@ -15,8 +15,13 @@ from tests.widening import lower_stories
 TrainedRun = Callable[..., RunConfig]
 
 
-def configured(shared_data: Path, output_dir: Path, method: dict[str, Any], dtype: str = "float32") -> RunConfig:
-    english = {"path": str(shared_data / "en-tinystories" / "tinystories_val.txt"), "language": "en"}
+def configured(
+    shared_data: Path, output_dir: Path, method: dict[str, Any], dtype: str = "float32"
+) -> RunConfig:
+    english = {
+        "path": str(shared_data / "en-tinystories" / "tinystories_val.txt"),
+        "language": "en",
+    }
     korean = {"path": str(shared_data / "ko-petitions" / "valid.txt.xz"), "language": "ko"}
     return RunConfig.model_validate(
         {
@@ -32,7 +37,12 @@ def configured(shared_data: Path, output_dir: Path, method: dict[str, Any], dtyp
             "evaluation": {
                 "perplexity": [
                     {"name": "tiny", **english, "role": "retention", "max_documents": 2},
-                    {"name": "petitions-held-out", **korean, "role": "acquisition", "max_documents": 2},
+                    {
+                        "name": "petitions-held-out",
+                        **korean,
+                        "role": "acquisition",
+                        "max_documents": 2,
+                    },
                 ]
             },
             "export": {"format": "llama"},
@@ -66,7 +76,8 @@ def trained_run(trained_once: TrainedRun, tmp_path: Path) -> TrainedRun:
         output_dir = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         shutil.copytree(config.output_dir, output_dir)
         return RunConfig.model_validate(
-            config.model_dump() | {"output_dir": output_dir, "export": config.export.model_dump() | export}
+            config.model_dump()
+            | {"output_dir": output_dir, "export": config.export.model_dump() | export}
         )
 
     return copied

@@ -27,7 +27,14 @@ BOUND = "no document costs more than"
 def card_of(config: RunConfig, report: Report | None, export_format: str = "llama") -> str:
     config = RunConfig.model_validate(config.model_dump() | {"export": {"format": export_format}})
     licence = base_licence(config.model)
-    return model_card(config, FORMATS[export_format](config), report, Parity(0.0, 0.0, 0.0, 1), licence, "LlamaModel")
+    return model_card(
+        config,
+        FORMATS[export_format](config),
+        report,
+        Parity(0.0, 0.0, 0.0, 1),
+        licence,
+        "LlamaModel",
+    )
 
 
 def first_line(card: str) -> str:
@@ -36,7 +43,9 @@ def first_line(card: str) -> str:
 
 
 def with_router(config: RunConfig, **router: Any) -> RunConfig:
-    return RunConfig.model_validate(config.model_dump() | {"method": {**config.method.model_dump(), "router": router}})
+    return RunConfig.model_validate(
+        config.model_dump() | {"method": {**config.method.model_dump(), "router": router}}
+    )
 
 
 @pytest.mark.parametrize("export_format", ["llama", "transformers", "adapter"])
@@ -52,10 +61,15 @@ def test_every_export_has_a_card_with_the_data_the_budget_and_the_parity_and_no_
     assert "12 steps of 4 sequences of 64 tokens" in card.text
     assert f"| {ledger['corpus']['num_tokens']:,} | {ledger['num_trained']:,} |" in card.text
     assert f"{summary.parity.max_logit_difference:.1e}" in card.text
-    assert ("## Training it further" in card.text) == (export_format == "llama")  # whose rows of u are stored small
+    assert ("## Training it further" in card.text) == (
+        export_format == "llama"
+    )  # whose rows of u are stored small
     assert ("trust_remote_code=True" in card.text) is (export_format != "adapter")
     assert "ckpt-stories260K/hf" in card.text
-    assert str(Path(config.model.base).parent.parent) not in card.text and str(config.output_dir) not in card.text
+    assert (
+        str(Path(config.model.base).parent.parent) not in card.text
+        and str(config.output_dir) not in card.text
+    )
 
 
 def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_keeps_it(
@@ -66,13 +80,21 @@ def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_
     report = evaluate(config)
     tiny = report.corpora[0].heads
     first = first_line(card_of(config, report))
-    assert f"from {tiny['base'].bits_per_byte:.3f} to {tiny['adapted'].bits_per_byte:.3f} bits/byte" in first
+    assert (
+        f"from {tiny['base'].bits_per_byte:.3f} to {tiny['adapted'].bits_per_byte:.3f} bits/byte"
+        in first
+    )
     assert "`trust_remote_code=True`" in first and "`scale serve`" in first
-    collaborating = config.method.model_copy(update={"collaboration": CollaborationConfig(layers="top:1")})
+    collaborating = config.method.model_copy(
+        update={"collaboration": CollaborationConfig(layers="top:1")}
+    )
     first = first_line(card_of(config.model_copy(update={"method": collaborating}), report))
     assert "`transformers`" in first and "trust_remote_code" not in first
     assert "variant `route`" in first_line(card_of(preserve, report))
-    for served in (card_of(config, report, "transformers"), card_of(trained_run({"variant": "full"}), report)):
+    for served in (
+        card_of(config, report, "transformers"),
+        card_of(trained_run({"variant": "full"}), report),
+    ):
         assert "without a router" not in served
 
 
@@ -80,13 +102,24 @@ def test_a_card_promises_a_bound_where_its_router_has_one(trained_run: TrainedRu
     config, preserve = trained_run(ROUTE), trained_run({"variant": "preserve"})
     for of_two in ("llama", "transformers"):
         assert BOUND in card_of(config, None, of_two)
-        for unbound in (with_router(config, rule="cosine"), with_router(config, switch_rate=0.1), preserve):
+        for unbound in (
+            with_router(config, rule="cosine"),
+            with_router(config, switch_rate=0.1),
+            preserve,
+        ):
             assert BOUND not in card_of(unbound, None, of_two)
 
 
-def test_replay_is_called_so_and_not_taught_and_what_began_a_run_is_told(trained_run: TrainedRun) -> None:
+def test_replay_is_called_so_and_not_taught_and_what_began_a_run_is_told(
+    trained_run: TrainedRun,
+) -> None:
     config = trained_run(ROUTE)
-    begun = {"content_sha256": "0123456789abcdef", "step": 70, "num_tokens": 8000, "moments": "kept"}
+    begun = {
+        "content_sha256": "0123456789abcdef",
+        "step": 70,
+        "num_tokens": 8000,
+        "moments": "kept",
+    }
     (config.output_dir / "final" / "init_from.json").write_text(json.dumps(begun), encoding="utf-8")
     tree = config.model_dump()
     stories = tree["corpus"]["sources"][0] | {"name": "stories", "language": "en", "role": "replay"}
@@ -95,7 +128,10 @@ def test_replay_is_called_so_and_not_taught_and_what_began_a_run_is_told(trained
     card = card_of(RunConfig.model_validate(tree), None)
     assert "| petitions | Korean | new text |" in card and "taught Korean\n" in card
     assert "| stories | English | replay, to keep it | not known |" in card
-    assert "; begun with step 70 of a run" in card and "; an average of weights (tail, 3 steps)" in card
+    assert (
+        "; begun with step 70 of a run" in card
+        and "; an average of weights (tail, 3 steps)" in card
+    )
 
 
 def test_the_licence_of_the_base_is_carried_over_with_its_files_and_one_without_is_said_to_have_none(
@@ -103,14 +139,24 @@ def test_the_licence_of_the_base_is_carried_over_with_its_files_and_one_without_
 ) -> None:
     config = trained_run(ROUTE)
     assert "Find out what it is before" in card_of(config, None)
-    metadata = "license: other\nlicense_name: ours\nlicense_link: https://example.org/licence\nlanguage: 7"
-    written = {"README.md": f"---\n{metadata}\n---\n# Base\n", "LICENSE.txt": "do as you like", "USE_POLICY.md": "kind"}
+    metadata = (
+        "license: other\nlicense_name: ours\nlicense_link: https://example.org/licence\nlanguage: 7"
+    )
+    written = {
+        "README.md": f"---\n{metadata}\n---\n# Base\n",
+        "LICENSE.txt": "do as you like",
+        "USE_POLICY.md": "kind",
+    }
     licensed = tmp_path / "licensed"
     licensed.mkdir()
     for name, text in written.items():
         (licensed / name).write_text(text, encoding="utf-8")
     licence = base_licence(ModelConfig(base=str(licensed)))
-    assert (licence.identifier, licence.name, licence.link) == ("other", "ours", "https://example.org/licence")
+    assert (licence.identifier, licence.name, licence.link) == (
+        "other",
+        "ours",
+        "https://example.org/licence",
+    )
     monkeypatch.setattr("scale_cli.commands.export.base_licence", lambda _: licence)
     folder = export(config).folder
     assert (folder / "LICENSE.txt").read_text(encoding="utf-8") == "do as you like"
@@ -123,7 +169,9 @@ def test_the_licence_of_the_base_is_carried_over_with_its_files_and_one_without_
     assert base_licence(ModelConfig(base="nobody/nothing")).files == ()
 
 
-def test_the_card_of_a_stack_tells_what_every_stage_was_made_of(shared_data: Path, tmp_path: Path) -> None:
+def test_the_card_of_a_stack_tells_what_every_stage_was_made_of(
+    shared_data: Path, tmp_path: Path
+) -> None:
     below = configured(shared_data, tmp_path / "first", ROUTE)
     above = configured(shared_data, tmp_path / "second", ROUTE)
     above = above.model_copy(update={"model": ModelConfig(base=str(tmp_path / "first"))})
@@ -131,7 +179,9 @@ def test_the_card_of_a_stack_tells_what_every_stage_was_made_of(shared_data: Pat
         upscale(config)
         train(config, None, print)
     card = ModelCard.load(export(above).folder / "README.md")
-    first, second = (read_json(config.output_dir / "final" / "base.json") for config in (below, above))
+    first, second = (
+        read_json(config.output_dir / "final" / "base.json") for config in (below, above)
+    )
     assert "# ckpt-stories260K/hf, taught Korean" in card.text and ", on top of first." in card.text
     assert f"| base, SHA-256 | `{first['content_sha256']}` |" in card.text
     assert f"| second: stands on, SHA-256 | `{second['content_sha256']}` |" in card.text

@@ -53,17 +53,25 @@ def test_it_is_exact_and_the_base_untouched_whatever_the_sizes(
     expected = answered(base, ids)
     expansion = ExpansionConfig(ratio=heads, hidden_ratio=stream, mlp_ratio=mlp)
     collaboration = CollaborationConfig(layers="top:1" if writes else "none")
-    started = start_model(base, MethodConfig(variant="route", expansion=expansion, collaboration=collaboration), seed=0)
+    started = start_model(
+        base,
+        MethodConfig(variant="route", expansion=expansion, collaboration=collaboration),
+        seed=0,
+    )
     assert isinstance(started, ScaleForCausalLM)
     assert torch.equal(trained_head(started.eval(), ids), expected), "the function at the start"
     model = as_if_trained(started)
     assert torch.equal(answered(model.base, ids), expected)
-    assert (answered(dense_model(model, "float32"), ids) - trained_head(model, ids)).abs().max() <= 1e-4
+    assert (
+        answered(dense_model(model, "float32"), ids) - trained_head(model, ids)
+    ).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @torch.no_grad()
-def test_streams_are_scaled_by_powers_of_two_alone_so_that_no_mantissa_changes(shared_data: Path, dtype: str) -> None:
+def test_streams_are_scaled_by_powers_of_two_alone_so_that_no_mantissa_changes(
+    shared_data: Path, dtype: str
+) -> None:
     model = as_if_trained(widen(real_base(shared_data, "ckpt-stories260K", dtype), "adapt"))
     if dtype == "bfloat16":
         model.expansion.to(torch.bfloat16).float()
@@ -75,10 +83,17 @@ def test_streams_are_scaled_by_powers_of_two_alone_so_that_no_mantissa_changes(s
     assert torch.equal(of_x, a * base.model.embed_tokens.weight.float())
     assert torch.equal(of_u, b * added.embed_tokens.weight)
     assert torch.equal(dense.lm_head.weight[:, :num_base], base.lm_head.weight)
-    for joined, frozen, own in zip(dense.model.layers, base.model.layers, added.layers, strict=True):
+    for joined, frozen, own in zip(
+        dense.model.layers, base.model.layers, added.layers, strict=True
+    ):
         for name, owner in OWNERS.items():
             weight, blocks = getattr(getattr(frozen, owner), name).weight, getattr(own, name)
             whole = [[weight, blocks.weight_12], [blocks.weight_21, blocks.weight_22]]
             scales = (a, b) if name in ("o_proj", "down_proj") else (1.0, 1.0)
-            rows = [scale * torch.cat(row, dim=1).float() for scale, row in zip(scales, whole, strict=True)]
-            assert torch.equal(getattr(getattr(joined, owner), name).weight.float(), torch.cat(rows))
+            rows = [
+                scale * torch.cat(row, dim=1).float()
+                for scale, row in zip(scales, whole, strict=True)
+            ]
+            assert torch.equal(
+                getattr(getattr(joined, owner), name).weight.float(), torch.cat(rows)
+            )

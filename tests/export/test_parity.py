@@ -33,19 +33,27 @@ def trained() -> ScaleForCausalLM:
     return as_if_trained(widen(tiny_llama(), "route", "top:1"))
 
 
-@pytest.mark.parametrize("part", ["lm_head.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
+@pytest.mark.parametrize(
+    "part", ["lm_head.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_export_with_one_wrong_matrix_is_refused(trained: ScaleForCausalLM, part: str, dtype: str) -> None:
+def test_an_export_with_one_wrong_matrix_is_refused(
+    trained: ScaleForCausalLM, part: str, dtype: str
+) -> None:
     exported: Any = dense_model(trained, dtype)
     check_parity(measure_parity(exported, trained, trained_logits, prompts()), dtype)
     with torch.no_grad():
         exported.get_parameter(part).mul_(-1.0)
     parity = measure_parity(exported, trained, trained_logits, prompts())
-    with pytest.raises(ExportParityError, match="the export does not compute what the trained model computes"):
+    with pytest.raises(
+        ExportParityError, match="the export does not compute what the trained model computes"
+    ):
         check_parity(parity, dtype)
 
 
-def test_a_float16_export_with_one_matrix_a_hundredth_too_large_is_refused_on_a_long_prompt(tmp_path: Path) -> None:
+def test_a_float16_export_with_one_matrix_a_hundredth_too_large_is_refused_on_a_long_prompt(
+    tmp_path: Path,
+) -> None:
     trained = as_if_trained(widen(tiny_llama(max_position_embeddings=2048), "route", "top:1"))
     dense_model(trained, "float16").save_pretrained(tmp_path)
     exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
@@ -58,7 +66,9 @@ def test_a_float16_export_with_one_matrix_a_hundredth_too_large_is_refused_on_a_
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_model_with_logits_that_are_not_finite_is_refused(trained: ScaleForCausalLM, broken: float) -> None:
+def test_a_model_with_logits_that_are_not_finite_is_refused(
+    trained: ScaleForCausalLM, broken: float
+) -> None:
     with torch.no_grad():
         trained.expansion.lm_head.weight[3, 3] = broken
     for dtype in ("float32", "bfloat16"):
@@ -72,7 +82,11 @@ def test_a_model_with_logits_that_are_not_finite_is_refused(trained: ScaleForCau
     [
         (Parity(1e-4, 1e-4, 0.0, 1), "float32", True),
         (Parity(1.1e-4, 1.1e-4, 1.0, 1), "float32", False),
-        (Parity(9e-4, 1e-5, 6e-6, 1, own_max_difference=1e-4), "float32", True),  # it rounds as the model itself does
+        (
+            Parity(9e-4, 1e-5, 6e-6, 1, own_max_difference=1e-4),
+            "float32",
+            True,
+        ),  # it rounds as the model itself does
         (Parity(1.1e-3, 1e-5, 6e-6, 1, own_max_difference=1e-4), "float32", False),
         (Parity(9e-4, 1.3e-5, 6e-6, 1, own_max_difference=1e-4), "float32", False),
         (Parity(0.2, 0.2, 0.1, 1), "bfloat16", True),
@@ -95,21 +109,29 @@ def test_the_models_own_error_is_that_of_the_model_loaded_in_the_exports_dtype(
     before, exact = copy.deepcopy(trained.state_dict()), copy.deepcopy(trained).double()
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(Tensor, "float", Tensor.double)
-        patch.setattr(LlamaRMSNorm, "forward", lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, 1e-6))
+        patch.setattr(
+            LlamaRMSNorm, "forward", lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, 1e-6)
+        )
         wanted = [trained_logits(exact, ids) for ids in prompts()]
     for dtype in ("float32", "bfloat16", "float16"):
         parity = measure_parity(dense_model(trained, dtype), trained, trained_logits, prompts())
         lowered = ScaleForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
-        differences = [trained_head(lowered, ids) - at for ids, at in zip(prompts(), wanted, strict=True)]
+        differences = [
+            trained_head(lowered, ids) - at for ids, at in zip(prompts(), wanted, strict=True)
+        ]
         moved = torch.cat([difference.abs().flatten() for difference in differences])
         close = 1e-5 if dtype == "float32" else 1e-3  # beside less than float32, float32 is exact
         assert parity.own_mean_difference == pytest.approx(moved.mean().item(), rel=close)
         assert parity.own_max_difference == pytest.approx(moved.max().item(), rel=close)
-    torch.testing.assert_close(trained.state_dict(), before, rtol=0.0, atol=0.0)  # of the same dtypes, too
+    torch.testing.assert_close(
+        trained.state_dict(), before, rtol=0.0, atol=0.0
+    )  # of the same dtypes, too
 
 
 @torch.no_grad()
-def test_a_float16_export_holds_an_expansion_stream_that_is_hundreds_of_times_as_large_as_the_embeddings() -> None:
+def test_a_float16_export_holds_an_expansion_stream_that_is_hundreds_of_times_as_large_as_the_embeddings() -> (
+    None
+):
     base = tiny_llama()
     base.model.embed_tokens.weight.mul_(1e-3)
     model = widen(base, "preserve")
@@ -133,7 +155,9 @@ class Made(TorchDispatchMode):
         return made
 
 
-def test_nothing_that_is_made_to_compare_grows_with_the_number_of_prompts(trained: ScaleForCausalLM) -> None:
+def test_nothing_that_is_made_to_compare_grows_with_the_number_of_prompts(
+    trained: ScaleForCausalLM,
+) -> None:
     exported, largest = dense_model(trained, "float32"), []
     for repeats in (1, 3):
         with Made() as made:

@@ -16,7 +16,13 @@ from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ExportParityError
 from scale_cli.export.dense import dense_model, plain_model
-from scale_cli.export.plain_folder import KEY, copy_tokenizer, frame_prompts, router_keys, write_plain
+from scale_cli.export.plain_folder import (
+    KEY,
+    copy_tokenizer,
+    frame_prompts,
+    router_keys,
+    write_plain,
+)
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.upscale.base import load_base, load_written
@@ -27,7 +33,12 @@ from tests.widening import as_if_trained, joined, routed_heads, tiny_llama, wide
 
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 16.0,
+    },
     "llama3": {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -36,14 +47,30 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
         "original_max_position_embeddings": 32,
     },
 }
-WIDENED = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"}
-SPELLINGS = {"rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters", "torch_dtype", "dtype"}
+WIDENED = {
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+}
+SPELLINGS = {
+    "rope_theta",
+    "rope_local_base_freq",
+    "rope_scaling",
+    "rope_parameters",
+    "torch_dtype",
+    "dtype",
+}
 # What a base's folder may hold; the last ones stay where they are.
 COPIED = ["tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"]
 COPIED += ["additional_chat_templates/tools.jinja"]
 LEFT = ["README.md", "notes.txt", ".env", "modeling_own.py"]
 LEFT += ["original/tokenizer.model", "additional_chat_templates/x.py"]
-TOKENIZER, MODEL = ["tokenizer.json", "tokenizer_config.json"], ["config.json", "generation_config.json"]
+TOKENIZER, MODEL = (
+    ["tokenizer.json", "tokenizer_config.json"],
+    ["config.json", "generation_config.json"],
+)
 
 
 @pytest.fixture
@@ -70,12 +97,19 @@ def spell(folder: Path, scaling: dict[str, Any] | None) -> None:
     config = read_json(folder / "config.json")
     for name in ("rope_parameters", "dtype"):
         config.pop(name, None)
-    config |= {"rope_theta": 500000.0, "rope_scaling": scaling, "torch_dtype": "float32", "a_key_of_its_own": [1, 2]}
+    config |= {
+        "rope_theta": 500000.0,
+        "rope_scaling": scaling,
+        "torch_dtype": "float32",
+        "a_key_of_its_own": [1, 2],
+    }
     config["transformers_version"] = "4.45.0"
     write_json(folder / "config.json", config)
 
 
-def written(plain: PreTrainedModel, base: Path | str, folder: Path, router: dict[str, Any] | None = None) -> Path:
+def written(
+    plain: PreTrainedModel, base: Path | str, folder: Path, router: dict[str, Any] | None = None
+) -> Path:
     model = ModelConfig(base=str(base))
     folder.mkdir(exist_ok=True)
     write_plain(plain, load_tokenizer(model), model, folder, router)
@@ -83,7 +117,9 @@ def written(plain: PreTrainedModel, base: Path | str, folder: Path, router: dict
 
 
 def widened(base: Path | str, dtype: str = "float32") -> PreTrainedModel:
-    return dense_model(as_if_trained(widen(load_base(ModelConfig(base=str(base))), "preserve")), dtype)
+    return dense_model(
+        as_if_trained(widen(load_base(ModelConfig(base=str(base))), "preserve")), dtype
+    )
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
@@ -91,14 +127,24 @@ def test_config_json_is_the_bases_own_but_for_the_sizes_with_rope_and_dtype_spel
     base: Path, tmp_path: Path, kind: str
 ) -> None:
     spell(base, SCALINGS[kind])
-    config = read_json(written(widened(base, "bfloat16"), base, tmp_path / "export") / "config.json")
+    config = read_json(
+        written(widened(base, "bfloat16"), base, tmp_path / "export") / "config.json"
+    )
     before = read_json(base / "config.json")
-    changed = {name for name in config.keys() | before.keys() if config.get(name) != before.get(name)}
+    changed = {
+        name for name in config.keys() | before.keys() if config.get(name) != before.get(name)
+    }
     assert changed == WIDENED | {"torch_dtype", "dtype", "rope_parameters"}
     assert (config["rope_theta"], config["rope_scaling"]) == (500000.0, SCALINGS[kind])
-    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 500000.0, **(SCALINGS[kind] or {})}
+    assert config["rope_parameters"] == {
+        "rope_type": "default",
+        "rope_theta": 500000.0,
+        **(SCALINGS[kind] or {}),
+    }
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
-    assert AutoConfig.from_pretrained(tmp_path / "export").rope_parameters == config["rope_parameters"]
+    assert (
+        AutoConfig.from_pretrained(tmp_path / "export").rope_parameters == config["rope_parameters"]
+    )
 
 
 @pytest.mark.parametrize("family", BASES)
@@ -114,11 +160,16 @@ def test_of_every_family_it_computes_what_was_trained_and_has_no_key_that_the_ba
         as_if_trained(model)
         assert (answered(model) - of_base).abs().max() > 0.1, "the expansion is in it"
     folder = written(plain_model(model, "float32", [IDS]), tmp_path / "base", tmp_path / "export")
-    assert (answered(load_written(AutoModelForCausalLM, folder).eval()) - answered(model)).abs().max() <= 1e-4
+    assert (
+        answered(load_written(AutoModelForCausalLM, folder).eval()) - answered(model)
+    ).abs().max() <= 1e-4
     config, before = read_json(folder / "config.json"), read_json(tmp_path / "base" / "config.json")
     assert config.keys() - before.keys() <= SPELLINGS | {"head_dim"}
     assert config["architectures"] == before["architectures"]
-    unchanged = {"adapt": {"num_hidden_layers", "layer_types"}, "llama-pro": WIDENED | {"tie_word_embeddings"}}
+    unchanged = {
+        "adapt": {"num_hidden_layers", "layer_types"},
+        "llama-pro": WIDENED | {"tie_word_embeddings"},
+    }
     assert all(config.get(name) == before.get(name) for name in unchanged[variant])
 
 
@@ -127,7 +178,9 @@ def test_the_tokenizers_files_are_the_bases_byte_for_byte_and_nothing_else_of_it
 ) -> None:
     for name in (*COPIED, *LEFT):
         (base / name).parent.mkdir(exist_ok=True)
-        (base / name).write_text(json.dumps({}) if name.endswith("json") else name, encoding="utf-8")
+        (base / name).write_text(
+            json.dumps({}) if name.endswith("json") else name, encoding="utf-8"
+        )
     config = read_json(base / "config.json") | {"auto_map": {"AutoConfig": "modeling_own.Config"}}
     write_json(base / "config.json", config)
     folder = written(widened(base), base, tmp_path / "export")
@@ -149,17 +202,24 @@ def test_of_a_base_from_the_hub_the_files_come_from_its_cache(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for revision in (None, commit):
-        folder, model = tmp_path / f"export-{revision}", ModelConfig(base="someone/tiny", revision=revision)
+        folder, model = (
+            tmp_path / f"export-{revision}",
+            ModelConfig(base="someone/tiny", revision=revision),
+        )
         write_plain(widened(base), load_tokenizer(model), model, folder)
         for name in (*TOKENIZER, "chat_template.jinja", "generation_config.json"):
             assert (folder / name).read_bytes() == (base / name).read_bytes()
         assert read_json(folder / "config.json")["a_key_of_its_own"] == [1, 2]
     elsewhere = ModelConfig(base="someone/else")
     with pytest.raises(BaseModelError, match=r"^model\.base: .*someone/else"):
-        write_plain(widened(base), AutoTokenizer.from_pretrained(base), elsewhere, tmp_path / "export-None")
+        write_plain(
+            widened(base), AutoTokenizer.from_pretrained(base), elsewhere, tmp_path / "export-None"
+        )
 
 
-def test_files_that_tokenise_otherwise_than_the_base_did_are_refused(base: Path, tmp_path: Path) -> None:
+def test_files_that_tokenise_otherwise_than_the_base_did_are_refused(
+    base: Path, tmp_path: Path
+) -> None:
     tokenizer = load_tokenizer(ModelConfig(base=str(base)))
     content = read_json(base / "tokenizer.json")
     content["normalizer"] = {"type": "Lowercase"}
@@ -168,7 +228,9 @@ def test_files_that_tokenise_otherwise_than_the_base_did_are_refused(base: Path,
         write_plain(widened(base), tokenizer, ModelConfig(base=str(base)), tmp_path / "export")
 
 
-def test_a_tokenizer_that_the_config_names_is_copied_from_its_own_place(base: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_the_config_names_is_copied_from_its_own_place(
+    base: Path, tmp_path: Path
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for file in base.glob("tokenizer*"):
@@ -184,7 +246,11 @@ def test_a_tokenizer_that_the_config_names_is_copied_from_its_own_place(base: Pa
 
 QWEN = {"add_bos_token": False, "tokenizer_class": "Qwen2Tokenizer"}
 # A class with steps of its own, and marks that its settings do not name.
-NEOX = {"tokenizer_class": "GPTNeoXTokenizer", "bos_token": "<|end_of_text|>", "unk_token": "<|end_of_text|>"}
+NEOX = {
+    "tokenizer_class": "GPTNeoXTokenizer",
+    "bos_token": "<|end_of_text|>",
+    "unk_token": "<|end_of_text|>",
+}
 TEXTS = ["Once upon a time", "학교에서 Lily saw 3 big dogs."]
 
 
@@ -205,13 +271,21 @@ def test_whoever_tokenises_a_prompt_with_an_export_gets_what_stood_in_training(
 ) -> None:
     base, folder = tmp_path / "base", tmp_path / "export"
     shutil.copytree(shared_data / checkpoint / "hf", base)
-    told = read_json(base / "tokenizer_config.json") | settings | {"chat_template": "<|user|>{{ messages[0].content }}"}
+    told = (
+        read_json(base / "tokenizer_config.json")
+        | settings
+        | {"chat_template": "<|user|>{{ messages[0].content }}"}
+    )
     write_json(base / "tokenizer_config.json", told)
     model, trained = ModelConfig(base=str(base)), load_tokenizer(ModelConfig(base=str(base)))
     folder.mkdir()
     copy_tokenizer(trained, tokenizer_place(model), folder)
-    (tmp_path / "corpus.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in ["The end.", *TEXTS]))
-    source = CorpusSource(name="text", path=str(tmp_path / "corpus.jsonl"), language="en", weight=1.0)
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(f"{json.dumps({'text': text})}\n" for text in ["The end.", *TEXTS])
+    )
+    source = CorpusSource(
+        name="text", path=str(tmp_path / "corpus.jsonl"), language="en", weight=1.0
+    )
     corpus = TokenCache(tmp_path / "cache", trained).open(source)
     before = 0 if DocumentMarkers.of(trained).bos is not None else 1
     exported = AutoTokenizer.from_pretrained(folder)
@@ -221,7 +295,10 @@ def test_whoever_tokenises_a_prompt_with_an_export_gets_what_stood_in_training(
         # A template writes its own beginning, and training's tokenisation is what it was.
         asked = exported.apply_chat_template([{"role": "user", "content": text}], return_dict=False)
         assert asked == trained(f"<|user|>{text}", add_special_tokens=False).input_ids
-        assert exported(text, add_special_tokens=False).input_ids == trained(text, add_special_tokens=False).input_ids
+        assert (
+            exported(text, add_special_tokens=False).input_ids
+            == trained(text, add_special_tokens=False).input_ids
+        )
     again = TokenCache(tmp_path / "cache of the export", exported).open(source)
     assert again.ids.tolist() == corpus.ids.tolist()
 
@@ -258,7 +335,11 @@ def test_of_a_tree_of_expansions_one_dense_model_has_the_logits_of_every_head(fa
 
 @pytest.mark.parametrize(
     "method",
-    [{"variant": "preserve"}, {"variant": "route", "layers": "top:1"}, {"variant": "route", "rule": "cosine"}],
+    [
+        {"variant": "preserve"},
+        {"variant": "route", "layers": "top:1"},
+        {"variant": "route", "rule": "cosine"},
+    ],
     ids=["one head", "collaborating above", "the cosine rule"],
 )
 def test_where_one_row_does_not_hold_both_heads_or_no_posterior_rule_mixes_them_there_are_no_keys(

@@ -22,7 +22,11 @@ from tests.export.conftest import TrainedRun
 from tests.widening import load_widened, trained_head
 
 ONE_FOLDER = {"variant": "route"}
-SWITCHING = {"variant": "route", "collaboration": {"layers": "top:2"}, "router": {"switch_rate": 0.01}}
+SWITCHING = {
+    "variant": "route",
+    "collaboration": {"layers": "top:2"},
+    "router": {"switch_rate": 0.01},
+}
 EXPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "posterior": (SWITCHING, "transformers"),
     "cosine": ({"variant": "route", "router": {"rule": "cosine"}}, "transformers"),
@@ -60,7 +64,9 @@ def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_tra
     for name, config in configs.items():
         shutil.copytree(export(config).folder, folders[name])
         save_file({"ids": IDS}, folders[name] / "ids.safetensors")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HF_"))}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HF_"))
+    }
     environment |= {
         "HF_HOME": str(tmp_path / "hub"),
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
@@ -86,12 +92,19 @@ def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_tra
         torch.testing.assert_close(answers["logits"], expected, rtol=rounding, atol=rounding)
         assert torch.equal(answers["generated_True"], answers["generated_False"])
         generated = trained.generate(
-            IDS[:, :12], max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=None, use_cache=True
+            IDS[:, :12],
+            max_new_tokens=10,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+            use_cache=True,
         )
         assert torch.equal(answers["generated_True"], generated)
 
 
-def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bases(trained_run: TrainedRun) -> None:
+def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bases(
+    trained_run: TrainedRun,
+) -> None:
     config = trained_run({"variant": "adapt"}, "bfloat16", format="transformers", dtype="bfloat16")
     folder = export(config).folder
     with pytest.raises(ValueError, match="trust_remote_code"):
@@ -99,9 +112,13 @@ def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bas
     loaded = ScaleForCausalLM.from_pretrained(folder, dtype="auto")
     trained = load_widened(config.output_dir / "final", config.model)
     base = dict(trained.base.named_parameters())
-    assert all(torch.equal(parameter, base[name]) for name, parameter in loaded.base.named_parameters())
+    assert all(
+        torch.equal(parameter, base[name]) for name, parameter in loaded.base.named_parameters()
+    )
     trains = {name for name, parameter in loaded.named_parameters() if parameter.requires_grad}
-    assert trains == {name for name, _ in loaded.named_parameters() if name.startswith("expansion.")}
+    assert trains == {
+        name for name, _ in loaded.named_parameters() if name.startswith("expansion.")
+    }
     assert loaded.generation_config.eos_token_id == trained.base.generation_config.eos_token_id
     assert loaded.base.lm_head.weight is loaded.base.model.embed_tokens.weight, "tied stays tied"
 
@@ -125,17 +142,26 @@ def test_the_proof_of_an_export_is_of_its_router_too(trained_run: TrainedRun) ->
     summary = export(config)
     told = read_json(summary.folder / "parity.json")
     assert summary.parity.routed is not None
-    assert 0.0 < told["routed"]["max_logit_difference"] == summary.parity.routed.max_logit_difference <= 1e-4
+    assert (
+        0.0
+        < told["routed"]["max_logit_difference"]
+        == summary.parity.routed.max_logit_difference
+        <= 1e-4
+    )
     check_written_export(config, summary.folder)
     written = read_json(summary.folder / "config.json")
     for change in ({"prior": 0.7}, {"switch_rate": 0.2}):
         changed = {**written, "scale_router": {**written["scale_router"], **change}}
         (summary.folder / "config.json").write_text(json.dumps(changed), encoding="utf-8")
-        with pytest.raises(ExportParityError, match="does not compute what the trained model computes"):
+        with pytest.raises(
+            ExportParityError, match="does not compute what the trained model computes"
+        ):
             check_written_export(config, summary.folder)
 
 
-def test_generate_routes_with_one_folder_and_shows_the_heads_as_the_run_itself_does(trained_run: TrainedRun) -> None:
+def test_generate_routes_with_one_folder_and_shows_the_heads_as_the_run_itself_does(
+    trained_run: TrainedRun,
+) -> None:
     config = trained_run(ONE_FOLDER, format="llama")
     folder = export(config).folder
     wanted, got = (

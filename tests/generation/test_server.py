@@ -31,7 +31,14 @@ from tests.commands.test_serve import write_routed
 from tests.vocabulary.tokenizers_at_hand import KOREAN, RUSSIAN
 
 PROMPTS = [
-    *("Once upon a time", "Lily saw a big", "안녕하세요.", "В начале", "3.14159 is", "“Where,” she asked,"),
+    *(
+        "Once upon a time",
+        "Lily saw a big",
+        "안녕하세요.",
+        "В начале",
+        "3.14159 is",
+        "“Where,” she asked,",
+    ),
     *(" A", "", "Once upon a time\n", "The dog </s> said", KOREAN[:30], RUSSIAN[:30]),
 ]
 NUM_NEW = 8
@@ -58,7 +65,9 @@ def served(folders: dict[str, Path]) -> Iterator[Callable[[Path], str]]:
     def url_of(folder: Path) -> str:
         if folder not in urls:
             app = create_app(Generator(folder), NAME)
-            server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
+            server = uvicorn.Server(
+                uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1)
+            )
             thread = threading.Thread(target=server.run)
             servers.append((server, thread))
             thread.start()
@@ -100,26 +109,36 @@ def test_a_prompt_is_continued_as_by_scale_generate_and_framed_as_by_the_folders
     folder = folders[kind]
     client = openai.OpenAI(base_url=served(folder), api_key="none")
     generator, tokenizer = Generator(folder), AutoTokenizer.from_pretrained(folder)
-    for prompt, wanted in zip(PROMPTS, generator.continue_all(PROMPTS, Sampling(max_new_tokens=NUM_NEW)), strict=True):
+    for prompt, wanted in zip(
+        PROMPTS, generator.continue_all(PROMPTS, Sampling(max_new_tokens=NUM_NEW)), strict=True
+    ):
         assert text_of(client, prompt) == wanted.completion
         assert tokenizer(prompt).input_ids == generator.prompt_ids(prompt).tolist()
     for prompt in PROMPTS[:4]:
         assert text_of(client, prompt, stream=True) == text_of(client, prompt)
 
 
-def test_it_samples_where_a_temperature_is_asked_for_and_the_seed_alone_decides(client: openai.OpenAI) -> None:
+def test_it_samples_where_a_temperature_is_asked_for_and_the_seed_alone_decides(
+    client: openai.OpenAI,
+) -> None:
     greedy = text_of(client, PROMPTS[0])
-    drawn = [text_of(client, PROMPTS[0], temperature=1.0, seed=seed) for seed in (3, 3, 4, 5, -1, 2**40)]
+    drawn = [
+        text_of(client, PROMPTS[0], temperature=1.0, seed=seed) for seed in (3, 3, 4, 5, -1, 2**40)
+    ]
     assert drawn[0] == drawn[1]
     assert len(set(drawn)) >= 4 and greedy not in drawn
-    assert len({text_of(client, PROMPTS[0], temperature=openai.omit) for _ in range(3)}) == 3, "1.0 where none is given"
+    assert len({text_of(client, PROMPTS[0], temperature=openai.omit) for _ in range(3)}) == 3, (
+        "1.0 where none is given"
+    )
     assert {text_of(client, PROMPTS[0], seed=seed, top_p=0.5) for seed in range(3)} == {greedy}
     assert text_of(client, PROMPTS[0], temperature=1.0, top_p=1e-6, seed=7) == greedy
 
 
 def test_ten_at_once_are_each_answered_as_alone(client: openai.OpenAI) -> None:
     def ask(number: int) -> str:
-        return text_of(client, PROMPTS[number], temperature=1.0, seed=number % 3, stream=number % 2 == 1)
+        return text_of(
+            client, PROMPTS[number], temperature=1.0, seed=number % 3, stream=number % 2 == 1
+        )
 
     alone = [ask(number) for number in range(10)]
     with ThreadPoolExecutor(10) as users:
@@ -138,15 +157,27 @@ def test_n_answers_are_drawn_and_told_apart(client: openai.OpenAI) -> None:
     assert pieces == texts
 
 
-def test_several_prompts_of_one_request_are_each_answered_as_alone_in_their_order(client: openai.OpenAI) -> None:
+def test_several_prompts_of_one_request_are_each_answered_as_alone_in_their_order(
+    client: openai.OpenAI,
+) -> None:
     prompts = [prompt for prompt in PROMPTS if prompt][:4]
     alone = [text_of(client, prompt) for prompt in prompts]
-    asked: Any = {"model": NAME, "prompt": prompts, "max_tokens": NUM_NEW, "temperature": 0.0, "n": 2}
+    asked: Any = {
+        "model": NAME,
+        "prompt": prompts,
+        "max_tokens": NUM_NEW,
+        "temperature": 0.0,
+        "n": 2,
+    }
     whole = client.completions.create(**asked)
     assert [choice.text for choice in whole.choices] == [text for text in alone for _ in range(2)]
     assert [choice.index for choice in whole.choices] == list(range(8))
-    each = [client.completions.create(**asked | {"prompt": prompt, "n": 1}).usage for prompt in prompts]
-    assert whole.usage is not None and whole.usage.prompt_tokens == sum(use.prompt_tokens for use in each if use)
+    each = [
+        client.completions.create(**asked | {"prompt": prompt, "n": 1}).usage for prompt in prompts
+    ]
+    assert whole.usage is not None and whole.usage.prompt_tokens == sum(
+        use.prompt_tokens for use in each if use
+    )
 
 
 def test_an_answer_ends_before_a_stop_however_it_is_cut_into_tokens(client: openai.OpenAI) -> None:
@@ -172,7 +203,10 @@ def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> N
         ({"prompt": []}, "^prompt: "),
         ({"prompt": [1, 2]}, r"^prompt\.0: "),
         ({"prompt": ["one"] * 33, "n": 2}, "prompt, n: 66 answers, but at most 64"),
-        ({"prompt": "word " * 3000}, r"^prompt: [\d,]+ tokens, but .* the model's context of 1,024"),
+        (
+            {"prompt": "word " * 3000},
+            r"^prompt: [\d,]+ tokens, but .* the model's context of 1,024",
+        ),
     ]
     for change, told in refused:
         for stream in (False, True):
@@ -183,7 +217,14 @@ def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> N
     with pytest.raises(openai.NotFoundError, match=f"this server serves only {NAME}"):
         client.completions.create(**asked | {"model": "gpt"})
     json_header, good = {"Content-Type": "application/json"}, b'{"prompt": "Once"}'
-    bad = (b"{", b"[]", b"7", b'{"prompt": "x", "temprature": 1}', rb'{"prompt": "\ud800"}', b'{"prompt": "\xff"}')
+    bad = (
+        b"{",
+        b"[]",
+        b"7",
+        b'{"prompt": "x", "temprature": 1}',
+        rb'{"prompt": "\ud800"}',
+        b'{"prompt": "\xff"}',
+    )
     for path, sent, headers, code in (
         *(("completions", body, json_header, 400) for body in bad),
         ("completions", good, {}, 400),
@@ -192,15 +233,26 @@ def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> N
         ("completions", rb'{"prompt": "x", "model": "\ud800"}', json_header, 404),
     ):
         with pytest.raises(urllib.error.HTTPError) as answer:
-            urllib.request.urlopen(urllib.request.Request(f"{client.base_url}{path}", sent, headers))
+            urllib.request.urlopen(
+                urllib.request.Request(f"{client.base_url}{path}", sent, headers)
+            )
         told = json.loads(answer.value.read())["error"]["message"]
         assert answer.value.code == code and told and "\n" not in told
     # What many clients send with every request asks for nothing.
-    nothing: Any = {"logprobs": None, "echo": False, "presence_penalty": 0.0, "best_of": 1, "user": "me", "stop": None}
+    nothing: Any = {
+        "logprobs": None,
+        "echo": False,
+        "presence_penalty": 0.0,
+        "best_of": 1,
+        "user": "me",
+        "stop": None,
+    }
     assert client.completions.create(**asked, **nothing).choices[0].text
 
 
-def test_the_model_is_listed_and_a_base_without_a_chat_template_is_no_model_to_talk_to(client: openai.OpenAI) -> None:
+def test_the_model_is_listed_and_a_base_without_a_chat_template_is_no_model_to_talk_to(
+    client: openai.OpenAI,
+) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
     with pytest.raises(openai.BadRequestError, match="no chat template"):
         client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "Hello"}])
@@ -212,19 +264,32 @@ def test_a_chat_is_framed_by_its_template_alone(
 ) -> None:
     folder = shutil.copytree(folders[kind], tmp_path / "chat")
     (folder / "chat_template.jinja").write_text(
-        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", encoding="utf-8"
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+        encoding="utf-8",
     )
     client, generator = openai.OpenAI(base_url=served(folder), api_key="none"), Generator(folder)
-    turns: Any = [{"role": "user", "content": "Once upon"}, {"role": "assistant", "content": "a time"}]
+    turns: Any = [
+        {"role": "user", "content": "Once upon"},
+        {"role": "assistant", "content": "a time"},
+    ]
     (wanted,) = generator.continue_all([turns], Sampling(max_new_tokens=NUM_NEW))
-    asked: Any = {"model": NAME, "messages": turns, "temperature": 0.0, "max_completion_tokens": NUM_NEW}
+    asked: Any = {
+        "model": NAME,
+        "messages": turns,
+        "temperature": 0.0,
+        "max_completion_tokens": NUM_NEW,
+    }
     answer = client.chat.completions.create(**asked)
     assert answer.choices[0].message.content == wanted.completion
     rendered = ("<s>" if kind == "with BOS" else "") + "[user]Once upon[assistant]a time"
     num_tokens = len(generator.tokenizer(rendered, add_special_tokens=False).input_ids)
     assert answer.usage is not None and answer.usage.prompt_tokens == num_tokens
-    asked["messages"] = [{"role": t["role"], "content": [{"type": "text", "text": t["content"]}]} for t in turns]
-    told = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    asked["messages"] = [
+        {"role": t["role"], "content": [{"type": "text", "text": t["content"]}]} for t in turns
+    ]
+    told = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
     assert "".join(part.choices[0].delta.content or "" for part in told[:-1]) == wanted.completion
     assert told[-1].usage == answer.usage
 
@@ -276,7 +341,9 @@ def test_the_verb_serves_what_it_says_until_a_signal_comes_and_runs_no_code_of_t
                         break
                 time.sleep(0.05)
             curl = lines[-1].removeprefix("ask            ")
-            done = subprocess.run(["bash", "-c", f"{curl} --silent"], capture_output=True, check=True)
+            done = subprocess.run(
+                ["bash", "-c", f"{curl} --silent"], capture_output=True, check=True
+            )
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models") as models:
                 return json.loads(done.stdout), json.loads(models.read())
         finally:
@@ -284,8 +351,18 @@ def test_the_verb_serves_what_it_says_until_a_signal_comes_and_runs_no_code_of_t
 
     with handlers_put_back(), ThreadPoolExecutor(1) as users, pytest.raises(SystemExit) as ended:
         asked = users.submit(ask)
-        serve(folder, "transformers", ["--port", str(port), "--host", "127.0.0.1"], lines.append, plainly=False)
+        serve(
+            folder,
+            "transformers",
+            ["--port", str(port), "--host", "127.0.0.1"],
+            lines.append,
+            plainly=False,
+        )
     answer, listed = asked.result()
-    assert answer["choices"][0]["text"] and 0 < answer["usage"]["completion_tokens"] <= 16, "it is drawn"
-    assert lines[1] == f"model          {folder}" and [model["id"] for model in listed["data"]] == [str(folder)]
+    assert answer["choices"][0]["text"] and 0 < answer["usage"]["completion_tokens"] <= 16, (
+        "it is drawn"
+    )
+    assert lines[1] == f"model          {folder}" and [model["id"] for model in listed["data"]] == [
+        str(folder)
+    ]
     assert ended.value.code == 130 and not ran.exists()

@@ -29,7 +29,9 @@ def small_data(shared_data: Path, folder: Path) -> Path:
     return folder
 
 
-def test_a_base_has_the_shape_asked_for_and_the_same_bits_for_its_seed(shared_data: Path, tmp_path: Path) -> None:
+def test_a_base_has_the_shape_asked_for_and_the_same_bits_for_its_seed(
+    shared_data: Path, tmp_path: Path
+) -> None:
     data, hashes = small_data(shared_data, tmp_path / "data"), []
     for name in ("one", "other"):
         command = [sys.executable, "-m", "scripts.bilingual_base", str(tmp_path / name), str(data)]

@@ -15,11 +15,16 @@ from tests.widening import as_if_trained, tiny_llama, widen
 
 @pytest.mark.parametrize(("name", "num_layers"), [("route", 2), ("lora", 1)])
 def test_compiled_training_has_the_losses_of_plain_training(name: str, num_layers: int) -> None:
-    compiled_model, plain_model = start(name, num_hidden_layers=num_layers), start(name, num_hidden_layers=num_layers)
+    compiled_model, plain_model = (
+        start(name, num_hidden_layers=num_layers),
+        start(name, num_hidden_layers=num_layers),
+    )
     assert losses(compiled_model, compile=True) == pytest.approx(losses(plain_model), rel=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "olmo3, yarn in full layers", "exaone4, tied"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "olmo3, yarn in full layers", "exaone4, tied"]
+)
 @torch.no_grad()
 def test_the_compiled_widened_model_has_the_compiled_bases_logits_bit_for_bit(family: str) -> None:
     base: Any = tiny_llama(num_hidden_layers=2) if family == "llama" else tiny(family)

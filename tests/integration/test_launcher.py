@@ -26,7 +26,9 @@ def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Start a verb in two processes; what is printed is of both."""
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *TORCHRUN, "-m", "scale_cli", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
 
 
 def test_a_launched_run_is_one_process_s(shared_data: Path, tmp_path: Path) -> None:
@@ -38,7 +40,9 @@ def test_a_launched_run_is_one_process_s(shared_data: Path, tmp_path: Path) -> N
     for said in ("== upscale", "processes      2 x cpu", "== export"):
         assert ended.stdout.count(said) == 1, "two work, one speaks"
     assert files(two.output_dir) == files(one.output_dir)
-    assert losses(RunFolder(two.output_dir)) == pytest.approx(losses(RunFolder(one.output_dir)), rel=1e-5)
+    assert losses(RunFolder(two.output_dir)) == pytest.approx(
+        losses(RunFolder(one.output_dir)), rel=1e-5
+    )
     assert TrainState.load(RunFolder(two.output_dir).final).step == one.train.max_steps
     verify(two.output_dir)
 
@@ -59,7 +63,11 @@ def test_a_launched_run_that_is_refused_or_diverges_says_so_once(
     ended = launched("run", str(config_file), *overrides)
     assert ended.returncode == 1
     # What follows is the launcher's own, of the end of its processes.
-    told = [line for line in ended.stderr.splitlines() if line.startswith(("error: ", "stopped by ", "terminate "))]
+    told = [
+        line
+        for line in ended.stderr.splitlines()
+        if line.startswith(("error: ", "stopped by ", "terminate "))
+    ]
     assert len(told) == 1 and said in told[0], ended.stderr
 
 
@@ -87,14 +95,20 @@ def cluster(tmp_path: Path, **variables: str) -> dict[str, str]:
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return os.environ | {"PATH": path, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | variables
+    return (
+        os.environ
+        | {"PATH": path, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        | variables
+    )
 
 
 def test_the_slurm_recipe_runs_on_two_machines_and_queues_itself_again_until_the_run_is_done(
     config_file: Path, tmp_path: Path
 ) -> None:
     requeued, folder = tmp_path / "requeued", tmp_path / "run"
-    environment = cluster(tmp_path, SLURM_NNODES="2", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="x", REQUEUED=str(requeued))
+    environment = cluster(
+        tmp_path, SLURM_NNODES="2", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="x", REQUEUED=str(requeued)
+    )
 
     def submit(hours: str) -> None:
         command = ["bash", str(LAUNCH / "slurm.sbatch"), str(config_file), str(folder), hours]
@@ -110,14 +124,21 @@ def test_the_slurm_recipe_prepares_in_an_array_and_joins_to_what_one_process_wri
     stories: Path, tmp_path: Path
 ) -> None:
     for number in range(3):
-        (tmp_path / f"{number}.txt").write_text(f"Once upon a time there were {number} cats.\n\n" * 9)
+        (tmp_path / f"{number}.txt").write_text(
+            f"Once upon a time there were {number} cats.\n\n" * 9
+        )
     text = {"path": str(tmp_path / "[0-9].txt"), "language": "en"}
     corpus = {"cache_dir": str(tmp_path), "sources": [{"name": "tales", **text}]}
     held_out = {"perplexity": [{"name": "kept", "role": "retention", **text}]}
     path = write_config(tmp_path, stories, corpus=corpus, evaluation=held_out)
     array = [{"SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_TASK_COUNT": "2"} for task in ("1", "2")]
     for task in [*array, {}]:
-        command = ["bash", str(LAUNCH / "prepare.sbatch"), str(path), f"corpus.cache_dir={tmp_path}/many"]
+        command = [
+            "bash",
+            str(LAUNCH / "prepare.sbatch"),
+            str(path),
+            f"corpus.cache_dir={tmp_path}/many",
+        ]
         subprocess.run(command, env=cluster(tmp_path, **task), timeout=PATIENCE_S, check=True)
     assert len(list((tmp_path / "many" / PARTS).iterdir())) == 0
     for corpus in prepare(load_config(path))["corpora"].values():
@@ -138,7 +159,8 @@ def test_the_skypilot_recipe_runs_on_two_machines(config_file: Path, tmp_path: P
     }
     machines = [
         subprocess.Popen(
-            ["bash", "-c", recipe["run"]], env=cluster(tmp_path / rank, **given, **of_cluster, SKYPILOT_NODE_RANK=rank)
+            ["bash", "-c", recipe["run"]],
+            env=cluster(tmp_path / rank, **given, **of_cluster, SKYPILOT_NODE_RANK=rank),
         )
         for rank in ("0", "1")
     ]

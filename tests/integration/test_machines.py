@@ -80,16 +80,28 @@ def runs(tmp_path: Path) -> Runs:
 
 
 def trained(runs: Runs, name: str, *, is_slow: bool = False) -> list[Ended]:
-    few = ("train.max_steps=4", "train.save_every_steps=2", "train.sharding=all", *_LOGGED, *runs.overrides)
+    few = (
+        "train.max_steps=4",
+        "train.save_every_steps=2",
+        "train.sharding=all",
+        *_LOGGED,
+        *runs.overrides,
+    )
     arguments = str(runs.config(name)), *few
     for verb in ("upscale", "train"):
-        ends = ended_group(start_group(verb, *arguments, num_processes=2, hook=OnMachine(runs.root, is_slow=is_slow)))
+        ends = ended_group(
+            start_group(
+                verb, *arguments, num_processes=2, hook=OnMachine(runs.root, is_slow=is_slow)
+            )
+        )
         if any(ended.exit_code for ended in ends):
             return ends
     return ends
 
 
-def test_machines_with_caches_of_their_own_train_and_wait_for_one_that_works_long_alone(runs: Runs) -> None:
+def test_machines_with_caches_of_their_own_train_and_wait_for_one_that_works_long_alone(
+    runs: Runs,
+) -> None:
     """Tokenising, samples, a trace, a tracker, checkpoints and `final/` take it longer than a step's time-out."""
     weights = []
     for name in ("usual", "slow"):
@@ -105,5 +117,7 @@ def test_machines_with_caches_of_their_own_train_and_wait_for_one_that_works_lon
 def test_machines_whose_text_is_not_the_same_are_refused_in_one_line(runs: Runs) -> None:
     (runs.root / "machine-1" / "two.txt").write_text("1 2 3\n\n4 5\n", encoding="utf-8")
     ends = trained(runs, "run")
-    said = [line for ended in ends for line in ended.printed.splitlines() if line.startswith("error: ")]
+    said = [
+        line for ended in ends for line in ended.printed.splitlines() if line.startswith("error: ")
+    ]
     assert len(said) == 1 and "machines read different text (two-" in said[0], ends

@@ -33,7 +33,10 @@ def config(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunCo
             f"model.base={shared_data}/ckpt-eltec/hf",
             f"train.mixed_precision={cpu_precision()}",
             f"evaluation.mixed_precision={cpu_precision()}",
-            *(f"{source}.path={shared_data}/{file}" for source, file in zip(sources, files, strict=True)),
+            *(
+                f"{source}.path={shared_data}/{file}"
+                for source, file in zip(sources, files, strict=True)
+            ),
         ],
     )
 
@@ -61,7 +64,9 @@ def test_no_english_document_loses_more_than_ln_2_nats_when_routed(report: Repor
 
 def test_korean_is_learned_and_routing_gives_up_less_than_one_percent_of_it(report: Report) -> None:
     (korean,) = report.with_role("acquisition")
-    base, adapted, routed = (korean.heads[head].nats_per_token for head in ("base", "adapted", "posterior"))
+    base, adapted, routed = (
+        korean.heads[head].nats_per_token for head in ("base", "adapted", "posterior")
+    )
     assert base is not None and adapted is not None and routed is not None
     assert adapted < 0.6 * base
     assert routed <= 1.01 * adapted
@@ -76,12 +81,16 @@ def test_the_intervals_of_a_real_gain_exclude_zero(report: Report) -> None:
 
 def test_the_written_report_shows_both_rules(config: RunConfig, report: Report) -> None:
     folder = RunFolder(config.output_dir).evaluation
-    assert Report.from_json(json.loads((folder / "report.json").read_text(encoding="utf-8"))) == report
+    assert (
+        Report.from_json(json.loads((folder / "report.json").read_text(encoding="utf-8"))) == report
+    )
     page = (folder / "report.md").read_text(encoding="utf-8")
     assert "routed, posterior" in page and "routed, cosine" in page
 
 
-def test_the_base_is_untouched_and_the_export_is_a_plain_model(config: RunConfig, report: Report) -> None:
+def test_the_base_is_untouched_and_the_export_is_a_plain_model(
+    config: RunConfig, report: Report
+) -> None:
     run = RunFolder(config.output_dir)
     assert changed_tensors(load_base(config.model), BaseRecord.load(run.final)) == []
     folder = run.export("llama")
@@ -101,7 +110,9 @@ def test_a_second_run_does_nothing_again(config: RunConfig, report: Report) -> N
     assert run_pipeline(config, said.append) == report
     done = [line.split()[-1] for line in said if "done already" in line]
     run = RunFolder(config.output_dir)
-    assert done == [str(folder) for folder in (run.upscaled, run.final, run.evaluation, run.export("llama"))]
+    assert done == [
+        str(folder) for folder in (run.upscaled, run.final, run.evaluation, run.export("llama"))
+    ]
 
 
 def test_the_gate_fails_only_where_more_was_forgotten_than_allowed(report: Report) -> None:

@@ -15,7 +15,12 @@ PAIRS = {
     "freeze": ("expansion", "method.variant=freeze", "method.freeze.num_layers=1", *EVALUATED),
     "llama-pro": ("expansion", "method.variant=llama-pro"),
     # Of batches cut alike: bfloat16 products, and Muon's, show how they are cut.
-    "lowered": ("all", "train.mixed_precision=bf16", "model.dtype=bfloat16", "train.micro_batch_size=2"),
+    "lowered": (
+        "all",
+        "train.mixed_precision=bf16",
+        "model.dtype=bfloat16",
+        "train.micro_batch_size=2",
+    ),
     # In generated code, each layer by itself.
     "compiled": ("all", "train.compile=true", *EVALUATED),
     # Two processes that share every window, of methods and losses of their own.
@@ -65,7 +70,9 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         ("all-two-then-four", "one"),
     ],
 )
-def test_more_methods_and_four_processes_have_the_losses_and_weights_of_one(runs: Runs, name: str, as_in: str) -> None:
+def test_more_methods_and_four_processes_have_the_losses_and_weights_of_one(
+    runs: Runs, name: str, as_in: str
+) -> None:
     losses = runs.logged(name, "loss")
     assert len(losses) == 3 and losses == pytest.approx(runs.logged(as_in, "loss"), rel=1e-5)
     whole, sharded = (runs.folder(n).final for n in (as_in, name))
@@ -83,13 +90,17 @@ def test_compiled_or_not_losses_are_those_of_one_process(runs: Runs) -> None:
 
 
 def test_periodic_evaluation_of_a_frozen_half_is_that_of_one_process(runs: Runs) -> None:
-    (expected,), (found,) = (runs.logged(f"freeze-{number}", EVALUATION) for number in ("one", "two"))
+    (expected,), (found,) = (
+        runs.logged(f"freeze-{number}", EVALUATION) for number in ("one", "two")
+    )
     assert found["tiny"] == pytest.approx(expected["tiny"], rel=1e-5)
     assert found["tiny"]["base"] == expected["tiny"]["base"]
 
 
 def test_one_process_loads_a_checkpoint_of_four_as_a_model(runs: Runs) -> None:
-    model = load_model(runs.folder("expansion-four").checkpoint(3), runs.configs["expansion-four"].model)
+    model = load_model(
+        runs.folder("expansion-four").checkpoint(3), runs.configs["expansion-four"].model
+    )
     trained, expected = trainable_parameters(model), runs.trained("expansion-four")
     assert trained.keys() == expected.keys()
     assert all(torch.equal(trained[key], tensor) for key, tensor in expected.items())

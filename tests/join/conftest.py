@@ -34,6 +34,8 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     """`korean` reads only, `writer` writes into the upper layers, `upon` stands upon korean."""
     folder = tmp_path_factory.mktemp("joined")
     korean = trained(shared_data, folder / "korean")
-    writer = trained(shared_data, folder / "writer", collaboration={"layers": "top:2"}, expansion={"ratio": 0.5})
+    writer = trained(
+        shared_data, folder / "writer", collaboration={"layers": "top:2"}, expansion={"ratio": 0.5}
+    )
     upon = trained(shared_data, folder / "upon", base=str(folder / "korean"))
     return {"korean": korean, "writer": writer, "upon": upon}

@@ -19,7 +19,13 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import check_folders
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import EvaluationConfig, ModelConfig, RunConfig
-from scale_cli.errors import BaseModelError, ConfigError, PreservationError, RunFolderError, ScaleError
+from scale_cli.errors import (
+    BaseModelError,
+    ConfigError,
+    PreservationError,
+    RunFolderError,
+    ScaleError,
+)
 from scale_cli.generation import Generator, Sampling
 from scale_cli.joining import join_runs, score_corpora
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -41,11 +47,19 @@ def joined(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_the_report_has_every_head_and_routing_is_within_ln_4_of_the_best_on_every_document(joined: Path) -> None:
+def test_the_report_has_every_head_and_routing_is_within_ln_4_of_the_best_on_every_document(
+    joined: Path,
+) -> None:
     report = json.loads((joined / "report.json").read_text())
-    assert [(m["name"], m["parent"]) for m in report["members"]] == [("korean", 0), ("writer", 0), ("upon", 1)]
+    assert [(m["name"], m["parent"]) for m in report["members"]] == [
+        ("korean", 0),
+        ("writer", 0),
+        ("upon", 1),
+    ]
     assert report["max_cost_nats"] == pytest.approx(math.log(4))
-    assert [corpus["name"] for corpus in report["corpora"]] == ["tiny", "petitions-held-out"], "each once"
+    assert [corpus["name"] for corpus in report["corpora"]] == ["tiny", "petitions-held-out"], (
+        "each once"
+    )
     for corpus in report["corpora"]:
         assert list(corpus["heads"]) == ["base", "korean", "writer", "upon"]
         assert 0.0 <= corpus["worst_document_nats"] <= math.log(4) + 1e-6
@@ -56,7 +70,9 @@ def test_the_report_has_every_head_and_routing_is_within_ln_4_of_the_best_on_eve
 
 
 @torch.no_grad()
-def test_the_written_model_has_the_bases_logits_and_every_runs_bit_for_bit(runs: Runs, joined: Path) -> None:
+def test_the_written_model_has_the_bases_logits_and_every_runs_bit_for_bit(
+    runs: Runs, joined: Path
+) -> None:
     model = JoinedForCausalLM.from_pretrained(joined, dtype="auto").eval()
     ids = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
     base, *members = model.routed_logits(model.final_states(ids, preserved=True))
@@ -64,18 +80,24 @@ def test_the_written_model_has_the_bases_logits_and_every_runs_bit_for_bit(runs:
     assert torch.equal(base, plain(ids, use_cache=False).logits)
     for config, logits in zip(runs.values(), members, strict=True):
         alone = load_widened(config.output_dir / "final", config.model)
-        assert torch.equal(logits, alone.adaptation_logits(alone.final_states(ids, preserved=False)))
+        assert torch.equal(
+            logits, alone.adaptation_logits(alone.final_states(ids, preserved=False))
+        )
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_run_upon_another_brings_it_along_and_the_same_expansion_is_there_once(runs: Runs, tmp_path: Path) -> None:
+def test_a_run_upon_another_brings_it_along_and_the_same_expansion_is_there_once(
+    runs: Runs, tmp_path: Path
+) -> None:
     upon, korean = (runs[name].output_dir for name in ("upon", "korean"))
     for given in ([upon], [korean, upon], [upon, korean], [upon / "final", korean / "final"]):
         joined = join_runs(given, prior=None, switch_rate=0.0)
         assert [(m.name, m.parent) for m in joined.members] == [("korean", 0), ("upon", 1)]
 
 
-def test_a_run_that_is_named_as_a_rule_of_the_router_gets_another_name(shared_data: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_named_as_a_rule_of_the_router_gets_another_name(
+    shared_data: Path, tmp_path: Path
+) -> None:
     run = at_its_start(configured(shared_data, tmp_path / "posterior", {"variant": "route"}))
     assert join_runs([run.output_dir], None, 0.0).model.config.head_names == ["base", "posterior-2"]
 
@@ -86,9 +108,15 @@ def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
     config = runs["writer"]
     report = evaluate(config)
     joined = join_runs([config.output_dir], prior=None, switch_rate=0.0)
-    for wanted, got in zip(report.corpora, score_corpora(joined.model, joined.configs, joined.tokenizer), strict=True):
-        assert got.heads["base"].nats_per_token == pytest.approx(wanted.heads["base"].nats_per_token)
-        assert got.heads["writer"].bits_per_byte == pytest.approx(wanted.heads["adapted"].bits_per_byte)
+    for wanted, got in zip(
+        report.corpora, score_corpora(joined.model, joined.configs, joined.tokenizer), strict=True
+    ):
+        assert got.heads["base"].nats_per_token == pytest.approx(
+            wanted.heads["base"].nats_per_token
+        )
+        assert got.heads["writer"].bits_per_byte == pytest.approx(
+            wanted.heads["adapted"].bits_per_byte
+        )
         assert got.routed.nats_per_token == pytest.approx(wanted.heads["posterior"].nats_per_token)
         assert got.heads["base"].share == pytest.approx(wanted.heads["posterior"].base_share)
 
@@ -96,28 +124,42 @@ def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
 def test_the_verb_prints_a_table_and_the_folder_is_whole_and_speaks(
     runs: Runs, joined: Path, tmp_path: Path, scale: Scale
 ) -> None:
-    assert "0.693 at most" in scale("join", runs["korean"].output_dir, "--output", tmp_path / "out").stdout
+    assert (
+        "0.693 at most"
+        in scale("join", runs["korean"].output_dir, "--output", tmp_path / "out").stdout
+    )
     done = scale("generate", joined, "--prompt", "Lily", "--max-new-tokens", "3", "--show-heads")
     assert "shares of the heads in" in done.stderr
     (check,) = check_folders(joined)
     assert (check.held, check.failed) == (["hashes", "base and its preservation"], [])
     (continued,) = Generator(joined).continue_all(["Once upon a time"], Sampling(max_new_tokens=8))
     for token in continued.tokens:
-        assert token.shares is not None and list(token.shares) == ["base", "korean", "writer", "upon"]
+        assert token.shares is not None and list(token.shares) == [
+            "base",
+            "korean",
+            "writer",
+            "upon",
+        ]
         assert sum(token.shares.values()) == pytest.approx(1.0)
 
 
-def test_an_adapter_is_joined_as_its_run_and_has_the_licence_of_the_base(shared_data: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_joined_as_its_run_and_has_the_licence_of_the_base(
+    shared_data: Path, tmp_path: Path
+) -> None:
     base = tmp_path / "base"
     shutil.copytree(lower_stories(shared_data), base)
     (base / "LICENSE").write_text("do as you like", encoding="utf-8")
     (base / "README.md").write_text("---\nlicense: mit\n---\n# Base\n", encoding="utf-8")
     run = configured(shared_data, tmp_path / "run", {"variant": "route"})
     run = at_its_start(run.model_copy(update={"model": ModelConfig(base=str(base))}))
-    adapter = export(run.model_copy(update={"export": run.export.model_copy(update={"format": "adapter"})})).folder
+    adapter = export(
+        run.model_copy(update={"export": run.export.model_copy(update={"format": "adapter"})})
+    ).folder
     report = join([adapter], tmp_path / "out", prior=None, switch_rate=0.0)
     (of_run,) = join_runs([run.output_dir], None, 0.0).members
-    assert [(member["name"], member["sha256"]) for member in report.members] == [(of_run.name, of_run.sha256)]
+    assert [(member["name"], member["sha256"]) for member in report.members] == [
+        (of_run.name, of_run.sha256)
+    ]
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.license, card.data.language) == ("mit", ["en", "ko"])
     assert f"`{of_run.sha256[:12]}`" in card.text and card.text.count("| nats/token |") == 2
@@ -141,7 +183,9 @@ def test_a_joined_model_and_a_stack_open_by_the_code_that_lies_beside_them(
     runs: Runs, joined: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That code imports torch and transformers alone, as the contracts of `make layers` hold it to."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     config = runs["upon"].model_copy(
         update={"export": runs["upon"].export.model_copy(update={"format": "transformers"})}
     )
@@ -150,7 +194,9 @@ def test_a_joined_model_and_a_stack_open_by_the_code_that_lies_beside_them(
     for folder, ours in ((joined, JoinedForCausalLM), (export(config).folder, ScaleForCausalLM)):
         model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         assert type(model) is not ours and type(model).__name__ == ours.__name__
-        assert "scale_cli" not in "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+        assert "scale_cli" not in "".join(
+            file.read_text(encoding="utf-8") for file in folder.glob("*.py")
+        )
         with torch.no_grad():
             expected = ours.from_pretrained(folder).eval()(input_ids=ids, use_cache=False).logits
             torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)
@@ -158,23 +204,35 @@ def test_a_joined_model_and_a_stack_open_by_the_code_that_lies_beside_them(
         assert torch.equal(*said)
 
 
-def test_a_bfloat16_base_stays_one_and_its_expansions_stay_float32(shared_data: Path, tmp_path: Path) -> None:
-    config = at_its_start(configured(shared_data, tmp_path / "run", {"variant": "route"}, dtype="bfloat16"))
+def test_a_bfloat16_base_stays_one_and_its_expansions_stay_float32(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    config = at_its_start(
+        configured(shared_data, tmp_path / "run", {"variant": "route"}, dtype="bfloat16")
+    )
     join([config.output_dir], tmp_path / "out", prior=None, switch_rate=0.0)
     loaded = JoinedForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert {parameter.dtype for parameter in loaded.base.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in loaded.members.parameters()} == {torch.float32}
 
 
-def test_a_run_on_another_base_is_refused_naming_the_tensor(runs: Runs, shared_data: Path, tmp_path: Path) -> None:
+def test_a_run_on_another_base_is_refused_naming_the_tensor(
+    runs: Runs, shared_data: Path, tmp_path: Path
+) -> None:
     other = AutoModelForCausalLM.from_pretrained(lower_stories(shared_data))
     with torch.no_grad():
         other.model.layers[2].mlp.up_proj.weight[3, 5] += 1e-3
     other.save_pretrained(tmp_path / "other")
-    AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K" / "hf").save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K" / "hf").save_pretrained(
+        tmp_path / "other"
+    )
     stranger = configured(shared_data, tmp_path / "stranger", {"variant": "route"})
-    stranger = at_its_start(stranger.model_copy(update={"model": ModelConfig(base=str(tmp_path / "other"))}))
-    with pytest.raises(BaseModelError, match=r"stranger: stands on another base than .*layers\.2\.mlp\.up_proj"):
+    stranger = at_its_start(
+        stranger.model_copy(update={"model": ModelConfig(base=str(tmp_path / "other"))})
+    )
+    with pytest.raises(
+        BaseModelError, match=r"stranger: stands on another base than .*layers\.2\.mlp\.up_proj"
+    ):
         join([runs["korean"].output_dir, stranger.output_dir], tmp_path / "out", None, 0.0)
     assert not (tmp_path / "out").exists()
 
@@ -210,18 +268,37 @@ def test_a_head_that_computes_something_else_than_its_run_leaves_nothing_behind(
         return [*others, torch.nextafter(last, last + 1)]
 
     monkeypatch.setattr(JoinedForCausalLM, "routed_logits", off_by_a_bit)
-    with pytest.raises(PreservationError, match="the head korean computes other logits in the joined model than alone"):
+    with pytest.raises(
+        PreservationError,
+        match="the head korean computes other logits in the joined model than alone",
+    ):
         join([runs["korean"].output_dir], tmp_path / "out", None, 0.0)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plain_join_is_held_to_its_runs_and_says_what_it_is_without_its_router(runs: Runs, tmp_path: Path) -> None:
+def test_a_plain_join_is_held_to_its_runs_and_says_what_it_is_without_its_router(
+    runs: Runs, tmp_path: Path
+) -> None:
     plain = tmp_path / "plain"
-    join([runs[name].output_dir for name in ("korean", "upon")], plain, None, 0.0, folder_format="llama")
+    join(
+        [runs[name].output_dir for name in ("korean", "upon")],
+        plain,
+        None,
+        0.0,
+        folder_format="llama",
+    )
     assert check_folders(plain)[0].held == ["hashes", "routed logits"]
-    assert "adds up the outputs of all expansions" in " ".join((plain / "README.md").read_text().split())
+    assert "adds up the outputs of all expansions" in " ".join(
+        (plain / "README.md").read_text().split()
+    )
     with pytest.raises(ConfigError, match=r"--format llama: writer writes into the base's stream"):
-        join([runs["writer"].output_dir], tmp_path / "none", prior=None, switch_rate=0.0, folder_format="llama")
+        join(
+            [runs["writer"].output_dir],
+            tmp_path / "none",
+            prior=None,
+            switch_rate=0.0,
+            folder_format="llama",
+        )
 
 
 def test_streams_that_the_heads_of_one_plain_llama_do_not_divide_are_refused_before_anything_is_measured(
@@ -229,7 +306,9 @@ def test_streams_that_the_heads_of_one_plain_llama_do_not_divide_are_refused_bef
 ) -> None:
     """Of each run alone they do; a Llama's configuration takes no other sizes."""
     expansion = {"ratio": 0.25, "hidden_ratio": 0.7}
-    wide = at_its_start(configured(shared_data, tmp_path / "korean", {"variant": "route", "expansion": expansion}))
+    wide = at_its_start(
+        configured(shared_data, tmp_path / "korean", {"variant": "route", "expansion": expansion})
+    )
     names = [runs["korean"].output_dir, wide.output_dir]
     assert join_runs(names, None, 0.0).model.config.head_names == ["base", "korean", "korean-2"]
     monkeypatch.setattr(commands_join, "score_corpora", None)
@@ -245,10 +324,17 @@ def test_the_same_corpus_is_opened_once_and_another_of_its_name_beside_it(runs: 
     tiny, petitions = config.evaluation.perplexity
     fewer = [tiny.model_copy(update={"max_documents": 1}), petitions]
     others = [
-        runs["writer"].model_copy(update={"evaluation": config.evaluation.model_copy(update={"perplexity": asked})})
+        runs["writer"].model_copy(
+            update={"evaluation": config.evaluation.model_copy(update={"perplexity": asked})}
+        )
         for asked in (fewer, [tiny.model_copy(update={"max_documents": 3})])
     ]
     model = join_runs([config.output_dir], None, 0.0).model
     scored = score_corpora(model, [config, config, *others], load_tokenizer(config.model))
-    assert [corpus.name for corpus in scored] == ["tiny", "petitions-held-out", "tiny (writer)", "tiny (writer)-2"]
+    assert [corpus.name for corpus in scored] == [
+        "tiny",
+        "petitions-held-out",
+        "tiny (writer)",
+        "tiny (writer)-2",
+    ]
     assert [corpus.num_documents for corpus in scored] == [2, 2, 1, 3]

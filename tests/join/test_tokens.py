@@ -53,7 +53,9 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
                 upscale(config)
                 train(config, None, print)
         given = {"new_tokens": NEW, "folder": str(made["korean"].output_dir / "final")}
-        made["again"] = at_its_start(_configured(shared_data, folder / "again", given).model_copy(update={"seed": 1}))
+        made["again"] = at_its_start(
+            _configured(shared_data, folder / "again", given).model_copy(update={"seed": 1})
+        )
     return made
 
 
@@ -79,17 +81,27 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
 ) -> None:
     output = tmp_path / "out"
     report = join(folders(runs, "korean", "plain", "russian"), output, None, 0.0)
-    assert "on text with such tokens, it differs from the head alone." in (output / "README.md").read_text(
-        encoding="utf-8"
-    )
+    assert "on text with such tokens, it differs from the head alone." in (
+        output / "README.md"
+    ).read_text(encoding="utf-8")
     assert report.max_cost_nats == pytest.approx(math.log(4))
     for corpus in report.corpora:
-        assert corpus.worst_document_nats is not None and corpus.worst_document_nats <= math.log(4) + 1e-3
+        assert (
+            corpus.worst_document_nats is not None
+            and corpus.worst_document_nats <= math.log(4) + 1e-3
+        )
     verify(output)
 
-    model, tokenizer = JoinedForCausalLM.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
+    model, tokenizer = (
+        JoinedForCausalLM.from_pretrained(output).eval(),
+        AutoTokenizer.from_pretrained(output),
+    )
     assert len(tokenizer) == model.config.vocab_size == OLD + 2 * NEW
-    for name, text, head, before in (("korean", KOREAN, 1, 0), ("russian", RUSSIAN, 3, NEW), ("plain", ENGLISH, 2, 0)):
+    for name, text, head, before in (
+        ("korean", KOREAN, 1, 0),
+        ("russian", RUSSIAN, 3, NEW),
+        ("plain", ENGLISH, 2, 0),
+    ):
         session = Run(runs[name]).open_final()
         alone, ids = (of(text, add_special_tokens=False, return_tensors="pt").input_ids[:, :60] for of in
                       (session.tokenizer, tokenizer))  # fmt: skip
@@ -100,10 +112,15 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
         assert isinstance(run, ScaleForCausalLM)
         own = run.adaptation_logits(run.final_states(alone, preserved=False)).log_softmax(-1)
         said = model.routed_logits(model.final_states(ids, preserved=True))[head].log_softmax(-1)
-        places = [*range(OLD), *(range(OLD + before, OLD + before + NEW) if name != "plain" else ())]
+        places = [
+            *range(OLD),
+            *(range(OLD + before, OLD + before + NEW) if name != "plain" else ()),
+        ]
         near = said[..., places]
         came = alone[:, 1:, None]
-        assert torch.allclose(near[:, :-1].gather(-1, came), own[:, :-1].gather(-1, came), atol=1e-4)
+        assert torch.allclose(
+            near[:, :-1].gather(-1, came), own[:, :-1].gather(-1, came), atol=1e-4
+        )
     (continued,) = Generator(output).continue_all(["국민 люди"], Sampling(max_new_tokens=4))
     assert all(token.shares is not None and len(token.shares) == 4 for token in continued.tokens)
 
@@ -122,7 +139,9 @@ def test_one_plain_model_has_one_row_for_each_token_and_no_size_that_is_taken_fo
     with pytest.raises(ConfigError, match=r"^--format llama: again has its own rows"):
         join(folders(runs, "korean", "again"), tmp_path / "none", None, 0.0, "llama")
     monkeypatch.setattr(vocabulary_tokenizer, "TAKEN_FOR_OTHERS", (OLD + 2 * NEW,))
-    with pytest.raises(ConfigError, match="model of 640 tokens in all"):  # as 32,768 and twice 8,192 would be
+    with pytest.raises(
+        ConfigError, match="model of 640 tokens in all"
+    ):  # as 32,768 and twice 8,192 would be
         join(folders(runs, "korean", "russian"), tmp_path / "none", None, 0.0, "llama")
 
 
@@ -132,17 +151,32 @@ def test_one_plain_model_of_several_scripts_routes_every_text_as_the_joined_one(
 ) -> None:
     names, output = ("korean", "plain", "russian"), tmp_path / "plain"
     join(folders(runs, *names), output, 0.4, 0.01, "llama")
-    tokenizer, joined = AutoTokenizer.from_pretrained(output), join_runs(folders(runs, *names), 0.4, 0.01)
+    tokenizer, joined = (
+        AutoTokenizer.from_pretrained(output),
+        join_runs(folders(runs, *names), 0.4, 0.01),
+    )
     routed: Any = routed_class(output).from_pretrained(output).eval()
-    for text in (KOREAN, RUSSIAN, ENGLISH, f"{ENGLISH[:40]}{RUSSIAN[:40]}{KOREAN[:40]}{RUSSIAN[40:80]}"):
+    for text in (
+        KOREAN,
+        RUSSIAN,
+        ENGLISH,
+        f"{ENGLISH[:40]}{RUSSIAN[:40]}{KOREAN[:40]}{RUSSIAN[40:80]}",
+    ):
         ids = tokenizer(text, return_tensors="pt").input_ids[:, :90]
         assert ids.tolist() == [prompt_ids(joined.tokenizer, text)[:90]]
         expected = joined.model(input_ids=ids).logits.log_softmax(-1)
-        torch.testing.assert_close(routed(ids).logits.log_softmax(-1), expected, atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(
+            routed(ids).logits.log_softmax(-1), expected, atol=1e-3, rtol=1e-4
+        )
     states = joined.model.final_states(ids % OLD, preserved=True)
-    base, *others = (head[..., :OLD] for head in states.logits(joined.model.root.lm_head, joined.model.routed_heads))
+    base, *others = (
+        head[..., :OLD]
+        for head in states.logits(joined.model.root.lm_head, joined.model.routed_heads)
+    )
     added_up = AutoModelForCausalLM.from_pretrained(output).eval()(ids % OLD).logits[..., :OLD]
-    torch.testing.assert_close(added_up, base + sum(head - base for head in others), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(
+        added_up, base + sum(head - base for head in others), atol=1e-3, rtol=1e-4
+    )
 
 
 def test_a_text_that_is_cut_otherwise_than_by_its_run_leaves_nothing_behind(

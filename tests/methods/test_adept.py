@@ -44,7 +44,9 @@ def windows(number: int) -> list[MicroBatch]:
     return [MicroBatch(row[None, :-1], row[None, 1:], torch.tensor([0])) for row in ids]
 
 
-@pytest.mark.parametrize("family", ["llama, tied, biases", "qwen2, upper layers windowed", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", ["llama, tied, biases", "qwen2, upper layers windowed", "gemma3_text"]
+)
 @torch.no_grad()
 def test_a_layers_score_is_the_loss_where_all_its_weights_are_zero_and_copied_are_those_that_hurt_least(
     family: str,
@@ -67,14 +69,18 @@ def test_a_layers_score_is_the_loss_where_all_its_weights_are_zero_and_copied_ar
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 def test_every_tensor_has_the_rate_that_the_official_steps_give_it(optimiser: str) -> None:
-    method = MethodConfig.model_validate({"variant": "adept", "adept": {"layers": [0, 2], "every_steps": 4}})
+    method = MethodConfig.model_validate(
+        {"variant": "adept", "adept": {"layers": [0, 2], "every_steps": 4}}
+    )
     model, probe = start_model(tiny_llama(), method, 0), windows(3)
     trained = trainable_parameters(model)
     move(model, 0.05)
     config = TrainConfig.model_validate({"max_steps": 9, "optimiser": optimiser, "lr": 0.5})
     optim = build_optimiser(model, config, by_tensor=True)
     accelerator, start = Accelerator(cpu=True), dict[str, torch.Tensor]()
-    (hook,) = hooks_of(method, config, model, for_training(model, config), accelerator, start, lambda _: probe)
+    (hook,) = hooks_of(
+        method, config, model, for_training(model, config), accelerator, start, lambda _: probe
+    )
     set_learning_rate(optim, 0.5)
     hook.before(Update(4, optim, torch.tensor(True)))
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -85,16 +91,25 @@ def test_every_tensor_has_the_rate_that_the_official_steps_give_it(optimiser: st
         for name, parameter in trained.items():
             assert parameter.grad is not None
             sums[name] = sums.get(name, 0) + parameter.grad.abs()
-    matters = {name: (parameter.abs() * sums[name] / 3).mean().item() for name, parameter in trained.items()}
+    matters = {
+        name: (parameter.abs() * sums[name] / 3).mean().item()
+        for name, parameter in trained.items()
+    }
     highest, lowest = max(matters.values()), min(matters.values())
-    rates = {id(group["params"][0]): group["lr"] for group in optim.param_groups if len(group["params"]) == 1}
+    rates = {
+        id(group["params"][0]): group["lr"]
+        for group in optim.param_groups
+        if len(group["params"]) == 1
+    }
     assert len(rates) == len(matters) == 2 * 9
     for name, parameter in trained.items():
         expected = 0.5 * 2 * (highest - matters[name]) / (highest - lowest)
         assert rates[id(parameter)] == pytest.approx(expected, rel=1e-3, abs=1e-5), name
 
 
-def test_where_all_tensors_matter_the_same_or_one_is_not_finite_all_have_the_rate_of_the_run() -> None:
+def test_where_all_tensors_matter_the_same_or_one_is_not_finite_all_have_the_rate_of_the_run() -> (
+    None
+):
     assert rates_by([2.0, 2.0]) == [1.0, 1.0]
     assert rates_by([2.0, 1.0, float("nan")]) == [1.0] * 3
 
@@ -114,16 +129,28 @@ def test_a_run_measures_when_it_is_due_and_keeps_the_layers_it_found_which_a_bra
     train(config, None, lambda _: None)
     run = RunFolder(config.output_dir)
     rates = {step: measured_rates(run.checkpoint(step)) for step in (6, 9)}
-    assert len(set(rates.values())) == 2 and all(min(r) == 0.0 and max(r) == 2.0 for r in rates.values())
+    assert len(set(rates.values())) == 2 and all(
+        min(r) == 0.0 and max(r) == 2.0 for r in rates.values()
+    )
     layers = read_method(run.upscaled).settings.layers
     assert layers is not None and read_method(run.final).settings.layers == layers
     tokens = TokenLedger.load(run.final).sources
     assert tokens["tiny"].num_trained == 0 < tokens["petitions"].num_trained
 
     branch = make_config("branch", *ADEPT, f"train.init_from={run.final}")
-    monkeypatch.setattr(adept, "bypass_losses", lambda *_: [float(layer in layers) for layer in range(5)])
+    monkeypatch.setattr(
+        adept, "bypass_losses", lambda *_: [float(layer in layers) for layer in range(5)]
+    )
     upscale(branch)
-    with pytest.raises(RunFolderError, match=rf"layers copied: {', '.join(map(str, layers))}; but this run") as caught:
+    with pytest.raises(
+        RunFolderError, match=rf"layers copied: {', '.join(map(str, layers))}; but this run"
+    ) as caught:
         train(branch, None, lambda _: None)
     assert "\n" not in str(caught.value)
-    check_init_from(Run(make_config("named", *ADEPT, f"method.adept.layers={layers}", f"train.init_from={run.final}")))
+    check_init_from(
+        Run(
+            make_config(
+                "named", *ADEPT, f"method.adept.layers={layers}", f"train.init_from={run.final}"
+            )
+        )
+    )

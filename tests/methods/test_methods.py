@@ -32,7 +32,9 @@ _PEFTS_TIED = "base_model.model.model.embed_tokens.modules_to_save.default.weigh
 
 
 def prepared(base: PreTrainedModel, variant: str, **settings: Any) -> MethodModel:
-    return build_model(base, MethodConfig.model_validate({"variant": variant, **settings}), seed=0).eval()
+    return build_model(
+        base, MethodConfig.model_validate({"variant": variant, **settings}), seed=0
+    ).eval()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -40,11 +42,18 @@ def prepared(base: PreTrainedModel, variant: str, **settings: Any) -> MethodMode
 def test_a_baseline_starts_as_its_base_trains_in_float32_and_is_exported_as_a_model_of_the_bases_class(
     shared_data: Path, tmp_path: Path, variant: str, dtype: str
 ) -> None:
-    model, base = prepared(real_base(shared_data, STORIES, dtype), variant), real_base(shared_data, STORIES)
-    start = METHODS[variant].as_base(model)  # OSF's two parts merged, of which the sum rounds otherwise
+    model, base = (
+        prepared(real_base(shared_data, STORIES, dtype), variant),
+        real_base(shared_data, STORIES),
+    )
+    start = METHODS[variant].as_base(
+        model
+    )  # OSF's two parts merged, of which the sum rounds otherwise
     if dtype == "float32":
         assert torch.equal(answered(start, IDS), answered(base, IDS))
-    assert {parameter.dtype for parameter in trainable_parameters(model).values()} == {torch.float32}
+    assert {parameter.dtype for parameter in trainable_parameters(model).values()} == {
+        torch.float32
+    }
     move(model, 0.02)
     trained = answered(model, IDS)
     assert not torch.equal(trained, answered(base, IDS))
@@ -53,18 +62,29 @@ def test_a_baseline_starts_as_its_base_trains_in_float32_and_is_exported_as_a_mo
     assert type(exported).__name__ == "LlamaForCausalLM"
     if dtype == "float32":
         assert (answered(exported, IDS) - trained).abs().max() <= 1e-4
-    assert torch.equal(answered(model, IDS), trained), "exporting changes nothing in the trained model"
+    assert torch.equal(answered(model, IDS), trained), (
+        "exporting changes nothing in the trained model"
+    )
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-def test_osf_leaves_what_each_matrix_does_in_its_kept_directions_as_the_base_has_it(optimiser: str) -> None:
+def test_osf_leaves_what_each_matrix_does_in_its_kept_directions_as_the_base_has_it(
+    optimiser: str,
+) -> None:
     base = tiny_llama(vocab_size=64)
     before = {name: tensor.double() for name, tensor in base.state_dict().items()}
     model = prepared(copy.deepcopy(base), "osf", osf={"kept": 0.4})
-    train = TrainConfig.model_validate({"max_steps": 20, "lr": 3e-2, "weight_decay": 0.0, "optimiser": optimiser})
-    steps, hooks = build_optimiser(model, train), hooks_for(model, train, MethodConfig(variant="osf"))
+    train = TrainConfig.model_validate(
+        {"max_steps": 20, "lr": 3e-2, "weight_decay": 0.0, "optimiser": optimiser}
+    )
+    steps, hooks = (
+        build_optimiser(model, train),
+        hooks_for(model, train, MethodConfig(variant="osf")),
+    )
     for step in range(3):
-        train_step(Accelerator(cpu=True), model, steps, batches_of(4).of_step(step), train, hooks=hooks).result()
+        train_step(
+            Accelerator(cpu=True), model, steps, batches_of(4).of_step(step), train, hooks=hooks
+        ).result()
     moved = set()
     for name, tensor in plain_model(model, "float32").state_dict().items():
         if change := float((difference := tensor.double() - before[name]).norm()):
@@ -82,28 +102,40 @@ def test_each_baseline_trains_what_its_table_says(shared_data: Path) -> None:
     frozen = ("model.embed_tokens.", "model.layers.0.", "model.layers.1.", "model.layers.2.")
     kept = {name for name in names if not name.startswith(frozen)}
     assert trainable_parameters(prepared(real_base(shared_data, STORIES), "freeze")).keys() == kept
-    adapters = trainable_parameters(prepared(real_base(shared_data, STORIES), "lora", lora={"targets": ["q_proj"]}))
+    adapters = trainable_parameters(
+        prepared(real_base(shared_data, STORIES), "lora", lora={"targets": ["q_proj"]})
+    )
     assert len(adapters) == 2 * 5 and all("q_proj.lora_" in name for name in adapters)
     whole = trainable_parameters(
         prepared(real_base(shared_data, STORIES), "lora", lora={"embeddings": True, "rank": 2})
     )
     assert [name for name in whole if "lora_" not in name] == [_PEFTS_TIED]
-    deeper = trainable_parameters(prepared(real_base(shared_data, STORIES), "llama-pro", llama_pro={"num_blocks": 2}))
+    deeper = trainable_parameters(
+        prepared(real_base(shared_data, STORIES), "llama-pro", llama_pro={"num_blocks": 2})
+    )
     assert {name.split(".")[2] for name in deeper} == {"2", "6"}, "above layers 1 and 4 of 5"
-    chosen = trainable_parameters(prepared(real_base(shared_data, STORIES), "adept", adept={"layers": [3, 0]}))
+    chosen = trainable_parameters(
+        prepared(real_base(shared_data, STORIES), "adept", adept={"layers": [3, 0]})
+    )
     assert {name.split(".")[2] for name in chosen} == {"1", "5"}, "above layers 0 and 3"
 
 
 @given(num_layers=st.integers(1, 64), data=st.data())
-def test_copies_stand_at_even_spacing_and_the_base_keeps_its_order(num_layers: int, data: st.DataObject) -> None:
+def test_copies_stand_at_even_spacing_and_the_base_keeps_its_order(
+    num_layers: int, data: st.DataObject
+) -> None:
     num_blocks = data.draw(st.integers(1, num_layers))
-    order = order_of(num_layers, LlamaPro().copied(num_layers, LlamaProConfig(num_blocks=num_blocks)))
+    order = order_of(
+        num_layers, LlamaPro().copied(num_layers, LlamaProConfig(num_blocks=num_blocks))
+    )
     assert [layer for layer, new in order if not new] == list(range(num_layers))
     copies = [layer for layer, new in order if new]
     assert len(copies) == num_blocks and copies[-1] == num_layers - 1
     gaps = {after - before for before, after in zip([-1, *copies], copies, strict=False)}
     assert max(gaps) - min(gaps) <= 1
-    assert all(order[place - 1] == (layer, False) for place, (layer, new) in enumerate(order) if new)
+    assert all(
+        order[place - 1] == (layer, False) for place, (layer, new) in enumerate(order) if new
+    )
 
 
 @pytest.mark.parametrize(

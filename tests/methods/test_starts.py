@@ -48,13 +48,17 @@ def assert_equal_up_to_sign(rows: Tensor, expected: Tensor) -> None:
 def test_leading_directions_are_those_of_the_svd_in_both_orientations(
     num_rows: int, num_columns: int, count: int, seed: int
 ) -> None:
-    assume(min(num_rows, num_columns) <= count + 16)  # else a random subspace may miss a little of them
+    assume(
+        min(num_rows, num_columns) <= count + 16
+    )  # else a random subspace may miss a little of them
     weight = torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed))
     rows = leading_directions(weight, count)
     assert rows.shape == (min(count, num_rows, num_columns), num_columns)
     # Where two singular values all but coincide their directions may mix; what they span with their scales may not.
     expected = truncated_svd(weight, count)
-    torch.testing.assert_close(rows @ rows.T, torch.diag(expected.norm(dim=1) ** 2), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        rows @ rows.T, torch.diag(expected.norm(dim=1) ** 2), rtol=1e-4, atol=1e-3
+    )
     torch.testing.assert_close(rows.T @ rows, expected.T @ expected, rtol=1e-3, atol=1e-3)
     assert (rows.gather(1, rows.abs().argmax(dim=1, keepdim=True)) >= 0.0).all(), "signs are fixed"
 
@@ -64,7 +68,9 @@ def test_leading_directions_are_those_of_the_svd_in_both_orientations(
 def test_of_a_large_matrix_directions_are_orthogonal_and_hold_nearly_the_energy_of_the_best(
     shape: tuple[int, int], decay: float
 ) -> None:
-    left, _, right = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(0)), False)
+    left, _, right = torch.linalg.svd(
+        torch.randn(shape, generator=torch.Generator().manual_seed(0)), False
+    )
     weight = left * torch.arange(1.0, 201.0) ** -decay @ right
     rows, best = leading_directions(weight, 40), truncated_svd(weight, 40)
     gram = rows @ rows.T
@@ -75,7 +81,10 @@ def test_of_a_large_matrix_directions_are_orthogonal_and_hold_nearly_the_energy_
 
 @pytest.mark.parametrize("count", [65, 129, 200])
 def test_of_many_directions_every_block_of_rows_gives_its_own_leading_ones(count: int) -> None:
-    weight, num_blocks = torch.randn(390, 250, generator=torch.Generator().manual_seed(0)), math.ceil(count / 64)
+    weight, num_blocks = (
+        torch.randn(390, 250, generator=torch.Generator().manual_seed(0)),
+        math.ceil(count / 64),
+    )
     rows = leading_directions(weight, count).tensor_split(num_blocks)
     for block, found in zip(weight.tensor_split(num_blocks), rows, strict=True):
         assert len(found) <= 64
@@ -96,7 +105,9 @@ def test_the_start_has_the_same_bits_on_any_number_of_threads() -> None:
 
 @pytest.mark.parametrize("start", STARTS)
 def test_whatever_writes_into_the_base_or_its_logits_starts_at_zero(start: str) -> None:
-    model = widen(tiny_llama(attention_bias=True, mlp_bias=True), "adapt", embedding_scale=None, start=start)
+    model = widen(
+        tiny_llama(attention_bias=True, mlp_bias=True), "adapt", embedding_scale=None, start=start
+    )
     assert not model.expansion.lm_head.weight.any()
     for _, added in linears(model):
         assert added.weight_12 is not None and not added.weight_12.any()
@@ -134,16 +145,23 @@ def test_random_numbers_do_not_depend_on_torchs_own_seed_or_the_bases_dtype() ->
     assert {tensor.dtype for tensor in again.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo3, yarn in full layers", "exaone4, tied"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma3_text", "olmo3, yarn in full layers", "exaone4, tied"]
+)
 @torch.no_grad()
 def test_the_embedding_begins_as_large_as_the_last_stream_and_is_let_through_at_the_size_of_one(
     family: str,
 ) -> None:
     base = tiny(family)
     model = widen(base, "preserve", ratio=0.5, embedding_scale=1.4)
-    stream_rms, embedding_rms = measured_stream_rms(base, seed=0), model.config.expansion_embedding_rms
+    stream_rms, embedding_rms = (
+        measured_stream_rms(base, seed=0),
+        model.config.expansion_embedding_rms,
+    )
     assert embedding_rms == pytest.approx(1.4 * stream_rms["norm"], rel=0.05)
-    assert model.expansion.embed_tokens.weight.pow(2).mean().sqrt().item() == pytest.approx(embedding_rms, rel=0.05)
+    assert model.expansion.embed_tokens.weight.pow(2).mean().sqrt().item() == pytest.approx(
+        embedding_rms, rel=0.05
+    )
     for name, base_rms in stream_rms.items():
         reader: Any = model.expansion.get_submodule(name)
         if isinstance(reader, ExpansionNorm):
@@ -155,18 +173,24 @@ def test_the_embedding_begins_as_large_as_the_last_stream_and_is_let_through_at_
 
 @pytest.mark.parametrize("family", ["gemma3_text", "olmo2, biases"])
 @torch.no_grad()
-def test_what_a_layer_writes_and_asks_by_begins_at_the_size_that_the_base_gives_it(family: str) -> None:
+def test_what_a_layer_writes_and_asks_by_begins_at_the_size_that_the_base_gives_it(
+    family: str,
+) -> None:
     base: Any = tiny(family)
     expansion: Any = widen(base, "preserve").expansion
     read = {*measured_stream_rms(base, seed=0)}
-    made = {n: m for n, m in expansion.named_modules() if isinstance(m, ExpansionNorm) and n not in read}
+    made = {
+        n: m for n, m in expansion.named_modules() if isinstance(m, ExpansionNorm) and n not in read
+    }
     assert len(made) == len(base.model.layers) * {"gemma3_text": 2, "olmo2, biases": 4}[family]
     for name, norm in made.items():
         place, _, last = name.rpartition(".")
         layer = base.model.get_submodule(place)
         owner = getattr(layer.self_attn if last in ("q_norm", "k_norm") else layer, last)
         through = owner(torch.ones(1, len(owner.weight)))  # ones have the rms 1
-        torch.testing.assert_close(norm.weight, through.square().mean().sqrt().expand_as(norm.weight))
+        torch.testing.assert_close(
+            norm.weight, through.square().mean().sqrt().expand_as(norm.weight)
+        )
 
 
 def test_rates_follow_the_start_and_what_the_config_says_goes_before() -> None:
@@ -178,14 +202,18 @@ def test_rates_follow_the_start_and_what_the_config_says_goes_before() -> None:
         "gains": 0.1,
         "matrix": 1.0,
     }
-    earlier = widen(tiny_llama(), "preserve", embedding_scale=None)  # as before there was such a start
+    earlier = widen(
+        tiny_llama(), "preserve", embedding_scale=None
+    )  # as before there was such a start
     assert set(rates_of(earlier, train).values()) == {1.0}
     chosen = TrainConfig(max_steps=1, lr=1e-3, lr_multipliers=LrMultipliers(embedding=7.0))
     groups = {group["lr_multiplier"] for group in build_optimiser(model, chosen).param_groups}
     assert groups == {7.0, 2.0, 0.1, 1.0}
 
 
-def test_a_base_whose_stream_has_no_size_is_refused_in_one_line_that_says_what_goes_without() -> None:
+def test_a_base_whose_stream_has_no_size_is_refused_in_one_line_that_says_what_goes_without() -> (
+    None
+):
     base = tiny_llama()
     for parameter in base.parameters():
         parameter.zero_()

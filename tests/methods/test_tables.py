@@ -14,14 +14,20 @@ def test_every_choice_of_a_config_is_in_its_table_and_nothing_else_is() -> None:
 
 
 def test_the_card_says_of_every_format_how_it_is_loaded() -> None:
-    template = (Path(__file__).parents[2] / "scale_cli/templates/card_loading.md.j2").read_text(encoding="utf-8")
+    template = (Path(__file__).parents[2] / "scale_cli/templates/card_loading.md.j2").read_text(
+        encoding="utf-8"
+    )
     assert not [name for name in FORMATS if f'"{name}"' not in template]
 
 
-def test_methods_are_told_apart_by_name_label_colour_and_mark_and_each_has_its_own_section() -> None:
+def test_methods_are_told_apart_by_name_label_colour_and_mark_and_each_has_its_own_section() -> (
+    None
+):
     assert len({method.label for method in METHODS.values()}) == len(METHODS)
     assert len({(method.colour, method.mark) for method in METHODS.values()}) == len(METHODS)
-    sections = {method.section: method.settings for method in METHODS.values() if method.section is not None}
+    sections = {
+        method.section: method.settings for method in METHODS.values() if method.section is not None
+    }
     assert sections.keys() < MethodConfig.model_fields.keys()
     for name, method in METHODS.items():
         config = MethodConfig(variant=name)
@@ -35,8 +41,16 @@ def test_the_docs_name_every_method() -> None:
 
 def test_no_module_but_the_methods_asks_which_method_one_is() -> None:
     root, asks = Path(__file__).parents[2], re.compile(r"variant\s*(==|!=|in\b|not in\b)")
-    files = [*root.glob("scale_cli/**/*.py"), *root.glob("scale_cli/**/*.j2"), *root.glob("scripts/**/*.py")]
-    asking = [file for file in files if file.parent.name != "methods" and asks.search(file.read_text(encoding="utf-8"))]
+    files = [
+        *root.glob("scale_cli/**/*.py"),
+        *root.glob("scale_cli/**/*.j2"),
+        *root.glob("scripts/**/*.py"),
+    ]
+    asking = [
+        file
+        for file in files
+        if file.parent.name != "methods" and asks.search(file.read_text(encoding="utf-8"))
+    ]
     assert not asking
 
 

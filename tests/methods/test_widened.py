@@ -7,7 +7,12 @@ from transformers import LlamaConfig
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.errors import ConfigError
-from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, collaborating_layers, plan_expansion
+from scale_cli.methods.widened import (
+    CollaborationConfig,
+    ExpansionConfig,
+    collaborating_layers,
+    plan_expansion,
+)
 
 unhurried = settings(deadline=None, max_examples=60)
 
@@ -37,7 +42,9 @@ def test_whole_heads_are_added_at_the_bases_own_ratio(base: LlamaConfig, ratio: 
 
 
 ratios = st.floats(0.01, 4.0)
-own_sizes = st.builds(ExpansionConfig, ratio=ratios, hidden_ratio=st.none() | ratios, mlp_ratio=st.none() | ratios)
+own_sizes = st.builds(
+    ExpansionConfig, ratio=ratios, hidden_ratio=st.none() | ratios, mlp_ratio=st.none() | ratios
+)
 
 
 @unhurried
@@ -47,18 +54,30 @@ def test_the_widened_sizes_are_those_of_a_valid_llama_and_as_near_as_that_allows
 ) -> None:
     planned: Any = base
     for expansion in expansions:
-        num_below = sum(stage.expansion_num_attention_heads for stage in planned.stages()) if planned is not base else 0
+        num_below = (
+            sum(stage.expansion_num_attention_heads for stage in planned.stages())
+            if planned is not base
+            else 0
+        )
         planned = plan_expansion(planned, MethodConfig(expansion=expansion))
         num_heads = base.num_attention_heads + num_below + planned.expansion_num_attention_heads
         if expansion.hidden_ratio is not None:
             missed = abs(planned.expansion_hidden_size - expansion.hidden_ratio * base.hidden_size)
             assert 2 * missed <= num_heads or 0 < planned.expansion_hidden_size <= num_heads
         if expansion.mlp_ratio is not None:
-            missed = abs(planned.expansion_intermediate_size - expansion.mlp_ratio * base.intermediate_size)
+            missed = abs(
+                planned.expansion_intermediate_size - expansion.mlp_ratio * base.intermediate_size
+            )
             assert missed <= 0.5 or planned.expansion_intermediate_size == 1
     added = {
-        size: getattr(base, size) + sum(getattr(stage, f"expansion_{size}") for stage in planned.stages())
-        for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        size: getattr(base, size)
+        + sum(getattr(stage, f"expansion_{size}") for stage in planned.stages())
+        for size in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+        )
     }
     widened = LlamaConfig(**added, head_dim=base.head_dim)
     widened.validate()
@@ -68,7 +87,14 @@ def test_the_widened_sizes_are_those_of_a_valid_llama_and_as_near_as_that_allows
 
 @pytest.mark.parametrize(
     ("layers", "expected"),
-    [("none", []), ("all", [0, 1, 2, 3]), ("top:1", [3]), ("top:4", [0, 1, 2, 3]), ([], []), ([2, 0, 2], [0, 2])],
+    [
+        ("none", []),
+        ("all", [0, 1, 2, 3]),
+        ("top:1", [3]),
+        ("top:4", [0, 1, 2, 3]),
+        ([], []),
+        ([2, 0, 2], [0, 2]),
+    ],
 )
 def test_layers_named_are_the_layers_that_collaborate_and_left_out_what_the_variant_stands_for(
     layers: Any, expected: list[int]
@@ -88,9 +114,13 @@ def test_a_layer_that_the_base_does_not_have_is_refused_by_name(layers: Any) -> 
     ("modules", "attention", "mlp"),
     [(["attention", "mlp"], [3], [3]), (["attention"], [3], []), (["mlp"], [], [3])],
 )
-def test_only_the_named_modules_collaborate(modules: Any, attention: list[int], mlp: list[int]) -> None:
+def test_only_the_named_modules_collaborate(
+    modules: Any, attention: list[int], mlp: list[int]
+) -> None:
     collaboration = CollaborationConfig(layers="top:1", modules=modules)
-    planned = plan_expansion(LlamaConfig(num_hidden_layers=4), MethodConfig(collaboration=collaboration))
+    planned = plan_expansion(
+        LlamaConfig(num_hidden_layers=4), MethodConfig(collaboration=collaboration)
+    )
     assert planned.attention_collaboration_layers == attention
     assert planned.mlp_collaboration_layers == mlp
     assert planned.first_collaborating_layer == (3 if modules else 4)

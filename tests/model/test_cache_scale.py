@@ -30,9 +30,16 @@ def model(request: pytest.FixtureRequest) -> Any:
     if request.param in SERVED:
         variant, layers, rule = SERVED[request.param]
         return as_if_trained(widen(base, variant, layers, **rule))
-    first, second = trained_upon(base, "preserve", seed=1), trained_upon(base, "adapt", "top:2", seed=2)
+    first, second = (
+        trained_upon(base, "preserve", seed=1),
+        trained_upon(base, "adapt", "top:2", seed=2),
+    )
     child = trained_upon(second, "route", seed=3)
-    return child if request.param == "stack" else joined(base, first=(0, first), second=(0, second), child=(2, child))
+    return (
+        child
+        if request.param == "stack"
+        else joined(base, first=(0, first), second=(0, second), child=(2, child))
+    )
 
 
 def generate(model: Any, input_ids: Tensor, **options: Any) -> Tensor:
@@ -46,7 +53,10 @@ def test_a_left_padded_batch_generates_what_its_prompts_do_one_by_one(model: Any
     padded, mask = padded_left(prompts, padding=0)
     for use_cache in (True, False):
         together = generate(model, padded, attention_mask=mask, use_cache=use_cache)[:, 13:]
-        alone = [generate(model, prompt[None], use_cache=use_cache)[0, len(prompt) :] for prompt in prompts]
+        alone = [
+            generate(model, prompt[None], use_cache=use_cache)[0, len(prompt) :]
+            for prompt in prompts
+        ]
         assert torch.equal(together, torch.stack(alone))
 
 
@@ -66,7 +76,9 @@ def test_a_cache_goes_on_as_the_sequences_that_it_is_of(
     cache = model(input_ids=prompts).past_key_values
     getattr(cache, operation)(argument)
     copied = copy.deepcopy(cache)
-    continued, again = (model(input_ids=following, past_key_values=one).logits for one in (cache, copied))
+    continued, again = (
+        model(input_ids=following, past_key_values=one).logits for one in (cache, copied)
+    )
     whole = model(input_ids=torch.cat([prompts[order], following], dim=1), use_cache=False).logits
     torch.testing.assert_close(continued, whole[:, 9:], rtol=1e-4, atol=1e-5)
     assert torch.equal(continued, again)
@@ -80,7 +92,9 @@ def test_taking_tokens_back_is_refused() -> None:
 
 def test_an_empty_foreign_cache_is_replaced_and_a_filled_one_refused() -> None:
     model, cache = as_if_trained(widen(tiny_llama(), "route")), DynamicCache()
-    assert isinstance(model(input_ids=some_ids(1, 4), past_key_values=cache).past_key_values, ScaleCache)
+    assert isinstance(
+        model(input_ids=some_ids(1, 4), past_key_values=cache).past_key_values, ScaleCache
+    )
     model.base(input_ids=some_ids(1, 4), past_key_values=cache)
     with pytest.raises(ValueError, match="ScaleCache"):
         model(input_ids=some_ids(1, 1), past_key_values=cache)

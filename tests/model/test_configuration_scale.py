@@ -17,19 +17,27 @@ def test_under_an_older_transformers_a_self_contained_folder_names_the_one_it_ne
 ) -> None:
     old: Any = SimpleNamespace(__version__=version)  # and none of the names that the file imports
     monkeypatch.setitem(sys.modules, "transformers", old)
-    with pytest.raises(ImportError, match=rf"needs transformers 5\.4 or newer; installed is {version}$"):
+    with pytest.raises(
+        ImportError, match=rf"needs transformers 5\.4 or newer; installed is {version}$"
+    ):
         runpy.run_path(configuration_scale.__file__)
 
 
 def test_a_joined_model_of_the_mean_of_its_heads_does_not_become_one_of_the_router() -> None:
-    written: dict[str, Any] = {"base_config": {"model_type": "llama", "vocab_size": 8}, "members": [], "rule": "mean"}
+    written: dict[str, Any] = {
+        "base_config": {"model_type": "llama", "vocab_size": 8},
+        "members": [],
+        "rule": "mean",
+    }
     with pytest.raises(ValueError, match=r"^rule: the mean of the heads was removed"):
         configuration_scale.JoinedConfig(**written)
 
 
 def test_the_card_and_this_package_name_the_same_least_version() -> None:
     least = ".".join(map(str, configuration_scale.LEAST_TRANSFORMERS))
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    project = tomllib.loads(
+        (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    )
     assert f"transformers>={least}" in project["project"]["dependencies"]
     assert f"transformers {least} or newer" in render(
         "card_loading.md.j2", kind="transformers", least_transformers=least

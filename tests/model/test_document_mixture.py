@@ -23,7 +23,9 @@ OLD, LENGTH = 5, 3
 ONE, OTHER = NewPieces(["1 2", "3"], own_pieces=[1]), NewPieces(["4 4", "3 4"], own_pieces=[4])
 
 
-def run(base: Any, new: NewPieces | None = None, *, seed: int, writes: bool = False, prior: float = 0.5) -> Any:
+def run(
+    base: Any, new: NewPieces | None = None, *, seed: int, writes: bool = False, prior: float = 0.5
+) -> Any:
     model = widen(copy.deepcopy(base), "route", "top:1" if writes else None, new=new, prior=prior)
     return as_if_trained(model, std=0.1, seed=seed)
 
@@ -33,7 +35,9 @@ class Case:
     """A model that routes, and what it was put together of."""
 
     model: Any
-    runs: list[tuple[int, Any, NewPieces | None]]  # parent, the run that this is the top of, and the tokens it knows
+    runs: list[
+        tuple[int, Any, NewPieces | None]
+    ]  # parent, the run that this is the top of, and the tokens it knows
     plain: bool = True  # whether one plain model says all of it
     routed: Sequence[int] | None = None  # the heads that are routed among; None for all
 
@@ -56,7 +60,10 @@ def case(name: str) -> Case:
     other, none = run(base, OTHER, seed=3), run(base, seed=4)
     if name == "two vocabularies joined":
         members = {"one": (0, one), "other": (0, other), "upon": (1, upon), "none": (0, none)}
-        return Case(joined(base, **members), [(0, one, ONE), (0, other, OTHER), (1, upon, ONE), (0, none, None)])
+        return Case(
+            joined(base, **members),
+            [(0, one, ONE), (0, other, OTHER), (1, upon, ONE), (0, none, None)],
+        )
     assert name == "a writer joined, and its child"
     writer = run(base, OTHER, seed=3, writes=True)
     upon_writer = run(writer, seed=6)
@@ -72,7 +79,9 @@ CASES = [
 
 def all_documents(num_new: int) -> Tensor:
     """Every document of some tokens, after the same first one."""
-    return torch.tensor([(0, *rest) for rest in itertools.product(range(OLD + num_new), repeat=LENGTH)])
+    return torch.tensor(
+        [(0, *rest) for rest in itertools.product(range(OLD + num_new), repeat=LENGTH)]
+    )
 
 
 def heads_said(these: Case, ids_BT: Tensor) -> list[Tensor]:
@@ -89,18 +98,28 @@ def heads_said(these: Case, ids_BT: Tensor) -> list[Tensor]:
         unknown = [whole[place] for place in order if whole[place][0] is not known]
         pieces = [[int(piece) for piece in new.new_tokens[at].split()] for new, at in unknown]
         x_rows = [
-            composed_rows(base["model.embed_tokens.weight"], [[*map(int, one.split())] for one in new.new_tokens])[at]
+            composed_rows(
+                base["model.embed_tokens.weight"],
+                [[*map(int, one.split())] for one in new.new_tokens],
+            )[at]
             for new, at in unknown
         ]
         added = []
         for parent, of_run, _ in these.runs:
-            tensors = {name: tensor.detach().double() for name, tensor in of_run.expansion.named_parameters()}
+            tensors = {
+                name: tensor.detach().double()
+                for name, tensor in of_run.expansion.named_parameters()
+            }
             if pieces:
                 codes = tensors["embed_tokens.weight"]
                 tensors["embed_tokens.weight"] = torch.cat([codes, composed_rows(codes, pieces)])
             added.append(Added(parent, tensors))
-        own_id = torch.tensor([*range(OLD), *(OLD + order.index(place) for place in range(len(whole)))])
-        logits = logits_of(model.root.config, base, path_of(added, head), own_id[ids_BT], more_rows=x_rows)
+        own_id = torch.tensor(
+            [*range(OLD), *(OLD + order.index(place) for place in range(len(whole)))]
+        )
+        logits = logits_of(
+            model.root.config, base, path_of(added, head), own_id[ids_BT], more_rows=x_rows
+        )
         own_pieces = {piece for new, _ in unknown for piece in new.own_pieces}
         probabilities = shared_with_new_tokens(logits, [one[0] for one in pieces], own_pieces)
         said.append(probabilities[..., own_id])
@@ -117,7 +136,9 @@ def served(these: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_the_tokens_of_a_document_multiply_to_the_mixture_of_what_the_heads_say_of_the_whole(name: str) -> None:
+def test_the_tokens_of_a_document_multiply_to_the_mixture_of_what_the_heads_say_of_the_whole(
+    name: str,
+) -> None:
     these = case(name)
     num_new = these.model.config.vocab_size - OLD
     ids, targets = all_documents(num_new), all_documents(num_new)[:, 1:, None]
@@ -128,7 +149,9 @@ def test_the_tokens_of_a_document_multiply_to_the_mixture_of_what_the_heads_say_
     prior = these.model.config.router_prior
     mixture_B = prior * documents_KB[0] + (1 - prior) * documents_KB[1:].mean(0)
     assert mixture_B.sum().item() == pytest.approx(1.0)
-    padded, mask = (torch.cat([torch.full_like(ids[:, :2], 0), rest], 1) for rest in (ids, torch.ones_like(ids)))
+    padded, mask = (
+        torch.cat([torch.full_like(ids[:, :2], 0), rest], 1) for rest in (ids, torch.ones_like(ids))
+    )
     for model in served(these).values():
         whole = model(ids, use_cache=False).logits[:, :-1]
         begun = model(ids[:, :2], use_cache=True)

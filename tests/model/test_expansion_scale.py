@@ -36,15 +36,32 @@ class Kernel:
         self.calls: list[dict[str, Any]] = []
 
     def __call__(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
-        for unread in ("use_cache", "output_router_logits"):  # the base's layers hand them on, and no kernel reads them
+        for unread in (
+            "use_cache",
+            "output_router_logits",
+        ):  # the base's layers hand them on, and no kernel reads them
             options.pop(unread, None)
         heads = (
-            {"query": query, "key": key, "value": value} if query.shape[1] == module.config.num_attention_heads else {}
+            {"query": query, "key": key, "value": value}
+            if query.shape[1] == module.config.num_attention_heads
+            else {}
         )
-        options |= {"layer": module.layer_idx, "sliding_window": options.get("sliding_window"), "mask": attention_mask}
-        self.calls.append({name: comparable(argument) for name, argument in (options | heads).items()})
+        options |= {
+            "layer": module.layer_idx,
+            "sliding_window": options.get("sliding_window"),
+            "mask": attention_mask,
+        }
+        self.calls.append(
+            {name: comparable(argument) for name, argument in (options | heads).items()}
+        )
         return value.repeat_interleave(module.num_key_value_groups, dim=1).transpose(1, 2), None
 
     def taken(self) -> list[dict[str, Any]]:
@@ -55,7 +72,11 @@ class Kernel:
 # Of every family two ways to attend, each way of half the families.
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [(family, ATTENTIONS[(number + place) % 4]) for number, family in enumerate(BASES) for place in range(2)],
+    [
+        (family, ATTENTIONS[(number + place) % 4])
+        for number, family in enumerate(BASES)
+        for place in range(2)
+    ],
 )
 def test_a_kernel_gets_of_every_layer_what_it_gets_in_the_base_and_the_same_for_added_heads(
     monkeypatch: pytest.MonkeyPatch, family: str, attention: str
@@ -65,7 +86,10 @@ def test_a_kernel_gets_of_every_layer_what_it_gets_in_the_base_and_the_same_for_
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention, kernel)
     model.root.config._attn_implementation = attention
     for inputs in INPUTS.values():
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # flex attention's masks need no compiler
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):  # flex attention's masks need no compiler
             model.root(input_ids=IDS, use_cache=False, **inputs)
             of_base = kernel.taken()
             model(input_ids=IDS, use_cache=False, **inputs)

@@ -35,10 +35,18 @@ from tests.widening import (
     widen,
 )
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
-GEMMA = {"tie_word_embeddings": True, "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 1e6}}}
+GEMMA = {
+    "tie_word_embeddings": True,
+    "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 1e6}},
+}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 LONG |= {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0]}
 EXPERTS = {
@@ -49,8 +57,14 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-    "llama, three queries a key": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}),
+    "llama, tied, biases": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama, three queries a key": (
+        "llama",
+        {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48},
+    ),
     "mistral, gelu, linear rope": (
         "mistral",
         {"sliding_window": None, "hidden_act": "gelu", "rope_parameters": LINEAR},
@@ -65,23 +79,39 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, biases": ("qwen3", {"attention_bias": True}),
     "gemma3_text": (
         "gemma3_text",
-        {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8, "layer_types": KINDS, **GEMMA},
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "layer_types": KINDS,
+            **GEMMA,
+        },
     ),
     "olmo2, biases": ("olmo2", {"attention_bias": True}),
     "olmo3, yarn in full layers": (
         "olmo3",
         {"sliding_window": 8, "layer_types": KINDS, "rope_parameters": {"full_attention": YARN}},
     ),
-    "exaone4, tied": ("exaone4", {"sliding_window": 8, "layer_types": KINDS, "tie_word_embeddings": True}),
+    "exaone4, tied": (
+        "exaone4",
+        {"sliding_window": 8, "layer_types": KINDS, "tie_word_embeddings": True},
+    ),
     "exaone4, no windows": (
         "exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3, "num_key_value_heads": 1},
     ),
-    "qwen3, yarn, one key head": ("qwen3", {"head_dim": 8, "num_key_value_heads": 1, "rope_parameters": YARN}),
+    "qwen3, yarn, one key head": (
+        "qwen3",
+        {"head_dim": 8, "num_key_value_heads": 1, "rope_parameters": YARN},
+    ),
     "phi3, window 8": ("phi3", {"sliding_window": 8, "hidden_act": "gelu"}),
     "phi3, longrope, three quarters turned": (
         "phi3",
-        {"tie_word_embeddings": True, "rope_parameters": LONG, "original_max_position_embeddings": 24},
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": LONG,
+            "original_max_position_embeddings": 24,
+        },
     ),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
     "qwen3_moe, one dense layer, biases": (
@@ -138,7 +168,11 @@ METHODS = [("preserve", None), ("route", "top:1"), ("adapt", None), ("route", "n
 @pytest.mark.parametrize(
     ("family", "variant", "layers", "dtype"),
     [
-        (family, *METHODS[(number + 2 * place) % 4], ("float32", "bfloat16")[(number // 2 + place) % 2])
+        (
+            family,
+            *METHODS[(number + 2 * place) % 4],
+            ("float32", "bfloat16")[(number // 2 + place) % 2],
+        )
         for number, family in enumerate(BASES)
         for place in range(2)
     ],
@@ -159,12 +193,16 @@ def test_base_logits_are_the_bases_bit_for_bit_before_and_after_training(
     assert changed_tensors(base, record) == []
 
 
-@pytest.mark.parametrize(("checkpoint", "dtype"), zip(CHECKPOINTS, ("bfloat16", "float32"), strict=True))
+@pytest.mark.parametrize(
+    ("checkpoint", "dtype"), zip(CHECKPOINTS, ("bfloat16", "float32"), strict=True)
+)
 def test_pretrained_bases_keep_their_logits_on_real_text_bit_for_bit(
     shared_data: Path, checkpoint: str, dtype: Any
 ) -> None:
     ids = real_ids(shared_data, checkpoint)
-    prompts_BT = torch.stack([ids[start : start + 32] for start in range(0, len(ids) - 32, len(ids) // 64)])
+    prompts_BT = torch.stack(
+        [ids[start : start + 32] for start in range(0, len(ids) - 32, len(ids) // 64)]
+    )
     expected = answered(real_base(shared_data, checkpoint, dtype), prompts_BT)
     model = widen(real_base(shared_data, checkpoint, dtype), "route", "top:2")
     losses = train_steps(model, ids, num_steps=5, lr=2e-2)
@@ -181,13 +219,19 @@ ROPE: dict[str, dict[str, Any]] = {
     "dynamic": {"factor": 2.0},
     "yarn": LENGTHS,
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **LENGTHS},
-    "longrope": {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 5.0, 9.0], **LENGTHS},
+    "longrope": {
+        "short_factor": [1.0, 1.5, 2.0, 3.0],
+        "long_factor": [2.0, 3.0, 5.0, 9.0],
+        **LENGTHS,
+    },
     "proportional": {"partial_rotary_factor": 0.5},
 }
 
 
 @pytest.mark.parametrize("rope", ["default", *ROPE_INIT_FUNCTIONS])
-def test_with_every_rope_type_of_transformers_it_is_preserved_bit_for_bit_and_exactly_a_plain_llama(rope: str) -> None:
+def test_with_every_rope_type_of_transformers_it_is_preserved_bit_for_bit_and_exactly_a_plain_llama(
+    rope: str,
+) -> None:
     parameters = {"rope_type": rope, "rope_theta": 10_000.0, **ROPE[rope]}
     base = tiny_llama(num_key_value_heads=4, max_position_embeddings=48, rope_parameters=parameters)
     model = as_if_trained(widen(base, "route", "top:1", ratio=0.5))
@@ -201,11 +245,15 @@ def test_with_every_rope_type_of_transformers_it_is_preserved_bit_for_bit_and_ex
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen3, biases", "gemma3_text", "olmo2, biases", "exaone4, tied", "qwen3_moe"]
+    "family",
+    ["qwen3", "qwen3, biases", "gemma3_text", "olmo2, biases", "exaone4, tied", "qwen3_moe"],
 )
 @pytest.mark.parametrize(
     ("maps", "base_dtype", "dtype"),
-    [(("q_proj", "k_proj"), "bfloat16", "float32"), (("o_proj", "down_proj"), "bfloat16", "bfloat16")],
+    [
+        (("q_proj", "k_proj"), "bfloat16", "float32"),
+        (("o_proj", "down_proj"), "bfloat16", "bfloat16"),
+    ],
 )
 def test_an_export_is_exact_where_a_norm_of_what_a_layer_makes_meets_its_epsilon(
     family: str, maps: tuple[str, ...], base_dtype: str, dtype: str
@@ -214,10 +262,14 @@ def test_an_export_is_exact_where_a_norm_of_what_a_layer_makes_meets_its_epsilon
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(of in name for of in maps):
-                parameter.mul_(0.003)  # the mean square of a head, or of what is written, is about eps
+                parameter.mul_(
+                    0.003
+                )  # the mean square of a head, or of what is written, is about eps
     exported = dense_model(model, dtype, [IDS])
     parity = measure_parity(exported, model, trained_logits, [ids[None] for ids in IDS])
-    assert dtype == "bfloat16" or parity.max_logit_difference <= max(2e-5, 2 * parity.own_max_difference)
+    assert dtype == "bfloat16" or parity.max_logit_difference <= max(
+        2e-5, 2 * parity.own_max_difference
+    )
     check_parity(parity, dtype)
 
 
@@ -225,11 +277,21 @@ def test_an_export_is_exact_where_a_norm_of_what_a_layer_makes_meets_its_epsilon
     ("family", "asked", "named"),
     [
         ("qwen3_moe", {"expansion": {"mlp_ratio": 0.5}}, "expansion.mlp_ratio"),
-        ("qwen3_moe", {"collaboration": {"layers": "all", "modules": ["mlp"]}}, "collaboration.modules"),
-        ("phi3, longrope, three quarters turned", {"expansion": {"hidden_ratio": 0.7}}, "expansion.hidden_ratio"),
+        (
+            "qwen3_moe",
+            {"collaboration": {"layers": "all", "modules": ["mlp"]}},
+            "collaboration.modules",
+        ),
+        (
+            "phi3, longrope, three quarters turned",
+            {"expansion": {"hidden_ratio": 0.7}},
+            "expansion.hidden_ratio",
+        ),
     ],
 )
-def test_what_a_family_has_no_place_for_is_refused_by_name(family: str, asked: dict[str, Any], named: str) -> None:
+def test_what_a_family_has_no_place_for_is_refused_by_name(
+    family: str, asked: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"method\.{named}: [^\n]+$"):
         plan_expansion(config_of(family), MethodConfig.model_validate(asked))
 
@@ -248,7 +310,9 @@ def test_routed_generation_with_a_cache_is_that_without_one(family: str) -> None
     model: Any = as_if_trained(widen(tiny(family), "route", "top:1", ratio=0.5))
     settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
-        cached, plain = (model.generate(IDS[:, :9], use_cache=use, **settings) for use in (True, False))
+        cached, plain = (
+            model.generate(IDS[:, :9], use_cache=use, **settings) for use in (True, False)
+        )
     assert torch.equal(cached, plain)
 
 

@@ -16,7 +16,8 @@ from scale_cli.model.head_loss import IGNORED, plain_cross_entropy, trained_head
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x, u, base_head, head = (
-        torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 11, 16), (3, 11, 8), (64, 16), (64, 8))
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((3, 11, 16), (3, 11, 8), (64, 16), (64, 8))
     )
     targets = torch.randint(0, 64, (3, 11), generator=generator)
     targets[0, :4] = IGNORED
@@ -44,14 +45,20 @@ def test_loss_and_gradients_are_those_of_whole_logits(
 ) -> None:
     x, u, base_head, head, targets = inputs(torch.float64)
     below = [(u.flip(0), head.flip(0))] if stands_on_another else []
-    leaves = [tensor.requires_grad_() for tensor in ((x, u, head) if weights is None else (u, head))]
+    leaves = [
+        tensor.requires_grad_() for tensor in ((x, u, head) if weights is None else (u, head))
+    ]
     base = x @ base_head.T + sum((v @ of_v.T for v, of_v in below), torch.zeros(()))
     adapted = base + u @ head.T
     whole = F.cross_entropy(adapted.flatten(0, 1), targets.flatten(), reduction="sum")
     if weights is not None:
-        apart = F.kl_div(adapted.log_softmax(-1), base.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+        apart = F.kl_div(
+            adapted.log_softmax(-1), base.log_softmax(-1), log_target=True, reduction="none"
+        ).sum(-1)
         whole = whole + (apart * (targets != IGNORED) * torch.tensor(weights).unsqueeze(1)).sum()
-    compare(trained_head_cross_entropy(x, u, base_head, head, targets, below, weights), whole, leaves)
+    compare(
+        trained_head_cross_entropy(x, u, base_head, head, targets, below, weights), whole, leaves
+    )
 
 
 @pytest.mark.usefixtures("in_chunks")
@@ -63,7 +70,9 @@ def test_a_plain_heads_loss_and_gradients_are_those_of_whole_logits(head_trains:
     compare(plain_cross_entropy(x, head, targets), whole, leaves)
 
 
-def test_a_sequence_that_is_not_distilled_keeps_every_bit_and_without_one_the_loss_does_too() -> None:
+def test_a_sequence_that_is_not_distilled_keeps_every_bit_and_without_one_the_loss_does_too() -> (
+    None
+):
     x, u, base_head, head, targets = inputs(torch.float32)
     u.requires_grad_()
 
@@ -76,7 +85,11 @@ def test_a_sequence_that_is_not_distilled_keeps_every_bit_and_without_one_the_lo
     assert torch.equal(loss, plain_loss) and torch.equal(gradient, plain)
     loss, gradient = loss_and_gradient((0.0, 0.5, 0.0))
     assert loss > plain_loss
-    assert [torch.equal(one, other) for one, other in zip(gradient, plain, strict=True)] == [True, False, True]
+    assert [torch.equal(one, other) for one, other in zip(gradient, plain, strict=True)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_under_autocast_it_is_as_near_to_float32_as_whole_logits_are() -> None:
@@ -84,9 +97,13 @@ def test_under_autocast_it_is_as_near_to_float32_as_whole_logits_are() -> None:
     u.requires_grad_()
     (exact,) = torch.autograd.grad(trained_head_cross_entropy(x, u, base_head, head, targets), u)
     with torch.autocast("cpu", torch.bfloat16):
-        (chunked,) = torch.autograd.grad(trained_head_cross_entropy(x, u, base_head, head, targets), u)
+        (chunked,) = torch.autograd.grad(
+            trained_head_cross_entropy(x, u, base_head, head, targets), u
+        )
         logits = F.linear(x, base_head) + F.linear(u, head)
-        whole_loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        whole_loss = F.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
+        )
     (whole,) = torch.autograd.grad(whole_loss, u)
     assert (chunked - exact).norm() <= 1.2 * (whole - exact).norm()
 
@@ -106,10 +123,14 @@ class BytesMoved(TorchDispatchMode):
         read, written = tree_leaves((args, kwargs)), tree_leaves(made)
         if name in ("gather", "scatter", "scatter_", "scatter_add_", "index_put_"):
             read = written = [args[2]]
-        in_place = op._schema.arguments[0].alias_info is not None and not op._schema.arguments[0].is_out
+        in_place = (
+            op._schema.arguments[0].alias_info is not None and not op._schema.arguments[0].is_out
+        )
         if name in ("copy_", "zero_", "fill_") and in_place:
             read = read[1:]
-        self.by_name[name] += sum(value.nbytes for value in [*read, *written] if isinstance(value, Tensor))
+        self.by_name[name] += sum(
+            value.nbytes for value in [*read, *written] if isinstance(value, Tensor)
+        )
         return made
 
 
@@ -118,9 +139,17 @@ def test_of_a_model_of_1_b_the_loss_moves_at_most_25_gb_a_micro_batch_of_8192_to
 ) -> None:
     monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", routing.LOGITS_AT_ONCE["cuda"])
     with FakeTensorMode():
-        x, base_head = torch.empty(1, 8192, 2048, dtype=torch.bfloat16), torch.empty(128256, 2048, dtype=torch.bfloat16)
-        u, head = torch.empty(1, 8192, 256, requires_grad=True), torch.empty(128256, 256, requires_grad=True)
+        x, base_head = (
+            torch.empty(1, 8192, 2048, dtype=torch.bfloat16),
+            torch.empty(128256, 2048, dtype=torch.bfloat16),
+        )
+        u, head = (
+            torch.empty(1, 8192, 256, requires_grad=True),
+            torch.empty(128256, 256, requires_grad=True),
+        )
         targets = torch.zeros(1, 8192, dtype=torch.long)
         with torch.autocast("cpu", torch.bfloat16), BytesMoved() as moved:
-            trained_head_cross_entropy(x, u, base_head, head, targets, token_losses_BT=torch.empty(1, 8192))
+            trained_head_cross_entropy(
+                x, u, base_head, head, targets, token_losses_BT=torch.empty(1, 8192)
+            )
     assert moved.by_name.total() <= 25e9, moved.by_name

@@ -49,10 +49,14 @@ def check_products(work: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scoring_a_text_and_answering_by_a_head_make_no_product_for_each_sequence(name: str) -> None:
+def test_scoring_a_text_and_answering_by_a_head_make_no_product_for_each_sequence(
+    name: str,
+) -> None:
     model = MODELS[name]()
     check_products(lambda: token_log_probs(model, IDS, IDS))
-    answers = SelectableHeads(model, RouterConfig(), ["base", "one", "other"] if name == "joined" else TWO_HEADS)
+    answers = SelectableHeads(
+        model, RouterConfig(), ["base", "one", "other"] if name == "joined" else TWO_HEADS
+    )
     for answers.head in ("base", "posterior"):
         check_products(lambda: answers.answers(IDS, PADDED, **OPTIONS))
 

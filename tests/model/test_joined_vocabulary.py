@@ -16,7 +16,15 @@ from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import piece_shares
 from scale_cli.upscale.method import NewPieces
-from tests.widening import TINY, as_if_trained, joined, routed_heads, tiny_llama, trained_head, widen
+from tests.widening import (
+    TINY,
+    as_if_trained,
+    joined,
+    routed_heads,
+    tiny_llama,
+    trained_head,
+    widen,
+)
 
 OLD = TINY["vocab_size"]
 SPACE = 3  # begins tokens of both, and any other text
@@ -24,7 +32,14 @@ ONE = NewPieces(["7 8 9", "7 8", "3 7", "5 5 5 5"], own_pieces=[5, 7])
 OTHER = NewPieces(["10 11", "3 10", "12 10 11"], own_pieces=[10, 12])
 NEW = {"one": ONE, "same": ONE, "other": OTHER, "none": None}
 PARENTS = {"one": 0, "other": 0, "none": 0, "same": 0, "upon": 1}
-PLACES = {"one": range(4), "same": range(4), "upon": range(4), "other": range(4, 7), "none": range(0), "base": range(0)}
+PLACES = {
+    "one": range(4),
+    "same": range(4),
+    "upon": range(4),
+    "other": range(4, 7),
+    "none": range(0),
+    "base": range(0),
+}
 FIRST, OWN = ONE.first + OTHER.first, ONE.own_pieces + OTHER.own_pieces
 
 
@@ -42,7 +57,11 @@ def together() -> JoinedForCausalLM:
 def said_alone(name: str, ids: Tensor) -> Tensor:
     """Return what the logits of a run alone, or of its base, give each of (T,) ids after the first."""
     model = alone("none" if name == "base" else name)
-    logits = routed_heads(model, ids[None, :-1])[0] if name == "base" else trained_head(model, ids[None, :-1])
+    logits = (
+        routed_heads(model, ids[None, :-1])[0]
+        if name == "base"
+        else trained_head(model, ids[None, :-1])
+    )
     return logits[0].double().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
 
@@ -50,10 +69,19 @@ def said_alone(name: str, ids: Tensor) -> Tensor:
 @settings(max_examples=10, deadline=None)
 @given(drawn=st.lists(st.integers(0, OLD + len(FIRST) - 1), min_size=2, max_size=14))
 @torch.no_grad()
-def test_of_a_document_without_the_others_script_a_head_says_what_it_says_alone(name: str, drawn: list[int]) -> None:
+def test_of_a_document_without_the_others_script_a_head_says_what_it_says_alone(
+    name: str, drawn: list[int]
+) -> None:
     places, knows = PLACES[name], NEW.get("one" if name == "upon" else name)
-    mine, own = range(OLD + places.start, OLD + places.stop), () if knows is None else knows.own_pieces
-    document = [index for index in drawn if index in mine or (index < OLD and (index in own or index not in OWN))]
+    mine, own = (
+        range(OLD + places.start, OLD + places.stop),
+        () if knows is None else knows.own_pieces,
+    )
+    document = [
+        index
+        for index in drawn
+        if index in mine or (index < OLD and (index in own or index not in OWN))
+    ]
     ids = torch.tensor(document if len(document) > 1 else [SPACE, 20, SPACE])
     said_KBT = token_log_probs(together(), ids[None, :-1], ids[None, 1:]).log_probs_KBT
     said = said_KBT[["base", *PARENTS].index(name), 0].double()
@@ -61,13 +89,17 @@ def test_of_a_document_without_the_others_script_a_head_says_what_it_says_alone(
     torch.testing.assert_close(said, by_itself, rtol=0.0, atol=2e-4)
 
 
-def test_a_head_says_the_same_of_logits_by_ids_whatever_stands_at_the_tokens_that_it_does_not_know() -> None:
+def test_a_head_says_the_same_of_logits_by_ids_whatever_stands_at_the_tokens_that_it_does_not_know() -> (
+    None
+):
     """As a plain export holds them, where the columns of a head give something for every token."""
     config = together().config
     shares = piece_shares(FIRST, OWN, config.known_by_heads(), config.vocab_size)
     for head, of_head in enumerate(shares):
         if of_head is not None:
             ids = torch.tensor(config.token_ids(head))
-            by_ids = torch.randn(3, config.vocab_size, generator=torch.Generator().manual_seed(head))
+            by_ids = torch.randn(
+                3, config.vocab_size, generator=torch.Generator().manual_seed(head)
+            )
             num_known = len(ids) - len(config.unknown_tokens(head))
             assert torch.equal(of_head(by_ids), of_head(by_ids[:, ids[:num_known]]))

@@ -30,9 +30,17 @@ def grown(shared_data: Path) -> tuple[Tokenizer, Tokenizer, ScaleForCausalLM]:
     base = real_base(shared_data, "ckpt-stories260K")
     old = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K/hf").backend_tokenizer
     spelling, first_id = Spelling.of(old, "a base"), base.config.vocab_size
-    new = extended(old, learn(count_words(KOREAN, old, HANGUL), old, spelling, HANGUL, most=64, min_count=1), first_id)
+    new = extended(
+        old,
+        learn(count_words(KOREAN, old, HANGUL), old, spelling, HANGUL, most=64, min_count=1),
+        first_id,
+    )
     of_each = pieces(new, spelling, first_id)
-    own = [i for i in {one[0] for one in of_each} if HANGUL.alone_begins(spelling.to_bytes(str(old.id_to_token(i))))]
+    own = [
+        i
+        for i in {one[0] for one in of_each}
+        if HANGUL.alone_begins(spelling.to_bytes(str(old.id_to_token(i))))
+    ]
     model = widen(base, "route", new=NewPieces([" ".join(map(str, o)) for o in of_each], own))
     with torch.no_grad():
         model.expansion.lm_head.weight.normal_(generator=torch.Generator().manual_seed(0))
@@ -53,9 +61,14 @@ def test_a_mixed_document_is_routed_within_the_bound_against_the_base_that_reads
 ) -> None:
     """To the first letter of the script a theorem; after it measured, of a base that spends its bytes dearly on it."""
     old, new, model = grown(shared_data)
-    before, after = (tokenizer.encode(text, add_special_tokens=False).ids for tokenizer in (old, new))
+    before, after = (
+        tokenizer.encode(text, add_special_tokens=False).ids for tokenizer in (old, new)
+    )
     assert cost(model, after) <= cost(model.root, before) + math.log(2) + 1e-3
-    shared = next((at for at, pair in enumerate(zip(before, after, strict=False)) if len(set(pair)) > 1), len(after))
+    shared = next(
+        (at for at, pair in enumerate(zip(before, after, strict=False)) if len(set(pair)) > 1),
+        len(after),
+    )
     if shared:
         assert cost(model, after[:shared]) <= cost(model.root, before[:shared]) + math.log(2) + 1e-3
     assert (before == after) == (not re.search(f"[{HANGUL.characters}]", text))

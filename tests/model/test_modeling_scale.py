@@ -27,9 +27,13 @@ def some_ids(*shape: int, seed: int = 0) -> Tensor:
 IDS = some_ids(2, 9)
 
 
-@pytest.mark.parametrize(("layers", "broken"), [("none", math.nan), ("top:2", math.inf), ("all", math.nan)])
+@pytest.mark.parametrize(
+    ("layers", "broken"), [("none", math.nan), ("top:2", math.inf), ("all", math.nan)]
+)
 @torch.no_grad()
-def test_a_broken_expansion_reaches_neither_the_base_logits_nor_the_routed_ones(layers: str, broken: float) -> None:
+def test_a_broken_expansion_reaches_neither_the_base_logits_nor_the_routed_ones(
+    layers: str, broken: float
+) -> None:
     base, input_ids = tiny_llama(), some_ids(3, 17)
     expected = base(input_ids, use_cache=False).logits
     model = widen(base, "route", layers)
@@ -40,15 +44,21 @@ def test_a_broken_expansion_reaches_neither_the_base_logits_nor_the_routed_ones(
     for rule in ("posterior", "cosine"):
         model.config.router_rule = rule
         routed = model(input_ids=input_ids, use_cache=False).logits
-        torch.testing.assert_close(routed, expected, rtol=1e-6, atol=1e-5 if rule == "posterior" else 0.0)
+        torch.testing.assert_close(
+            routed, expected, rtol=1e-6, atol=1e-5 if rule == "posterior" else 0.0
+        )
 
 
 @torch.no_grad()
-def test_scores_of_an_untrained_route_are_the_bases_logits_so_that_a_repetition_penalty_acts_on_them() -> None:
+def test_scores_of_an_untrained_route_are_the_bases_logits_so_that_a_repetition_penalty_acts_on_them() -> (
+    None
+):
     base: Any = tiny_llama()
     prompt = IDS
     settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
-    plain, penalised = (base.generate(prompt, repetition_penalty=penalty, **settings) for penalty in (1.0, 1.3))
+    plain, penalised = (
+        base.generate(prompt, repetition_penalty=penalty, **settings) for penalty in (1.0, 1.3)
+    )
     assert not torch.equal(plain, penalised)
     model: Any = widen(base, "route")
     torch.testing.assert_close(model(prompt).logits, base(prompt).logits, rtol=1e-5, atol=1e-5)
@@ -56,7 +66,8 @@ def test_scores_of_an_untrained_route_are_the_bases_logits_so_that_a_repetition_
 
 
 @pytest.mark.parametrize(
-    ("variant", "layers"), [("preserve", None), ("adapt", None), ("route", "none"), ("route", "top:2")]
+    ("variant", "layers"),
+    [("preserve", None), ("adapt", None), ("route", "none"), ("route", "top:2")],
 )
 @torch.no_grad()
 def test_training_answers_with_the_adaptation_head_serving_by_the_router_and_a_loss_is_of_those_logits(
@@ -72,7 +83,9 @@ def test_training_answers_with_the_adaptation_head_serving_by_the_router_and_a_l
         torch.testing.assert_close(model(input_ids=input_ids, labels=labels).loss, expected)
 
 
-@pytest.mark.parametrize(("variant", "rule"), [("adapt", "posterior"), ("route", "posterior"), ("route", "cosine")])
+@pytest.mark.parametrize(
+    ("variant", "rule"), [("adapt", "posterior"), ("route", "posterior"), ("route", "cosine")]
+)
 @torch.no_grad()
 def test_logits_to_keep_keeps_the_last_ones_or_those_of_an_index(variant: str, rule: str) -> None:
     model = as_if_trained(widen(tiny_llama(), variant, "top:2", rule=rule))
@@ -93,9 +106,13 @@ def test_a_loaded_model_lies_on_one_device_or_is_refused(tmp_path: Path, model_c
     # The room there is would put its parts into different places.
     loaded = model_class.from_pretrained(tmp_path, device_map="auto", max_memory={"cpu": 20_000})
     assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}
-    assert torch.equal(loaded(input_ids=some_ids(1, 9)).logits, model(input_ids=some_ids(1, 9)).logits)
+    assert torch.equal(
+        loaded(input_ids=some_ids(1, 9)).logits, model(input_ids=some_ids(1, 9)).logits
+    )
     for parts in ({"": "cpu", "base.model.layers.0": "meta"}, {"": "disk"}):
-        with pytest.raises(ValueError, match="device_map: a widened model must lie on one device, not on"):
+        with pytest.raises(
+            ValueError, match="device_map: a widened model must lie on one device, not on"
+        ):
             model_class.from_pretrained(tmp_path, device_map=parts)
 
 
@@ -128,7 +145,9 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_a_widened_model_cannot_do_is_refused_in_one_line_at_the_call(model: Any, name: str) -> None:
+def test_what_a_widened_model_cannot_do_is_refused_in_one_line_at_the_call(
+    model: Any, name: str
+) -> None:
     call, told = CALLS[name]
     with pytest.raises((ValueError, NotImplementedError), match=told) as refused:
         call(model)

@@ -28,7 +28,12 @@ def test_of_siblings_and_children_every_head_says_what_plain_torch_says(family: 
     writes = trained_upon(base, "adapt", "top:2", seed=2)
     upon_reads = trained_upon(reads, "route", ratio=1.0, seed=3)
     upon_writes = trained_upon(writes, "preserve", seed=4)
-    parents = {"reads": (0, reads), "writes": (0, writes), "upon_reads": (1, upon_reads), "upon": (2, upon_writes)}
+    parents = {
+        "reads": (0, reads),
+        "writes": (0, writes),
+        "upon_reads": (1, upon_reads),
+        "upon": (2, upon_writes),
+    }
     model = joined(base, **parents)
     added = [Added(parent, tensors_of(run.expansion)) for parent, run in parents.values()]
     for head, logits in enumerate(routed_heads(model, IDS)):
@@ -38,7 +43,9 @@ def test_of_siblings_and_children_every_head_says_what_plain_torch_says(family: 
 
 @families
 @pytest.mark.parametrize("upon_another", [False, True])
-def test_of_isolated_documents_a_gradient_is_plain_autograds_through_all_of_it(family: str, upon_another: bool) -> None:
+def test_of_isolated_documents_a_gradient_is_plain_autograds_through_all_of_it(
+    family: str, upon_another: bool
+) -> None:
     base: Any = tiny(family)
     model: Any = as_if_trained(widen(base, "adapt", ratio=0.5), seed=2)
     below = []
@@ -49,8 +56,13 @@ def test_of_isolated_documents_a_gradient_is_plain_autograds_through_all_of_it(f
     targets = IDS.roll(-1, dims=1).masked_fill(ISOLATED > 17, -100)
     loss = model(input_ids=IDS, labels=targets, shift_labels=targets, position_ids=ISOLATED).loss
     loss.backward()
-    leaves = {name: tensor.double().requires_grad_() for name, tensor in tensors_of(model.expansion).items()}
-    logits = logits_of(base.config, tensors_of(base), [*below, Added(len(below), leaves)], IDS, DOCUMENTS)
+    leaves = {
+        name: tensor.double().requires_grad_()
+        for name, tensor in tensors_of(model.expansion).items()
+    }
+    logits = logits_of(
+        base.config, tensors_of(base), [*below, Added(len(below), leaves)], IDS, DOCUMENTS
+    )
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     expected.backward()
     torch.testing.assert_close(loss.double(), expected, rtol=0.0, atol=1e-5)

@@ -42,18 +42,26 @@ def routed(model: WidenedModel) -> Any:
 def together() -> JoinedForCausalLM:
     """Expansions with tokens of their own, joined: 61 tokens in all."""
     base = tiny_llama(vocab_size=57)
-    scripts = NewPieces(["7 8", "3 7"], own_pieces=[7]), NewPieces(["10 11", "3 10"], own_pieces=[10])
-    one, other = (
-        as_if_trained(widen(copy.deepcopy(base), "route", new=new), seed=seed) for seed, new in enumerate(scripts)
+    scripts = (
+        NewPieces(["7 8", "3 7"], own_pieces=[7]),
+        NewPieces(["10 11", "3 10"], own_pieces=[10]),
     )
-    return joined(base, one=(0, one), other=(0, other), upon=(1, trained_upon(one, "route", seed=2)))
+    one, other = (
+        as_if_trained(widen(copy.deepcopy(base), "route", new=new), seed=seed)
+        for seed, new in enumerate(scripts)
+    )
+    return joined(
+        base, one=(0, one), other=(0, other), upon=(1, trained_upon(one, "route", seed=2))
+    )
 
 
 # Stacks, means and other joins: `test_document_mixture.py`.
 @pytest.fixture(scope="module", params=["a switching router", "a join of new tokens"])
 def pair(request: pytest.FixtureRequest) -> Pair:
     join = request.param == "a join of new tokens"
-    model: WidenedModel = together() if join else as_if_trained(widen(tiny_llama(), "route", switch_rate=0.05))
+    model: WidenedModel = (
+        together() if join else as_if_trained(widen(tiny_llama(), "route", switch_rate=0.05))
+    )
     return model, routed(model)
 
 
@@ -73,7 +81,9 @@ def close(one: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=0.0, atol=1e-4)
 
 
-def test_it_answers_as_the_two_streams_do_with_padding_and_without_and_has_their_loss(pair: Pair) -> None:
+def test_it_answers_as_the_two_streams_do_with_padding_and_without_and_has_their_loss(
+    pair: Pair,
+) -> None:
     two_streams, one_row = pair
     labels = IDS.masked_fill(PADDED == 0, -100)
     ours, theirs = (model(IDS, attention_mask=PADDED, labels=labels).loss for model in pair)
@@ -86,7 +96,8 @@ def test_it_answers_as_the_two_streams_do_with_padding_and_without_and_has_their
 
 
 @pytest.mark.parametrize(
-    "family", [family for family in BASES if family not in ("mistral, gelu, linear rope", "qwen3, biases")]
+    "family",
+    [family for family in BASES if family not in ("mistral, gelu, linear rope", "qwen3, biases")],
 )
 def test_of_every_family_it_does_and_generates_the_same(family: str) -> None:
     model: Any = as_if_trained(widen(tiny(family), "route"))
@@ -113,12 +124,20 @@ def test_positions_are_read_a_few_at_a_time_and_kept_as_they_are_asked_for(
     monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
     monkeypatch.setattr(Routed, "_head_logits", reading)
     index = torch.tensor([13, 2, 19])
-    for keep, expected in ((0, whole), (1, whole[:, -1:]), (8, whole[:, -8:]), (99, whole), (index, whole[:, index])):
+    for keep, expected in (
+        (0, whole),
+        (1, whole[:, -1:]),
+        (8, whole[:, -8:]),
+        (99, whole),
+        (index, whole[:, index]),
+    ):
         close(answered(one_row, attention_mask=PADDED, logits_to_keep=keep), expected)
     assert max(read) == 3
 
 
-@pytest.mark.parametrize("way", ["a static cache", "twice in one", "in chunks", "prompt lookup", "an assistant"])
+@pytest.mark.parametrize(
+    "way", ["a static cache", "twice in one", "in chunks", "prompt lookup", "an assistant"]
+)
 def test_however_it_generates_the_tokens_are_the_same(pair: Pair, way: str) -> None:
     one_row, ids = pair[1], IDS[1:].repeat(1, 2)  # a prompt in which something can be looked up
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -151,14 +170,18 @@ def test_a_step_with_a_static_cache_is_one_graph(two: Pair) -> None:
             asked = inputs(ids, next_sequence_length=1, past_key_values=cache, attention_mask=mask)
             state = cache.layers[-1].last.logits_KBV.data_ptr()
             logits = step(**asked).logits
-            assert cache.layers[-1].last.logits_KBV.data_ptr() == state, "graphs replay on fixed addresses"
+            assert cache.layers[-1].last.logits_KBV.data_ptr() == state, (
+                "graphs replay on fixed addresses"
+            )
     assert torch.equal(ids, expected)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 @torch.no_grad()
-def test_whatever_calls_and_takings_back_a_text_came_by_its_scores_are_the_same(two: Pair, data: st.DataObject) -> None:
+def test_whatever_calls_and_takings_back_a_text_came_by_its_scores_are_the_same(
+    two: Pair, data: st.DataObject
+) -> None:
     one_row = two[1]
     whole, cache, position = answered(one_row), DynamicCache(config=one_row.config), 0
     while position < IDS.shape[1]:
@@ -176,18 +199,26 @@ def test_whatever_calls_and_takings_back_a_text_came_by_its_scores_are_the_same(
 
 
 @torch.no_grad()
-def test_one_token_in_16_bits_asks_the_head_once_and_so_does_any_head_that_is_no_plain_matrix(two: Pair) -> None:
+def test_one_token_in_16_bits_asks_the_head_once_and_so_does_any_head_that_is_no_plain_matrix(
+    two: Pair,
+) -> None:
     asked: list[tuple[int, ...]] = []
     hooked = copy.deepcopy(two[1]).bfloat16()
-    hooked.lm_head.register_forward_hook(lambda _module, rows, _logits: asked.append(tuple(rows[0].shape)))
+    hooked.lm_head.register_forward_hook(
+        lambda _module, rows, _logits: asked.append(tuple(rows[0].shape))
+    )
     cache = hooked(IDS[:1], use_cache=True).past_key_values
     hooked(IDS[:1, :1], past_key_values=cache)
     assert asked == [(2, 1, 1, hooked.config.hidden_size)]
     hooked = copy.deepcopy(two[1])
-    add_hook_to_module(hooked.lm_head, ModelHook())  # as accelerate puts one where it moves a module about
+    add_hook_to_module(
+        hooked.lm_head, ModelHook()
+    )  # as accelerate puts one where it moves a module about
     close(answered(hooked), answered(two[1]))
     quantised = copy.deepcopy(two[1])
-    quantised.lm_head = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(quantised.lm_head))[0]
+    quantised.lm_head = torch.ao.quantization.quantize_dynamic(
+        torch.nn.Sequential(quantised.lm_head)
+    )[0]
     assert type(quantised.lm_head) is not torch.nn.Linear
     wanted = answered(two[1]).log_softmax(-1)
     assert (answered(quantised).log_softmax(-1) - wanted).abs().mean() < 0.05
@@ -214,11 +245,17 @@ def _cropped_too_far(model: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "embeddings": (lambda m: m.generate(inputs_embeds=m.get_input_embeddings()(IDS)), "pass input_ids"),
+    "embeddings": (
+        lambda m: m.generate(inputs_embeds=m.get_input_embeddings()(IDS)),
+        "pass input_ids",
+    ),
     "continuous batching": (lambda m: m.generate_batch(IDS.tolist()), "no continuous batching"),
     "a manager of it": (lambda m: m.init_continuous_batching(), "no continuous batching"),
     "another model's cache": (_filled_by_another, "another model filled this cache"),
-    "a mask of four dimensions": (lambda m: m(IDS, attention_mask=torch.ones(2, 1, 20, 20)), "mask of two dimensions"),
+    "a mask of four dimensions": (
+        lambda m: m(IDS, attention_mask=torch.ones(2, 1, 20, 20)),
+        "mask of two dimensions",
+    ),
     "tokens to be left": (lambda _: RouterLayer([DynamicLayer()]).crop(3), "needs transformers 5"),
     "too many tokens taken back": (_cropped_too_far, "tokens of the last call"),
     "a plain model": (lambda m: type(m)(tiny_llama().config), "this is a plain model"),

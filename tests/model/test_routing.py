@@ -96,13 +96,17 @@ def test_routing_loses_at_most_the_prior_to_every_head_and_by_a_switch_rate_its_
     routed, num_tokens = said.routed_loss(switch_rate), said.log_probs_KT.shape[1]
     assert routed >= -1e-9
     for loss, prior in zip(said.head_losses(), said.prior_K.tolist(), strict=True):
-        assert routed <= loss - prior - num_tokens * math.log1p(-switch_rate) + 1e-9 * (1.0 + abs(loss))
+        assert routed <= loss - prior - num_tokens * math.log1p(-switch_rate) + 1e-9 * (
+            1.0 + abs(loss)
+        )
 
 
 @unhurried
 @given(documents(), st.sampled_from([0.0, 1e-6, 0.01, 0.5]))
 def test_weights_are_those_of_a_step_by_step_recursion(said: Said, switch_rate: float) -> None:
-    np.testing.assert_allclose(said.weights(switch_rate).exp().numpy(), recursion(said, switch_rate), atol=1e-10)
+    np.testing.assert_allclose(
+        said.weights(switch_rate).exp().numpy(), recursion(said, switch_rate), atol=1e-10
+    )
 
 
 @unhurried
@@ -111,13 +115,19 @@ def test_windows_with_carried_weights_are_the_whole_document(
     said: Said, switch_rate: float, data: st.DataObject
 ) -> None:
     cut = data.draw(st.integers(0, said.log_probs_KT.shape[1]))
-    log_probs_KBT, start_KB, windows = torch.from_numpy(said.log_probs_KT).unsqueeze(1), said.prior_K[:, None], []
+    log_probs_KBT, start_KB, windows = (
+        torch.from_numpy(said.log_probs_KT).unsqueeze(1),
+        said.prior_K[:, None],
+        [],
+    )
     for window in (log_probs_KBT[..., :cut], log_probs_KBT[..., cut:]):
         weights_KBS = posterior_log_weights(window, said.prior_K, switch_rate, start_KB)
         start_KB = weights_KBS[..., -1]
         windows.append(weights_KBS[:, 0, :-1])
     whole = said.weights(switch_rate)
-    torch.testing.assert_close(torch.cat([*windows, start_KB], dim=-1).exp(), whole.exp(), rtol=0.0, atol=1e-10)
+    torch.testing.assert_close(
+        torch.cat([*windows, start_KB], dim=-1).exp(), whole.exp(), rtol=0.0, atol=1e-10
+    )
 
 
 def test_documents_of_a_batch_do_not_touch_each_other() -> None:
@@ -134,7 +144,9 @@ def test_documents_of_a_batch_do_not_touch_each_other() -> None:
 
 @unhurried
 @given(st.floats(1e-6, 1.0 - 1e-6), st.integers(2, 5))
-def test_the_prior_is_the_bases_share_and_the_rest_evenly(base_prior: float, num_heads: int) -> None:
+def test_the_prior_is_the_bases_share_and_the_rest_evenly(
+    base_prior: float, num_heads: int
+) -> None:
     weights = log_prior(base_prior, num_heads).exp().tolist()
     assert weights[0] == pytest.approx(base_prior)
     assert sum(weights) == pytest.approx(1.0)
@@ -145,7 +157,11 @@ def test_the_prior_is_the_bases_share_and_the_rest_evenly(base_prior: float, num
 @unhurried
 @given(
     hnp.arrays(np.float32, (4, 7), elements=st.floats(-50.0, 50.0, width=32)),
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.sampled_from([math.nan, math.inf, -math.inf]))),
+    st.lists(
+        st.tuples(
+            st.integers(0, 3), st.integers(0, 6), st.sampled_from([math.nan, math.inf, -math.inf])
+        )
+    ),
     st.lists(st.integers(0, 6), min_size=4, max_size=4),
 )
 def test_the_token_that_came_is_given_what_the_whole_distribution_gives_it(
@@ -156,11 +172,19 @@ def test_the_token_that_came_is_given_what_the_whole_distribution_gives_it(
     logits_BTV, next_ids_BT = torch.from_numpy(logits).unsqueeze(0), torch.tensor([came])
     whole = head_log_probs(logits_BTV)
     said = observed_log_probs(logits_BTV, next_ids_BT)
-    torch.testing.assert_close(said, whole.gather(-1, next_ids_BT.unsqueeze(-1)).squeeze(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        said, whole.gather(-1, next_ids_BT.unsqueeze(-1)).squeeze(-1), rtol=1e-5, atol=1e-5
+    )
     assert not torch.isnan(whole).any()
-    broken = torch.isnan(logits_BTV).any(-1) | (logits_BTV == torch.inf).any(-1) | (logits_BTV == -torch.inf).all(-1)
+    broken = (
+        torch.isnan(logits_BTV).any(-1)
+        | (logits_BTV == torch.inf).any(-1)
+        | (logits_BTV == -torch.inf).all(-1)
+    )
     assert (whole[broken] == -torch.inf).all()
-    torch.testing.assert_close(torch.logsumexp(whole[~broken], dim=-1).abs() < 1e-4, torch.ones_like(broken[~broken]))
+    torch.testing.assert_close(
+        torch.logsumexp(whole[~broken], dim=-1).abs() < 1e-4, torch.ones_like(broken[~broken])
+    )
 
 
 @unhurried
@@ -180,7 +204,10 @@ def test_a_mixture_is_the_weighted_mean_of_probabilities(said: Said) -> None:
     st.sampled_from([math.nan, math.inf, -math.inf]),
 )
 def test_scores_of_a_mixture_have_its_distribution_and_the_mean_size_of_the_logits_of_the_heads_that_are_sound(
-    logits: npt.NDArray[np.float32], weights: npt.NDArray[np.float64], broken: set[int], value: float
+    logits: npt.NDArray[np.float32],
+    weights: npt.NDArray[np.float64],
+    broken: set[int],
+    value: float,
 ) -> None:
     sound = [head for head in range(3) if head not in broken]
     for head in broken:
@@ -190,19 +217,25 @@ def test_scores_of_a_mixture_have_its_distribution_and_the_mean_size_of_the_logi
     heads = torch.from_numpy(logits[sound]).double()
     expected = (shares.unsqueeze(-1) * heads.softmax(-1)).sum(0)
     torch.testing.assert_close(scores.softmax(-1), expected, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(scores.logsumexp(-1), (shares * heads.logsumexp(-1)).sum(0), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        scores.logsumexp(-1), (shares * heads.logsumexp(-1)).sum(0), rtol=1e-5, atol=1e-4
+    )
 
 
 def test_a_head_gone_astray_does_not_round_away_what_another_says() -> None:
     good = torch.randn(5, 61, generator=torch.Generator().manual_seed(0))
-    scores = mix_logits(torch.tensor([0.5, 0.5])[:, None].expand(2, 5).log(), torch.stack([good, good * 1e12]))
+    scores = mix_logits(
+        torch.tensor([0.5, 0.5])[:, None].expand(2, 5).log(), torch.stack([good, good * 1e12])
+    )
     expected = 0.5 * (good.softmax(-1) + (good * 1e12).softmax(-1))
     torch.testing.assert_close(scores.softmax(-1), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_cosine_is_torchs() -> None:
     base, adapted = torch.randn(2, 5, 61, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(logit_cosine(base, adapted), F.cosine_similarity(base, adapted, dim=-1))
+    torch.testing.assert_close(
+        logit_cosine(base, adapted), F.cosine_similarity(base, adapted, dim=-1)
+    )
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, 0.0])
@@ -216,6 +249,8 @@ def test_where_there_is_no_cosine_the_base_is_served(broken: float) -> None:
 
 @unhurried
 @given(st.floats(-1.0, 1.0), st.floats(-1.0, 1.0))
-def test_the_papers_rule_serves_the_base_from_the_threshold_up(cosine: float, threshold: float) -> None:
+def test_the_papers_rule_serves_the_base_from_the_threshold_up(
+    cosine: float, threshold: float
+) -> None:
     served = cosine_serves_base(torch.tensor(cosine, dtype=torch.float64), threshold)
     assert served.item() is (cosine >= threshold)

@@ -16,11 +16,15 @@ from tests.plain_torch import composed_rows
 from tests.widening import TINY, as_if_trained, trained_head, widen
 
 OLD = TINY["vocab_size"]
-PIECES = NewPieces(["7 8 9", "7 8", "3 7", "5 5 5 5", "7"], own_pieces=[5, 7])  # 3 begins other text too
+PIECES = NewPieces(
+    ["7 8 9", "7 8", "3 7", "5 5 5 5", "7"], own_pieces=[5, 7]
+)  # 3 begins other text too
 ALL = OLD + len(PIECES.new_tokens)
 
 
-families = pytest.mark.parametrize("family", ["llama, tied, biases", "llama, three queries a key", "gemma3_text"])
+families = pytest.mark.parametrize(
+    "family", ["llama, tied, biases", "llama, three queries a key", "gemma3_text"]
+)
 
 
 def grown(variant: str, family: str, layers: str | None = None) -> ScaleForCausalLM:
@@ -28,7 +32,9 @@ def grown(variant: str, family: str, layers: str | None = None) -> ScaleForCausa
 
 
 @families
-@pytest.mark.parametrize(("variant", "layers"), [("preserve", None), ("route", "none"), ("route", "top:1")])
+@pytest.mark.parametrize(
+    ("variant", "layers"), [("preserve", None), ("route", "none"), ("route", "top:1")]
+)
 def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
     family: str, variant: str, layers: str | None
 ) -> None:
@@ -53,13 +59,19 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
     expected.backward()
     assert torch.allclose(loss, expected, atol=1e-5)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert {name for name in trained if "new_tokens" in name} == {"expansion.new_tokens.lm_head.weight"}
-    torch.testing.assert_close(gradients, {name: p.grad for name, p in trained.items()}, rtol=1e-5, atol=1e-5)
+    assert {name for name in trained if "new_tokens" in name} == {
+        "expansion.new_tokens.lm_head.weight"
+    }
+    torch.testing.assert_close(
+        gradients, {name: p.grad for name, p in trained.items()}, rtol=1e-5, atol=1e-5
+    )
 
 
 @families
 @torch.no_grad()
-def test_an_expansion_upon_one_with_new_tokens_has_them_and_its_base_head_is_the_one_below(family: str) -> None:
+def test_an_expansion_upon_one_with_new_tokens_has_them_and_its_base_head_is_the_one_below(
+    family: str,
+) -> None:
     below = grown("route", family)
     ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(5))
     before = trained_head(below, ids)
@@ -86,7 +98,9 @@ def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base(family: s
     assert torch.equal(model(input_ids=torch.tensor([[1, 3, 7, 5]])).logits[..., :OLD], before)
 
     new = torch.arange(OLD, ALL)
-    assert torch.allclose(model.model.embed_tokens(new), PIECES.rows(widened.root).embed_tokens(new - OLD), atol=1e-5)
+    assert torch.allclose(
+        model.model.embed_tokens(new), PIECES.rows(widened.root).embed_tokens(new - OLD), atol=1e-5
+    )
     plain = widened.root
     beside = BaseAndTrained(BaseOfNewTokens(plain, PIECES.rows(plain), widened.config), plain)
     ids = torch.randint(ALL, (1, 9), generator=torch.Generator().manual_seed(4))

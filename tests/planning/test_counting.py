@@ -18,7 +18,9 @@ from tests.widening import tiny_llama
 VARIANTS = tuple(METHODS)
 EACH = [MethodConfig.model_validate({"variant": variant}) for variant in VARIANTS]
 TOP = MethodConfig.model_validate({"variant": "route", "collaboration": {"layers": "top:1"}})
-OWN = MethodConfig.model_validate({"variant": "preserve", "expansion": {"hidden_ratio": 0.7, "mlp_ratio": 0.1}})
+OWN = MethodConfig.model_validate(
+    {"variant": "preserve", "expansion": {"hidden_ratio": 0.7, "mlp_ratio": 0.1}}
+)
 OTHERS = ["gemma3_text", "phi3, window 8", "qwen3_moe"]
 methods = pytest.mark.parametrize(
     ("family", "method"),
@@ -33,12 +35,24 @@ def base_of(family: str) -> PreTrainedModel:
 
 def without_weights(base: PreTrainedModel, method: MethodConfig) -> MethodModel:
     with torch.device("meta"):
-        return build_model(base_without_weights(base.config, str(base.dtype).removeprefix("torch.")), method, seed=0)
+        return build_model(
+            base_without_weights(base.config, str(base.dtype).removeprefix("torch.")),
+            method,
+            seed=0,
+        )
 
 
 def window(vocab_size: int, length: int, batch_size: int = 1) -> dict[str, Any]:
-    ids = torch.randint(0, vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids, "shift_labels": ids, "num_items_in_batch": length, "use_cache": False}
+    ids = torch.randint(
+        0, vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(0)
+    )
+    return {
+        "input_ids": ids,
+        "labels": ids,
+        "shift_labels": ids,
+        "num_items_in_batch": length,
+        "use_cache": False,
+    }
 
 
 def described(model: MethodModel) -> list[tuple[Any, ...]]:
@@ -76,10 +90,13 @@ def test_parameters_products_and_what_is_saved_are_those_of_the_model_that_train
 
 @pytest.mark.parametrize("variant", ["preserve", "full"])
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-def test_masks_of_isolated_documents_are_counted_as_autograd_saves_them(variant: str, mixed_precision: str) -> None:
+def test_masks_of_isolated_documents_are_counted_as_autograd_saves_them(
+    variant: str, mixed_precision: str
+) -> None:
     method, base, length = MethodConfig.model_validate({"variant": variant}), tiny_llama(), 53
     without, planned = (
-        count_saved_tensors(without_weights(base, method), mixed_precision, masked=masked) for masked in (False, True)
+        count_saved_tensors(without_weights(base, method), mixed_precision, masked=masked)
+        for masked in (False, True)
     )
     assert without.bytes_per_pair == 0
     real = start_model(base, method, seed=0).train()
@@ -89,4 +106,6 @@ def test_masks_of_isolated_documents_are_counted_as_autograd_saves_them(variant:
     of_masks = [tensor for tensor in kept.values() if tensor.shape == (1, 1, length, length)]
     itemsize = 4 if mixed_precision == "no" else 2
     assert len(of_masks) == base.config.num_hidden_layers
-    assert planned.bytes_per_pair == len(of_masks) * itemsize + 1, "and the mask that they are made of"
+    assert planned.bytes_per_pair == len(of_masks) * itemsize + 1, (
+        "and the mask that they are made of"
+    )

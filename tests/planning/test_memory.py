@@ -35,7 +35,9 @@ methods = pytest.mark.parametrize("method", EACH, ids=VARIANTS)
 @cache
 def saved_tensors(method_json: str, mixed_precision: str) -> SavedTensors:
     method = MethodConfig.model_validate_json(method_json)
-    return count_saved_tensors(without_weights(tiny_llama(vocab_size=VOCAB_SIZE), method), mixed_precision)
+    return count_saved_tensors(
+        without_weights(tiny_llama(vocab_size=VOCAB_SIZE), method), mixed_precision
+    )
 
 
 def planned_memory(
@@ -58,7 +60,10 @@ def planned_memory(
 
 @pytest.mark.parametrize(
     ("method", "mixed_precision"),
-    [*((method, "no") for method in EACH), *((method, "bf16") for method in (EACH[0], LORA, DISTILLED))],
+    [
+        *((method, "no") for method in EACH),
+        *((method, "bf16") for method in (EACH[0], LORA, DISTILLED)),
+    ],
     ids=[*VARIANTS, "preserve, bf16", "lora, bf16", "distilled, bf16"],
 )
 def test_activations_and_logits_are_what_a_real_step_allocates_at_its_fullest(
@@ -82,23 +87,41 @@ def test_weights_gradients_and_moments_are_the_optimisers(method: MethodConfig, 
     model = start_model(tiny_llama(vocab_size=VOCAB_SIZE), method, seed=0).train()
     train = TrainConfig.model_validate({"max_steps": 1, "optimiser": name})
     optimiser = build_optimiser(model, train)
-    for_training(model, TrainConfig(max_steps=1))(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss.backward()
+    for_training(model, TrainConfig(max_steps=1))(
+        **window(VOCAB_SIZE, LENGTH, BATCH_SIZE)
+    ).loss.backward()
     optimiser.step()
     trained = trainable_parameters(model).values()
-    moments = [tensor for name, tensor in optimiser_tensors(optimiser, model).items() if not name.startswith("step.")]
+    moments = [
+        tensor
+        for name, tensor in optimiser_tensors(optimiser, model).items()
+        if not name.startswith("step.")
+    ]
     assert planned.trainable == sum(parameter.nbytes for parameter in trained)
-    assert planned.gradients == sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
+    assert planned.gradients == sum(
+        parameter.grad.nbytes for parameter in trained if parameter.grad is not None
+    )
     assert planned.moments == sum(tensor.nbytes for tensor in moments)
-    held = [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if "_osf_" in name)]
+    held = [
+        *model.parameters(),
+        *(buffer for name, buffer in model.named_buffers() if "_osf_" in name),
+    ]
     assert planned.frozen == sum(tensor.nbytes for tensor in held) - planned.trainable
     assert Parameters.of(model, train).checkpoint_bytes == planned.trainable + planned.moments
 
 
-def test_an_average_and_slow_weights_are_each_as_large_as_what_trains_and_what_it_decays_to_is_frozen() -> None:
+def test_an_average_and_slow_weights_are_each_as_large_as_what_trains_and_what_it_decays_to_is_frozen() -> (
+    None
+):
     model = without_weights(tiny_llama(vocab_size=VOCAB_SIZE), LORA)
     plain, average, ahead, to_base = (
         Parameters.of(model, TrainConfig.model_validate({"max_steps": 1, **keys}))
-        for keys in ({}, {"average": {"kind": "ema"}}, {"lookahead": {"every_steps": 1}}, {"decay_to_base": True})
+        for keys in (
+            {},
+            {"average": {"kind": "ema"}},
+            {"lookahead": {"every_steps": 1}},
+            {"decay_to_base": True},
+        )
     )
     for beside in (average, ahead):
         assert beside.moments_bytes - plain.moments_bytes == plain.trainable_bytes
@@ -107,7 +130,9 @@ def test_an_average_and_slow_weights_are_each_as_large_as_what_trains_and_what_i
     assert to_base.checkpoint_bytes == plain.checkpoint_bytes
 
 
-def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes(tmp_path: Path) -> None:
+def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes(
+    tmp_path: Path,
+) -> None:
     """What a layer takes is the difference of two models of few."""
     config = load_config(CARD_OF_24_GB, [f"model.base={tmp_path}"])
     sizes: dict[str, Any] = {
@@ -123,6 +148,9 @@ def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes(tmp
         return memory_of_run(config, num_processes=1, device_type="cuda")
 
     two, four = planned(2), planned(4)
-    frozen, total = (few + 15 * (more - few) for few, more in ((two.frozen, four.frozen), (two.total, four.total)))
+    frozen, total = (
+        few + 15 * (more - few)
+        for few, more in ((two.frozen, four.frozen), (two.total, four.total))
+    )
     assert frozen == pytest.approx(9.09e9, rel=0.01)
     assert total < 0.9 * 24 * 2**30  # the rest is for the allocator, the libraries and W made anew

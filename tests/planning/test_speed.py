@@ -14,7 +14,9 @@ from scale_cli.upscale.method import build_model
 from tests.widening import TINY
 
 
-def test_the_rate_is_the_work_of_a_pass_over_the_median_of_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_is_the_work_of_a_pass_over_the_median_of_its_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     taken = iter([9.0, 0.2, *[0.3] * 4, *[0.5] * 3, 40.0, 0.001])
     now = [0.0]
 
@@ -59,6 +61,8 @@ def test_a_large_base_is_measured_by_few_of_its_layers() -> None:
         ("cpu", None),
     ],
 )
-def test_a_peak_is_known_by_the_devices_name_and_only_of_bfloat16(name: str, peak: float | None) -> None:
+def test_a_peak_is_known_by_the_devices_name_and_only_of_bfloat16(
+    name: str, peak: float | None
+) -> None:
     assert peak_flops_per_s(name, "bf16") == peak
     assert peak_flops_per_s(name, "no") is None

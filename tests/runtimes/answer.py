@@ -23,7 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 def main() -> None:
     for folder in map(Path, sys.argv[1:]):
         questions = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", trust_remote_code=False
+        ).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         ids = [number for text in questions["texts"] for number in tokenizer(text).input_ids]
         logits = model(input_ids=torch.tensor(questions["ids"]), use_cache=False).logits
@@ -33,10 +35,14 @@ def main() -> None:
             "ends": torch.tensor(model.generation_config.eos_token_id),
         }
         if "auto_map" in json.loads((folder / "config.json").read_text()):
-            routed = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=True).eval()
+            routed = AutoModelForCausalLM.from_pretrained(
+                folder, dtype="auto", trust_remote_code=True
+            ).eval()
             ids_BT = torch.tensor(questions["ids"])
             answers["routed"] = routed(input_ids=ids_BT, use_cache=False).logits
-            answers["generated"] = routed.generate(ids_BT[:, :30], max_new_tokens=8, do_sample=False, pad_token_id=0)
+            answers["generated"] = routed.generate(
+                ids_BT[:, :30], max_new_tokens=8, do_sample=False, pad_token_id=0
+            )
         save_file(answers, folder / "answers.safetensors")
     print(transformers.__version__)
 

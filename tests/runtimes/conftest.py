@@ -10,7 +10,9 @@ import pytest
 def llama_cpp() -> Path:
     """llama.cpp's source, for its converter: `make runtimes` unpacks that of llama-cpp-python."""
     folder = Path(os.environ.get("LLAMA_CPP", ""))
-    assert (folder / "convert_hf_to_gguf.py").is_file(), "LLAMA_CPP: not llama.cpp's source; run `make runtimes`"
+    assert (folder / "convert_hf_to_gguf.py").is_file(), (
+        "LLAMA_CPP: not llama.cpp's source; run `make runtimes`"
+    )
     return folder
 
 

@@ -95,7 +95,9 @@ def folders(trained: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.fixture(scope="module")
-def gguf_of(folders: dict[str, Path], llama_cpp: Path, tmp_path_factory: pytest.TempPathFactory) -> GgufOf:
+def gguf_of(
+    folders: dict[str, Path], llama_cpp: Path, tmp_path_factory: pytest.TempPathFactory
+) -> GgufOf:
     """Return a function from a folder's name and a format to the converted file."""
     written = tmp_path_factory.mktemp("gguf")
 
@@ -122,7 +124,9 @@ def tokenizer(folders: dict[str, Path]) -> PreTrainedTokenizerBase:
 def beginnings(shared_data: Path, num_documents: int) -> list[str]:
     """Return the beginnings of held-out novels and petitions, so many of each."""
     files = ("en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
-    documents = [lzma.decompress((shared_data / file).read_bytes()).decode().split("\n\n") for file in files]
+    documents = [
+        lzma.decompress((shared_data / file).read_bytes()).decode().split("\n\n") for file in files
+    ]
     return [document[:600] for of_file in documents for document in of_file[:num_documents]]
 
 
@@ -133,7 +137,9 @@ def texts(shared_data: Path) -> list[str]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Llama]:
-    model = Llama(str(file), n_ctx=1024, logits_all=True, n_threads=1, verbose=False, type_k=F32, type_v=F32)
+    model = Llama(
+        str(file), n_ctx=1024, logits_all=True, n_threads=1, verbose=False, type_k=F32, type_v=F32
+    )
     try:
         yield model
     finally:
@@ -162,7 +168,8 @@ def cost(reference: PreTrainedModel, file: Path, documents: list[list[int]]) -> 
         for ids in documents:
             came = torch.tensor(ids[1:]).unsqueeze(-1)
             wanted, got = (
-                given[:-1].gather(-1, came) for given in (log_probs(reference, ids), log_probs_in_llama_cpp(model, ids))
+                given[:-1].gather(-1, came)
+                for given in (log_probs(reference, ids), log_probs_in_llama_cpp(model, ids))
             )
             differences.append((wanted - got).abs().flatten())
     distance = torch.cat(differences)
@@ -185,10 +192,14 @@ def test_a_format_costs_the_trained_model_no_more_than_it_costs_the_base(
     of_base = cost(base, gguf_of("base", gguf_format), documents)
     of_trained = cost(trained, gguf_of(stored, gguf_format), documents)
     record_property("the base, and the trained model", (of_base, of_trained))
-    if gguf_format == "f32":  # rounding alone, of two libraries: there is nothing to compare it with
+    if (
+        gguf_format == "f32"
+    ):  # rounding alone, of two libraries: there is nothing to compare it with
         assert max(of_base.largest, of_trained.largest) <= 1e-4
         return
-    more = [tokenizer(text).input_ids for text in beginnings(shared_data, TIMES_AS_MANY * NUM_DOCUMENTS)]
+    more = [
+        tokenizer(text).input_ids for text in beginnings(shared_data, TIMES_AS_MANY * NUM_DOCUMENTS)
+    ]
     of_more = cost(base, gguf_of("base", gguf_format), more)
     assert of_trained.mean <= of_base.mean
     assert of_trained.hundredth <= of_base.hundredth
@@ -208,7 +219,9 @@ def test_greedy_continuations_are_the_same_or_part_where_two_tokens_are_as_likel
     stored = "float32" if gguf_format == "f32" else "float16"
     reference = in_transformers(folders["float32"])
     documents = [tokenizer(text).input_ids for text in texts]
-    closeness = 2 * cost(in_transformers(folders["base"]), gguf_of("base", gguf_format), documents).largest
+    closeness = (
+        2 * cost(in_transformers(folders["base"]), gguf_of("base", gguf_format), documents).largest
+    )
     parted = 0
     with opened(gguf_of(stored, gguf_format)) as model:
         for prompt in (ids[:32] for ids in documents):
@@ -234,7 +247,10 @@ def test_the_converted_tokenizer_gives_the_same_ids(
 ) -> None:
     with opened(gguf_of("float16", "q8_0")) as model:
         for text in texts:
-            assert model.tokenize(text.encode(), add_bos=False) == tokenizer(text, add_special_tokens=False).input_ids
+            assert (
+                model.tokenize(text.encode(), add_bos=False)
+                == tokenizer(text, add_special_tokens=False).input_ids
+            )
 
 
 @pytest.fixture
@@ -256,7 +272,12 @@ def sentencepiece_base(tmp_path: Path) -> Path:
     tokenizer.save_pretrained(folder)
     (folder / "tokenizer.model").write_bytes(given)
     torch.manual_seed(0)
-    sizes = {**TINY, "vocab_size": len(tokenizer), "max_position_embeddings": 512, "initializer_range": 0.3}
+    sizes = {
+        **TINY,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+    }
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(folder)
     return folder
 
@@ -264,7 +285,13 @@ def sentencepiece_base(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("made", ["one script", "two scripts joined"])
 @pytest.mark.parametrize("kind", ["byte-level", "SentencePiece"])
 def test_with_new_tokens_ids_and_greedy_continuations_are_the_same(
-    kind: str, made: str, sentencepiece_base: Path, llama_cpp: Path, shared_data: Path, texts: list[str], tmp_path: Path
+    kind: str,
+    made: str,
+    sentencepiece_base: Path,
+    llama_cpp: Path,
+    shared_data: Path,
+    texts: list[str],
+    tmp_path: Path,
 ) -> None:
     base = shared_data / "ckpt-novels-en" / "hf" if kind == "byte-level" else sentencepiece_base
     if made == "one script":
@@ -281,16 +308,28 @@ def test_with_new_tokens_ids_and_greedy_continuations_are_the_same(
     first_new = AutoTokenizer.from_pretrained(base).vocab_size
     with opened(file) as model:
         for text in [*texts, ENGLISH, *in_new, f"{ENGLISH[:50]}{''.join(in_new)}"]:
-            assert model.tokenize(text.encode(), add_bos=False) == tokenizer(text, add_special_tokens=False).input_ids
+            assert (
+                model.tokenize(text.encode(), add_bos=False)
+                == tokenizer(text, add_special_tokens=False).input_ids
+            )
         for text in (ENGLISH, *in_new):
             ids = tokenizer(text).input_ids[:60]
             assert (max(ids) >= first_new) == (text in in_new)
             ids_1T = torch.tensor([ids])
-            options = {"max_new_tokens": NUM_NEW_TOKENS, "min_new_tokens": NUM_NEW_TOKENS, "do_sample": False}
-            assert continued(model, ids) == reference.generate(ids_1T, **options)[0, len(ids) :].tolist()
+            options = {
+                "max_new_tokens": NUM_NEW_TOKENS,
+                "min_new_tokens": NUM_NEW_TOKENS,
+                "do_sample": False,
+            }
+            assert (
+                continued(model, ids)
+                == reference.generate(ids_1T, **options)[0, len(ids) :].tolist()
+            )
 
 
-def test_the_commands_of_the_serving_page_run_as_written(llama_cpp: Path, shared_data: Path, tmp_path: Path) -> None:
+def test_the_commands_of_the_serving_page_run_as_written(
+    llama_cpp: Path, shared_data: Path, tmp_path: Path
+) -> None:
     """On stories260K, whose tokenizer the converter knows."""
     write_small_config(tmp_path, shared_data)
     _plan, teach, _use = commands("Teach it")

@@ -34,7 +34,12 @@ from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 from tests.widening import TINY, as_if_trained, lower_stories, move
 
-SIZES: dict[str, Any] = {**TINY, "vocab_size": 8192, "max_position_embeddings": 256, "pad_token_id": None}
+SIZES: dict[str, Any] = {
+    **TINY,
+    "vocab_size": 8192,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -43,22 +48,48 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-WINDOWS = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+WINDOWS = {
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 LONG = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0]}
-EXPERTS = {"num_experts": 6, "moe_intermediate_size": 16}  # of which transformers 5 writes one by another name
+EXPERTS = {
+    "num_experts": 6,
+    "moe_intermediate_size": 16,
+}  # of which transformers 5 writes one by another name
 # Of every base its family, RoPE's theta and scaling, and what is its own.
 BASES: dict[str, tuple[str, float, dict[str, Any] | None, dict[str, Any]]] = {
     "llama-llama3": ("llama", 5e5, LLAMA3, {"tie_word_embeddings": True}),
     "llama-linear": ("llama", 1e4, {"rope_type": "linear", "factor": 2.0}, {}),
-    "llama-dynamic": ("llama", 1e4, {"rope_type": "dynamic", "factor": 2.0}, {"max_position_embeddings": 64}),
+    "llama-dynamic": (
+        "llama",
+        1e4,
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"max_position_embeddings": 64},
+    ),
     "mistral": ("mistral", 1e6, None, {"sliding_window": 32, "head_dim": 12}),
-    "qwen2": ("qwen2", 1e6, None, {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}),
+    "qwen2": (
+        "qwen2",
+        1e6,
+        None,
+        {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1},
+    ),
     "qwen3-yarn": ("qwen3", 1e6, YARN, {"head_dim": 16}),
-    "gemma3": ("gemma3_text", 1e6, {"rope_type": "linear", "factor": 8.0}, {"head_dim": 16, **WINDOWS}),
+    "gemma3": (
+        "gemma3_text",
+        1e6,
+        {"rope_type": "linear", "factor": 8.0},
+        {"head_dim": 16, **WINDOWS},
+    ),
     "olmo2": ("olmo2", 5e5, None, {}),
     "olmo3-yarn": ("olmo3", 5e5, YARN, WINDOWS),
     "exaone4": ("exaone4", 1e6, LLAMA3, {**WINDOWS, "tie_word_embeddings": True}),
-    "phi3-longrope": ("phi3", 1e4, LONG, {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64}),
+    "phi3-longrope": (
+        "phi3",
+        1e4,
+        LONG,
+        {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64},
+    ),
     "qwen3-moe": (
         "qwen3_moe",
         1e6,
@@ -71,7 +102,12 @@ NAMES = [f"{base}-{variant}" for base in BASES for variant in VARIANTS]
 EOS = [3, 5]
 # Far positions, where a wrong frequency shows most.
 IDS = torch.randint(6, 8192, (2, 200), generator=torch.Generator().manual_seed(0))
-TEXTS = ["Once upon a time, there was a little girl.", "  12.5 %,\n\ttabs", "옛날 옛적에", "<|end_of_text|>a"]
+TEXTS = [
+    "Once upon a time, there was a little girl.",
+    "  12.5 %,\n\ttabs",
+    "옛날 옛적에",
+    "<|end_of_text|>a",
+]
 
 
 def write_base(name: str, shared_data: Path, folder: Path) -> None:
@@ -86,9 +122,16 @@ def write_base(name: str, shared_data: Path, folder: Path) -> None:
     for new in ("dtype", "rope_parameters"):
         del told[new]
     told |= {name: size for name, size in EXPERTS.items() if name in differences}
-    told |= {"torch_dtype": "float32", "rope_theta": theta, "rope_scaling": scaling, "transformers_version": "4.45.0"}
+    told |= {
+        "torch_dtype": "float32",
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "transformers_version": "4.45.0",
+    }
     (folder / "config.json").write_text(json.dumps(told), encoding="utf-8")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}), encoding="utf-8")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": EOS}), encoding="utf-8"
+    )
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(shared_data / "ckpt-novels-en" / "hf" / file, folder / file)
 
@@ -123,9 +166,17 @@ def expected(
             with torch.no_grad():
                 found[folder.name] = folder, trained_logits(model, IDS)
                 if variant == "route":
-                    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": EOS}
+                    options = {
+                        "max_new_tokens": 8,
+                        "do_sample": False,
+                        "pad_token_id": 0,
+                        "eos_token_id": EOS,
+                    }
                     generated = cast(Any, model).generate(IDS[:, :30], **options)
-                    save_file({"logits": served_logits(model, IDS), "ids": generated}, folder / "routed.safetensors")
+                    save_file(
+                        {"logits": served_logits(model, IDS), "ids": generated},
+                        folder / "routed.safetensors",
+                    )
     let_answer(transformers_4, [folder for folder, _ in found.values()])
     return found
 
@@ -156,10 +207,15 @@ def test_an_export_answers_in_transformers_4_as_the_trained_model_does_here(
     folder, logits = expected[name]
     answers = load_file(folder / "answers.safetensors")
     difference = (answers["logits"] - logits).abs().max().item()
-    record_property("largest difference of a logit", f"{difference:.1e} at a deviation of {logits.std().item():.2g}")
+    record_property(
+        "largest difference of a logit",
+        f"{difference:.1e} at a deviation of {logits.std().item():.2g}",
+    )
     assert difference <= 1e-4
     tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-novels-en" / "hf")))
-    assert answers["ids"].tolist() == [number for text in TEXTS for number in prompt_ids(tokenizer, text)]
+    assert answers["ids"].tolist() == [
+        number for text in TEXTS for number in prompt_ids(tokenizer, text)
+    ]
     assert answers["ends"].tolist() == EOS
 
 
@@ -168,7 +224,10 @@ def test_with_its_code_an_export_routes_there_as_the_trained_model_does_here(
     base: str, expected: dict[str, tuple[Path, Tensor]]
 ) -> None:
     folder, _ = expected[f"{base}-route"]
-    answers, wanted = load_file(folder / "answers.safetensors"), load_file(folder / "routed.safetensors")
+    answers, wanted = (
+        load_file(folder / "answers.safetensors"),
+        load_file(folder / "routed.safetensors"),
+    )
     torch.testing.assert_close(answers["routed"], wanted["logits"], rtol=0.0, atol=1e-4)
     assert torch.equal(answers["generated"], wanted["ids"])
 
@@ -187,12 +246,18 @@ def test_an_export_with_new_tokens_answers_there_as_it_does_here(
     texts, model = [*TEXTS, ENGLISH, KOREAN], cast(Any, session.load())
     ids = torch.tensor([session.tokenizer(text).input_ids[:50] for text in (ENGLISH, KOREAN)])
     assert [row.max() >= 512 for row in ids] == [False, True]
-    (folder / "questions.json").write_text(json.dumps({"ids": ids.tolist(), "texts": texts}), encoding="utf-8")
+    (folder / "questions.json").write_text(
+        json.dumps({"ids": ids.tolist(), "texts": texts}), encoding="utf-8"
+    )
     let_answer(transformers_4, [folder])
     answers = load_file(folder / "answers.safetensors")
-    assert answers["ids"].tolist() == [number for text in texts for number in prompt_ids(session.tokenizer, text)]
+    assert answers["ids"].tolist() == [
+        number for text in texts for number in prompt_ids(session.tokenizer, text)
+    ]
     torch.testing.assert_close(answers["logits"], trained_logits(model, ids), rtol=0.0, atol=1e-4)
     with torch.no_grad():
-        torch.testing.assert_close(answers["routed"], served_logits(model, ids), rtol=0.0, atol=1e-4)
+        torch.testing.assert_close(
+            answers["routed"], served_logits(model, ids), rtol=0.0, atol=1e-4
+        )
     generated = model.generate(ids[:, :30], max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert torch.equal(answers["generated"], generated)

@@ -29,7 +29,9 @@ class RowsAsLogits:
         return rows_TD.view(len(rows_TD), self.num_heads, VOCABULARY)
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
-        return self.logits(rows_TD).gather(-1, ids_T[:, None, None].expand(-1, self.num_heads, 1))[..., 0]
+        return self.logits(rows_TD).gather(-1, ids_T[:, None, None].expand(-1, self.num_heads, 1))[
+            ..., 0
+        ]
 
     def sizes(self, rows_TD: Tensor) -> Tensor:
         return torch.logsumexp(self.logits(rows_TD), dim=-1)
@@ -48,7 +50,9 @@ class Document:
     def log_weights(self, heads: RowsAsLogits, prior_K: Tensor, switch_rate: float) -> Tensor:
         """(T, K): what a router says that has read this document alone."""
         log_probs_KTV = head_log_probs(heads.logits(self.hidden_TD[:-1]).transpose(0, 1))
-        said_KT = log_probs_KTV.gather(-1, self.ids_T[1:].expand(heads.num_heads, -1)[..., None])[..., 0]
+        said_KT = log_probs_KTV.gather(-1, self.ids_T[1:].expand(heads.num_heads, -1)[..., None])[
+            ..., 0
+        ]
         evidence_KT = torch.cat([torch.zeros(heads.num_heads, 1), said_KT], dim=-1)
         return posterior_log_weights(evidence_KT[:, None], prior_K, switch_rate)[:, 0, 1:].T
 
@@ -101,7 +105,9 @@ class Blocks:
             self.of_prefix.setdefault(tuple(ids[:end]), document.blocks[end // self.size - 1])
 
 
-def step_of(batch: list[tuple[Document, int]], size: int, padding: int, random: Random) -> tuple[Step, Tensor]:
+def step_of(
+    batch: list[tuple[Document, int]], size: int, padding: int, random: Random
+) -> tuple[Step, Tensor]:
     """One step of several documents, so many tokens each, and padding behind them."""
     ids, positions, slots, starts, hidden = [], [], [], [0], []
     for document, length in batch:
@@ -136,7 +142,9 @@ def some_documents(random: Random, num_heads: int, broken: float) -> list[Docume
     stem = [random.randrange(VOCABULARY) for _ in range(12)]
     documents = []
     for _ in range(random.randint(1, 5)):
-        ids = stem[: random.randint(0, 12)] + [random.randrange(VOCABULARY) for _ in range(random.randint(1, 12))]
+        ids = stem[: random.randint(0, 12)] + [
+            random.randrange(VOCABULARY) for _ in range(random.randint(1, 12))
+        ]
         for end in range(1, len(ids) + 1):
             if tuple(ids[:end]) not in rows:
                 said = 3 * torch.randn(num_heads, VOCABULARY, generator=generator)
@@ -196,7 +204,9 @@ def test_every_document_is_weighed_as_if_it_were_alone(
         router.remember(told_T[lasts], heads.sizes(hidden_TD[lasts]))
         for (document, length), start in zip(batch, step.starts_R.tolist(), strict=False):
             wanted = expected[documents.index(document)][document.done : document.done + length]
-            torch.testing.assert_close(log_weights_TK[start : start + length], wanted, atol=1e-4, rtol=1e-5)
+            torch.testing.assert_close(
+                log_weights_TK[start : start + length], wanted, atol=1e-4, rtol=1e-5
+            )
             document.done += length
             cache.note_full_ones(document)
 
@@ -217,15 +227,23 @@ def test_scores_of_shares_of_the_vocabulary_mixed_with_known_sizes_are_those_of_
     log_weights_KR = torch.log_softmax(5 * torch.randn(num_heads, 3, generator=generator), dim=0)
     expected = mix_logits(log_weights_KR, logits_KRV)
     sizes_KR = torch.logsumexp(logits_KRV, dim=-1)
-    halves = [mix_logits(log_weights_KR, list(half), sizes_KR) for half in logits_KRV.split([4, 3], dim=-1)]
+    halves = [
+        mix_logits(log_weights_KR, list(half), sizes_KR)
+        for half in logits_KRV.split([4, 3], dim=-1)
+    ]
     some_head = logits_KRV.isfinite().all(dim=-1).any(dim=0)
     found = torch.cat(halves, dim=-1)
     torch.testing.assert_close(found[some_head], expected[some_head], atol=1e-3, rtol=1e-5)
 
 
-@given(num_heads=st.integers(2, 6), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+@given(
+    num_heads=st.integers(2, 6),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
 @unhurried
-def test_a_rows_state_comes_back_bit_by_bit_in_every_dtype(num_heads: int, dtype: torch.dtype) -> None:
+def test_a_rows_state_comes_back_bit_by_bit_in_every_dtype(
+    num_heads: int, dtype: torch.dtype
+) -> None:
     hidden_TD = torch.randn(5, 8).to(dtype)
     log_weights_TK = torch.randn(5, num_heads)
     log_weights_TK[0, 0] = -math.inf

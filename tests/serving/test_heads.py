@@ -56,9 +56,13 @@ class Devices:
 
 def heads(weight_VD: Tensor, shard: Shard, shares: Shares, *, readable: bool) -> StreamHeads:
     tiles: list[list[Callable[[Tensor], Tensor]]] = [
-        [partial(F.linear, weight=part) for part in tile.split(STREAMS, dim=1)] for tile in weight_VD.split(TILE)
+        [partial(F.linear, weight=part) for part in tile.split(STREAMS, dim=1)]
+        for tile in weight_VD.split(TILE)
     ]
-    shared = [None if of is None else SharedPieces(of, VOCABULARY, shard, weight_VD.device) for of in shares]
+    shared = [
+        None if of is None else SharedPieces(of, VOCABULARY, shard, weight_VD.device)
+        for of in shares
+    ]
     return StreamHeads(tiles, STREAMS, PARENTS, shard, weight_VD if readable else None, shared)
 
 
@@ -82,7 +86,9 @@ def expected_logits(shares: Shares) -> Tensor:
 def test_mixed_scores_are_of_every_parents_and_its_own_columns(shares: Shares) -> None:
     log_weights_TK = torch.randn(9, 4, generator=GENERATOR).log_softmax(dim=-1)
     scores_TV, sizes_TK = alone(shares).mix(ROWS_TD, log_weights_TK)
-    torch.testing.assert_close(scores_TV, mix_logits(log_weights_TK.T, expected_logits(shares).transpose(0, 1)))
+    torch.testing.assert_close(
+        scores_TV, mix_logits(log_weights_TK.T, expected_logits(shares).transpose(0, 1))
+    )
     torch.testing.assert_close(sizes_TK, torch.logsumexp(expected_logits(shares), dim=-1))
 
 
@@ -98,12 +104,16 @@ def test_a_tokens_logits_are_those_of_the_whole_product(readable: bool, shares: 
 
 @every_vocabulary
 @pytest.mark.parametrize("readable", [True, False])
-def test_devices_that_share_the_vocabulary_say_what_one_does(readable: bool, shares: Shares) -> None:
+def test_devices_that_share_the_vocabulary_say_what_one_does(
+    readable: bool, shares: Shares
+) -> None:
     devices, padding = Devices(), torch.full((PADDED - VOCABULARY, sum(STREAMS)), math.nan)
     halves = torch.cat([WEIGHT_VD, padding]).split(PADDED // 2)
 
     def of(rank: int) -> tuple[Tensor, ...]:
-        shard = Shard(8 * rank, (8, 3)[rank], partial(devices.gather, rank), partial(devices.sum, rank))
+        shard = Shard(
+            8 * rank, (8, 3)[rank], partial(devices.gather, rank), partial(devices.sum, rank)
+        )
         mine = heads(halves[rank], shard, shares, readable=readable)
         mixed_TV, _ = mine.mix(ROWS_TD, EVEN_TK)
         whole_TV = devices.gather(rank, F.pad(mixed_TV[:, : shard.length], (0, 8 - shard.length)))
@@ -111,7 +121,11 @@ def test_devices_that_share_the_vocabulary_say_what_one_does(readable: bool, sha
         return mine.logits_of(ROWS_TD, IDS_T), *mine.observe(ROWS_TD, IDS_T), whole_TV
 
     whole = alone(shares)
-    one = whole.logits_of(ROWS_TD, IDS_T), *whole.observe(ROWS_TD, IDS_T), whole.mix(ROWS_TD, EVEN_TK)[0]
+    one = (
+        whole.logits_of(ROWS_TD, IDS_T),
+        *whole.observe(ROWS_TD, IDS_T),
+        whole.mix(ROWS_TD, EVEN_TK)[0],
+    )
     with ThreadPoolExecutor(2) as threads:
         for both in threads.map(of, range(2)):
             for found, expected in zip(both, one, strict=True):

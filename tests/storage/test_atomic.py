@@ -69,12 +69,18 @@ def test_every_file_of_a_new_folder_has_the_mode_that_the_umask_asks_for(tmp_pat
             save_file({"a": torch.ones(2)}, partial / "theirs.safetensors")
     finally:
         os.umask(before)
-    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "folder").rglob("*") if file.is_file()}
+    modes = {
+        file.name: file.stat().st_mode & 0o777
+        for file in (tmp_path / "folder").rglob("*")
+        if file.is_file()
+    }
     assert len(modes) == len(FILES) + 3
     assert set(modes.values()) == {0o640}
 
 
-def test_a_folder_is_absent_until_it_is_whole_and_then_replaces_the_previous_one(tmp_path: Path) -> None:
+def test_a_folder_is_absent_until_it_is_whole_and_then_replaces_the_previous_one(
+    tmp_path: Path,
+) -> None:
     for files in (FILES, {"other": b"second"}):
         before = contents(tmp_path / "folder")
         for killed in (".folder.partial", ".folder.previous"):  # what a killed writer left
@@ -96,7 +102,9 @@ def read_from(folder: Path) -> None:
 
 
 def copy_to_a_full_disk(folder: Path) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere/source", None, str(folder / "a.txt"))
+    raise OSError(
+        errno.ENOSPC, "No space left on device", "/elsewhere/source", None, str(folder / "a.txt")
+    )
 
 
 def save_below_nothing(folder: Path) -> None:
@@ -110,7 +118,10 @@ def test_what_fails_while_a_folder_is_filled_changes_nothing_and_is_one_line_wit
 ) -> None:
     if before:
         write_folder(tmp_path / "folder", before)
-    with pytest.raises((StorageError, KeyboardInterrupt)) as failed, new_folder(tmp_path / "folder") as partial:
+    with (
+        pytest.raises((StorageError, KeyboardInterrupt)) as failed,
+        new_folder(tmp_path / "folder") as partial,
+    ):
         fill(partial, FILES)
         act(partial)
     told = str(failed.value)
@@ -135,7 +146,8 @@ def failing(real: Callable[..., Any], call: int) -> Callable[..., Any]:
 # Synced before the folder takes its place: the manifest and its name, then 4 files, 2 folders, and the folder.
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
-    [(os, "fsync", call) for call in range(1, 10)] + [(Path, "rename", 1), (Path, "rename", 2), (Path, "replace", 1)],
+    [(os, "fsync", call) for call in range(1, 10)]
+    + [(Path, "rename", 1), (Path, "rename", 2), (Path, "replace", 1)],
 )
 def test_a_disk_that_fails_while_a_folder_is_finished_leaves_the_previous_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int
@@ -151,7 +163,9 @@ def test_a_disk_that_fails_while_a_folder_is_finished_leaves_the_previous_one(
 
 
 @pytest.mark.parametrize("clean_up", ["write", "remove_leftovers"])
-def test_a_kill_between_the_two_renames_of_a_replacement_is_undone(tmp_path: Path, clean_up: str) -> None:
+def test_a_kill_between_the_two_renames_of_a_replacement_is_undone(
+    tmp_path: Path, clean_up: str
+) -> None:
     write_folder(tmp_path / "folder", {"old": b"content"})
     (tmp_path / "folder").rename(tmp_path / ".folder.previous")
     fill(tmp_path / ".folder.partial", FILES)
@@ -203,7 +217,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_one_flipped_bit_in_any_file_is_detected(whole: Path, data: st.DataObject) -> None:
-    file = data.draw(st.sampled_from(sorted(f for f in whole.rglob("*") if f.is_file() and f.stat().st_size)))
+    file = data.draw(
+        st.sampled_from(sorted(f for f in whole.rglob("*") if f.is_file() and f.stat().st_size))
+    )
     before = file.read_bytes()
     after = bytearray(before)
     after[data.draw(st.integers(0, len(before) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -225,7 +241,9 @@ def test_a_manifest_of_another_shape_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("owner", [(os, "fsync"), (Path, "replace")])
-@pytest.mark.parametrize("value", ["new", "half a surrogate pair: \ud800", float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "value", ["new", "half a surrogate pair: \ud800", float("nan"), float("inf")]
+)
 def test_a_file_that_cannot_be_written_keeps_its_old_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: tuple[Any, str], value: Any
 ) -> None:
@@ -238,18 +256,25 @@ def test_a_file_that_cannot_be_written_keeps_its_old_text(
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"\xff", b"[" * 100_000])
-def test_a_missing_or_damaged_json_file_is_a_storage_error(tmp_path: Path, content: bytes | None) -> None:
+def test_a_missing_or_damaged_json_file_is_a_storage_error(
+    tmp_path: Path, content: bytes | None
+) -> None:
     if content is not None:
         (tmp_path / "file").write_bytes(content)
     for read in (read_json, load_tensors):
-        with pytest.raises(StorageError, match=f"{tmp_path / 'file'}: {'missing' if content is None else 'damaged'}"):
+        with pytest.raises(
+            StorageError,
+            match=f"{tmp_path / 'file'}: {'missing' if content is None else 'damaged'}",
+        ):
             read(tmp_path / "file")
 
 
 # One user at a time, whatever the others do with the folder
 
 
-def test_each_is_alone_and_gets_a_folder_where_the_one_before_removes_or_renames_it(tmp_path: Path) -> None:
+def test_each_is_alone_and_gets_a_folder_where_the_one_before_removes_or_renames_it(
+    tmp_path: Path,
+) -> None:
     folder, alone = tmp_path / "folder", Lock()
 
     def use(number: int) -> None:
@@ -301,7 +326,9 @@ def taken_in_another_process(folder: Path) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 
-def test_a_folder_that_is_claimed_or_being_written_is_refused_to_others_and_not_to_its_holder(tmp_path: Path) -> None:
+def test_a_folder_that_is_claimed_or_being_written_is_refused_to_others_and_not_to_its_holder(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     with claimed(folder), claimed(folder), new_folder(folder) as partial:
         (partial / "report.json").write_text("{}")

@@ -26,7 +26,15 @@ from scale_cli.storage.records import (
     read_records,
 )
 
-RECORDS: list[type[RunRecord]] = [BaseRecord, TrainState, BranchPoint, Cost, ExportRecord, Ledger, TokenLedger]
+RECORDS: list[type[RunRecord]] = [
+    BaseRecord,
+    TrainState,
+    BranchPoint,
+    Cost,
+    ExportRecord,
+    Ledger,
+    TokenLedger,
+]
 
 
 @settings(max_examples=5, deadline=None)
@@ -43,7 +51,9 @@ def test_a_record_is_read_as_it_was_written(
 
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
-def test_what_is_no_record_is_an_error_that_names_the_file(kind: type[RunRecord], tmp_path: Path) -> None:
+def test_what_is_no_record_is_an_error_that_names_the_file(
+    kind: type[RunRecord], tmp_path: Path
+) -> None:
     for content in ("[]", "null", '{"tensors": 1, "step": "x", "read": 2, "sources": []}', "{"):
         (tmp_path / kind.FILE).write_text(content, encoding="utf-8")
         with pytest.raises(StorageError, match=kind.FILE):
@@ -57,7 +67,9 @@ def test_what_is_no_record_is_an_error_that_names_the_file(kind: type[RunRecord]
 def test_processes_that_check_one_new_folder_at_once_all_find_it_free_and_leave_nothing(
     tmp_path: Path, name: str
 ) -> None:
-    with ThreadPool(8) as pool:  # the checks are system calls, during which Python runs the other threads
+    with ThreadPool(
+        8
+    ) as pool:  # the checks are system calls, during which Python runs the other threads
         pool.map(lambda _: RunFolder(tmp_path / name).check(), range(400), chunksize=1)
     assert not any(tmp_path.iterdir())
 
@@ -74,7 +86,9 @@ def test_what_is_free_or_a_folder_is_fine_and_what_is_not_ours_in_it_no_matter(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "upscaled"]
 
 
-@pytest.mark.parametrize("name", ["file", "file/run", "file/a/b", "broken", "broken/run", "loop/run"])
+@pytest.mark.parametrize(
+    "name", ["file", "file/run", "file/a/b", "broken", "broken/run", "loop/run"]
+)
 def test_a_file_in_the_way_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "broken").symlink_to("absent")
@@ -90,9 +104,15 @@ def result(folder: Path, kind: str) -> Path:
     return folder
 
 
-def test_only_nothing_an_empty_folder_and_an_earlier_result_of_the_kind_may_be_replaced(tmp_path: Path) -> None:
+def test_only_nothing_an_empty_folder_and_an_earlier_result_of_the_kind_may_be_replaced(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "empty").mkdir()
-    for output in (tmp_path / "absent", tmp_path / "empty", result(tmp_path / "earlier", "scale join")):
+    for output in (
+        tmp_path / "absent",
+        tmp_path / "empty",
+        result(tmp_path / "earlier", "scale join"),
+    ):
         check_replaceable(output, "scale join")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier", "empty"]
     (tmp_path / "file").write_text("mine")
@@ -100,7 +120,9 @@ def test_only_nothing_an_empty_folder_and_an_earlier_result_of_the_kind_may_be_r
     result(tmp_path / "other", "scale comparison")
     (result(tmp_path / "added", "scale join") / "notes.txt").write_text("mine")
     for name in ("file", "unlisted", "other", "added"):
-        with pytest.raises(RunFolderError, match=rf"^--output .*{name}: holds something other than a scale join"):
+        with pytest.raises(
+            RunFolderError, match=rf"^--output .*{name}: holds something other than a scale join"
+        ):
             check_replaceable(tmp_path / name, "scale join")
 
 

@@ -9,7 +9,9 @@ import yaml
 
 from scale_cli.storage.atomic import file_sha256, json_sha256, read_json, write_json
 
-REMOTE_MODEL = {"auto_map": {"AutoConfig": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}}
+REMOTE_MODEL = {
+    "auto_map": {"AutoConfig": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
+}
 
 
 class Evil:
@@ -35,7 +37,9 @@ def write_benchmark(folder: Path, **changes: Any) -> dict[str, str]:
     """Write a task of one item; return the entry of evaluation.benchmarks that names it."""
     items = folder / "items.jsonl"
     if not items.exists():
-        items.write_text('{"query": "One", "choices": ["cat", "dog"], "gold": 0}\n', encoding="utf-8")
+        items.write_text(
+            '{"query": "One", "choices": ["cat", "dog"], "gold": 0}\n', encoding="utf-8"
+        )
     task = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(items)}},
@@ -57,7 +61,9 @@ def reseal(folder: Path, *more: str) -> None:
     names = {*(file.relative_to(folder).as_posix() for file in files), *more} - {"manifest.json"}
     tree = read_json(folder / "manifest.json")
     sizes = {name: (folder / name).stat().st_size for name in names}
-    tree["files"] = {name: {"bytes": size, "sha256": file_sha256(folder / name)} for name, size in sizes.items()}
+    tree["files"] = {
+        name: {"bytes": size, "sha256": file_sha256(folder / name)} for name, size in sizes.items()
+    }
     del tree["manifest_sha256"]
     write_json(folder / "manifest.json", tree | {"manifest_sha256": json_sha256(tree)})
 

@@ -41,7 +41,9 @@ class Fault:
     at: int  # which call, counted from 1; 0 for none
     error: int = KILL  # or an errno; ENOSPC stays, as a disk stays full; the others happen once
     half: bool = False  # a write is done half before
-    counted: Path | None = None  # a file for what was counted, [kind, path] of each call, written as it goes
+    counted: Path | None = (
+        None  # a file for what was counted, [kind, path] of each call, written as it goes
+    )
 
     def __call__(self) -> None:
         """Put it into this process."""
@@ -54,7 +56,11 @@ class _Wrapped:
         self.num_calls = 0
         self.lock = threading.Lock()
         self.real_open = io.open
-        self.log = None if fault.counted is None else os.open(fault.counted, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        self.log = (
+            None
+            if fault.counted is None
+            else os.open(fault.counted, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        )
 
     def install(self) -> None:
         for name in ("rename", "replace", "mkdir", "unlink", "rmdir"):
@@ -64,7 +70,9 @@ class _Wrapped:
         builtins.open = io.open = self.open
         tensors: Any = safetensors.torch
         modelling: Any = transformers.modeling_utils
-        tensors.save_file = partial(self.save_tensors, tensors.save_file)  # imported where it is called
+        tensors.save_file = partial(
+            self.save_tensors, tensors.save_file
+        )  # imported where it is called
         modelling.safe_save_file = partial(self.save_tensors, modelling.safe_save_file)
 
     def is_below(self, path: Any) -> bool:
@@ -77,7 +85,9 @@ class _Wrapped:
             if self.log is not None:
                 os.write(self.log, (json.dumps([kind, str(path)]) + "\n").encode())
             fault = self.fault
-            stays = fault.error == errno.ENOSPC and self.num_calls > fault.at and kind in _NEEDS_ROOM
+            stays = (
+                fault.error == errno.ENOSPC and self.num_calls > fault.at and kind in _NEEDS_ROOM
+            )
             return bool(fault.at) and (self.num_calls == fault.at or stays)
 
     def fail(self, *path: str) -> NoReturn:
@@ -85,7 +95,9 @@ class _Wrapped:
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError(self.fault.error, os.strerror(self.fault.error), *path)
 
-    def call_on_path(self, kind: str, real: Callable[..., Any], path: Any, *arguments: Any, **options: Any) -> Any:
+    def call_on_path(
+        self, kind: str, real: Callable[..., Any], path: Any, *arguments: Any, **options: Any
+    ) -> Any:
         counts = self.is_below(path) or options.get("dir_fd") is not None
         if counts and self.reached(kind, path):
             self.fail(str(path))
@@ -103,7 +115,9 @@ class _Wrapped:
             self.fail(str(file))
         return _Written(self.real_open(file, mode, *arguments, **options), self)
 
-    def save_tensors(self, real: Callable[..., Any], tensors: Any, path: Any, **options: Any) -> None:
+    def save_tensors(
+        self, real: Callable[..., Any], tensors: Any, path: Any, **options: Any
+    ) -> None:
         if not self.reached("tensors", path):
             real(tensors, path, **options)
             return
@@ -112,7 +126,9 @@ class _Wrapped:
             os.truncate(path, Path(path).stat().st_size // 2)
         if self.fault.error == KILL:
             self.fail()
-        raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(self.fault.error)}")
+        raise SafetensorError(
+            f"Error while serializing: I/O error: {os.strerror(self.fault.error)}"
+        )
 
 
 class _Written:

@@ -13,7 +13,14 @@ from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import load_config
 from tests.command_line import Scale
 from tests.one_step import write_config
-from tests.torture.attacker import REMOTE_MODEL, edit_json, evil_pickle, evil_python, reseal, write_benchmark
+from tests.torture.attacker import (
+    REMOTE_MODEL,
+    edit_json,
+    evil_pickle,
+    evil_python,
+    reseal,
+    write_benchmark,
+)
 
 TWO_STEPS = {"max_steps": 2, "save_every_steps": 1}
 Configured = Callable[..., Path]
@@ -23,7 +30,12 @@ Configured = Callable[..., Path]
 def finished_once(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished run of the four verbs, beside its text."""
     folder = tmp_path_factory.mktemp("finished")
-    held_out = {"name": "news", "path": str(folder / "news.txt"), "language": "en", "role": "retention"}
+    held_out = {
+        "name": "news",
+        "path": str(folder / "news.txt"),
+        "language": "en",
+        "role": "retention",
+    }
     evaluation = {"perplexity": [held_out], "bootstrap_resamples": 100}
     config = write_config(folder, stories, train=TWO_STEPS, evaluation=evaluation)
     run_pipeline(load_config(config), lambda _: None)
@@ -34,8 +46,12 @@ def finished_once(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def finished(finished_once: Path, tmp_path: Path, stories: Path) -> Configured:
     """A function that writes the config of a finished run, which lies in `tmp_path`, with other sections if need be."""
     shutil.copytree(finished_once / "run", tmp_path / "run")
-    corpus = {"sources": [{"name": "news", "path": str(finished_once / "news.txt"), "language": "en"}]}
-    return lambda **sections: write_config(tmp_path, stories, train=TWO_STEPS, corpus=corpus, **sections)
+    corpus = {
+        "sources": [{"name": "news", "path": str(finished_once / "news.txt"), "language": "en"}]
+    }
+    return lambda **sections: write_config(
+        tmp_path, stories, train=TWO_STEPS, corpus=corpus, **sections
+    )
 
 
 # What is more than data
@@ -44,7 +60,11 @@ def finished(finished_once: Path, tmp_path: Path, stories: Path) -> Configured:
 def test_a_yaml_tag_runs_nothing(scale: Scale, base: Path, tmp_path: Path, canary: Path) -> None:
     config = write_config(tmp_path, base)
     good = config.read_text(encoding="utf-8")
-    for tag in ("!!python/object/apply:os.mkdir [{}]", "!!python/object/new:os.mkdir [[{}]]", "!!python/name:os.mkdir"):
+    for tag in (
+        "!!python/object/apply:os.mkdir [{}]",
+        "!!python/object/new:os.mkdir [[{}]]",
+        "!!python/name:os.mkdir",
+    ):
         evil = tag.format(canary)
         assert "not valid YAML" in scale("upscale", config, f"seed={evil}").error()
         config.write_text(f"seed: {evil}\n" + good, encoding="utf-8")
@@ -57,7 +77,10 @@ def test_a_yaml_tag_in_a_run_or_in_a_task_of_a_benchmark_runs_nothing(
     scale: Scale, finished: Configured, tmp_path: Path, canary: Path
 ) -> None:
     evil = f"seed: !!python/object/apply:os.mkdir [{canary}]\n"
-    config, final = finished(evaluation={"benchmarks": [write_benchmark(tmp_path)]}), tmp_path / "run" / "final"
+    config, final = (
+        finished(evaluation={"benchmarks": [write_benchmark(tmp_path)]}),
+        tmp_path / "run" / "final",
+    )
     for tagged in (evil, "doc_to_text: !function os.getcwd\n"):
         (tmp_path / "mine.yaml").write_text(tagged, encoding="utf-8")
         assert re.search(r"mine\.yaml(:1)?: not valid YAML", scale("evaluate", config).error())
@@ -82,7 +105,10 @@ def test_the_template_of_a_benchmark_runs_in_a_sandbox(
     scale: Scale, finished: Configured, tmp_path: Path, canary: Path, template: str
 ) -> None:
     benchmark = write_benchmark(tmp_path, doc_to_text=template.format(canary=str(canary)))
-    assert f"{tmp_path / 'mine.yaml'}: " in scale("evaluate", finished(evaluation={"benchmarks": [benchmark]})).error()
+    assert (
+        f"{tmp_path / 'mine.yaml'}: "
+        in scale("evaluate", finished(evaluation={"benchmarks": [benchmark]})).error()
+    )
     assert not canary.exists()
 
 
@@ -91,7 +117,9 @@ def test_nothing_of_a_zip_lands_outside_and_nothing_of_it_stays(
 ) -> None:
     with zipfile.ZipFile(tmp_path / "items.jsonl", "w") as archive:
         for member in ("../evil.jsonl", "/tmp/evil.jsonl", "a/../../evil.jsonl", "C:\\evil.jsonl"):
-            archive.writestr(member, json.dumps({"query": "One", "choices": ["a", "b"], "gold": 0}) + "\n")
+            archive.writestr(
+                member, json.dumps({"query": "One", "choices": ["a", "b"], "gold": 0}) + "\n"
+            )
     config = finished(evaluation={"benchmarks": [write_benchmark(tmp_path)]})
     before = {path for path in tmp_path.rglob("*") if "run" not in path.parts}
     done = scale("evaluate", config)
@@ -138,9 +166,14 @@ def test_an_export_with_code_is_opened_without_it_and_without_asking(
 ) -> None:
     exported = tmp_path / "run" / "export" / "llama"
     (exported / "modeling_evil.py").write_bytes(evil_python(canary))
-    edit_json(exported / "config.json", REMOTE_MODEL | {"model_type": "evil", "architectures": ["Evil"]})
+    edit_json(
+        exported / "config.json", REMOTE_MODEL | {"model_type": "evil", "architectures": ["Evil"]}
+    )
     reseal(exported)
-    for arguments, exit_code in ((("generate", exported, "--prompt", "x"), 1), (("verify", exported), 3)):
+    for arguments, exit_code in (
+        (("generate", exported, "--prompt", "x"), 1),
+        (("verify", exported), 3),
+    ):
         done = scale(*arguments)
         assert done.exit_code == exit_code
         assert f"{exported}: cannot be loaded: " in done.stdout + done.stderr
@@ -166,7 +199,9 @@ def test_a_manifest_does_not_lead_out_of_its_folder(scale: Scale, tmp_path: Path
 
 # Places and names that lead elsewhere
 
-FOLDERS = "upscaled checkpoints checkpoints/step-00000001 final evaluation export export/llama tokens"
+FOLDERS = (
+    "upscaled checkpoints checkpoints/step-00000001 final evaluation export export/llama tokens"
+)
 FILES = "metrics.jsonl .metrics.jsonl.partial .final.partial tokens/.news.unfinished/tokens.bin"
 OTHERS = ("upscale", "prepare", "evaluate", "export", "run")
 
@@ -174,7 +209,10 @@ OTHERS = ("upscale", "prepare", "evaluate", "export", "run")
 # A verb looks at all places, by one function, before it does anything.
 @pytest.mark.parametrize(
     ("place", "verb"),
-    [*((place, "train") for place in f"{FOLDERS} {FILES}".split()), *(("final", verb) for verb in OTHERS)],
+    [
+        *((place, "train") for place in f"{FOLDERS} {FILES}".split()),
+        *(("final", verb) for verb in OTHERS),
+    ],
 )
 def test_a_link_out_of_output_dir_is_refused_before_anything_is_written(
     scale: Scale, base: Path, tmp_path: Path, place: str, verb: str
@@ -185,8 +223,14 @@ def test_a_link_out_of_output_dir_is_refused_before_anything_is_written(
     link = tmp_path / "run" / place
     link.parent.mkdir(parents=True)
     link.symlink_to(outside / "precious" if place in FILES.split() else outside)
-    assert scale(verb, write_config(tmp_path, base)).error().startswith(f"{link}: points outside output_dir")
-    assert {file.name: file.read_text(encoding="utf-8") for file in outside.iterdir()} == {"precious": "precious"}
+    assert (
+        scale(verb, write_config(tmp_path, base))
+        .error()
+        .startswith(f"{link}: points outside output_dir")
+    )
+    assert {file.name: file.read_text(encoding="utf-8") for file in outside.iterdir()} == {
+        "precious": "precious"
+    }
 
 
 def test_a_link_that_stays_inside_is_no_escape(scale: Scale, base: Path, tmp_path: Path) -> None:
@@ -204,9 +248,14 @@ def test_a_name_of_a_source_is_no_path(scale: Scale, base: Path, tmp_path: Path)
     for name in ("/etc/passwd", "a/b", "..", ".hidden", "a\nb", "a" * 65, "<script>"):
         told = scale("prepare", config, f"corpus.sources.0.name={json.dumps(name)}").error()
         assert "corpus.sources.0.name" in told
-    held_out = "evaluation.perplexity=[{name: ../../evil, path: x.txt, language: en, role: retention}]"
+    held_out = (
+        "evaluation.perplexity=[{name: ../../evil, path: x.txt, language: en, role: retention}]"
+    )
     assert "perplexity.0.name" in scale("prepare", config, held_out).error()
-    assert "benchmarks.0.name" in scale("prepare", config, "evaluation.benchmarks=[../../evil]").error()
+    assert (
+        "benchmarks.0.name"
+        in scale("prepare", config, "evaluation.benchmarks=[../../evil]").error()
+    )
 
 
 # What is shown of names and texts that others chose
@@ -214,7 +263,9 @@ def test_a_name_of_a_source_is_no_path(scale: Scale, base: Path, tmp_path: Path)
 RED = "\x1b[31mred\x1b]0;title\x07\x9b2J"
 
 
-def test_control_characters_of_a_file_name_do_not_reach_the_terminal(scale: Scale, base: Path, tmp_path: Path) -> None:
+def test_control_characters_of_a_file_name_do_not_reach_the_terminal(
+    scale: Scale, base: Path, tmp_path: Path
+) -> None:
     (tmp_path / f"{RED}.jsonl").write_text('{"text": "One."}\n' * 3 + "{\n", encoding="utf-8")
     config = write_config(tmp_path, base)
     path = f"corpus.sources.0.path={json.dumps(str(tmp_path / '*.jsonl'))}"

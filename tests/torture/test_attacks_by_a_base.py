@@ -30,36 +30,52 @@ class Attack:
     pickles: tuple[str, ...] = ()
     code: str | None = None
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
-    harmless: bool = False  # what a family of ours has without that code, and what no verb asks for, is no error
+    harmless: bool = (
+        False  # what a family of ours has without that code, and what no verb asks for, is no error
+    )
 
 
 _TEMPLATE = "{{ cycler.__init__.__globals__.os.mkdir('CANARY') }}"
-_TOKENIZER = {"auto_map": {"AutoTokenizer": ["tokenization_evil.Evil"] * 2}, "tokenizer_class": "Evil"}
+_TOKENIZER = {
+    "auto_map": {"AutoTokenizer": ["tokenization_evil.Evil"] * 2},
+    "tokenizer_class": "Evil",
+}
 _NEW_FAMILY = {"model_type": "evil", "architectures": ["Evil"]}
 ATTACKS = {
     "pickled weights": Attack(pickles=("model.safetensors",)),
     "pickled weights only": Attack(gone=("model.safetensors",), pickles=("pytorch_model.bin",)),
-    "a model's code": Attack(code="modeling_evil.py", keys={"config.json": REMOTE_MODEL}, harmless=True),
-    "a new family's code": Attack(code="modeling_evil.py", keys={"config.json": REMOTE_MODEL | _NEW_FAMILY}),
+    "a model's code": Attack(
+        code="modeling_evil.py", keys={"config.json": REMOTE_MODEL}, harmless=True
+    ),
+    "a new family's code": Attack(
+        code="modeling_evil.py", keys={"config.json": REMOTE_MODEL | _NEW_FAMILY}
+    ),
     "a tokenizer's code": Attack(
         code="tokenization_evil.py", keys={"tokenizer_config.json": _TOKENIZER}, harmless=True
     ),
     "a pickled tokenizer": Attack(
-        gone=("tokenizer.json",), pickles=("tokenizer.model", "vocab.json", "tokenizer.pkl", "added_tokens.json")
+        gone=("tokenizer.json",),
+        pickles=("tokenizer.model", "vocab.json", "tokenizer.pkl", "added_tokens.json"),
     ),
     "its own way to generate": Attack(
         code="custom_generate/generate.py",
         keys={"generation_config.json": {"custom_generate": "BASE", "do_sample": True}},
         harmless=True,
     ),
-    "a template that escapes": Attack(keys={"tokenizer_config.json": {"chat_template": _TEMPLATE}}, harmless=True),
+    "a template that escapes": Attack(
+        keys={"tokenizer_config.json": {"chat_template": _TEMPLATE}}, harmless=True
+    ),
     "a kernel from the hub": Attack(keys={"config.json": {"attn_implementation": "evil/kernel"}}),
     "a pickled adapter": Attack(
         pickles=("adapter_model.bin",),
-        keys={"adapter_config.json": {"peft_type": "LORA", "base_model_name_or_path": "BASE", "r": 1}},
+        keys={
+            "adapter_config.json": {"peft_type": "LORA", "base_model_name_or_path": "BASE", "r": 1}
+        },
     ),
     "quantised by code": Attack(
-        code="evil.py", keys={"config.json": {"quantization_config": {"quant_method": "evil.Evil"}}}, harmless=True
+        code="evil.py",
+        keys={"config.json": {"quantization_config": {"quant_method": "evil.Evil"}}},
+        harmless=True,
     ),
 }
 
@@ -83,7 +99,12 @@ def check_that_no_code_is_run(scale: Scale, base: Path, canary: Path, *, harmles
     if done.exit_code == 0:
         assert harmless
         assert scale("train", config).exit_code == 0
-        assert scale("generate", canary.parent / "run", "--prompt", "One", "--max-new-tokens", "2").exit_code == 0
+        assert (
+            scale(
+                "generate", canary.parent / "run", "--prompt", "One", "--max-new-tokens", "2"
+            ).exit_code
+            == 0
+        )
     else:
         assert "model.base" in done.error()
         assert not (canary.parent / "run").exists()
@@ -103,10 +124,18 @@ def test_nor_is_what_torch_has_pickled(scale: Scale, base: Path, canary: Path) -
 
 
 @pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/elsewhere.safetensors", ["x"]])
-def test_an_index_of_shards_names_only_files_of_its_folder(scale: Scale, base: Path, tmp_path: Path, name: Any) -> None:
+def test_an_index_of_shards_names_only_files_of_its_folder(
+    scale: Scale, base: Path, tmp_path: Path, name: Any
+) -> None:
     (base / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
-    edit_json(base / "model.safetensors.index.json", {"metadata": {}, "weight_map": {"model.norm.weight": name}})
-    assert "model.safetensors.index.json names" in scale("upscale", write_config(tmp_path, base)).error()
+    edit_json(
+        base / "model.safetensors.index.json",
+        {"metadata": {}, "weight_map": {"model.norm.weight": name}},
+    )
+    assert (
+        "model.safetensors.index.json names"
+        in scale("upscale", write_config(tmp_path, base)).error()
+    )
 
 
 def of_tensors(**ends: tuple[int, int]) -> bytes:
@@ -128,7 +157,9 @@ def of_tensors(**ends: tuple[int, int]) -> bytes:
     ],
     ids=["longest header", "overlapping", "huge", "deep"],
 )
-def test_a_safetensors_bomb_is_one_error(scale: Scale, base: Path, tmp_path: Path, content: bytes) -> None:
+def test_a_safetensors_bomb_is_one_error(
+    scale: Scale, base: Path, tmp_path: Path, content: bytes
+) -> None:
     (base / "model.safetensors").write_bytes(content)
     assert scale("upscale", write_config(tmp_path, base)).error().startswith("model.base: ")
     assert not (tmp_path / "run").exists()

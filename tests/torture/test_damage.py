@@ -55,7 +55,9 @@ def damaged(folder: Path) -> Iterator[tuple[Path, str]]:
             file.write_bytes(content)
 
 
-def test_any_damage_of_the_newest_checkpoint_is_found_and_the_one_before_it_taken(runs: Runs) -> None:
+def test_any_damage_of_the_newest_checkpoint_is_found_and_the_one_before_it_taken(
+    runs: Runs,
+) -> None:
     run = runs.copy("whole", "damaged")
     newest, before = (run.checkpoint(step) for step in (SAVED_STEPS[-1], SAVED_STEPS[-2]))
     for file, _ in damaged(newest):
@@ -65,7 +67,9 @@ def test_any_damage_of_the_newest_checkpoint_is_found_and_the_one_before_it_take
     assert newest_whole_checkpoint(run) == (newest, [])
 
 
-def test_resumed_over_a_damaged_checkpoint_a_run_ends_as_the_whole_one(runs: Runs, in_full: bool) -> None:
+def test_resumed_over_a_damaged_checkpoint_a_run_ends_as_the_whole_one(
+    runs: Runs, in_full: bool
+) -> None:
     """The damaged one is in the middle of a run that goes on, and is replaced when its step comes again."""
     names = [file.name for file in files_of(runs.folder("kept").checkpoint(6))]
     for name in names if in_full else ["optimiser.safetensors"]:
@@ -82,13 +86,17 @@ def test_the_newest_good_checkpoint_outlives_damaged_ones_of_later_steps(runs: R
     run = runs.midway("damaged")
     DAMAGES["empty"](run.checkpoint(6) / "optimiser.safetensors")
     for step in (4, 5):
-        ended = run_verb(*runs.arguments("train", "damaged"), "train.max_hours=1e-9", "train.keep_checkpoints=1")
+        ended = run_verb(
+            *runs.arguments("train", "damaged"), "train.max_hours=1e-9", "train.keep_checkpoints=1"
+        )
         assert f"stopped by train.max_hours after step {step};" in ended.printed
         assert newest_whole_checkpoint(run)[0] == run.checkpoint(step)
     runs.finish_as("whole", "damaged")
 
 
-@pytest.mark.parametrize(("name", "verbs"), [("final", ("train", "evaluate", "export")), ("upscaled", ("train",))])
+@pytest.mark.parametrize(
+    ("name", "verbs"), [("final", ("train", "evaluate", "export")), ("upscaled", ("train",))]
+)
 def test_a_damaged_final_or_start_is_refused_by_every_verb(
     runs: Runs, in_full: bool, record_property: Record, name: str, verbs: tuple[str, ...]
 ) -> None:
@@ -104,14 +112,18 @@ def test_a_damaged_final_or_start_is_refused_by_every_verb(
                 ended = run_verb(*runs.arguments(verb, "damaged"))
                 assert ended.exit_code in (1, 2), ended.printed
                 assert "Traceback" not in ended.printed
-                (line,) = [line for line in ended.printed.splitlines() if line.startswith("error: ")]
+                (line,) = [
+                    line for line in ended.printed.splitlines() if line.startswith("error: ")
+                ]
                 assert str(folder) in line
                 refused += 1
     assert refused >= len(verbs)
     record_property(f"verbs that refused a damaged {name}/", refused)
 
 
-def test_a_folder_that_someone_put_beside_the_checkpoints_is_neither_used_nor_deleted(runs: Runs) -> None:
+def test_a_folder_that_someone_put_beside_the_checkpoints_is_neither_used_nor_deleted(
+    runs: Runs,
+) -> None:
     run, names = runs.midway("mine"), {"step-backup", "step-00000099.old", "notes"}
     for name in names:
         shutil.copytree(run.checkpoint(3), run.checkpoints / name)

@@ -16,7 +16,13 @@ from typing import Any
 import pytest
 
 from scale_cli.config.training import TrainConfig
-from scale_cli.storage.atomic import MANIFEST, partial_folder, read_json, save_tensors, verify_folder
+from scale_cli.storage.atomic import (
+    MANIFEST,
+    partial_folder,
+    read_json,
+    save_tensors,
+    verify_folder,
+)
 from scale_cli.storage.records import RunFolder
 from scale_cli.training import loop
 from scale_cli.training import run as training_run
@@ -55,10 +61,17 @@ class SmallestFile:
 # Files that are smaller than the tensors that a verb writes, and larger than all else.
 _SMALLER = {"train": "whole/final/trained.safetensors", "export": "base/model.safetensors"}
 # In short, a verb is killed at so many calls, and meets one of the errors.
-IN_SHORT = {"prepare": (1, errno.EIO), "train": (3, errno.ENOSPC), "evaluate": (1, errno.EACCES), "export": (1, 0)}
+IN_SHORT = {
+    "prepare": (1, errno.EIO),
+    "train": (3, errno.ENOSPC),
+    "evaluate": (1, errno.EACCES),
+    "export": (1, 0),
+}
 
 
-def faults(runs: Runs, verb: str, calls: list[str], in_full: bool) -> Iterator[Fault | SmallestFile]:
+def faults(
+    runs: Runs, verb: str, calls: list[str], in_full: bool
+) -> Iterator[Fault | SmallestFile]:
     """Yield what goes wrong in the run `failing`: at every call in full, and after half of every write."""
     root = runs.root / "failing"
     if verb in _SMALLER:
@@ -84,7 +97,11 @@ def place_of(folder: Path) -> Path:
 def whole_folders(run: RunFolder) -> set[Path]:
     """Return the places of a run's folders, all of which have to be whole."""
     folders = {manifest.parent for manifest in run.root.rglob(MANIFEST)}
-    aside = {folder for folder in folders if folder.name.endswith(".previous") and not place_of(folder).exists()}
+    aside = {
+        folder
+        for folder in folders
+        if folder.name.endswith(".previous") and not place_of(folder).exists()
+    }
     shown = {folder for folder in folders if "/." not in str(folder.relative_to(run.root.parent))}
     for folder in shown | aside:
         verify_folder(folder)
@@ -104,7 +121,16 @@ def test_what_goes_wrong_at_any_call_is_told_and_the_same_command_then_does_what
     runs: Runs, in_full: bool, record_property: Record, verb: str
 ) -> None:
     calls = undisturbed(runs, verb)
-    assert verb != "train" or {"open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "tensors"} <= set(calls)
+    assert verb != "train" or {
+        "open",
+        "write",
+        "fsync",
+        "rename",
+        "mkdir",
+        "unlink",
+        "rmdir",
+        "tensors",
+    } <= set(calls)
     num_faults = num_met = 0
     for fault in faults(runs, verb, calls, in_full):
         run = beginning(runs, verb)
@@ -138,12 +164,16 @@ def test_killed_at_random_instants_a_run_ends_as_the_whole_one(
         longest_s = usual_s
         while runs.start("killed").is_killed_after(instants.uniform(0, longest_s)):
             kills += 1
-            longest_s += usual_s / 10  # or a machine that is busier than it was would never come to a checkpoint
+            longest_s += (
+                usual_s / 10
+            )  # or a machine that is busier than it was would never come to a checkpoint
         runs.finish_as("whole", "killed")
     record_property("SIGKILLs at random instants", kills)
 
 
-def test_training_waits_for_checkpoints_less_than_a_fiftieth_of_its_time_at_the_default_cadence(runs: Runs) -> None:
+def test_training_waits_for_checkpoints_less_than_a_fiftieth_of_its_time_at_the_default_cadence(
+    runs: Runs,
+) -> None:
     final = runs.folder("kept").final
     stall_s = read_json(final / "cost.json")["saving_s"] / len(SAVED_STEPS)
     step_s = read_json(final / "position.json")["elapsed_s"] / MAX_STEPS
@@ -182,9 +212,13 @@ def kill_beside_steps() -> None:
     vars(training_run)["save_tensors"] = save
 
 
-def train_together(runs: Runs, name: str, num_processes: int, hook: Hook | None = None) -> list[int]:
+def train_together(
+    runs: Runs, name: str, num_processes: int, hook: Hook | None = None
+) -> list[int]:
     """Train in several processes; return their exit codes. Of those that were not killed one says why it ends."""
-    ends = ended_group(start_group(*runs.arguments("train", name), num_processes=num_processes, hook=hook))
+    ends = ended_group(
+        start_group(*runs.arguments("train", name), num_processes=num_processes, hook=hook)
+    )
     left = [ended for ended in ends if ended.exit_code == 1]
     assert all(ended.exit_code in (0, 1, -signal.SIGKILL) for ended in ends), ends
     assert sum("another process has ended" in ended.printed for ended in left) == bool(left), ends
@@ -202,10 +236,17 @@ def test_one_of_several_processes_is_killed_beside_steps_or_where_it_writes_and_
             whole, counted = several.upscaled("whole-of-several"), several.root / "calls.jsonl"
             count = OfProcess(rank, Fault(whole.root, 0, counted=counted))
             assert not any(train_together(several, "whole-of-several", num_processes, count))
-            num_calls, killed = len(counted.read_text(encoding="utf-8").splitlines()), several.folder("killed")
+            num_calls, killed = (
+                len(counted.read_text(encoding="utf-8").splitlines()),
+                several.folder("killed"),
+            )
             calls = range(1, num_calls, 1 + num_calls // 12) if in_full else (num_calls // 2,)
-            hooks: list[Hook] = [Fault(killed.root, call, half=True) for call in calls if num_processes == 2]
-            hooks += [kill_beside_steps] if sharding != "none" else []  # else one process writes all
+            hooks: list[Hook] = [
+                Fault(killed.root, call, half=True) for call in calls if num_processes == 2
+            ]
+            hooks += (
+                [kill_beside_steps] if sharding != "none" else []
+            )  # else one process writes all
             for hook in hooks:
                 several.upscaled("killed")
                 codes = train_together(several, "killed", num_processes, OfProcess(rank, hook))

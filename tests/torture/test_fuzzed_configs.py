@@ -23,7 +23,9 @@ from tests.one_step import write_config
 Record = Callable[[str, object], None]
 Examples = Callable[[int, int], settings]
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHIPPED = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "configs").glob("*.yaml"))]
+SHIPPED = [
+    path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "configs").glob("*.yaml"))
+]
 OF_A_RUN = (REPOSITORY / "configs" / "petitions.yaml").read_text(encoding="utf-8")
 TREES: list[dict[str, Any]] = [yaml.safe_load(text) for text in SHIPPED]
 # What takes a config, and what of it is called first with the base: from there on it is a run.
@@ -52,8 +54,16 @@ JUNK = st.sampled_from([*re.split(r" \|\s", JUNK_TEXT.strip()), "", *LONG]) | st
 
 def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every key and index of a tree."""
-    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [place for key, child in children for place in ((*path, key), *places(child, (*path, key)))]
+    children = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
+    return [
+        place for key, child in children for place in ((*path, key), *places(child, (*path, key)))
+    ]
 
 
 @st.composite
@@ -66,7 +76,11 @@ def mutated_trees(draw: st.DrawFn) -> str:
         node = tree
         for key in above:
             node = node[key]
-        how = draw(st.sampled_from(["drop", "rename", "replace", "replace", "replace", "move", "wrap", "number"]))
+        how = draw(
+            st.sampled_from(
+                ["drop", "rename", "replace", "replace", "replace", "move", "wrap", "number"]
+            )
+        )
         if how == "replace" or last not in (node if isinstance(node, dict) else range(len(node))):
             junk[f"JUNK{number}KNUJ"] = draw(JUNK)
             node[last] = f"JUNK{number}KNUJ"
@@ -79,14 +93,19 @@ def mutated_trees(draw: st.DrawFn) -> str:
         elif how == "number":
             node[last] = draw(st.integers() | st.floats())
         else:
-            node[last] = draw(st.sampled_from([[node[last]], {str(last): node[last]}, str(node[last])]))
+            node[last] = draw(
+                st.sampled_from([[node[last]], {str(last): node[last]}, str(node[last])])
+            )
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     return re.sub(r"JUNK\dKNUJ", lambda found: junk[found[0]], text)
 
 
 def laughs(levels: int, width: int) -> str:
     """Lists of aliases of lists of aliases: width ** levels values."""
-    names = [f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * width)}]" for level in range(1, levels)]
+    names = [
+        f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * width)}]"
+        for level in range(1, levels)
+    ]
     return "\n".join(["x0: &x0 [" + ", ".join(["ha"] * width) + "]", *names])
 
 
@@ -97,7 +116,16 @@ CONTENTS = (
 )
 OVERRIDES = st.lists(
     st.sampled_from(
-        ["train.lr", "train", "output_dir", "corpus.sources.0.path", "corpus.sources.9", "method", "a.b", ""]
+        [
+            "train.lr",
+            "train",
+            "output_dir",
+            "corpus.sources.0.path",
+            "corpus.sources.9",
+            "method",
+            "a.b",
+            "",
+        ]
     )
     .flatmap(lambda key: JUNK.map(lambda value: f"{key}={value}"))
     .filter(lambda override: not override.startswith("-") and "\0" not in override),
@@ -116,7 +144,10 @@ def check_outcome(outcome: Outcome) -> bool:
     assert all(len(line) < 6_000 and line.isprintable() for line in lines)
     assert "hunter2" not in stderr  # the password in a URL
     # The line, the key, or the file itself: whoever reads it knows where to look.
-    assert all(re.match(r"(error: )?(.*config\.yaml(:\d+)?: |override |[a-z_]+[ :.])", line) for line in lines)
+    assert all(
+        re.match(r"(error: )?(.*config\.yaml(:\d+)?: |override |[a-z_]+[ :.])", line)
+        for line in lines
+    )
     return False
 
 
@@ -149,7 +180,9 @@ def test_fuzzed_configs_run_or_end_in_one_clean_error(
             patch.chdir(folder)
             Path("config.yaml").write_bytes(content)
             taken.append(check_outcome(scale_here(verb, "config.yaml", *overrides)))
-            assert [path.name for path in Path().rglob("*")] == ["config.yaml"], "something was written"
+            assert [path.name for path in Path().rglob("*")] == ["config.yaml"], (
+                "something was written"
+            )
 
     for text, overrides, verb in EXAMPLES:
         try_config(text.encode("latin-1", errors="replace"), overrides, verb)
@@ -163,7 +196,9 @@ def good_overrides(draw: st.DrawFn) -> list[str]:
     """Keys of a good config with other good values."""
     values = {
         "seed": st.integers(0, 2**32 - 1),
-        "method.variant": st.sampled_from([name for name, method in METHODS.items() if not method.reads_known_text]),
+        "method.variant": st.sampled_from(
+            [name for name, method in METHODS.items() if not method.reads_known_text]
+        ),
         "method.expansion.init": st.sampled_from([*STARTS]),
         "method.expansion.ratio": st.floats(1e-3, 1.0),
         "method.expansion.hidden_ratio": st.floats(1e-3, 1.0),
@@ -176,7 +211,9 @@ def good_overrides(draw: st.DrawFn) -> list[str]:
         "train.schedule": st.sampled_from([*SCHEDULES]),
         "train.optimiser": st.sampled_from(["adamw", "muon"]),
         "train.average": st.sampled_from(["null", "{kind: ema}", "{kind: tail, steps: 1}"]),
-        "train.lookahead": st.sampled_from(["null", "{every_steps: 1}", "{every_steps: 2, share: 0.1}"]),
+        "train.lookahead": st.sampled_from(
+            ["null", "{every_steps: 1}", "{every_steps: 2, share: 0.1}"]
+        ),
         "train.decay_steps": st.sampled_from(["null", "0", "2"]),
         "train.micro_batch_size": st.sampled_from([1, 2, 4]),
         "train.adam_epsilon": st.floats(1e-12, 1.0),
@@ -202,7 +239,12 @@ def test_configs_that_are_taken_run_to_their_end(
         with tempfile.TemporaryDirectory() as name:
             news = Path(name) / "news.txt"
             news.write_text("Once upon a time.\n\nThe cat was happy.\n" * 5, encoding="utf-8")
-            held_out = {"name": "held-out", "path": str(news), "language": "en", "role": "retention"}
+            held_out = {
+                "name": "held-out",
+                "path": str(news),
+                "language": "en",
+                "role": "retention",
+            }
             evaluation = {"perplexity": [held_out], "bootstrap_resamples": 100}
             config = write_config(Path(name), stories, train=steps, evaluation=evaluation)
             done = scale("run", config, "corpus.num_workers=1", *overrides)

@@ -57,9 +57,13 @@ class Fuzzed:
 
     name: str
     content: bytes
-    kept: list[str] | None  # the documents, if it is read as whole; None: the damage may have changed them unnoticed
+    kept: (
+        list[str] | None
+    )  # the documents, if it is read as whole; None: the damage may have changed them unnoticed
     num_dropped: int | None = 0  # records in it that are no documents; None: not known
-    cut: bool = False  # it has to be called damaged, and what is read are the first of `kept`, unchanged
+    cut: bool = (
+        False  # it has to be called damaged, and what is read are the first of `kept`, unchanged
+    )
 
 
 def parquet(texts: Any, **options: Any) -> bytes:
@@ -78,14 +82,21 @@ def whole_files(draw: st.DrawFn) -> Fuzzed:
     if form == ".jsonl":
         ascii_only = draw(st.booleans())
         lines: list[tuple[bytes, str | None]]
-        lines = [(json.dumps({"text": text}, ensure_ascii=ascii_only).encode(), text) for text in texts]
+        lines = [
+            (json.dumps({"text": text}, ensure_ascii=ascii_only).encode(), text) for text in texts
+        ]
         bad = draw(st.lists(st.sampled_from(BAD_LINES), max_size=3))
-        lines += [(line, None) for line in bad] + draw(st.lists(st.sampled_from(GOOD_LINES), max_size=1))
+        lines += [(line, None) for line in bad] + draw(
+            st.lists(st.sampled_from(GOOD_LINES), max_size=1)
+        )
         draw(st.randoms(use_true_random=False)).shuffle(lines)
         content, num_bad = b"\n".join(line for line, _ in lines) + b"\n", len(bad)
         texts = [text for _, text in lines if text is not None]
     elif form == ".parquet":
-        options = {"compression": draw(st.sampled_from(["none", "snappy", "zstd"])), "row_group_size": 3}
+        options = {
+            "compression": draw(st.sampled_from(["none", "snappy", "zstd"])),
+            "row_group_size": 3,
+        }
         dictionary = draw(st.booleans())
         content = parquet(pa.array(texts).dictionary_encode() if dictionary else texts, **options)
     else:
@@ -120,7 +131,15 @@ def broken_files(draw: st.DrawFn) -> Fuzzed:
         other = draw(whole_files())
         return Fuzzed(other.name, file.content, None, None)
     if how == "columns":
-        columns: list[Any] = [[1, 2], [None, None], [b"\xff", b"a"], [["a"], []], [{"a": 1}], [1.5], [True]]
+        columns: list[Any] = [
+            [1, 2],
+            [None, None],
+            [b"\xff", b"a"],
+            [["a"], []],
+            [{"a": 1}],
+            [1.5],
+            [True],
+        ]
         columns += [pa.array([2**62, 1], pa.timestamp("ns")), pa.array([2**62], pa.duration("s"))]
         columns += [pa.array([10**9], pa.date32()), pa.array([2**60], pa.time64("ns"))]
         array = draw(st.sampled_from(columns))
@@ -143,7 +162,9 @@ def check_cache(cache: Path) -> dict[str, Any] | None:
     (folder,) = cache.iterdir()
     assert not folder.name.startswith("."), "something half-written was left"
     ledger: dict[str, Any] = json.loads((folder / "ledger.json").read_text(encoding="utf-8"))
-    sizes, offsets = (np.fromfile(folder / f"{name}.bin", np.int64) for name in ("num_bytes", "offsets"))
+    sizes, offsets = (
+        np.fromfile(folder / f"{name}.bin", np.int64) for name in ("num_bytes", "offsets")
+    )
     for key in ("documents", "num_bytes"):
         dropped = sum(count[key] for count in ledger["dropped"].values())
         assert ledger["read"][key] == ledger["kept"][key] + dropped
@@ -159,13 +180,18 @@ def check_documents(
     """Hold the cached tokens to the texts that the generator put in; where it does not know, to the reader's."""
     read = kept(records(path, LIMIT))
     (folder,) = cache.iterdir()
-    ids, offsets = np.fromfile(folder / "tokens.bin", np.uint16), np.fromfile(folder / "offsets.bin", np.int64)
+    ids, offsets = (
+        np.fromfile(folder / "tokens.bin", np.uint16),
+        np.fromfile(folder / "offsets.bin", np.int64),
+    )
     for text, start, end in zip(read, offsets[:-1], offsets[1:], strict=True):
         encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
         assert ids[start + 1 : end - 1].tolist() == encoded
     if file.cut:
         assert file.kept is not None and read == file.kept[: len(read)]
-    elif file.kept is not None and not num_damaged:  # a checksum at the end tells of what has been read by then
+    elif (
+        file.kept is not None and not num_damaged
+    ):  # a checksum at the end tells of what has been read by then
         assert read == file.kept
 
 
@@ -197,7 +223,10 @@ def test_fuzzed_corpora_add_up_or_end_in_one_clean_error(
                 assert not file.cut or ledger["num_damaged_files"] == 1
                 check_documents(file, cache, path, ledger["num_damaged_files"], tokenizer)
                 if file.num_dropped is not None:
-                    assert sum(count["documents"] for count in ledger["dropped"].values()) == file.num_dropped
+                    assert (
+                        sum(count["documents"] for count in ledger["dropped"].values())
+                        == file.num_dropped
+                    )
             else:
                 assert done.error().startswith(("x: ", f"x ({path}): "))
                 assert not file.kept or file.num_dropped != 0 or file.cut, done.stderr
@@ -209,8 +238,12 @@ def test_fuzzed_corpora_add_up_or_end_in_one_clean_error(
     assert len({*tokenised, *refused}) == 9 or not in_full
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "/dev/zero", "absent", "x.jsonl", "/proc/self/mem"])
-def test_what_is_no_file_is_refused_by_name(scale: Scale, stories: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["folder", "pipe", "/dev/zero", "absent", "x.jsonl", "/proc/self/mem"]
+)
+def test_what_is_no_file_is_refused_by_name(
+    scale: Scale, stories: Path, tmp_path: Path, kind: str
+) -> None:
     place = tmp_path / "corpus" / "x.jsonl"
     place.parent.mkdir()
     if kind == "folder":
@@ -229,12 +262,17 @@ def read_bombs(bombs: list[Path], told: Path) -> None:
     """In a process of its own: write down why each file's text was rejected, and by how much memory grew."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reasons = [reason.value for bomb in bombs for reason, _ in dropped(records(bomb, 1_000_000))]
-    told.write_text(json.dumps([reasons, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))
+    told.write_text(
+        json.dumps([reasons, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before])
+    )
 
 
 def test_bombs_are_dropped_in_little_memory(tmp_path: Path, in_full: bool) -> None:
     """Files that unpack to more than a machine holds, made of many parts."""
-    bombs, num_mib = [tmp_path / name for name in ("x.txt.xz", "x.jsonl.gz", "x.txt.zst")], 1024 if in_full else 128
+    bombs, num_mib = (
+        [tmp_path / name for name in ("x.txt.xz", "x.jsonl.gz", "x.txt.zst")],
+        1024 if in_full else 128,
+    )
     for bomb in bombs:
         bomb.write_bytes(COMPRESSORS[bomb.suffix](b" " * (1 << 20)) * num_mib)
     process = FORKS.Process(target=read_bombs, args=(bombs, tmp_path / "told.json"))

@@ -17,8 +17,16 @@ from tests.one_step import write_config
 from tests.torture.attacker import write_benchmark
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SOURCES = sorted(path for part in ("scale_cli", "scripts") for path in (REPOSITORY / part).rglob("*.py"))
-NAMES = ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY"]
+SOURCES = sorted(
+    path for part in ("scale_cli", "scripts") for path in (REPOSITORY / part).rglob("*.py")
+)
+NAMES = [
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "WANDB_API_KEY",
+    "AWS_SECRET_ACCESS_KEY",
+    "OPENAI_API_KEY",
+]
 NAMES += ["GITHUB_TOKEN", "SCALE_SECRET", "PGPASSWORD"]
 
 
@@ -47,7 +55,9 @@ def assert_not_repeated(planted: list[str], said: str, run: Path) -> None:
     searched = [said.encode()]
     for file in files_of(run):
         searched += [file.read_bytes(), str(file).encode()]
-    assert not [secret for secret in planted if any(secret.encode() in content for content in searched)]
+    assert not [
+        secret for secret in planted if any(secret.encode() in content for content in searched)
+    ]
 
 
 def run_in_processes_of_their_own(config: Path, run: Path) -> str:
@@ -116,7 +126,11 @@ def test_a_whole_run_repeats_no_token_of_the_environment_and_neither_reads_nor_w
     said = ""
     with monkeypatch.context() as patch:
         refuse_pickles(patch)
-        for command in (["run", config], ["verify", run], ["export", config, "export.format=adapter"]):
+        for command in (
+            ["run", config],
+            ["verify", run],
+            ["export", config, "export.format=adapter"],
+        ):
             done = scale(*command)
             assert done.exit_code == 0, done.stderr
             said += done.stdout + done.stderr
@@ -124,7 +138,20 @@ def test_a_whole_run_repeats_no_token_of_the_environment_and_neither_reads_nor_w
     assert run / "export" / "transformers" / "config.json" in written
     assert_not_repeated(planted, said, run)
     assert {file.suffix for file in written} <= {
-        *(".safetensors", ".json", ".jsonl", ".yaml", ".md", ".html", ".png", ".py", ".bin", ".jinja", ".lock", "")
+        *(
+            ".safetensors",
+            ".json",
+            ".jsonl",
+            ".yaml",
+            ".md",
+            ".html",
+            ".png",
+            ".py",
+            ".bin",
+            ".jinja",
+            ".lock",
+            "",
+        )
     }
     pickles = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5", b"PK")  # the last is torch.save's
     assert not [file for file in written if file.read_bytes().startswith(pickles)]
@@ -141,4 +168,7 @@ def test_no_call_of_ours_asks_for_what_runs_code() -> None:
                 assert called != "__import__", path
                 assert called not in ("np.load", "np.save") or "allow_pickle" in given, path
                 for name in ("allow_pickle", "trust_remote_code"):
-                    assert not isinstance(given.get(name), ast.Constant) or ast.unparse(given[name]) == "False", path
+                    assert (
+                        not isinstance(given.get(name), ast.Constant)
+                        or ast.unparse(given[name]) == "False"
+                    ), path

@@ -32,13 +32,17 @@ def stop(runs: Runs, signalled: SignalAt, verb: str = "train") -> Ended:
     return ended
 
 
-def test_a_signal_ends_in_a_checkpoint_and_the_resumed_run_as_the_whole_one(runs: Runs, in_full: bool) -> None:
+def test_a_signal_ends_in_a_checkpoint_and_the_resumed_run_as_the_whole_one(
+    runs: Runs, in_full: bool
+) -> None:
     for signalled, step in PLACES if in_full else PLACES[:2]:
         run = runs.upscaled("stopped")
         ended = stop(runs, signalled)
         assert f"{_GO_ON}scale train {runs.config('stopped')} --resume auto\n" in ended.printed
         assert f"stopped by {signal.Signals(signalled.number).name}" in ended.printed
-        assert step is None or (run.checkpoint(step).is_dir() and f"after step {step};" in ended.printed)
+        assert step is None or (
+            run.checkpoint(step).is_dir() and f"after step {step};" in ended.printed
+        )
         if in_full:  # once more; resumed, it may not come to so many calls
             stop(runs, signalled)
         runs.finish_as("whole", "stopped")
@@ -53,7 +57,9 @@ def test_a_signal_in_every_evaluation_again_and_again_still_comes_to_the_end(run
     runs.finish_as("whole", "stopped")
 
 
-def test_a_second_sigint_stops_at_once_and_the_run_goes_on_from_its_last_checkpoint(runs: Runs) -> None:
+def test_a_second_sigint_stops_at_once_and_the_run_goes_on_from_its_last_checkpoint(
+    runs: Runs,
+) -> None:
     run = runs.upscaled("stopped")
     ended = stop(runs, SignalAt("micro-batch", 18, signal.SIGINT, times=2))
     assert ended.exit_code == 130 and _GO_ON not in ended.printed
@@ -61,19 +67,35 @@ def test_a_second_sigint_stops_at_once_and_the_run_goes_on_from_its_last_checkpo
     runs.finish_as("whole", "stopped")
 
 
-def test_a_signal_while_the_last_checkpoint_is_written_ends_the_verb_before_final_is(runs: Runs) -> None:
+def test_a_signal_while_the_last_checkpoint_is_written_ends_the_verb_before_final_is(
+    runs: Runs,
+) -> None:
     run = runs.upscaled("stopped")
     ended = stop(runs, SignalAt("save", 4, signal.SIGTERM))
-    assert ended.exit_code == 143 and f"after step {MAX_STEPS};" in ended.printed and not run.final.exists()
+    assert (
+        ended.exit_code == 143
+        and f"after step {MAX_STEPS};" in ended.printed
+        and not run.final.exists()
+    )
     runs.finish_as("whole", "stopped")
 
 
-def test_a_signal_to_one_of_two_processes_while_the_last_checkpoint_is_written_ends_both(runs: Runs) -> None:
-    run, signalled = runs.upscaled("stopped"), SignalAt("save", 4, signal.SIGTERM)  # one process writes
-    ends = ended_group(start_group(*runs.arguments("train", "stopped"), num_processes=2, hook=signalled))
+def test_a_signal_to_one_of_two_processes_while_the_last_checkpoint_is_written_ends_both(
+    runs: Runs,
+) -> None:
+    run, signalled = (
+        runs.upscaled("stopped"),
+        SignalAt("save", 4, signal.SIGTERM),
+    )  # one process writes
+    ends = ended_group(
+        start_group(*runs.arguments("train", "stopped"), num_processes=2, hook=signalled)
+    )
     assert [ended.exit_code for ended in ends] == [143, 143], ends
     assert run.checkpoint(MAX_STEPS).is_dir() and not run.final.exists()
-    assert all(ended.exit_code == 0 for ended in ended_group(runs.start_two("stopped"))) and run.final.is_dir()
+    assert (
+        all(ended.exit_code == 0 for ended in ended_group(runs.start_two("stopped")))
+        and run.final.is_dir()
+    )
 
 
 def test_a_signal_while_tokenising_leaves_nothing_that_blocks_the_same_command(runs: Runs) -> None:
@@ -84,7 +106,9 @@ def test_a_signal_while_tokenising_leaves_nothing_that_blocks_the_same_command(r
     runs.finish_as("whole", "stopped")
 
 
-def test_signals_at_any_instant_from_outside(runs: Runs, in_full: bool, record_property: Record) -> None:
+def test_signals_at_any_instant_from_outside(
+    runs: Runs, in_full: bool, record_property: Record
+) -> None:
     """Loading, training, saving, writing `final/`, compiling: 143 with a way to go on, and the same end."""
     for compiles, num_signals in ((False, 40), (True, 4)) if in_full else ((False, 1),):
         timed = Runs(runs.root, (f"train.compile={str(compiles).lower()}",))
@@ -99,7 +123,9 @@ def test_signals_at_any_instant_from_outside(runs: Runs, in_full: bool, record_p
             verb.process.join(usual_s * (part + 0.5) / num_signals)
             verb.send(signal.SIGTERM)
             ended = verb.ended()
-            assert ended.exit_code in (0, 143, -signal.SIGTERM), ended.printed  # before main() runs, the system's way
+            assert ended.exit_code in (0, 143, -signal.SIGTERM), (
+                ended.printed
+            )  # before main() runs, the system's way
             assert "Traceback" not in ended.printed
             stops += ended.exit_code != 0
         timed.finish_as("timed", "stopped")

@@ -23,7 +23,15 @@ from tests.torture.verbs import Ended, Hook, Verb, run_verb, start_group
 from tests.widening import tiny_llama
 
 # What two identical runs may differ in.
-CLOCK = ("elapsed_s", "tokens_per_s", "data_wait_s", "peak_memory_bytes", "stepping_s", "evaluating_s", "saving_s")
+CLOCK = (
+    "elapsed_s",
+    "tokens_per_s",
+    "data_wait_s",
+    "peak_memory_bytes",
+    "stepping_s",
+    "evaluating_s",
+    "saving_s",
+)
 MAX_STEPS, SAVED_STEPS = 12, (3, 6, 9, 12)
 MIDWAY = 6
 
@@ -33,7 +41,8 @@ def write_base_and_texts(root: Path, **sizes: Any) -> None:
     words = random.Random(0)
     for name, num_documents in (("one", 14), ("two", 9), ("held-out", 6)):
         documents = [
-            " ".join(str(words.randrange(40)) for _ in range(words.randrange(3, 20))) for _ in range(num_documents)
+            " ".join(str(words.randrange(40)) for _ in range(words.randrange(3, 20)))
+            for _ in range(num_documents)
         ]
         (root / f"{name}.txt").write_text("\n\n".join(documents) + "\n", encoding="utf-8")
     tokenizer = train_tokenizer([(root / "one.txt").read_text(encoding="utf-8")], 280)
@@ -52,7 +61,9 @@ class Runs:
 
     def config(self, name: str) -> Path:
         path = self.root / f"{name}.yaml"
-        one, two, held_out = ({"path": str(self.root / f"{file}.txt")} for file in ("one", "two", "held-out"))
+        one, two, held_out = (
+            {"path": str(self.root / f"{file}.txt")} for file in ("one", "two", "held-out")
+        )
         tree = {
             "output_dir": self.root / name,
             "model": {"base": str(self.root / "base")},
@@ -135,11 +146,15 @@ def outcome(run: RunFolder) -> dict[str, Any]:
     names = ("trained.safetensors", "token_ledger.json", "corpora.json")
     last = sorted(run.checkpoint(MAX_STEPS).rglob("*.safetensors"))
     return {
-        "metrics": [{key: value for key, value in record.items() if key not in CLOCK} for record in records],
+        "metrics": [
+            {key: value for key, value in record.items() if key not in CLOCK} for record in records
+        ],
         "position": {key: value for key, value in position.items() if key not in CLOCK},
         "final": {name: file_sha256(run.final / name) for name in names},
         # In what order a file holds its tensors is no matter.
-        "moments": {file.name: {name: tensor_sha256(t) for name, t in _tensors(file)} for file in last},
+        "moments": {
+            file.name: {name: tensor_sha256(t) for name, t in _tensors(file)} for file in last
+        },
     }
 
 
@@ -183,7 +198,9 @@ def hashes(folder: Path) -> dict[str, str]:
     return {
         file.relative_to(folder).as_posix(): file_sha256(file)
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and file.name not in (MANIFEST, "scale.yaml") and file.suffixes != [".progress", ".json"]
+        if file.is_file()
+        and file.name not in (MANIFEST, "scale.yaml")
+        and file.suffixes != [".progress", ".json"]
     }
 
 

@@ -36,11 +36,15 @@ class Ended:
 class Verb:
     """A verb of the command line, in a process of its own."""
 
-    def __init__(self, *arguments: str, hook: Hook | None = None, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str, hook: Hook | None = None, environment: dict[str, str] | None = None
+    ) -> None:
         handle, name = tempfile.mkstemp(suffix=".log")
         os.close(handle)
         self._printed = Path(name)
-        self.process: BaseProcess = FORKS.Process(target=_run, args=(arguments, hook, environment or {}, name))
+        self.process: BaseProcess = FORKS.Process(
+            target=_run, args=(arguments, hook, environment or {}, name)
+        )
         self.process.start()
 
     def send(self, number: int) -> None:
@@ -84,7 +88,10 @@ def start_group(*arguments: str, num_processes: int, hook: Hook | None = None) -
         "WORLD_SIZE": str(num_processes),
     }
     ranks = [str(rank) for rank in range(num_processes)]
-    return [Verb(*arguments, hook=hook, environment={**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in ranks]
+    return [
+        Verb(*arguments, hook=hook, environment={**common, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in ranks
+    ]
 
 
 def ended_group(verbs: list[Verb]) -> list[Ended]:
@@ -99,7 +106,9 @@ def ended_group(verbs: list[Verb]) -> list[Ended]:
     return [verb.ended(1) for verb in verbs]
 
 
-def _run(arguments: tuple[str, ...], hook: Hook | None, environment: dict[str, str], printed: str) -> None:
+def _run(
+    arguments: tuple[str, ...], hook: Hook | None, environment: dict[str, str], printed: str
+) -> None:
     """Do what `python -m scale_cli ARGUMENTS` does, after a hook."""
     os.environ.update(environment)
     with Path(printed).open("w", encoding="utf-8", buffering=1) as log:

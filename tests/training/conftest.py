@@ -46,7 +46,9 @@ evaluation:
 
 
 @pytest.fixture
-def make_config(shared_data: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> MakeConfig:
+def make_config(
+    shared_data: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> MakeConfig:
     """Return a function from an output folder's name and overrides to a config."""
     return configs_in(tmp_path, shared_data, tmp_path_factory.getbasetemp() / "tokens")
 
@@ -66,7 +68,10 @@ def configs_in(folder: Path, shared_data: Path, cache: Path) -> MakeConfig:
 
 def upscaled(config: RunConfig) -> RunFolder:
     """Upscale; what was upscaled once alike is copied."""
-    run, key = RunFolder(config.output_dir), config.model_dump_json(include={"seed", "model", "method", "corpus"})
+    run, key = (
+        RunFolder(config.output_dir),
+        config.model_dump_json(include={"seed", "model", "method", "corpus"}),
+    )
     if key in _STARTS and _STARTS[key].is_dir():
         shutil.copytree(_STARTS[key], run.upscaled)
     else:
@@ -97,7 +102,9 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def around_steps(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Any, Callable[[], TakenStep]], Any]) -> None:
+def around_steps(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Any, Callable[[], TakenStep]], Any]
+) -> None:
     """Put something in the place of every step: it is given the steps done, the model, and the step to take."""
 
     def step(*args: Any, **kwargs: Any) -> Any:

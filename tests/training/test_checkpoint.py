@@ -11,13 +11,20 @@ from scale_cli.storage.atomic import MANIFEST, file_sha256, load_tensors, read_j
 from scale_cli.storage.records import RunFolder
 from tests.training.conftest import MakeConfig, are_equal, configs_in, finished, go_on, trained
 
-TRUNK = ("train.schedule=constant", "train.max_steps=6", "train.save_every_steps=2", "train.keep_checkpoints=9")
+TRUNK = (
+    "train.schedule=constant",
+    "train.max_steps=6",
+    "train.save_every_steps=2",
+    "train.keep_checkpoints=9",
+)
 
 
 @pytest.fixture(scope="module")
 def trunk_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trunk")
-    config = configs_in(folder, shared_data, tmp_path_factory.getbasetemp() / "tokens")("trunk", *TRUNK)
+    config = configs_in(folder, shared_data, tmp_path_factory.getbasetemp() / "tokens")(
+        "trunk", *TRUNK
+    )
     return finished(config).root
 
 
@@ -43,13 +50,22 @@ def test_a_branch_of_no_rate_ends_as_the_trunk_was_and_says_what_it_began_with(
     record = read_json(branch.final / "init_from.json")
     assert (record["step"], record["moments"]) == (6, "fresh")
     assert record["content_sha256"] == file_sha256(trunk.final / MANIFEST)
-    rms = [read_json(run.final / "config.json")["expansion_embedding_rms"] for run in (branch, trunk)]
+    rms = [
+        read_json(run.final / "config.json")["expansion_embedding_rms"] for run in (branch, trunk)
+    ]
     assert rms[0] == rms[1], "the rates follow the start of the trunk"
     assert counted_steps(branch.checkpoint(1)) == {1}
 
 
-def test_a_branch_goes_on_bitwise_without_what_it_began_with(make_config: MakeConfig, trunk: RunFolder) -> None:
-    keys = ("train.max_steps=3", "train.save_every_steps=1", "train.schedule=wsd", "train.decay_steps=3")
+def test_a_branch_goes_on_bitwise_without_what_it_began_with(
+    make_config: MakeConfig, trunk: RunFolder
+) -> None:
+    keys = (
+        "train.max_steps=3",
+        "train.save_every_steps=1",
+        "train.schedule=wsd",
+        "train.decay_steps=3",
+    )
     kept = ("train.init_moments=kept", "train.warmup_steps=0", "train.keep_checkpoints=9", "seed=5")
     config = make_config("branch", *keys, *kept, f"train.init_from={trunk.checkpoint(4)}")
     said = list[str]()
@@ -67,20 +83,29 @@ def test_a_branch_goes_on_bitwise_without_what_it_began_with(make_config: MakeCo
         go_on(make_config("branch", *keys, *kept))
 
 
-def test_a_branch_with_kept_moments_leaves_the_trunks_average_where_it_is(make_config: MakeConfig) -> None:
+def test_a_branch_with_kept_moments_leaves_the_trunks_average_where_it_is(
+    make_config: MakeConfig,
+) -> None:
     keys = ("train.max_steps=2", "train.save_every_steps=1")
     trunk = finished(make_config("trunk", *keys, "train.average={kind: ema}"))
     kept = (f"train.init_from={trunk.checkpoint(1)}", "train.init_moments=kept", "seed=5")
     branch = finished(make_config("branch", *keys, *kept))
     assert are_equal(trained(branch.final), trained(branch.checkpoint(2)))
-    assert not [name for name in load_tensors(branch.checkpoint(2) / "optimiser.safetensors") if "average" in name]
+    assert not [
+        name
+        for name in load_tensors(branch.checkpoint(2) / "optimiser.safetensors")
+        if "average" in name
+    ]
 
 
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
         (("method.expansion.ratio=0.5",), r"method\.expansion\.ratio: 0\.25 -> 0\.5"),
-        (("method.variant=full", "method.collaboration.layers=null"), "method.variant: 'route' -> 'full'"),
+        (
+            ("method.variant=full", "method.collaboration.layers=null"),
+            "method.variant: 'route' -> 'full'",
+        ),
         (("train.init_moments=kept",), "no moments to keep"),
         (("train.init_from=nowhere",), "nowhere: is neither a checkpoint"),
         (("train.init_from=https://example.org/x",), "is a URL"),
@@ -90,7 +115,9 @@ def test_what_a_run_cannot_begin_with_is_refused_in_one_line_before_anything_is_
     make_config: MakeConfig, trunk_once: Path, tmp_path: Path, keys: tuple[str, ...], told: str
 ) -> None:
     with pytest.raises((ConfigError, RunFolderError), match=told) as caught:
-        run_pipeline(make_config("branch", f"train.init_from={trunk_once / 'final'}", *keys), lambda _: None)
+        run_pipeline(
+            make_config("branch", f"train.init_from={trunk_once / 'final'}", *keys), lambda _: None
+        )
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "branch" / "upscaled").exists()
 

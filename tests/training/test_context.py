@@ -23,12 +23,18 @@ def test_layers_with_and_without_a_window_see_what_they_see_in_a_whole_window(
     """One process has both parts of a window; more of them in test_sharding.py."""
     model = as_if_trained(widen(tiny(family), "route", "top:1")).train()
     ids = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(0))
-    positions = torch.cat([torch.arange(length) for length in (7, 1, 16)]).expand(2, -1) if isolated else None
+    positions = (
+        torch.cat([torch.arange(length) for length in (7, 1, 16)]).expand(2, -1)
+        if isolated
+        else None
+    )
     whole = MicroBatch(ids, ids, torch.zeros(2, dtype=torch.long), positions)
 
     def loss(batch: MicroBatch) -> float:
         asked = {"labels": batch.targets, "shift_labels": batch.targets, "num_items_in_batch": 48}
-        return model(input_ids=batch.input_ids, position_ids=batch.position_ids, **asked).loss.item()
+        return model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, **asked
+        ).loss.item()
 
     expected = loss(whole)
     AttentionInterface.register(SHARING_WINDOWS, partial(attend_over_parts, group, isolated))
@@ -41,10 +47,14 @@ def test_the_bias_by_which_a_gpu_needs_no_mask_is_that_mask() -> None:
     assert torch.equal(mask[0, 0], causal_lower_right(3, 9)._materialize())
 
 
-def test_what_accelerate_does_not_lay_out_or_nobody_counts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_accelerate_does_not_lay_out_or_nobody_counts_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     within = {"max_steps": 1, "sharding": "all", "sharded_within": "node"}
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"^train\.context_parallel 2, train\.sharded_within node: [^\n]+$"):
+    with pytest.raises(
+        ConfigError, match=r"^train\.context_parallel 2, train\.sharded_within node: [^\n]+$"
+    ):
         parallelism(TrainConfig.model_validate({**within, "context_parallel": 2}), 4)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert parallelism(TrainConfig.model_validate(within), 1).total_size == 1

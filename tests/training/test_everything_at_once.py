@@ -35,11 +35,21 @@ WIDENED: dict[str, Any] = {
     "average": {"kind": "ema", "steps": 3},
     "activation_checkpointing": True,
 }
-FULL: dict[str, Any] = {"decay_to_base": True, "lr_multipliers": {"head": 0.5}, "average": {"kind": "tail", "steps": 2}}
+FULL: dict[str, Any] = {
+    "decay_to_base": True,
+    "lr_multipliers": {"head": 0.5},
+    "average": {"kind": "tail", "steps": 2},
+}
 
 
 def settings(**more: Any) -> TrainConfig:
-    train = {"lr": 1e-2, "warmup_steps": 2, "weight_decay": 0.2, "max_grad_norm": 0.5, "adam_epsilon": EPSILON}
+    train = {
+        "lr": 1e-2,
+        "warmup_steps": 2,
+        "weight_decay": 0.2,
+        "max_grad_norm": 0.5,
+        "adam_epsilon": EPSILON,
+    }
     return TrainConfig.model_validate(
         {"max_steps": NUM_STEPS, "lookahead": {"every_steps": 2, "share": 0.3}, **train, **more}
     )
@@ -70,19 +80,25 @@ class InPlainTorch:
 
     def __init__(self, model: Any, train: TrainConfig, *, widened: bool) -> None:
         self.config = copy.deepcopy(tiny_llama(vocab_size=OLD).config)
-        self.frozen = {name: tensor.detach().double().clone() for name, tensor in model.named_parameters()}
+        self.frozen = {
+            name: tensor.detach().double().clone() for name, tensor in model.named_parameters()
+        }
         trained = trainable_parameters(model)
         self.leaves = {name: self.frozen[name].clone().requires_grad_() for name in trained}
         self.widened, self.train = widened, train
         self.bound = model.config.expansion_embedding_rms if widened else math.inf
         groups = []
         for name, leaf in self.leaves.items():
-            kind = "embedding" if "embed_tokens" in name else "head" if "lm_head" in name else "matrix"
+            kind = (
+                "embedding" if "embed_tokens" in name else "head" if "lm_head" in name else "matrix"
+            )
             kind = "gains" if leaf.ndim == 1 else kind
             # Of codes that have a size: E' learns in proportion to it and H' twice as fast, unless the config says.
             rate = {"head": 2.0} if widened else {}
             rate |= train.lr_multipliers.model_dump(exclude_none=True)
-            decay = 0.0 if train.decay_to_base or kind in ("embedding", "gains") else train.weight_decay
+            decay = (
+                0.0 if train.decay_to_base or kind in ("embedding", "gains") else train.weight_decay
+            )
             groups.append({"params": [leaf], "weight_decay": decay, "rate": rate.get(kind, 1.0)})
         betas = (train.adam_beta1, train.adam_beta2)
         self.optimiser = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=EPSILON, foreach=False)
@@ -92,14 +108,28 @@ class InPlainTorch:
         """Return the logits of what trains, and the probabilities of the base where it is beside it."""
         if not self.widened:
             return logits_of(self.config, self.leaves, [], ids, documents), None
-        base = {name.removeprefix("base."): t for name, t in self.frozen.items() if name.startswith("base.")}
-        tensors = {name: t for name, t in (self.frozen | self.leaves).items() if name.startswith("expansion.")}
-        added = Added(0, {name.removeprefix("expansion."): tensor for name, tensor in tensors.items()})
+        base = {
+            name.removeprefix("base."): t
+            for name, t in self.frozen.items()
+            if name.startswith("base.")
+        }
+        tensors = {
+            name: t
+            for name, t in (self.frozen | self.leaves).items()
+            if name.startswith("expansion.")
+        }
+        added = Added(
+            0, {name.removeprefix("expansion."): tensor for name, tensor in tensors.items()}
+        )
         rows = tuple(added.tensors["new_tokens.embed_tokens.weight"])
         of_base = logits_of(self.config, base, [], ids, documents, rows)
-        return logits_of(self.config, base, [added], ids, documents), shared_with_new_tokens(of_base, FIRST, [7, 10])
+        return logits_of(self.config, base, [added], ids, documents), shared_with_new_tokens(
+            of_base, FIRST, [7, 10]
+        )
 
-    def step(self, index: int, batch: MicroBatch, distilled: float) -> tuple[float, float, list[float]]:
+    def step(
+        self, index: int, batch: MicroBatch, distilled: float
+    ) -> tuple[float, float, list[float]]:
         train = self.train
         assert batch.position_ids is not None
         logits, base = self.said(batch.input_ids, (batch.position_ids == 0).cumsum(1))
@@ -121,7 +151,9 @@ class InPlainTorch:
             if index % 2 == 0:
                 self.slow = {name: leaf.clone() for name, leaf in self.leaves.items()}
             if train.decay_to_base:
-                for group, (name, leaf) in zip(self.optimiser.param_groups, self.leaves.items(), strict=True):
+                for group, (name, leaf) in zip(
+                    self.optimiser.param_groups, self.leaves.items(), strict=True
+                ):
                     leaf -= group["lr"] * train.weight_decay * (leaf - self.frozen[name])
             self.optimiser.step()
             if self.widened:
@@ -137,8 +169,13 @@ class InPlainTorch:
     def average(self) -> dict[str, Tensor]:
         """Return the mean of the last two steps, or the moving average over about three."""
         if self.train.average is not None and self.train.average.kind == "tail":
-            return {name: (self.history[-1][name] + self.history[-2][name]) / 2 for name in self.leaves}
-        mean = {name: torch.stack([taken[name] for taken in self.history[:3]]).mean(0) for name in self.leaves}
+            return {
+                name: (self.history[-1][name] + self.history[-2][name]) / 2 for name in self.leaves
+            }
+        mean = {
+            name: torch.stack([taken[name] for taken in self.history[:3]]).mean(0)
+            for name in self.leaves
+        }
         for taken in self.history[3:]:
             mean = {name: 2 / 3 * tensor + taken[name] / 3 for name, tensor in mean.items()}
         return mean
@@ -147,8 +184,14 @@ class InPlainTorch:
 @pytest.mark.parametrize("widened", [True, False])
 def test_steps_with_every_recipe_are_adamws_on_one_big_batch(widened: bool) -> None:
     distilled, train = (DISTILLED, settings(**WIDENED)) if widened else (0.0, settings(**FULL))
-    method = {"variant": "route", "distillation": {"weight": distilled}} if widened else {"variant": "full"}
-    model: Any = start_model(tiny_llama(vocab_size=OLD), MethodConfig.model_validate(method), 0, NEW)
+    method = (
+        {"variant": "route", "distillation": {"weight": distilled}}
+        if widened
+        else {"variant": "full"}
+    )
+    model: Any = start_model(
+        tiny_llama(vocab_size=OLD), MethodConfig.model_validate(method), 0, NEW
+    )
     if widened:
         of_tokens = (model.expansion.new_tokens.embed_tokens, model.expansion.embed_tokens)
         started = [embedding.weight.clone() for embedding in of_tokens]
@@ -160,7 +203,9 @@ def test_steps_with_every_recipe_are_adamws_on_one_big_batch(widened: bool) -> N
     wrapped, accelerator = for_training(model.train(), train), Accelerator(cpu=True)
     in_parts, whole = (batches_of(size, distilled) for size in (2, GLOBAL_BATCH))
     for index in range(NUM_STEPS):
-        ours = train_step(accelerator, wrapped, optimiser, in_parts.of_step(index), train, hooks=hooks).result()
+        ours = train_step(
+            accelerator, wrapped, optimiser, in_parts.of_step(index), train, hooks=hooks
+        ).result()
         (batch,) = whole.of_step(index).micro_batches
         loss, norm, by_source = reference.step(index, batch, distilled)
         assert ours.loss == pytest.approx(loss, rel=1e-5)
@@ -169,6 +214,8 @@ def test_steps_with_every_recipe_are_adamws_on_one_big_batch(widened: bool) -> N
     trained, average = trainable_parameters(model), reference.average()
     assert trained.keys() == average.keys()
     for name, parameter in trained.items():
-        torch.testing.assert_close(parameter.double(), reference.history[-1][name], rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            parameter.double(), reference.history[-1][name], rtol=1e-4, atol=1e-5, msg=name
+        )
         averaged = optimiser.state[parameter]["average"].double()
         torch.testing.assert_close(averaged, average[name], rtol=1e-4, atol=1e-5, msg=name)

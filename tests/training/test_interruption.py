@@ -12,7 +12,11 @@ from scale_cli.training.interruption import StopRequest, command_to_go_on
     ("arguments", "num_processes", "expected"),
     [
         (["train", "a.yaml"], None, "scale train a.yaml --resume auto"),
-        (["train", "a.yaml", "train.lr=1e-4"], None, "scale train a.yaml train.lr=1e-4 --resume auto"),
+        (
+            ["train", "a.yaml", "train.lr=1e-4"],
+            None,
+            "scale train a.yaml train.lr=1e-4 --resume auto",
+        ),
         (["train", "a.yaml", "--resume", "auto"], "1", "scale train a.yaml --resume auto"),
         (
             ["train", "--resume=x/step-3", "my run.yaml"],
@@ -31,7 +35,9 @@ def test_the_command_to_go_on_is_the_one_that_was_given(
 
 
 def test_what_one_of_several_processes_was_asked_by_is_agreed_on_a_step_later() -> None:
-    accelerator: Any = SimpleNamespace(device="cpu", gather=lambda mine: torch.cat([mine, torch.tensor([0])]))
+    accelerator: Any = SimpleNamespace(
+        device="cpu", gather=lambda mine: torch.cat([mine, torch.tensor([0])])
+    )
     stop = StopRequest(None, alone=False)
     nobody, somebody = torch.zeros(()), torch.tensor(float(signal.SIGTERM))
     assert [stop.agreed(accelerator, nobody) for _ in range(2)] == [0, 0]

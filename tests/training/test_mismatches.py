@@ -26,9 +26,19 @@ def begun_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     """A run of two steps that is not finished: `final/` is still to be written."""
     folder = tmp_path_factory.mktemp("begun")
     shutil.copytree(lower_stories(shared_data), folder / "base")
-    steps = {"max_steps": 2, "global_batch_size": 2, "lr": 1e-3, "schedule": "constant", "save_every_steps": 1}
-    path = write_config(folder, folder / "base", corpus={"cache_dir": str(folder / "tokens")}, train=steps)
-    (folder / "news.txt").write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n" * 9, encoding="utf-8")
+    steps = {
+        "max_steps": 2,
+        "global_batch_size": 2,
+        "lr": 1e-3,
+        "schedule": "constant",
+        "save_every_steps": 1,
+    }
+    path = write_config(
+        folder, folder / "base", corpus={"cache_dir": str(folder / "tokens")}, train=steps
+    )
+    (folder / "news.txt").write_text(
+        "Once upon a time there was a cat.\n\nThe cat was happy.\n" * 9, encoding="utf-8"
+    )
     finished(load_config(path))
     return folder
 
@@ -43,7 +53,9 @@ def folder(begun_once: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def make(begun_once: Path, folder: Path) -> Make:
     """A function from overrides to the config of that copy."""
-    return lambda *overrides: load_config(begun_once / "config.yaml", [f"output_dir={folder / 'run'}", *overrides])
+    return lambda *overrides: load_config(
+        begun_once / "config.yaml", [f"output_dir={folder / 'run'}", *overrides]
+    )
 
 
 def resumed(config: RunConfig, *accepted: str) -> list[str]:
@@ -92,10 +104,15 @@ def test_an_accepted_change_is_said_and_written_down(make: Make, folder: Path) -
     assert "changed        train.max_steps: 2 -> 3" in said
     for written in ("checkpoints/step-00000003", "final"):
         assert load_config(folder / "run" / written / "scale.yaml").train.lr == 0.01
-    assert load_config(folder / "run" / "checkpoints" / "step-00000002" / "scale.yaml").train.lr == 0.001
+    assert (
+        load_config(folder / "run" / "checkpoints" / "step-00000002" / "scale.yaml").train.lr
+        == 0.001
+    )
 
 
-def test_a_finished_run_that_goes_on_ends_as_one_that_was_longer_from_the_start(make: Make, folder: Path) -> None:
+def test_a_finished_run_that_goes_on_ends_as_one_that_was_longer_from_the_start(
+    make: Make, folder: Path
+) -> None:
     longer = make("train.max_steps=4")
     assert (folder / "run" / "final").is_dir()
     go_on(longer, "train.max_steps")
@@ -132,14 +149,20 @@ def test_what_was_upscaled_is_not_made_again_where_its_base_has_moved(
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_another_base_and_another_text_are_named(make: Make, shared_data: Path, folder: Path, finished: bool) -> None:
+def test_another_base_and_another_text_are_named(
+    make: Make, shared_data: Path, folder: Path, finished: bool
+) -> None:
     other = shared_data / "ckpt-eltec" / "hf"
-    (folder / "other.txt").write_text("Another text altogether, of some length.\n" * 9, encoding="utf-8")
+    (folder / "other.txt").write_text(
+        "Another text altogether, of some length.\n" * 9, encoding="utf-8"
+    )
     if not finished:
         shutil.rmtree(folder / "run" / "final")
     with pytest.raises(BaseModelError, match=rf"{re.escape(str(other))}.* in another output_dir"):
         go_on(make(f"model.base={other}"))
-    with pytest.raises(RunFolderError, match=r"changed: news-\w+ -> news-\w+.* in another output_dir"):
+    with pytest.raises(
+        RunFolderError, match=r"changed: news-\w+ -> news-\w+.* in another output_dir"
+    ):
         go_on(make(f"corpus.sources.0.path={folder / 'other.txt'}"))
 
 

@@ -72,16 +72,23 @@ def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> N
         return {"base": base, "adapted": adapted, "routed": routed}
 
     roles = {"a": "retention", "b": "retention", "c": "acquisition", "d": "acquisition"}
-    sources = [f"{{name: {name}, path: x.txt, language: en, role: {role}}}" for name, role in roles.items()]
+    sources = [
+        f"{{name: {name}, path: x.txt, language: en, role: {role}}}" for name, role in roles.items()
+    ]
     losses = {"a": bits(1, 9, 1.5), "b": bits(1, 9, 1.2), "c": bits(9, 2, 3), "d": bits(9, 4, 5)}
     for variant, acquisition, forgetting in (("route", 4.0, 0.5), ("preserve", 3.0, 8.0)):
         overrides = (f"method.variant={variant}", f"evaluation.perplexity=[{', '.join(sources)}]")
         nothing: Any = None
-        observer = Observer(load_text(SMALLEST, *overrides), nothing, nothing, nothing, nothing, [], nothing)
+        observer = Observer(
+            load_text(SMALLEST, *overrides), nothing, nothing, nothing, nothing, [], nothing
+        )
         score = observer.score(7, losses)
         assert score is not None and score.step == 7
         assert (score.acquisition, score.forgetting) == pytest.approx((acquisition, forgetting))
-        assert observer.score(7, losses | {"c": {"base": 1.0, "adapted": None, "routed": None}}) is None
+        assert (
+            observer.score(7, losses | {"c": {"base": 1.0, "adapted": None, "routed": None}})
+            is None
+        )
 
 
 class Killed(Exception):
@@ -97,7 +104,9 @@ def scored(observer: Observer, step: int, _bits: Losses) -> Score:
 
 
 @pytest.fixture(scope="module")
-def chosen(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[int]]:
+def chosen(
+    shared_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RunConfig, list[int]]:
     """A finished run that was evaluated at every second step and kept the best of them, and the steps it saved."""
     folder = tmp_path_factory.mktemp("chosen")
     tales = f"{shared_data}/en-tinystories/tinystories_val.txt"
@@ -173,23 +182,36 @@ def check_is_of_final(record: MetricsRecord, config: RunConfig) -> None:
     report, (acquisition, *_) = evaluate(config), config.evaluation.perplexity
     for corpus in report.corpora:
         heads = {
-            head: corpus.heads["posterior" if head == "routed" else head] for head in ("base", "adapted", "routed")
+            head: corpus.heads["posterior" if head == "routed" else head]
+            for head in ("base", "adapted", "routed")
         }
-        assert record[EVALUATION][corpus.name] == {head: of_one.nats_per_token for head, of_one in heads.items()}
-        assert record[BITS][corpus.name] == {head: of_one.bits_per_byte for head, of_one in heads.items()}
+        assert record[EVALUATION][corpus.name] == {
+            head: of_one.nats_per_token for head, of_one in heads.items()
+        }
+        assert record[BITS][corpus.name] == {
+            head: of_one.bits_per_byte for head, of_one in heads.items()
+        }
         assert record[SHARES][corpus.name] == heads["routed"].base_share
     (arc,) = report.benchmarks
-    assert record[BENCHMARKS]["arc_easy"] == {head: of_one.metrics["acc"].value for head, of_one in arc.heads.items()}
+    assert record[BENCHMARKS]["arc_easy"] == {
+        head: of_one.metrics["acc"].value for head, of_one in arc.heads.items()
+    }
     final = Run(config).open_final()
     (heard,) = open_sources(config, [acquisition], final.tokenizer)
     model: Any = final.load()
     ids = torch.tensor(heard.document(0)[None, :32].astype("int64"))
     greedy = model.generate(ids, max_new_tokens=32, do_sample=False)[0]
-    prompt, continuation = (final.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[0], greedy[32:]))
-    assert record[SAMPLES] == {acquisition.name: {"prompt": prompt, "continuation": continuation}}, "of one language"
+    prompt, continuation = (
+        final.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[0], greedy[32:])
+    )
+    assert record[SAMPLES] == {
+        acquisition.name: {"prompt": prompt, "continuation": continuation}
+    }, "of one language"
 
 
-def test_the_best_weights_outlive_later_checkpoints_and_are_final(chosen: tuple[RunConfig, list[int]]) -> None:
+def test_the_best_weights_outlive_later_checkpoints_and_are_final(
+    chosen: tuple[RunConfig, list[int]],
+) -> None:
     config, saved = chosen
     run = RunFolder(config.output_dir)
     assert saved == [2, 4, 6, 8, 9], "a step that has a checkpoint is not saved again"
@@ -199,12 +221,20 @@ def test_the_best_weights_outlive_later_checkpoints_and_are_final(chosen: tuple[
     assert file_sha256(run.final / TRAINED) != file_sha256(run.checkpoint(9) / TRAINED)
     assert TrainState.load(run.final).step == 4
     records = evaluations(run)
-    assert [(record["step"], record["best_step"]) for record in records] == [(2, 2), (4, 4), (6, 4), (8, 4), (9, 4)]
+    assert [(record["step"], record["best_step"]) for record in records] == [
+        (2, 2),
+        (4, 4),
+        (6, 4),
+        (8, 4),
+        (9, 4),
+    ]
     verify(run.root)
     check_is_of_final(records[1], config)
 
 
-@pytest.mark.parametrize(("owner", "name", "step"), [(MetricsLog, "append", 8), (Observer, "evaluate", 4)])
+@pytest.mark.parametrize(
+    ("owner", "name", "step"), [(MetricsLog, "append", 8), (Observer, "evaluate", 4)]
+)
 def test_a_run_that_is_killed_or_stopped_after_an_evaluation_and_resumed_chooses_the_same(
     chosen: tuple[RunConfig, list[int]],
     tmp_path: Path,
@@ -238,7 +268,9 @@ def test_a_run_that_is_killed_or_stopped_after_an_evaluation_and_resumed_chooses
     )
     assert found == expected
     of_both = [TrainState.load(one.final) for one in (run, undisturbed)]
-    assert [(state.step, state.best, state.evaluation_due) for state in of_both] == [(4, of_both[0].best, False)] * 2
+    assert [(state.step, state.best, state.evaluation_due) for state in of_both] == [
+        (4, of_both[0].best, False)
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -253,7 +285,11 @@ def test_a_run_that_is_killed_or_stopped_after_an_evaluation_and_resumed_chooses
     ],
 )
 def test_a_best_that_does_not_compare_any_more_or_is_gone_is_left_and_the_last_step_is_final(
-    chosen: tuple[RunConfig, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, told: str
+    chosen: tuple[RunConfig, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: str,
+    told: str,
 ) -> None:
     whole, _ = chosen
     run = RunFolder(shutil.copytree(whole.output_dir, tmp_path / "run"))

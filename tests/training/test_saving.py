@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from scale_cli.commands.train import train
-from scale_cli.errors import Interrupted, OutOfMemory, PreservationError, RunFolderError, TrainingError
+from scale_cli.errors import (
+    Interrupted,
+    OutOfMemory,
+    PreservationError,
+    RunFolderError,
+    TrainingError,
+)
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.planning import memory_of_run
 from scale_cli.report import quantity
@@ -30,7 +36,10 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was_before_
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 3's checkpoint is not written before step 5 is done: training would wait for ever for it."""
-    whole, delayed = finished(make_config("whole")), make_config("delayed", "train.keep_checkpoints=9")
+    whole, delayed = (
+        finished(make_config("whole")),
+        make_config("delayed", "train.keep_checkpoints=9"),
+    )
     five_steps_done = threading.Event()
 
     def write_later(run: Any, state: TrainState, snapshot: Any) -> None:
@@ -55,12 +64,16 @@ def test_a_base_that_changes_while_it_trains_is_found_and_nothing_more_is_saved(
 
     def flip_a_bit(done: int, wrapped: Any) -> None:
         if done == 4:
-            model = next(module for module in wrapped.modules() if isinstance(module, ScaleForCausalLM))
+            model = next(
+                module for module in wrapped.modules() if isinstance(module, ScaleForCausalLM)
+            )
             with torch.no_grad():
                 model.base.model.norm.weight[0] *= -1
 
     before_each_step(monkeypatch, flip_a_bit)
-    with pytest.raises(PreservationError, match=r"step 6: the base has changed: model\.norm\.weight"):
+    with pytest.raises(
+        PreservationError, match=r"step 6: the base has changed: model\.norm\.weight"
+    ):
         train(config, None, print)
     assert list(run.checkpoints.iterdir()) == [run.checkpoint(3)]
 
@@ -72,7 +85,9 @@ class SlowToFree(dict[str, Any]):
         time.sleep(0.2)
 
 
-def test_no_thread_of_a_run_outlives_it(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_of_a_run_outlives_it(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread that frees tensors while the interpreter ends aborts the process, after the error's good line."""
     config = make_config("run")
     run = upscaled(config)
@@ -89,7 +104,11 @@ def test_no_thread_of_a_run_outlives_it(make_config: MakeConfig, monkeypatch: py
     before_each_step(monkeypatch, fail)
     with pytest.raises(TrainingError, match="it diverges"):
         train(config, None, print)
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith(("checkpoint", "prefetch"))] == []
+    assert [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith(("checkpoint", "prefetch"))
+    ] == []
     verify_folder(run.checkpoint(3))
 
 
@@ -100,14 +119,21 @@ def test_out_of_memory_is_one_line_that_says_what_to_lower_and_what_was_planned(
     upscaled(config)
 
     def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1 GiB free.")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1 GiB free."
+        )
 
     before_each_step(monkeypatch, fail)
     with pytest.raises(OutOfMemory) as ended:
         train(config, None, print)
     told = str(ended.value)
     planned = memory_of_run(config, 1, "cpu").total
-    for part in ("micro_batch_size (now 4)", "activation_checkpointing", "Tried to allocate", quantity(planned, "B")):
+    for part in (
+        "micro_batch_size (now 4)",
+        "activation_checkpointing",
+        "Tried to allocate",
+        quantity(planned, "B"),
+    ):
         assert part in told
     assert told.isprintable()
 
@@ -129,13 +155,17 @@ def test_a_resume_reads_a_checkpoint_through_once(
     with pytest.raises(Interrupted):
         train(config, "auto" if resume == "auto" else str(newest), print)
     read = [path.name for path in hashed if path.parent == newest]
-    assert sorted(read) == sorted(file.name for file in newest.iterdir() if file.name != "manifest.json")
+    assert sorted(read) == sorted(
+        file.name for file in newest.iterdir() if file.name != "manifest.json"
+    )
 
 
 def test_a_run_in_which_another_process_trains_is_refused(make_config: MakeConfig) -> None:
     config = make_config("run", "train.max_steps=1")
     upscaled(config)
-    descriptor = os.open(config.output_dir, os.O_RDONLY)  # a lock of its own, as another process has
+    descriptor = os.open(
+        config.output_dir, os.O_RDONLY
+    )  # a lock of its own, as another process has
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(RunFolderError, match="another process is at work here"):
         train(config, None, print)

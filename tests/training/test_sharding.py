@@ -28,7 +28,14 @@ from scale_cli.errors import PreservationError, StorageError
 from scale_cli.methods.recipes import local_part, trainable_parameters
 from scale_cli.processes import ALONE
 from scale_cli.storage.atomic import load_tensors, save_tensors, verify_folder
-from scale_cli.storage.records import BENCHMARKS, EVALUATION, TRAINED, RunFolder, TrainState, read_records
+from scale_cli.storage.records import (
+    BENCHMARKS,
+    EVALUATION,
+    TRAINED,
+    RunFolder,
+    TrainState,
+    read_records,
+)
 from scale_cli.storage.shards import load_shards, shard_of
 from scale_cli.training import loop, observing
 from scale_cli.training.run import TrainingRun
@@ -60,7 +67,12 @@ _LORA = ("method.variant=lora", "method.lora.rank=1", "train.lookahead={every_st
 PAIRS: dict[str, tuple[str, ...]] = {
     "full": ("all", "method.variant=full", *_NEW_TOKENS),
     "lora": ("all", *_LORA, *EVALUATED),
-    "grown": ("all", "train.embedding_norm=bounded", "train.average={kind: ema, steps: 3}", *_NEW_TOKENS),
+    "grown": (
+        "all",
+        "train.embedding_norm=bounded",
+        "train.average={kind: ema, steps: 3}",
+        *_NEW_TOKENS,
+    ),
 }
 GOES_ON = ("all-two-then-one", "lora-two-then-one")
 
@@ -150,16 +162,32 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         for name, pair in PAIRS.items():
             made.add_pair(name, *pair)
     trunk = made.folder("all-two").checkpoint(_SAVED_STEP)
-    tales = f"path: {shared_data}/en-tinystories/tinystories_val.txt, language: en, max_documents: 2"
-    held_out = ", ".join(f"{{name: {role}, role: {role}, {tales}}}" for role in ("acquisition", "retention"))
+    tales = (
+        f"path: {shared_data}/en-tinystories/tinystories_val.txt, language: en, max_documents: 2"
+    )
+    held_out = ", ".join(
+        f"{{name: {role}, role: {role}, {tales}}}" for role in ("acquisition", "retention")
+    )
     # At this rate a step before the last has lost least, and is kept.
-    chooses = ("train.eval_every_steps=1", "train.max_forgetting=0", f"evaluation.perplexity=[{held_out}]")
-    branch = (f"train.init_from={trunk}", "train.init_moments=kept", "seed=3", "train.lr=1e-2", *chooses)
+    chooses = (
+        "train.eval_every_steps=1",
+        "train.max_forgetting=0",
+        f"evaluation.perplexity=[{held_out}]",
+    )
+    branch = (
+        f"train.init_from={trunk}",
+        "train.init_moments=kept",
+        "seed=3",
+        "train.lr=1e-2",
+        *chooses,
+    )
     made.add_pair("branch", "all", *branch)
     node = ("train.sharding=all", "train.sharded_within=node", "train.micro_batch_size=1")
     made.add("node-four", *node, like="one")
     # One process has nobody to share a window with.
-    made.add_pair("context", "none", "train.context_parallel=2", "corpus.isolate_documents=true", *EVALUATED)
+    made.add_pair(
+        "context", "none", "train.context_parallel=2", "corpus.isolate_documents=true", *EVALUATED
+    )
     made.add_cut("one-then-two", sharding="all", micro_batch_size=2)
     with made.training_in_processes(2):
         for name in PAIRS:
@@ -188,18 +216,24 @@ def test_any_number_of_processes_sharded_or_gone_on_gives_the_losses_and_an_ordi
     losses = runs.logged(name, "loss")
     assert len(losses) == _LAST_STEP
     assert losses == pytest.approx(runs.logged(as_in, "loss"), rel=1e-5)
-    for found, expected in zip(*(runs.logged(one, EVALUATION) for one in (name, as_in)), strict=name != "node-four"):
+    for found, expected in zip(
+        *(runs.logged(one, EVALUATION) for one in (name, as_in)), strict=name != "node-four"
+    ):
         assert found.keys() == expected.keys()
         for corpus, heads in expected.items():
             assert found[corpus] == pytest.approx(heads, rel=1e-5)
             assert name in ("grown-two", "full-two") or found[corpus]["base"] == heads["base"]
     if name != "node-four":  # it is not evaluated
         accuracies = runs.logged(as_in, BENCHMARKS)
-        assert runs.logged(name, BENCHMARKS) == accuracies and bool(accuracies) == (as_in in ("one", "all-two"))
+        assert runs.logged(name, BENCHMARKS) == accuracies and bool(accuracies) == (
+            as_in in ("one", "all-two")
+        )
     whole, sharded = (runs.folder(one).final for one in (as_in, name))
     assert {file.name for file in sharded.iterdir()} == {file.name for file in whole.iterdir()}
     weights, trained = runs.trained(as_in), runs.trained(name)
-    assert trained.keys() == weights.keys() and (name != "grown-two" or any("new_tokens" in key for key in trained))
+    assert trained.keys() == weights.keys() and (
+        name != "grown-two" or any("new_tokens" in key for key in trained)
+    )
     for key, tensor in weights.items():
         torch.testing.assert_close(trained[key], tensor, atol=1e-4, rtol=1e-3)
 
@@ -207,15 +241,23 @@ def test_any_number_of_processes_sharded_or_gone_on_gives_the_losses_and_an_ordi
 def test_sharded_processes_keep_the_best_weights_that_one_process_keeps(runs: Runs) -> None:
     one, two = (runs.logged(f"branch-{number}", "best_step") for number in ("one", "two"))
     assert one == two and len(one) == _LAST_STEP
-    (kept,) = {TrainState.load(runs.folder(f"branch-{number}").final).step for number in ("one", "two")}
+    (kept,) = {
+        TrainState.load(runs.folder(f"branch-{number}").final).step for number in ("one", "two")
+    }
     assert kept == one[-1] < _LAST_STEP
-    last = load_model(runs.folder("branch-two").checkpoint(_LAST_STEP), runs.configs["branch-two"].model)
+    last = load_model(
+        runs.folder("branch-two").checkpoint(_LAST_STEP), runs.configs["branch-two"].model
+    )
     final = runs.trained("branch-two")
-    assert not all(torch.allclose(tensor, final[name]) for name, tensor in trainable_parameters(last).items())
+    assert not all(
+        torch.allclose(tensor, final[name]) for name, tensor in trainable_parameters(last).items()
+    )
 
 
 @pytest.mark.parametrize("name", ["all-two", "lora-two", "node-four"])
-def test_a_sharded_checkpoint_is_whole_holds_no_pickle_and_each_process_writes_its_part(runs: Runs, name: str) -> None:
+def test_a_sharded_checkpoint_is_whole_holds_no_pickle_and_each_process_writes_its_part(
+    runs: Runs, name: str
+) -> None:
     folder = runs.folder(name).checkpoint(_LAST_STEP)
     verify_folder(folder)
     files = {file for file in folder.rglob("*") if file.is_file()}
@@ -226,7 +268,9 @@ def test_a_sharded_checkpoint_is_whole_holds_no_pickle_and_each_process_writes_i
     if name != "lora-two":  # of node-four, two machines hold the same, and one of them writes it
         trained = runs.trained(name)
         parameters = sum(tensor.numel() for tensor in trained.values())
-        assert sum(sizes) == 3 * parameters + len(trained), "parameters, two moments each, and a step count each"
+        assert sum(sizes) == 3 * parameters + len(trained), (
+            "parameters, two moments each, and a step count each"
+        )
         assert max(sizes) < 0.55 * sum(sizes)
 
 
@@ -264,20 +308,29 @@ def test_what_is_frozen_is_gathered_forward_alone_and_gradients_are_reduced_once
     shared_data: Path, tmp_path: Path
 ) -> None:
     """What trains costs the bytes of two bfloat16 gathers a micro-batch at most."""
-    few = ("train.max_steps=2", "train.micro_batch_size=2", "train.sharding=all", "train.mixed_precision=bf16")
+    few = (
+        "train.max_steps=2",
+        "train.micro_batch_size=2",
+        "train.sharding=all",
+        "train.mixed_precision=bf16",
+    )
     config = configs_in(tmp_path, shared_data, tmp_path / "tokens")(
         "run", "method.collaboration.layers=null", "model.dtype=bfloat16", *few
     )
     upscale(config)
     path = tmp_path / "resolved.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
-    for ended in ended_group(start_group("train", str(path), num_processes=2, hook=count_exchanges)):
+    for ended in ended_group(
+        start_group("train", str(path), num_processes=2, hook=count_exchanges)
+    ):
         assert ended.exit_code == 0, ended.printed
         _, line = (line for line in ended.printed.splitlines() if line.startswith("exchanged "))
         counted = Counter(json.loads(line.removeprefix("exchanged ")))
         assert counted["frozen, backward"] == 0 < counted["frozen, forward"]
         assert counted["micro-batches"] == 2
-        in_two_gathers = counted["micro-batches"] * counted["parameters"] * 2 * torch.bfloat16.itemsize
+        in_two_gathers = (
+            counted["micro-batches"] * counted["parameters"] * 2 * torch.bfloat16.itemsize
+        )
         assert 0 < counted["trains, backward"] <= in_two_gathers - counted["trains, forward"]
         assert counted["reduced"] == counted["parameters"]
 
@@ -294,7 +347,9 @@ def start(variant: str) -> MethodModel:
 
 def go_back(trained: Any) -> None:
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
-    trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=18, use_cache=False).loss.backward()
+    trained(
+        input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=18, use_cache=False
+    ).loss.backward()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -312,12 +367,16 @@ def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
     assert sharded == (trains if keep_frozen_whole else set(parameters))
     assert {name for name, parameter in parameters.items() if parameter.grad is not None} == trains
     assert parameters.keys() == before.keys()
-    assert all(torch.equal(whole_tensor(parameter), before[name]) for name, parameter in parameters.items())
+    assert all(
+        torch.equal(whole_tensor(parameter), before[name]) for name, parameter in parameters.items()
+    )
 
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_nothing_else(variant: str) -> None:
+def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_nothing_else(
+    variant: str,
+) -> None:
     model = start(variant)
     exchanged: list[int] = []
 
@@ -330,7 +389,9 @@ def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_not
     wrapped = DistributedDataParallel(for_training(model, TrainConfig(max_steps=1)))
     wrapped.register_comm_hook(None, lambda _, bucket: count(bucket))
     go_back(wrapped)
-    assert sum(exchanged) == sum(parameter.numel() for parameter in trainable_parameters(model).values())
+    assert sum(exchanged) == sum(
+        parameter.numel() for parameter in trainable_parameters(model).values()
+    )
 
 
 def test_a_changed_bit_of_a_sharded_base_is_named(mesh: DeviceMesh) -> None:
@@ -342,13 +403,17 @@ def test_a_changed_bit_of_a_sharded_base_is_named(mesh: DeviceMesh) -> None:
     with torch.no_grad():
         local_part(model.expansion.norm.weight).add_(1)
         local_part(model.base.model.layers[1].mlp.up_proj.weight)[3, 5].mul_(-1)
-    with pytest.raises(PreservationError, match=r"^step 3: .*: model\.layers\.1\.mlp\.up_proj\.weight$"):
+    with pytest.raises(
+        PreservationError, match=r"^step 3: .*: model\.layers\.1\.mlp\.up_proj\.weight$"
+    ):
         TrainingRun.check_base(run, 3, TrainingRun.base_here(run))
 
 
 @pytest.mark.usefixtures("group")
 def test_shards_of_another_model_are_refused(tmp_path: Path) -> None:
-    small, large = (start_model(tiny_llama(hidden_size=size), MethodConfig(), seed=0) for size in (32, 64))
+    small, large = (
+        start_model(tiny_llama(hidden_size=size), MethodConfig(), seed=0) for size in (32, 64)
+    )
     shard = shard_of(trainable_parameters(small), ALONE)
     save_tensors(tmp_path / shard.file, shard.tensors, shard.header)
     with pytest.raises(StorageError, match="does not fit this model"):

@@ -59,10 +59,18 @@ def is_matrix(name: str, parameter: nn.Parameter) -> bool:
 def test_muon_moves_matrices_as_torchs_and_the_rest_as_adamw_and_a_first_step_that_is_not_finite_is_none(
     variant: str,
 ) -> None:
-    model = start_model(tiny_llama(vocab_size=64), MethodConfig.model_validate({"variant": variant}), 0)
+    model = start_model(
+        tiny_llama(vocab_size=64), MethodConfig.model_validate({"variant": variant}), 0
+    )
     others = [copy.deepcopy(model) for _ in range(2)]
-    matrices = [parameter for name, parameter in trainable_parameters(others[0]).items() if is_matrix(name, parameter)]
-    muon = torch.optim.Muon(matrices, weight_decay=MUON.weight_decay, adjust_lr_fn="match_rms_adamw")
+    matrices = [
+        parameter
+        for name, parameter in trainable_parameters(others[0]).items()
+        if is_matrix(name, parameter)
+    ]
+    muon = torch.optim.Muon(
+        matrices, weight_decay=MUON.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
     adamw = build_optimiser(others[1], TrainConfig(max_steps=8, lr=1e-2))
     optimiser = build_optimiser(model, MUON)
 
@@ -83,7 +91,9 @@ def test_muon_moves_matrices_as_torchs_and_the_rest_as_adamw_and_a_first_step_th
         adamw.step()
     by_muon, by_adamw = (trainable_parameters(other) for other in others)
     for name, parameter in trainable_parameters(model).items():
-        assert torch.equal(parameter, (by_muon if is_matrix(name, parameter) else by_adamw)[name]), name
+        assert torch.equal(
+            parameter, (by_muon if is_matrix(name, parameter) else by_adamw)[name]
+        ), name
 
 
 @pytest.mark.parametrize("optimiser_name", ["adamw", "muon"])
@@ -97,14 +107,21 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
     method = MethodConfig.model_validate({"variant": "route", "collaboration": {"layers": "top:1"}})
     model = start_model(tiny_llama(vocab_size=64), method, 0)
     anchors = {"decay_to_base": True, "lookahead": {"every_steps": 4}}
-    train = TrainConfig.model_validate({"max_steps": 20, "lr": 1e-2, "optimiser": optimiser_name, **anchors})
+    train = TrainConfig.model_validate(
+        {"max_steps": 20, "lr": 1e-2, "optimiser": optimiser_name, **anchors}
+    )
     wrapped, optimiser = for_training(model, train), build_optimiser(model, train)
     hooks = hooks_for(model, train)
     trained = trainable_parameters(model)
-    train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(0), train, hooks=hooks).result()
+    train_step(
+        Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(0), train, hooks=hooks
+    ).result()
 
     def state() -> dict[str, torch.Tensor]:
-        return {name: t.detach().clone() for name, t in (trained | optimiser_tensors(optimiser, model)).items()}
+        return {
+            name: t.detach().clone()
+            for name, t in (trained | optimiser_tensors(optimiser, model)).items()
+        }
 
     def read(_: torch.Tensor) -> bool:
         raise AssertionError("waits for the device")
@@ -114,10 +131,14 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "__bool__", "__float__"):
             patch.setattr(torch.Tensor, name, read)
-        bad = train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(1), train, hooks=hooks)
+        bad = train_step(
+            Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(1), train, hooks=hooks
+        )
         between = state()
         poison.remove()
-        good = train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(2), train, hooks=hooks)
+        good = train_step(
+            Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(2), train, hooks=hooks
+        )
     assert all(torch.equal(between[name], tensor) for name, tensor in before.items())
     with pytest.raises(NonFiniteError, match="step 2: "):
         bad.result()
@@ -125,11 +146,16 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
     assert not all(torch.equal(state()[name], tensor) for name, tensor in before.items())
 
 
-def test_a_scaled_loss_gives_the_gradients_of_the_loss_and_the_scale_grows_where_nothing_overflows() -> None:
+def test_a_scaled_loss_gives_the_gradients_of_the_loss_and_the_scale_grows_where_nothing_overflows() -> (
+    None
+):
     """A power of two is exact in float32: no bit of the weights hangs on it."""
     ends, scaler = [], GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     for of_run in (scaler, GradScaler(enabled=False)):
-        model, plan = tiny_llama(vocab_size=64).requires_grad_(True), settings(1e-2, max_grad_norm=1.0)
+        model, plan = (
+            tiny_llama(vocab_size=64).requires_grad_(True),
+            settings(1e-2, max_grad_norm=1.0),
+        )
         optimiser = build_optimiser(model, plan)
         for step in range(3):
             batch = batches_of(4).of_step(step)
@@ -140,13 +166,17 @@ def test_a_scaled_loss_gives_the_gradients_of_the_loss_and_the_scale_grows_where
 
 
 @pytest.mark.parametrize(("scale", "error"), [(2.0, GradientOverflow), (1.0, NonFiniteError)])
-def test_what_is_not_finite_under_no_scale_either_is_no_overflow(scale: float, error: type[Exception]) -> None:
+def test_what_is_not_finite_under_no_scale_either_is_no_overflow(
+    scale: float, error: type[Exception]
+) -> None:
     model, plan = tiny_llama(vocab_size=64).requires_grad_(True), settings(1e-2)
     model.lm_head.weight.register_hook(lambda gradient: gradient * torch.nan)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     scaler = GradScaler("cpu", init_scale=scale)
     batch = batches_of(8).of_step(0)
-    taken = train_step(Accelerator(cpu=True), model, build_optimiser(model, plan), batch, plan, scaler=scaler)
+    taken = train_step(
+        Accelerator(cpu=True), model, build_optimiser(model, plan), batch, plan, scaler=scaler
+    )
     with pytest.raises(NonFiniteError) as caught:
         taken.result()
     assert type(caught.value) is error
@@ -182,7 +212,9 @@ def test_a_frozen_base_in_16_bits_is_never_copied_and_what_trains_is_held_in_flo
     whole: Any = tiny_llama(num_key_value_heads=4)
     base = whole.to(dtype)
     frozen = [parameter for parameter in base.parameters() if parameter.ndim == 2]
-    model: Any = start_model(base, MethodConfig.model_validate({"variant": variant, "lora": {"rank": 2}}), seed=0)
+    model: Any = start_model(
+        base, MethodConfig.model_validate({"variant": variant, "lora": {"rank": 2}}), seed=0
+    )
     train = TrainConfig(
         max_steps=2,
         mixed_precision=mixed_precision,
@@ -191,7 +223,9 @@ def test_a_frozen_base_in_16_bits_is_never_copied_and_what_trains_is_held_in_flo
         micro_batch_size=2,
     )
     ids = torch.randint(0, 61, (400,), generator=torch.Generator().manual_seed(1)).numpy()
-    batches = Batches([PackedWindows(ids, 7)], [1.0], num_steps=2, seed=0, global_batch_size=4, micro_batch_size=2)
+    batches = Batches(
+        [PackedWindows(ids, 7)], [1.0], num_steps=2, seed=0, global_batch_size=4, micro_batch_size=2
+    )
     optimiser, accelerator = build_optimiser(model, train), Accelerator(cpu=True)
     wrapped = for_training(model.train(), train)
     with CopiesOf(frozen) as copies:
@@ -200,7 +234,9 @@ def test_a_frozen_base_in_16_bits_is_never_copied_and_what_trains_is_held_in_flo
     assert copies.made == []
     assert {weight.dtype for weight in frozen} == {dtype}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    moments = [state[name] for state in optimiser.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        state[name] for state in optimiser.state.values() for name in ("exp_avg", "exp_avg_sq")
+    ]
     assert {tensor.dtype for tensor in (*trained, *moments)} == {torch.float32}
     num_trained = sum(parameter.numel() for parameter in trained)
     assert sum(moment.nbytes for moment in moments) == 8 * num_trained

@@ -31,7 +31,9 @@ def in_log(run: RunFolder) -> dict[str, list[tuple[int, Any]]]:
     points: dict[str, list[tuple[int, Any]]] = defaultdict(list)
     for record in read_records(run.metrics):
         for key, value in figures(record).items():
-            points[key].append((record["step"], pytest.approx(value, rel=1e-6)))  # TensorBoard keeps float32
+            points[key].append(
+                (record["step"], pytest.approx(value, rel=1e-6))
+            )  # TensorBoard keeps float32
     return points
 
 
@@ -47,8 +49,12 @@ def test_tensorboard_has_every_figure_of_the_log_a_trace_the_steps_asked_for_and
     (trace,) = run.profile.iterdir()
     assert trace.name == "steps-2-3.process-0.json.gz"
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    steps = {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")}
-    assert steps == {"ProfilerStep#1", "ProfilerStep#2"}, "of the steps that this process has taken, from 0"
+    steps = {
+        event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")
+    }
+    assert steps == {"ProfilerStep#1", "ProfilerStep#2"}, (
+        "of the steps that this process has taken, from 0"
+    )
     assert are_equal(trained(run.final), trained(finished(make_config("unseen", *length)).final))
 
 
@@ -62,7 +68,9 @@ def test_a_tracker_that_fails_is_left_out_and_the_log_goes_on(
     config = make_config("run", "train.trackers=[wandb]")
     finished: list[bool] = []
     tracker = SimpleNamespace(finish=lambda: finished.append(True))
-    accelerator: Any = SimpleNamespace(init_trackers=lambda *_: None, log=failing, trackers=[tracker])
+    accelerator: Any = SimpleNamespace(
+        init_trackers=lambda *_: None, log=failing, trackers=[tracker]
+    )
     log = MetricsLog(RunFolder(config.output_dir).metrics, 0)
     with tracked(log, config, accelerator):
         for step in (1, 2, 3):
@@ -71,14 +79,21 @@ def test_a_tracker_that_fails_is_left_out_and_the_log_goes_on(
     error = capsys.readouterr().err
     assert error.count("warning: train.trackers: no network; the run goes on without them") == 1
     accelerator.init_trackers = failing
-    with pytest.raises(ConfigError, match=r"^train.trackers: no network$"), tracked(log, config, accelerator):
+    with (
+        pytest.raises(ConfigError, match=r"^train.trackers: no network$"),
+        tracked(log, config, accelerator),
+    ):
         pass
 
 
-@pytest.mark.parametrize(("name", "how"), [("tensorboard", r"'scale-cli\[track\]'"), ("wandb", "wandb")])
+@pytest.mark.parametrize(
+    ("name", "how"), [("tensorboard", r"'scale-cli\[track\]'"), ("wandb", "wandb")]
+)
 def test_a_tracker_that_is_not_installed_is_named_before_anything_is_written(
     name: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match=rf"^train.trackers {name}: needs {name}: pip install {how}$"):
+    with pytest.raises(
+        MissingExtraError, match=rf"^train.trackers {name}: needs {name}: pip install {how}$"
+    ):
         check_trackers([name])

@@ -44,7 +44,9 @@ def named(folder: Path | str, dtype: Any = "float32") -> ModelConfig:
 
 def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+    path.write_text(
+        json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8"
+    )
 
 
 def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
@@ -60,7 +62,12 @@ def flip_bit(tensor: Tensor, byte: int = 0, bit: int = 0) -> None:
 
 def test_a_hash_hangs_on_every_byte_on_shape_and_dtype_and_not_on_memory_layout() -> None:
     zeros, tensor = torch.zeros(2, 6), torch.arange(12.0).reshape(3, 4)
-    others = [zeros.reshape(3, 4), zeros.reshape(12), zeros.to(torch.int32), torch.zeros(2, 12, dtype=torch.bfloat16)]
+    others = [
+        zeros.reshape(3, 4),
+        zeros.reshape(12),
+        zeros.to(torch.int32),
+        torch.zeros(2, 12, dtype=torch.bfloat16),
+    ]
     assert len({tensor_sha256(one) for one in [zeros, -zeros, *others]}) == 6
     assert tensor_sha256(tensor.T.contiguous().T) == tensor_sha256(tensor)
     before = tensor_sha256(tensor)
@@ -72,7 +79,9 @@ def test_a_hash_hangs_on_every_byte_on_shape_and_dtype_and_not_on_memory_layout(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_record_names_every_tensor_a_tied_one_once_and_its_content_hash_hangs_on_tensors_alone(tied: bool) -> None:
+def test_a_record_names_every_tensor_a_tied_one_once_and_its_content_hash_hangs_on_tensors_alone(
+    tied: bool,
+) -> None:
     base = tiny_llama(tie_word_embeddings=tied)
     record = record_base(base, named("tiny"))
     assert ("lm_head.weight" in record.tensors) is not tied
@@ -83,7 +92,9 @@ def test_a_record_names_every_tensor_a_tied_one_once_and_its_content_hash_hangs_
     assert (record.revision, elsewhere.revision) == (None, "0123abcd")
     assert elsewhere.content_sha256 == record.content_sha256
     renamed = {f"{name}x": sha256 for name, sha256 in record.tensors.items()}
-    assert BaseRecord("tiny", None, "float32", renamed, "", "").content_sha256 != record.content_sha256
+    assert (
+        BaseRecord("tiny", None, "float32", renamed, "", "").content_sha256 != record.content_sha256
+    )
 
 
 def test_what_changed_is_named_and_nothing_else() -> None:
@@ -97,7 +108,9 @@ def test_what_changed_is_named_and_nothing_else() -> None:
     assert changed_tensors(base, other) == ["gone.weight", "model.norm.weight"]
     flip_bit(base.model.layers[1].mlp.up_proj.weight.data)
     assert changed_tensors(base, record) == ["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(BaseModelError, match=r"here: .*tiny in float32.*layers\.1\.mlp\.up_proj\.weight differs"):
+    with pytest.raises(
+        BaseModelError, match=r"here: .*tiny in float32.*layers\.1\.mlp\.up_proj\.weight differs"
+    ):
         check_same_base(base, record, "here")
     assert len(changed_tensors(base.to(torch.bfloat16), record)) == len(record.tensors)
 
@@ -113,14 +126,20 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "another family": lambda folder: edit_config(folder, model_type="gpt2"),
     "config of a family nobody knows": lambda folder: edit_config(folder, model_type="nonesuch"),
     "config with heads that do not fit": lambda folder: edit_config(folder, num_attention_heads=7),
-    "config with heads that do not share evenly": lambda folder: edit_config(folder, num_key_value_heads=3),
+    "config with heads that do not share evenly": lambda folder: edit_config(
+        folder, num_key_value_heads=3
+    ),
     "config of a family with what is not walked": lambda folder: edit_config(
         folder, model_type="gemma3_text", final_logit_softcapping=30.0
     ),
-    "config with a RoPE type nobody knows": lambda folder: edit_config(folder, rope_parameters={"rope_type": "none"}),
+    "config with a RoPE type nobody knows": lambda folder: edit_config(
+        folder, rope_parameters={"rope_type": "none"}
+    ),
     "weights missing": lambda folder: (folder / "model.safetensors").unlink(),
     "weights truncated": truncate_weights,
-    "a tensor missing": lambda folder: edit_tensors(folder, lambda tensors: tensors.pop("model.norm.weight")),
+    "a tensor missing": lambda folder: edit_tensors(
+        folder, lambda tensors: tensors.pop("model.norm.weight")
+    ),
     "a tensor of another shape": lambda folder: edit_tensors(
         folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})
     ),
@@ -128,7 +147,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_base_that_is_damaged_or_not_supported_is_one_line_that_names_it(checkpoint: Path, damage: str) -> None:
+def test_a_base_that_is_damaged_or_not_supported_is_one_line_that_names_it(
+    checkpoint: Path, damage: str
+) -> None:
     DAMAGE[damage](checkpoint)
     with pytest.raises(BaseModelError) as error:
         load_base(named(checkpoint))
@@ -149,17 +170,25 @@ def test_a_size_that_no_model_has_is_refused_before_memory_is_asked_for(checkpoi
 
 def test_a_base_without_a_tokenizer_may_be_given_one(checkpoint: Path, shared_data: Path) -> None:
     (checkpoint / "tokenizer.json").write_text("{", encoding="utf-8")
-    with pytest.raises(BaseModelError, match=r"^model\.base: the tokenizer of .* cannot be loaded") as damaged:
+    with pytest.raises(
+        BaseModelError, match=r"^model\.base: the tokenizer of .* cannot be loaded"
+    ) as damaged:
         load_tokenizer(named(checkpoint))
     assert "\n" not in str(damaged.value)
     for file in checkpoint.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(BaseModelError, match=r"^model\.base: .* cannot be loaded; set model\.tokenizer"):
+    with pytest.raises(
+        BaseModelError, match=r"^model\.base: .* cannot be loaded; set model\.tokenizer"
+    ):
         load_tokenizer(named(checkpoint))
     elsewhere = shared_data / "ckpt-stories260K" / "hf"
     given = ModelConfig(base=str(checkpoint), tokenizer=str(elsewhere))
-    assert tokenizer_sha256(load_tokenizer(given)) == tokenizer_sha256(load_tokenizer(named(elsewhere)))
-    with pytest.raises(BaseModelError, match=r"^model\.tokenizer: the tokenizer of .*/nowhere cannot be loaded"):
+    assert tokenizer_sha256(load_tokenizer(given)) == tokenizer_sha256(
+        load_tokenizer(named(elsewhere))
+    )
+    with pytest.raises(
+        BaseModelError, match=r"^model\.tokenizer: the tokenizer of .*/nowhere cannot be loaded"
+    ):
         load_tokenizer(ModelConfig(base=str(checkpoint), tokenizer=str(checkpoint / "nowhere")))
 
 
@@ -183,7 +212,9 @@ def test_processes_of_a_machine_hash_a_base_once_between_them_and_all_are_told_w
         return hash_of(tensor)
 
     monkeypatch.setattr(base_module, "tensor_sha256", counting)
-    monkeypatch.setattr(base_module, "gathered", lambda mine, _: processes.gathered(mine, current.place))
+    monkeypatch.setattr(
+        base_module, "gathered", lambda mine, _: processes.gathered(mine, current.place)
+    )
     monkeypatch.setattr(base_module, "share", lambda: ALONE)
 
     def changed(place: Share) -> list[str]:

@@ -51,17 +51,30 @@ def start(name: str, **sizes: Any) -> MethodModel:
 
 def some_batches() -> Batches:
     ids = torch.randint(0, 61, (500,), generator=torch.Generator().manual_seed(1)).numpy()
-    return Batches([PackedWindows(ids, 16)], [1.0], num_steps=8, seed=0, global_batch_size=4, micro_batch_size=2)
+    return Batches(
+        [PackedWindows(ids, 16)],
+        [1.0],
+        num_steps=8,
+        seed=0,
+        global_batch_size=4,
+        micro_batch_size=2,
+    )
 
 
 def losses(
     model: MethodModel, num_steps: int = 2, wrapped: torch.nn.Module | None = None, **settings: Any
 ) -> list[float]:
     train = TrainConfig(max_steps=8, lr=1e-2, schedule="constant", **settings)
-    accelerator, optimiser, batches = Accelerator(cpu=True), build_optimiser(model, train), some_batches()
+    accelerator, optimiser, batches = (
+        Accelerator(cpu=True),
+        build_optimiser(model, train),
+        some_batches(),
+    )
     called = for_training(model, train) if wrapped is None else wrapped
     steps = (batches.of_step(step) for step in range(num_steps))
-    return [train_step(accelerator, called, optimiser, batch, train).result().loss for batch in steps]
+    return [
+        train_step(accelerator, called, optimiser, batch, train).result().loss for batch in steps
+    ]
 
 
 @pytest.mark.parametrize("name", ["freeze", "lora, whole embeddings"])
@@ -72,7 +85,11 @@ def test_a_baseline_learns_as_it_does_with_transformers_own_loss(name: str) -> N
 
 @pytest.mark.parametrize(
     ("name", "tied", "in_chunks"),
-    [("lora, head", False, False), ("lora, whole embeddings", False, True), ("lora, whole embeddings", True, True)],
+    [
+        ("lora, head", False, False),
+        ("lora, whole embeddings", False, True),
+        ("lora, whole embeddings", True, True),
+    ],
 )
 def test_adapters_learn_and_only_those_in_the_head_need_logits_of_all_positions(
     name: str, tied: bool, in_chunks: bool
@@ -81,7 +98,9 @@ def test_adapters_learn_and_only_those_in_the_head_need_logits_of_all_positions(
     assert isinstance(for_training(model, TrainConfig(max_steps=1)), ChunkedLossModel) is in_chunks
     before = {name: p.detach().clone() for name, p in trainable_parameters(model).items()}
     losses(model)
-    still = [name for name, p in trainable_parameters(model).items() if torch.equal(p, before[name])]
+    still = [
+        name for name, p in trainable_parameters(model).items() if torch.equal(p, before[name])
+    ]
     assert not still
 
 
@@ -97,7 +116,9 @@ def step_peak(name: str, **settings: Any) -> int:
     ids = torch.randint(0, 61, (8, 64), generator=torch.Generator().manual_seed(0))
 
     def forward_and_backward() -> None:
-        wrapped(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=512, use_cache=False).loss.backward()
+        wrapped(
+            input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=512, use_cache=False
+        ).loss.backward()
         model.zero_grad(set_to_none=True)
 
     return peak_bytes(forward_and_backward)
@@ -122,13 +143,17 @@ def trace_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what is compiled be traced whole and run as traced: generating its code takes most of the time."""
     compile_ = torch.compile
     monkeypatch.setattr(
-        torch, "compile", lambda f, **how: compile_(f, **{**how, "backend": "aot_eager", "options": None})
+        torch,
+        "compile",
+        lambda f, **how: compile_(f, **{**how, "backend": "aot_eager", "options": None}),
     )
 
 
 def grown() -> MethodModel:
     new = NewPieces(["7 8 9", "7 8", "3 7"], own_pieces=[7])
-    return start_model(tiny_llama(vocab_size=58, num_hidden_layers=1), MethodConfig(), 0, new).train()
+    return start_model(
+        tiny_llama(vocab_size=58, num_hidden_layers=1), MethodConfig(), 0, new
+    ).train()
 
 
 # As generated code it is in tests/integration.
@@ -145,7 +170,9 @@ def test_compiled_training_is_traced_whole_and_has_the_losses_of_plain_training(
 
 
 def test_what_cannot_be_compiled_whole_is_refused_in_one_line() -> None:
-    with pytest.raises(TrainingError, match=r"^train\.compile: cannot compile a layer here: .+") as caught:
+    with pytest.raises(
+        TrainingError, match=r"^train\.compile: cannot compile a layer here: .+"
+    ) as caught:
         compiled(lambda x: x if x.sum() > 0 else -x)(torch.ones(3))
     assert "\n" not in str(caught.value)
 
@@ -154,7 +181,9 @@ def test_an_attention_that_is_not_to_be_had_is_refused_by_name() -> None:
     train = TrainConfig.model_validate({"max_steps": 1, "attention": "flash_attention_2"})
     with pytest.raises(ConfigError, match=r"train\.attention: flash_attention_2.*installed"):
         for_training(start("route"), train)
-    with pytest.raises(ConfigError, match=r"train\.attention: flex_attention.*no backward pass on a CPU"):
+    with pytest.raises(
+        ConfigError, match=r"train\.attention: flex_attention.*no backward pass on a CPU"
+    ):
         settings_on("cpu", load_text(SMALLEST, "train.attention=flex_attention"))
 
 
@@ -184,7 +213,9 @@ def test_an_evaluation_attends_by_sdpa_where_training_compiles_for_one_shape() -
 
 
 @torch.no_grad()
-def test_the_ratio_before_the_first_norm_is_that_of_the_embeddings_and_every_norm_is_measured() -> None:
+def test_the_ratio_before_the_first_norm_is_that_of_the_embeddings_and_every_norm_is_measured() -> (
+    None
+):
     model = as_if_trained(widen(tiny_llama(), "preserve"))
     ids = torch.arange(40).view(2, 20)
     with measured_stream_ratios(model) as ratios:

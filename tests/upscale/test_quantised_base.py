@@ -19,7 +19,13 @@ from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.methods.starts import leading_directions
 from scale_cli.model.quantised_base import QUANTISATIONS, is_quantised, parts_of, plain_weight
 from scale_cli.planning import Parameters, count_saved_tensors, kept_for_backward, num_bytes
-from scale_cli.upscale.base import base_without_weights, changed_tensors, check_finite, load_base, record_base
+from scale_cli.upscale.base import (
+    base_without_weights,
+    changed_tensors,
+    check_finite,
+    load_base,
+    record_base,
+)
 from scale_cli.upscale.method import any_base_without_weights, build_model, start_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.preservation import trained_logits
@@ -31,8 +37,12 @@ from tests.widening import lower_layers, real_ids
 HELD = [("ckpt-stories260K", "int8"), ("ckpt-eltec", "int8"), ("ckpt-eltec", "nf4")]
 
 
-def named(shared_data: Path, checkpoint: str, quantisation: Any, dtype: Any = "bfloat16") -> ModelConfig:
-    return ModelConfig(base=str(shared_data / checkpoint / "hf"), dtype=dtype, quantisation=quantisation)
+def named(
+    shared_data: Path, checkpoint: str, quantisation: Any, dtype: Any = "bfloat16"
+) -> ModelConfig:
+    return ModelConfig(
+        base=str(shared_data / checkpoint / "hf"), dtype=dtype, quantisation=quantisation
+    )
 
 
 def whole(model: ModelConfig) -> ModelConfig:
@@ -44,15 +54,24 @@ def loaded_plainly(model: ModelConfig) -> Any:
     assert model.quantisation is not None
     settings = TorchAoConfig(QUANTISATIONS[model.quantisation].settings())
     dtype = getattr(torch, model.dtype)
-    return AutoModelForCausalLM.from_pretrained(model.base, dtype=dtype, quantization_config=settings).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        model.base, dtype=dtype, quantization_config=settings
+    ).eval()
 
 
 def run_config(
-    shared_data: Path, folder: Path, quantisation: Any, variant: str = "route", dtype: Any = "bfloat16", **train: Any
+    shared_data: Path,
+    folder: Path,
+    quantisation: Any,
+    variant: str = "route",
+    dtype: Any = "bfloat16",
+    **train: Any,
 ) -> RunConfig:
     config = configured(shared_data, folder, {"variant": variant}).model_dump()
     base = lower_layers(shared_data, "ckpt-eltec", 2)
-    config["model"] |= ModelConfig(base=str(base), dtype=dtype, quantisation=quantisation).model_dump()
+    config["model"] |= ModelConfig(
+        base=str(base), dtype=dtype, quantisation=quantisation
+    ).model_dump()
     config["train"] |= {"max_steps": 4, "save_every_steps": 2, "keep_checkpoints": 2, **train}
     return RunConfig.model_validate(config)
 
@@ -89,7 +108,9 @@ def test_every_bit_that_a_quantised_weight_is_held_in_is_hashed_and_checked(
         part.copy_(before)
     assert changed_tensors(base, record) == []
     next(part for part in parts_of(weight) if part.is_floating_point()).fill_(torch.nan)
-    with pytest.raises(BaseModelError, match=r"up_proj.weight of here holds numbers that are not finite"):
+    with pytest.raises(
+        BaseModelError, match=r"up_proj.weight of here holds numbers that are not finite"
+    ):
         check_finite(base, "here")
 
 
@@ -105,7 +126,9 @@ def test_training_and_resuming_leave_a_quantised_base_as_it_was_and_an_export_ho
     for later in ("final", "checkpoints/step-00000004"):
         shutil.rmtree(broken_off.output_dir / later)
     train(broken_off, "auto", print)
-    ends = [load_file(one.output_dir / "final" / "trained.safetensors") for one in (config, broken_off)]
+    ends = [
+        load_file(one.output_dir / "final" / "trained.safetensors") for one in (config, broken_off)
+    ]
     assert ends[0].keys() == ends[1].keys()
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
     model: Any = Run(config).open_final().load()
@@ -117,19 +140,25 @@ def test_training_and_resuming_leave_a_quantised_base_as_it_was_and_an_export_ho
             assert torch.equal(model.base_logits(model.final_states(ids, preserved=True)), of_base)
     folder = export(config).folder
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    assert any(map(is_quantised, model.parameters())) and not any(map(is_quantised, plain.parameters()))
+    assert any(map(is_quantised, model.parameters())) and not any(
+        map(is_quantised, plain.parameters())
+    )
     with torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, learned, rtol=0.0, atol=1e-3)
-    assert f"linear maps in {quantisation}, by torchao; this folder holds" in (folder / "README.md").read_text(
-        encoding="utf-8"
-    )
+    assert f"linear maps in {quantisation}, by torchao; this folder holds" in (
+        folder / "README.md"
+    ).read_text(encoding="utf-8")
     with pytest.raises(RunFolderError, match=f"model.quantisation: '{quantisation}' -> None"):
         Run(config.model_copy(update={"model": whole(config.model)})).open_final()
 
 
 @pytest.mark.parametrize("quantisation", QUANTISATIONS)
-def test_blocks_start_from_what_quantised_weights_stand_for(shared_data: Path, quantisation: str) -> None:
-    model: Any = start_model(load_base(named(shared_data, "ckpt-eltec", quantisation)), MethodConfig(), seed=0)
+def test_blocks_start_from_what_quantised_weights_stand_for(
+    shared_data: Path, quantisation: str
+) -> None:
+    model: Any = start_model(
+        load_base(named(shared_data, "ckpt-eltec", quantisation)), MethodConfig(), seed=0
+    )
     frozen, added = model.base.model.layers[0].mlp.up_proj, model.expansion.layers[0].up_proj
     rows = leading_directions(plain_weight(frozen), len(added.weight_21))
     assert torch.equal(added.weight_21[: len(rows)], rows.to(added.weight_21.dtype))
@@ -141,7 +170,10 @@ def test_blocks_start_from_what_quantised_weights_stand_for(shared_data: Path, q
 def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_keep(
     shared_data: Path, quantisation: str, variant: str
 ) -> None:
-    model, method = named(shared_data, "ckpt-eltec", quantisation), MethodConfig.model_validate({"variant": variant})
+    model, method = (
+        named(shared_data, "ckpt-eltec", quantisation),
+        MethodConfig.model_validate({"variant": variant}),
+    )
     train_config = configured(shared_data, Path("unused"), {}).train
     base = load_base(model)
     with torch.device("meta"):
@@ -152,11 +184,15 @@ def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_kee
     assert counted.num_frozen == sum(parameter.numel() for parameter in base.parameters())
     real: Any = start_model(base, method, 0)
     trained = for_training(real.train(), train_config)
-    ids = torch.zeros(1, 89, dtype=torch.long)  # a window that no width of the model is a multiple of
+    ids = torch.zeros(
+        1, 89, dtype=torch.long
+    )  # a window that no width of the model is a multiple of
     with kept_for_backward(real, "cpu", "bf16") as kept:
         trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=89, use_cache=False)
     of_weights = [tensor for tensor in kept.values() if tensor.untyped_storage().nbytes() % 89]
-    assert count_saved_tensors(planned, "bf16").copies_bytes == pytest.approx(num_bytes(of_weights), rel=0.02)
+    assert count_saved_tensors(planned, "bf16").copies_bytes == pytest.approx(
+        num_bytes(of_weights), rel=0.02
+    )
 
 
 def test_a_plan_of_a_quantised_base_says_what_cannot_be_had(
@@ -185,9 +221,13 @@ def test_matrices_that_nf4_cannot_hold_and_bases_that_are_quantised_already_are_
     shared_data: Path, tmp_path: Path
 ) -> None:
     small: Any = named(shared_data, "ckpt-stories260K", "nf4")
-    with pytest.raises(BaseModelError, match=r"model.quantisation: nf4: model.layers.0.self_attn.q_proj"):
+    with pytest.raises(
+        BaseModelError, match=r"model.quantisation: nf4: model.layers.0.self_attn.q_proj"
+    ):
         any_base_without_weights(small)
-    packed = Phi3Config(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64, pad_token_id=0)
+    packed = Phi3Config(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64, pad_token_id=0
+    )
     with pytest.raises(BaseModelError, match=r"a layer of the family phi3 has no separate q_proj"):
         base_without_weights(packed, "bfloat16", "int8")
     quantised = tmp_path / "quantised"
@@ -196,7 +236,9 @@ def test_matrices_that_nf4_cannot_hold_and_bases_that_are_quantised_already_are_
         load_base(ModelConfig(base=str(quantised)))
 
 
-def test_what_reads_whole_weights_does_not_go_with_a_quantised_base(shared_data: Path, tmp_path: Path) -> None:
+def test_what_reads_whole_weights_does_not_go_with_a_quantised_base(
+    shared_data: Path, tmp_path: Path
+) -> None:
     for key in ({"compile": True}, {"sharding": "expansion"}, {"sharding": "all"}):
         with pytest.raises(ValueError, match=r"does not go with model.quantisation: int8"):
             run_config(shared_data, tmp_path / "run", "int8", **key)

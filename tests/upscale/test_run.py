@@ -37,7 +37,9 @@ def say_nothing(_: str) -> None: ...
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("inputs")
     for name in ("trained", "held-out"):
-        (root / f"{name}.txt").write_text("One, two, three.\n\nFour, five, six.\n", encoding="utf-8")
+        (root / f"{name}.txt").write_text(
+            "One, two, three.\n\nFour, five, six.\n", encoding="utf-8"
+        )
     dataset = root / "rows"
     dataset.mkdir()
     (dataset / "train.jsonl").write_text('{"text": "One."}\n', encoding="utf-8")
@@ -59,23 +61,43 @@ def configured(inputs: Path, tmp_path: Path) -> Configured:
                 "cache_dir": str(tmp_path / "cache"),
                 "sources": [{"name": "one", "path": str(inputs / "trained.txt"), "language": "en"}],
             },
-            "train": {"max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "eval_every_steps": 1},
+            "train": {
+                "max_steps": 1,
+                "global_batch_size": 1,
+                "micro_batch_size": 1,
+                "eval_every_steps": 1,
+            },
             "evaluation": {
                 "perplexity": [
-                    {"name": "kept", "path": str(inputs / "held-out.txt"), "language": "en", "role": "retention"},
-                    {"name": "new", "path": str(inputs / "held-out.txt"), "language": "ko", "role": "acquisition"},
+                    {
+                        "name": "kept",
+                        "path": str(inputs / "held-out.txt"),
+                        "language": "en",
+                        "role": "retention",
+                    },
+                    {
+                        "name": "new",
+                        "path": str(inputs / "held-out.txt"),
+                        "language": "ko",
+                        "role": "acquisition",
+                    },
                 ]
             },
         }
         (tmp_path / "config.yaml").write_text(json.dumps(tree), encoding="utf-8")
-        return load_config(tmp_path / "config.yaml", [override.format(here=inputs) for override in overrides])
+        return load_config(
+            tmp_path / "config.yaml", [override.format(here=inputs) for override in overrides]
+        )
 
     return make
 
 
 OF_THE_BASE = [
     ("corpus.sequence_length=129", "corpus.sequence_length: 129, but the base has 128 positions"),
-    ("evaluation.sequence_length=129", "evaluation.sequence_length: 129, but the base has 128 positions"),
+    (
+        "evaluation.sequence_length=129",
+        "evaluation.sequence_length: 129, but the base has 128 positions",
+    ),
     (
         "evaluation.continuations={{prompt_tokens: 100, new_tokens: 29}}",
         "evaluation.continuations: 129, but the base has 128 positions",
@@ -86,17 +108,28 @@ OF_THE_BASE = [
 ]
 OF_TRAINING = [
     ("corpus.sources.0.path={here}/nowhere.txt", r"one: no file matches .*nowhere\.txt"),
-    ("corpus.sources.0={{name: rows, dataset: '{here}/none', language: en}}", "rows: the dataset .*none cannot be"),
+    (
+        "corpus.sources.0={{name: rows, dataset: '{here}/none', language: en}}",
+        "rows: the dataset .*none cannot be",
+    ),
     (
         "corpus.sources.0={{name: rows, dataset: '{here}/rows', split: dev, language: en}}",
         r"no split 'dev'; it has train",
     ),
-    ("corpus.sources.0.messages_field=m", "^one: messages_field: the tokenizer of .* has no chat template"),
+    (
+        "corpus.sources.0.messages_field=m",
+        "^one: messages_field: the tokenizer of .* has no chat template",
+    ),
     ("corpus.cache_dir={here}/trained.txt", r"corpus\.cache_dir .*trained\.txt is not a folder"),
 ]
-OF_WHAT_IS_HELD_OUT = [("evaluation.perplexity.0.path={here}/nowhere.txt", r"kept: no file matches .*nowhere\.txt")]
+OF_WHAT_IS_HELD_OUT = [
+    ("evaluation.perplexity.0.path={here}/nowhere.txt", r"kept: no file matches .*nowhere\.txt")
+]
 OF_THE_PIPELINE = [
-    ("evaluation.benchmarks=[{{name: b, path: '{here}/no.yaml', language: en}}]", r"b: no such file: .*no\.yaml")
+    (
+        "evaluation.benchmarks=[{{name: b, path: '{here}/no.yaml', language: en}}]",
+        r"b: no such file: .*no\.yaml",
+    )
 ]
 
 
@@ -145,11 +178,19 @@ def test_a_tokenizer_that_drops_a_script_is_found_before_anything_is_written(
     for name, text in (("ko", KOREAN), ("en", ENGLISH)):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     before = sorted(tmp_path.rglob("*"))
-    places = ("corpus.sources.0.path", "evaluation.perplexity.0.path", "evaluation.perplexity.1.path")
+    places = (
+        "corpus.sources.0.path",
+        "evaluation.perplexity.0.path",
+        "evaluation.perplexity.1.path",
+    )
     for dropped in places:
-        paths = (f"{place}={tmp_path / ('ko' if place == dropped else 'en')}.txt" for place in places)
+        paths = (
+            f"{place}={tmp_path / ('ko' if place == dropped else 'en')}.txt" for place in places
+        )
         config = configured(f"model.base={tmp_path / 'base'}", *paths)
-        with pytest.raises(CorpusError, match=r"(one|kept|new) \(.*ko\.txt\): the tokenizer loses .* '안녕하세요'"):
+        with pytest.raises(
+            CorpusError, match=r"(one|kept|new) \(.*ko\.txt\): the tokenizer loses .* '안녕하세요'"
+        ):
             upscale(config)
     assert sorted({*tmp_path.rglob("*")} - {tmp_path / "config.yaml"}) == before
 
@@ -184,12 +225,18 @@ def test_documents_are_not_isolated_where_no_mark_stands_between_them(
     write_base(tmp_path / "base", tiny_llama(vocab_size=len(tokenizer)), tokenizer)
     for base in (inputs / "base", tmp_path / "base"):
         config = configured(f"model.base={base}", "corpus.isolate_documents=true")
-        expected = pytest.raises(ScaleError, match="neither BOS nor EOS") if base.parent == tmp_path else nullcontext()
+        expected = (
+            pytest.raises(ScaleError, match="neither BOS nor EOS")
+            if base.parent == tmp_path
+            else nullcontext()
+        )
         with expected:
             Run(config).check(training_sources(config))
 
 
-def test_a_folder_is_served_with_the_router_that_it_was_trained_with(configured: Configured) -> None:
+def test_a_folder_is_served_with_the_router_that_it_was_trained_with(
+    configured: Configured,
+) -> None:
     """The router may have changed since `scale upscale`."""
     upscale(configured("method.variant=route"))
     config = configured("method.variant=route", "method.router.prior=0.25")

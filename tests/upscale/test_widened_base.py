@@ -54,8 +54,15 @@ def test_every_verb_takes_a_finished_run_for_its_base(
         assert scale("export", str(path), f"export.format={name}").exit_code == 0
     parity = json.loads((tmp_path / "upon" / "export" / "llama" / "parity.json").read_text())
     assert parity["max_logit_difference"] <= 1e-4
-    assert not [check for check in check_folders(tmp_path / "upon") if check.failed or check.unchecked]
-    assert scale("generate", str(tmp_path / "upon"), "--prompt", "Lily", "--max-new-tokens", "3").exit_code == 0
+    assert not [
+        check for check in check_folders(tmp_path / "upon") if check.failed or check.unchecked
+    ]
+    assert (
+        scale(
+            "generate", str(tmp_path / "upon"), "--prompt", "Lily", "--max-new-tokens", "3"
+        ).exit_code
+        == 0
+    )
     assert {file: file.read_bytes() for file in before} == before
 
     report = json.loads((tmp_path / "upon" / "evaluation" / "report.json").read_text())
@@ -63,12 +70,16 @@ def test_every_verb_takes_a_finished_run_for_its_base(
     of_parent = json.loads((below.output_dir / "evaluation" / "report.json").read_text())
     for mine, parents in zip(report["corpora"], of_parent["corpora"], strict=True):
         adapted = parents["heads"]["adapted"]["nats_per_token"]
-        assert mine["heads"]["base"]["nats_per_token"] == adapted, "its base head is the parent's trained head"
+        assert mine["heads"]["base"]["nats_per_token"] == adapted, (
+            "its base head is the parent's trained head"
+        )
 
 
 @torch.no_grad()
 def test_a_dense_export_of_a_stack_has_its_logits() -> None:
-    first = as_if_trained(widen(tiny_llama(attention_bias=True, mlp_bias=True), "route", "top:1", ratio=0.5))
+    first = as_if_trained(
+        widen(tiny_llama(attention_bias=True, mlp_bias=True), "route", "top:1", ratio=0.5)
+    )
     second = as_if_trained(widen(first, "preserve", ratio=1.0), seed=2)
     third = as_if_trained(widen(second, "route", ratio=0.5), seed=3)
     ids = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -77,7 +88,9 @@ def test_a_dense_export_of_a_stack_has_its_logits() -> None:
     assert type(dense) is type(third.root)
     assert dense.config.hidden_size == 32 + 16 + 32 + 16
     assert (dense(input_ids=ids, use_cache=False).logits - expected).abs().max() <= 1e-4
-    assert (expected - second.adaptation_logits(second.final_states(ids, preserved=False))).abs().max() > 0.1
+    assert (
+        expected - second.adaptation_logits(second.final_states(ids, preserved=False))
+    ).abs().max() > 0.1
 
 
 def test_a_run_its_final_folder_and_its_adapter_are_one_base_and_an_altered_one_is_refused(
@@ -87,8 +100,12 @@ def test_a_run_its_final_folder_and_its_adapter_are_one_base_and_an_altered_one_
     shutil.copytree(below.output_dir, base)
     config = stacked(shared_data, tmp_path / "upon", base)
     summary = upscale(config)
-    assert set(summary.record.tensors) == {name for name, _ in load_any_base(config.model).named_parameters()}
-    adapter = export(below.model_copy(update={"export": below.export.model_copy(update={"format": "adapter"})})).folder
+    assert set(summary.record.tensors) == {
+        name for name, _ in load_any_base(config.model).named_parameters()
+    }
+    adapter = export(
+        below.model_copy(update={"export": below.export.model_copy(update={"format": "adapter"})})
+    ).folder
     for same in (base / "final", adapter):
         load_widened(config.output_dir / "upscaled", ModelConfig(base=str(same)))
 
@@ -132,15 +149,27 @@ def test_what_is_no_base_and_what_a_widened_one_is_not_for_are_refused(
     baseline = trained(shared_data, tmp_path / "baseline", variant="freeze")
     refused: list[tuple[Path, Literal["float32", "bfloat16"], str]] = [
         (begun.output_dir, "float32", r"begun is an unfinished run, as it has no final/"),
-        (baseline.output_dir, "float32", r"baseline has no expansion; export it as llama, and widen that export"),
-        (below.output_dir, "bfloat16", r"^model\.dtype: bfloat16, but .*korean was trained on a base in float32"),
+        (
+            baseline.output_dir,
+            "float32",
+            r"baseline has no expansion; export it as llama, and widen that export",
+        ),
+        (
+            below.output_dir,
+            "bfloat16",
+            r"^model\.dtype: bfloat16, but .*korean was trained on a base in float32",
+        ),
     ]
     for base, dtype, message in refused:
         with pytest.raises(BaseModelError, match=message):
             load_any_base(ModelConfig(base=str(base), dtype=dtype))
-    with pytest.raises(ConfigError, match=r"korean is already widened, but `scale plan` takes only plain bases"):
+    with pytest.raises(
+        ConfigError, match=r"korean is already widened, but `scale plan` takes only plain bases"
+    ):
         plan(stacked(shared_data, tmp_path / "upon", below.output_dir), 1e9, 1)
     model = widen(widen(tiny_llama(), "preserve"), "preserve")
     mesh: Any = None  # it does not come to that
-    with pytest.raises(ConfigError, match=r"^train\.sharding: all cannot split a base that is already widened"):
+    with pytest.raises(
+        ConfigError, match=r"^train\.sharding: all cannot split a base that is already widened"
+    ):
         shard_model(model, TrainConfig(max_steps=1, sharding="all"), mesh)

@@ -18,7 +18,9 @@ from tests.widening import lower_stories
 
 def prove_on_few(patch: pytest.MonkeyPatch) -> None:
     """Let proofs look at the characters about Hangul and Cyrillic alone: all of them take seconds."""
-    patch.setattr(proofs, "_CODE_POINTS", [*range(0x500), *range(0x1100, 0x1200), *range(0xA900, 0xD900)])
+    patch.setattr(
+        proofs, "_CODE_POINTS", [*range(0x500), *range(0x1100, 0x1200), *range(0xA900, 0xD900)]
+    )
     patch.setattr(proofs, "_NUM_RANDOM", 2_000)
 
 
@@ -36,24 +38,46 @@ def config_of(
         {
             "output_dir": str(folder / "run"),
             "model": {"base": str(base or lower_stories(shared_data))},
-            "method": {"variant": variant, "vocabulary": {"new_tokens": 64, "min_count": 2}, **method},
+            "method": {
+                "variant": variant,
+                "vocabulary": {"new_tokens": 64, "min_count": 2},
+                **method,
+            },
             "corpus": {
                 "sequence_length": 32,
                 "num_workers": 1,
                 "sources": [{"name": "ko", "path": str(folder / "ko.txt"), "language": "ko"}],
             },
-            "train": {"max_steps": 2, "global_batch_size": 2, "micro_batch_size": 2, "warmup_steps": 1, "lr": 1e-3},
+            "train": {
+                "max_steps": 2,
+                "global_batch_size": 2,
+                "micro_batch_size": 2,
+                "warmup_steps": 1,
+                "lr": 1e-3,
+            },
             "evaluation": {
                 "perplexity": [
-                    {"name": "en", "path": str(folder / "en.txt"), "language": "en", "role": "retention"},
-                    {"name": "ko", "path": str(folder / "ko.txt"), "language": "ko", "role": "acquisition"},
+                    {
+                        "name": "en",
+                        "path": str(folder / "en.txt"),
+                        "language": "en",
+                        "role": "retention",
+                    },
+                    {
+                        "name": "ko",
+                        "path": str(folder / "ko.txt"),
+                        "language": "ko",
+                        "role": "acquisition",
+                    },
                 ]
             },
         }
     )
 
 
-def two_scripts_in_one(shared_data: Path, folder: Path, base: Path) -> tuple[Path, JoinedForCausalLM]:
+def two_scripts_in_one(
+    shared_data: Path, folder: Path, base: Path
+) -> tuple[Path, JoinedForCausalLM]:
     """Join two runs with tokens of their own; return a plain folder of both, and the model that it was made of."""
     runs = []
     for script, text in (("hangul", KOREAN), ("cyrillic", RUSSIAN)):

@@ -42,7 +42,11 @@ class Grown:
 
     def in_old_ids(self, text: str) -> list[int]:
         ids = self.new.encode(text, add_special_tokens=False).ids
-        return [old for index in ids for old in (self.pieces[index - FIRST_ID] if index >= FIRST_ID else [index])]
+        return [
+            old
+            for index in ids
+            for old in (self.pieces[index - FIRST_ID] if index >= FIRST_ID else [index])
+        ]
 
 
 @functools.cache
@@ -65,7 +69,8 @@ letters = st.one_of(
     st.characters(exclude_categories=["Cs"]),
 )
 texts = st.one_of(
-    st.text(letters, max_size=40), st.lists(st.sampled_from([*KOREAN.split(), *ENGLISH.split()[:20]])).map(" ".join)
+    st.text(letters, max_size=40),
+    st.lists(st.sampled_from([*KOREAN.split(), *ENGLISH.split()[:20]])).map(" ".join),
 )
 
 
@@ -83,13 +88,19 @@ def test_what_is_merged_are_the_old_tokens_in_their_order_and_of_the_script_alon
     new = {token.token for token in tokenizers.tokens} & set(
         tokenizers.new.encode(text, add_special_tokens=False).tokens
     )
-    assert all(HANGUL.alone_begins(Spelling.of(tokenizers.old, "a base").to_bytes(token)) for token in new)
+    assert all(
+        HANGUL.alone_begins(Spelling.of(tokenizers.old, "a base").to_bytes(token)) for token in new
+    )
 
 
 @any_kind
-def test_new_tokens_save_tokens_and_what_is_written_is_read_back(kind: Callable[[], Tokenizer]) -> None:
+def test_new_tokens_save_tokens_and_what_is_written_is_read_back(
+    kind: Callable[[], Tokenizer],
+) -> None:
     tokenizers = grown(kind)
-    before, after = (of.encode(KOREAN, add_special_tokens=False).ids for of in (tokenizers.old, tokenizers.new))
+    before, after = (
+        of.encode(KOREAN, add_special_tokens=False).ids for of in (tokenizers.old, tokenizers.new)
+    )
     assert len(tokenizers.tokens) == 100
     assert len(after) < len(before) / 2.5
     assert tokenizers.new.decode(after) == tokenizers.old.decode(before) == KOREAN
@@ -106,7 +117,14 @@ def united(kind: Callable[[], Tokenizer]) -> tuple[Tokenizer, Tokenizer]:
     """One with the letters of another script in the place of Hangul, and one with both."""
     hangul = grown(kind)
     spelling = Spelling.of(hangul.old, "a base")
-    tokens = learn(count_words(RUSSIAN, hangul.old, CYRILLIC), hangul.old, spelling, CYRILLIC, most=60, min_count=1)
+    tokens = learn(
+        count_words(RUSSIAN, hangul.old, CYRILLIC),
+        hangul.old,
+        spelling,
+        CYRILLIC,
+        most=60,
+        min_count=1,
+    )
     cyrillic = extended(hangul.old, tokens, FIRST_ID)
     return cyrillic, extended(hangul.new, new_tokens(cyrillic, FIRST_ID), FIRST_ID + 100)
 
@@ -114,8 +132,12 @@ def united(kind: Callable[[], Tokenizer]) -> tuple[Tokenizer, Tokenizer]:
 @any_kind
 @settings(max_examples=60, deadline=None)
 @given(
-    text=st.one_of(texts, st.text(st.one_of(letters, st.sampled_from("власть людей Ѐӿ")), max_size=40)),
-    both=st.lists(st.sampled_from([*KOREAN.split(), *RUSSIAN.split(), *ENGLISH.split()[:20]])).map(" ".join),
+    text=st.one_of(
+        texts, st.text(st.one_of(letters, st.sampled_from("власть людей Ѐӿ")), max_size=40)
+    ),
+    both=st.lists(st.sampled_from([*KOREAN.split(), *RUSSIAN.split(), *ENGLISH.split()[:20]])).map(
+        " ".join
+    ),
 )
 def test_with_the_new_tokens_of_two_scripts_each_has_the_ids_that_it_has_alone(
     kind: Callable[[], Tokenizer], text: str, both: str
@@ -125,9 +147,19 @@ def test_with_the_new_tokens_of_two_scripts_each_has_the_ids_that_it_has_alone(
         ids = together.encode(any_text, add_special_tokens=False).ids
         old = hangul.old.encode(any_text, add_special_tokens=False).ids
         of_all = [*hangul.pieces, *pieces(cyrillic, Spelling.of(hangul.old, "a base"), FIRST_ID)]
-        assert [one for index in ids for one in (of_all[index - FIRST_ID] if index >= FIRST_ID else [index])] == old
-        assert together.decode(ids, skip_special_tokens=False) == hangul.old.decode(old, skip_special_tokens=False)
-        read = any_text if hangul.old.normalizer is None else hangul.old.normalizer.normalize_str(any_text)
+        assert [
+            one
+            for index in ids
+            for one in (of_all[index - FIRST_ID] if index >= FIRST_ID else [index])
+        ] == old
+        assert together.decode(ids, skip_special_tokens=False) == hangul.old.decode(
+            old, skip_special_tokens=False
+        )
+        read = (
+            any_text
+            if hangul.old.normalizer is None
+            else hangul.old.normalizer.normalize_str(any_text)
+        )
         if not re.search(f"[{CYRILLIC.characters}]", read):
             assert ids == hangul.new.encode(any_text, add_special_tokens=False).ids
         if not re.search(f"[{HANGUL.characters}]", read):
@@ -150,7 +182,9 @@ def test_the_proofs_hold_and_find_one_token_that_moved_or_that_other_texts_have(
     vocabulary = described["model"]["vocab"]
     vocabulary["h"], vocabulary["e"] = vocabulary["e"], vocabulary["h"]
     with pytest.raises(PreservationError, match="had the id"):
-        check_added_tokens(one.old, Tokenizer.from_str(json.dumps(described)), HANGUL, [], [], seed=0)
+        check_added_tokens(
+            one.old, Tokenizer.from_str(json.dumps(described)), HANGUL, [], [], seed=0
+        )
     fewer = extended(one.new, new_tokens(cyrillic, FIRST_ID)[:-1], FIRST_ID + 100)
     with pytest.raises(PreservationError, match="have changed"):
         check_union(parts, fewer, FIRST_ID, [RUSSIAN], seed=0)
@@ -208,7 +242,12 @@ def test_a_tokenizer_of_another_kind_is_refused_by_name_in_one_line(model: Any) 
 
 
 @settings(max_examples=100, deadline=None)
-@given(first=st.integers(0x80, 0x10FFFF), length=st.integers(0, 70_000), cut=st.integers(1, 3), inside=st.booleans())
+@given(
+    first=st.integers(0x80, 0x10FFFF),
+    length=st.integers(0, 70_000),
+    cut=st.integers(1, 3),
+    inside=st.booleans(),
+)
 def test_bytes_alone_begin_a_script_where_whatever_completes_them_is_of_it(
     first: int, length: int, cut: int, inside: bool
 ) -> None:
@@ -219,7 +258,9 @@ def test_bytes_alone_begin_a_script_where_whatever_completes_them_is_of_it(
     spelt = chr(letter).encode()
     beginning = spelt[: max(cut, len(spelt) - 2)]  # two bytes are missing at the most
     near = (code for code in range(letter - 2**12, letter + 2**12) if 0 <= code < 0x110000)
-    completed = [c for c in near if not 0xD800 <= c <= 0xDFFF and chr(c).encode().startswith(beginning)]
+    completed = [
+        c for c in near if not 0xD800 <= c <= 0xDFFF and chr(c).encode().startswith(beginning)
+    ]
 
     expected = all(first <= code <= last for code in completed)
     assert script.alone_begins(beginning) == script.alone_begins(b" " + beginning) == expected
@@ -229,26 +270,42 @@ def test_bytes_alone_begin_a_script_where_whatever_completes_them_is_of_it(
 ModelProto: Any = import_module("transformers.utils.sentencepiece_model_pb2_new").ModelProto
 
 
-@given(old=st.lists(st.text(max_size=90), max_size=4), new=st.lists(st.text(min_size=1, max_size=90), unique=True))
-def test_a_model_with_new_pieces_has_the_old_ones_and_every_id_of_the_tokenizer(old: list[str], new: list[str]) -> None:
+@given(
+    old=st.lists(st.text(max_size=90), max_size=4),
+    new=st.lists(st.text(min_size=1, max_size=90), unique=True),
+)
+def test_a_model_with_new_pieces_has_the_old_ones_and_every_id_of_the_tokenizer(
+    old: list[str], new: list[str]
+) -> None:
     model = ModelProto()
     for rank, text in enumerate(old):
         model.pieces.add(piece=text, score=-rank)
     model.trainer_spec.vocab_size = 7
     model.normalizer_spec.name = "identity"
     between = ["<pad>", "unused"]
-    names = [*(f"{index}" * 100 for index in range(len(old))), *between, *(f"new {text}" for text in new)]
+    names = [
+        *(f"{index}" * 100 for index in range(len(old))),
+        *between,
+        *(f"new {text}" for text in new),
+    ]
     tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(names)}, []))
     tokenizer.add_special_tokens([AddedToken("<pad>")])
 
-    grown = ModelProto.FromString(with_new_pieces(model.SerializeToString(), tokenizer, len(old) + len(between)))
+    grown = ModelProto.FromString(
+        with_new_pieces(model.SerializeToString(), tokenizer, len(old) + len(between))
+    )
     added = grown.pieces[len(old) :]
     assert list(grown.pieces[: len(old)]) == list(model.pieces)
     assert [piece.piece for piece in added] == names[len(old) :]
     assert [piece.type for piece in added] == [3, 5] + [1] * len(new)
-    assert [piece.score for piece in added] == sorted((piece.score for piece in added), reverse=True)
+    assert [piece.score for piece in added] == sorted(
+        (piece.score for piece in added), reverse=True
+    )
     assert all(piece.score < -len(old) for piece in added)
-    assert (grown.trainer_spec, grown.normalizer_spec) == (model.trainer_spec, model.normalizer_spec)
+    assert (grown.trainer_spec, grown.normalizer_spec) == (
+        model.trainer_spec,
+        model.normalizer_spec,
+    )
 
 
 def test_half_a_model_is_refused() -> None:

@@ -24,11 +24,15 @@ def base(shared_data: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(shared_data / "ckpt-novels-en/hf")
 
 
-def added(base: PreTrainedTokenizerBase, tmp_path: Path, *texts: str, first_id: int = ROWS, **keys: Any) -> AddedTokens:
+def added(
+    base: PreTrainedTokenizerBase, tmp_path: Path, *texts: str, first_id: int = ROWS, **keys: Any
+) -> AddedTokens:
     sources = []
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
-        sources.append(TextSource(name=f"ko{number}", path=str(tmp_path / f"{number}.txt"), language="ko"))
+        sources.append(
+            TextSource(name=f"ko{number}", path=str(tmp_path / f"{number}.txt"), language="ko")
+        )
     vocabulary = VocabularyConfig(**{"new_tokens": 64, "min_count": 1, **keys})
     return AddedTokens(first_id, vocabulary, sources, TokenCache(tmp_path / "cache", base))
 
@@ -55,10 +59,15 @@ def test_what_was_learned_is_kept_by_content(
 def test_special_tokens_of_a_list_are_written_as_every_version_of_transformers_reads_them(
     base: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    base = AutoTokenizer.from_pretrained(base.name_or_path, additional_special_tokens=["<s>", "</s>"])
+    base = AutoTokenizer.from_pretrained(
+        base.name_or_path, additional_special_tokens=["<s>", "</s>"]
+    )
     write_grown(tmp_path, base)
     written = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
-    assert written["additional_special_tokens"] == ["<s>", "</s>"] and "extra_special_tokens" not in written
+    assert (
+        written["additional_special_tokens"] == ["<s>", "</s>"]
+        and "extra_special_tokens" not in written
+    )
     assert load_grown(tmp_path).all_special_ids == base.all_special_ids
 
 
@@ -85,13 +94,25 @@ def test_a_folder_that_has_the_tokens_is_taken_and_another_base_s_is_not(
 @pytest.mark.parametrize(
     ("keys", "error", "said"),
     [
-        ({"new_tokens": 4096}, ConfigError, r"4,096, but the text gives only \d+ that occur at least 1 times"),
-        ({"new_tokens": 49_152 - ROWS}, ConfigError, r"llama\.cpp takes a model of 49,152 tokens in all for another"),
+        (
+            {"new_tokens": 4096},
+            ConfigError,
+            r"4,096, but the text gives only \d+ that occur at least 1 times",
+        ),
+        (
+            {"new_tokens": 49_152 - ROWS},
+            ConfigError,
+            r"llama\.cpp takes a model of 49,152 tokens in all for another",
+        ),
         ({"folder": "/nowhere"}, BaseModelError, "folder: /nowhere holds no tokenizer"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(
-    base: PreTrainedTokenizerBase, tmp_path: Path, keys: dict[str, Any], error: type[ScaleError], said: str
+    base: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    keys: dict[str, Any],
+    error: type[ScaleError],
+    said: str,
 ) -> None:
     with pytest.raises(error, match=said) as raised:
         grow(base, tmp_path, **keys)
@@ -103,7 +124,11 @@ def test_a_sketch_refuses_what_the_text_does_not_give_only_where_it_has_read_eve
     base: PreTrainedTokenizerBase, tmp_path: Path, share: float, is_refused: bool
 ) -> None:
     asked = added(base, tmp_path, KOREAN, KOREAN, new_tokens=4096)
-    with pytest.raises(ConfigError, match="4,096, but the text gives") if is_refused else nullcontext():
+    with (
+        pytest.raises(ConfigError, match="4,096, but the text gives")
+        if is_refused
+        else nullcontext()
+    ):
         asked.sketched(int(share * len(KOREAN.encode())))
 
 

@@ -3,7 +3,16 @@
 import json
 from collections.abc import Callable
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 ENGLISH = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, "
@@ -18,9 +27,7 @@ RUSSIAN = (
     "поступать в отношении друг друга в духе братства, the law и права людей: каждый человек имеет право на жизнь."
 )
 # Llama 3's and Qwen's, but for their digits.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPECIALS = ["<|begin|>", "<|end|>"]
 
 
@@ -39,7 +46,9 @@ def _byte_level(*, ignore_merges: bool, nfc: bool) -> Tokenizer:
         vocab_size=400, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator([ENGLISH], trainer)
-    tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in _SPECIALS])
+    tokenizer.add_special_tokens(
+        [AddedToken(content, special=True, normalized=False) for content in _SPECIALS]
+    )
     return tokenizer
 
 
@@ -69,7 +78,12 @@ def _with_byte_fallback() -> Tokenizer:
         )
     )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer
@@ -78,7 +92,9 @@ def _with_byte_fallback() -> Tokenizer:
 def llama_2() -> Tokenizer:
     """SentencePiece's BPE with byte fallback, spaces made by the normalizer."""
     tokenizer = _with_byte_fallback()
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     return tokenizer
 
 
@@ -106,9 +122,16 @@ def with_another_familys_steps() -> Tokenizer:
 def without_the_bytes_that_it_falls_back_to() -> Tokenizer:
     """It says byte_fallback, and has neither tokens of bytes nor one for what it does not know."""
     model = json.loads(llama_2().to_str())
-    vocab = {token: index for token, index in model["model"]["vocab"].items() if not token.startswith("<0x")}
+    vocab = {
+        token: index
+        for token, index in model["model"]["vocab"].items()
+        if not token.startswith("<0x")
+    }
     model["model"] |= {"vocab": vocab, "unk_token": None}
     return Tokenizer.from_str(json.dumps(model))
 
 
-BROKEN = [with_another_familys_steps, without_the_bytes_that_it_falls_back_to]  # of which each drops Hangul
+BROKEN = [
+    with_another_familys_steps,
+    without_the_bytes_that_it_falls_back_to,
+]  # of which each drops Hangul

@@ -41,22 +41,34 @@ def answers_of_round(engine: LLM, asked: dict[str, Any]) -> dict[str, Any]:
     sampling = dict(asked["sampling"])
     if "choice" in sampling:
         sampling["structured_outputs"] = StructuredOutputsParams(choice=sampling.pop("choice"))
-    prompts: Any = [of if isinstance(of, str) else {"prompt_token_ids": of} for of in asked["prompts"]]
+    prompts: Any = [
+        of if isinstance(of, str) else {"prompt_token_ids": of} for of in asked["prompts"]
+    ]
     outputs = engine.generate(prompts, SamplingParams(**sampling), use_tqdm=False)
     return {
         "prompts": [list(output.prompt_token_ids) for output in outputs],
         "tokens": [[list(one.token_ids) for one in output.outputs] for output in outputs],
         "text": [[one.text for one in output.outputs] for output in outputs],
-        "log_probs": [[_of_tokens(one.logprobs, one.token_ids) for one in output.outputs] for output in outputs],
-        "prompt_log_probs": [_of_tokens(output.prompt_logprobs, output.prompt_token_ids) for output in outputs],
-        "counters": {metric.name: metric.value for metric in engine.get_metrics() if metric.name in COUNTERS},
+        "log_probs": [
+            [_of_tokens(one.logprobs, one.token_ids) for one in output.outputs]
+            for output in outputs
+        ],
+        "prompt_log_probs": [
+            _of_tokens(output.prompt_logprobs, output.prompt_token_ids) for output in outputs
+        ],
+        "counters": {
+            metric.name: metric.value for metric in engine.get_metrics() if metric.name in COUNTERS
+        },
     }
 
 
 def _of_tokens(log_probs: Any, tokens: Any) -> list[float | None]:
     if log_probs is None:
         return []
-    return [None if at is None else at[token].logprob for at, token in zip(log_probs, tokens, strict=True)]
+    return [
+        None if at is None else at[token].logprob
+        for at, token in zip(log_probs, tokens, strict=True)
+    ]
 
 
 def main() -> None:

