@@ -192,7 +192,8 @@ class TrainConfig(Section):
     attention: Accepted[Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] | None] = (
         Field(
             default=None,
-            description="kernel, by transformers' name; null: its choice; for isolated documents on a GPU, flex_attention",
+            description="kernel, by transformers' name; null: its choice; for isolated documents on a "
+            "GPU, flex_attention",
         )
     )
     compile: Accepted[bool] = Field(

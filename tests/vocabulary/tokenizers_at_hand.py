@@ -27,7 +27,10 @@ RUSSIAN = (
     "поступать в отношении друг друга в духе братства, the law и права людей: каждый человек имеет право на жизнь."
 )
 # Llama 3's and Qwen's, but for their digits.
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SPECIALS = ["<|begin|>", "<|end|>"]
 
 
