@@ -46,7 +46,7 @@ Accepted = Annotated[
         "--accept", metavar="KEY", help="Continue although KEY has changed: train.max_steps, ..."
     ),
 ]
-MaxForgetting = Annotated[
+FailAbove = Annotated[
     float | None,
     Option(metavar="BITS", min=0.0, help="Exit with code 3 if more bits per byte are forgotten."),
 ]
@@ -220,7 +220,7 @@ def train(
 def evaluate(
     config: Config,
     overrides: Overrides = None,
-    max_forgetting: MaxForgetting = None,
+    fail_above: FailAbove = None,
     _form: Form = None,
 ) -> None:
     """Compare base and trained model: the forgetting report.
@@ -230,10 +230,10 @@ def evaluate(
     checked = load(config, overrides)
     from scale_cli.commands.evaluate import check_forgetting, check_gate, evaluate
 
-    check_gate(checked.evaluation, max_forgetting)
+    check_gate(checked.evaluation, fail_above)
     report = evaluate(checked, log)
     print_json(report.to_json())
-    check_forgetting(report, max_forgetting)
+    check_forgetting(report, fail_above)
 
 
 app.command("eval", hidden=True, help="The same as evaluate.")(evaluate)
@@ -257,32 +257,6 @@ def export(
     from scale_cli.commands.export import export_all
 
     print_json(on_main(lambda: export_all(checked, push_to_hub, dry_run=dry_run)))
-
-
-@app.command()
-def sweep(
-    config: Config,
-    values: Annotated[
-        list[str] | None,
-        Argument(metavar="KEY.SUB=A,B,C", help="Values of a key; a single value is an override."),
-    ] = None,
-    paired: Annotated[
-        bool, Option("--paired", help="Pair the values by position; by default combine all.")
-    ] = False,
-    _form: Form = None,
-) -> None:
-    """Train a config with several values of some keys.
-
-    Ranks the runs by what they learned. The same command continues a stopped sweep.
-    """
-    refuse_several("sweep")
-    from scale_cli.config.load import parse_grid
-
-    grid = parse_grid(values or [], paired=paired)
-    load(config, grid.shared)
-    from scale_cli.commands.sweep import sweep
-
-    print_json({"trials": sweep(config, grid, log)})
 
 
 @app.command()
@@ -450,7 +424,7 @@ def verify(
 def run_all(
     config: Config,
     overrides: Overrides = None,
-    max_forgetting: MaxForgetting = None,
+    fail_above: FailAbove = None,
     accept: Accepted = None,
     _form: Form = None,
 ) -> None:
@@ -459,11 +433,11 @@ def run_all(
     from scale_cli.commands.evaluate import check_forgetting, check_gate
     from scale_cli.commands.run import run_pipeline
 
-    check_gate(checked.evaluation, max_forgetting)
+    check_gate(checked.evaluation, fail_above)
     report = run_pipeline(checked, log, accept or ())
     if report is not None:  # may be None on processes other than the main one
         print_json(report.to_json())
-        check_forgetting(report, max_forgetting)
+        check_forgetting(report, fail_above)
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ _GROUPS = {
     "First": ("run", "init", "plan"),
     "One verb at a time": ("upscale", "prepare", "train", "evaluate", "export"),
     "Serving": ("generate", "serve"),
-    "Research": ("sweep", "compare", "join", "verify", "schema"),
+    "Research": ("compare", "join", "verify", "schema"),
 }
 
 

@@ -81,7 +81,7 @@ class StorageError(RunError):
 
 
 class CheckFailed(ScaleError):
-    """A guarantee of this package, or the limit of `--max-forgetting`, did not hold."""
+    """A guarantee of this package, or the limit of `--fail-above`, did not hold."""
 
     exit_code = 3
 

@@ -4,7 +4,7 @@
 |------------------------------------------------------------|-------------------------------------------------------|
 | train, evaluate                                            | all of them work; the main one writes                 |
 | run                                                        | each of its verbs behaves as it does alone            |
-| init, sweep, serve                                         | refused                                               |
+| init, serve                                                | refused                                               |
 | schema                                                     | every process prints the schema                       |
 | any other                                                  | the main one works, the others wait (`on_main`)       |
 """

@@ -2,7 +2,7 @@
 
     python scripts/all_methods.py [--tuned-share 1.0] [--only METHOD]... [CONFIG] [KEY.SUB=VALUE]...
 
-CONFIG is configs/petitions.yaml by default. Each method is tuned (`scale sweep`) on documents of the first training
+CONFIG is configs/petitions.yaml by default. Each method is tuned on documents of the first training
 source: nothing is trained on these meanwhile, and they are not the reported ones. Then each method runs at as many
 tokens as the config says, replay included, and at as much training work (`scale plan`) as Preserve does on them. Tuning
 takes the reported number of steps, or a share of it, but at least half: tuning with fewer steps prefers rates that are
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from scale_cli.config.load import load_config
+from scale_cli.config.load import load_config, parse
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.evaluation.results import Report
@@ -29,6 +29,7 @@ from scale_cli.storage.atomic import read_json, write_text
 from scale_cli.upscale.base import load_base_config
 from scripts.benchmark.algebra import ideal_flops_per_token
 
+SCALE = (sys.executable, "-m", "scale_cli")
 SEEDS, TUNING_SEED = (0, 1, 2), 3
 HELD_BACK = 60
 LEAST_TUNED_SHARE = 0.5
@@ -47,7 +48,7 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Method:
-    """The overrides that select a method, and the values tried in tuning it (`scale sweep --paired`)."""
+    """The overrides that select a method, and the values tried in tuning it: first of each key, then second."""
 
     overrides: tuple[str, ...]
     tried: tuple[str, ...]
@@ -204,16 +205,31 @@ def words_of_run(steps: int, folder: Path, seed: int) -> list[str]:
 
 def tune(method: Method, path: Path, overrides: list[str], folder: Path, steps: int) -> list[str]:
     """Tune a method, and return the overrides of its best run."""
-    place = folder / "tuning"
-    words = words_of_run(steps, place, TUNING_SEED)
-    scale("sweep", str(path), *overrides, *words, *method.tried, "--paired")
-    best: list[str] = read_json(place / "report" / "report.json")["trials"][0]["values"]
-    return best
+    learned: dict[tuple[str, ...], float] = {}
+    for index, values in enumerate(paired(method.tried)):
+        place = folder / "tuning" / str(index)
+        words = [*overrides, *words_of_run(steps, place, TUNING_SEED), *values]
+        if subprocess.run([*SCALE, "run", str(path), *words], check=False).returncode:
+            continue  # it diverged
+        report = Report.load(place / "evaluation")
+        bits = report.with_role("acquisition")[0].heads[report.served].bits_per_byte
+        if bits is not None:
+            learned[values] = bits
+    return [*min(learned, key=lambda values: learned[values])]
+
+
+def paired(tried: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the overrides of each run: the first value of every key, then the second, and so on."""
+    axes = []
+    for argument in tried:
+        key, _, written = argument.partition("=")
+        axes.append([f"{key}={json.dumps(value)}" for value in parse(f"[{written}]", argument)])
+    return list(zip(*axes, strict=True))
 
 
 def scale(*words: str) -> None:
     """Run one verb in its own process, so that its peak memory is measured alone; exit if it fails."""
-    finished = subprocess.run([sys.executable, "-m", "scale_cli", *words], check=False)
+    finished = subprocess.run([*SCALE, *words], check=False)
     if finished.returncode:
         sys.exit(finished.returncode)
 

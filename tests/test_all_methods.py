@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scale_cli.config.load import load_config, parse_grid
+from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import training_sources
 from scripts.all_methods import (
@@ -13,6 +13,7 @@ from scripts.all_methods import (
     TUNING_SEED,
     budgets,
     flops_per_token,
+    paired,
     tuning_overrides,
     words_of_run,
 )
@@ -36,12 +37,10 @@ def configs(given: list[str]) -> dict[str, RunConfig]:
 def test_every_method_is_tuned_by_equally_many_runs_and_every_one_is_a_config(
     configs: dict[str, RunConfig], given: list[str]
 ) -> None:
-    assert (
-        len({len(parse_grid(method.tried, paired=True).points) for method in METHODS.values()}) == 1
-    )
+    assert len({len(paired(method.tried)) for method in METHODS.values()}) == 1
     for name, method in METHODS.items():
         overrides = [*method.makes(PETITIONS, given), *tuning_overrides(configs[name])]
-        for values in parse_grid(method.tried, paired=True).points:
+        for values in paired(method.tried):
             tried = load_config(
                 PETITIONS, [*overrides, *words_of_run(125, Path("runs/x"), TUNING_SEED), *values]
             )

@@ -219,7 +219,7 @@ def test_processes_of_srun_alone_are_refused_in_one_line_and_those_of_a_launcher
     monkeypatch.setenv("WORLD_SIZE", "16")
     check_launch()
     with pytest.raises(UsageError, match="one process"):
-        refuse_several("sweep")
+        refuse_several("init")
 
 
 def test_without_one_dnn_bfloat16_is_slow_and_every_setting_that_uses_it_is_told_how_to_avoid_it(

@@ -25,7 +25,7 @@ with contextlib.redirect_stdout(io.StringIO()):
     for arguments in ([], *([verb] for verb in verbs)):
         app([*arguments, "--help"], standalone_mode=False)
     after["help"] = sorted(sys.modules)
-    for verb in ("plan", "upscale", "prepare", "train", "evaluate", "export", "sweep", "run"):
+    for verb in ("plan", "upscale", "prepare", "train", "evaluate", "export", "run"):
         with contextlib.suppress(ConfigError):
             app([verb, "/absent.yaml"], standalone_mode=False)
             raise AssertionError(f"{verb} takes a config that is not there")

@@ -93,22 +93,22 @@ def _write(
         write_text(partial / "scale.yaml", dump_config(config))
 
 
-def check_gate(evaluation: EvaluationConfig, max_forgetting: float | None) -> None:
-    """Raise ConfigError if --max-forgetting is given but no corpus has the role retention."""
-    if max_forgetting is not None and not any(
+def check_gate(evaluation: EvaluationConfig, fail_above: float | None) -> None:
+    """Raise ConfigError if --fail-above is given but no corpus has the role retention."""
+    if fail_above is not None and not any(
         source.role == "retention" for source in evaluation.perplexity
     ):
         raise ConfigError(
-            "--max-forgetting: evaluation.perplexity has no corpus of role retention; add one"
+            "--fail-above: evaluation.perplexity has no corpus of role retention; add one"
         )
 
 
-def check_forgetting(report: Report, max_forgetting: float | None) -> None:
+def check_forgetting(report: Report, fail_above: float | None) -> None:
     """Raise CheckFailed if the served head lost more than the limit on a retention corpus."""
     for corpus in report.with_role("retention"):
         lost = corpus.heads[report.served].bits_per_byte_difference.value
-        if max_forgetting is not None and (lost is None or lost > max_forgetting):
+        if fail_above is not None and (lost is None or lost > fail_above):
             figure = "a loss that is not finite" if lost is None else f"{lost:+.4f} bits/byte"
             raise CheckFailed(
-                f"{corpus.name}: {figure} against the base, more than --max-forgetting {max_forgetting}"
+                f"{corpus.name}: {figure} against the base, more than --fail-above {fail_above}"
             )

@@ -25,9 +25,7 @@ from scale_cli.training.tracking import check_trackers
 from scale_cli.upscale.run import Run
 
 
-def run_pipeline(
-    config: RunConfig, log: Log, accepted: Collection[str] = (), *, exported: bool = True
-) -> Report | None:
+def run_pipeline(config: RunConfig, log: Log, accepted: Collection[str] = ()) -> Report | None:
     """Upscale, train or resume, evaluate and export; return the report, on the main process."""
     run = Run(config)
     on_main(lambda: _check(run))
@@ -43,8 +41,7 @@ def run_pipeline(
         elif report is not None:
             log(f"done already   {run.folder.evaluation}")
             log_report(report, run.folder.evaluation, log)
-        if exported:
-            on_main(lambda: _export(config, log))
+        on_main(lambda: _export(config, log))
     return report
 
 

@@ -9,9 +9,6 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from hashlib import sha256
-from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +22,6 @@ from scale_cli.errors import ConfigError, one_line
 from scale_cli.values import Section
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)
-Values = tuple[str, ...]  # one run's key=value overrides, of the keys with several values
 # Removed keys, and what to do instead.
 _REMOVED = {
     "corpus.sources.order": "leave it out; windows are always shuffled, because easy_first did worse",
@@ -47,9 +43,8 @@ _MEANT_BY_SECTION = {
     "corpus": "sources",
     "train": "max_steps",
 }
-_OF_EACH_RUN = ("output_dir", "corpus.cache_dir")  # of a sweep
 _MAX_ERRORS = 10
-_LONGEST_QUOTE, _LONGEST_MESSAGE, _LONGEST_NAME = 200, 300, 100
+_LONGEST_QUOTE, _LONGEST_MESSAGE = 200, 300
 _MOST_MEANT = 3  # more keys of the same name elsewhere are ambiguous
 # Limits of the YAML.
 _MAX_BYTES = 1 << 18
@@ -242,69 +237,6 @@ def json_schema() -> dict[str, Any]:
 
 def json_schema_text() -> str:
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The overrides for several runs of one config: the shared ones, and each run's own."""
-
-    shared: list[str]
-    points: list[Values]
-
-
-def parse_grid(arguments: Sequence[str], *, paired: bool) -> Grid:
-    """Return the runs of a sweep: `key=value` holds for all runs, `key=a,b,c` gives several values to choose from.
-
-    Values are YAML; a list in brackets is one value. If `paired`, the first values of all keys make a run, then the
-    second ones, and so on; otherwise every combination makes a run.
-    """
-    shared, axes = [], []
-    keys = [argument.partition("=")[0] for argument in arguments]
-    for argument in arguments:
-        key, _, written = argument.partition("=")
-        values = parse(f"[{written}]", f"override {argument!r}")
-        if len(values) > 1:
-            if keys.count(key) > 1:
-                raise ConfigError(f"{key}: given twice; give all its values at once")
-            if key in _OF_EACH_RUN:
-                raise ConfigError(f"{key}: a sweep gives each run its own; sweep over another key")
-            # A date can only be meant as text.
-            axes.append(
-                [f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for value in values]
-            )
-        else:
-            shared.append(argument)
-    if not axes:
-        raise ConfigError(
-            "nothing to sweep over: give a key several values, as in train.lr=1e-3,2e-3"
-        )
-    if paired and len({len(values) for values in axes}) > 1:
-        raise ConfigError(
-            "--paired: one key has more values than another; give all keys the same number"
-        )
-    points = list(zip(*axes, strict=True)) if paired else list(product(*axes))
-    if twice := [values for values in points if points.count(values) > 1]:
-        raise ConfigError(f"{' '.join(twice[0])}: these values are given twice")
-    return Grid(shared, points)
-
-
-def name_of(values: Values) -> str:
-    """Name a run's folder after its values; if that is too long or has unusual characters, add a hash of them."""
-    parts = [value.partition("=") for value in values]
-    whole = "_".join(f"{key.rpartition('.')[2]}={_bare(value)}" for key, _, value in parts)
-    name = re.sub(r"[^A-Za-z0-9.=_-]", "", whole)[:_LONGEST_NAME]
-    return (
-        name if name == whole else f"{name}-{sha256(json.dumps(values).encode()).hexdigest()[:8]}"
-    )
-
-
-def _bare(value: str) -> str:
-    """Remove a value's quotation marks, unless this changes the value (the text "1" would become a number)."""
-    bare = value.replace('"', "")
-    try:
-        return value if json.loads(bare) != json.loads(value) else bare
-    except ValueError:
-        return bare
 
 
 class _Loader(yaml.CSafeLoader):

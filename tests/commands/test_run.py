@@ -48,7 +48,7 @@ def of_config(config: RunConfig, tmp_path: Path, scale: Scale) -> Scale:
 def test_a_gate_without_a_retention_corpus_is_refused_before_anything(
     config: RunConfig, of_config: Scale, verb: str
 ) -> None:
-    refused = of_config(verb, "evaluation.perplexity.0.role=acquisition", "--max-forgetting", "0.1")
+    refused = of_config(verb, "evaluation.perplexity.0.role=acquisition", "--fail-above", "0.1")
     assert "no corpus of role retention" in refused.error()
     assert not config.output_dir.exists()
 
