@@ -307,11 +307,7 @@ def training_memory(
     log-probabilities. If the products are less precise, the gradient for the next products exists too. Distillation
     adds both heads' log-probabilities, and the base's probabilities of one sequence, all in float32.
     """
-    num_tokens = (
-        train.sequences_at_once(num_processes)
-        * sequence_length
-        // train.sharing_windows(num_processes)
-    )
+    num_tokens = train.sequences_at_once(num_processes) * sequence_length
     product_dtype = lowered_dtype(train.mixed_precision) or torch.float32
     if saved.head_bytes_per_token:
         head = num_tokens * vocab_size * 3 * torch.float32.itemsize

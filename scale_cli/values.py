@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -18,19 +17,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True
     )
-    REMOVED: ClassVar[Mapping[str, Any]] = {}  # removed keys, with the value that now always holds
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_removed(cls, given: Any) -> Any:
-        """Drop removed keys that have the value that now always holds, so that earlier runs' configs still load."""
-        if not isinstance(given, dict):
-            return given
-        return {
-            key: value
-            for key, value in given.items()
-            if key not in cls.REMOVED or value != cls.REMOVED[key]
-        }
 
 
 class Change(Enum):
@@ -114,17 +100,6 @@ LearningRate = Annotated[float, Field(gt=0.0, le=100.0)]
 
 STORES = ("hf", "s3", "gs", "az", "https")
 _LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4000, 255
-
-
-def gone(**became: str) -> BeforeValidator:
-    """Return a validator that refuses removed values and says what replaces them."""
-
-    def check(value: object) -> object:
-        if isinstance(value, str) and value in became:
-            raise ValueError(f"{value} was removed: {became[value]}")
-        return value
-
-    return BeforeValidator(check)
 
 
 def local_path(written: str) -> str:

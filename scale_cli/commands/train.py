@@ -29,7 +29,7 @@ from scale_cli.errors import CorpusError, OutOfMemory, RunFolderError, is_out_of
 from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.methods.recipes import copy_start, of_final
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
-from scale_cli.planning import memory_of_run, peak_tokens_per_s
+from scale_cli.planning import peak_tokens_per_s
 from scale_cli.processes import (
     all_succeed,
     device_name,
@@ -41,7 +41,6 @@ from scale_cli.processes import (
     share,
     slow_in_bfloat16,
 )
-from scale_cli.report import quantity
 from scale_cli.storage.atomic import (
     claimed,
     new_folder,
@@ -58,12 +57,12 @@ from scale_cli.training.checkpoint import (
     load_checkpoint,
     starting_point,
 )
-from scale_cli.training.context import parallelism, share_windows
 from scale_cli.training.loop import run_loop
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.run import TrainingRun
 from scale_cli.training.sharding import (
+    check_machines,
     gather_trained,
     is_sharded,
     parts_here,
@@ -117,9 +116,7 @@ def train(
     if not run.folder.upscaled.is_dir():
         raise RunFolderError(f"{run.folder.upscaled}: does not exist; run `scale upscale` first")
     run.check(training_sources(config), accelerator.num_processes)
-    parallelism(
-        config.train, accelerator.num_processes
-    )  # raises ConfigError if the processes do not fit
+    check_machines(config.train, accelerator.num_processes)
     check_trackers(config.train.trackers)
     benchmarks = (
         open_benchmarks_of(config.evaluation) if config.train.eval_benchmarks_every_steps else None
@@ -169,17 +166,12 @@ def _explaining_out_of_memory(config: RunConfig, accelerator: Accelerator) -> It
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        train, num_processes, device = (
-            config.train,
-            accelerator.num_processes,
-            accelerator.device.type,
-        )
-        planned = quantity(memory_of_run(config, num_processes, device).total, "B")
+        at_once = config.train.sequences_at_once(accelerator.num_processes)
         raise OutOfMemory(
-            f"out of memory on {device} while training ({one_line(error)}): lower train.micro_batch_size "
-            f"(now {train.sequences_at_once(num_processes)}) or corpus.sequence_length (now "
+            f"out of memory on {accelerator.device.type} while training ({one_line(error)}): lower "
+            f"train.micro_batch_size (now {at_once}) or corpus.sequence_length (now "
             f"{config.corpus.sequence_length:,}), or set train.activation_checkpointing=true or, with several "
-            f"processes, train.sharding=all; `scale plan` says {planned} per process, without libraries and allocator"
+            "processes, train.sharding=all; `scale plan CONFIG` says what a step needs"
         ) from None
 
 
@@ -249,9 +241,7 @@ def _open_training(
             BranchPoint.load_if_there(begun.path),
         )
     elif trunk is not None:
-        if settings.init_moments == "kept":
-            load_checkpoint(trunk, model, optimiser, None)
-        branch_point = branch_point_at(trunk, settings.init_moments)
+        branch_point = branch_point_at(trunk)
     peak = (
         peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes)
         if main
@@ -361,14 +351,9 @@ def _check_same_names(of_all: list[list[str]]) -> None:
 
 def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> nn.Module:
     """Return the model as it is run: prepared by Accelerate, or sharded here, since Accelerate would wrap it again."""
-    settings, device_type = settings_on(accelerator.device.type, config), accelerator.device.type
-    layout = parallelism(settings, accelerator.num_processes)
-    mesh = layout.build_device_mesh(device_type) if layout.total_size > 1 else None
-    if mesh is not None and layout.cp_enabled:
-        isolated = config.corpus.isolate_documents
-        settings = settings.model_copy(update={"attention": share_windows(mesh, isolated=isolated)})
-    if mesh is not None and settings.sharding != "none":
-        return shard_model(model, settings, mesh[tuple(layout.fsdp_dim_names)])
+    settings = settings_on(accelerator.device.type, config)
+    if settings.sharding != "none" and accelerator.num_processes > 1:
+        return shard_model(model, settings, accelerator)
     return accelerator.prepare(for_training(model.to(accelerator.device), settings))
 
 

@@ -22,20 +22,6 @@ from scale_cli.errors import ConfigError, one_line
 from scale_cli.values import Section
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)
-# Removed keys, and what to do instead.
-_REMOVED = {
-    "corpus.sources.order": "leave it out; windows are always shuffled, because easy_first did worse",
-    "corpus.sources.select": "leave it out; typical text taught less than a random part of the same size",
-    "corpus.stages": "it made no difference; give the sources weights, or begin a run on others with train.init_from",
-    "evaluation.benchmarks.prompt": "write it as doc_to_text in the task's .yaml, and set path to that file",
-    "evaluation.benchmarks.delimiter": "write it as target_delimiter in the task's .yaml, and set path to that file",
-    "train.constant_lr_ratio": "leave it out; only the removed schedule infinite had it",
-    "train.cooldown_steps": "leave it out; only the removed schedule infinite had it",
-    "train.decay_shape": "leave it out; the decay of wsd is always 1 - sqrt",
-    "method.expansion.codes": "leave it out; cooccurrence gained 0.6 % at most, and full fine-tuning gained as much",
-    "method.elo": "leave it out; use llama-pro or freeze, which also train only some of the layers",
-    "method.vocabulary.init": "leave it out; a new row always starts as the mean of the old tokens that it is made of",
-}
 # If a plain value stands where a section should, the user most likely meant this key of the section.
 _MEANT_BY_SECTION = {
     "model": "base",
@@ -150,12 +136,7 @@ def _describe(schema: type[Section], detail: ErrorDetails) -> str:
     )
     message = " ".join(detail["msg"].removeprefix("Value error, ")[:_LONGEST_MESSAGE].split())
     if is_unknown:
-        became = _REMOVED.get(".".join(part for part in location if isinstance(part, str)))
-        message = (
-            f"this key was removed; {became}"
-            if became
-            else f"unknown key{_did_you_mean(schema, location)}"
-        )
+        message = f"unknown key{_did_you_mean(schema, location)}"
     elif detail["type"] == "missing":
         message = "required, but not given"
     elif detail["type"] == "model_type":

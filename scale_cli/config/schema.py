@@ -33,7 +33,6 @@ from scale_cli.values import (
     MixedPrecision,
     PathText,
     Section,
-    gone,
 )
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -130,10 +129,7 @@ else:
         __doc__=_AnyMethod.__doc__,
         __module__=__name__,
         variant=(
-            Annotated[
-                Literal[tuple(METHODS)],
-                gone(elo="use llama-pro or freeze, which train some of the layers too"),
-            ],
+            Literal[tuple(METHODS)],
             Field(
                 default="route",
                 description="three ways to widen (the paper's SCALE-Preserve, -Adapt, -Route), or a baseline",
@@ -281,8 +277,6 @@ class RunConfig(Section):
             yield f"train.mixed_precision: fp16 needs train.sharding: none, not {train.sharding}"
         if (train.mixed_precision, self.model.dtype) in (("fp16", "bfloat16"), ("bf16", "float16")):
             yield f"train.mixed_precision: {train.mixed_precision} does not go with model.dtype: {self.model.dtype}"
-        if train.context_parallel > 1:
-            yield from self._problems_of_sharing_windows()
         if self.model.quantisation is not None and (train.sharding != "none" or train.compile):
             asked = "compile: true" if train.compile else f"sharding: {train.sharding}"
             yield f"train.{asked} does not go with model.quantisation: {self.model.quantisation}"
@@ -314,18 +308,6 @@ class RunConfig(Section):
                 "method.vocabulary.sources: new tokens are learned from text, not from conversations; name only "
                 "sources without messages_field"
             )
-
-    def _problems_of_sharing_windows(self) -> Iterator[str]:
-        number, length = self.train.context_parallel, self.corpus.sequence_length
-        if length % (2 * number):
-            yield (
-                f"train.context_parallel: {number} needs a corpus.sequence_length that is a multiple of {2 * number}, "
-                f"not {length}"
-            )
-        if self.train.attention not in (None, "sdpa"):
-            yield f"train.context_parallel: needs train.attention: sdpa, not {self.train.attention}"
-        if self.train.compile:
-            yield "train.context_parallel: does not go with train.compile"
 
     def _observing_problems(self) -> Iterator[str]:
         train = self.train

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -105,8 +104,6 @@ class TextSource(Section):
 
 class CorpusSource(TextSource):
     """A training source and its share of the training tokens."""
-
-    REMOVED: ClassVar[Mapping[str, Any]] = {"order": "shuffled", "select": None}
 
     role: Literal["new", "replay"] = Field(
         default="new",
@@ -223,8 +220,6 @@ class ReadingConfig(Section):
 
 class CorpusConfig(ReadingConfig):
     """The training corpus."""
-
-    REMOVED: ClassVar[Mapping[str, Any]] = {"stages": []}
 
     sequence_length: Length = Field(default=2048, description="tokens per window")
     isolate_documents: bool = Field(

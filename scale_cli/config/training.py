@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,7 +23,6 @@ from scale_cli.values import (
     PathText,
     Section,
     Steps,
-    gone,
 )
 
 # Largest default of micro_batch_size.
@@ -45,17 +44,11 @@ def _left_out(key: str) -> str:
     return ", ".join(f"{value:g} with {' and '.join(names)}" for value, names in by_value.items())
 
 
-if (
-    TYPE_CHECKING
-):  # a type checker accepts no computed Literal; pydantic takes the names from the table
+# A type checker accepts no computed Literal; pydantic takes the names from the table.
+if TYPE_CHECKING:
     _Schedule = str
 else:
-    _Schedule = Annotated[
-        Literal[tuple(SCHEDULES)],
-        gone(
-            infinite="use wsd; with decay_steps: 0 its rate stays constant, and other runs can branch off it"
-        ),
-    ]
+    _Schedule = Literal[tuple(SCHEDULES)]
 
 
 class LrMultipliers(Section):
@@ -75,12 +68,6 @@ class LrMultipliers(Section):
 class TrainConfig(Section):
     """How the model is trained."""
 
-    REMOVED: ClassVar[Mapping[str, Any]] = {
-        "cooldown_steps": None,
-        "constant_lr_ratio": 0.5,
-        "decay_shape": None,
-    }
-
     max_steps: Accepted[Steps] = Field(description="optimiser steps, one global batch each")
     global_batch_size: BatchSize = Field(default=32, description="sequences per optimiser step")
     micro_batch_size: Free[BatchSize | None] = Field(
@@ -96,20 +83,10 @@ class TrainConfig(Section):
         description="split over all processes, or over those of each machine; machines then exchange only gradients, "
         "no weights",
     )
-    context_parallel: Free[int] = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="processes that share every window, each with some of its positions (docs/processes.md)",
-    )
     init_from: PathText | None = Field(
         default=None,
         description="start from a checkpoint or the final/ of another run with the same base and method; give each "
         "branch off one trunk its own seed, or it repeats the trunk's first batches",
-    )
-    init_moments: Literal["fresh", "kept"] = Field(
-        default="fresh",
-        description="optimiser moments if init_from is a checkpoint: new ones, or the checkpoint's",
     )
     optimiser: Literal["adamw", "muon"] = Field(
         default="adamw",
@@ -285,13 +262,9 @@ class TrainConfig(Section):
         given = None if self.average is None else self.average.steps
         return given or math.ceil(_SHARE_AVERAGED * self.max_steps)
 
-    def sharing_windows(self, num_processes: int) -> int:
-        """Return how many processes share a window: `context_parallel`, but no more than there are."""
-        return min(self.context_parallel, num_processes)
-
     def sequences_at_once(self, num_processes: int) -> int:
         """Return `micro_batch_size`, or its default if this many processes share a step."""
-        share = self.global_batch_size // (num_processes // self.sharing_windows(num_processes))
+        share = self.global_batch_size // num_processes
         return self.micro_batch_size or max(
             size for size in range(1, _MICRO_BATCH_SIZE + 1) if share % size == 0
         )

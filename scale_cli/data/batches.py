@@ -112,22 +112,6 @@ class MicroBatch:
     # weight of each sequence's divergence from the base, if any has one; on the host, so that no device is asked
     distillation: tuple[float, ...] | None = None
 
-    def part(self, index: int, number: int) -> MicroBatch:
-        """Return parts `index` and -1 - `index` of every sequence, cut into twice as many parts as processes."""
-        positions = self.position_ids
-        if positions is None:
-            positions = torch.arange(self.input_ids.shape[1]).expand_as(self.input_ids)
-
-        def cut(whole: Tensor) -> Tensor:
-            return whole.unflatten(1, (2 * number, -1))[:, [index, -1 - index]].flatten(1)
-
-        return replace(
-            self,
-            input_ids=cut(self.input_ids),
-            targets=cut(self.targets),
-            position_ids=cut(positions),
-        )
-
     def pinned(self) -> MicroBatch:
         return self._each(Tensor.pin_memory)
 
@@ -340,20 +324,12 @@ def batches_ahead(
     rank: int,
     num_processes: int,
     device: torch.device,
-    sharing: int = 1,
 ) -> Prefetched[StepBatches]:
     """Return one process's batches from step `first` on, with the next ones made ahead.
 
-    `sharing` neighbouring processes share every window: the innermost dimension of a mesh of all processes.
     For a GPU, the batches are in pinned memory.
     """
-    group, part = divmod(rank, sharing)
-    steps = batches.from_step(first, group, num_processes // sharing)
-    if sharing > 1:
-        steps = (
-            replace(s, micro_batches=[batch.part(part, sharing) for batch in s.micro_batches])
-            for s in steps
-        )
+    steps = batches.from_step(first, rank, num_processes)
     if device.type == "cuda":
         steps = (
             replace(step, micro_batches=[batch.pinned() for batch in step.micro_batches])

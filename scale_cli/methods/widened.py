@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from scale_cli.errors import ConfigError
 from scale_cli.methods.method import Method, MethodSection
-from scale_cli.values import Accepted, Section, gone
+from scale_cli.values import Accepted, Section
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,12 +36,11 @@ STARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "svd": _leading_directions,
     "normal": lambda _, drawn: drawn,
 }
-if (
-    TYPE_CHECKING
-):  # a type checker rejects a computed Literal; pydantic takes the names from the table
+# A type checker rejects a computed Literal; pydantic takes the names from the table.
+if TYPE_CHECKING:
     Start = str
 else:
-    Start = Annotated[Literal[tuple(STARTS)], gone(copy="svd starts from the same matrices")]
+    Start = Literal[tuple(STARTS)]
 
 
 # Tokens per parameter of the base from which full fine-tuning learned as much or more for the same work.
@@ -50,8 +49,6 @@ _LEVEL_WITH_FULL = 0.5
 
 class ExpansionConfig(Section):
     """Size of the expansion and its initial values (`methods/starts.py` has the table)."""
-
-    REMOVED: ClassVar[Mapping[str, Any]] = {"codes": "random"}
 
     ratio: float = Field(
         default=0.25,

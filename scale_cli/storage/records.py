@@ -258,11 +258,10 @@ class BranchPoint(RunRecord):
     content_sha256: str  # of the manifest of the checkpoint or `final/`, which has the hash of each of its files
     step: int  # of the other run, when it wrote that folder
     num_tokens: int  # the other run had trained on
-    moments: str  # of the optimiser: `fresh`, or `kept` from there
 
     def __str__(self) -> str:
         message = f"step {self.step:,} of a run, {self.num_tokens:,} tokens"
-        return f"{message}, {self.moments} moments, sha256 {self.content_sha256[:12]}"
+        return f"{message}, sha256 {self.content_sha256[:12]}"
 
 
 @dataclass(frozen=True)

@@ -75,10 +75,12 @@ def newest_whole_checkpoint(run: RunFolder) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def branch_point_at(folder: MethodFolder, moments: str) -> BranchPoint:
+def branch_point_at(folder: MethodFolder) -> BranchPoint:
     """Return the branch point of a run that begins with `folder`."""
     return BranchPoint(
-        file_sha256(folder.path / MANIFEST), folder.state.step, folder.state.num_tokens, moments
+        content_sha256=file_sha256(folder.path / MANIFEST),
+        step=folder.state.step,
+        num_tokens=folder.state.num_tokens,
     )
 
 
@@ -86,16 +88,16 @@ def load_checkpoint(
     checkpoint: MethodFolder,
     model: MethodModel,
     optimiser: torch.optim.Optimizer,
-    train: TrainConfig | None,
+    train: TrainConfig,
     hooks: Sequence[Hook] = (),
 ) -> TrainState:
     """Load a verified checkpoint's parameters and moments, and return its position.
 
     `train` decides which tensors of hooks are loaded with the moments: the checkpoint's own settings, or those of the
-    run that continues, which may begin its average later. None for another run, which begins without them.
+    run that continues, which may begin its average later.
     """
     folder, state = checkpoint.path, checkpoint.state
-    beside = [hook for hook in hooks if train is not None and hook.keeps(train, state.step)]
+    beside = [hook for hook in hooks if hook.keeps(train, state.step)]
     if is_sharded(model) or has_shards(folder):
         moments = empty_optimiser_tensors(model, beside)
         load_shards(folder, {**trainable_parameters(model), **moments})
@@ -121,9 +123,7 @@ def starting_point(
         check_init_from(run)
         if (trunk := init_from(run)) is not None:
             _check_same_start(trunk, MethodFolder(run.folder.upscaled, run))
-            log(
-                f"beginning      {trunk.path}: {branch_point_at(trunk, run.config.train.init_moments)}"
-            )
+            log(f"beginning      {trunk.path}: {branch_point_at(trunk)}")
         return None
 
     start = main_decides(decide)
@@ -219,15 +219,6 @@ def check_init_from(run: Run) -> None:
         raise RunFolderError(
             f"{key}: was trained with another model or method ({'; '.join(changed)})"
         )
-    if train.init_moments == "kept":
-        if not ((trunk.path / OPTIMISER).is_file() or has_shards(trunk.path)):  # final/ has none
-            raise RunFolderError(
-                f"{key}: has no moments to keep; give a checkpoint, or set train.init_moments: fresh"
-            )
-        if before.train.optimiser != train.optimiser:
-            raise RunFolderError(
-                f"{key}: has moments of {before.train.optimiser}; set train.init_moments: fresh"
-            )
 
 
 def _check_same_start(trunk: MethodFolder, ours: MethodFolder) -> None:

@@ -50,7 +50,6 @@ def run_loop(run: TrainingRun) -> None:
     run.wrapped.train()
     accelerator, train, done = run.accelerator, run.config.train, run.state.step
     rank, num_processes = accelerator.process_index, accelerator.num_processes
-    sharing = train.sharing_windows(num_processes)
     with (
         progress_bar(
             total=train.max_steps,
@@ -60,9 +59,7 @@ def run_loop(run: TrainingRun) -> None:
             disable=not accelerator.is_main_process,
         ) as bar,
         stop_requests(train.max_hours, alone=num_processes == 1) as stop,
-        batches_ahead(
-            run.batches, done, rank, num_processes, accelerator.device, sharing
-        ) as batches,
+        batches_ahead(run.batches, done, rank, num_processes, accelerator.device) as batches,
         run.saving(),
         _profiled(run) as count_step,
     ):

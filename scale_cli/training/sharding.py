@@ -20,6 +20,7 @@ model's heads are read without a call (`model/head_loss.py`), and so are its bas
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,13 +43,39 @@ from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import ChunkedLossModel, for_training, plain_of
 
 
-def shard_model(model: MethodModel, train: TrainConfig, mesh: DeviceMesh) -> nn.Module:
+def check_machines(train: TrainConfig, num_processes: int) -> None:
+    """Raise ConfigError if `train.sharded_within: node` cannot split these processes into machines."""
+    if train.sharding == "none" or train.sharded_within == "launch" or num_processes == 1:
+        return
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            "train.sharded_within node: the launcher does not say how many processes a machine has; "
+            "set LOCAL_WORLD_SIZE, or start with torchrun or `accelerate launch`"
+        )
+    within = _processes_within(train, num_processes)
+    if num_processes % within:
+        raise ConfigError(
+            f"train.sharded_within node: {num_processes} processes are not a multiple of the {within} of a machine"
+        )
+
+
+def _processes_within(train: TrainConfig, num_processes: int) -> int:
+    """Return over how many processes the model is split."""
+    if train.sharded_within == "launch":
+        return num_processes
+    return min(int(os.environ["LOCAL_WORLD_SIZE"]), num_processes)
+
+
+def shard_model(model: MethodModel, train: TrainConfig, accelerator: Accelerator) -> nn.Module:
     """Shard a model in place, move this process's parts to its device, and return the module to train.
 
-    It is split over the last dimension of `mesh`, and replicated over the first of two.
-
-    The model is whole and on the CPU before; one layer at a time goes to the device before it is split.
+    It is split over the processes of the launch or of each machine (`train.sharded_within`), and replicated over
+    machines. The model is whole and on the CPU before; one layer at a time goes to the device before it is split.
     """
+    within = _processes_within(train, accelerator.num_processes)
+    replicas = accelerator.num_processes // within
+    shape = (within,) if replicas == 1 else (replicas, within)
+    mesh = init_device_mesh(accelerator.device.type, shape)
     if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
         raise ConfigError(
             f"train.sharding: {train.sharding} cannot split a base that is already widened; set it to none"

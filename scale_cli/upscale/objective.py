@@ -29,9 +29,6 @@ from scale_cli.model.head_loss import plain_cross_entropy
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.method import MethodModel
 
-# Name of the attention over all parts of a shared window (`training/context.py`).
-SHARING_WINDOWS = "sharing_windows"
-
 
 def plain_of(model: Any) -> Any:
     """Return a model without PEFT's wrapper, if it has one."""
@@ -139,7 +136,7 @@ def attends_by_mask(config: RunConfig, device_type: str) -> bool:
 def attending_by_sdpa(model: MethodModel) -> Iterator[None]:
     """Use sdpa within the body, for whole texts of any length: flex_attention would be compiled for each length."""
     trained_by = _root(model).config._attn_implementation
-    if trained_by not in ("flex_attention", SHARING_WINDOWS):
+    if trained_by != "flex_attention":
         yield
         return
     _set_attention(model, "sdpa")

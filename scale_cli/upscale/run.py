@@ -46,8 +46,6 @@ from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, ConfigError, RunFolderError, one_line
-from scale_cli.model.configuration_scale import ScaleConfig
-from scale_cli.model.family_scale import family_of
 from scale_cli.model.heads import HeadedModel
 from scale_cli.model.quantised_base import dequantise
 from scale_cli.processes import Share, placed, share_of_machine
@@ -324,32 +322,14 @@ def check_context(config: RunConfig, base_config: Any) -> None:
             raise ConfigError(
                 f"{key}: {length}, but the base has {base_config.max_position_embeddings} positions"
             )
-    root = base_config.root() if isinstance(base_config, ScaleConfig) else base_config
-    short = family_of(root).short_up_to(root)
-    if (
-        config.train.context_parallel > 1
-        and short is not None
-        and config.corpus.sequence_length > short
-    ):
-        raise ConfigError(
-            f"train.context_parallel: the base rotates all positions of a window above {short} tokens differently, but "
-            "a process sees only its part of the window; lower corpus.sequence_length "
-            f"(now {config.corpus.sequence_length:,})"
-        )
 
 
 def check_processes(sizes: TrainConfig, num_processes: int) -> None:
-    at_once, sharing = sizes.sequences_at_once(num_processes), sizes.context_parallel
-    if num_processes > 1 and num_processes % sharing:
-        raise ConfigError(
-            f"train.context_parallel {sharing} does not divide {num_processes} processes"
-        )
-    groups = num_processes // sizes.sharing_windows(num_processes)
-    if sizes.global_batch_size % (at_once * groups):
-        of_groups = f" / {sharing} (train.context_parallel)" if groups < num_processes else ""
+    at_once = sizes.sequences_at_once(num_processes)
+    if sizes.global_batch_size % (at_once * num_processes):
         raise ConfigError(
             f"train.global_batch_size {sizes.global_batch_size} is not a multiple of train.micro_batch_size "
-            f"{at_once} x {num_processes} processes{of_groups}"
+            f"{at_once} x {num_processes} processes"
         )
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from scale_cli.config.load import _REMOVED, load_config
+from scale_cli.config.load import load_config
 from scale_cli.errors import ConfigError
-from tests.config.small_config import EVALUATED, SMALLEST, error_of, load_text
+from tests.config.small_config import SMALLEST, error_of, load_text
 
 REPLAY = "corpus.sources=[{name: a, path: a.txt, language: ko}, {name: b, path: b.txt, language: en, role: replay}]"
 INT8 = "model.quantisation=int8"
@@ -58,10 +58,6 @@ FLASH = (
             ": evaluation.benchmarks: two sources are named 'kobest'",
         ),
         (["train.profile_steps=[3,2]"], "the first step comes after the last"),
-        # values that are gone
-        (["method.variant=elo"], ": method.variant: elo was removed: "),
-        (["train.schedule=infinite"], ": train.schedule: infinite was removed: "),
-        (["method.expansion.init=copy"], ": method.expansion.init: copy was removed: "),
         # keys that do not go together
         (
             ["method.variant=preserve", "method.collaboration.layers=top:1"],
@@ -88,11 +84,6 @@ FLASH = (
         (
             [REPLAY, "corpus.sources.0.role=replay"],
             "corpus.sources: every source has the role replay",
-        ),
-        (["train.context_parallel=7"], "a corpus.sequence_length that is a multiple of 14"),
-        (
-            ["train.context_parallel=2", "train.compile=true"],
-            "train.context_parallel: does not go with train.compile",
         ),
         (
             ["train.optimiser=muon", "train.sharding=all"],
@@ -175,33 +166,6 @@ def test_every_error_of_a_file_is_told_at_once_each_once() -> None:
         "corpus",
         "train.max_steps",
     ]
-
-
-def test_what_earlier_runs_wrote_of_removed_keys_at_their_defaults_still_loads() -> None:
-    of_text = (
-        "corpus.sources.0.order=shuffled",
-        "corpus.sources.0.select=null",
-        "corpus.stages=[]",
-    )
-    of_training = (
-        "train.cooldown_steps=null",
-        "train.constant_lr_ratio=0.5",
-        "train.decay_shape=null",
-    )
-    of_start = ("method.expansion.codes=random",)
-    assert load_text(SMALLEST, *of_text, *of_training, *of_start) == load_text(SMALLEST)
-
-
-@pytest.mark.parametrize("key", _REMOVED)
-def test_a_removed_key_says_what_became_of_it(key: str) -> None:
-    in_list = key.removeprefix("evaluation.benchmarks.")
-    of_source = key.replace("corpus.sources.", "corpus.sources.0.")
-    given = (
-        f"{of_source}=1" if in_list == key else f"evaluation.benchmarks=[{{name: x, {in_list}: 1}}]"
-    )
-    assert f"{in_list.rpartition('.')[2]}: this key was removed; {_REMOVED[key]}" in error_of(
-        EVALUATED, given
-    )
 
 
 def test_a_file_that_cannot_be_read_or_is_no_mapping_is_named_with_the_line_where_it_has_one(

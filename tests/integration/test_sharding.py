@@ -23,11 +23,8 @@ PAIRS = {
     ),
     # In generated code, each layer by itself.
     "compiled": ("all", "train.compile=true", *EVALUATED),
-    # Two processes that share every window, of methods and losses of their own.
-    "shared-lora": ("all", "train.context_parallel=2", "method.variant=lora"),
-    "shared-distilled": (
+    "distilled": (
         "expansion",
-        "train.context_parallel=2",
         "method.collaboration.layers=null",
         "method.distillation.weight=0.5",
         "corpus.sources.1.role=replay",
@@ -43,14 +40,12 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name, pair in PAIRS.items():
         made.add_pair(name, *pair)
     made.add("all-two", "train.micro_batch_size=2", "train.sharding=all", like="one")
-    # Two pairs of processes, each with windows of its own.
-    shared = (
-        "train.context_parallel=2",
+    checkpointed = (
         "train.activation_checkpointing=true",
         "train.sharding=all",
-        "train.micro_batch_size=2",
+        "train.micro_batch_size=1",
     )
-    made.add("context-four", *shared, like="one")
+    made.add("checkpointed-four", *checkpointed, like="one")
     made.add("expansion-four", "train.micro_batch_size=1", "train.sharding=expansion", like="one")
     with made.training_in_processes(2):
         for name in PAIRS:
@@ -66,7 +61,7 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     [
         *((f"{name}-two", f"{name}-one") for name in PAIRS),
         ("expansion-four", "one"),
-        ("context-four", "one"),
+        ("checkpointed-four", "one"),
         ("all-two-then-four", "one"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_branch_of_no_rate_ends_as_the_trunk_was_and_says_what_it_began_with(
     assert are_equal(trained(branch.final), trained(trunk.final))
     assert not are_equal(trained(branch.final), trained(branch.upscaled))
     record = read_json(branch.final / "init_from.json")
-    assert (record["step"], record["moments"]) == (6, "fresh")
+    assert record["step"] == 6
     assert record["content_sha256"] == file_sha256(trunk.final / MANIFEST)
     rms = [
         read_json(run.final / "config.json")["expansion_embedding_rms"] for run in (branch, trunk)
@@ -66,12 +66,12 @@ def test_a_branch_goes_on_bitwise_without_what_it_began_with(
         "train.schedule=wsd",
         "train.decay_steps=3",
     )
-    kept = ("train.init_moments=kept", "train.warmup_steps=0", "train.keep_checkpoints=9", "seed=5")
-    config = make_config("branch", *keys, *kept, f"train.init_from={trunk.checkpoint(4)}")
+    others = ("train.warmup_steps=0", "train.keep_checkpoints=9", "seed=5")
+    config = make_config("branch", *keys, *others, f"train.init_from={trunk.checkpoint(4)}")
     said = list[str]()
     run = finished(config, said)
-    assert any("step 4 of a run, " in line and "kept moments" in line for line in said)
-    assert counted_steps(run.checkpoint(3)) == {7}
+    assert any("step 4 of a run, " in line for line in said)
+    assert counted_steps(run.checkpoint(3)) == {3}
     before, record = trained(run.final), (run.final / "init_from.json").read_bytes()
     for gone in (trunk.root, run.final, run.checkpoint(2), run.checkpoint(3)):
         shutil.rmtree(gone)
@@ -80,22 +80,7 @@ def test_a_branch_goes_on_bitwise_without_what_it_began_with(
     assert (run.final / "init_from.json").read_bytes() == record
     shutil.rmtree(run.final)
     with pytest.raises(RunFolderError, match=r"train\.init_from: .* -> None"):
-        go_on(make_config("branch", *keys, *kept))
-
-
-def test_a_branch_with_kept_moments_leaves_the_trunks_average_where_it_is(
-    make_config: MakeConfig,
-) -> None:
-    keys = ("train.max_steps=2", "train.save_every_steps=1")
-    trunk = finished(make_config("trunk", *keys, "train.average={kind: ema}"))
-    kept = (f"train.init_from={trunk.checkpoint(1)}", "train.init_moments=kept", "seed=5")
-    branch = finished(make_config("branch", *keys, *kept))
-    assert are_equal(trained(branch.final), trained(branch.checkpoint(2)))
-    assert not [
-        name
-        for name in load_tensors(branch.checkpoint(2) / "optimiser.safetensors")
-        if "average" in name
-    ]
+        go_on(make_config("branch", *keys, *others))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +91,6 @@ def test_a_branch_with_kept_moments_leaves_the_trunks_average_where_it_is(
             ("method.variant=full", "method.collaboration.layers=null"),
             "method.variant: 'route' -> 'full'",
         ),
-        (("train.init_moments=kept",), "no moments to keep"),
         (("train.init_from=nowhere",), "nowhere: is neither a checkpoint"),
         (("train.init_from=https://example.org/x",), "is a URL"),
     ],
@@ -122,12 +106,10 @@ def test_what_a_run_cannot_begin_with_is_refused_in_one_line_before_anything_is_
     assert not (tmp_path / "branch" / "upscaled").exists()
 
 
-def test_moments_of_another_optimiser_another_base_and_a_damaged_trunk_are_refused(
+def test_another_base_and_a_damaged_trunk_are_refused(
     make_config: MakeConfig, trunk: RunFolder, shared_data: Path
 ) -> None:
     checkpoint = f"train.init_from={trunk.checkpoint(6)}"
-    with pytest.raises(RunFolderError, match="moments of adamw"):
-        finished(make_config("muon", checkpoint, "train.optimiser=muon", "train.init_moments=kept"))
     with pytest.raises(RunFolderError, match="its base is not this run's"):
         finished(make_config("base", checkpoint, f"model.base={shared_data / 'ckpt-eltec' / 'hf'}"))
     (trunk.checkpoint(6) / "trained.safetensors").write_bytes(b"")

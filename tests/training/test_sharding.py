@@ -176,7 +176,6 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     )
     branch = (
         f"train.init_from={trunk}",
-        "train.init_moments=kept",
         "seed=3",
         "train.lr=1e-2",
         *chooses,
@@ -184,10 +183,6 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made.add_pair("branch", "all", *branch)
     node = ("train.sharding=all", "train.sharded_within=node", "train.micro_batch_size=1")
     made.add("node-four", *node, like="one")
-    # One process has nobody to share a window with.
-    made.add_pair(
-        "context", "none", "train.context_parallel=2", "corpus.isolate_documents=true", *EVALUATED
-    )
     made.add_cut("one-then-two", sharding="all", micro_batch_size=2)
     with made.training_in_processes(2):
         for name in PAIRS:
@@ -195,7 +190,7 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name in GOES_ON:
         made.add_cut(name, micro_batch_size=4)
     with made.training_in_processes(4):
-        for name in ("branch-one", "context-one", *GOES_ON):
+        for name in ("branch-one", *GOES_ON):
             train(made.configs[name], "auto", print)
     return made
 
@@ -204,7 +199,7 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ("name", "as_in"),
     [
         *((name, "one") for name in ("none-two", "expansion-two", "all-two", "node-four")),
-        *((f"{name}-two", f"{name}-one") for name in (*PAIRS, "branch", "context")),
+        *((f"{name}-two", f"{name}-one") for name in (*PAIRS, "branch")),
         *((name, name.partition("-then-")[0]) for name in GOES_ON),
         ("one-then-two", "one"),
     ],
