@@ -17,8 +17,10 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.evaluation.results import ROLES, CorpusResult, Report
 from scale_cli.report import NO_INTERVAL, Interval
+from scale_cli.runs.folder import RunFolder, trained_sha256
 from scale_cli.storage.atomic import MANIFEST, read_json
-from scale_cli.storage.records import BaseRecord, Cost, RunFolder, trained_sha256
+from scale_cli.training.records import Cost
+from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.values import language_name
 
 # Relative. Rounding, also to bfloat16, moves the base's loss by less; another corpus or context length, by more.

@@ -77,7 +77,7 @@ def ask(flag: str, meaning: str) -> str:
 def load(path: Path, overrides: Sequence[str] | None) -> RunConfig:
     """Return the config of a file or of a run's folder, after a check of its output folder."""
     from scale_cli.config.load import load_config
-    from scale_cli.storage.records import RunFolder
+    from scale_cli.runs.folder import RunFolder
 
     if path.is_dir():  # a run's own config; the run may have moved
         overrides = [f"output_dir={json.dumps(str(path))}", *(overrides or ())]

@@ -27,12 +27,14 @@ from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import Routed
 from scale_cli.processes import placed
+from scale_cli.runs.folder import RunFolder
+from scale_cli.runs.method_folder import load_any_base, router_of
+from scale_cli.runs.opened import open_folder
 from scale_cli.storage.atomic import read_json
-from scale_cli.storage.records import BaseRecord, RunFolder
 from scale_cli.terminal import printable
 from scale_cli.upscale.base import load_written
-from scale_cli.upscale.method import load_any_base, router_of
-from scale_cli.upscale.run import load_tokenizer, open_folder
+from scale_cli.upscale.base_record import BaseRecord
+from scale_cli.upscale.base_tokenizer import load_tokenizer
 
 _COLDEST = 1e-6
 _NO_CHARACTER = "\ufffd"  # stands for bytes that are no character

@@ -35,17 +35,14 @@ from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import composed
 from scale_cli.report import Table, number, percent
-from scale_cli.storage.records import BaseRecord, RunFolder, RunRecord
-from scale_cli.upscale.base import (
-    check_same_base,
-    record_base,
-    root_model,
-    stages_below,
-    tensor_sha256,
-)
-from scale_cli.upscale.method import router_of
+from scale_cli.runs.folder import RunFolder
+from scale_cli.runs.method_folder import router_of
+from scale_cli.runs.opened import MethodFolder, open_folder
+from scale_cli.storage.records import RunRecord
+from scale_cli.upscale.base import root_model, stages_below
+from scale_cli.upscale.base_record import BaseRecord, check_same_base, record_base, tensor_sha256
+from scale_cli.upscale.base_tokenizer import check_tokenizer, load_tokenizer
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, own_logits, sample_ids
-from scale_cli.upscale.run import MethodFolder, check_tokenizer, load_tokenizer, open_folder
 from scale_cli.vocabulary.added_tokens import extended, new_tokens
 from scale_cli.vocabulary.proofs import check_union
 from scale_cli.vocabulary.tokenizer import load_grown, read_texts, write_grown

@@ -32,18 +32,13 @@ from scale_cli.model.quantised_base import empty_as, parts_of
 from scale_cli.model.routing import rows_at_once
 from scale_cli.processes import autocast, device_name, lowered_dtype
 from scale_cli.processes import device as own_device
+from scale_cli.runs.method_folder import any_base_without_weights
+from scale_cli.runs.opened import Run
 from scale_cli.terminal import log
+from scale_cli.training.objective import attends_by_mask, for_training
+from scale_cli.training.optimiser import kinds_of_parameters, moments_of
 from scale_cli.upscale.base import base_without_weights
-from scale_cli.upscale.method import (
-    MethodModel,
-    NewPieces,
-    any_base_without_weights,
-    build_model,
-    kinds_of_parameters,
-    moments_of,
-)
-from scale_cli.upscale.objective import attends_by_mask, for_training
-from scale_cli.upscale.run import Run
+from scale_cli.upscale.building import MethodModel, NewPieces, build_model
 
 # Plans assume a model that is neither compiled nor checkpointed.
 _UNCOMPILED = TrainConfig(max_steps=1)

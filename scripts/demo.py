@@ -29,11 +29,11 @@ from scale_cli.data.tokens import TokenCache
 from scale_cli.export.plain_folder import routed_class
 from scale_cli.processes import cpu_precision
 from scale_cli.report import aligned
+from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import write_text
-from scale_cli.storage.records import RunFolder
 from scale_cli.terminal import printable
 from scale_cli.upscale.base import load_written
-from scale_cli.upscale.run import load_tokenizer
+from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scripts.biography.people import Language, biography, generate_people
 from scripts.from_scratch import train_base, train_tokenizer
 

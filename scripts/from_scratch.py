@@ -22,10 +22,10 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, MicroBatch
 from scale_cli.methods.recipes import copy_start
 from scale_cli.storage.atomic import new_folder
+from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import hooks_of, train_step
-from scale_cli.upscale.method import MethodModel
-from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.building import MethodModel
 
 END_OF_TEXT = "<|end_of_text|>"
 _FULL = MethodConfig(variant="full")

@@ -16,8 +16,9 @@ import torch
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.planning import count_flops
+from scale_cli.training.optimiser import kinds_of_parameters
 from scale_cli.upscale.base import base_without_weights
-from scale_cli.upscale.method import build_model, kinds_of_parameters
+from scale_cli.upscale.building import build_model
 from scripts.random_base import reference_config
 
 LENGTH, WINDOWS = 8192, 512  # of a step of the reference config

@@ -21,7 +21,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import routed_name, router_keys
 from scale_cli.model import routed_scale
-from scale_cli.upscale.method import start_model
+from scale_cli.upscale.building import start_model
 
 # Of the base: hidden, MLP, layers, heads, key/value heads, vocabulary.
 SHAPES = {"small": (320, 896, 8, 8, 8, 8192), "wide": (1024, 2816, 8, 16, 8, 32000)}

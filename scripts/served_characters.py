@@ -25,9 +25,9 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import routed_name, router_keys
 from scale_cli.model import routed_scale
+from scale_cli.runs.opened import Run
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.method import new_pieces, start_model
-from scale_cli.upscale.run import Run
+from scale_cli.upscale.building import new_pieces, start_model
 from scale_cli.vocabulary.tokenizer import read_texts
 
 CHARACTERS = 300

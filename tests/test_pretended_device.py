@@ -28,13 +28,13 @@ from scale_cli.generation import Generator, Sampling
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.storage.records import RunFolder
+from scale_cli.runs.folder import RunFolder
+from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, load_optimiser_tensors, optimiser_tensors
 from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale import preservation
-from scale_cli.upscale.method import start_model
-from scale_cli.upscale.objective import for_training
-from scale_cli.upscale.run import load_tokenizer
+from scale_cli.upscale.base_tokenizer import load_tokenizer
+from scale_cli.upscale.building import start_model
 from scale_cli.vocabulary import proofs
 from tests.config.small_config import changed
 from tests.pretended_device import accelerate_on, pretended_device

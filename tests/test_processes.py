@@ -25,10 +25,12 @@ from scale_cli.processes import (
     refuse_several,
     slow_in_bfloat16,
 )
+from scale_cli.runs.folder import TRAINED, RunFolder
 from scale_cli.storage.atomic import load_tensors, read_json
-from scale_cli.storage.records import TRAINED, RunFolder, TrainState, read_records
 from scale_cli.training import loop
 from scale_cli.training.interruption import StopRequest
+from scale_cli.training.metrics_log import read_records
+from scale_cli.training.records import TrainState
 from tests.command_line import Scale
 from tests.methods.test_adept import measured_rates
 from tests.torture.tiny_run import Runs, write_base_and_texts

@@ -22,10 +22,11 @@ from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, Rout
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
+from scale_cli.runs.method_folder import load_onto_base
 from scale_cli.storage.atomic import read_json, verify_folder, write_json
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.method import MethodModel, NewPieces, load_onto_base, start_model
+from scale_cli.upscale.building import MethodModel, NewPieces, start_model
 
 CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
 CORPORA = (

@@ -42,8 +42,8 @@ from scale_cli.report import (
     render,
     with_interval,
 )
+from scale_cli.runs.folder import check_replaceable
 from scale_cli.storage.atomic import new_folder, write_json, write_text
-from scale_cli.storage.records import check_replaceable
 from scale_cli.values import language_name
 
 # The `kind` of report.json; a comparison may only replace a folder whose report has this kind.

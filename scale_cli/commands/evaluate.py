@@ -16,10 +16,11 @@ from scale_cli.evaluation.render import html, markdown, terminal_lines
 from scale_cli.evaluation.results import Report, summarise
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.processes import device, is_main, main_first, on_main, share, slow_in_bfloat16
+from scale_cli.runs.folder import trained_sha256
+from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import new_folder, write_text
-from scale_cli.storage.records import trained_sha256
 from scale_cli.terminal import Log, log
-from scale_cli.upscale.run import Run
+from scale_cli.training.records import TrainState
 
 
 def evaluate(config: RunConfig, log: Log = log) -> Report:
@@ -55,11 +56,12 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         else benchmarks.measure(model, final.tokenizer, config, share())
     )
     of_benchmarks, averages = summarise_benchmarks(items, **resampling)
+    state = TrainState.load(final.path)
     report = Report(
         variant=config.method.variant,
         served=config.method.definition.served(config.method.settings),
-        step=final.state.step,
-        num_tokens_trained=final.state.num_tokens,
+        step=state.step,
+        num_tokens_trained=state.num_tokens,
         trained_sha256=trained_sha256(final.path),
         corpora=results,
         benchmarks=of_benchmarks,

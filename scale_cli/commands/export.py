@@ -20,13 +20,15 @@ from scale_cli.errors import ExportParityError, RunError, UsageError, one_line
 from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import Format, formats_of, parity_in_words
+from scale_cli.export.records import ExportRecord, Parity
 from scale_cli.processes import device
+from scale_cli.runs.folder import RunFolder, trained_sha256
+from scale_cli.runs.opened import MethodFolder, Run, open_folder
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_text
-from scale_cli.storage.records import BaseRecord, ExportRecord, Parity, RunFolder, trained_sha256
 from scale_cli.terminal import Log, log
-from scale_cli.upscale.method import MethodModel
+from scale_cli.upscale.base_record import BaseRecord
+from scale_cli.upscale.building import MethodModel
 from scale_cli.upscale.preservation import sample_ids
-from scale_cli.upscale.run import MethodFolder, Run, open_folder
 
 # Not sent to the hub: these name local folders, and are only useful beside the run. An adapter needs them to load.
 _STAYS_HERE = ["manifest.json", "parity.json", "scale.yaml"]

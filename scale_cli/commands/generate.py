@@ -16,8 +16,8 @@ from scale_cli.data.documents import Messages
 from scale_cli.errors import ConfigError
 from scale_cli.generation import Continuation, Generator, Sampling, SpokenToken, TextStreamer
 from scale_cli.report import percent
+from scale_cli.runs.folder import check_folder
 from scale_cli.storage.atomic import write_text
-from scale_cli.storage.records import check_folder
 from scale_cli.terminal import log, printable, progress_bar
 
 _AT_ONCE = 32

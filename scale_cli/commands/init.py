@@ -37,11 +37,12 @@ from scale_cli.planning import (
     measure_device,
     training_memory,
 )
+from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import write_text
 from scale_cli.terminal import log, print_json
 from scale_cli.upscale.base import base_without_weights, load_base_config
-from scale_cli.upscale.method import NewPieces, build_model
-from scale_cli.upscale.run import Run, load_tokenizer
+from scale_cli.upscale.base_tokenizer import load_tokenizer
+from scale_cli.upscale.building import NewPieces, build_model
 from scale_cli.vocabulary.added_tokens import extended
 from scale_cli.vocabulary.tokenizer import AddedTokens, most_added
 

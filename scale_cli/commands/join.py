@@ -24,11 +24,11 @@ from scale_cli.joining import KIND, JoinedRuns, JoinReport, join_runs, joined_ca
 from scale_cli.model.family_scale import family_of
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
+from scale_cli.runs.folder import check_replaceable
+from scale_cli.runs.new_tokens import write_grown_tokenizer
 from scale_cli.storage.atomic import new_folder, write_text
-from scale_cli.storage.records import check_replaceable
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.preservation import sample_ids
-from scale_cli.upscale.run import write_grown_tokenizer
 from scale_cli.vocabulary.tokenizer import check_size
 
 _NUM_NEW_READ = 64

@@ -28,9 +28,9 @@ from scale_cli.planning import (
     memory_of_run,
 )
 from scale_cli.report import Table, duration, quantity
+from scale_cli.runs.opened import Run, check_context, check_processes
 from scale_cli.upscale.base import base_without_weights, stage_folder
-from scale_cli.upscale.method import NewPieces, build_model
-from scale_cli.upscale.run import Run, check_context, check_processes
+from scale_cli.upscale.building import NewPieces, build_model
 from scale_cli.vocabulary.tokenizer import read_texts
 
 _WITHOUT = "no new tokens"  # the row of the config's method on the same text

@@ -10,8 +10,8 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import cache_of, corpus_warnings, every_source, open_sources
 from scale_cli.data.ledger import Ledger
 from scale_cli.processes import Share
+from scale_cli.runs.opened import Run
 from scale_cli.terminal import log
-from scale_cli.upscale.run import Run
 
 
 def prepare(config: RunConfig) -> dict[str, Any]:

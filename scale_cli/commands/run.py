@@ -18,11 +18,11 @@ from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.export.formats import formats_of
 from scale_cli.processes import main_decides, on_main, share
+from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import claimed
 from scale_cli.terminal import Log
 from scale_cli.training.checkpoint import check_init_from
 from scale_cli.training.tracking import check_trackers
-from scale_cli.upscale.run import Run
 
 
 def run_pipeline(config: RunConfig, log: Log, accepted: Collection[str] = ()) -> Report | None:

@@ -41,6 +41,9 @@ from scale_cli.processes import (
     share,
     slow_in_bfloat16,
 )
+from scale_cli.runs.folder import TRAINED
+from scale_cli.runs.method_folder import beside_base, beside_new_tokens, load_trained
+from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import (
     claimed,
     new_folder,
@@ -49,7 +52,6 @@ from scale_cli.storage.atomic import (
     save_tensors,
     verify_folder,
 )
-from scale_cli.storage.records import TRAINED, BranchPoint, MetricsLog, TrainState
 from scale_cli.terminal import Log
 from scale_cli.training.checkpoint import (
     branch_point_at,
@@ -58,8 +60,11 @@ from scale_cli.training.checkpoint import (
     starting_point,
 )
 from scale_cli.training.loop import run_loop
+from scale_cli.training.metrics_log import MetricsLog
+from scale_cli.training.objective import for_training, settings_on
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
+from scale_cli.training.records import BranchPoint, TrainState
 from scale_cli.training.run import TrainingRun
 from scale_cli.training.sharding import (
     check_machines,
@@ -71,10 +76,8 @@ from scale_cli.training.sharding import (
 )
 from scale_cli.training.step import hooks_of
 from scale_cli.training.tracking import check_trackers, tracked
-from scale_cli.upscale.base import tensor_sha256
-from scale_cli.upscale.method import MethodModel, beside_base, beside_new_tokens, load_trained
-from scale_cli.upscale.objective import for_training, settings_on
-from scale_cli.upscale.run import MethodFolder, Run
+from scale_cli.upscale.base_record import tensor_sha256
+from scale_cli.upscale.building import MethodModel
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,7 +115,7 @@ def train(
     if resume == "auto" and final.path.is_dir() and not goes_on:
         _check_finished(final, accepted)
         log(f"done already   {final.path}")
-        return final.state
+        return TrainState.load(final.path)
     if not run.folder.upscaled.is_dir():
         raise RunFolderError(f"{run.folder.upscaled}: does not exist; run `scale upscale` first")
     run.check(training_sources(config), accelerator.num_processes)
@@ -361,7 +364,7 @@ def _without_stale_best(
     begun: MethodFolder, held_out: Sequence[TokenisedCorpus], log: Log
 ) -> TrainState:
     """Return the training state, without its best if that checkpoint is gone or was scored otherwise."""
-    state, run = begun.state, begun.run
+    state, run = TrainState.load(begun.path), begun.run
     if state.best is None:
         return state
     best = run.folder.checkpoint(state.best.step)

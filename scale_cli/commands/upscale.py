@@ -17,25 +17,16 @@ from scale_cli.data.batches import known_windows
 from scale_cli.data.corpora import open_sources, training_sources, windows_of
 from scale_cli.errors import RunFolderError
 from scale_cli.processes import placed
+from scale_cli.runs.method_folder import describe_method, load_any_base, write_trained
+from scale_cli.runs.new_tokens import prove_vocabulary, write_grown_tokenizer
+from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import claimed, new_folder, write_text
-from scale_cli.storage.records import BaseRecord
 from scale_cli.terminal import Log, log
-from scale_cli.upscale.base import check_finite, check_same_base, record_base
-from scale_cli.upscale.method import (
-    describe_method,
-    load_any_base,
-    new_pieces,
-    start_model,
-    write_trained,
-)
+from scale_cli.upscale.base import check_finite
+from scale_cli.upscale.base_record import BaseRecord, check_same_base, record_base
+from scale_cli.upscale.base_tokenizer import check_tokenizer
+from scale_cli.upscale.building import new_pieces, start_model
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, check_preservation, own_logits, sample_ids
-from scale_cli.upscale.run import (
-    MethodFolder,
-    Run,
-    check_tokenizer,
-    prove_vocabulary,
-    write_grown_tokenizer,
-)
 
 
 def upscale(config: RunConfig, log: Log = log) -> MethodFolder:

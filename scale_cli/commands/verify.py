@@ -26,22 +26,20 @@ from scale_cli.errors import (
     RunFolderError,
     ScaleError,
 )
+from scale_cli.export.records import ExportRecord
 from scale_cli.joining import KIND, JoinReport
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
+from scale_cli.runs.folder import RunFolder
+from scale_cli.runs.opened import MethodFolder
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder
-from scale_cli.storage.records import (
-    BaseRecord,
-    ExportRecord,
-    RunFolder,
-    TrainState,
-    place_of,
-    read_records,
-)
 from scale_cli.terminal import log, print_json
-from scale_cli.upscale.base import load_written, record_base
+from scale_cli.training.metrics_log import place_of, read_records
+from scale_cli.training.records import TrainState
+from scale_cli.upscale.base import load_written
+from scale_cli.upscale.base_record import BaseRecord, record_base
+from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
-from scale_cli.upscale.run import MethodFolder, load_tokenizer
 
 
 @dataclass

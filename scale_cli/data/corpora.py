@@ -21,7 +21,7 @@ from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.processes import is_main
 from scale_cli.report import percent
-from scale_cli.storage.records import RunFolder, read_corpora
+from scale_cli.storage.atomic import read_json
 
 # The first 4 epochs on a text teach nearly as much as new text; an epoch after 16 teaches less than half of that
 # (Muennighoff et al., arXiv 2305.16264).
@@ -29,6 +29,8 @@ _OFTEN = 16
 _FEW_LOST, _PLAINLY_LOST = 1e-4, 0.1
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 1 << 10, 1 << 17
 _HASHES_AT_ONCE = 1 << 20
+TOKENS = "tokens"  # folder of a run for tokenised corpora, unless corpus.cache_dir names another
+CORPORA = "corpora.json"  # beside a state: the names of the text that was trained on
 _LARGE_DOCUMENT_BYTES = 1 << 16
 _FEWEST_HELD_OUT = (
     4  # the bootstrap's intervals are too narrow for some more, but plainly so below this
@@ -36,7 +38,7 @@ _FEWEST_HELD_OUT = (
 
 
 def cache_dir(config: RunConfig) -> Path:
-    return config.corpus.cache_dir or RunFolder(config.output_dir).tokens
+    return config.corpus.cache_dir or config.output_dir / TOKENS
 
 
 def cache_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> TokenCache:
@@ -237,3 +239,8 @@ def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCo
                 f"are in {source}, which is trained on: results on them measure memorisation"
             )
     return lines
+
+
+def read_corpora(folder: Path) -> list[str]:
+    """Return the content-hashed name of every corpus that a checkpoint or `final/` was trained on."""
+    return list(read_json(folder / CORPORA))

@@ -26,8 +26,9 @@ from scale_cli.report import (
     share_cell,
     worst_document,
 )
+from scale_cli.runs.folder import RunFolder, trained_sha256
 from scale_cli.storage.atomic import file_sha256, is_whole
-from scale_cli.storage.records import RunFolder, RunRecord, trained_sha256
+from scale_cli.storage.records import RunRecord
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.scoring import (

@@ -20,10 +20,13 @@ from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.evaluation.results import Report, guarantee
 from scale_cli.export.formats import Format, parity_in_words
+from scale_cli.export.records import Parity
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report import render
-from scale_cli.storage.records import BaseRecord, BranchPoint, Parity, RunFolder, TrainState
+from scale_cli.runs.folder import RunFolder
+from scale_cli.training.records import BranchPoint, TrainState
 from scale_cli.upscale.base import looks_local, root_model, stages_below
+from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.values import language_name
 
 # Names that the hub's models use: Llama has USE_POLICY.md, Apache-licensed work may have NOTICE.

@@ -44,8 +44,8 @@ from scale_cli.model.dense_blocks import dense_embedding, dense_weight, widened_
 from scale_cli.model.expansion_scale import ExpansionLayer, ExpansionLinear, ExpansionNorm
 from scale_cli.model.family_scale import OWNERS, READ_BY_ATTENTION, READ_BY_MLP, Family, family_of
 from scale_cli.model.modeling_scale import WidenedModel
-from scale_cli.upscale.method import MethodModel
-from scale_cli.upscale.objective import expansion_norms, measured_stream_ratios
+from scale_cli.upscale.building import MethodModel
+from scale_cli.upscale.stream_ratios import expansion_norms, measured_stream_ratios
 
 
 @dataclass(frozen=True)

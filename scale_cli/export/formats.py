@@ -26,19 +26,16 @@ from scale_cli.export.plain_folder import (
     router_keys,
     write_plain,
 )
+from scale_cli.export.records import Parity
 from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.processes import placed
-from scale_cli.storage.records import Parity, RunFolder
+from scale_cli.runs.folder import RunFolder
+from scale_cli.runs.method_folder import describe_method, load_onto_base, write_peft, write_trained
+from scale_cli.runs.opened import MethodFolder
 from scale_cli.upscale.base import load_written
-from scale_cli.upscale.method import (
-    MethodModel,
-    describe_method,
-    load_onto_base,
-    write_peft,
-    write_trained,
-)
+from scale_cli.upscale.base_tokenizer import tokenizer_place
+from scale_cli.upscale.building import MethodModel
 from scale_cli.upscale.preservation import trained_logits
-from scale_cli.upscale.run import MethodFolder, tokenizer_place
 
 MAX_LOGIT_DIFFERENCE = 1e-4  # float32
 # A float32 export passes if no logit differs by more than that. Any other export is held to the trained model's own

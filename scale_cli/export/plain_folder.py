@@ -28,9 +28,9 @@ from scale_cli.model import routed_scale, routing
 from scale_cli.model.modeling_scale import WidenedModel
 from scale_cli.storage.atomic import read_json, write_json, write_text
 from scale_cli.upscale.base import load_base_config, root_model
-from scale_cli.upscale.method import MethodModel
+from scale_cli.upscale.base_tokenizer import TokenizerPlace, tokenizer_place
+from scale_cli.upscale.building import MethodModel
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
-from scale_cli.upscale.run import TokenizerPlace, tokenizer_place
 
 KEY = "scale_router"
 # The second is for `transformers serve`, which looks for such a class first, and otherwise takes the plain one.

@@ -1,6 +1,6 @@
 """Checkpoints: their content, how they are loaded, and from which one a run continues.
 
-A checkpoint is whole or absent. It is a method folder (`upscale/method.py`) and also has:
+A checkpoint is whole or absent. It is a method folder (`runs/method_folder.py`) and also has:
 
     optimiser.safetensors  the moments of every trainable parameter, and the tensors of hooks (`methods/recipes.py`)
     init_from.json         the folder of another run that the run began with (`train.init_from`)
@@ -29,6 +29,9 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.methods.recipes import Hook, first_averaged, trainable_parameters
 from scale_cli.processes import main_decides
+from scale_cli.runs.folder import RunFolder
+from scale_cli.runs.method_folder import load_trained
+from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import (
     MANIFEST,
     changed_versions,
@@ -36,13 +39,12 @@ from scale_cli.storage.atomic import (
     load_tensors,
     verify_folder,
 )
-from scale_cli.storage.records import BranchPoint, RunFolder, TrainState
 from scale_cli.storage.shards import has_shards, load_shards
 from scale_cli.terminal import Log
 from scale_cli.training.optimiser import empty_optimiser_tensors, load_optimiser_tensors
+from scale_cli.training.records import BranchPoint, TrainState
 from scale_cli.training.sharding import is_sharded
-from scale_cli.upscale.method import MethodModel, load_trained
-from scale_cli.upscale.run import MethodFolder, Run
+from scale_cli.upscale.building import MethodModel
 
 OPTIMISER = "optimiser.safetensors"
 
@@ -77,10 +79,11 @@ def newest_whole_checkpoint(run: RunFolder) -> tuple[Path | None, list[str]]:
 
 def branch_point_at(folder: MethodFolder) -> BranchPoint:
     """Return the branch point of a run that begins with `folder`."""
+    state = TrainState.load(folder.path)
     return BranchPoint(
         content_sha256=file_sha256(folder.path / MANIFEST),
-        step=folder.state.step,
-        num_tokens=folder.state.num_tokens,
+        step=state.step,
+        num_tokens=state.num_tokens,
     )
 
 
@@ -96,7 +99,7 @@ def load_checkpoint(
     `train` decides which tensors of hooks are loaded with the moments: the checkpoint's own settings, or those of the
     run that continues, which may begin its average later.
     """
-    folder, state = checkpoint.path, checkpoint.state
+    folder, state = checkpoint.path, TrainState.load(checkpoint.path)
     beside = [hook for hook in hooks if hook.keeps(train, state.step)]
     if is_sharded(model) or has_shards(folder):
         moments = empty_optimiser_tensors(model, beside)
@@ -169,7 +172,7 @@ def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> None:
     path, config = start.path, start.run.config
     for line in start.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         log(f"changed        {line}")
-    if (step := start.state.step) > config.train.max_steps:
+    if (step := TrainState.load(path).step) > config.train.max_steps:
         raise RunFolderError(
             f"{path}: is beyond train.max_steps {config.train.max_steps}; set it to at least {step}"
         )

@@ -25,13 +25,14 @@ from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
 from scale_cli.errors import GradientOverflow, Interrupted, NonFiniteError, TrainingError
 from scale_cli.methods.recipes import of_final
 from scale_cli.processes import peak_memory_bytes, waiting_for_steps
-from scale_cli.storage.records import BITS, SAMPLES, MetricsRecord, TrainState
 from scale_cli.terminal import printable, progress_bar, shows_lines
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
+from scale_cli.training.metrics_log import BITS, SAMPLES, MetricsRecord
 from scale_cli.training.observing import better_of
+from scale_cli.training.records import TrainState
 from scale_cli.training.run import TrainingRun
 from scale_cli.training.step import StepResult, TakenStep, train_step
-from scale_cli.upscale.objective import layer_ratios, measured_stream_ratios
+from scale_cli.upscale.stream_ratios import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8
 # A loss leaps if it is above 1.5 times the highest of up to 64 losses before it, of which there must be 3. A mean would

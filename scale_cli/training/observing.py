@@ -15,7 +15,7 @@ from scale_cli.evaluation.results import finite
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import ALONE, is_main, share
-from scale_cli.storage.records import (
+from scale_cli.training.metrics_log import (
     BENCHMARKS,
     BITS,
     EVALUATION,
@@ -23,11 +23,11 @@ from scale_cli.storage.records import (
     SHARES,
     Losses,
     MetricsRecord,
-    Score,
 )
+from scale_cli.training.objective import attending_by_sdpa
+from scale_cli.training.records import Score
 from scale_cli.training.sharding import gathered_roots, is_sharded
-from scale_cli.upscale.method import MethodModel
-from scale_cli.upscale.objective import attending_by_sdpa
+from scale_cli.upscale.building import MethodModel
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.benchmark_tasks import OpenedBenchmarks

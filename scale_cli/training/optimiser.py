@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import Hook, trainable_parameters
-from scale_cli.upscale.method import Kind, kinds_of_parameters, moments_of
 
 # Rates relative to train.lr if E' starts with a size of its own; the rate of E' is relative to that size too. At a rate
 # of 5e-3, a step moves E' by a fifth of itself. Source: ours (docs/training.md).
@@ -175,3 +174,32 @@ def load_optimiser_tensors(
             # The fused AdamW keeps its step counts on the parameters' device, in float32; Muon counts none.
             state["step"] = tensors[f"step.{name}"].to(parameter.device)
         optimiser.state[parameter] = state
+
+
+# Kinds of parameters: learning rate, weight decay and optimiser depend on the kind.
+Kind = Literal["embedding", "head", "gains", "matrix"]
+
+
+def kinds_of_parameters(model: nn.Module) -> dict[str, Kind]:
+    """Return the kind of every parameter that trains, by name; a tied embedding counts as an embedding."""
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+
+    def kind(name: str, parameter: nn.Parameter) -> Kind:
+        if id(parameter) in embeddings:
+            return "embedding"
+        if parameter.ndim < 2:
+            return "gains"
+        return "head" if "lm_head" in name else "matrix"
+
+    return {name: kind(name, parameter) for name, parameter in trainable_parameters(model).items()}
+
+
+def moments_of(kind: Kind, optimiser: Literal["adamw", "muon"]) -> tuple[str, ...]:
+    """Return torch's names of the tensors that an optimiser keeps per parameter, each as large as the parameter."""
+    return (
+        ("momentum_buffer",)
+        if optimiser == "muon" and kind == "matrix"
+        else ("exp_avg", "exp_avg_sq")
+    )

@@ -21,11 +21,16 @@ from tqdm import tqdm
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.batches import Batches
+from scale_cli.data.corpora import CORPORA
 from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import PreservationError
 from scale_cli.methods.recipes import Hook, trainable_parameters
 from scale_cli.processes import all_succeed, device_name, is_main, peak_memory_bytes, share
+from scale_cli.runs.folder import TRAINED, RunFolder
+from scale_cli.runs.method_folder import describe_method
+from scale_cli.runs.new_tokens import copy_grown_tokenizer
+from scale_cli.runs.opened import MethodFolder
 from scale_cli.storage.atomic import (
     MANIFEST,
     new_folder,
@@ -35,24 +40,15 @@ from scale_cli.storage.atomic import (
     write_json,
     write_text,
 )
-from scale_cli.storage.records import (
-    CORPORA,
-    TRAINED,
-    BranchPoint,
-    Cost,
-    MetricsLog,
-    MetricsRecord,
-    RunFolder,
-    TrainState,
-)
 from scale_cli.storage.shards import shard_of
 from scale_cli.training.checkpoint import OPTIMISER, checkpoints, step_of
+from scale_cli.training.metrics_log import MetricsLog, MetricsRecord
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import optimiser_tensors
+from scale_cli.training.records import BranchPoint, Cost, TrainState
 from scale_cli.training.sharding import parts_here
-from scale_cli.upscale.base import changed_tensors, tensor_sha256
-from scale_cli.upscale.method import MethodModel, describe_method
-from scale_cli.upscale.run import MethodFolder, copy_grown_tokenizer
+from scale_cli.upscale.base_record import changed_tensors, tensor_sha256
+from scale_cli.upscale.building import MethodModel
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
 from scale_cli.methods.recipes import local_part, trainable_parameters
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.method import MethodModel
-from scale_cli.upscale.objective import ChunkedLossModel, for_training, plain_of
+from scale_cli.training.objective import ChunkedLossModel, for_training, plain_of
+from scale_cli.upscale.building import MethodModel
 
 
 def check_machines(train: TrainConfig, num_processes: int) -> None:

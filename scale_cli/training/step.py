@@ -21,10 +21,10 @@ from scale_cli.errors import GradientOverflow, NonFiniteError
 from scale_cli.methods.recipes import Hook, Training, Update, make_hooks, trainable_parameters
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import autocast
+from scale_cli.training.objective import ChunkedLossModel, attending_by_sdpa
 from scale_cli.training.optimiser import set_learning_rate
 from scale_cli.training.sharding import gradients_kept, whole_tensor
-from scale_cli.upscale.method import MethodModel
-from scale_cli.upscale.objective import ChunkedLossModel, attending_by_sdpa
+from scale_cli.upscale.building import MethodModel
 
 _UNSCALED = GradScaler(enabled=False)
 
@@ -49,7 +49,7 @@ class TakenStep:
     asked: Tensor  # sum of all processes' requests to stop; 0: none
     lr: float  # of the update
     num_targets: tuple[int, ...]  # of the global batch, by source
-    # (layers + 1,), rms(u) / rms(x) in this process (`upscale/objective.py`), if it was measured
+    # (layers + 1,), rms(u) / rms(x) in this process (`upscale/stream_ratios.py`), if it was measured
     stream_ratios: Tensor | None = None
 
     @property

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from scale_cli.config.schema import RunConfig, leaves
 from scale_cli.errors import ConfigError, one_line, require
-from scale_cli.storage.records import MetricsLog, MetricsRecord
+from scale_cli.training.metrics_log import MetricsLog, MetricsRecord
 
 
 def check_trackers(names: Sequence[str]) -> None:

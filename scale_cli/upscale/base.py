@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     TorchAoConfig,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
-from scale_cli.data.tokens import tokenizer_sha256
-from scale_cli.errors import BaseModelError, ChangedBaseError, StorageError, one_line, require
+from scale_cli.errors import BaseModelError, StorageError, one_line, require
 from scale_cli.model.family_scale import FAMILIES, family_of
-from scale_cli.model.quantised_base import QUANTISATIONS, is_quantised, parts_of, quantise
-from scale_cli.processes import ALONE, Share, device, gathered, share
-from scale_cli.storage.atomic import json_sha256
-from scale_cli.storage.records import BaseRecord, RunFolder
+from scale_cli.model.quantised_base import QUANTISATIONS, parts_of, quantise
+from scale_cli.processes import device
+from scale_cli.upscale.base_record import BaseRecord
 
-# Configuration fields that do not change the computation; a widened base's router acts only in serving.
-_NOT_COMPUTING = re.compile(
-    r"_name_or_path|architectures|attn_implementation|dtype|transformers_version|use_cache|variant"
-    r"|(bos|eos|pad)_token_id|router_(prior|rule|switch_rate|threshold)"
-)
-REMEDY = "restore the earlier one, or start anew in another output_dir"
 _LARGEST = 2**24  # far above any size in an existing model
 _NOT_OF_ALL = (
     "head_dim",
@@ -63,12 +51,12 @@ _PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
 
 def stage_folder(model: ModelConfig) -> Path | None:
     """Return the folder of a widened base: a finished run's `final/`, or the base itself; None for a plain base."""
-    run = RunFolder(Path(model.base))
-    if run.final.is_dir():
-        return run.final
-    if BaseRecord.is_in(run.root):
-        return run.root
-    if BaseRecord.is_in(run.upscaled):
+    root = Path(model.base)
+    if (root / "final").is_dir():
+        return root / "final"
+    if BaseRecord.is_in(root):
+        return root
+    if BaseRecord.is_in(root / "upscaled"):
         raise BaseModelError(
             f"model.base: {model.base} is an unfinished run, as it has no final/; finish its training first"
         )
@@ -255,63 +243,6 @@ def looks_local(name: str) -> bool:  # rather than a hub id
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
-def tensor_sha256(tensor: Tensor) -> str:
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    if is_quantised(tensor):
-        digest.update("".join(map(tensor_sha256, parts_of(tensor))).encode())
-        return digest.hexdigest()
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-    return digest.hexdigest()
-
-
-def config_sha256(base: PreTrainedModel) -> str:
-    """Return one hash over the configuration fields that affect the computation: no names, versions or token ids."""
-
-    def computing(fields: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in fields.items() if not _NOT_COMPUTING.fullmatch(name)}
-        return kept | (
-            {"base_config": computing(kept["base_config"])} if "base_config" in kept else {}
-        )
-
-    return json_sha256(computing(base.config.to_diff_dict()))
-
-
-def record_base(
-    base: PreTrainedModel, model: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None
-) -> BaseRecord:
-    """Hash every tensor of a base model (a tied one once), its configuration and its tokenizer."""
-    return BaseRecord(
-        name=model.base,
-        revision=getattr(base.config, "_commit_hash", None),
-        dtype=model.held_in,
-        tensors={name: tensor_sha256(parameter) for name, parameter in base.named_parameters()},
-        config_sha256=config_sha256(base),
-        tokenizer_sha256="" if tokenizer is None else tokenizer_sha256(tokenizer),
-    )
-
-
-def changed_tensors(
-    base: PreTrainedModel, record: BaseRecord, of_machine: Share | None = None
-) -> list[str]:
-    """Return the names of the tensors that differ from the record: changed, missing or new.
-
-    With `of_machine`, each process hashes its share of the tensors and all get every name, so all must call this.
-    """
-    tensors, mine = dict(base.named_parameters()), of_machine or ALONE
-    names = sorted(tensors.keys() | record.tensors.keys())[mine.index :: mine.num_processes]
-    found = [
-        name
-        for name in names
-        if name not in tensors or tensor_sha256(tensors[name]) != record.tensors.get(name)
-    ]
-    return (
-        found
-        if of_machine is None
-        else sorted({name for some in gathered(found, share()) for name in some})
-    )
-
-
 def check_finite(base: PreTrainedModel, name: str) -> None:
     """Raise BaseModelError if a weight is not finite: NaN logits equal nothing, not even themselves."""
     for tensor_name, tensor in base.named_parameters():
@@ -324,16 +255,3 @@ def check_finite(base: PreTrainedModel, name: str) -> None:
             raise BaseModelError(
                 f"model.base: {tensor_name} of {name} holds numbers that are not finite ({bad:,} of {held.numel():,})"
             )
-
-
-def check_same_base(
-    base: PreTrainedModel, record: BaseRecord, where: str, of_machine: Share | None = None
-) -> None:
-    """Check that a base model is the one that was recorded; ChangedBaseError names the first tensor that differs."""
-    changed = changed_tensors(base, record, of_machine)
-    if record.config_sha256 and config_sha256(base) != record.config_sha256:
-        changed.append("its config.json")
-    if changed:
-        raise ChangedBaseError(
-            f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs; {REMEDY}"
-        )

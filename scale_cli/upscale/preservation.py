@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.errors import PreservationError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import device
-from scale_cli.upscale.method import MethodModel
+from scale_cli.upscale.building import MethodModel
 
 SAMPLE_TEXTS = (
     "It was the best of times, it was the worst of times.",

@@ -46,9 +46,9 @@ import torch
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.model.family_scale import OWNERS
+from scale_cli.training.objective import plain_of, trained_head
 from scale_cli.upscale.base import base_without_weights
-from scale_cli.upscale.method import build_model
-from scale_cli.upscale.objective import plain_of, trained_head
+from scale_cli.upscale.building import build_model
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.methods.recipes import trainable_parameters
+from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
-from scale_cli.upscale.method import start_model
-from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.building import start_model
 from scripts.benchmark.shapes import Shape
 
 SEED = 0

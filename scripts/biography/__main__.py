@@ -11,7 +11,7 @@ from pathlib import Path
 from scale_cli.config.load import load_checked
 from scale_cli.console import ended_in_one_message, quieten_libraries
 from scale_cli.processes import refuse_several
-from scale_cli.storage.records import RunFolder
+from scale_cli.runs.folder import RunFolder
 from scale_cli.terminal import log
 from scripts.biography.config import BiographyConfig
 from scripts.biography.run import run_biography

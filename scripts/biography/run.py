@@ -22,9 +22,10 @@ from scale_cli.model.heads import HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import placed
 from scale_cli.report import percent
+from scale_cli.runs.method_folder import beside_base
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
 from scale_cli.upscale.base import base_without_weights, load_base
-from scale_cli.upscale.method import MethodModel, beside_base, build_model, start_model
+from scale_cli.upscale.building import MethodModel, build_model, start_model
 from scripts.biography.accuracy import first_token_accuracy
 from scripts.biography.config import BiographyConfig, ComparedMethod
 from scripts.biography.people import ATTRIBUTES

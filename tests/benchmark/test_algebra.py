@@ -7,8 +7,8 @@ from transformers import LlamaConfig
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.upscale.method import start_model
-from scale_cli.upscale.objective import for_training
+from scale_cli.training.objective import for_training
+from scale_cli.upscale.building import start_model
 from scripts.benchmark.algebra import ideal_flops_per_token
 from tests.widening import tiny_llama
 

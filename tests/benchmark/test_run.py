@@ -7,7 +7,7 @@ import torch
 from scale_cli import planning
 from scale_cli.config.schema import MethodConfig
 from scale_cli.upscale.base import base_without_weights
-from scale_cli.upscale.method import build_model
+from scale_cli.upscale.building import build_model
 from scripts.benchmark.__main__ import run_benchmark
 from scripts.benchmark.algebra import ideal_flops_per_token
 from scripts.benchmark.cases import cases, ours
@@ -39,7 +39,7 @@ def test_a_run_times_every_method_in_every_round_and_writes_what_it_prints(tmp_p
 def test_every_method_begins_at_the_same_loss_on_the_same_data(tmp_path: Path) -> None:
     batches = TINY.batches(tmp_path, seed=0)
     makers = cases(TINY, batches, tmp_path).items()
-    # What is compiled begins there too (tests/upscale/test_objective.py); compiling takes long.
+    # What is compiled begins there too (tests.training.test_objective.py); compiling takes long.
     losses = {name: make().step(0) for name, make in makers if not name.endswith(" compiled")}
     # Transformers' Trainer counts targets of labels that are not shifted yet: one more a sequence.
     assert losses == pytest.approx(dict.fromkeys(losses, losses["full"]), rel=1e-4)

@@ -15,8 +15,8 @@ from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError
 from scale_cli.export.dense import plain_model
 from scale_cli.export.formats import formats_of
+from scale_cli.runs.method_folder import load_onto_base
 from scale_cli.storage.atomic import load_tensors, read_json
-from scale_cli.upscale.method import load_onto_base
 from tests.config.small_config import changed
 from tests.widening import load_model, load_widened, trained_head
 

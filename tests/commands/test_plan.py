@@ -10,7 +10,7 @@ from scale_cli.commands.plan import Plan, methods_beside, plan
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.methods import METHODS
-from scale_cli.upscale.run import Run
+from scale_cli.runs.opened import Run
 from scripts.benchmark.algebra import ideal_flops_per_token
 from tests.benchmark.test_algebra import LLAMA_3_2_1B
 from tests.command_line import Scale

@@ -9,8 +9,8 @@ from scale_cli.commands import plan
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import read_json, write_json
-from scale_cli.storage.records import RunFolder
 from tests.command_line import Scale
 from tests.export.conftest import configured
 

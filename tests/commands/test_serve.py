@@ -17,7 +17,7 @@ from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import router_keys, write_plain
 from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.run import load_tokenizer
+from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.widening import as_if_trained, widen
 
 FREE = ["--port", "0"]

@@ -13,9 +13,10 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import BaseModelError, PreservationError, RunFolderError
 from scale_cli.model.branches_scale import FinalStates
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.runs.opened import Run
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.method import MethodModel, start_model
-from scale_cli.upscale.run import Run, load_tokenizer
+from scale_cli.upscale.base_tokenizer import load_tokenizer
+from scale_cli.upscale.building import MethodModel, start_model
 from tests.one_step import write_config
 from tests.widening import load_model
 

@@ -18,8 +18,8 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, PreservationError
 from scale_cli.export.plain_folder import routed_class
+from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import read_json
-from scale_cli.upscale.run import Run
 from tests.command_line import ModelLoads, model_loads
 from tests.config.small_config import changed
 from tests.vocabulary.grown_run import config_of, prove_on_few
@@ -95,7 +95,7 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     def moved(*_: object) -> int:
         raise PreservationError("method.vocabulary: the tokens of 'x' have changed")
 
-    monkeypatch.setattr("scale_cli.upscale.run.check_added_tokens", moved)
+    monkeypatch.setattr("scale_cli.runs.new_tokens.check_added_tokens", moved)
     with pytest.raises(PreservationError):
         upscale(changed(below, f"output_dir={tmp_path / 'again'}"))
     assert not (tmp_path / "again/upscaled").exists()

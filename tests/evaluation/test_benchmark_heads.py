@@ -24,8 +24,8 @@ from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadLogits
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE, Share
-from scale_cli.upscale.method import set_router
-from scale_cli.upscale.run import load_tokenizer
+from scale_cli.runs.method_folder import set_router
+from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.evaluation.task_files import MEAN, add_task, know_only, opened, some_of_blimp, task_of
 from tests.evaluation.test_benchmark_tasks import SUMS
 from tests.threads_as_processes import in_processes

@@ -26,7 +26,7 @@ from scale_cli.evaluation.benchmarks import (
 )
 from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, BenchmarkResult, Report
-from scale_cli.storage.records import RunFolder
+from scale_cli.runs.folder import RunFolder
 from tests.evaluation.task_files import add_task, know_only, some_of_blimp, task_of
 from tests.evaluation.test_results import ROUTE
 from tests.export.conftest import configured

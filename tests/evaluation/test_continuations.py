@@ -32,8 +32,8 @@ from scale_cli.model.routing import (
     posterior_log_weights,
 )
 from scale_cli.processes import ALONE, Share
-from scale_cli.upscale.method import NewPieces
-from scale_cli.upscale.run import load_tokenizer
+from scale_cli.upscale.base_tokenizer import load_tokenizer
+from scale_cli.upscale.building import NewPieces
 from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, joined, real_base, tiny_llama, widen
 

@@ -17,7 +17,7 @@ from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.evaluation.scoring import DocumentLosses, Passes, score_corpus
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.run import load_tokenizer
+from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, real_base, routed_heads, widen
 

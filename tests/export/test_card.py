@@ -15,9 +15,9 @@ from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.evaluation.results import Report
 from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import FORMATS
+from scale_cli.export.records import Parity
 from scale_cli.methods.widened import CollaborationConfig
 from scale_cli.storage.atomic import read_json
-from scale_cli.storage.records import Parity
 from tests.export.conftest import TrainedRun, configured
 
 ROUTE = {"variant": "route"}

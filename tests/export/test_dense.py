@@ -14,7 +14,7 @@ from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.family_scale import OWNERS
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.method import start_model
+from scale_cli.upscale.building import start_model
 from tests.model.test_families import answered
 from tests.widening import as_if_trained, real_base, real_ids, tiny_llama, trained_head, widen
 

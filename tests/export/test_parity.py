@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from scale_cli.errors import ExportParityError
 from scale_cli.export.dense import dense_model, largest_stream_ratio
 from scale_cli.export.formats import check_parity, measure_parity
+from scale_cli.export.records import Parity
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.storage.records import Parity
 from scale_cli.upscale.preservation import trained_logits
 from tests.widening import as_if_trained, tiny_llama, trained_head, widen
 

@@ -26,8 +26,8 @@ from scale_cli.export.plain_folder import (
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.upscale.base import load_base, load_written
-from scale_cli.upscale.method import start_model
-from scale_cli.upscale.run import load_tokenizer, tokenizer_place
+from scale_cli.upscale.base_tokenizer import load_tokenizer, tokenizer_place
+from scale_cli.upscale.building import start_model
 from tests.model.test_families import BASES, IDS, answered, tiny, write_tiny
 from tests.widening import as_if_trained, joined, routed_heads, tiny_llama, widen
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_cli.upscale.objective import compiled
+from scale_cli.training.objective import compiled
 from tests.model.test_families import tiny
-from tests.upscale.test_objective import losses, start
+from tests.training.test_objective import losses, start
 from tests.widening import as_if_trained, tiny_llama, widen
 
 

@@ -15,10 +15,11 @@ from torch.profiler import profile
 
 from scale_cli import processes
 from scale_cli.data.tokens import TokenCache
+from scale_cli.runs.folder import TRAINED
 from scale_cli.storage import atomic
 from scale_cli.storage.atomic import load_tensors
-from scale_cli.storage.records import TRAINED, TrainState
 from scale_cli.training.observing import Observer
+from scale_cli.training.records import TrainState
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.torture.verbs import Ended, ended_group, start_group
 

@@ -15,8 +15,9 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import CheckFailed
 from scale_cli.evaluation.results import Report
 from scale_cli.processes import cpu_precision
-from scale_cli.storage.records import BaseRecord, RunFolder
-from scale_cli.upscale.base import changed_tensors, load_base
+from scale_cli.runs.folder import RunFolder
+from scale_cli.upscale.base import load_base
+from scale_cli.upscale.base_record import BaseRecord, changed_tensors
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"
 

@@ -7,7 +7,7 @@ import torch
 
 from scale_cli.commands.train import train
 from scale_cli.methods.recipes import trainable_parameters
-from scale_cli.storage.records import EVALUATION
+from scale_cli.training.metrics_log import EVALUATION
 from tests.training.test_sharding import EVALUATED, Runs, no_runs
 from tests.widening import load_model
 

@@ -31,7 +31,7 @@ from scale_cli.joining import join_runs, score_corpora
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder
-from scale_cli.upscale.run import load_tokenizer
+from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.command_line import Scale
 from tests.export.conftest import configured
 from tests.join.conftest import at_its_start

@@ -21,7 +21,7 @@ from scale_cli.joining import join_runs
 from scale_cli.model.dense_blocks import dense_embedding
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.run import Run
+from scale_cli.runs.opened import Run
 from scale_cli.vocabulary import proofs
 from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
 from scale_cli.vocabulary.added_tokens import new_tokens

@@ -17,14 +17,15 @@ from scale_cli.errors import RunFolderError
 from scale_cli.methods import adept
 from scale_cli.methods.adept import Adept, AdeptConfig, bypass_losses, rates_by
 from scale_cli.methods.recipes import Update, trainable_parameters
+from scale_cli.runs.folder import RunFolder
+from scale_cli.runs.method_folder import read_method
+from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import load_tensors
-from scale_cli.storage.records import RunFolder
 from scale_cli.training.checkpoint import check_init_from
+from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, set_learning_rate
 from scale_cli.training.step import hooks_of
-from scale_cli.upscale.method import read_method, start_model
-from scale_cli.upscale.objective import for_training
-from scale_cli.upscale.run import Run
+from scale_cli.upscale.building import start_model
 from tests.model.test_families import tiny
 from tests.training.conftest import MakeConfig
 from tests.widening import TINY, move, tiny_llama

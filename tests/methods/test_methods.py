@@ -19,7 +19,7 @@ from scale_cli.methods.osf import OsfConfig
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
-from scale_cli.upscale.method import MethodModel, build_model
+from scale_cli.upscale.building import MethodModel, build_model
 from tests.hooks import hooks_for
 from tests.model.test_families import answered
 from tests.training.test_step import batches_of

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.methods.recipes import Average, BoundedRows, Update, of_final
+from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import load_tensors
-from scale_cli.storage.records import EVALUATION, RunFolder, read_records
+from scale_cli.training.metrics_log import EVALUATION, read_records
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
 from tests.hooks import hooks_for, training_of

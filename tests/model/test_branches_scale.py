@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.upscale.base import changed_tensors, record_base
+from scale_cli.upscale.base_record import changed_tensors, record_base
 from tests.model.test_families import BASES, IDS, answered, tiny
 from tests.widening import (
     joined,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_cli.upscale.method import NewPieces
+from scale_cli.upscale.building import NewPieces
 from tests.model.test_routed_scale import routed
 from tests.plain_torch import Added, composed_rows, logits_of, path_of, shared_with_new_tokens
 from tests.widening import as_if_trained, joined, tiny_llama, widen

@@ -19,8 +19,9 @@ from scale_cli.export.dense import dense_model
 from scale_cli.export.formats import check_parity, measure_parity
 from scale_cli.methods.widened import plan_expansion
 from scale_cli.model.family_scale import FAMILIES
-from scale_cli.upscale.base import changed_tensors, load_base, record_base
-from scale_cli.upscale.method import start_model
+from scale_cli.upscale.base import load_base
+from scale_cli.upscale.base_record import changed_tensors, record_base
+from scale_cli.upscale.building import start_model
 from scale_cli.upscale.preservation import trained_logits
 from tests.widening import (
     CHECKPOINTS,

@@ -15,7 +15,7 @@ from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import piece_shares
-from scale_cli.upscale.method import NewPieces
+from scale_cli.upscale.building import NewPieces
 from tests.widening import (
     TINY,
     as_if_trained,

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from scale_cli.config.vocabulary import Script
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.method import NewPieces
+from scale_cli.upscale.building import NewPieces
 from scale_cli.vocabulary.added_tokens import Spelling, count_words, extended, learn, pieces
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 from tests.widening import real_base, widen

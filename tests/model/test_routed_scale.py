@@ -19,7 +19,7 @@ from scale_cli.model import routed_scale, routing
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import WidenedModel
 from scale_cli.model.routed_scale import Routed, RouterLayer
-from scale_cli.upscale.method import NewPieces
+from scale_cli.upscale.building import NewPieces
 from tests.model.test_families import BASES, tiny
 from tests.widening import as_if_trained, joined, tiny_llama, trained_upon, widen
 

@@ -10,7 +10,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import plain_model
 from scale_cli.model.heads import BaseAndTrained, BaseOfNewTokens
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.method import NewPieces, start_model
+from scale_cli.upscale.building import NewPieces, start_model
 from tests.model.test_families import tiny
 from tests.plain_torch import composed_rows
 from tests.widening import TINY, as_if_trained, trained_head, widen

@@ -9,9 +9,9 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.methods import METHODS
 from scale_cli.planning import count_flops, count_saved_tensors, kept_for_backward, num_bytes
+from scale_cli.training.objective import for_training
 from scale_cli.upscale.base import base_without_weights
-from scale_cli.upscale.method import MethodModel, build_model, start_model
-from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.building import MethodModel, build_model, start_model
 from tests.model.test_families import tiny
 from tests.widening import tiny_llama
 

@@ -18,9 +18,9 @@ from scale_cli.planning import (
     memory_of_run,
     training_memory,
 )
+from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors
-from scale_cli.upscale.method import start_model
-from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.building import start_model
 from scripts.benchmark.counting import LiveBytes
 from tests.planning.test_counting import EACH, VARIANTS, window, without_weights
 from tests.widening import tiny_llama

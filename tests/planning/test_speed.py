@@ -10,7 +10,7 @@ from scale_cli import planning as speed
 from scale_cli.config.schema import MethodConfig
 from scale_cli.planning import count_flops, measure_device, peak_flops_per_s
 from scale_cli.upscale.base import base_without_weights
-from scale_cli.upscale.method import build_model
+from scale_cli.upscale.building import build_model
 from tests.widening import TINY
 
 

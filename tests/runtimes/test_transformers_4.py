@@ -26,10 +26,11 @@ from scale_cli.export.formats import served_logits
 from scale_cli.export.plain_folder import router_keys, write_plain
 from scale_cli.model.family_scale import FAMILIES
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.runs.opened import Run
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.method import MethodModel, start_model
+from scale_cli.upscale.base_tokenizer import load_tokenizer
+from scale_cli.upscale.building import MethodModel, start_model
 from scale_cli.upscale.preservation import trained_logits
-from scale_cli.upscale.run import Run, load_tokenizer
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 from tests.widening import TINY, as_if_trained, lower_stories, move

@@ -11,20 +11,13 @@ from hypothesis import strategies as st
 
 from scale_cli.data.ledger import Ledger, TokenLedger
 from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.export.records import ExportRecord
+from scale_cli.runs.folder import RunFolder, check_replaceable
 from scale_cli.storage.atomic import new_folder, write_json
-from scale_cli.storage.records import (
-    BaseRecord,
-    BranchPoint,
-    Cost,
-    ExportRecord,
-    MetricsLog,
-    MetricsRecord,
-    RunFolder,
-    RunRecord,
-    TrainState,
-    check_replaceable,
-    read_records,
-)
+from scale_cli.storage.records import RunRecord
+from scale_cli.training.metrics_log import MetricsLog, MetricsRecord, read_records
+from scale_cli.training.records import BranchPoint, Cost, TrainState
+from scale_cli.upscale.base_record import BaseRecord
 
 RECORDS: list[type[RunRecord]] = [
     BaseRecord,

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from scale_cli.config.training import TrainConfig
+from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import (
     MANIFEST,
     partial_folder,
@@ -23,7 +24,6 @@ from scale_cli.storage.atomic import (
     save_tensors,
     verify_folder,
 )
-from scale_cli.storage.records import RunFolder
 from scale_cli.training import loop
 from scale_cli.training import run as training_run
 from scale_cli.training.step import train_step

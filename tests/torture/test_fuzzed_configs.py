@@ -16,7 +16,7 @@ import scale_cli.commands.plan
 from scale_cli.config.schedule import SCHEDULES
 from scale_cli.methods import METHODS
 from scale_cli.methods.widened import STARTS
-from scale_cli.upscale.run import Run
+from scale_cli.runs.opened import Run
 from tests.command_line import Outcome, Scale, model_loads
 from tests.one_step import write_config
 

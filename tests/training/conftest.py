@@ -12,8 +12,8 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.runs.folder import TRAINED, RunFolder
 from scale_cli.storage.atomic import load_tensors
-from scale_cli.storage.records import TRAINED, RunFolder
 from scale_cli.training import loop
 from scale_cli.training.step import TakenStep, train_step
 from tests.widening import lower_stories

@@ -10,7 +10,9 @@ import torch
 from scale_cli.commands.train import train
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.errors import ConfigError, Interrupted, TrainingError
-from scale_cli.storage.records import RunFolder, TrainState, read_records
+from scale_cli.runs.folder import RunFolder
+from scale_cli.training.metrics_log import read_records
+from scale_cli.training.records import TrainState
 from scale_cli.training.step import TakenStep
 from tests.training.conftest import (
     MakeConfig,

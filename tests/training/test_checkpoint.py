@@ -7,8 +7,8 @@ import pytest
 
 from scale_cli.commands.run import run_pipeline
 from scale_cli.errors import ConfigError, RunFolderError, StorageError
+from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import MANIFEST, file_sha256, load_tensors, read_json
-from scale_cli.storage.records import RunFolder
 from tests.training.conftest import MakeConfig, are_equal, configs_in, finished, go_on, trained
 
 TRUNK = (

@@ -15,10 +15,10 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, MicroBatch, PackedWindows
 from scale_cli.methods.recipes import trainable_parameters
+from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
-from scale_cli.upscale.method import NewPieces, start_model
-from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.building import NewPieces, start_model
 from tests.hooks import hooks_for
 from tests.plain_torch import Added, logits_of, shared_with_new_tokens
 from tests.widening import as_if_trained, tiny_llama

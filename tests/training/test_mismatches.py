@@ -11,9 +11,10 @@ from scale_cli.commands.upscale import upscale_is_finished
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ACCEPTABLE, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
+from scale_cli.runs.folder import TRAINED, RunFolder
+from scale_cli.runs.opened import Run, check_processes
 from scale_cli.storage.atomic import file_sha256
-from scale_cli.storage.records import TRAINED, RunFolder, TrainState
-from scale_cli.upscale.run import Run, check_processes
+from scale_cli.training.records import TrainState
 from tests.one_step import write_config
 from tests.training.conftest import finished, go_on
 from tests.widening import lower_stories

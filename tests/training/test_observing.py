@@ -20,27 +20,25 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import Interrupted
+from scale_cli.runs.folder import TRAINED, RunFolder
+from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import file_sha256, read_json, remove_folder
-from scale_cli.storage.records import (
+from scale_cli.training import run as training_run
+from scale_cli.training.checkpoint import checkpoints, step_of
+from scale_cli.training.metrics_log import (
     BENCHMARKS,
     BITS,
     EVALUATION,
     SAMPLES,
     SHARES,
-    TRAINED,
     Losses,
     MetricsLog,
     MetricsRecord,
-    RunFolder,
-    Score,
-    TrainState,
     read_records,
 )
-from scale_cli.training import run as training_run
-from scale_cli.training.checkpoint import checkpoints, step_of
 from scale_cli.training.observing import Observer, better_of
+from scale_cli.training.records import Score, TrainState
 from scale_cli.training.run import write_checkpoint
-from scale_cli.upscale.run import Run
 from tests.config.small_config import SMALLEST, load_text
 from tests.evaluation.task_files import task_of
 from tests.training.conftest import MakeConfig, configs_in, finished, go_on, upscaled

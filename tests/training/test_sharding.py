@@ -27,22 +27,17 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.errors import PreservationError, StorageError
 from scale_cli.methods.recipes import local_part, trainable_parameters
 from scale_cli.processes import ALONE
+from scale_cli.runs.folder import TRAINED, RunFolder
 from scale_cli.storage.atomic import load_tensors, save_tensors, verify_folder
-from scale_cli.storage.records import (
-    BENCHMARKS,
-    EVALUATION,
-    TRAINED,
-    RunFolder,
-    TrainState,
-    read_records,
-)
 from scale_cli.storage.shards import load_shards, shard_of
 from scale_cli.training import loop, observing
+from scale_cli.training.metrics_log import BENCHMARKS, EVALUATION, read_records
+from scale_cli.training.objective import for_training
+from scale_cli.training.records import TrainState
 from scale_cli.training.run import TrainingRun
 from scale_cli.training.sharding import parts_here, shard_model, whole_tensor
-from scale_cli.upscale.base import tensor_sha256
-from scale_cli.upscale.method import MethodModel, start_model
-from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.base_record import tensor_sha256
+from scale_cli.upscale.building import MethodModel, start_model
 from tests.evaluation.task_files import task_of
 from tests.torture.verbs import ended_group, start_group
 from tests.training.conftest import MakeConfig, configs_in

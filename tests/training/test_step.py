@@ -16,10 +16,10 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.errors import GradientOverflow, NonFiniteError
 from scale_cli.methods.recipes import trainable_parameters
+from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors, set_learning_rate
 from scale_cli.training.step import train_step
-from scale_cli.upscale.method import start_model
-from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.building import start_model
 from tests.hooks import hooks_for
 from tests.training.conftest import are_equal
 from tests.widening import tiny_llama

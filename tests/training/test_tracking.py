@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from scale_cli.errors import ConfigError, MissingExtraError
-from scale_cli.storage.records import EVALUATION, MetricsLog, RunFolder, read_records
+from scale_cli.runs.folder import RunFolder
+from scale_cli.training.metrics_log import EVALUATION, MetricsLog, read_records
 from scale_cli.training.tracking import check_trackers, figures, tracked
 from tests.training.conftest import MakeConfig, are_equal, finished, trained
 

@@ -16,18 +16,17 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError
 from scale_cli.processes import ALONE, Share
-from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale import base as base_module
-from scale_cli.upscale.base import (
+from scale_cli.upscale import base_record
+from scale_cli.upscale.base import load_base, load_base_config, looks_local
+from scale_cli.upscale.base_record import (
+    BaseRecord,
     changed_tensors,
     check_same_base,
-    load_base,
-    load_base_config,
-    looks_local,
     record_base,
     tensor_sha256,
 )
-from scale_cli.upscale.run import load_tokenizer
+from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.threads_as_processes import in_processes
 from tests.widening import tiny_llama
 
@@ -211,11 +210,11 @@ def test_processes_of_a_machine_hash_a_base_once_between_them_and_all_are_told_w
         hashed.append(tensor.data_ptr())
         return hash_of(tensor)
 
-    monkeypatch.setattr(base_module, "tensor_sha256", counting)
+    monkeypatch.setattr(base_record, "tensor_sha256", counting)
     monkeypatch.setattr(
-        base_module, "gathered", lambda mine, _: processes.gathered(mine, current.place)
+        base_record, "gathered", lambda mine, _: processes.gathered(mine, current.place)
     )
-    monkeypatch.setattr(base_module, "share", lambda: ALONE)
+    monkeypatch.setattr(base_record, "share", lambda: ALONE)
 
     def changed(place: Share) -> list[str]:
         current.place = place

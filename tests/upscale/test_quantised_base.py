@@ -19,17 +19,13 @@ from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.methods.starts import leading_directions
 from scale_cli.model.quantised_base import QUANTISATIONS, is_quantised, parts_of, plain_weight
 from scale_cli.planning import Parameters, count_saved_tensors, kept_for_backward, num_bytes
-from scale_cli.upscale.base import (
-    base_without_weights,
-    changed_tensors,
-    check_finite,
-    load_base,
-    record_base,
-)
-from scale_cli.upscale.method import any_base_without_weights, build_model, start_model
-from scale_cli.upscale.objective import for_training
+from scale_cli.runs.method_folder import any_base_without_weights
+from scale_cli.runs.opened import Run
+from scale_cli.training.objective import for_training
+from scale_cli.upscale.base import base_without_weights, check_finite, load_base
+from scale_cli.upscale.base_record import changed_tensors, record_base
+from scale_cli.upscale.building import build_model, start_model
 from scale_cli.upscale.preservation import trained_logits
-from scale_cli.upscale.run import Run
 from tests.export.conftest import configured
 from tests.widening import lower_layers, real_ids
 

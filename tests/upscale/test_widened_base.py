@@ -17,11 +17,11 @@ from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import BaseModelError, ConfigError, StorageError
 from scale_cli.export.dense import dense_model
+from scale_cli.runs.folder import TRAINED
+from scale_cli.runs.method_folder import load_any_base
 from scale_cli.storage.atomic import load_tensors, new_folder, save_tensors
-from scale_cli.storage.records import TRAINED
 from scale_cli.training.sharding import shard_model
 from scale_cli.upscale.base import root_model
-from scale_cli.upscale.method import load_any_base
 from tests.command_line import Scale
 from tests.export.conftest import configured
 from tests.join.conftest import trained

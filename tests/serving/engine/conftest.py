@@ -18,7 +18,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.export.dense import plain_model
 from scale_cli.export.plain_folder import router_keys, write_plain
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.run import load_tokenizer
+from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.widening import train_steps, widen
 
 # A processor's engine, in one process, that compiles nothing.

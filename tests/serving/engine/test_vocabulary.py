@@ -13,7 +13,7 @@ from scale_cli.commands.export import export
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.data.encoding import prompt_ids
-from scale_cli.upscale.run import Run
+from scale_cli.runs.opened import Run
 from tests.serving.engine.conftest import Ask
 from tests.serving.engine.test_vllm import ENGINE, GREEDY, NEW, SCORED
 from tests.vocabulary.grown_run import config_of, two_scripts_in_one

@@ -1,4 +1,4 @@
-"""The model that a method trains: build it from a base, write it, load it onto that base again or beside it.
+"""The folder of a model that a method trains: write it, load it onto its base again or beside it.
 
 Files of every method folder (`upscaled/`, a checkpoint, `final/`, an adapter):
 
@@ -13,28 +13,23 @@ Files of every method folder (`upscaled/`, a checkpoint, `final/`, an adapter):
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
-from scale_cli.config.vocabulary import Script
-from scale_cli.errors import BaseModelError, ConfigError, StorageError
+from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.errors import BaseModelError, StorageError
 from scale_cli.methods.recipes import trainable_parameters
-from scale_cli.methods.starts import random_ids
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.configuration_scale import ScaleConfig
-from scale_cli.model.family_scale import family_of
 from scale_cli.model.heads import BaseAndTrained, BaseOfNewTokens, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
-from scale_cli.model.quantised_base import is_quantised
-from scale_cli.model.vocabulary_scale import NewTokens
 from scale_cli.processes import Share
+from scale_cli.runs.folder import TRAINED
 from scale_cli.storage.atomic import (
     load_tensors,
     read_json,
@@ -42,159 +37,20 @@ from scale_cli.storage.atomic import (
     verify_folder,
     write_json,
 )
-from scale_cli.storage.records import TRAINED, BaseRecord
 from scale_cli.storage.shards import has_shards, load_shards
-from scale_cli.upscale.base import (
-    base_without_weights,
-    check_same_base,
-    load_base,
-    load_base_config,
-    stages_below,
-)
-from scale_cli.vocabulary.added_tokens import Spelling, pieces
+from scale_cli.upscale.base import base_without_weights, load_base, load_base_config, stages_below
+from scale_cli.upscale.base_record import BaseRecord, check_same_base
+from scale_cli.upscale.building import MethodModel, NewPieces, grow_plainly
 
 if TYPE_CHECKING:
-    from peft import PeftModel  # slow to import, and only PEFT's methods need it
+    pass  # slow to import, and only PEFT's methods need it
 
-# What a method trains: a widened model, a plain one, or a plain one with PEFT's adapters.
-MethodModel: TypeAlias = "ScaleForCausalLM | PreTrainedModel | PeftModel"
-# Kinds of parameters: learning rate, weight decay and optimiser depend on the kind.
-Kind = Literal["embedding", "head", "gains", "matrix"]
-# Offset of a new token's first logit from that of its first piece; without it, so many tokens would take much mass.
-_BIAS = -8.0
+
 # PEFT's own files, which `PeftModel.from_pretrained` and adapter servers load. The config has rank, alpha, targets and
 # the base's name as in our config. A and B have PEFT's names, without `default`, PEFT's name for the only adapter.
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
 _METHOD = "method.json"
-
-
-@dataclass(frozen=True)
-class NewPieces:
-    """The pieces of new tokens, as `ScaleConfig` stores them."""
-
-    new_tokens: list[str]
-    own_pieces: list[int]
-
-    @classmethod
-    def unknown(cls, count: int) -> NewPieces:
-        return cls(["0"] * count, [])
-
-    @property
-    def first(self) -> list[int]:
-        return [int(token.split()[0]) for token in self.new_tokens]
-
-    def rows(self, base: Any) -> NewTokens:
-        """Return the new tokens' rows for a plain base; the rows of x are filled."""
-        new = NewTokens(
-            base,
-            [[int(index) for index in token.split()] for token in self.new_tokens],
-            self.own_pieces,
-        )
-        new.compose(base)
-        return new
-
-
-def new_pieces(
-    config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase
-) -> NewPieces | None:
-    """Return the pieces of a run's new tokens; None if it has no new tokens."""
-    vocabulary = config.method.vocabulary
-    if vocabulary is None:
-        return None
-    spelling, script = (
-        Spelling.of(base.backend_tokenizer, config.model.base),
-        Script.named(vocabulary.script),
-    )
-    of_each = pieces(grown.backend_tokenizer, spelling, load_base_config(config.model).vocab_size)
-    first = sorted({old[0] for old in of_each})
-    spelt = map(spelling.to_bytes, grown.convert_ids_to_tokens(first))
-    own = [
-        index for index, of_piece in zip(first, spelt, strict=True) if script.alone_begins(of_piece)
-    ]
-    return NewPieces([" ".join(map(str, old)) for old in of_each], own)
-
-
-def start_model(
-    base: PreTrainedModel,  # plain or widened
-    method: MethodConfig,
-    seed: int,
-    new: NewPieces | None = None,  # tokens that are added
-) -> MethodModel:
-    """Return a method's model before any training; `base` becomes a part of it."""
-    if method.vocabulary is not None and new is None:
-        raise ConfigError("method.vocabulary: only `scale upscale` adds tokens; remove it here")
-    ids = random_ids(base, seed)
-    model: Any = build_model(base, method, seed, new)
-    if new is not None:
-        head = model.expansion.new_tokens.lm_head if method.definition.widens else model.lm_head
-        _start_new_head(head.weight[-len(new.new_tokens) :], base, new, ids)
-    method.definition.start(model, method.settings, seed)
-    return model
-
-
-def build_model(
-    base: PreTrainedModel, method: MethodConfig, seed: int, new: NewPieces | None = None
-) -> MethodModel:
-    """Return a method's model with `requires_grad` set; `start_model` fills the parameters that it adds.
-
-    Parameters that train are in float32, whatever the base's dtype: the optimiser updates this master copy.
-    """
-    definition = method.definition
-    if isinstance(base, ScaleForCausalLM) and not definition.widens:
-        raise ConfigError(
-            f"method.variant: {method.variant}: a widened base can only be widened again (preserve, route); for "
-            "another method, export it as llama and use that export as model.base"
-        )
-    if any(map(is_quantised, base.parameters())) and (
-        method.trains_base_weights or not definition.adapter
-    ):
-        raise ConfigError(
-            f"method.variant: {method.variant} trains weights of the base, or copies of them, but model.quantisation "
-            "makes them read-only; use preserve, adapt, route or lora, or remove model.quantisation"
-        )
-    if new is not None and not definition.widens:
-        base = grow_plainly(base, new)
-    if method.trains_base_weights:
-        base.float()
-    model: MethodModel = definition.build(base, method.settings, seed, new)
-    return model
-
-
-@torch.no_grad()
-def _start_new_head(rows_ND: Tensor, base: Any, new: NewPieces, input_ids: Tensor) -> None:
-    """Start the rows that predict new tokens as those of their first pieces, with logits lower by about 8 (`_BIAS`).
-
-    A plain Llama's head has no bias. Instead, a multiple of the mean last state is added, measured on (1, T) old
-    tokens: all last states have about the same component along it.
-    """
-    mean_D = (
-        base.model(input_ids, use_cache=False).last_hidden_state.float().flatten(0, 1).mean(dim=0)
-    )
-    rows_VD = base.lm_head.weight
-    started_ND = (
-        rows_VD[torch.tensor(new.first, device=rows_VD.device)]
-        + _BIAS * mean_D / mean_D.square().sum()
-    )
-    rows_ND.copy_(started_ND)
-
-
-@torch.no_grad()
-def grow_plainly(base: PreTrainedModel, new: NewPieces) -> PreTrainedModel:
-    """Untie a plain base's embedding and head, and add rows for new tokens; the head's rows are not filled yet."""
-    model: Any = base
-    rows, embed_tokens = new.rows(base).to(base.device), model.model.embed_tokens
-    of_x = rows.embed_tokens.weight / family_of(base.config).embedding_factor(embed_tokens)
-    embedding, head = (
-        torch.cat([old.weight, added.to(old.weight)])
-        for old, added in ((embed_tokens, of_x), (model.lm_head, rows.lm_head.weight))
-    )
-    embed_tokens.weight, embed_tokens.num_embeddings = nn.Parameter(embedding), len(embedding)
-    embed_tokens.padding_idx = None
-    model.lm_head = nn.Linear(head.shape[1], len(head), bias=False)
-    model.lm_head.weight = nn.Parameter(head)
-    grown = {"vocab_size": len(head), "tie_word_embeddings": False}
-    base.config.update({**grown, "new_tokens": new.new_tokens, "own_pieces": new.own_pieces})
-    return base
 
 
 def describe_method(
@@ -368,29 +224,4 @@ def beside_new_tokens(base: PreTrainedModel, trained: Any) -> nn.Module:
         return base
     return BaseOfNewTokens(
         base, NewPieces(config.new_tokens, config.own_pieces).rows(base).to(trained.device), config
-    )
-
-
-def kinds_of_parameters(model: nn.Module) -> dict[str, Kind]:
-    """Return the kind of every parameter that trains, by name; a tied embedding counts as an embedding."""
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-
-    def kind(name: str, parameter: nn.Parameter) -> Kind:
-        if id(parameter) in embeddings:
-            return "embedding"
-        if parameter.ndim < 2:
-            return "gains"
-        return "head" if "lm_head" in name else "matrix"
-
-    return {name: kind(name, parameter) for name, parameter in trainable_parameters(model).items()}
-
-
-def moments_of(kind: Kind, optimiser: Literal["adamw", "muon"]) -> tuple[str, ...]:
-    """Return torch's names of the tensors that an optimiser keeps per parameter, each as large as the parameter."""
-    return (
-        ("momentum_buffer",)
-        if optimiser == "muon" and kind == "matrix"
-        else ("exp_avg", "exp_avg_sq")
     )

@@ -20,9 +20,10 @@ from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import training_sources
 from scale_cli.errors import CorpusError, ScaleError
+from scale_cli.runs.folder import RunFolder
+from scale_cli.runs.opened import Run, open_folder
 from scale_cli.storage.atomic import write_text
-from scale_cli.storage.records import RunFolder
-from scale_cli.upscale.run import Run, load_tokenizer, open_folder
+from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scripts.from_scratch import train_tokenizer, write_base
 from tests.vocabulary.tokenizers_at_hand import BROKEN, ENGLISH, KOREAN
 from tests.widening import tiny_llama

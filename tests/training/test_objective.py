@@ -10,19 +10,18 @@ from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.export.dense import largest_stream_ratio
 from scale_cli.methods.recipes import trainable_parameters
-from scale_cli.training.optimiser import build_optimiser
-from scale_cli.training.step import train_step
-from scale_cli.upscale.method import MethodModel, NewPieces, start_model
-from scale_cli.upscale.objective import (
+from scale_cli.training.objective import (
     ChunkedLossModel,
     attending_by_sdpa,
     attends_by_mask,
     compiled,
     for_training,
-    layer_ratios,
-    measured_stream_ratios,
     settings_on,
 )
+from scale_cli.training.optimiser import build_optimiser
+from scale_cli.training.step import train_step
+from scale_cli.upscale.building import MethodModel, NewPieces, start_model
+from scale_cli.upscale.stream_ratios import layer_ratios, measured_stream_ratios
 from scripts.benchmark.counting import peak_bytes
 from tests.config.small_config import SMALLEST, load_text
 from tests.widening import as_if_trained, tiny_llama, widen

@@ -1,6 +1,6 @@
 """A run and its folders. Every verb starts here, so that all verbs check the same things, and read each only once.
 
-A method folder holds a model that a method trains, at one moment (`upscale/method.py`):
+A method folder holds a model that a method trains, at one moment (`runs/method_folder.py`):
 
 | opened by        | what                                    | checked against the folder's records            |
 |------------------|-----------------------------------------|-------------------------------------------------|
@@ -15,17 +15,14 @@ that can be known before a verb writes anything. It loads no weights and reads l
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import (
@@ -34,54 +31,38 @@ from scale_cli.config.schema import (
     TRAIN_SECTIONS,
     UPSCALE_SECTIONS,
     MethodConfig,
-    ModelConfig,
     RunConfig,
     differences,
 )
-from scale_cli.config.sources import CorpusSource, TextSource
+from scale_cli.config.sources import TextSource
 from scale_cli.config.training import TrainConfig
-from scale_cli.config.vocabulary import Script
 from scale_cli.data.corpora import cache_of, check_sample
 from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
-from scale_cli.data.tokens import tokenizer_sha256
-from scale_cli.errors import BaseModelError, ChangedBaseError, ConfigError, RunFolderError, one_line
+from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.model.heads import HeadedModel
 from scale_cli.model.quantised_base import dequantise
 from scale_cli.processes import Share, placed, share_of_machine
-from scale_cli.storage.atomic import is_whole, read_json, verify_folder
-from scale_cli.storage.records import BaseRecord, RunFolder, TrainState, check_folder
-from scale_cli.upscale.base import (
-    REMEDY,
-    check_weights,
-    load_base_config,
-    stage_folder,
-    stages_below,
-)
-from scale_cli.upscale.method import (
-    MethodModel,
+from scale_cli.runs.folder import RunFolder, check_folder
+from scale_cli.runs.method_folder import (
     any_base_without_weights,
     beside_base,
-    build_model,
     load_onto_base,
     load_recorded_base,
     put_on_base,
     read_method,
     set_router,
 )
-from scale_cli.vocabulary.added_tokens import SENTENCEPIECE, Spelling, with_new_pieces
-from scale_cli.vocabulary.proofs import check_added_tokens
+from scale_cli.runs.new_tokens import learned_on
+from scale_cli.storage.atomic import is_whole, read_json, verify_folder
+from scale_cli.upscale.base import check_weights, load_base_config, stage_folder
+from scale_cli.upscale.base_record import BaseRecord
+from scale_cli.upscale.base_tokenizer import check_tokenizer, load_tokenizer
+from scale_cli.upscale.building import MethodModel, build_model
 from scale_cli.vocabulary.tokenizer import (
-    TOKENIZER_FILES,
     AddedTokens,
     load_grown,
-    read_texts,
-    write_grown,
 )
-
-_BYTES_RETURNED = (
-    1 << 22
-)  # per source that new tokens are learned on: text that must survive encoding and decoding
 
 
 @dataclass(frozen=True)
@@ -214,10 +195,6 @@ class MethodFolder:
         return BaseRecord.load(self.path)
 
     @cached_property
-    def state(self) -> TrainState:
-        return TrainState.load(self.path)
-
-    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The folder's own tokenizer if it has new tokens, else its base's."""
         grown = read_json(self.path / "config.json").get("new_tokens")
@@ -331,108 +308,3 @@ def check_processes(sizes: TrainConfig, num_processes: int) -> None:
             f"train.global_batch_size {sizes.global_batch_size} is not a multiple of train.micro_batch_size "
             f"{at_once} x {num_processes} processes"
         )
-
-
-# Tokenizers: a model's, from any place, and a run's own if its method adds tokens
-
-
-@dataclass(frozen=True)
-class TokenizerPlace:
-    """Where a tokenizer lies."""
-
-    key: str  # the config key that names it
-    name: str  # hub id or folder
-    revision: str | None  # on the hub
-    of_run: bool = False  # whether it lies in the folder of a run with new tokens
-
-
-def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
-    """Return where a model's tokenizer lies; a widened base without new tokens has the tokenizer of its own base."""
-    for folder, config in stages_below(
-        model
-    ):  # down to the first base that has a tokenizer of its own
-        if model.tokenizer is not None:
-            break
-        if config.method.vocabulary is not None:
-            return TokenizerPlace("model.base", str(folder), None, of_run=True)
-        model = config.model
-    if model.tokenizer is not None:
-        return TokenizerPlace("model.tokenizer", model.tokenizer, None)
-    return TokenizerPlace("model.base", model.base, model.revision)
-
-
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer: the one that the config names, or the base's own."""
-    place = tokenizer_place(model)
-    try:
-        if place.of_run:
-            return load_grown(Path(place.name))
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            place.name, revision=place.revision, trust_remote_code=False
-        )
-    except Exception as error:  # a damaged folder may raise anything
-        raise BaseModelError(
-            f"{place.key}: the tokenizer of {place.name} cannot be loaded; set model.tokenizer to a folder or hub id "
-            f"that has one: {one_line(error)}"
-        ) from None
-    return tokenizer
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> None:
-    now = tokenizer_sha256(tokenizer)
-    if record.tokenizer_sha256 and now != record.tokenizer_sha256:
-        raise ChangedBaseError(
-            f"model.base: the tokenizer of {tokenizer.name_or_path} is not the one that `scale upscale` used (SHA-256 "
-            f"{record.tokenizer_sha256[:12]} -> {now[:12]}); {REMEDY}"
-        )
-
-
-# The sources that new tokens are learned on.
-def learned_on(config: RunConfig) -> list[CorpusSource]:
-    assert config.method.vocabulary is not None
-    named = config.method.vocabulary.sources
-    return (
-        [source for source in config.corpus.sources if source.name in named]
-        if named
-        else config.corpus.new
-    )
-
-
-def write_grown_tokenizer(
-    folder: Path, base: ModelConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Save a tokenizer that has new tokens; if its base has a SentencePiece model, add them to that and save it too."""
-    write_grown(folder, tokenizer)
-    place = tokenizer_place(base)
-    found = None
-    with suppress(OSError):  # the base has none, or it cannot be fetched
-        found = cached_file(place.name, SENTENCEPIECE, revision=place.revision)
-    if found is not None and not Spelling.of(tokenizer.backend_tokenizer, base.base).byte_level:
-        first_id = load_base_config(base).vocab_size
-        grown = with_new_pieces(Path(found).read_bytes(), tokenizer.backend_tokenizer, first_id)
-        (folder / SENTENCEPIECE).write_bytes(grown)
-
-
-def copy_grown_tokenizer(config: RunConfig, folder: Path) -> None:
-    if config.method.vocabulary is not None:
-        for name in TOKENIZER_FILES:
-            if (file := RunFolder(config.output_dir).upscaled / name).is_file():
-                shutil.copyfile(file, folder / name)
-
-
-# PreservationError if new tokens change other text; returns how many texts were compared.
-def prove_vocabulary(
-    config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase
-) -> int:
-    assert config.method.vocabulary is not None
-    kept: list[TextSource] = [
-        source for source in config.evaluation.perplexity if source.role == "retention"
-    ]
-    return check_added_tokens(
-        base.backend_tokenizer,
-        grown.backend_tokenizer,
-        Script.named(config.method.vocabulary.script),
-        read_texts([*kept, *config.corpus.replay], config.corpus),
-        read_texts(learned_on(config), config.corpus, _BYTES_RETURNED),
-        config.seed,
-    )

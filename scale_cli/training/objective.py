@@ -24,10 +24,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError, TrainingError, one_line
-from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.head_loss import plain_cross_entropy
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.method import MethodModel
+from scale_cli.upscale.building import MethodModel
 
 
 def plain_of(model: Any) -> Any:
@@ -174,44 +173,3 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             ) from None
 
     return run
-
-
-def expansion_norms(model: nn.Module) -> dict[str, ExpansionNorm]:
-    """Return the norms of all expansions by name, bottom up in each expansion; empty if the model is not widened."""
-    return {name: norm for name, norm in model.named_modules() if isinstance(norm, ExpansionNorm)}
-
-
-@contextmanager
-def measured_stream_ratios(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield a dict that the body's forward passes fill: for each norm, by name, the largest rms(u) / rms(x).
-
-    The values are scalars on the model's device, over all positions. No extra pass is run, and nothing waits for them.
-    """
-    largest: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def measure(name: str, _norm: nn.Module, streams: tuple[Tensor, Tensor]) -> None:
-        inverse_rms_BT1, u_BTE = streams
-        ratio = (u_BTE.float().pow(2).mean(-1).sqrt() * inverse_rms_BT1.squeeze(-1)).max()
-        largest[name] = torch.maximum(largest[name], ratio) if name in largest else ratio
-
-    hooks = [
-        norm.register_forward_pre_hook(partial(measure, name))
-        for name, norm in expansion_norms(model).items()
-    ]
-    try:
-        yield largest
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def layer_ratios(model: Any, by_norm: dict[str, Tensor]) -> Tensor:
-    """Return (layers + 1,): the largest ratio at any norm of each trained layer, then the ratio at the last norm."""
-    of_layers = [
-        torch.stack(
-            [by_norm[f"expansion.layers.{index}.{name}"] for name in expansion_norms(layer)]
-        ).amax()
-        for index, layer in enumerate(model.expansion.layers)
-    ]
-    return torch.stack([*of_layers, by_norm["expansion.norm"]])

@@ -1,0 +1,31 @@
+"""What an export was made from, and how far it is from the trained model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scale_cli.storage.records import RunRecord
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far an export is from the trained model."""
+
+    max_logit_difference: float  # largest over all positions of all prompts
+    mean_logit_difference: float
+    own_mean_difference: (
+        float  # mean change of the trained model's own logits when held in the export's dtype
+    )
+    num_positions: int  # compared
+    own_max_difference: float = 0.0  # largest such change
+    # the same figures for a plain export served with routing, against the trained model's router
+    routed: Parity | None = None
+
+
+@dataclass(frozen=True)
+class ExportRecord(Parity, RunRecord):
+    """What an export was made from, and how far it is from that."""
+
+    FILE = "parity.json"
+    trained_sha256: str | None = None  # of the trained tensors
+    report_sha256: str | None = None  # of the report that its card cites; None: none

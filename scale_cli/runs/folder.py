@@ -1,0 +1,115 @@
+"""The folders and files of one run: their places, and whether results can be written there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+
+from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.storage.atomic import (
+    MANIFEST,
+    described_files,
+    read_json,
+)
+
+TRAINED = "trained.safetensors"
+
+
+class RunFolder:
+    """The folders and files of one run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.upscaled = root / "upscaled"  # the expansion as `scale upscale` made it
+        self.checkpoints = root / "checkpoints"  # from which `scale train` resumes
+        self.final = root / "final"  # the trained expansion
+        self.tensorboard = root / "tensorboard"  # TensorBoard's files
+        self.tokens = root / "tokens"  # tokenised corpora, unless corpus.cache_dir says otherwise
+        self.evaluation = root / "evaluation"  # the forgetting report
+        self.exports = root / "export"  # a folder per format
+        self.profile = root / "profile"  # traces of `train.profile_steps`
+        self.metrics = (
+            root / "metrics.jsonl"
+        )  # a line for every logged step and periodic evaluation
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    def export(self, export_format: str, dtype: str = "float32") -> Path:
+        return self.exports / (export_format if dtype == "float32" else f"{export_format}-{dtype}")
+
+    @property
+    def config(self) -> Path:
+        """The config file of the run's newest folder."""
+        newest_first = sorted(self.checkpoints.glob("step-*"), reverse=True)
+        for folder in (self.root, self.final, *newest_first, self.upscaled):
+            if (folder / "scale.yaml").is_file():
+                return folder / "scale.yaml"
+        raise RunFolderError(
+            f"{self.root}: is a folder, but not that of a run; give a config (YAML), or the folder of a run"
+        )
+
+    def check(self) -> None:
+        """Raise RunFolderError, before any work, if results cannot be written here or would land elsewhere."""
+        check_folder("output_dir", self.root)
+        root = os.path.realpath(self.root)
+        places = [path for path in vars(self).values() if path != self.root]
+        for link in (link for place in places for link in _links(place)):
+            if not Path(os.path.realpath(link)).is_relative_to(root):
+                raise RunFolderError(
+                    f"{link}: points outside output_dir, to {link.readlink()}; nothing is written there, so remove it"
+                )
+        for place in places:
+            if os.path.lexists(place) and not place.is_dir() and place != self.metrics:
+                raise RunFolderError(
+                    f"{place}: is not a folder, but a folder must be written there; move it away"
+                )
+
+
+def _links(place: Path) -> Iterator[Path]:
+    """Yield the symbolic links at and below a place that may be written to, half-written folders included."""
+    for path in (place, *place.parent.glob(f".{place.name}.*")):
+        yield from (found for found in (path, *path.rglob("*")) if found.is_symlink())
+
+
+def check_folder(key: str, folder: Path) -> None:
+    """Raise RunFolderError unless a folder exists or can be made, and can be written to."""
+    there = folder.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        raise RunFolderError(f"{key} {folder}: {there} is not a folder")
+    try:
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError
+        if not folder.exists():  # root passes os.access, but some file systems hold no folders
+            Path(
+                mkdtemp(dir=there)
+            ).rmdir()  # under a name of its own: other processes check the same folder
+    except OSError:
+        raise RunFolderError(f"{key} {folder}: {there} cannot be written to") from None
+
+
+def check_replaceable(output: Path, kind: str) -> None:
+    """Raise RunFolderError unless a folder is empty, or holds a result of this kind and nothing else."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    there = {path.relative_to(output).as_posix() for path in output.rglob("*")}
+    try:
+        ours = {*described_files(output), MANIFEST}
+        replaceable = there <= ours and read_json(output / "report.json")["kind"] == kind
+    except (StorageError, KeyError, TypeError):
+        replaceable = False
+    if not replaceable:
+        raise RunFolderError(
+            f"--output {output}: holds something other than a {kind}; choose a new folder"
+        )
+
+
+def trained_sha256(folder: Path) -> str:
+    try:
+        return str(described_files(folder)[TRAINED]["sha256"])
+    except KeyError:
+        raise StorageError(f"{folder / MANIFEST}: does not name {TRAINED}") from None

@@ -1,0 +1,116 @@
+"""`metrics.jsonl`, the log: one JSON object per line; interruptions neither repeat nor drop a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Required, TypedDict
+
+from scale_cli.errors import StorageError
+from scale_cli.storage.atomic import (
+    sync,
+    write_text,
+    writing,
+)
+
+EVALUATION: Final = "evaluation_nats_per_token"
+
+BITS: Final = "evaluation_bits_per_byte"
+
+SHARES: Final = "evaluation_base_share"
+
+SAMPLES: Final = "samples"
+
+BENCHMARKS: Final = "benchmark_accuracies"
+
+Losses = dict[
+    str, dict[str, float | None]
+]  # by corpus or benchmark, then by head; None: not finite
+
+Shares = dict[
+    str, float | None
+]  # by corpus, the share of tokens for which the router chose the base head
+
+
+class MetricsRecord(TypedDict, total=False):
+    """One line of the log: a logged or skipped step, or the periodic evaluation after a step."""
+
+    step: Required[int]
+    stream_ratios: list[float | None]  # rms(u)/rms(x) by layer
+    loss: float
+    loss_by_source: dict[str, float]  # mean since the previous record
+    grad_norm: float
+    lr: float
+    num_tokens: int  # target tokens trained on so far
+    tokens_per_s: float  # since the previous record
+    mfu: float  # tokens_per_s as a share of the devices' peak, if that is known
+    data_wait_s: float  # wait for batches since the previous record
+    peak_memory_bytes: int  # of this process so far; on a GPU, of the GPU
+    elapsed_s: float
+    evaluating_s: float
+    saving_s: float
+    log_every_steps: int  # it may change at a resume
+    skipped: str  # why the step was skipped
+    evaluation_nats_per_token: Losses
+    evaluation_bits_per_byte: Losses
+    evaluation_base_share: Shares
+    samples: dict[str, dict[str, str]]  # by corpus, a prompt and the served head's continuation
+    benchmark_accuracies: Losses
+    best_step: int  # step of the evaluation whose weights are kept, if one is chosen
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    """Return the lines of a log, without a last line that a kill cut off before its newline."""
+    return path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
+
+
+def read_records(path: Path) -> list[MetricsRecord]:
+    """Read every whole record of a log; [] if there is no log."""
+    records = []
+    for number, line in enumerate(_whole_lines(path), 1):
+        try:
+            record = json.loads(line)
+            int(record["step"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            raise StorageError(
+                f"{path}:{number}: damaged, not a record of the log; remove the line"
+            ) from None
+        records.append(record)
+    return records
+
+
+def place_of(record: MetricsRecord) -> tuple[int, bool]:
+    """Return the sort key of a record: its step, and whether it is the evaluation after that step."""
+    return int(record["step"]), EVALUATION in record or BENCHMARKS in record
+
+
+class MetricsLog:
+    """Append records to a file; a resumed run first drops the records after its checkpoint.
+
+    If the run begins with that step's evaluation (`evaluation_due`), its record is dropped too.
+    """
+
+    def __init__(self, path: Path, resumed_step: int, *, evaluation_due: bool = False) -> None:
+        self.path = path
+        self.listeners: list[
+            Callable[[MetricsRecord], None]
+        ] = []  # called with every written record
+        lines = zip(_whole_lines(path), read_records(path), strict=True)
+        kept = [
+            line for line, record in lines if place_of(record) <= (resumed_step, not evaluation_due)
+        ]
+        write_text(path, "".join(f"{line.decode()}\n" for line in kept))
+
+    def append(self, record: MetricsRecord) -> None:
+        """Write one record and pass it to the listeners; it is flushed, but not synced."""
+        line = json.dumps(record, allow_nan=False) + "\n"
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(line)
+        for listen in self.listeners:
+            listen(record)
+
+    def sync(self) -> None:
+        """Sync the log to the disk, before a checkpoint that relies on it."""
+        with writing(self.path):
+            sync(self.path)

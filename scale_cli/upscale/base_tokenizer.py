@@ -1,0 +1,70 @@
+"""The tokenizer of a base: where it lies, and that it is the one that was recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from scale_cli.config.schema import (
+    ModelConfig,
+)
+from scale_cli.data.tokens import tokenizer_sha256
+from scale_cli.errors import BaseModelError, ChangedBaseError, one_line
+from scale_cli.upscale.base import stages_below
+from scale_cli.upscale.base_record import REMEDY, BaseRecord
+from scale_cli.vocabulary.tokenizer import (
+    load_grown,
+)
+
+
+@dataclass(frozen=True)
+class TokenizerPlace:
+    """Where a tokenizer lies."""
+
+    key: str  # the config key that names it
+    name: str  # hub id or folder
+    revision: str | None  # on the hub
+    of_run: bool = False  # whether it lies in the folder of a run with new tokens
+
+
+def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
+    """Return where a model's tokenizer lies; a widened base without new tokens has the tokenizer of its own base."""
+    for folder, config in stages_below(
+        model
+    ):  # down to the first base that has a tokenizer of its own
+        if model.tokenizer is not None:
+            break
+        if config.method.vocabulary is not None:
+            return TokenizerPlace("model.base", str(folder), None, of_run=True)
+        model = config.model
+    if model.tokenizer is not None:
+        return TokenizerPlace("model.tokenizer", model.tokenizer, None)
+    return TokenizerPlace("model.base", model.base, model.revision)
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer: the one that the config names, or the base's own."""
+    place = tokenizer_place(model)
+    try:
+        if place.of_run:
+            return load_grown(Path(place.name))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            place.name, revision=place.revision, trust_remote_code=False
+        )
+    except Exception as error:  # a damaged folder may raise anything
+        raise BaseModelError(
+            f"{place.key}: the tokenizer of {place.name} cannot be loaded; set model.tokenizer to a folder or hub id "
+            f"that has one: {one_line(error)}"
+        ) from None
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> None:
+    now = tokenizer_sha256(tokenizer)
+    if record.tokenizer_sha256 and now != record.tokenizer_sha256:
+        raise ChangedBaseError(
+            f"model.base: the tokenizer of {tokenizer.name_or_path} is not the one that `scale upscale` used (SHA-256 "
+            f"{record.tokenizer_sha256[:12]} -> {now[:12]}); {REMEDY}"
+        )
