@@ -20,26 +20,46 @@ from scale_cli.planning import SUMMED_IN_PLACE, kept_for_backward, num_bytes
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query, key, value)
+    """Count a fused kernel's forward products; its keys may have fewer heads than its queries."""
+    return sdpa_flop_count(query, _with_heads_of(query, key), _with_heads_of(query, value))
 
 
 def _attention_backward_flops(
     grad_out: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
 ) -> int:
-    return sdpa_backward_flop_count(grad_out, query, key, value)
+    keys, values = _with_heads_of(query, key), _with_heads_of(query, value)
+    return sdpa_backward_flop_count(grad_out, query, keys, values)
 
 
-# The counter knows products with sums and GPU attention kernels; the in-place and the CPU forms count the same.
-_UNKNOWN_TO_THE_COUNTER = {
+def _with_heads_of(query: Any, grouped: Any) -> Any:
+    """Return the shape (B, N, S, A) that grouped keys or values have when every query head has its own."""
+    return (*grouped[:1], query[1], *grouped[2:])
+
+
+_FUSED_ATTENTION = (
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+    "flash_attention_for_cpu",
+)
+
+# The counter refuses grouped heads, and knows neither the in-place products nor the CPU's kernel.
+_COUNTED_BY_US = {
     **SUMMED_IN_PLACE,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    **{
+        getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): _attention_flops
+        for name in _FUSED_ATTENTION
+    },
+    **{
+        getattr(torch.ops.aten, f"_scaled_dot_product_{name}_backward"): _attention_backward_flops
+        for name in _FUSED_ATTENTION
+    },
 }
 
 
 def count_flops(step: Callable[[], object]) -> int:
     """Return the FLOPs of the matrix products and the attention of one training step."""
-    with FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_THE_COUNTER) as counter:
+    with FlopCounterMode(display=False, custom_mapping=_COUNTED_BY_US) as counter:
         step()
     return counter.get_total_flops()
 

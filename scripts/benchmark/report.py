@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from scale_cli.planning import peak_flops_per_s
 from scale_cli.report import Table
 from scripts.benchmark.cases import COMPILED, PHASES
 from scripts.benchmark.measuring import Measured
@@ -78,7 +79,7 @@ def _speed(what: str, one: Measured, other: Measured, bar: float) -> Bar:
 
 def table(shape: Shape, results: Results) -> str:
     titles = ["method", "tokens/s", "[quartiles]", "data", "fwd", "bwd", "opt"]
-    titles += ["GFLOP/token", "/ ideal", "saved MB", "peak MB"]
+    titles += ["MFU", "GFLOP/token", "/ ideal", "saved MB", "peak MB"]
     rows = []
     for name, result in results.items():
         low, middle, high = result.quartiles()
@@ -90,13 +91,14 @@ def table(shape: Shape, results: Results) -> str:
                 f"[{low:,.0f}, {high:,.0f}]",
                 f"{shares['data']:.2%}",
                 *(f"{shares[phase]:.1%}" for phase in PHASES[1:]),
+                "" if (mfu := _mfu(shape, result)) is None else f"{mfu:.3f}",
                 f"{result.flops / shape.num_tokens / 1e9:.4f}",
                 f"{result.flops / result.ideal_flops:.4f}" if result.ideal_flops else "",
                 *(f"{size / 1e6:.1f}" for size in (result.saved_bytes, result.peak_bytes)),
             ]
         )
     heading = f"{shape.name}: {shape.num_tokens:,} tokens a step, {torch.get_num_threads()} thread(s), {_device(shape)}"
-    return "\n".join([heading, *Table(titles, rows, "lrrrrrrrrrr").lines()])
+    return "\n".join([heading, *Table(titles, rows, "lrrrrrrrrrrr").lines()])
 
 
 def bar_table(bars: list[Bar]) -> str:
@@ -126,6 +128,7 @@ def to_json(shape: Shape, results: Results, bars: list[Bar]) -> dict[str, Any]:
                 **asdict(result),
                 "quartiles_tokens_per_s": result.quartiles(),
                 "shares": result.shares(),
+                "mfu": _mfu(shape, result),
             }
             for name, result in results.items()
         },
@@ -135,3 +138,12 @@ def to_json(shape: Shape, results: Results, bars: list[Bar]) -> dict[str, Any]:
 
 def _device(shape: Shape) -> str:
     return torch.cuda.get_device_name() if shape.device == "cuda" else f"cpu {platform.machine()}"
+
+
+def _mfu(shape: Shape, result: Measured) -> float | None:
+    """Return the share of the device's stated FLOP/s that the method's own products use."""
+    peak = peak_flops_per_s(_device(shape), shape.mixed_precision)
+    if peak is None:
+        return None
+    flops_per_token = (result.ideal_flops or result.flops) / shape.num_tokens
+    return result.quartiles()[1] * flops_per_token / peak

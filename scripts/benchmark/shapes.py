@@ -118,5 +118,14 @@ SHAPES = {
             mixed_precision="bf16",
             device="cuda",
         ),
+        Shape(  # SmolLM2-135M
+            "gpu-135m",
+            {**_llama(30, 576, 1536, 9, 3, 49_152), "tie_word_embeddings": True},
+            batch_size=16,
+            sequence_length=1024,
+            dtype="bfloat16",
+            mixed_precision="bf16",
+            device="cuda",
+        ),
     )
 }
