@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from transformers.generation.streamers import BaseStreamer
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.data.documents import Messages
+from scale_cli.data.conversations import Messages
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ConfigError, RunFolderError, one_line
 from scale_cli.evaluation.continuations import before_end, ends_of, padded_left

@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from scale_cli.data.documents import Messages
+from scale_cli.data.conversations import Messages
 from scale_cli.errors import ScaleError
 from scale_cli.generation import Decoder, Generator, Sampling
 

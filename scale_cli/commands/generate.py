@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.data.documents import Messages
+from scale_cli.data.conversations import Messages
 from scale_cli.errors import ConfigError
 from scale_cli.generation import Continuation, Generator, Sampling, SpokenToken, TextStreamer
 from scale_cli.report import percent

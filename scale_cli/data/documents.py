@@ -23,7 +23,8 @@ import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import TextSource
-from scale_cli.data.encoding import Document, Spans
+from scale_cli.data.conversations import Messages, write_conversation
+from scale_cli.data.encoding import GUARD, Document, Spans
 from scale_cli.data.files import SourceFile, dataset_errors, decompressed, source_files
 from scale_cli.data.ledger import Ledger, Reason, Record, Rejected
 from scale_cli.errors import one_line
@@ -39,9 +40,6 @@ _LONGEST_HEADER = 200
 _SET_FIELD = "set text_field to the one to read"
 _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 _DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
-
-Messages = list[dict[str, Any]]
-
 
 # A text, why there is none, or the fields of a record that lacks the one to read.
 Found = str | Reason | tuple[str, ...]
@@ -91,7 +89,7 @@ class CorpusReader:
                 dropped + isinstance(record, Rejected),
             )
             if self._template_of is not None and isinstance(record, Document):
-                record = _write_conversation(record, self._template_of, self._limit)
+                record = _conversation(record, self._template_of, self._limit)
             self.ledger.enter(record)
             yield record
             # So many bad records are no corpus, and a hub dataset may be endless.
@@ -137,7 +135,7 @@ def judge(
     if isinstance(found, Reason):
         return Rejected(found, place, num_bytes)
     try:
-        num_bytes = len(found.encode())
+        num_bytes = len(found.replace(GUARD, "").encode())
     except UnicodeEncodeError:  # JSON can hold "\ud800", half a surrogate pair; UTF-8 cannot
         return Rejected(Reason.NOT_UTF8, place, len(found.encode(errors="replace")))
     if num_bytes > limit:
@@ -327,31 +325,20 @@ _READERS: dict[str, Callable[[Any, TextSource, int], Iterator[Item]]] = {
 }
 
 
-def _write_conversation(
-    document: Document, tokenizer: PreTrainedTokenizerBase, limit: int
-) -> Record:
+def _conversation(document: Document, tokenizer: PreTrainedTokenizerBase, limit: int) -> Record:
     """Apply the chat template to a document of JSON messages, and mark the assistant's turns as learned."""
     messages: Messages = json.loads(document.text)
-
-    def text_of(messages: Messages, *, asks: bool = False) -> str:
-        return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
-        )
-
     learned = []
     try:
-        whole = text_of(messages)
+        whole = write_conversation(tokenizer, messages)
         for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before, after = (
-                    text_of(messages[:number], asks=True),
-                    text_of(messages[: number + 1]),
-                )
-                if not (after.startswith(before) and whole.startswith(after)):
-                    return Rejected(Reason.REWRITTEN, document.place, document.num_bytes)
-                learned.append((len(before), len(after)))
-    except (
-        Exception
-    ):  # a template is a program: it may fail in any way, or refuse by its own exception
+            if message["role"] != "assistant":
+                continue
+            before = write_conversation(tokenizer, messages[:number], asks=True)
+            after = write_conversation(tokenizer, messages[: number + 1])
+            if not (after.startswith(before) and whole.startswith(after)):
+                return Rejected(Reason.REWRITTEN, document.place, document.num_bytes)
+            learned.append((len(before), len(after)))
+    except Exception:  # a template is a program: it may fail in any way
         return Rejected(Reason.NOT_RENDERED, document.place, document.num_bytes)
     return judge(whole, document.place, document.num_bytes, limit, tuple(learned))

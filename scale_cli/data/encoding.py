@@ -10,11 +10,12 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import unicodedata
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -24,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers import Encoding, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from scale_cli.errors import BaseModelError, RunError
 
@@ -38,6 +38,9 @@ _CHUNK_DOCUMENTS = 4096
 # For fewer chunks than this, starting workers takes longer than the work.
 _CHUNKS_FOR_WORKERS = 8
 _LONGEST_EXAMPLE = 40
+# Stands in a special token that is text, so that no tokenizer finds it. Unicode keeps it from being a character.
+GUARD = "\ufdd0"
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 Ids = npt.NDArray[np.integer]
 Spans = tuple[tuple[int, int], ...]  # of characters, from and to
@@ -79,8 +82,13 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids if boundary is None else [boundary, *ids]
 
 
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of ids up to the largest; some between may belong to no token."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
 def id_dtype(tokenizer: PreTrainedTokenizerBase) -> str:
-    return "uint16" if len(tokenizer) <= 2**16 else "uint32"
+    return "uint16" if num_ids(tokenizer) <= 2**16 else "uint32"
 
 
 @dataclass(frozen=True)
@@ -128,11 +136,9 @@ class Encoder:
         self._after = [] if markers.eos is None else [markers.eos]
         self._dtype = id_dtype(tokenizer)
         self._conversations = conversations
-        tokenizer_json = tokenizer.backend_tokenizer.to_str()
-        self._tokenizer = Tokenizer.from_str(tokenizer_json)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        described = json.loads(tokenizer_json)
+        described = json.loads(tokenizer.backend_tokenizer.to_str())
+        self._tokenizer = marks_as_text(described)
+        self._guarded = marks_as_text(described, guarded=True) if conversations else None
         self._gives_all_back = _gives_all_back(described)
         # The token that the model puts in place of unknown text; a Unigram model gives it as an id.
         unknown = described["model"].get("unk_token")
@@ -142,18 +148,27 @@ class Encoder:
             else self._tokenizer.token_to_id(unknown)
         )
 
+    def encodings(self, texts: Sequence[str]) -> list[Encoding]:
+        """Tokenise texts, or conversations as `write_conversation` writes them, without markers."""
+        if self._guarded is None:
+            # A special token in a text is text. A copy of the tokenizer forgets this setting.
+            self._tokenizer.encode_special_tokens = True
+            # Gives no character offsets.
+            return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        if not any(GUARD in text for text in texts):
+            return self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [
+            (self._guarded if GUARD in text else self._tokenizer).encode(
+                text, add_special_tokens=False
+            )
+            for text in texts
+        ]
+
     def encode(self, documents: Sequence[Document]) -> Encoded:
         """Return the ids of some documents, each tokenised alone and framed by the tokenizer's markers."""
         texts = [document.text for document in documents]
-        # A "</s>" in a text is text, but for the marks that a chat template writes. A copy forgets this setting.
-        self._tokenizer.encode_special_tokens = not self._conversations
-        # Markers are added below, not by the tokenizer's template. encode_batch_fast gives no character offsets.
-        encode = (
-            self._tokenizer.encode_batch
-            if self._conversations
-            else self._tokenizer.encode_batch_fast
-        )
-        encodings = encode(texts, add_special_tokens=False)
+        # Markers are added below, not by the tokenizer's template.
+        encodings = self.encodings(texts)
         unframed = [encoding.ids for encoding in encodings]
         ids: list[int] = []
         lengths, learned = [], []
@@ -205,6 +220,60 @@ class Encoder:
         return RoundTrip(sum(sizes), num_lost, example)
 
 
+def break_pattern(strings: Iterable[str]) -> str:
+    """Return a regular expression for the first character of each string where the rest follows it."""
+    longest_first = sorted({text for text in strings if len(text) > 1}, key=len, reverse=True)
+    parts = [f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in longest_first]
+    return "|".join(parts) or "(?!)"
+
+
+def marks_as_text(described: dict[str, Any], *, guarded: bool = False) -> Tokenizer:
+    """Return a tokenizer whose model never sees a special token or a byte token spelt in a text.
+
+    `encode_special_tokens` stops the search for special tokens ahead of the model. But a Unigram or word model finds
+    every string of its vocabulary, `</s>` and `<0x0A>` too. So text is split within such strings, behind all other
+    steps. Other text keeps its ids.
+
+    Args:
+        described: the tokenizer's JSON.
+        guarded: whether GUARD is taken out of texts, after the search for special tokens.
+    """
+    tokenizer = Tokenizer.from_str(json.dumps(described))
+    if guarded:
+        # A normalized special token would be searched for without the guards.
+        added = [
+            token | {"normalized": token["normalized"] and not token["special"]}
+            for token in described["added_tokens"]
+        ]
+        tokenizer = Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
+        steps = [normalizers.Replace(GUARD, ""), tokenizer.normalizer]
+        tokenizer.normalizer = normalizers.Sequence([step for step in steps if step is not None])
+    if found := _marks_in_reach(described):
+        split = pre_tokenizers.Split(Regex(break_pattern(found)), "isolated")
+        before = tokenizer.pre_tokenizer
+        tokenizer.pre_tokenizer = (
+            split if before is None else pre_tokenizers.Sequence([before, split])
+        )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _marks_in_reach(described: dict[str, Any]) -> list[str]:
+    """Return the special tokens and byte tokens that a tokenizer's model can make of text that spells them."""
+    model = described["model"]
+    is_unigram = model["type"] == "Unigram"
+    tokens = [piece for piece, _ in model["vocab"]] if is_unigram else list(model["vocab"])
+    special = {token["content"] for token in described["added_tokens"] if token["special"]}
+    if is_unigram and model["unk_id"] is not None:
+        special.add(tokens[model["unk_id"]])
+    found = [token for token in tokens if token in special or _BYTE_TOKEN.fullmatch(token)]
+    if model["type"] == "BPE" and not model.get("ignore_merges"):
+        merged = {left + right for left, right in model["merges"]}
+        return [token for token in found if token in merged]
+    return found
+
+
 def _gives_all_back(described: dict[str, Any]) -> bool:
     """Return whether no text is ever lost: a byte-level tokenizer with all bytes, and no step that drops one."""
     model, decoder, first = (
@@ -217,7 +286,7 @@ def _gives_all_back(described: dict[str, Any]) -> bool:
         and not any(
             model.get(affix) for affix in ("continuing_subword_prefix", "end_of_word_suffix")
         )
-        and model["vocab"].keys() >= set(ByteLevel.alphabet())
+        and model["vocab"].keys() >= set(pre_tokenizers.ByteLevel.alphabet())
         and described["normalizer"] is None
         and kinds.count("ByteLevel") == 1
         and all(kind in ("ByteLevel", "Split", "Digits") for kind in kinds)

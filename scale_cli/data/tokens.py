@@ -74,7 +74,7 @@ TOKENS, OFFSETS, NUM_BYTES, HASHES, LEARNED = (
     "hashes.bin",
     "learned.bin",
 )
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 6
 _TOKENS_BETWEEN_RECORDS = 1 << 22  # between two records of progress: the most that a kill can cost
 # Keys of the saved configuration that say how the tokenizer was loaded, not how it tokenises.
 _HOW_LOADED = ("is_local", "local_files_only", "name_or_path", "transformers_version")

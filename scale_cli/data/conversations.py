@@ -1,0 +1,66 @@
+"""Conversations as text and as ids: what people wrote is text, and the chat template's marks alone are marks.
+
+A template pastes messages between special tokens such as `<|im_end|>`. If a message contains such a string, it would
+end the turn. So `write_conversation` puts GUARD into every special token that it finds in a message, and the `Encoder`
+takes the guards out where the tokenizer no longer looks for special tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from scale_cli.data.encoding import GUARD, Encoder, break_pattern
+
+Messages = list[dict[str, Any]]
+
+
+def write_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, asks: bool = False
+) -> str:
+    """Return a conversation as the chat template writes it, with GUARD in special tokens that messages contain.
+
+    Args:
+        tokenizer: has the template.
+        messages: turns, each with `role` and `content`.
+        asks: whether the beginning of the assistant's next turn follows.
+
+    Raises:
+        Exception: a template is a program, which may fail in any way.
+    """
+    special = [
+        token.content
+        for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        if token.special
+    ]
+    guarded = _guard(messages, re.compile(break_pattern(special)))
+    return str(tokenizer.apply_chat_template(guarded, tokenize=False, add_generation_prompt=asks))
+
+
+def _guard(value: Any, broken: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        return broken.sub(lambda found: found[0] + GUARD, value)
+    if isinstance(value, list):
+        return [_guard(part, broken) for part in value]
+    if isinstance(value, dict):
+        return {key: _guard(part, broken) for key, part in value.items()}
+    return value
+
+
+def conversation_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, asks: bool = True
+) -> list[int]:
+    """Return the ids of a conversation, as in training; with `asks`, the assistant is to speak next.
+
+    Every verb that answers conversations takes its ids from here. It raises what the template raises.
+    """
+    text = write_conversation(tokenizer, messages, asks=asks)
+    return _encoder(tokenizer).encodings([text])[0].ids
+
+
+@lru_cache(maxsize=2)
+def _encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    return Encoder(tokenizer, conversations=True)
