@@ -20,7 +20,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.data.conversations import Messages
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ConfigError, RunFolderError, one_line
-from scale_cli.evaluation.continuations import before_end, ends_of, padded_left
+from scale_cli.evaluation.selectable_heads import before_end, ends_of, padded_left
 from scale_cli.export.plain_folder import routed_class
 from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM

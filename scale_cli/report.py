@@ -150,13 +150,6 @@ def difference_cell(difference: Interval) -> Cell:
     return Cell(number(difference.value, 4, "+"), bounds(difference, 4))
 
 
-def share_cell(share: Interval | None) -> Cell:
-    """Return a share in percent with its interval: 98.2 % [96.1, 99.5]; a dash if it has no value."""
-    if share is None or share.value is None:
-        return Cell(DASH)
-    return Cell(percent(share.value), bounds(in_points(share), 1, ""))
-
-
 Row = Sequence[str | Cell]
 
 
@@ -244,7 +237,7 @@ def _environment(form: str) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    shown = (language_name, number, percent, share_cell, with_interval, worst_document)
+    shown = (language_name, number, percent, with_interval, worst_document)
     environment.globals |= {function.__name__: function for function in shown} | {
         "COLOURS": COLOURS,
         "MARKS": MARKS,

@@ -46,7 +46,6 @@ class Made:
     train: dict[str, Any] = field(default_factory=dict)  # keys of the config's section
     new_tokens: int = 0  # with which Korean takes a quarter of the tokens
     base_bits: float = BASE_BITS["ko"]  # of Korean, by the untouched base
-    continued: bool = False  # whether prompts were
 
 
 def write_run(folder: Path, made: Made) -> Path:
@@ -101,10 +100,7 @@ def report_of(made: Made) -> Report:
         base_bits = made.base_bits if language == "ko" else BASE_BITS[language]
         heads = {head: _head(base_bits, changes[head], head, language, made) for head in HEADS}
         num_tokens = 5_000 if made.new_tokens and language == "ko" else 20_000
-        num_prompts = 20 if made.continued else 0
-        corpora.append(
-            CorpusResult(name, language, role, 50, num_tokens, 80_000, heads, num_prompts)
-        )
+        corpora.append(CorpusResult(name, language, role, 50, num_tokens, 80_000, heads))
     benchmarks = [_benchmark(name, *outcome) for name, outcome in made.benchmarks.items()]
     served = "posterior" if made.variant == "route" else "adapted"
     return Report(made.variant, served, 100, 102_400, "t" * 64, corpora, benchmarks)
@@ -117,10 +113,7 @@ def _head(base: float, change: float | None, head: str, language: str, made: Mad
         return HeadResult(None, None, None, nothing, None, share)
     width = 0.0 if head == "base" else 0.01 if abs(change) > 0.001 else 0.0002
     difference = Interval(change, change - width, change + width)
-    in_script = Interval(0.5, 0.4, 0.6) if made.continued else None
-    return HeadResult(
-        base * 3, 2.0 ** (base + change), base + change, difference, 0.69, share, in_script
-    )
+    return HeadResult(base * 3, 2.0 ** (base + change), base + change, difference, 0.69, share)
 
 
 def _benchmark(name: str, difference: float, p_holm: float) -> BenchmarkResult:

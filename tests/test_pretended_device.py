@@ -237,13 +237,12 @@ def korean(folder: Path) -> str:
 
 
 def asking_the_base(config: RunConfig, folder: Path) -> RunConfig:
-    """Return a run that measures on what the base knows, and has its prompts continued."""
+    """Return a run that measures on what the base knows."""
     return changed(
         config,
         f"corpus.sources.1={{{korean(folder)}}}",
         "corpus.sources.0.role=replay",
         "corpus.sources.0.weight=0",
-        "evaluation.continuations={prompts: 2, prompt_tokens: 8, new_tokens: 2}",
         f"evaluation.perplexity.0={{{korean(folder)}, role: acquisition, max_documents: 2}}",
     )
 

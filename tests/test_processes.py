@@ -54,14 +54,12 @@ def losses(run: RunFolder) -> list[float]:
     ]
 
 
-CONTINUED = "evaluation.continuations={prompts: 3, prompt_tokens: 8, new_tokens: 4}"
 # All processes have to agree on which weights are kept.
 ROUTE = (
     "train.max_steps=4",
     "train.eval_every_steps=2",
     "train.max_forgetting=0",
     "export.format=llama",
-    CONTINUED,
 )
 # Every tensor's rate hangs on what the base says of text.
 ASKING_THE_BASE = (
@@ -70,7 +68,6 @@ ASKING_THE_BASE = (
     "corpus.sources.1.weight=0",
     "train.max_steps=4",
     "train.eval_every_steps=null",
-    CONTINUED,
 )
 
 
@@ -100,11 +97,8 @@ def test_two_processes_run_all_verbs_as_one_does(
             torch.testing.assert_close(tensor, trained[name], rtol=1e-5, atol=1e-6, msg=name)
     reports = [Report.from_json(read_json(run.evaluation / "report.json")) for run in (one, two)]
     for alone, told in zip(*(report.corpora for report in reports), strict=True):
-        assert told.num_prompts == alone.num_prompts
         for head, figures in alone.heads.items():
-            assert told.heads[head].in_script == figures.in_script
             assert told.heads[head].bits_per_byte == pytest.approx(figures.bits_per_byte, rel=1e-4)
-    assert [corpus.num_prompts for corpus in reports[0].corpora] == [0, 3]
     verify(two.root)
 
 

@@ -11,7 +11,6 @@ from scale_cli.config.schema import EvaluationConfig, RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import CheckFailed, ConfigError
 from scale_cli.evaluation.benchmarks import BenchmarkItems, open_benchmarks_of, summarise_benchmarks
-from scale_cli.evaluation.continuations import SelectableHeads, count_letters
 from scale_cli.evaluation.render import html, markdown, terminal_lines
 from scale_cli.evaluation.results import Report, summarise
 from scale_cli.evaluation.scoring import Passes, score_corpus
@@ -45,11 +44,8 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
             "progress": f"evaluating {source.name}" if is_main() else None,
             "share": share(),
         }
-        losses, letters = score_corpus(model, corpus, router, passes, **shown), None
-        if (prompts := asked.continuations) is not None:
-            answers = SelectableHeads(model, router)
-            letters = count_letters(answers, corpus, final.tokenizer, prompts, passes, **shown)
-        results.append(summarise(source, losses, letters, **resampling))
+        losses = score_corpus(model, corpus, router, passes, **shown)
+        results.append(summarise(source, losses, **resampling))
     items, skipped = (
         ([], [])
         if benchmarks is None

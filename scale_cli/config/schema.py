@@ -143,21 +143,6 @@ else:
     )
 
 
-class ContinuationsConfig(Section):
-    """Prompts that every head continues, to measure in which script it answers."""
-
-    prompts: int = Field(
-        default=20,
-        ge=1,
-        le=1_000_000,
-        description="prompts per corpus: beginnings of its documents",
-    )
-    prompt_tokens: int = Field(default=32, ge=1, le=2**20, description="tokens per prompt, at most")
-    new_tokens: int = Field(
-        default=32, ge=1, le=2**20, description="greedily chosen tokens after each prompt, at most"
-    )
-
-
 class EvaluationConfig(Section):
     """What is measured, and how finely."""
 
@@ -167,10 +152,6 @@ class EvaluationConfig(Section):
     benchmarks: Annotated[list[BenchmarkSource], DISTINCT] = Field(
         default=[],
         description="task names of lm-eval, or mappings {name, path, language, role} for task files",
-    )
-    continuations: ContinuationsConfig | None = Field(
-        default=None,
-        description="measure language confusion on every held-out corpus; null: off; {}: with 20 prompts",
     )
     sequence_length: Length | None = Field(
         default=None, description="tokens per window; null: corpus.sequence_length"

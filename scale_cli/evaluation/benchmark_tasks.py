@@ -42,9 +42,9 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import ConfigError, RunError, one_line
 from scale_cli.evaluation.benchmarks import BenchmarkItems, Item, ItemOutcome, check_task_file
-from scale_cli.evaluation.continuations import SelectableHeads
 from scale_cli.evaluation.results import HEADS, SkippedBenchmark
 from scale_cli.evaluation.scoring import observe, score_tokens
+from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel, TokenLogProbs
 from scale_cli.processes import ALONE, Share, is_main, lowered_dtype, shared_out

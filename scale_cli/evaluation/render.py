@@ -29,7 +29,6 @@ from scale_cli.report import (
     p_value,
     percent,
     render,
-    share_cell,
     shows_difference,
     with_interval,
     worst_document,
@@ -74,17 +73,6 @@ def terminal_lines(report: Report) -> list[str]:
             difference = with_interval(corpus.heads[report.served].bits_per_byte_difference, 4)
             per_token = f"{corpus.bytes_per_token:.2f} bytes/token"
             rows.append([f"  {corpus.name}", "bits/byte", *figures, difference, per_token])
-            if corpus.num_prompts:
-                shares = [share_cell(corpus.heads[head].in_script).text for head in heads]
-                rows.append(
-                    [
-                        "",
-                        "in its script",
-                        *shares,
-                        "",
-                        f"letters after {corpus.num_prompts:,} prompts",
-                    ]
-                )
     num_texts = len(rows)
     for average in report.benchmark_averages:
         add_titles(f"{language_name(average.language)}, benchmarks")

@@ -16,14 +16,12 @@ from scale_cli.config.sources import EvaluationSource
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.report import (
     DASH,
-    NO_INTERVAL,
     Cell,
     Interval,
     difference_cell,
     number,
     percent,
     perplexity,
-    share_cell,
     worst_document,
 )
 from scale_cli.runs.folder import RunFolder, trained_sha256
@@ -65,8 +63,6 @@ class HeadResult:
     # the most that any one document lost against the base head, over the whole document
     worst_document_nats: float | None
     base_share: float | None  # share of tokens that the base head served; None if nothing is routed
-    # share of letters in the prompt's script when it continues prompts; None if not measured
-    in_script: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,6 @@ FIGURES = (
         lambda head: DASH if head.base_share is None else percent(head.base_share),
         of_base=False,
     ),
-    Figure("in its script", "letters after prompts, 95 %", lambda head: share_cell(head.in_script)),
 )
 
 
@@ -131,7 +126,6 @@ class CorpusResult:
     num_tokens: int
     num_bytes: int
     heads: dict[str, HeadResult]
-    num_prompts: int = 0  # that every head continued
 
     @property
     def bytes_per_token(self) -> float:
@@ -277,23 +271,15 @@ def paired_difference(
 def summarise(
     source: EvaluationSource,
     losses: DocumentLosses,
-    letters: dict[str, Values]
-    | None = None,  # by head (P, 2): letters in the prompt's script, and all letters
     *,
     num_resamples: int,
     seed: int,
 ) -> CorpusResult:
-    """Return the figures of one corpus from its documents' losses, and from the letters after its prompts."""
+    """Return the figures of one corpus from its documents' losses."""
     bits = losses.num_bytes * math.log(2)
 
     def difference(before_N: Values, after_N: Values, units_N: Values) -> Interval:
         return paired_difference(before_N, after_N, units_N, num_resamples=num_resamples, seed=seed)
-
-    def in_script(counts_P2: Values) -> Interval:
-        found_P, letters_P = counts_P2[counts_P2[:, 1] > 0].T
-        return (
-            difference(np.zeros_like(found_P), found_P, letters_P) if len(found_P) else NO_INTERVAL
-        )
 
     def head(name: str) -> HeadResult:
         base, nats, nats_per_token = (
@@ -308,7 +294,6 @@ def summarise(
             bits_per_byte_difference=difference(base, nats, bits),
             worst_document_nats=finite(np.max(nats - base)),
             base_share=losses.base_share(name) if name in losses.served else None,
-            in_script=None if letters is None else in_script(letters[name]),
         )
 
     return CorpusResult(
@@ -319,7 +304,6 @@ def summarise(
         num_tokens=int(losses.num_tokens.sum()),
         num_bytes=int(losses.num_bytes.sum()),
         heads={name: head(name) for name in HEADS},
-        num_prompts=0 if letters is None else len(letters["base"]),
     )
 
 

@@ -288,11 +288,9 @@ def open_folder(path: Path, run: Run | None = None) -> MethodFolder:
 
 
 def check_context(config: RunConfig, base_config: Any) -> None:
-    asked = config.evaluation.continuations
     lengths = {
         "corpus.sequence_length": config.corpus.sequence_length,
         "evaluation.sequence_length": config.evaluation.sequence_length or 0,
-        "evaluation.continuations": 0 if asked is None else asked.prompt_tokens + asked.new_tokens,
     }
     for key, length in lengths.items():
         if length > base_config.max_position_embeddings:

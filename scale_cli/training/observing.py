@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from scale_cli.config.schema import ContinuationsConfig, RunConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.evaluation.continuations import SelectableHeads, continuations, prompts_of
 from scale_cli.evaluation.results import finite
 from scale_cli.evaluation.scoring import Passes, score_corpus
+from scale_cli.evaluation.selectable_heads import SelectableHeads, before_end, ends_of
 from scale_cli.model.heads import HeadedModel
-from scale_cli.processes import ALONE, is_main, share
+from scale_cli.processes import ALONE, autocast, is_main, share
 from scale_cli.training.metrics_log import (
     BENCHMARKS,
     BITS,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from scale_cli.evaluation.benchmark_tasks import OpenedBenchmarks
 
 
-_SAMPLE = ContinuationsConfig(prompts=1, prompt_tokens=32, new_tokens=32)
+_PROMPT_TOKENS = _NEW_TOKENS = 32  # of a sample
 
 
 @dataclass(frozen=True)
@@ -103,24 +104,42 @@ class Observer:
 
         Only the main process generates, or all if the model is sharded. There are no samples with flex_attention.
         """
-        config, texts = self.config, {}
+        config = self.config
         if config.train.attention == "flex_attention" or not (is_main() or is_sharded(self.model)):
             return {}
-        corpora = list(zip(config.evaluation.perplexity, self.held_out, strict=True))
-        first_of_each = {source.language: (source, corpus) for source, corpus in reversed(corpora)}
-        served, precision = (
-            config.method.definition.served(config.method.settings),
-            config.evaluation.mixed_precision,
+        languages: dict[str, tuple[str, TokenisedCorpus]] = {}
+        for source, corpus in zip(config.evaluation.perplexity, self.held_out, strict=True):
+            languages.setdefault(source.language, (source.name, corpus))
+        return {name: self._sample(corpus) for name, corpus in languages.values()}
+
+    @torch.no_grad()
+    def _sample(self, corpus: TokenisedCorpus) -> dict[str, str]:
+        """Return the beginning of a document, and the served head's greedy continuation of it."""
+        answers = SelectableHeads(self.observed, self.config.method.router)
+        answers.head = self.config.method.definition.served(self.config.method.settings)
+        ends = ends_of(answers.own_generation_config, self.tokenizer)
+        answers.generation_config = GenerationConfig(
+            max_new_tokens=_NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=ends or None,
+            pad_token_id=next(iter(ends), 0),
         )
-        answers = SelectableHeads(self.observed, config.method.router)
-        for source, corpus in reversed(first_of_each.values()):
-            for prompt in prompts_of(corpus, self.tokenizer, _SAMPLE):
-                said = continuations(
-                    answers, served, self.tokenizer, _SAMPLE.new_tokens, precision, [prompt]
-                )
-                begun = str(self.tokenizer.decode(prompt.ids, skip_special_tokens=True))
-                texts[source.name] = {"prompt": begun, "continuation": said[0]}
-        return texts
+        # A shorter document is a heading, which says little; if all are, the longest one is taken.
+        lengths = corpus.offsets[1:] - corpus.offsets[:-1]
+        index = int((lengths.clip(max=2 * _PROMPT_TOKENS)).argmax())
+        ids = corpus.document(index)[:_PROMPT_TOKENS].astype("int64")
+        marks = [] if corpus.markers.eos is None else [corpus.markers.eos]
+        prompt_T = before_end(marks, torch.from_numpy(ids))
+        if corpus.markers.bos is None and corpus.markers.context is not None:
+            prompt_T = torch.cat([torch.tensor([corpus.markers.context]), prompt_T])
+        prompt_BT = prompt_T[None].to(answers.device)
+        with autocast(answers.device.type, self.config.evaluation.mixed_precision):
+            new_BT = answers.answers(prompt_BT, torch.ones_like(prompt_BT))
+        begun, said = (
+            str(self.tokenizer.decode(part_T, skip_special_tokens=True))
+            for part_T in (prompt_T, before_end(ends, new_BT[0].cpu()))
+        )
+        return {"prompt": begun, "continuation": said}
 
     def score(self, step: int, bits_per_byte: Losses) -> Score | None:
         """Return the served head's score; None if a loss is not finite."""

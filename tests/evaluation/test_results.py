@@ -17,7 +17,6 @@ from scale_cli.evaluation.results import (
     HEADS,
     CorpusResult,
     Report,
-    Values,
     guarantee,
     paired_difference,
     summarise,
@@ -61,14 +60,13 @@ def corpus(
     name: str,
     language: Any,
     role: Any,
-    letters: dict[str, Values] | None = None,
     *,
     seed: int = 0,
     **of_losses: Any,
 ) -> CorpusResult:
     source = EvaluationSource(name=name, path="unused.txt", language=language, role=role)
     gain = -0.5 if role == "retention" else 2.0
-    return summarise(source, losses(seed, gain, **of_losses), letters, num_resamples=200, seed=0)
+    return summarise(source, losses(seed, gain, **of_losses), num_resamples=200, seed=0)
 
 
 def report(**of_losses: Any) -> Report:
@@ -131,33 +129,6 @@ def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
     assert far.nats_per_token == pytest.approx(1e4, rel=0.01) and far.perplexity is None, (
         "beyond floating point"
     )
-
-
-def test_the_share_of_letters_in_the_prompts_script_is_told_of_every_head_that_said_any() -> None:
-    said = {
-        "base": [9.0, 0.0],
-        "adapted": [1.0, 1.0],
-        "posterior": [10.0, 10.0],
-        "cosine": [0.0, 0.0],
-    }
-    letters = {
-        name: np.array([counts, [0.0, 0.0] if name == "cosine" else [10.0, 10.0]]).T
-        for name, counts in said.items()
-    }
-    of_corpus = corpus("petitions", "ko", "acquisition", letters)
-    shares = {
-        name: head.in_script.value
-        for name, head in of_corpus.heads.items()
-        if head.in_script is not None
-    }
-    assert shares == {"base": 0.45, "adapted": 0.1, "posterior": 1.0, "cosine": None}
-    measured = dataclasses.replace(report(), corpora=[of_corpus])
-    assert any(
-        "45.0 %" in line and "letters after 2 prompts" in line for line in terminal_lines(measured)
-    )
-    page = markdown(measured, ROUTE)
-    assert "45.0 % [0.0, 90.0]" in page and "of 2 documents" in page
-    assert read_back(measured) == measured
 
 
 @KINDS

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from scale_cli.evaluation.continuations import padded_left
+from scale_cli.evaluation.selectable_heads import padded_left
 from scale_cli.model.branches_scale import ScaleCache
 from tests.model.test_modeling_scale import some_ids
 from tests.model.test_routed_scale import routed

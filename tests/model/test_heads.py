@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scale_cli.evaluation.continuations import SelectableHeads
 from scale_cli.evaluation.scoring import TWO_HEADS
+from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model import routing
 from scale_cli.model.heads import token_log_probs
-from tests.evaluation.test_continuations import MODELS
+from tests.evaluation.test_selectable_heads import MODELS
 from tests.model.test_routed_scale import IDS, PADDED, routed
 from tests.widening import as_if_trained, tiny_llama, widen
 

@@ -99,10 +99,6 @@ OF_THE_BASE = [
         "evaluation.sequence_length=129",
         "evaluation.sequence_length: 129, but the base has 128 positions",
     ),
-    (
-        "evaluation.continuations={{prompt_tokens: 100, new_tokens: 29}}",
-        "evaluation.continuations: 129, but the base has 128 positions",
-    ),
     ("method.collaboration.layers=[3]", "but the base has 3 layers"),
     ("method={{variant: freeze, freeze: {{num_layers: 4}}}}", r"method\.freeze\.num_layers"),
     ("method={{variant: lora, lora: {{targets: [none]}}}}", r"method\.lora\.targets"),

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import dump_config, load_config
-from scale_cli.config.schema import ContinuationsConfig, MethodConfig, RunConfig
+from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import PreservationError, StorageError
 from scale_cli.methods.recipes import local_part, trainable_parameters
@@ -129,7 +129,7 @@ class Runs:
 
 def train_each(configs: Iterable[Path]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # four processes are two machines of two
-    setattr(observing, "_SAMPLE", ContinuationsConfig(prompts=1, prompt_tokens=4, new_tokens=1))  # noqa: B010
+    observing._PROMPT_TOKENS, observing._NEW_TOKENS = 4, 1
     for config in configs:
         train(load_config(config), "auto", print)
 

@@ -1,0 +1,109 @@
+"""A model with several heads that answers with one of them, as a model for transformers' `generate`.
+
+Shapes: K heads, B batch, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from scale_cli.evaluation.scoring import TWO_HEADS
+from scale_cli.model.branches_scale import ScaleCache
+from scale_cli.model.heads import HeadedModel, RouterSettings
+from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
+
+
+def ends_of(settings: GenerationConfig, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a text: the end of a training document, and those of the generation settings."""
+    named = settings.eos_token_id
+    ends = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+    return [end for end in dict.fromkeys(ends) if end is not None]
+
+
+def before_end(ends: Sequence[int], new_T: Tensor) -> Tensor:
+    ended = torch.isin(new_T, torch.tensor(ends, dtype=new_T.dtype, device=new_T.device)).nonzero()
+    return new_T[: int(ended[0])] if len(ended) else new_T
+
+
+def padded_left(prompts: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
+    """Return prompts padded on the left, (B, T) ids, and a mask: 1 for tokens, 0 for padding."""
+    ids_BT = pad_sequence(
+        list(prompts), batch_first=True, padding_value=padding, padding_side="left"
+    )
+    mask_BT = pad_sequence(
+        [torch.ones_like(ids) for ids in prompts], batch_first=True, padding_side="left"
+    )
+    return ids_BT, mask_BT
+
+
+class SelectableHeads(PreTrainedModel, GenerationMixin):
+    """A model in evaluation mode that answers with `head`, which may be changed between two generations.
+
+    It computes all heads whichever one answers, as scoring does, so the choice does not change what a head says.
+    """
+
+    # It supports whatever attention the model has.
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+
+    def __init__(
+        self, model: HeadedModel, router: RouterSettings, heads: Sequence[str] = TWO_HEADS
+    ) -> None:
+        super().__init__(copy.deepcopy(model.config))
+        self.head = heads[0]
+        of_two: Any = getattr(model, "trained", model)
+        self.own_generation_config = of_two.generation_config
+        self.generation_config = copy.deepcopy(self.own_generation_config)
+        self._model, self._router, self._heads = model, router, list(heads)
+
+    def answers(self, ids_BT: Tensor, mask_BT: Tensor, **options: Any) -> Tensor:
+        """Return (B, new) ids: what `generate` adds to prompts that are padded on the left."""
+        model: Any = self  # transformers types it for its own classes only
+        whole: Tensor = model.generate(ids_BT, attention_mask=mask_BT, **options)
+        return whole[:, ids_BT.shape[1] :]
+
+    def tie_weights(self, *_args: Any, **_kwargs: Any) -> None:
+        """Do nothing; lm-eval calls it."""
+
+    def forward(
+        self,
+        input_ids: Tensor,  # (B, T)
+        attention_mask: Tensor | None = None,  # (B, past + T), 1 for tokens; padding is on the left
+        position_ids: Tensor | None = None,  # (B, T); counted from the cache's length if not given
+        past_key_values: Any = None,  # made by this class, or an empty one of transformers, which is replaced
+        logits_to_keep: int = 0,  # for the last positions only; 0 for all
+        **_: Any,  # other arguments of transformers, which change no answer
+    ) -> CausalLMOutputWithPast:
+        cache = (
+            past_key_values if isinstance(past_key_values, ScaleCache) else self._model.new_cache()
+        )
+        logits_at = self._model.head_logits(input_ids, attention_mask, position_ids, cache)
+        if self.head == "posterior":
+            routed = route(
+                logits_at,
+                input_ids,
+                self.config.vocab_size,
+                prior_K=log_prior(self._router.prior, len(self._heads), input_ids.device),
+                switch_rate=self._router.switch_rate,
+                memory=cache.router,
+                evidence_BT=evidence_of(attention_mask, input_ids.shape[1]),
+                logits_to_keep=logits_to_keep,
+            )
+            cache.router = routed.memory
+            return CausalLMOutputWithPast(logits=routed.scores_BTV, past_key_values=cache)
+        heads = logits_at(slice(-logits_to_keep or None, None))
+        if self.head == "cosine":
+            serves_base = cosine_serves_base(
+                logit_cosine(heads[0], heads[-1]), self._router.threshold
+            )
+            logits = torch.where(serves_base.unsqueeze(-1), heads[0].to(heads[-1].dtype), heads[-1])
+        else:
+            logits = heads[self._heads.index(self.head)]
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)

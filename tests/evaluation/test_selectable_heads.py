@@ -1,0 +1,94 @@
+"""What each head, and each routing rule, generates is what it says is likeliest."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scale_cli.evaluation.scoring import TWO_HEADS
+from scale_cli.evaluation.selectable_heads import SelectableHeads, padded_left
+from scale_cli.methods.widened import RouterConfig
+from scale_cli.model.heads import BaseAndTrained, HeadedModel
+from scale_cli.model.routing import (
+    cosine_log_weights,
+    log_prior,
+    logit_cosine,
+    mix_log_probs,
+    posterior_log_weights,
+)
+from scale_cli.upscale.building import NewPieces
+from tests.widening import as_if_trained, joined, tiny_llama, widen
+
+ROUTER = RouterConfig(prior=0.3, switch_rate=0.05, threshold=0.2)
+NEW = NewPieces([f"{index} {index + 1}" for index in range(5)], [0, 2])
+
+
+def of_three_heads() -> HeadedModel:
+    one, other = (
+        as_if_trained(widen(tiny_llama(), "route"), std=0.4, seed=seed) for seed in (1, 2)
+    )
+    return joined(tiny_llama(), one=(0, one), other=(0, other))
+
+
+MODELS: dict[str, Callable[[], HeadedModel]] = {
+    "route": lambda: as_if_trained(widen(tiny_llama(), "route", "top:2"), std=0.4),
+    "preserve": lambda: as_if_trained(widen(tiny_llama(), "preserve"), std=0.4),
+    "stacked": lambda: as_if_trained(
+        widen(as_if_trained(widen(tiny_llama(), "route")), "route"), std=0.4
+    ),
+    "new tokens": lambda: as_if_trained(widen(tiny_llama(), "route", new=NEW), std=0.4),
+    "joined": of_three_heads,
+    "two models": lambda: BaseAndTrained(tiny_llama(), tiny_llama(seed=1)).eval(),
+}
+
+
+@torch.no_grad()
+def likeliest(model: HeadedModel, ids_T: Tensor, head: str, heads: list[str]) -> Tensor:
+    """The likeliest token after each, by one pass over all of them, without a cache or padding."""
+    logits = [of_head.float() for of_head in model.head_logits(ids_T[None])(slice(None))]
+    if head in heads:
+        return logits[heads.index(head)][0].argmax(dim=-1)
+    log_probs_KBTV = torch.stack(logits).log_softmax(dim=-1).double()
+    if head == "cosine":
+        log_weights_KBT = cosine_log_weights(logit_cosine(logits[0], logits[-1]), ROUTER.threshold)
+    else:
+        next_BT = torch.cat([ids_T[1:], ids_T[:1]])[
+            None
+        ]  # what follows the last one weighs nothing that is read
+        said_KBT = log_probs_KBTV.gather(
+            -1, next_BT.expand(len(logits), -1, -1).unsqueeze(-1)
+        ).squeeze(-1)
+        prior_K = log_prior(ROUTER.prior, len(logits))
+        log_weights_KBT = posterior_log_weights(said_KBT, prior_K, ROUTER.switch_rate)[..., :-1]
+    return mix_log_probs(log_weights_KBT.unsqueeze(-1), log_probs_KBTV)[0].argmax(dim=-1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_head_generates_is_what_it_says_is_likeliest_whatever_stands_beside_it_in_the_batch(
+    name: str,
+) -> None:
+    model = MODELS[name]()
+    heads = ["base", "one", "other"] if name == "joined" else list(TWO_HEADS)
+    answers = SelectableHeads(model, ROUTER, heads)
+    vocab_size = model.config.vocab_size
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, vocab_size, (length,), generator=generator) for length in (9, 4, 1)]
+    ids, mask = padded_left(prompts, padding=0)
+    said = {}
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    for head in [*heads, "posterior", *(["cosine"] if len(heads) == 2 else [])]:
+        answers.head = head
+        new = answers.answers(ids, mask, **options)
+        for row, prompt in enumerate(prompts):
+            whole = torch.cat([prompt, new[row]])
+            expected = likeliest(model, whole, head, heads)[len(prompt) - 1 : -1]
+            assert whole[len(prompt) :].tolist() == expected.tolist(), head
+        said[head] = new.tolist()
+    assert said["base"] != said[heads[-1]] and said["posterior"] != said["base"], (
+        "heads that differ"
+    )
+    assert answers.answers(ids, mask, num_beams=2, **options).shape == new.shape, (
+        "the cache follows its beams"
+    )
