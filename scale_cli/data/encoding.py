@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Regex, Tokenizer, normalizers, pre_tokenizers
 
-from scale_cli.errors import BaseModelError, RunError
+from scale_cli.errors import RunError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,11 +124,6 @@ class Encoder:
     """Everything that decides the ids of a text; worker processes get a copy."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool) -> None:
-        if not tokenizer.is_fast:
-            raise BaseModelError(
-                f"{tokenizer.name_or_path}: its tokenizer has no tokenizer.json form (a fast tokenizer); "
-                "choose another in model.tokenizer"
-            )
         markers = DocumentMarkers.of(tokenizer)
         self._before = (
             [] if markers.bos is None or conversations else [markers.bos]
@@ -254,8 +249,6 @@ def marks_as_text(described: dict[str, Any], *, guarded: bool = False) -> Tokeni
         tokenizer.pre_tokenizer = (
             split if before is None else pre_tokenizers.Sequence([before, split])
         )
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     return tokenizer
 
 

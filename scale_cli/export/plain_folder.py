@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_files
 
 from scale_cli.config.schema import ModelConfig
@@ -31,6 +31,7 @@ from scale_cli.upscale.base import load_base_config, root_model
 from scale_cli.upscale.base_tokenizer import TokenizerPlace, tokenizer_place
 from scale_cli.upscale.building import MethodModel
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
+from scale_cli.vocabulary.tokenizer import open_tokenizer
 
 KEY = "scale_router"
 # The second is for `transformers serve`, which looks for such a class first, and otherwise takes the plain one.
@@ -228,7 +229,7 @@ def frame_prompts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _is_framed(folder: Path, trained: PreTrainedTokenizerBase) -> bool:
     """Return whether a folder's tokenizer encodes prompts as training did: the boundary, then the text."""
-    served = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    served = open_tokenizer(folder)
     return all(served(text).input_ids == prompt_ids(trained, text) for text in SAMPLE_TEXTS)
 
 

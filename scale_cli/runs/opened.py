@@ -61,6 +61,7 @@ from scale_cli.upscale.base_tokenizer import check_tokenizer, load_tokenizer
 from scale_cli.upscale.building import MethodModel, build_model
 from scale_cli.vocabulary.tokenizer import (
     AddedTokens,
+    check_ids,
     load_grown,
 )
 
@@ -149,12 +150,8 @@ class Run:
         check_processes(config.train, num_processes)
         with torch.device("meta"):
             build_model(base, config.method, config.seed)
-        tokenizer, num_rows = self.base_tokenizer, base.config.vocab_size
-        if (num_ids := len(tokenizer)) > num_rows:
-            where = f"{config.model.base}: its tokenizer ({tokenizer.name_or_path})"
-            raise BaseModelError(
-                f"model.base: {where} has {num_ids:,} ids, but the base's embedding has only {num_rows:,} rows"
-            )
+        tokenizer = self.base_tokenizer
+        check_ids(tokenizer, base.config.vocab_size)
         if config.corpus.isolate_documents and DocumentMarkers.of(tokenizer).context is None:
             raise BaseModelError(
                 f"corpus.isolate_documents: the tokenizer of {config.model.base} has neither BOS nor EOS, so a "

@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.schema import (
-    ModelConfig,
-)
+from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, one_line
 from scale_cli.upscale.base import stages_below
 from scale_cli.upscale.base_record import REMEDY, BaseRecord
-from scale_cli.vocabulary.tokenizer import (
-    load_grown,
-)
+from scale_cli.vocabulary.tokenizer import load_grown, open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -50,15 +46,14 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         if place.of_run:
             return load_grown(Path(place.name))
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            place.name, revision=place.revision, trust_remote_code=False
-        )
+        return open_tokenizer(place.name, place.revision)
+    except BaseModelError:
+        raise
     except Exception as error:  # a damaged folder may raise anything
         raise BaseModelError(
             f"{place.key}: the tokenizer of {place.name} cannot be loaded; set model.tokenizer to a folder or hub id "
             f"that has one: {one_line(error)}"
         ) from None
-    return tokenizer
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> None:

@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.config.vocabulary import ROWS_MULTIPLE, TAKEN_FOR_OTHERS, Script, VocabularyConfig
 from scale_cli.data.documents import CorpusReader
-from scale_cli.data.encoding import Document
+from scale_cli.data.encoding import Document, num_ids
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, one_line
 from scale_cli.storage.atomic import (
@@ -132,6 +133,7 @@ class AddedTokens:
                 f"method.vocabulary.script: {of_script:,} of the {len(tokens):,} tokens of {self.base.name_or_path} "
                 f"are {self.vocabulary.script} already; remove method.vocabulary"
             )
+        check_ids(self.base, self.first_id)
         check_size(self.first_id + self.num_new)
         words, is_all = Counter[str](), True
         for source in self.sources:
@@ -213,4 +215,44 @@ def write_grown(
 
 
 def load_grown(folder: Path) -> PreTrainedTokenizerBase:
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    return open_tokenizer(folder, kind=PreTrainedTokenizerFast)
+
+
+def open_tokenizer(
+    place: str | Path, revision: str | None = None, *, kind: type[Any] = AutoTokenizer
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer without the settings of calls that its tokenizer.json may hold.
+
+    Everything that reads a tokenizer's files calls this, so that no truncation, padding or dropout that somebody once
+    saved acts here.
+
+    Args:
+        place: folder or hub id.
+        revision: on the hub.
+        kind: transformers' class; PreTrainedTokenizerFast replaces no step of the file by those of a model family.
+
+    Raises:
+        BaseModelError: it has no tokenizer.json form.
+        Exception: a damaged folder may raise anything.
+    """
+    tokenizer: Any = kind.from_pretrained(place, revision=revision, trust_remote_code=False)
+    if not tokenizer.is_fast:
+        raise BaseModelError(
+            f"{place}: its tokenizer has no tokenizer.json form (a fast tokenizer); choose another in "
+            "model.tokenizer"
+        )
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    if getattr(backend.model, "dropout", None) is not None:
+        backend.model.dropout = None
+    return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def check_ids(tokenizer: PreTrainedTokenizerBase, num_rows: int) -> None:
+    """Raise BaseModelError if an id of a tokenizer has no row in the base's embedding."""
+    if (num := num_ids(tokenizer)) > num_rows:
+        raise BaseModelError(
+            f"model.base: the tokenizer of {tokenizer.name_or_path} has the id {num - 1:,}, but the base's embedding "
+            f"has only {num_rows:,} rows; set model.tokenizer to the base's own"
+        )

@@ -1,20 +1,29 @@
 """The tokenizer of a run: learned once, kept by content, or refused in one line."""
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from scale_cli.config.sources import TextSource
 from scale_cli.config.vocabulary import VocabularyConfig
+from scale_cli.data.encoding import id_dtype
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, ScaleError
 from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
-from scale_cli.vocabulary.tokenizer import AddedTokens, load_grown, write_grown
-from tests.vocabulary.tokenizers_at_hand import KOREAN
+from scale_cli.vocabulary.tokenizer import (
+    AddedTokens,
+    check_ids,
+    load_grown,
+    open_tokenizer,
+    write_grown,
+)
+from tests.vocabulary.tokenizers_at_hand import KOREAN, llama_3
 
 ROWS = 8192
 
@@ -142,3 +151,38 @@ def test_a_script_that_the_base_has_already_is_refused(shared_data: Path, tmp_pa
 def test_a_script_is_a_name_or_ranges_beyond_ascii(script: str) -> None:
     with pytest.raises(ValueError, match="a range"):
         VocabularyConfig(script=script)
+
+
+@pytest.mark.parametrize("opened", [open_tokenizer, load_grown])
+def test_settings_saved_in_a_tokenizer_file_do_not_act(
+    base: PreTrainedTokenizerBase, tmp_path: Path, opened: Callable[[Path], Any]
+) -> None:
+    base.save_pretrained(tmp_path)
+    expected = base.backend_tokenizer.encode_batch([KOREAN, "a"], add_special_tokens=False)
+    described = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    described["model"]["dropout"] = 0.9
+    saved = Tokenizer.from_str(json.dumps(described))
+    saved.enable_truncation(8)
+    saved.enable_padding(length=100)
+    saved.save(str(tmp_path / "tokenizer.json"))
+
+    backend = opened(tmp_path).backend_tokenizer
+    found = backend.encode_batch([KOREAN, "a"], add_special_tokens=False)
+    assert [encoding.ids for encoding in found] == [encoding.ids for encoding in expected]
+
+
+@pytest.mark.parametrize(("last", "num_rows"), [(70_000, 8192), (5000, 576), (512, 512)])
+def test_an_id_without_a_row_is_refused_however_few_ids_there_are(
+    tmp_path: Path, last: int, num_rows: int
+) -> None:
+    described = json.loads(llama_3().to_str())
+    described["model"]["vocab"]["\ue000"] = last
+    described["added_tokens"] = []
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(described)))
+    assert len(tokenizer) < num_rows
+    with pytest.raises(BaseModelError, match=rf"the id {last:,}, but .* only {num_rows:,} rows"):
+        check_ids(tokenizer, num_rows)
+    with pytest.raises(BaseModelError, match=f"the id {last:,}"):
+        grow(tokenizer, tmp_path, first_id=num_rows)
+    check_ids(tokenizer, last + 1)
+    assert id_dtype(tokenizer) == ("uint32" if last > 2**16 else "uint16")
