@@ -108,12 +108,10 @@ def rotated_by_halves(weight: Tensor, num_heads: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-def named_as_in_transformers(
-    tensors: Mapping[str, Tensor], config: LlamaConfig
-) -> dict[str, Tensor]:
+def named_as_in_transformers(tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Return a GGUF file's tensors under transformers' names, in transformers' order of rows."""
     num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    named = {}
+    named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
         if stem in OF_MODEL:
@@ -155,7 +153,7 @@ def tokenizer_of(
     )
 
 
-def read_gguf(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def read_gguf(path: Path) -> tuple[Any, Any]:
     """Return the model of a GGUF file in bfloat16, and its tokenizer."""
     require("gguf", "scripts.real_base")
     from gguf import GGUFReader
@@ -169,7 +167,7 @@ def read_gguf(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     }
 
     config = config_of(fields)
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     lacking = model.load_state_dict(named_as_in_transformers(tensors, config), strict=False)
     if lacking.unexpected_keys or lacking.missing_keys != ["lm_head.weight"]:  # tied
         raise BaseModelError(f"{path}: does not hold the tensors of a Llama")
@@ -185,7 +183,7 @@ def read_gguf(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 
 @torch.no_grad()
-def check(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def check(model: Any, tokenizer: Any) -> None:
     """Raise BaseModelError unless the base answers as it should, and a text costs it what it should."""
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}],
