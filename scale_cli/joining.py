@@ -44,7 +44,7 @@ from scale_cli.upscale.base_record import BaseRecord, check_same_base, record_ba
 from scale_cli.upscale.base_tokenizer import check_tokenizer, load_tokenizer
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, own_logits, sample_ids
 from scale_cli.vocabulary.added_tokens import extended, new_tokens
-from scale_cli.vocabulary.proofs import check_union
+from scale_cli.vocabulary.checks import check_union
 from scale_cli.vocabulary.tokenizer import load_grown, read_texts, write_grown
 
 # Configuration fields that a member keeps from its run; the joined model has its own router.
@@ -225,7 +225,7 @@ def _joined_tokenizer(runs: Sequence[RunTokens], first_id: int) -> PreTrainedTok
             tokens.config.evaluation.perplexity, tokens.config.corpus, _BYTES_COMPARED
         )
     ]
-    check_union(parts, united, first_id, texts, seed=0)
+    check_union(parts, united, first_id, texts)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         write_grown(Path(folder), next(iter(distinct.values())).tokenizer, united)
         return load_grown(Path(folder))

@@ -35,7 +35,6 @@ from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale import preservation
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.building import start_model
-from scale_cli.vocabulary import proofs
 from tests.config.small_config import changed
 from tests.pretended_device import accelerate_on, pretended_device
 from tests.torture.tiny_run import Runs, write_base_and_texts
@@ -68,15 +67,13 @@ def device() -> Iterator[torch.device]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunConfig]:
-    """Of a run of a second that has been upscaled; proofs take two texts, for every operator costs here."""
+    """Of a run of a second that has been upscaled; two texts are read, for every operator costs here."""
     root = tmp_path_factory.mktemp("pretended")
     write_base_and_texts(root, num_hidden_layers=2)
     fewer = [f"evaluation.perplexity.{index}.max_documents=2" for index in range(2)]
     config = load_config(Runs(root).config("run"), fewer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preservation, "SAMPLE_TEXTS", preservation.SAMPLE_TEXTS[:2])
-        patch.setattr(proofs, "_CODE_POINTS", range(0x300, 0x600))
-        patch.setattr(proofs, "_NUM_RANDOM", 20)
         upscale(config)
         yield config
 

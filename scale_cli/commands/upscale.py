@@ -49,6 +49,8 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
     run.check(training_sources(config))
     of_base = run.base_tokenizer
     tokenizer = run.make_tokenizer()
+    if run.added_tokens is not None and (note := run.added_tokens.note):
+        log(f"note           {note}")
     open_sources(
         config, training_sources(config), tokenizer
     )  # errors in a text are found before weights load

@@ -78,6 +78,11 @@ class Script:
         """The inside of a regular expression's character class."""
         return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in self.ranges)
 
+    def utf8_bytes(self) -> set[int]:
+        """Return every byte in the UTF-8 of the script's letters."""
+        letters = (chr(code) for first, last in self.ranges for code in range(first, last + 1))
+        return set("".join(letters).encode())
+
     def holds(self, first: int, last: int) -> bool:
         """Return whether one range of the script holds all code points from `first` to `last`."""
         return any(begin <= first and last <= end for begin, end in self.ranges)

@@ -19,7 +19,7 @@ from scale_cli.runs.folder import RunFolder
 from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.base_tokenizer import tokenizer_place
 from scale_cli.vocabulary.added_tokens import SENTENCEPIECE, Spelling, with_new_pieces
-from scale_cli.vocabulary.proofs import check_added_tokens
+from scale_cli.vocabulary.checks import check_added_tokens
 from scale_cli.vocabulary.tokenizer import (
     TOKENIZER_FILES,
     read_texts,
@@ -77,6 +77,5 @@ def prove_vocabulary(
         grown.backend_tokenizer,
         Script.named(config.method.vocabulary.script),
         read_texts([*kept, *config.corpus.replay], config.corpus),
-        read_texts(learned_on(config), config.corpus, _BYTES_RETURNED),
-        config.seed,
+        list(read_texts(learned_on(config), config.corpus, _BYTES_RETURNED)),
     )

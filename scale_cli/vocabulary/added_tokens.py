@@ -16,7 +16,7 @@ import json
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -60,6 +60,7 @@ class Spelling:
     """How a tokenizer's tokens spell bytes."""
 
     byte_level: bool
+    missing: frozenset[int] = frozenset()  # bytes that no token spells
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, name: str) -> Spelling:
@@ -68,17 +69,25 @@ class Spelling:
         model = described["model"]
         marks = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
         if model["type"] == "BPE" and not any(model.get(mark) for mark in marks):
-            if model.get("byte_fallback") and all(
-                f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)
-            ):
-                return cls(byte_level=False)
             steps = json.dumps([described.get("pre_tokenizer"), described.get("normalizer")])
-            if '"type": "ByteLevel"' in steps and model["vocab"].keys() >= _BYTE_OF.keys():
-                return cls(byte_level=True)
+            byte_level = '"type": "ByteLevel"' in steps
+            if byte_level or model.get("byte_fallback"):
+                spelt = _BYTE_OF if byte_level else {f"<0x{byte:02X}>": byte for byte in range(256)}
+                known = {byte for token, byte in spelt.items() if token in model["vocab"]}
+                return cls(byte_level, frozenset(range(256)) - known)
         raise BaseModelError(
             f"method.vocabulary: the tokenizer of {name} ({model['type']}) is neither byte-level BPE nor BPE with byte "
             "fallback, so no token can be added to it"
         )
+
+    def check_script(self, script: Script, name: str) -> None:
+        """Raise BaseModelError if a letter of a script, or a space, has a byte that no token spells."""
+        needed = script.utf8_bytes() | {ord(" ")} if self.byte_level else script.utf8_bytes()
+        if lacking := self.missing & needed:
+            raise BaseModelError(
+                f"method.vocabulary: the tokenizer of {name} has no token for the bytes {byte_names(lacking)}, which "
+                "letters of method.vocabulary.script need, so it loses them; choose another base"
+            )
 
     @property
     def space(self) -> str:
@@ -95,6 +104,19 @@ class Spelling:
         if self.byte_level:
             return "".join(tokens)
         return b"".join(map(self.to_bytes, tokens)).decode().replace(" ", _SPACE)
+
+
+def byte_names(some: Collection[int]) -> str:
+    """Return bytes in hexadecimal, neighbours as ranges: `00-08, C0`."""
+    runs: list[list[int]] = []
+    for byte in sorted(some):
+        if runs and byte == runs[-1][-1] + 1:
+            runs[-1].append(byte)
+        else:
+            runs.append([byte])
+    return ", ".join(
+        f"{run[0]:02X}" if len(run) == 1 else f"{run[0]:02X}-{run[-1]:02X}" for run in runs
+    )
 
 
 # Learning continues byte-pair encoding from a tokenizer's own merges, on the letters of one script only.
@@ -296,7 +318,13 @@ def pieces(tokenizer: Tokenizer, spelling: Spelling, first_id: int) -> list[list
                 left, right = merged[token]
                 known[token] = old_ids(left) + old_ids(right)
             else:
-                known[token] = [known[f"<0x{byte:02X}>"][0] for byte in spelling.to_bytes(token)]
+                of_bytes = [f"<0x{byte:02X}>" for byte in spelling.to_bytes(token)]
+                if lacking := set(of_bytes) - known.keys():
+                    raise BaseModelError(
+                        f"method.vocabulary: the new token {token!r} is not made of old ones, which lack "
+                        f"{', '.join(sorted(lacking))}"
+                    )
+                known[token] = [known[byte][0] for byte in of_bytes]
         return known[token]
 
     return [old_ids(token) for token, index in vocabulary.items() if index >= first_id]

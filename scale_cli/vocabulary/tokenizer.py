@@ -30,6 +30,7 @@ from scale_cli.vocabulary.added_tokens import (
     SENTENCEPIECE,
     NewToken,
     Spelling,
+    byte_names,
     count_words,
     extended,
     learn,
@@ -64,6 +65,17 @@ class AddedTokens:
     @property
     def base(self) -> PreTrainedTokenizerBase:
         return self.cache.tokenizer
+
+    @property
+    def note(self) -> str:
+        """What a user should know of the base's tokenizer; empty if nothing."""
+        missing = Spelling.of(self.base.backend_tokenizer, self.base.name_or_path).missing
+        if not missing:
+            return ""
+        return (
+            f"the base's tokenizer has no token for the bytes {byte_names(missing)}, with or without new tokens; "
+            f"{self.vocabulary.script} needs none of them"
+        )
 
     @property
     def num_new(self) -> int:
@@ -126,6 +138,7 @@ class AddedTokens:
         """Return the tokens learned from up to `num_bytes` of each source, and whether that is all of the text."""
         backend, script = self.base.backend_tokenizer, Script.named(self.vocabulary.script)
         spelling = Spelling.of(backend, self.base.name_or_path)
+        spelling.check_script(script, self.base.name_or_path)
         tokens = self.base.get_vocab()
         of_script = sum(script.alone_begins(spelling.to_bytes(token)) for token in tokens)
         if of_script > _MOST_OF_THE_SCRIPT * len(tokens):

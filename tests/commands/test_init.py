@@ -27,7 +27,6 @@ from scale_cli.errors import ConfigError
 from scale_cli.planning import Device, count_flops, count_saved_tensors
 from tests.command_line import Scale
 from tests.data.corpus_files import COMPRESSORS, as_jsonl, as_parquet, as_txt, kept, read
-from tests.vocabulary.grown_run import prove_on_few
 from tests.vocabulary.tokenizers_at_hand import ENGLISH
 from tests.widening import TINY, lower_stories
 
@@ -260,7 +259,6 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    prove_on_few(monkeypatch)
     for counting, count in STORIES_COUNTED.items():
         monkeypatch.setattr(fitting, counting, count)
     monkeypatch.setattr(fitting, "_MIN_STEPS", 2)

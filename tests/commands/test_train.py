@@ -19,7 +19,6 @@ from scale_cli.training.metrics_log import read_records
 from scale_cli.training.observing import Observer
 from scale_cli.training.records import TrainState
 from scale_cli.training.step import TakenStep, train_step
-from scale_cli.vocabulary import proofs
 from tests.data.test_conversations import PLAIN, talk
 from tests.methods.test_adept import ADEPT
 from tests.torture.tiny_run import CLOCK
@@ -116,12 +115,8 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
 
 
 @pytest.fixture
-def everything(
-    tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[str, ...]:
+def everything(tmp_path: Path, shared_data: Path) -> tuple[str, ...]:
     """Keys that a run of AdamW can have at once: new tokens, conversations, replay, a choice among its weights, ..."""
-    monkeypatch.setattr(proofs, "_CODE_POINTS", range(0x500))
-    monkeypatch.setattr(proofs, "_NUM_RANDOM", 200)
     base = shutil.copytree(lower_stories(shared_data), tmp_path / "base")
     (base / "chat_template.jinja").write_text(PLAIN, encoding="utf-8")
     talks = [{"m": talk([(f"ask {n}", f"say {n * n}")] * (n % 3 + 1))} for n in range(30)]

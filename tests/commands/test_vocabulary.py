@@ -22,10 +22,9 @@ from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import read_json
 from tests.command_line import ModelLoads, model_loads
 from tests.config.small_config import changed
-from tests.vocabulary.grown_run import config_of, prove_on_few
+from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 
-pytestmark = pytest.mark.usefixtures("few_characters")
 SHARES = (("ko", 1.0), ("en", 0.6))
 
 
@@ -38,9 +37,7 @@ def trained(config: RunConfig) -> RunConfig:
 @pytest.fixture(scope="module")
 def below(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A widened run with new tokens, trained; no test changes it but by an evaluation and an export."""
-    with pytest.MonkeyPatch.context() as patch:
-        prove_on_few(patch)
-        return trained(config_of(shared_data, tmp_path_factory.mktemp("below")))
+    return trained(config_of(shared_data, tmp_path_factory.mktemp("below")))
 
 
 def upon(config: RunConfig, folder: Path, *overrides: str) -> RunConfig:

@@ -22,7 +22,6 @@ from scale_cli.model.dense_blocks import dense_embedding
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.runs.opened import Run
-from scale_cli.vocabulary import proofs
 from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
 from scale_cli.vocabulary.added_tokens import new_tokens
 from tests.join.conftest import at_its_start
@@ -42,20 +41,17 @@ VOCABULARIES = {
 def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
     """Runs of two scripts, one with other tokens of the first, one without any, one with the first's."""
     folder, made = tmp_path_factory.mktemp("runs"), {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(proofs, "_CODE_POINTS", range(0x300, 0x600))
-        patch.setattr(proofs, "_NUM_RANDOM", 200)
-        for name, vocabulary in VOCABULARIES.items():
-            config = made[name] = _configured(shared_data, folder / name, vocabulary)
-            if name == "other-korean":
-                at_its_start(config)
-            else:
-                upscale(config)
-                train(config, None, print)
-        given = {"new_tokens": NEW, "folder": str(made["korean"].output_dir / "final")}
-        made["again"] = at_its_start(
-            _configured(shared_data, folder / "again", given).model_copy(update={"seed": 1})
-        )
+    for name, vocabulary in VOCABULARIES.items():
+        config = made[name] = _configured(shared_data, folder / name, vocabulary)
+        if name == "other-korean":
+            at_its_start(config)
+        else:
+            upscale(config)
+            train(config, None, print)
+    given = {"new_tokens": NEW, "folder": str(made["korean"].output_dir / "final")}
+    made["again"] = at_its_start(
+        _configured(shared_data, folder / "again", given).model_copy(update={"seed": 1})
+    )
     return made
 
 
@@ -64,11 +60,6 @@ def _configured(shared_data: Path, folder: Path, vocabulary: object) -> RunConfi
     text = {"russian": RUSSIAN, "other-korean": KOREAN[::-1]}.get(folder.name, KOREAN)
     config = config_of(shared_data, folder, new_text=text, vocabulary=vocabulary)
     return config.model_copy(update={"output_dir": folder / folder.name})
-
-
-@pytest.fixture(autouse=True)
-def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proofs, "_NUM_RANDOM", 200)
 
 
 def folders(runs: dict[str, RunConfig], *names: str) -> list[Path]:

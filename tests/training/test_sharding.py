@@ -41,7 +41,6 @@ from scale_cli.upscale.building import MethodModel, start_model
 from tests.evaluation.task_files import task_of
 from tests.torture.verbs import ended_group, start_group
 from tests.training.conftest import MakeConfig, configs_in
-from tests.vocabulary.grown_run import prove_on_few
 from tests.widening import load_model, tiny_llama
 
 pytestmark = pytest.mark.long
@@ -152,10 +151,8 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for sharding in ("none", "expansion", "all"):
         sharded = ("train.micro_batch_size=2", f"train.sharding={sharding}", *EVALUATED, *asked)
         made.add(f"{sharding}-two", *sharded, like="one")
-    with pytest.MonkeyPatch.context() as patch:
-        prove_on_few(patch)
-        for name, pair in PAIRS.items():
-            made.add_pair(name, *pair)
+    for name, pair in PAIRS.items():
+        made.add_pair(name, *pair)
     trunk = made.folder("all-two").checkpoint(_SAVED_STEP)
     tales = (
         f"path: {shared_data}/en-tinystories/tinystories_val.txt, language: en, max_documents: 2"

@@ -3,25 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from scale_cli.commands.join import join
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.joining import join_runs
 from scale_cli.model.joined_scale import JoinedForCausalLM
-from scale_cli.vocabulary import proofs
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 from tests.widening import lower_stories
-
-
-def prove_on_few(patch: pytest.MonkeyPatch) -> None:
-    """Let proofs look at the characters about Hangul and Cyrillic alone: all of them take seconds."""
-    patch.setattr(
-        proofs, "_CODE_POINTS", [*range(0x500), *range(0x1100, 0x1200), *range(0xA900, 0xD900)]
-    )
-    patch.setattr(proofs, "_NUM_RANDOM", 2_000)
 
 
 def config_of(

@@ -19,6 +19,7 @@ from scale_cli.errors import BaseModelError, PreservationError
 from scale_cli.vocabulary.added_tokens import (
     NewToken,
     Spelling,
+    byte_names,
     count_words,
     extended,
     learn,
@@ -26,8 +27,17 @@ from scale_cli.vocabulary.added_tokens import (
     pieces,
     with_new_pieces,
 )
-from scale_cli.vocabulary.proofs import check_added_tokens, check_union
-from tests.vocabulary.tokenizers_at_hand import ENGLISH, KINDS, KOREAN, RUSSIAN, llama_3
+from scale_cli.vocabulary.checks import check_added_tokens, check_union
+from tests.vocabulary.sweeps import characters_outside, random_strings
+from tests.vocabulary.tokenizers_at_hand import (
+    ENGLISH,
+    KINDS,
+    KOREAN,
+    RARE_BYTES,
+    RUSSIAN,
+    llama_3,
+    smollm2,
+)
 
 HANGUL, CYRILLIC = Script.named("hangul"), Script.named("cyrillic")
 FIRST_ID = 512  # some rows more than any of them has tokens
@@ -167,27 +177,53 @@ def test_with_the_new_tokens_of_two_scripts_each_has_the_ids_that_it_has_alone(
             assert ids == [index + 100 if index >= FIRST_ID else index for index in alone]
 
 
-@pytest.mark.usefixtures("few_characters")
-def test_the_proofs_hold_and_find_one_token_that_moved_or_that_other_texts_have() -> None:
+@any_kind
+def test_no_character_outside_the_script_has_other_ids(kind: Callable[[], Tokenizer]) -> None:
+    """Every character of Unicode, and random strings of them."""
+    one, (cyrillic, together) = grown(kind), united(kind)
+    outside = characters_outside(HANGUL)
+    texts = [*outside, *random_strings(one.old, outside, seed=0)]
+    num_compared = check_added_tokens(one.old, one.new, HANGUL, texts, [KOREAN])
+    assert num_compared > 0.9 * len(texts)
+
+    both = Script(HANGUL.ranges + CYRILLIC.ranges)
+    letters = [chr(code) for first, last in both.ranges for code in range(first, last + 1)]
+    of_letters = [*random_strings(one.old, letters, seed=0), KOREAN, RUSSIAN, ENGLISH]
+    check_union([(one.new, HANGUL), (cyrillic, CYRILLIC)], together, FIRST_ID, of_letters)
+
+
+def test_the_checks_find_one_token_that_moved_or_that_other_texts_have() -> None:
     one, (cyrillic, together) = grown(llama_3), united(llama_3)
     parts = [(one.new, HANGUL), (cyrillic, CYRILLIC)]
-    check_added_tokens(one.old, one.new, HANGUL, [ENGLISH, KOREAN], [KOREAN], seed=0)
-    check_union(parts, together, FIRST_ID, [KOREAN, RUSSIAN, ENGLISH], seed=0)
+    check_union(parts, together, FIRST_ID, [KOREAN, RUSSIAN, ENGLISH])
 
     left, right = one.old.encode("epoch", add_special_tokens=False).tokens[-2:]
     damaged = extended(one.old, [NewToken(left + right, (left, right))], FIRST_ID)
-    with pytest.raises(PreservationError, match="have changed"):
-        check_added_tokens(one.old, damaged, HANGUL, [ENGLISH, "epoch"], [KOREAN], seed=0)
+    for kept, learned in ([ENGLISH, "epoch"], [KOREAN]), ([], [KOREAN, "국민epoch"]):
+        with pytest.raises(PreservationError, match="have changed"):
+            check_added_tokens(one.old, damaged, HANGUL, kept, learned)
     described = json.loads(one.new.to_str())
     vocabulary = described["model"]["vocab"]
     vocabulary["h"], vocabulary["e"] = vocabulary["e"], vocabulary["h"]
+    moved = Tokenizer.from_str(json.dumps(described))
     with pytest.raises(PreservationError, match="had the id"):
-        check_added_tokens(
-            one.old, Tokenizer.from_str(json.dumps(described)), HANGUL, [], [], seed=0
-        )
+        check_added_tokens(one.old, moved, HANGUL, [], [])
     fewer = extended(one.new, new_tokens(cyrillic, FIRST_ID)[:-1], FIRST_ID + 100)
     with pytest.raises(PreservationError, match="have changed"):
-        check_union(parts, fewer, FIRST_ID, [RUSSIAN], seed=0)
+        check_union(parts, fewer, FIRST_ID, [RUSSIAN])
+
+
+@pytest.mark.parametrize(("byte", "named"), [(0xEA, "EA"), (ord(" "), "20")])
+def test_a_tokenizer_without_a_byte_that_the_script_needs_is_refused_by_the_byte(
+    byte: int, named: str
+) -> None:
+    lacking = Spelling(byte_level=True, missing=frozenset({byte, 0xFF}))
+    with pytest.raises(BaseModelError, match=rf"no token for the bytes {named}, which"):
+        lacking.check_script(HANGUL, "a base")
+    unneeded = Spelling.of(smollm2(), "a base")
+    assert sorted(unneeded.missing) == RARE_BYTES
+    assert byte_names(unneeded.missing) == "02-08, 0B, 0E, C0-C1, F1, F5-FF"
+    unneeded.check_script(HANGUL, "a base")
 
 
 def test_merges_of_the_same_words_are_the_same_whatever_their_order() -> None:

@@ -1,0 +1,78 @@
+"""What new tokens would save, estimated from a sample of a text in a second or two."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from scale_cli.config.vocabulary import SCRIPTS, Script
+from scale_cli.vocabulary.added_tokens import Spelling, count_words, extended, learn
+
+_LEARNED_SHARE = 0.8  # of the sample; what the tokens save is measured on the rest
+_MIN_COUNT = 3
+
+
+@dataclass(frozen=True)
+class Savings:
+    """A sample's size in a base's tokens, and in new ones too."""
+
+    script: str  # the most frequent one beyond ASCII
+    num_new: int  # tokens that the sample gives
+    tokens_per_character: float
+    bytes_per_token: float
+    bytes_per_token_with_new: float  # of text that the new tokens were not learned on
+
+
+def estimate_savings(
+    tokenizer: PreTrainedTokenizerBase, first_id: int, sample: str, most: int = 4096
+) -> Savings | None:
+    """Estimate what new tokens for a text's script would save.
+
+    Args:
+        tokenizer: the base's.
+        first_id: rows of the base's embedding.
+        sample: a megabyte of the text tells the saving to a few percent.
+        most: new tokens at the most.
+
+    Returns:
+        The estimate; None if the sample has no letter of a known script.
+
+    Raises:
+        BaseModelError: the tokenizer cannot take new tokens.
+    """
+    name = most_frequent_script(sample)
+    if name is None:
+        return None
+    backend, script = tokenizer.backend_tokenizer, Script.named(name)
+    spelling = Spelling.of(backend, tokenizer.name_or_path)
+    spelling.check_script(script, tokenizer.name_or_path)
+
+    cut = int(_LEARNED_SHARE * len(sample))
+    words = count_words(sample[:cut], backend, script)
+    new = learn(words, backend, spelling, script, most=most, min_count=_MIN_COUNT)
+    held_out = sample[cut:]
+    num_before, num_after = (
+        len(of.encode(held_out, add_special_tokens=False).ids)
+        for of in (backend, extended(backend, new, first_id))
+    )
+    num_bytes = len(held_out.encode())
+    return Savings(
+        script=name,
+        num_new=len(new),
+        tokens_per_character=num_before / len(held_out),
+        bytes_per_token=num_bytes / num_before,
+        bytes_per_token_with_new=num_bytes / num_after,
+    )
+
+
+def most_frequent_script(text: str) -> str | None:
+    """Return the script beyond ASCII with the most letters in a text; None if there is no such letter."""
+    counts = Counter(text)
+    letters = {
+        name: sum(count for char, count in counts.items() if Script(ranges).holds(*[ord(char)] * 2))
+        for name, ranges in SCRIPTS.items()
+    }
+    script = max(letters, key=letters.__getitem__)
+    return script if letters[script] else None
