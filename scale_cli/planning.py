@@ -27,7 +27,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.methods.recipes import recipes_of
 from scale_cli.model.quantised_base import empty_as, parts_of
 from scale_cli.model.routing import rows_at_once
 from scale_cli.processes import autocast, device_name, lowered_dtype
@@ -101,8 +100,6 @@ def count_flops(model: MethodModel, sequence_length: int) -> TokenFlops:
 
     There, attention is separate products over every key: two forward, four backward if all of it trains.
     """
-    for parameter in model.parameters():
-        parameter._backward_hooks = None  # OSF's gradient projections count per step, not per token
     with (
         torch.device("meta"),
         FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE) as counter,
@@ -229,33 +226,21 @@ class Parameters:
 
     num_frozen: int  # that no optimiser updates
     num_trainable: int  # that an optimiser updates
-    # in their own dtype, with OSF's parts of them; also the start weights that trained ones may decay to
-    frozen_bytes: int
+    frozen_bytes: int  # in their own dtype
     trainable_bytes: int  # of the float32 master copy
-    # of the optimiser: two moments for AdamW, a momentum per matrix for Muon; also the average and lookahead's slow
-    # weights, if used
-    moments_bytes: int
+    moments_bytes: int  # of the optimiser: two moments for AdamW, a momentum per matrix for Muon
 
     @classmethod
     def of(cls, model: MethodModel, train: TrainConfig) -> Parameters:
         parameters, kinds = dict(model.named_parameters()), kinds_of_parameters(model)
         frozen = [parameter for name, parameter in parameters.items() if name not in kinds]
         trainable = [parameters[name] for name in kinds]
-        parts = [buffer for name, buffer in model.named_buffers() if "_osf_" in name]
         trainable_bytes = sum(parameter.nbytes for parameter in trainable)
-        recipes = recipes_of(train)
-        beside = sum(recipe.copies_kept for recipe in recipes)
-        of_start = sum(recipe.copies_of_start for recipe in recipes)
-        copies = {
-            name: len(moments_of(kind, train.optimiser)) + beside for name, kind in kinds.items()
-        }
+        copies = {name: len(moments_of(kind, train.optimiser)) for name, kind in kinds.items()}
         return cls(
             num_frozen=sum(parameter.numel() for parameter in frozen),
             num_trainable=sum(parameter.numel() for parameter in trainable),
-            frozen_bytes=sum(
-                held.nbytes for tensor in [*frozen, *parts] for held in parts_of(tensor)
-            )
-            + of_start * trainable_bytes,
+            frozen_bytes=sum(held.nbytes for tensor in frozen for held in parts_of(tensor)),
             trainable_bytes=trainable_bytes,
             moments_bytes=sum(parameters[name].nbytes * number for name, number in copies.items()),
         )
@@ -270,11 +255,10 @@ class Parameters:
 class Memory:
     """Bytes that one process holds from the last forward to the first backward product of a step."""
 
-    # frozen weights, and OSF's parts of them; with `train.decay_to_base` also the start of the trained ones
     frozen: int
     trainable: int  # float32 master weights
     gradients: int  # float32; with several processes they lie in DistributedDataParallel's buckets
-    moments: int  # the optimiser's, the average, lookahead's slow weights
+    moments: int  # the optimiser's
     saved: int  # by a micro-batch for the backward pass, with weights in autocast's precision
     head: int  # logits computed at once, and what is derived from them
 

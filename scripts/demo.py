@@ -34,8 +34,8 @@ from scale_cli.storage.atomic import write_text
 from scale_cli.terminal import printable
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.base_tokenizer import load_tokenizer
-from scripts.biography.people import Language, biography, generate_people
 from scripts.from_scratch import train_base, train_tokenizer
+from scripts.research.biography.people import Language, biography, generate_people
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 NUM_TRAIN, NUM_VALID = 5000, 200

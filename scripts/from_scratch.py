@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,18 +18,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import Batches, MicroBatch
-from scale_cli.methods.recipes import copy_start
+from scale_cli.data.batches import Batches
+from scale_cli.methods.recipes import Hook, Training, make_hooks
 from scale_cli.storage.atomic import new_folder
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser
-from scale_cli.training.step import hooks_of, train_step
+from scale_cli.training.step import train_step
 from scale_cli.upscale.building import MethodModel
 
 END_OF_TEXT = "<|end_of_text|>"
-_FULL = MethodConfig(variant="full")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
@@ -70,20 +69,21 @@ def training_steps(
     batches: Batches,
     train: TrainConfig,
     description: str,  # of the bar
-    method: MethodConfig = _FULL,
-    probe: Callable[
-        [int], Sequence[MicroBatch]
-    ] = lambda _: [],  # returns so many windows of text that the base knows
+    config: Any = None,  # of hooks: `method`, `seed` and the roles of the `corpus`
 ) -> Iterator[int]:
     """Train a model's trainable parameters in one process; yield 0, and then the number of steps after each step.
 
     Between two steps the model may be used in evaluation mode.
     """
     accelerator = Accelerator(mixed_precision="no")  # the step sets autocast
-    start = copy_start(model, train)
     wrapped = accelerator.prepare(for_training(model.to(accelerator.device), train))
-    optimiser = build_optimiser(model, train, by_tensor=method.definition.has_tensor_rates)
-    hooks = hooks_of(method, train, model, wrapped, accelerator, start, probe)
+    optimiser = build_optimiser(model, train)
+    hooks: list[Hook] = []
+    if config is not None:
+        parts = Training(
+            config=config, model=model, wrapped=wrapped, accelerator=accelerator, batches=batches
+        )
+        hooks = make_hooks(parts)
     yield 0
     with trange(train.max_steps, desc=description, unit="step", leave=False) as steps:
         for step, batch in zip(steps, batches.from_step(0), strict=True):

@@ -77,14 +77,10 @@ def test_what_needs_a_library_that_is_absent_is_refused_before_anything_is_writt
 def test_a_plan_without_peft_says_so_of_lora_and_plans_the_rest(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside = [
-        MethodConfig(variant="full"),
-        MethodConfig(variant="lora"),
-        MethodConfig(variant="osf"),
-    ]
+    beside = [MethodConfig(variant="full"), MethodConfig(variant="lora")]
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: beside)
     monkeypatch.setitem(sys.modules, "peft", None)
     planned = plan(config, flops=1e12, num_processes=1)
-    assert list(planned.refused) == ["lora", "osf"]
+    assert list(planned.refused) == ["lora"]
     assert "scale-cli[lora]" in planned.refused["lora"]
     assert [method.variant for method in planned.methods] == ["route", "full"]

@@ -32,7 +32,6 @@ from scale_cli.training.interruption import StopRequest
 from scale_cli.training.metrics_log import read_records
 from scale_cli.training.records import TrainState
 from tests.command_line import Scale
-from tests.methods.test_adept import measured_rates
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.torture.verbs import ended_group, run_verb, start_group
 from tests.vocabulary.tokenizers_at_hand import KOREAN
@@ -61,11 +60,10 @@ ROUTE = (
     "train.max_forgetting=0",
     "export.format=llama",
 )
-# Every tensor's rate hangs on what the base says of text.
+# The base's predictions are learned from.
 ASKING_THE_BASE = (
-    "method={variant: adept, adept: {num_blocks: 1, every_steps: 2, probe_windows: 5}}",
+    "method={variant: preserve, distillation: {weight: 1}}",
     "corpus.sources.1.role=replay",
-    "corpus.sources.1.weight=0",
     "train.max_steps=4",
     "train.eval_every_steps=null",
 )
@@ -90,8 +88,6 @@ def test_two_processes_run_all_verbs_as_one_does(
     assert chosen[0].step == chosen[1].step
     assert (chosen[0].best is not None) == (overrides is ROUTE)
     if overrides is ASKING_THE_BASE:
-        rates = [measured_rates(sorted(run.checkpoints.iterdir())[-1]) for run in (one, two)]
-        assert rates[1] == pytest.approx(rates[0], rel=1e-5) and len(set(rates[0])) > 2
         trained = load_tensors(one.final / TRAINED)
         for name, tensor in load_tensors(two.final / TRAINED).items():
             torch.testing.assert_close(tensor, trained[name], rtol=1e-5, atol=1e-6, msg=name)

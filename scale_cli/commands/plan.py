@@ -157,10 +157,6 @@ def _plan_method(
 ) -> MethodPlan:
     train, length, new = config.train, config.corpus.sequence_length, None
     num_tokens = train.max_steps * train.global_batch_size * length
-    if not method.trains_base_weights:
-        train = train.model_copy(
-            update={"decay_to_base": False}
-        )  # the setting needs a method that trains base weights
     if growth is not None and method.vocabulary is not None:
         new = NewPieces.unknown(growth.num_new)
     elif growth is not None:
@@ -173,10 +169,7 @@ def _plan_method(
     parameters, flops = Parameters.of(model, train), count_flops(model, length)
     asked = config.model_copy(update={"method": method, "train": train})
     memory = memory_of_run(asked, num_processes, device.type, model)
-    beside = method.definition.work_beside(
-        method.settings, train.max_steps, train.global_batch_size, len(config.corpus.replay)
-    )
-    per_token = flops.total(length) * (1 + beside)
+    per_token = flops.total(length)
     time_s = num_tokens * per_token / (device.flops_per_s * num_processes)
     return MethodPlan(method.variant, parameters, flops, num_tokens, per_token, memory, time_s)
 

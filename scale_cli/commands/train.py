@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from scale_cli.config.schema import LOCATION_KEYS, TRAIN_SECTIONS, RunConfig, scored_otherwise
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import Batches, known_windows
+from scale_cli.data.batches import Batches
 from scale_cli.data.corpora import (
     build_batches,
     check_same_text,
@@ -27,7 +26,7 @@ from scale_cli.data.corpora import (
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError, OutOfMemory, RunFolderError, is_out_of_memory, one_line
 from scale_cli.evaluation.benchmarks import open_benchmarks_of
-from scale_cli.methods.recipes import copy_start, of_final
+from scale_cli.methods.recipes import Training, make_hooks
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.planning import peak_tokens_per_s
 from scale_cli.processes import (
@@ -74,7 +73,6 @@ from scale_cli.training.sharding import (
     shard_for_evaluation,
     shard_model,
 )
-from scale_cli.training.step import hooks_of
 from scale_cli.training.tracking import check_trackers, tracked
 from scale_cli.upscale.base_record import tensor_sha256
 from scale_cli.upscale.building import MethodModel
@@ -215,7 +213,6 @@ def _open_training(
         model, untouched = start.load_beside_base()
     else:
         model = start.load_to_train()
-    start_weights = copy_start(model, settings)  # before other weights are loaded
     if trunk is not None:
         load_trained(model, trunk.path)
     before = begun or trunk
@@ -226,19 +223,15 @@ def _open_training(
             "expansion_embedding_rms"
         )
     wrapped = _wrapped(model, config, accelerator)
-    optimiser = build_optimiser(
-        model, settings, by_tensor=config.method.definition.has_tensor_rates
+    optimiser = build_optimiser(model, settings)
+    hooks = make_hooks(
+        Training(
+            config=config, model=model, wrapped=wrapped, accelerator=accelerator, batches=batches
+        )
     )
-    of_sources = zip(config.corpus.sources, batches.sources, strict=True)
-    probe = partial(
-        known_windows,
-        [windows for source, windows in of_sources if source.role == "replay"],
-        config.seed,
-    )
-    hooks = hooks_of(config.method, settings, model, wrapped, accelerator, start_weights, probe)
     state, branch_point = TrainState(), None
     if begun is not None:
-        load_checkpoint(begun, model, optimiser, settings, hooks)
+        load_checkpoint(begun, model, optimiser, hooks)
         state, branch_point = (
             _without_stale_best(begun, held_out, log),
             BranchPoint.load_if_there(begun.path),
@@ -409,21 +402,20 @@ def _put_back_best(run: TrainingRun, log: Log) -> TrainState:
         return run.state
     kept = MethodFolder(run.folder.checkpoint(best.step), run.start.run)
     on_main(lambda: verify_folder(kept.path))
-    state = load_checkpoint(kept, run.model, run.optimiser, kept.config.train, run.hooks)
+    state = load_checkpoint(kept, run.model, run.optimiser, run.hooks)
     return replace(
         state, best=best, evaluation_due=False
     )  # a signal may have saved it before it was evaluated
 
 
 def _write_final(run: TrainingRun, state: TrainState) -> None:
-    """Write `final/`: a method folder of unsharded tensors; of their average, if there is one."""
+    """Write `final/`: a method folder of unsharded tensors."""
     with all_succeed(run.beside):
         run.check_base(state.step, run.base_here())
-    with of_final(run.hooks, run.optimiser):
-        trained = gather_trained(run.model, run.accelerator)
-        if run.accelerator.is_main_process:
-            with new_folder(run.folder.final) as partial:
-                run.describe(partial, state)
-                save_tensors(partial / TRAINED, trained)
-                run.cost().save(partial)
+    trained = gather_trained(run.model, run.accelerator)
+    if run.accelerator.is_main_process:
+        with new_folder(run.folder.final) as partial:
+            run.describe(partial, state)
+            save_tensors(partial / TRAINED, trained)
+            run.cost().save(partial)
     run.accelerator.wait_for_everyone()

@@ -13,8 +13,7 @@ from scale_cli.config.schema import (
     RunConfig,
     differences,
 )
-from scale_cli.data.batches import known_windows
-from scale_cli.data.corpora import open_sources, training_sources, windows_of
+from scale_cli.data.corpora import open_sources, training_sources
 from scale_cli.errors import RunFolderError
 from scale_cli.processes import placed
 from scale_cli.runs.method_folder import describe_method, load_any_base, write_trained
@@ -61,13 +60,6 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
     if method.trains_base_weights:
         base.float()  # training uses a float32 master copy: compare in that precision
     definition = method.definition
-    if num_windows := definition.probe_windows(method.settings):
-        known = [
-            windows_of(config.corpus, corpus)
-            for corpus in open_sources(config, config.corpus.replay, tokenizer)
-        ]
-        probe = known_windows(known, config.seed, num_windows)
-        method = method.with_settings(definition.find(method.settings, placed(base), probe))
     prompts = sample_ids(of_base)
     base_logits = own_logits(placed(base), prompts)
     new = new_pieces(config, of_base, tokenizer)
@@ -119,9 +111,7 @@ def _described(
         )
         yield f"collaboration  {collaborating}"
     else:
-        found = definition.found(method.settings)
-        name = f"{method.variant} ({found})" if found else method.variant
-        yield f"method         {name}: widens nothing; the folder is prepared for `scale train`"
+        yield f"method         {method.variant}: widens nothing; the folder is prepared for `scale train`"
     if num_new:
         yield f"new tokens     {num_new:,}; the ids of {num_texts:,} texts checked against the base's"
     yield f"frozen         {sum(p.numel() for p in parameters) - num_trainable:>15,} parameters"

@@ -23,6 +23,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.config.vocabulary import VocabularyConfig
 from scale_cli.methods import METHODS
 from scale_cli.methods.method import Method
+from scale_cli.methods.recipes import recipes_of
 from scale_cli.methods.widened import WideningConfig
 from scale_cli.values import (
     BatchSize,
@@ -84,11 +85,6 @@ class _AnyMethod(WideningConfig):
         """The method's own section, or this whole section if the method widens."""
         section = self.definition.section
         return self if section is None else getattr(self, section)
-
-    def with_settings(self, settings: Section) -> MethodConfig:
-        """Return the method with its own section replaced."""
-        section = self.definition.section
-        return self if section is None else self.model_copy(update={section: settings})
 
     @property
     def in_words(self) -> str:
@@ -246,14 +242,12 @@ class RunConfig(Section):
         return self
 
     def _method_problems(self) -> Iterator[str]:
-        method, train, variant = self.method, self.train, self.method.variant
+        method, train = self.method, self.train
         if method.distils and not any(source.weight for source in self.corpus.replay):
             yield (
                 "method.distillation.weight: acts only on replay; give one of corpus.sources the role replay, with a "
                 "weight above 0"
             )
-        if not method.definition.is_sharded and train.sharding != "none":
-            yield f"method.variant: {variant} trains unsharded only; set train.sharding to none"
         if train.mixed_precision == "fp16" and train.sharding != "none":
             yield f"train.mixed_precision: fp16 needs train.sharding: none, not {train.sharding}"
         if (train.mixed_precision, self.model.dtype) in (("fp16", "bfloat16"), ("bf16", "float16")):
@@ -261,20 +255,8 @@ class RunConfig(Section):
         if self.model.quantisation is not None and (train.sharding != "none" or train.compile):
             asked = "compile: true" if train.compile else f"sharding: {train.sharding}"
             yield f"train.{asked} does not go with model.quantisation: {self.model.quantisation}"
-        if train.decay_to_base and not method.trains_base_weights:
-            yield f"train.decay_to_base: {variant} trains none of the base's weights"
-        if train.embedding_norm == "bounded" and not method.definition.widens:
-            yield f"train.embedding_norm: {variant} has no E' to bound; set it to free"
-        if train.embedding_norm == "bounded" and method.expansion.embedding_scale is None:
-            yield (
-                "train.embedding_norm: bounded needs a size of E', but method.expansion.embedding_scale is null; "
-                "set it, or train.embedding_norm=free"
-            )
-        if method.definition.reads_known_text and not self.corpus.replay:
-            yield (
-                f"method.variant: {variant} measures on text that the base knows; add a source with role: replay "
-                "(and weight: 0 if it is not to be trained on)"
-            )
+        for recipe in recipes_of(train):
+            yield from recipe.problems(self)
         if (vocabulary := method.vocabulary) is None:
             return
         known = [source.name for source in self.corpus.sources]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from scale_cli.config.schedule import SCHEDULES
 from scale_cli.methods import METHODS
-from scale_cli.methods.recipes import AverageConfig, LookaheadConfig, recipes_of
+from scale_cli.methods.recipes import RECIPES
 from scale_cli.values import (
     Accepted,
     BatchSize,
@@ -27,8 +26,6 @@ from scale_cli.values import (
 
 # Largest default of micro_batch_size.
 _MICRO_BATCH_SIZE = 8
-# Default of average.steps, as a share of max_steps.
-_SHARE_AVERAGED = 0.1
 # Keys, and the only schedules that use them.
 KEYS_OF_SCHEDULES = {"decay_steps": ("wsd",)}
 # The order of a run's sequences is kept in memory: 18 bytes each.
@@ -65,7 +62,7 @@ class LrMultipliers(Section):
     )
 
 
-class TrainConfig(Section):
+class _AnyTraining(Section):
     """How the model is trained."""
 
     max_steps: Accepted[Steps] = Field(description="optimiser steps, one global batch each")
@@ -97,14 +94,6 @@ class TrainConfig(Section):
         description=f"learning rate of the matrices; if left out, {_left_out('lr')}",
     )
     lr_multipliers: LrMultipliers = LrMultipliers()
-    average: AverageConfig | None = Field(
-        default=None,
-        description="final/ holds the mean of the weights over several steps; null: the last weights",
-    )
-    lookahead: LookaheadConfig | None = Field(
-        default=None,
-        description="every few steps, the trained weights go back part of their way; null: never",
-    )
     min_lr_ratio: Accepted[Fraction] = Field(
         default=0.1, description="rate of the last step, relative to lr"
     )
@@ -126,14 +115,6 @@ class TrainConfig(Section):
         ge=0.0,
         le=100.0,
         description=f"of either optimiser; if left out, {_left_out('weight_decay')}",
-    )
-    embedding_norm: Accepted[Literal["free", "bounded"]] = Field(
-        default="free",
-        description="rms of each token's row of E'; bounded: at most the initial rms, which helps long runs learn",
-    )
-    decay_to_base: Accepted[bool] = Field(
-        default=False,
-        description="weight_decay pulls weights towards the base's instead of 0, also embeddings and gains",
     )
     adam_beta1: Accepted[float] = Field(
         default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's average"
@@ -224,7 +205,7 @@ class TrainConfig(Section):
     eval_max_items: Free[Documents] = Field(default=32, description="items per task, each time")
 
     @model_validator(mode="after")
-    def _keys_go_together(self) -> TrainConfig:
+    def _keys_go_together(self) -> _AnyTraining:
         for problem in self._problems():
             raise ValueError(problem)
         return self
@@ -232,15 +213,10 @@ class TrainConfig(Section):
     def _problems(self) -> Iterator[str]:
         if self.global_batch_size % self.sequences_at_once(1):
             yield f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size {self.global_batch_size}"
-        unsharded = [recipe.key for recipe in recipes_of(self) if not recipe.is_sharded]
-        if self.optimiser == "muon":  # it needs whole matrices
-            unsharded.append("optimiser: muon")
-        for key in unsharded if self.sharding != "none" else ():
-            yield f"{key} needs sharding: none, not {self.sharding}"
+        if self.optimiser == "muon" and self.sharding != "none":  # it needs whole matrices
+            yield f"optimiser: muon needs sharding: none, not {self.sharding}"
         if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
             yield "profile_steps: the first step comes after the last"
-        if self.lookahead is not None and self.lookahead.every_steps > self.max_steps:
-            yield f"lookahead.every_steps {self.lookahead.every_steps:,} is beyond max_steps {self.max_steps:,}"
         if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
             yield f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences"
         warmup_steps, decay_steps = self.warmup_steps, self.decay_steps or 0
@@ -256,15 +232,22 @@ class TrainConfig(Section):
         """Whether anything is measured during training."""
         return self.eval_every_steps is not None or self.eval_benchmarks_every_steps is not None
 
-    @property
-    def averaged_steps(self) -> int:
-        """`average.steps`, or its default."""
-        given = None if self.average is None else self.average.steps
-        return given or math.ceil(_SHARE_AVERAGED * self.max_steps)
-
     def sequences_at_once(self, num_processes: int) -> int:
         """Return `micro_batch_size`, or its default if this many processes share a step."""
         share = self.global_batch_size // num_processes
         return self.micro_batch_size or max(
             size for size in range(1, _MICRO_BATCH_SIZE + 1) if share % size == 0
         )
+
+
+# At run time it has the key of every recipe; a type checker knows only what all runs share.
+if TYPE_CHECKING:
+    TrainConfig = _AnyTraining
+else:
+    TrainConfig = create_model(
+        "TrainConfig",
+        __base__=_AnyTraining,
+        __doc__=_AnyTraining.__doc__,
+        __module__=__name__,
+        **{recipe.key: recipe.field for recipe in RECIPES},
+    )

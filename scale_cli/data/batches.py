@@ -143,19 +143,6 @@ def stacked(
     )
 
 
-def known_windows(sources: Sequence[Windows], seed: int, num_windows: int) -> list[MicroBatch]:
-    """Return random windows of each source of known text, one per micro-batch; the seed alone decides which."""
-    orders = (
-        np.random.default_rng([seed, 2, index]).permutation(len(sources[index]))
-        for index in range(len(sources))
-    )
-    return [
-        stacked(sources, [(index, window)])
-        for index, order in enumerate(orders)
-        for window in order[:num_windows]
-    ]
-
-
 @dataclass(frozen=True)
 class StepBatches:
     """The batches of one process in one step."""

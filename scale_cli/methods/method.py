@@ -5,7 +5,7 @@ The config's schema imports this package, so it loads without torch: functions i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from scale_cli.values import Section
@@ -49,11 +49,6 @@ class Method(Generic[Settings]):
     widens: ClassVar[bool] = False  # the base stays in the model, bit for bit
     routes: ClassVar[bool] = False  # serving mixes the model with that base
     takes_new_tokens: ClassVar[bool] = False
-    is_sharded: ClassVar[bool] = True  # may be sharded in training
-    reads_known_text: ClassVar[bool] = False  # measures on sources with the role replay
-    has_tensor_rates: ClassVar[bool] = (
-        False  # every tensor is a group of the optimiser, with a rate of its own
-    )
     adapter: ClassVar[Literal["", "scale", "peft"]] = (
         ""  # format of a folder with only what trains; "": none
     )
@@ -100,18 +95,6 @@ class Method(Generic[Settings]):
         """Return the model whose logits equal the base's bit for bit at the start."""
         return model
 
-    def probe_windows(self, settings: Settings) -> int:
-        """Return the number of windows of known text, per source, that `find` reads before training; 0: none."""
-        return 0
-
-    def find(self, settings: Settings, base: PreTrainedModel, probe: Sequence[Any]) -> Settings:
-        """Return the settings, completed by measurements on windows of known text."""
-        return settings
-
-    def found(self, settings: Settings) -> str:
-        """Return in words what `find` has found, or what the config gave instead."""
-        return ""
-
     def hooks(self, settings: Settings, training: Training) -> list[Hook]:
         """Return the hooks that run around every update."""
         return []
@@ -119,9 +102,3 @@ class Method(Generic[Settings]):
     def advice(self, tokens_per_parameter: float) -> str:
         """Return what to know of a run that trains on so many tokens per parameter of the base; "": nothing."""
         return ""
-
-    def work_beside(
-        self, settings: Settings, max_steps: int, global_batch_size: int, num_known_sources: int
-    ) -> float:
-        """Return the number of windows that a run measures on, relative to the number that it trains on."""
-        return 0.0

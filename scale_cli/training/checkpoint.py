@@ -25,9 +25,8 @@ from pathlib import Path
 import torch
 
 from scale_cli.config.schema import BASE_KEYS, LOCATION_KEYS, TRAIN_SECTIONS, differences
-from scale_cli.config.training import TrainConfig
 from scale_cli.errors import RunFolderError, StorageError
-from scale_cli.methods.recipes import Hook, first_averaged, trainable_parameters
+from scale_cli.methods.recipes import Hook, trainable_parameters
 from scale_cli.processes import main_decides
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.method_folder import load_trained
@@ -91,16 +90,11 @@ def load_checkpoint(
     checkpoint: MethodFolder,
     model: MethodModel,
     optimiser: torch.optim.Optimizer,
-    train: TrainConfig,
     hooks: Sequence[Hook] = (),
 ) -> TrainState:
-    """Load a verified checkpoint's parameters and moments, and return its position.
-
-    `train` decides which tensors of hooks are loaded with the moments: the checkpoint's own settings, or those of the
-    run that continues, which may begin its average later.
-    """
+    """Load a verified checkpoint's parameters, moments and tensors of hooks; return its position."""
     folder, state = checkpoint.path, TrainState.load(checkpoint.path)
-    beside = [hook for hook in hooks if hook.keeps(train, state.step)]
+    beside = [hook for hook in hooks if hook.keeps(state.step)]
     if is_sharded(model) or has_shards(folder):
         moments = empty_optimiser_tensors(model, beside)
         load_shards(folder, {**trainable_parameters(model), **moments})
@@ -176,17 +170,6 @@ def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> None:
         raise RunFolderError(
             f"{path}: is beyond train.max_steps {config.train.max_steps}; set it to at least {step}"
         )
-    # A new max_steps may move the beginning of the average to before this checkpoint.
-    begins = first_averaged(config.train)
-    if begins is not None and first_averaged(start.config.train) != begins < step:
-        averaged = config.train.averaged_steps
-        least = (
-            f"with train.average.steps={averaged}, set train.max_steps to at least {step + averaged}; or resume an "
-            "earlier checkpoint"
-        )
-        raise RunFolderError(
-            f"{path}: train.average should have begun at step {begins + 1}, and has not; {least}"
-        )
     log(f"resuming       {path}")
     if changed := changed_versions(path):
         words = "this checkpoint was written by other versions, so the last bits may differ"
@@ -213,19 +196,14 @@ def check_init_from(run: Run) -> None:
             f"{key}: is neither a checkpoint (checkpoints/step-...) nor the final/ of a run"
         )
     verify_folder(trunk.path)
-    before = trunk.config
-    if not config.method.definition.probe_windows(
-        config.method.settings
-    ):  # compare with what that run found
-        before = before.model_copy(update={"method": trunk.method})
-    if changed := differences(before, config, ("model", "method"), BASE_KEYS):
+    if changed := differences(trunk.config, config, ("model", "method"), BASE_KEYS):
         raise RunFolderError(
             f"{key}: was trained with another model or method ({'; '.join(changed)})"
         )
 
 
 def _check_same_start(trunk: MethodFolder, ours: MethodFolder) -> None:
-    """Raise RunFolderError if `trunk` has another base, tokenizer or copied layers than the run's own `upscaled/`."""
+    """Raise RunFolderError if `trunk` has another base or tokenizer than the run's own `upscaled/`."""
     subjects = {"content": "base", "config": "base's config.json", "tokenizer": "tokenizer"}
     for what, subject in subjects.items():
         before, now = (getattr(folder.record, f"{what}_sha256") for folder in (trunk, ours))
@@ -233,11 +211,3 @@ def _check_same_start(trunk: MethodFolder, ours: MethodFolder) -> None:
             raise RunFolderError(
                 f"train.init_from: {trunk.path}: its {subject} is not this run's (SHA-256 {before[:12]} -> {now[:12]})"
             )
-    trunk_found, ours_found = (
-        of.method.definition.found(of.method.settings) for of in (trunk, ours)
-    )
-    if trunk_found != ours_found:
-        raise RunFolderError(
-            f"train.init_from: {trunk.path}: {trunk_found}; but this run has found on other text {ours_found}; set the "
-            f"former in method.{ours.method.definition.section}"
-        )

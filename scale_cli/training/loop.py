@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
 from scale_cli.errors import GradientOverflow, Interrupted, NonFiniteError, TrainingError
-from scale_cli.methods.recipes import of_final
 from scale_cli.processes import peak_memory_bytes, waiting_for_steps
 from scale_cli.terminal import printable, progress_bar, shows_lines
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
@@ -323,10 +322,7 @@ class _Loop:
         self._settle_steps()
         started_s, best = time.monotonic(), run.state.best
         try:
-            with (
-                of_final(run.hooks, run.optimiser),
-                self.stop.at_once(),
-            ):  # a signal restores the training weights too
+            with self.stop.at_once():
                 record = run.observer.evaluate(done, losses=losses_due, benchmarks=benchmarks_due)
         except StopNow:
             run.state = replace(run.state, evaluation_due=True)

@@ -28,16 +28,14 @@ def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:
     return rates | given
 
 
-def build_optimiser(
-    model: nn.Module, train: TrainConfig, *, by_tensor: bool = False
-) -> torch.optim.Optimizer:
-    """Return an optimiser over the trainable parameters, with a group per kind, or per tensor if `by_tensor`.
+def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    """Return an optimiser over the trainable parameters, with a group per kind of them.
 
     It is AdamW, or for `muon`, Muon on the matrices (each block and each LoRA factor by itself) and AdamW on the rest.
     Muon's updates are scaled to AdamW's size (Liu et al. 2025, arXiv 2502.16982), so that one `lr` serves both.
 
     Weight decay acts on matrices only: not on gains and biases, and not on embeddings, whose rows would shrink at every
-    step without their token. Decay towards the base acts on everything, outside the optimiser (`methods/recipes.py`).
+    step without their token.
     """
     rates, parameters, kinds = (
         rates_of(model, train),
@@ -47,14 +45,13 @@ def build_optimiser(
 
     def groups(kind: Kind) -> list[dict[str, Any]]:
         members = [parameter for name, parameter in parameters.items() if kinds[name] == kind]
-        decays = kind in ("head", "matrix") and not train.decay_to_base
+        decays = kind in ("head", "matrix")
         settings = {
             "lr_multiplier": rates[kind],
             "weight_decay": train.weight_decay if decays else 0.0,
             "moments": moments_of(kind, train.optimiser),
         }
-        parts = [[member] for member in members] if by_tensor else [members]
-        return [{"params": part, **settings} for part in parts if part]
+        return [{"params": members, **settings}] if members else []
 
     rest, matrices = [*groups("embedding"), *groups("gains"), *groups("head")], groups("matrix")
     if train.optimiser == "adamw" or not matrices:

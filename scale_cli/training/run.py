@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.distributed import ProcessGroup
 from tqdm import tqdm
 
 from scale_cli.config.load import dump_config
-from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.corpora import CORPORA
 from scale_cli.data.ledger import SourceTokens, TokenLedger
@@ -100,11 +99,6 @@ class TrainingRun:
     def folder(self) -> RunFolder:
         return self.start.run.folder
 
-    @cached_property
-    def method(self) -> MethodConfig:
-        """The method, with the settings that `scale upscale` found."""
-        return self.config.method.with_settings(self.start.method.settings)
-
     def warn(self, line: str) -> None:
         """Print a warning above the progress bar."""
         if self.accelerator.is_main_process:
@@ -179,14 +173,14 @@ class TrainingRun:
                 for name, expected in self.base_parts.items()
                 if tensor_sha256(here[name]) != expected
             ]
-        elif self.method.definition.widens and is_main():
+        elif self.config.method.definition.widens and is_main():
             changed = changed_tensors(model.base, self.start.record)
         if changed:
             raise PreservationError(f"step {step}: the base has changed: {', '.join(changed[:3])}")
 
     def describe(self, folder: Path, state: TrainState) -> None:
         """Write the files that a checkpoint and `final/` share: everything but tensors."""
-        describe_method(folder, self.model, self.method, self.start.record)
+        describe_method(folder, self.model, self.config.method, self.start.record)
         copy_grown_tokenizer(self.config, folder)
         state.save(folder)
         write_json(folder / CORPORA, [corpus.name for corpus in self.corpora])

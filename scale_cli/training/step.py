@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,17 +14,15 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from scale_cli.config.schedule import learning_rate
-from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import IGNORED, MicroBatch, StepBatches
+from scale_cli.data.batches import MicroBatch, StepBatches
 from scale_cli.errors import GradientOverflow, NonFiniteError
-from scale_cli.methods.recipes import Hook, Training, Update, make_hooks, trainable_parameters
+from scale_cli.methods.recipes import Hook, Update, trainable_parameters
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import autocast
-from scale_cli.training.objective import ChunkedLossModel, attending_by_sdpa
+from scale_cli.training.objective import ChunkedLossModel
 from scale_cli.training.optimiser import set_learning_rate
 from scale_cli.training.sharding import gradients_kept, whole_tensor
-from scale_cli.upscale.building import MethodModel
 
 _UNSCALED = GradScaler(enabled=False)
 
@@ -176,24 +174,3 @@ def loss_share(
     )
     loss: Tensor = output.loss
     return loss
-
-
-def hooks_of(
-    method: MethodConfig,
-    train: TrainConfig,
-    model: MethodModel,
-    wrapped: nn.Module,
-    accelerator: Accelerator,
-    start: Mapping[str, Tensor],
-    probe: Callable[[int], Sequence[MicroBatch]],
-) -> list[Hook]:
-    """Return the hooks of a run of a model, run as `wrapped`; `probe(n)` returns n windows of known text per source."""
-    alone = accelerator.unwrap_model(wrapped)
-
-    def loss(window: MicroBatch) -> Tensor:
-        num_tokens = max(int((window.targets != IGNORED).sum()), 1)
-        with autocast(accelerator.device.type, train.mixed_precision), attending_by_sdpa(model):
-            return loss_share(alone, window.to(accelerator.device), num_tokens)
-
-    training = Training(model, train, start, accelerator, probe, loss)
-    return make_hooks(training, method.definition.hooks(method.settings, training))

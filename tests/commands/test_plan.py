@@ -123,19 +123,17 @@ def test_what_is_rarely_meant_and_what_is_not_there_is_warned_of_within_100_colu
         )
 
 
-def test_a_method_that_the_base_is_too_small_for_is_named_and_a_decay_costs_those_that_may_have_it(
+def test_a_method_that_the_base_is_too_small_for_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freeze = MethodConfig.model_validate({"variant": "freeze", "freeze": {"num_layers": 9}})
     monkeypatch.setattr(
         plan_module, "methods_beside", lambda _: [freeze, MethodConfig(variant="preserve")]
     )
-    made = plan(
-        config_of(tmp_path, SMALL, "method.variant=full", "train.decay_to_base=true"), 1e12, 1
-    )
+    made = plan(config_of(tmp_path, SMALL, "method.variant=full"), 1e12, 1)
     assert any("freeze" in line and "4 layers" in line for line in made.lines())
     full, preserve = made.methods
-    assert full.memory.frozen == full.memory.trainable
+    assert full.memory.frozen == 0
     assert preserve.memory.frozen == 2 * preserve.parameters.num_frozen, "the base in bfloat16"
 
 

@@ -20,7 +20,6 @@ from scale_cli.training.observing import Observer
 from scale_cli.training.records import TrainState
 from scale_cli.training.step import TakenStep, train_step
 from tests.data.test_conversations import PLAIN, talk
-from tests.methods.test_adept import ADEPT
 from tests.torture.tiny_run import CLOCK
 from tests.training.conftest import (
     MakeConfig,
@@ -53,18 +52,9 @@ OTHERWISE = (
     "method.collaboration.layers=none",
     "method.distillation.weight=1",
     "corpus.sources.1.role=replay",
-    "train.average={kind: ema, steps: 3}",
-    "train.lookahead={every_steps: 3}",
     "train.embedding_norm=bounded",
     "corpus.sources.1.weight=1.0",
     "train.log_every_steps=4",
-)
-TO_THE_BASE = (
-    "method.variant=osf",
-    "method.collaboration.layers=null",
-    "train.decay_to_base=true",
-    "train.lookahead={every_steps: 2}",
-    "train.average={kind: tail, steps: 7}",
 )
 
 
@@ -144,8 +134,6 @@ def everything(tmp_path: Path, shared_data: Path) -> tuple[str, ...]:
         f"evaluation.perplexity=[{', '.join(held_out)}]",
         "evaluation.sequence_length=64",
         "evaluation.batch_size=64",
-        "train.average={kind: tail, steps: 5}",
-        "train.lookahead={every_steps: 2}",
         "train.embedding_norm=bounded",
         "train.lr_multipliers={head: 3.0}",
         "train.activation_checkpointing=true",
@@ -157,7 +145,7 @@ def everything(tmp_path: Path, shared_data: Path) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("kind", ["muon", "osf", "adept", "everything"])
+@pytest.mark.parametrize("kind", ["muon", "everything"])
 def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
@@ -165,8 +153,7 @@ def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
     kind: str,
 ) -> None:
     """Steps after the last checkpoint are done again; the log shows none of them twice. One step is not finite."""
-    by_kind = {"muon": OTHERWISE, "osf": TO_THE_BASE, "adept": ADEPT}
-    overrides = by_kind[kind] if kind in by_kind else request.getfixturevalue(kind)
+    overrides = OTHERWISE if kind == "muon" else request.getfixturevalue(kind)
     whole, cut = (make_config(name, *overrides) for name in ("whole", "cut"))
     kill_at: list[int] = []
 

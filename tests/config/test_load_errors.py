@@ -63,10 +63,6 @@ FLASH = (
             ["method.variant=preserve", "method.collaboration.layers=top:1"],
             "method: collaboration.layers: ",
         ),
-        (
-            ["train.decay_to_base=true"],
-            "train.decay_to_base: route trains none of the base's weights",
-        ),
         ([BOUNDED, "method.variant=full"], "train.embedding_norm: full has no E'"),
         (
             [BOUNDED, "method.expansion.embedding_scale=null"],
@@ -94,10 +90,6 @@ FLASH = (
             "train.compile: true does not go with model.quantisation: int8",
         ),
         (
-            ["train.lookahead={every_steps: 11}"],
-            "train: lookahead.every_steps 11 is beyond max_steps 10",
-        ),
-        (
             ["train.schedule=wsd", "train.warmup_steps=6", "train.decay_steps=5"],
             "together more than max_steps 10",
         ),
@@ -107,8 +99,6 @@ FLASH = (
             "evaluation.perplexity has no corpus of role",
         ),
         (["train.eval_benchmarks_every_steps=5"], "evaluation.benchmarks is empty"),
-        (["method.variant=adept"], "method.variant: adept measures on text that the base"),
-        (["method.variant=adept", REPLAY, "train.sharding=all"], "adept trains unsharded only"),
         (
             ["method.vocabulary={sources: [x]}"],
             "method.vocabulary.sources: 'x' is not one of corpus.sources (news)",

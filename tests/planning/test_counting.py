@@ -74,8 +74,6 @@ def test_parameters_products_and_what_is_saved_are_those_of_the_model_that_train
         whole = saved.copies_bytes + 120 * (saved.bytes_per_token + saved.head_bytes_per_token)
         assert whole == pytest.approx(num_bytes(kept.values()), rel=1e-3)
     counted = count_flops(planned, length)
-    for parameter in real.parameters():
-        parameter._backward_hooks = None  # OSF's projections of gradients: a step's, not a token's
     real.set_attn_implementation("eager")
     unknown_to_it = {
         torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1],

@@ -1,4 +1,4 @@
-"""Steps with every recipe at once, against AdamW on one big batch and autograd through `tests/plain_torch.py`."""
+"""Steps with everything asked for at once, against AdamW on one big batch through `tests/plain_torch.py`."""
 
 import copy
 import math
@@ -32,14 +32,9 @@ EPSILON = 1e-3
 WIDENED: dict[str, Any] = {
     "embedding_norm": "bounded",
     "lr_multipliers": {"embedding": 3.0, "gains": 0.3},
-    "average": {"kind": "ema", "steps": 3},
     "activation_checkpointing": True,
 }
-FULL: dict[str, Any] = {
-    "decay_to_base": True,
-    "lr_multipliers": {"head": 0.5},
-    "average": {"kind": "tail", "steps": 2},
-}
+FULL: dict[str, Any] = {"lr_multipliers": {"head": 0.5}}
 
 
 def settings(**more: Any) -> TrainConfig:
@@ -50,9 +45,7 @@ def settings(**more: Any) -> TrainConfig:
         "max_grad_norm": 0.5,
         "adam_epsilon": EPSILON,
     }
-    return TrainConfig.model_validate(
-        {"max_steps": NUM_STEPS, "lookahead": {"every_steps": 2, "share": 0.3}, **train, **more}
-    )
+    return TrainConfig.model_validate({"max_steps": NUM_STEPS, **train, **more})
 
 
 def batches_of(micro_batch_size: int, distilled: float) -> Batches:
@@ -96,13 +89,10 @@ class InPlainTorch:
             # Of codes that have a size: E' learns in proportion to it and H' twice as fast, unless the config says.
             rate = {"head": 2.0} if widened else {}
             rate |= train.lr_multipliers.model_dump(exclude_none=True)
-            decay = (
-                0.0 if train.decay_to_base or kind in ("embedding", "gains") else train.weight_decay
-            )
+            decay = 0.0 if kind in ("embedding", "gains") else train.weight_decay
             groups.append({"params": [leaf], "weight_decay": decay, "rate": rate.get(kind, 1.0)})
         betas = (train.adam_beta1, train.adam_beta2)
         self.optimiser = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=EPSILON, foreach=False)
-        self.history: list[dict[str, Tensor]] = []
 
     def said(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logits of what trains, and the probabilities of the base where it is beside it."""
@@ -148,41 +138,16 @@ class InPlainTorch:
         for group in self.optimiser.param_groups:
             group["lr"] = lr * group["rate"]
         with torch.no_grad():
-            if index % 2 == 0:
-                self.slow = {name: leaf.clone() for name, leaf in self.leaves.items()}
-            if train.decay_to_base:
-                for group, (name, leaf) in zip(
-                    self.optimiser.param_groups, self.leaves.items(), strict=True
-                ):
-                    leaf -= group["lr"] * train.weight_decay * (leaf - self.frozen[name])
             self.optimiser.step()
             if self.widened:
                 codes = self.leaves["expansion.embed_tokens.weight"]
                 codes /= (codes.square().mean(1, keepdim=True).sqrt() / self.bound).clamp(min=1.0)
-            if index % 2 == 1:
-                for name, leaf in self.leaves.items():
-                    leaf.copy_(self.slow[name] + 0.3 * (leaf - self.slow[name]))
-        self.history.append({name: leaf.detach().clone() for name, leaf in self.leaves.items()})
         of_sources = [losses[batch.sources == source].sum().item() for source in (0, REPLAY)]
         return loss.item(), norm.item(), of_sources
 
-    def average(self) -> dict[str, Tensor]:
-        """Return the mean of the last two steps, or the moving average over about three."""
-        if self.train.average is not None and self.train.average.kind == "tail":
-            return {
-                name: (self.history[-1][name] + self.history[-2][name]) / 2 for name in self.leaves
-            }
-        mean = {
-            name: torch.stack([taken[name] for taken in self.history[:3]]).mean(0)
-            for name in self.leaves
-        }
-        for taken in self.history[3:]:
-            mean = {name: 2 / 3 * tensor + taken[name] / 3 for name, tensor in mean.items()}
-        return mean
-
 
 @pytest.mark.parametrize("widened", [True, False])
-def test_steps_with_every_recipe_are_adamws_on_one_big_batch(widened: bool) -> None:
+def test_steps_with_everything_asked_for_are_adamws_on_one_big_batch(widened: bool) -> None:
     distilled, train = (DISTILLED, settings(**WIDENED)) if widened else (0.0, settings(**FULL))
     method = (
         {"variant": "route", "distillation": {"weight": distilled}}
@@ -211,11 +176,8 @@ def test_steps_with_every_recipe_are_adamws_on_one_big_batch(widened: bool) -> N
         assert ours.loss == pytest.approx(loss, rel=1e-5)
         assert ours.grad_norm == pytest.approx(norm, rel=1e-4) and norm > train.max_grad_norm
         assert [of_source for of_source, _ in ours.by_source] == pytest.approx(by_source, rel=1e-5)
-    trained, average = trainable_parameters(model), reference.average()
-    assert trained.keys() == average.keys()
+    trained = trainable_parameters(model)
+    assert trained.keys() == reference.leaves.keys()
     for name, parameter in trained.items():
-        torch.testing.assert_close(
-            parameter.double(), reference.history[-1][name], rtol=1e-4, atol=1e-5, msg=name
-        )
-        averaged = optimiser.state[parameter]["average"].double()
-        torch.testing.assert_close(averaged, average[name], rtol=1e-4, atol=1e-5, msg=name)
+        expected = reference.leaves[name].detach()
+        torch.testing.assert_close(parameter.double(), expected, rtol=1e-4, atol=1e-5, msg=name)

@@ -56,7 +56,7 @@ _NEW_TOKENS = (
     *EVALUATED,
 )
 # LoRA of rank 1 has matrices of one row: only one of several processes holds any of it.
-_LORA = ("method.variant=lora", "method.lora.rank=1", "train.lookahead={every_steps: 2}")
+_LORA = ("method.variant=lora", "method.lora.rank=1")
 # What is trained in one process, and how it is sharded among two; more of them in tests/integration.
 PAIRS: dict[str, tuple[str, ...]] = {
     "full": ("all", "method.variant=full", *_NEW_TOKENS),
@@ -64,7 +64,6 @@ PAIRS: dict[str, tuple[str, ...]] = {
     "grown": (
         "all",
         "train.embedding_norm=bounded",
-        "train.average={kind: ema, steps: 3}",
         *_NEW_TOKENS,
     ),
 }

@@ -6,8 +6,8 @@ import pytest
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.evaluation.results import HEADS
 from scale_cli.storage.atomic import read_json
-from scripts.biography.config import BiographyConfig, ComparedMethod
-from scripts.biography.run import run_biography
+from scripts.research.biography.config import BiographyConfig, ComparedMethod
+from scripts.research.biography.run import run_biography
 
 RIVALS: list[dict[str, Any]] = [
     {"name": "adept", "method": {"variant": "adept", "adept": {"every_steps": 2, "num_blocks": 1}}},
@@ -17,7 +17,7 @@ RIVALS: list[dict[str, Any]] = [
         "replay": 0.5,
         "lookahead": {"every_steps": 2, "share": 0.5},
     },
-    {"name": "held", "method": {"variant": "full"}, "decay_to_base": True},
+    {"name": "held", "method": {"variant": "full"}, "decay_to_base": 0.1, "weight_decay": 0},
 ]
 
 

@@ -1,12 +1,18 @@
 """ADEPT: LLaMA-Pro's copies, but of the layers whose bypass raises the loss on known text least (arXiv 2510.10071).
 
-The official code bypasses a layer by setting all its weights to 0, norms included: the layer then adds nothing.
+    python -m scripts.research.adept CONFIG [KEY.SUB=VALUE ...]
+
+prints those layers, to be set as `method.adept.layers`. The official code bypasses a layer by
+setting all its weights to 0, norms included: the layer then adds nothing.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -20,6 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
+    from scale_cli.config.schema import RunConfig
+    from scale_cli.data.batches import MicroBatch, Windows
+
 
 class AdeptConfig(Section):
     """Depth expansion where it hurts least; each copied tensor has a learning rate by its importance to known text."""
@@ -30,7 +39,7 @@ class AdeptConfig(Section):
     layers: list[int] | None = Field(
         default=None,
         min_length=1,
-        description="layers to copy, from 0; null: upscale finds those whose bypass hurts least on known text",
+        description="layers to copy, from 0; null: evenly spaced",
     )
     probe_windows: int = Field(
         default=16,
@@ -59,8 +68,6 @@ class Adept(Deeper[AdeptConfig]):
     name, label = "adept", "ADEPT"
     colour, mark = "#7b58b8", ("h", "⬢")
     section, settings = "adept", AdeptConfig
-    is_sharded = False
-    reads_known_text = has_tensor_rates = True
 
     def in_words(self, settings: AdeptConfig) -> str:
         return ", new blocks only, rates by importance"
@@ -78,34 +85,53 @@ class Adept(Deeper[AdeptConfig]):
             )
         return sorted(settings.layers)
 
-    def probe_windows(self, settings: AdeptConfig) -> int:
-        return settings.probe_windows if settings.layers is None else 0
-
-    def find(
-        self, settings: AdeptConfig, base: PreTrainedModel, probe: Sequence[Any]
-    ) -> AdeptConfig:
-        losses, num_layers = bypass_losses(base, probe), base.config.num_hidden_layers
-        num_copies = len(self.copied(num_layers, settings))
-        found = sorted(range(num_layers), key=lambda layer: (losses[layer], layer))[:num_copies]
-        return settings.model_copy(update={"layers": sorted(found)})
-
-    def found(self, settings: AdeptConfig) -> str:
-        return (
-            ""
-            if settings.layers is None
-            else f"layers copied: {', '.join(map(str, settings.layers))}"
-        )
-
     def hooks(self, settings: AdeptConfig, training: Training) -> list[Hook]:
+        if training.config.train.sharding != "none":
+            raise ConfigError(
+                "method.variant: adept trains unsharded only; set train.sharding to none"
+            )
         return [TensorRates(settings, training)]
 
-    def work_beside(
-        self, settings: AdeptConfig, max_steps: int, global_batch_size: int, num_known_sources: int
-    ) -> float:
-        num_times = (max_steps - 1) // settings.every_steps
-        return (
-            num_times * settings.probe_windows * num_known_sources / (max_steps * global_batch_size)
+
+def known_windows(sources: Sequence[Windows], seed: int, num_windows: int) -> list[MicroBatch]:
+    """Return random windows of each source of known text, one per micro-batch; the seed alone decides which."""
+    import numpy as np
+
+    from scale_cli.data.batches import stacked
+
+    probe = []
+    for index, source in enumerate(sources):
+        order = np.random.default_rng([seed, 2, index]).permutation(len(source))
+        probe += [stacked(sources, [(index, window)]) for window in order[:num_windows]]
+    if not probe:
+        raise ConfigError(
+            "method.variant: adept measures on text that the base knows; add a source with role: replay "
+            "(and weight: 0 if it is not to be trained on)"
         )
+    return probe
+
+
+def layers_to_copy(
+    base: PreTrainedModel, probe: Sequence[MicroBatch], settings: AdeptConfig
+) -> list[int]:
+    """Return the layers whose bypass raises the loss least, sorted."""
+    losses = bypass_losses(base, probe)
+    num_copies = len(evenly_spaced(len(losses), settings.num_blocks, "method.adept.num_blocks"))
+    return sorted(sorted(range(len(losses)), key=lambda layer: (losses[layer], layer))[:num_copies])
+
+
+def layers_of_run(config: RunConfig) -> list[int]:
+    """Return the layers that a run's base and known text ask to copy."""
+    from scale_cli.data.corpora import open_sources, windows_of
+    from scale_cli.processes import placed
+    from scale_cli.upscale.method import load_any_base
+    from scale_cli.upscale.run import Run
+
+    corpora = open_sources(config, config.corpus.replay, Run(config).tokenizer)
+    known = [windows_of(config.corpus, corpus) for corpus in corpora]
+    settings = config.method.settings
+    probe = known_windows(known, config.seed, settings.probe_windows)
+    return layers_to_copy(placed(load_any_base(config.model)), probe, settings)
 
 
 def bypass_losses(base: Any, probe: Sequence[Any]) -> list[float]:
@@ -143,32 +169,68 @@ class TensorRates(Hook):
     name = "tensor_rate"
 
     def __init__(self, settings: AdeptConfig, training: Training) -> None:
-        self._every_steps, self._training = settings.every_steps, training
-        self._probe = training.probe(settings.probe_windows)
-        self._rates: list[float] | None = (
-            None  # one per group, which has one tensor; None: not read yet
-        )
+        self._settings = settings
+        self._training = training
+        self._rates: list[float] | None = None  # by parameter; None: not read yet
+        self._before: list[Tensor] = []
 
-    def keeps(self, train: Any, num_steps: int) -> bool:
-        return num_steps > self._every_steps
+    def keeps(self, num_steps: int) -> bool:
+        return num_steps > self._settings.every_steps
 
     def empty(self, parameter: Tensor) -> Tensor:
         import torch
 
         return torch.zeros((), dtype=torch.float64)
 
+    @cached_property
+    def _probe(self) -> list[MicroBatch]:
+        config, batches = self._training.config, self._training.batches
+        known = [
+            windows
+            for source, windows in zip(config.corpus.sources, batches.sources, strict=True)
+            if source.role == "replay"
+        ]
+        return known_windows(known, config.seed, self._settings.probe_windows)
+
     def before(self, update: Update) -> None:
         import torch
 
         parameters, state = update.parameters, update.optimiser.state
-        if update.step > 0 and update.step % self._every_steps == 0:
+        if update.step > 0 and update.step % self._settings.every_steps == 0:
             self._rates = rates_by(self._importances(parameters))
             for parameter, rate in zip(parameters, self._rates, strict=True):
                 state[parameter][self.name] = torch.tensor(rate, dtype=torch.float64)
         elif self._rates is None:  # a resumed run has them in its state
             self._rates = [float(state[parameter].get(self.name, 1.0)) for parameter in parameters]
-        for group, rate in zip(update.optimiser.param_groups, self._rates, strict=True):
-            group["lr"] *= rate
+        self._before = [parameter.detach().clone() for parameter in parameters]
+
+    def after(self, update: Update) -> None:
+        """Stretch every tensor's change by its rate, as a rate of its own in the optimiser would."""
+        assert self._rates is not None
+        for parameter, before, rate in zip(
+            update.parameters, self._before, self._rates, strict=True
+        ):
+            parameter.detach().copy_(before.lerp(parameter.detach(), rate))
+        self._before = []
+
+    def _loss(self, window: MicroBatch) -> Tensor:
+        """Return the training loss of a window, in nats per token."""
+        from scale_cli.data.batches import IGNORED
+        from scale_cli.processes import autocast
+        from scale_cli.training.step import loss_share
+        from scale_cli.upscale.objective import attending_by_sdpa
+
+        accelerator, precision = (
+            self._training.accelerator,
+            self._training.config.train.mixed_precision,
+        )
+        num_tokens = max(int((window.targets != IGNORED).sum()), 1)
+        with (
+            autocast(accelerator.device.type, precision),
+            attending_by_sdpa(self._training.model),
+        ):
+            alone = accelerator.unwrap_model(self._training.wrapped)
+            return loss_share(alone, window.to(accelerator.device), num_tokens)
 
     def _importances(self, parameters: list[nn.Parameter]) -> list[float]:
         """Return each tensor's importance; the processes share the windows."""
@@ -177,7 +239,7 @@ class TensorRates(Hook):
         accelerator = self._training.accelerator
         sums = [torch.zeros_like(parameter) for parameter in parameters]
         for window in self._probe[accelerator.process_index :: accelerator.num_processes]:
-            gradients = torch.autograd.grad(self._training.loss(window), parameters)
+            gradients = torch.autograd.grad(self._loss(window), parameters)
             for total, gradient in zip(sums, gradients, strict=True):
                 total += gradient.abs()
         with torch.no_grad():
@@ -195,3 +257,16 @@ def rates_by(importances: Sequence[float]) -> list[float]:
     if not (math.isfinite(sum(importances)) and highest > lowest):
         return [1.0] * len(importances)
     return [2.0 * (highest - importance) / (highest - lowest) for importance in importances]
+
+
+def main() -> None:
+    """Print the layers to copy for a config."""
+    import scripts.research.registered  # noqa: F401
+    from scale_cli.config.load import load_config
+
+    config = load_config(Path(sys.argv[1]), ["method.variant=adept", *sys.argv[2:]])
+    print(f"method.adept.layers={layers_of_run(config)}")
+
+
+if __name__ == "__main__":
+    main()

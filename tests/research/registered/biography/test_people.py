@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.biography.people import (
+from scripts.research.biography.people import (
     ATTRIBUTES,
     NUM_NAMES,
     Language,

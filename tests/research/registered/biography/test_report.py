@@ -1,7 +1,7 @@
 import pytest
 
 from scale_cli.evaluation.results import HEADS
-from scripts.biography.report import MethodResult, served_lines, verdicts
+from scripts.research.biography.report import MethodResult, served_lines, verdicts
 
 
 def a_result(variant: str, task_0: list[float], task_1: list[float]) -> MethodResult:

@@ -5,10 +5,10 @@ import pytest
 
 from scale_cli.config.load import load_checked
 from scale_cli.errors import ConfigError
-from scripts.biography.config import BiographyConfig
-from scripts.biography.people import NUM_NAMES
+from scripts.research.biography.config import BiographyConfig
+from scripts.research.biography.people import NUM_NAMES
 
-SHIPPED = sorted((Path(__file__).parents[2] / "scripts" / "biography" / "configs").glob("*.yaml"))
+SHIPPED = sorted((Path(__file__).parents[4] / "scripts" / "research" / "biography" / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -34,10 +34,10 @@ def test_every_method_of_the_paper_runs_by_default() -> None:
         ("methods.0.method={distillation: {weight: 1}}", "distillation.weight: the benchmark"),
         (
             "methods.0.lookahead={every_steps: 1000}",
-            "methods: a: lookahead.every_steps 1,000 is beyond",
+            "methods: a: train.lookahead.every_steps: 1,000 is beyond",
         ),
         (
-            "methods.0={name: p, lr: 1, method: {variant: preserve}, decay_to_base: true}",
+            "methods.0={name: p, lr: 1, method: {variant: preserve}, decay_to_base: 0.1, weight_decay: 0}",
             "preserve trains none of",
         ),
     ],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from scale_cli.errors import require
+from scale_cli.errors import ConfigError, require
 from scale_cli.methods.lora import modules_of, put_beside
 from scale_cli.methods.method import PROJECTIONS, Method
 from scale_cli.methods.recipes import Hook, Training, Update
@@ -39,7 +39,6 @@ class Osf(Method[OsfConfig]):
     section, settings = "osf", OsfConfig
     # No weight decay: it would shrink weights that training leaves as they are in the base.
     left_out = {"lr": 1.0e-5, "weight_decay": 0.0}
-    is_sharded = False
 
     def in_words(self, settings: OsfConfig) -> str:
         return f", {100 * settings.kept:.0f} % of directions kept"
@@ -63,6 +62,10 @@ class Osf(Method[OsfConfig]):
         return copy.deepcopy(model).float().merge_and_unload().eval()
 
     def hooks(self, settings: OsfConfig, training: Training) -> list[Hook]:
+        if training.config.train.sharding != "none":
+            raise ConfigError(
+                "method.variant: osf trains unsharded only; set train.sharding to none"
+            )
         return [Projection(training.model)]
 
 

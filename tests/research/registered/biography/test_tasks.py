@@ -1,6 +1,6 @@
-from scripts.biography.config import BiographyConfig
-from scripts.biography.people import ATTRIBUTES, answer, generate_people, question
-from scripts.biography.tasks import write_curriculum
+from scripts.research.biography.config import BiographyConfig
+from scripts.research.biography.people import ATTRIBUTES, answer, generate_people, question
+from scripts.research.biography.tasks import write_curriculum
 
 
 def test_every_question_is_asked_once_as_it_was_worded_and_task_1_is_about_people_of_whom_nothing_was_told(

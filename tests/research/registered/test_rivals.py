@@ -1,4 +1,4 @@
-"""`scripts/all_methods.py`: every method is tried equally often, and its budgets are what they are called."""
+"""`scripts/research/rivals.py`: every method is tried equally often, and its budgets are what they are called."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import training_sources
-from scripts.all_methods import (
+from scripts.research.rivals import (
     METHODS,
     SEEDS,
     TUNING_SEED,
@@ -18,7 +18,7 @@ from scripts.all_methods import (
     words_of_run,
 )
 
-PETITIONS = Path(__file__).parents[1] / "configs" / "petitions.yaml"
+PETITIONS = Path(__file__).parents[3] / "configs" / "petitions.yaml"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from scale_cli.evaluation.results import HEADS
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel, log_probs_of
 from scale_cli.model.routing import head_log_probs, mix_log_probs
-from scripts.biography.tasks import Question
+from scripts.research.biography.tasks import Question
 
 _QUESTIONS_AT_ONCE = 256
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.methods.recipes import LookaheadConfig
+from scale_cli.methods.recipes import recipes_of
 from scale_cli.values import BatchSize, Folder, LearningRate, MixedPrecision, Name, Section, Steps
+from scripts.research.lookahead import LookaheadConfig
 
 
 class PeopleConfig(Section):
@@ -94,7 +96,7 @@ class ComparedMethod(Section):
     lr: LearningRate
     method: MethodConfig
     weight_decay: float = Field(default=0.1, ge=0.0, le=100.0, description="as train.weight_decay")
-    decay_to_base: bool = Field(default=False, description="as train.decay_to_base")
+    decay_to_base: float | None = Field(default=None, description="as train.decay_to_base")
     lookahead: LookaheadConfig | None = Field(default=None, description="as train.lookahead")
     replay: float = Field(
         default=0.0,
@@ -105,17 +107,12 @@ class ComparedMethod(Section):
 
     def training(self, stage: StageConfig, mixed_precision: MixedPrecision) -> TrainConfig:
         """Return the training settings of a stage by this method."""
-        return stage.train_config(
-            mixed_precision, **self.model_dump(exclude={"name", "method", "replay"})
-        )
-
-    @model_validator(mode="after")
-    def _decays_to_what_it_trains(self) -> ComparedMethod:
-        if self.decay_to_base and not self.method.trains_base_weights:
-            raise ValueError(
-                f"decay_to_base: {self.method.variant} trains none of the base's weights"
-            )
-        return self
+        given = self.model_dump(exclude={"name", "method", "replay"}, exclude_none=True)
+        train = stage.train_config(mixed_precision, **given)
+        for recipe in recipes_of(train):
+            for problem in recipe.problems(SimpleNamespace(method=self.method, train=train)):
+                raise ValueError(problem)
+        return train
 
     @field_validator("method")
     @classmethod
@@ -182,4 +179,6 @@ class BiographyConfig(Section):
             except ValidationError as error:
                 reason = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise ValueError(f"methods: {compared.name}: {reason}") from None
+            except ValueError as error:
+                raise ValueError(f"methods: {compared.name}: {error}") from None
         return self

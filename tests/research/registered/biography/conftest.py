@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.biography.config import BiographyConfig, PeopleConfig
+from scripts.research.biography.config import BiographyConfig, PeopleConfig
 
 
 @pytest.fixture

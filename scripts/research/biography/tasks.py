@@ -10,8 +10,9 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.data.batches import PackedWindows, Windows
-from scripts.biography.config import BiographyConfig
-from scripts.biography.people import (
+from scripts.from_scratch import train_tokenizer
+from scripts.research.biography.config import BiographyConfig
+from scripts.research.biography.people import (
     ATTRIBUTES,
     Person,
     answer,
@@ -19,7 +20,6 @@ from scripts.biography.people import (
     generate_people,
     question,
 )
-from scripts.from_scratch import train_tokenizer
 
 
 class SequenceWindows(Windows):

@@ -10,7 +10,7 @@ from scale_cli.config.load import dump_config
 from scale_cli.methods import METHODS
 from scale_cli.report import COLOURS, MARKS, Table, percent
 from scale_cli.storage.atomic import write_json, write_text
-from scripts.biography.config import BiographyConfig
+from scripts.research.biography.config import BiographyConfig
 
 # Bars for the posterior rule: the share of Task 0 that it keeps, and its share of what full fine-tuning learns.
 KEPT_BAR, LEARNED_BAR = 0.95, 0.90

@@ -6,8 +6,8 @@ import torch
 
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained
-from scripts.biography.accuracy import first_token_accuracy
-from scripts.biography.tasks import Question
+from scripts.research.biography.accuracy import first_token_accuracy
+from scripts.research.biography.tasks import Question
 from tests.widening import tiny_llama
 
 

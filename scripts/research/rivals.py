@@ -1,6 +1,6 @@
 """Tune every method with the same number of runs, run it with several seeds, and put all results in one table.
 
-    python scripts/all_methods.py [--tuned-share 1.0] [--only METHOD]... [CONFIG] [KEY.SUB=VALUE]...
+    python -m scripts.research.rivals [--tuned-share 1.0] [--only METHOD]... [CONFIG] [KEY.SUB=VALUE]...
 
 CONFIG is configs/petitions.yaml by default. Each method is tuned on documents of the first training
 source: nothing is trained on these meanwhile, and they are not the reported ones. Then each method runs at as many
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+import scripts.research.registered  # noqa: F401  before the config is imported
 from scale_cli.config.load import load_config, parse
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
@@ -28,8 +29,9 @@ from scale_cli.report import NOT_FINITE, Table, number
 from scale_cli.storage.atomic import read_json, write_text
 from scale_cli.upscale.base import load_base_config
 from scripts.benchmark.algebra import ideal_flops_per_token
+from scripts.research.adept import layers_of_run
 
-SCALE = (sys.executable, "-m", "scale_cli")
+SCALE = (sys.executable, "-m", "scripts.research")
 SEEDS, TUNING_SEED = (0, 1, 2), 3
 HELD_BACK = 60
 LEAST_TUNED_SHARE = 0.5
@@ -99,11 +101,11 @@ METHODS = {
     "full-decay-to-base": Method(
         (
             "method.variant=full",
-            "train.decay_to_base=true",
+            "train.weight_decay=0",
             "train.optimiser=muon",
             "train.lr_multipliers.embedding=2",
         ),
-        ("train.lr=1e-2,1e-2,1e-2,2e-2", "train.weight_decay=0.1,1,4,1"),
+        ("train.lr=1e-2,1e-2,1e-2,2e-2", "train.decay_to_base=0.1,1,4,1"),
     ),
     "osf": Method(
         ("method.variant=osf",),
@@ -164,6 +166,8 @@ def main() -> None:
     for name, method in methods.items():
         print(f"==== {name}", flush=True)
         of_tuning = [*overrides[name], *tuning_overrides(configs[name])]
+        if name == "adept":
+            overrides[name].append(f"method.adept.layers={layers_of_run(configs[name])}")
         best = tune(
             method,
             path,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import Batches, known_windows
+from scale_cli.data.batches import Batches
 from scale_cli.errors import ConfigError, RunFolderError, StorageError, require
 from scale_cli.evaluation.results import HEADS
 from scale_cli.model.heads import HeadedModel
@@ -26,12 +26,18 @@ from scale_cli.runs.method_folder import beside_base
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
 from scale_cli.upscale.base import base_without_weights, load_base
 from scale_cli.upscale.building import MethodModel, build_model, start_model
-from scripts.biography.accuracy import first_token_accuracy
-from scripts.biography.config import BiographyConfig, ComparedMethod
-from scripts.biography.people import ATTRIBUTES
-from scripts.biography.report import MethodResult, served_lines, terminal_lines, write_report
-from scripts.biography.tasks import Curriculum, SequenceWindows, write_curriculum
 from scripts.from_scratch import training_steps, write_base
+from scripts.research.adept import AdeptConfig, known_windows, layers_to_copy
+from scripts.research.biography.accuracy import first_token_accuracy
+from scripts.research.biography.config import BiographyConfig, ComparedMethod
+from scripts.research.biography.people import ATTRIBUTES
+from scripts.research.biography.report import (
+    MethodResult,
+    served_lines,
+    terminal_lines,
+    write_report,
+)
+from scripts.research.biography.tasks import Curriculum, SequenceWindows, write_curriculum
 
 
 def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> list[MethodResult]:
@@ -218,19 +224,20 @@ def _learning(
     known, asked = (
         curriculum.sequences(questions) for questions in (curriculum.task_0, curriculum.task_1)
     )
-    tasks, weights = (
-        ([asked, known], [1.0 - compared.replay, compared.replay])
-        if compared.replay
-        else ([asked], [1.0])
-    )
     train, method = compared.training(config.task_1, config.mixed_precision), compared.method
-    plain, definition = placed(load_base(base)), method.definition
-    probe = partial(known_windows, [SequenceWindows(known)], config.seed)
-    if num_windows := definition.probe_windows(method.settings):
-        method = method.with_settings(definition.find(method.settings, plain, probe(num_windows)))
+    plain = placed(load_base(base))
+    if isinstance(method.settings, AdeptConfig) and method.settings.layers is None:
+        probe = known_windows([SequenceWindows(known)], config.seed, method.settings.probe_windows)
+        layers = layers_to_copy(plain, probe, method.settings)
+        settings = method.settings.model_copy(update={"layers": layers})
+        method = method.model_copy(update={"adept": settings})
     model = start_model(plain, method, config.seed)
-    batches = _batches(tasks, weights, config.seed, train)
+    batches = _batches([asked, known], [1.0 - compared.replay, compared.replay], config.seed, train)
+    roles = [SimpleNamespace(role="new"), SimpleNamespace(role="replay")]
+    of_hooks = SimpleNamespace(
+        train=train, method=method, seed=config.seed, corpus=SimpleNamespace(sources=roles)
+    )
     for step in training_steps(
-        model, batches, train, f"learning Task 1: {compared.name}", method, probe
+        model, batches, train, f"learning Task 1: {compared.name}", of_hooks
     ):
         yield model, step
