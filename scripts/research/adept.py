@@ -193,24 +193,25 @@ class TensorRates(Hook):
         return known_windows(known, config.seed, self._settings.probe_windows)
 
     def before(self, update: Update) -> None:
-        import torch
-
         parameters, state = update.parameters, update.optimiser.state
         if update.step > 0 and update.step % self._settings.every_steps == 0:
             self._rates = rates_by(self._importances(parameters))
-            for parameter, rate in zip(parameters, self._rates, strict=True):
-                state[parameter][self.name] = torch.tensor(rate, dtype=torch.float64)
         elif self._rates is None:  # a resumed run has them in its state
             self._rates = [float(state[parameter].get(self.name, 1.0)) for parameter in parameters]
         self._before = [parameter.detach().clone() for parameter in parameters]
 
     def after(self, update: Update) -> None:
         """Stretch every tensor's change by its rate, as a rate of its own in the optimiser would."""
+        import torch
+
         assert self._rates is not None
         for parameter, before, rate in zip(
             update.parameters, self._before, self._rates, strict=True
         ):
             parameter.detach().copy_(before.lerp(parameter.detach(), rate))
+            if update.step >= self._settings.every_steps:
+                rates = torch.tensor(rate, dtype=torch.float64)
+                update.optimiser.state[parameter][self.name] = rates
         self._before = []
 
     def _loss(self, window: MicroBatch) -> Tensor:
