@@ -124,8 +124,8 @@ def layers_of_run(config: RunConfig) -> list[int]:
     """Return the layers that a run's base and known text ask to copy."""
     from scale_cli.data.corpora import open_sources, windows_of
     from scale_cli.processes import placed
-    from scale_cli.upscale.method import load_any_base
-    from scale_cli.upscale.run import Run
+    from scale_cli.runs.method_folder import load_any_base
+    from scale_cli.runs.opened import Run
 
     corpora = open_sources(config, config.corpus.replay, Run(config).tokenizer)
     known = [windows_of(config.corpus, corpus) for corpus in corpora]
@@ -218,8 +218,8 @@ class TensorRates(Hook):
         """Return the training loss of a window, in nats per token."""
         from scale_cli.data.batches import IGNORED
         from scale_cli.processes import autocast
+        from scale_cli.training.objective import attending_by_sdpa
         from scale_cli.training.step import loss_share
-        from scale_cli.upscale.objective import attending_by_sdpa
 
         accelerator, precision = (
             self._training.accelerator,

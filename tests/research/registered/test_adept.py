@@ -11,9 +11,9 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import IGNORED, PackedWindows
 from scale_cli.methods.recipes import Training, Update, trainable_parameters
+from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, set_learning_rate
-from scale_cli.upscale.method import start_model
-from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.building import start_model
 from scripts.research.adept import (
     AdeptConfig,
     TensorRates,

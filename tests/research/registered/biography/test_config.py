@@ -8,7 +8,9 @@ from scale_cli.errors import ConfigError
 from scripts.research.biography.config import BiographyConfig
 from scripts.research.biography.people import NUM_NAMES
 
-SHIPPED = sorted((Path(__file__).parents[4] / "scripts" / "research" / "biography" / "configs").glob("*.yaml"))
+SHIPPED = sorted(
+    (Path(__file__).parents[4] / "scripts" / "research" / "biography" / "configs").glob("*.yaml")
+)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
