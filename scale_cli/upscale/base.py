@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from scale_cli.errors import BaseModelError, StorageError, one_line, require
 from scale_cli.model.family_scale import FAMILIES, family_of
 from scale_cli.model.quantised_base import QUANTISATIONS, parts_of, quantise
 from scale_cli.processes import device
+from scale_cli.storage.atomic import read_json
 from scale_cli.upscale.base_record import BaseRecord
 
 _LARGEST = 2**24  # far above any size in an existing model
@@ -43,7 +45,11 @@ _SIZES = (
     "max_position_embeddings",
     *_NOT_OF_ALL,
 )
+# Tensors that old checkpoints hold although they are computed anew.
+_LEFTOVERS = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|position_ids|masked_bias)$")
 _DROPOUTS = ("attention_dropout", "embd_pdrop", "resid_pdrop")
+
+_FROM_WHICH_IT_WAS_MADE = "name the transformers model from which it was made"
 
 # Options for loading a base or an export: no pickle, no code from its folder, and no prompt.
 _PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
@@ -94,16 +100,39 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
         ) from None
     base: PreTrainedModel
     base, report = loaded
-    if missing := sorted(
-        report["missing_keys"]
-    ):  # transformers would continue with random numbers instead
-        raise BaseModelError(f"model.base: {model.base} has no weights for {missing[0]}")
+    if problem := unread_weights(report, base):
+        raise BaseModelError(f"model.base: {model.base} {problem}")
     if model.quantisation is not None:
         hf_quantizer: Any = base.hf_quantizer
         hf_quantizer.remove_quantization_config(
             base
         )  # an export copies the configuration, without quantised weights
     return base.requires_grad_(False).eval()
+
+
+def unread_weights(report: dict[str, Any], model: PreTrainedModel) -> str | None:
+    """Return in what weights and config.json disagree; None if every tensor was read into the model.
+
+    transformers would start missing weights at random, drop those that config.json does not ask
+    for, and untie tied weights that differ.
+    """
+    if missing := sorted(report["missing_keys"]):
+        return f"has no weights for {missing[0]}{_and_more(missing)}"
+    unknown = sorted(key for key in report["unexpected_keys"] if not _LEFTOVERS.search(key))
+    if unknown:
+        return (
+            f"has weights that its config.json does not ask for: {unknown[0]}{_and_more(unknown)}; without them it "
+            "would be another model; correct config.json (a bias needs attention_bias or mlp_bias), or remove them"
+        )
+    head = model.get_output_embeddings()
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    if tied and head is not None and head.weight is not model.get_input_embeddings().weight:
+        return "has a vocabulary head of its own, but tie_word_embeddings in config.json; set that to false"
+    return None
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1:,} more" if len(names) > 1 else ""
 
 
 def _quantising(model: ModelConfig) -> dict[str, Any]:
@@ -130,10 +159,16 @@ def check_weights(model: ModelConfig) -> None:
 
 
 def load_written(loader: Any, folder: Path) -> Any:
+    """Load a model that scale wrote; StorageError if a weight is missing, or is read into nothing."""
     try:
-        return loader.from_pretrained(folder, dtype="auto", **_PLAIN_WEIGHTS)
+        model, report = loader.from_pretrained(
+            folder, dtype="auto", output_loading_info=True, **_PLAIN_WEIGHTS
+        )
     except Exception as error:  # a damaged folder may raise anything
         raise StorageError(f"{folder}: cannot be loaded: {one_line(error)}") from None
+    if problem := unread_weights(report, model):
+        raise StorageError(f"{folder}: {problem}")
+    return model
 
 
 def base_without_weights(
@@ -157,22 +192,14 @@ def load_base_config(model: ModelConfig) -> Any:
     """Load the configuration of the plain model at the bottom; BaseModelError says why it cannot be widened."""
     supported = f"supported: {', '.join(FAMILIES)}"
     model = root_model(model)
-    if looks_local(model.base) and not (Path(model.base) / "config.json").is_file():
-        place = "" if Path(model.base).is_absolute() else f" in {Path.cwd()}"
-        raise BaseModelError(f"model.base: {model.base} is not a folder with a config.json{place}")
-    if (Path(model.base) / "adapter_config.json").exists():
-        raise BaseModelError(
-            f"model.base: {model.base} holds an adapter (adapter_config.json), not a whole model"
-        )
-    _shards(Path(model.base))
+    if looks_local(model.base):
+        _check_folder(model.base)
     try:
         config = AutoConfig.from_pretrained(
             model.base, revision=model.revision, trust_remote_code=False
         )
     except Exception as error:  # a damaged folder may raise anything
-        raise BaseModelError(
-            f"model.base: {model.base} cannot be loaded: {one_line(error)} ({supported})"
-        ) from None
+        raise BaseModelError(f"model.base: {_not_loaded(model.base, error)}") from None
     # No run uses dropout: training must not depend on random numbers that a checkpoint does not store.
     config.update({key: 0.0 for key in _DROPOUTS if hasattr(config, key)})
     if config.model_type not in FAMILIES:
@@ -195,6 +222,51 @@ def load_base_config(model: ModelConfig) -> Any:
         )
     _check_sizes(config, model.base)
     return config
+
+
+def _check_folder(name: str) -> None:
+    """Raise BaseModelError for what is not a transformers model with safetensors; it says what it is instead."""
+    base = Path(name)
+    adapter = base / "adapter_config.json"
+    if base.suffix == ".gguf" or (
+        any(base.glob("*.gguf")) and not (base / "config.json").is_file()
+    ):
+        problem = (
+            f"is in llama.cpp's format (GGUF), which cannot be trained; {_FROM_WHICH_IT_WAS_MADE}"
+        )
+    elif adapter.is_file():
+        named = read_json(adapter).get("base_model_name_or_path") or "not named there"
+        problem = (
+            f"is a PEFT adapter (its base: {named}), not a whole model; merge it into that base in PEFT "
+            "(merge_and_unload, then save_pretrained), and name the folder that this writes"
+        )
+    elif not (base / "config.json").is_file():
+        place = "" if base.is_absolute() else f" in {Path.cwd()}"
+        problem = f"is not a folder with a config.json{place}"
+    elif (pickles := sorted(base.glob("pytorch_model*.bin"))) and not any(
+        base.glob("*.safetensors")
+    ):
+        problem = (
+            f"has only pickled weights ({pickles[0].name}), which may run code and are not loaded; convert them in "
+            "transformers: load the model, then save_pretrained writes model.safetensors"
+        )
+    else:
+        _shards(base)
+        return
+    raise BaseModelError(f"model.base: {name} {problem}")
+
+
+def _not_loaded(name: str, error: Exception) -> str:
+    """Say why the configuration of a base cannot be loaded; the name may be meant as a folder or as a hub id."""
+    if Path(name).is_dir():
+        return f"{name} cannot be loaded: {one_line(error)}"
+    if "gguf" in name.lower():
+        return f"{name} is in llama.cpp's format (GGUF), which cannot be trained; {_FROM_WHICH_IT_WAS_MADE}"
+    unreached = "couldn't connect" in str(error)
+    reason = (
+        "it is not in the hub's cache, and the hub is not reached" if unreached else one_line(error)
+    )
+    return f"{name} is neither a folder in {Path.cwd()} nor a model that the hub gives: {reason}"
 
 
 def _check_sizes(config: Any, name: str) -> None:

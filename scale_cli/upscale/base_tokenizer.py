@@ -12,6 +12,7 @@ from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, one_line
 from scale_cli.upscale.base import stages_below
 from scale_cli.upscale.base_record import REMEDY, BaseRecord
+from scale_cli.vocabulary.added_tokens import SENTENCEPIECE
 from scale_cli.vocabulary.tokenizer import load_grown, open_tokenizer
 
 
@@ -50,9 +51,16 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     except BaseModelError:
         raise
     except Exception as error:  # a damaged folder may raise anything
+        reason = one_line(error)
+        folder = Path(place.name)
+        if (folder / SENTENCEPIECE).is_file() and not (folder / "tokenizer.json").is_file():
+            reason = (
+                f"it has only a SentencePiece model ({SENTENCEPIECE}) and no tokenizer.json; transformers writes one "
+                "(AutoTokenizer.from_pretrained, then save_pretrained) where the package sentencepiece is installed"
+            )
         raise BaseModelError(
             f"{place.key}: the tokenizer of {place.name} cannot be loaded; set model.tokenizer to a folder or hub id "
-            f"that has one: {one_line(error)}"
+            f"that has one: {reason}"
         ) from None
 
 

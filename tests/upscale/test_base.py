@@ -10,15 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from scale_cli import processes
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import tokenizer_sha256
-from scale_cli.errors import BaseModelError
+from scale_cli.errors import BaseModelError, StorageError
 from scale_cli.processes import ALONE, Share
+from scale_cli.storage.atomic import write_json
 from scale_cli.upscale import base as base_module
 from scale_cli.upscale import base_record
-from scale_cli.upscale.base import load_base, load_base_config, looks_local
+from scale_cli.upscale.base import load_base, load_base_config, load_written, looks_local
 from scale_cli.upscale.base_record import (
     BaseRecord,
     changed_tensors,
@@ -119,6 +121,7 @@ def truncate_weights(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
 
 
+EMBEDDING = "model.embed_tokens.weight"
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "no config": lambda folder: (folder / "config.json").unlink(),
     "config is not JSON": lambda folder: (folder / "config.json").write_text("{"),
@@ -139,6 +142,15 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a tensor missing": lambda folder: edit_tensors(
         folder, lambda tensors: tensors.pop("model.norm.weight")
     ),
+    "weights that its config does not ask for": lambda folder: edit_tensors(
+        folder,
+        lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.bias": torch.ones(64)}),
+    ),
+    "a layer more than its config says": lambda folder: edit_config(folder, num_hidden_layers=4),
+    "tied weights that differ": lambda folder: edit_tensors(
+        folder,
+        lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING] + 1}),
+    ),
     "a tensor of another shape": lambda folder: edit_tensors(
         folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})
     ),
@@ -155,6 +167,85 @@ def test_a_base_that_is_damaged_or_not_supported_is_one_line_that_names_it(
     assert str(error.value).startswith("model.base: ")
     assert str(checkpoint) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_load_report_names_what_was_not_read_and_why_that_matters(checkpoint: Path) -> None:
+    DAMAGE["weights that its config does not ask for"](checkpoint)
+    with pytest.raises(BaseModelError, match=r"layers\.1\.self_attn\.q_proj\.bias.*attention_bias"):
+        load_base(named(checkpoint))
+    with pytest.raises(StorageError, match=r"layers\.1\.self_attn\.q_proj\.bias"):
+        load_written(AutoModelForCausalLM, checkpoint)
+
+
+def test_leftovers_of_old_checkpoints_and_a_second_copy_of_a_tied_head_do_no_harm(
+    checkpoint: Path,
+) -> None:
+    before = record_base(load_base(named(checkpoint)), named(checkpoint))
+    leftovers = {
+        "lm_head.weight": load_file(checkpoint / "model.safetensors")[EMBEDDING].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "model.layers.0.self_attn.rotary_emb.cos_cached": torch.ones(4),
+        "model.position_ids": torch.ones(4),
+    }
+    edit_tensors(checkpoint, lambda tensors: tensors.update(leftovers))
+    assert record_base(load_base(named(checkpoint)), named(checkpoint)) == before
+
+
+def only(folder: Path, *names: str) -> None:
+    """Leave only these files in a folder; the new ones are empty."""
+    for file in folder.iterdir():
+        if file.name not in names:
+            file.unlink()
+    for name in names:
+        (folder / name).touch()
+
+
+NOT_A_BASE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a folder of GGUF": (lambda folder: only(folder, "q4.gguf"), r"GGUF.*made"),
+    "an adapter": (
+        lambda folder: write_json(
+            folder / "adapter_config.json", {"base_model_name_or_path": "org/base"}
+        ),
+        r"PEFT adapter.*org/base.*merge",
+    ),
+    "pickled weights alone": (
+        lambda folder: only(folder, "config.json", "pytorch_model.bin"),
+        r"pickled.*pytorch_model\.bin.*save_pretrained",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_A_BASE)
+def test_what_is_no_base_is_said_to_be_what_it_is_with_what_to_do(
+    checkpoint: Path, kind: str
+) -> None:
+    make, words = NOT_A_BASE[kind]
+    make(checkpoint)
+    with pytest.raises(BaseModelError, match=words):
+        load_base_config(named(checkpoint))
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "owner/Model-7B-GGUF"])
+def test_a_gguf_file_or_repository_is_said_to_be_one(name: str) -> None:
+    with pytest.raises(BaseModelError, match="GGUF"):
+        load_base_config(named(name))
+
+
+def test_a_relative_base_that_is_not_here_is_not_said_to_be_a_matter_of_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BaseModelError, match=r"neither a folder in .* nor") as error:
+        load_base_config(named("smol/base"))
+    assert str(tmp_path) in str(error.value) and "connect" not in str(error.value)
+
+
+def test_a_tokenizer_in_sentencepiece_alone_is_told_what_to_do(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    (checkpoint / "tokenizer.model").write_bytes(b"\n\x03abc")
+    with pytest.raises(BaseModelError, match=r"SentencePiece.*tokenizer\.json") as error:
+        load_tokenizer(named(checkpoint))
+    assert "tiktoken" not in str(error.value)
 
 
 def test_a_size_that_no_model_has_is_refused_before_memory_is_asked_for(checkpoint: Path) -> None:
