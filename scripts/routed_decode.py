@@ -21,6 +21,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import routed_name, router_keys
 from scale_cli.model import routed_scale
+from scale_cli.model.cache_scale import CACHE
 from scale_cli.upscale.building import start_model
 
 # Of the base: hidden, MLP, layers, heads, key/value heads, vocabulary.
@@ -58,7 +59,7 @@ def timed(model: Any, ids_BT: torch.Tensor, num_tokens: int) -> tuple[float, flo
     read = time.process_time()
     for _ in range(num_tokens):
         token_B1 = out.logits[:, -1:].argmax(-1)
-        out = model(token_B1, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
+        out = model(token_B1, cache=out[CACHE], use_cache=True, logits_to_keep=1)
     return read - started, (time.process_time() - read) / num_tokens
 
 

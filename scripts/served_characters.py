@@ -25,6 +25,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import routed_name, router_keys
 from scale_cli.model import routed_scale
+from scale_cli.model.cache_scale import CACHE
 from scale_cli.runs.opened import Run
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.building import new_pieces, start_model
@@ -55,9 +56,7 @@ def timed(model: Any, ids_1T: Tensor) -> tuple[float, float]:
     scored = time.process_time()
     cache = None
     for token_1 in ids_1T.unbind(dim=1):
-        cache = model(
-            token_1.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=1
-        ).past_key_values
+        cache = model(token_1.unsqueeze(0), cache=cache, use_cache=True, logits_to_keep=1)[CACHE]
     return scored - started, time.process_time() - scored
 
 

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scale_cli.evaluation.scoring import TWO_HEADS
 from scale_cli.model.branches_scale import ScaleCache
+from scale_cli.model.cache_scale import CACHE, require_state
 from scale_cli.model.heads import HeadedModel, RouterSettings
 from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
 
@@ -77,13 +78,13 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
         input_ids: Tensor,  # (B, T)
         attention_mask: Tensor | None = None,  # (B, past + T), 1 for tokens; padding is on the left
         position_ids: Tensor | None = None,  # (B, T); counted from the cache's length if not given
-        past_key_values: Any = None,  # made by this class, or an empty one of transformers, which is replaced
         logits_to_keep: int = 0,  # for the last positions only; 0 for all
-        **_: Any,  # other arguments of transformers, which change no answer
+        **others: Any,  # the cache: of this class, or an empty one of transformers, which is replaced
     ) -> CausalLMOutputWithPast:
-        cache = (
-            past_key_values if isinstance(past_key_values, ScaleCache) else self._model.new_cache()
-        )
+        cache = others.get(CACHE)
+        cache = cache if isinstance(cache, ScaleCache) else self._model.new_cache()
+        if cache.get_seq_length() == 0:
+            require_state(attention_mask, input_ids.shape[1])
         logits_at = self._model.head_logits(input_ids, attention_mask, position_ids, cache)
         if self.head == "posterior":
             routed = route(
@@ -97,7 +98,7 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
                 logits_to_keep=logits_to_keep,
             )
             cache.router = routed.memory
-            return CausalLMOutputWithPast(logits=routed.scores_BTV, past_key_values=cache)
+            return CausalLMOutputWithPast(logits=routed.scores_BTV, **{CACHE: cache})
         heads = logits_at(slice(-logits_to_keep or None, None))
         if self.head == "cosine":
             serves_base = cosine_serves_base(
@@ -106,4 +107,4 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
             logits = torch.where(serves_base.unsqueeze(-1), heads[0].to(heads[-1].dtype), heads[-1])
         else:
             logits = heads[self._heads.index(self.head)]
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})

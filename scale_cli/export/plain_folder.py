@@ -5,7 +5,7 @@ know `rope_parameters`: it goes on with unscaled positions, and does not find th
 config.json is used, with other sizes and both spellings, and its small files are copied byte for byte. One thing may
 change in the tokenizer: it puts the boundary that began a training document before a prompt.
 
-Keys in config.json, and two code files beside it (`model/routed_scale.py`), let the folder be served routed. A loader
+Keys in config.json, and three code files beside it (`model/routed_scale.py`), let the folder be served routed. A loader
 that does not know the keys, or does not trust the code, loads the plain model. A model cannot be routed if an expansion
 writes into x (W12), since the base's head reads an x that no expansion has written into.
 """
@@ -24,7 +24,7 @@ from transformers.utils.hub import cached_files
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError, UsageError, one_line
-from scale_cli.model import routed_scale, routing
+from scale_cli.model import cache_scale, routed_scale, routing
 from scale_cli.model.modeling_scale import WidenedModel
 from scale_cli.storage.atomic import read_json, write_json, write_text
 from scale_cli.upscale.base import load_base_config, root_model
@@ -36,7 +36,7 @@ from scale_cli.vocabulary.tokenizer import open_tokenizer
 KEY = "scale_router"
 # The second is for `transformers serve`, which looks for such a class first, and otherwise takes the plain one.
 _ASKED_FOR = ("AutoModelForCausalLM", "AutoModelForDecision")
-_CODE = (Path(str(routed_scale.__file__)), Path(str(routing.__file__)))
+_CODE = tuple(Path(str(module.__file__)) for module in (routed_scale, routing, cache_scale))
 
 
 def router_keys(model: MethodModel) -> dict[str, Any] | None:

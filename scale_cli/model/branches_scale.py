@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from .cache_scale import CACHE
 from .expansion_scale import Expansion, LayerContext, LayerReads
 from .family_scale import Family, family_of
 from .fused_scale import frozen_norm
@@ -247,9 +248,9 @@ def _base_layer(
             p_BTD,
             attention_mask=context.attention_masks[family.window_of(attention) is not None],
             position_ids=position_ids,
-            past_key_values=context.cache,
             use_cache=context.cache is not None,
             position_embeddings=context.rotary[family.rotary_kind(attention)],
+            **{CACHE: context.cache},
         )
 
 
@@ -271,8 +272,8 @@ def _attention_masks(
             config=decoder.config,
             inputs_embeds=x_BTD,
             attention_mask=attention_mask,
-            past_key_values=cache,
             position_ids=position_ids,
+            **{CACHE: cache},
         )
         for kind in dict.fromkeys(windowed)
     }

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from .branches_scale import ScaleCache
+from .cache_scale import CACHE
 from .modeling_scale import WidenedModel
 from .routing import (
     cosine_log_weights,
@@ -111,8 +112,8 @@ class BaseAndTrained(nn.Module):
                 input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=of_model,
                 use_cache=of_model is not None,
+                **{CACHE: of_model},
             ).last_hidden_state
             for model, of_model in zip(
                 models, (None, None) if cache is None else (cache, cache.trained), strict=True

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .branches_scale import Branch, FinalStates, ScaleCache, run_branches
+from .cache_scale import CACHE, require_state
 from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion
 from .family_scale import family_of
@@ -110,12 +111,12 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         )
 
     @staticmethod
-    def _own_cache(past_key_values: Any) -> ScaleCache:
-        if isinstance(past_key_values, ScaleCache):
-            return past_key_values
-        if past_key_values is not None and past_key_values.get_seq_length() > 0:
+    def _own_cache(cache: Any) -> ScaleCache:
+        if isinstance(cache, ScaleCache):
+            return cache
+        if cache is not None and cache.get_seq_length() > 0:
             raise ValueError(
-                "past_key_values: a widened model uses its own cache class; pass a ScaleCache, or none"
+                f"{CACHE}: a widened model uses its own cache class; pass a ScaleCache, or none"
             )
         return ScaleCache()
 
@@ -128,13 +129,15 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: ScaleCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits (training: the last head's; evaluation: as served), a loss for `labels`, and the cache.
 
-        The arguments are transformers' own: (B, T) ids, positions and labels, which are shifted here; a mask of (B,
-        past + T) with left padding. In training mode, `labels` give a loss without logits, which then never exist
-        whole, and `kwargs` are the arguments of `_training_loss`.
+        The arguments are transformers' own: (B, T) ids, positions and labels, which are shifted here;
+        a mask of (B, past + T) with left padding; `cache` and `past_key_values` are two names of one
+        argument. In training mode, `labels` give a loss without logits, which then never exist whole,
+        and `kwargs` are the arguments of `_training_loss`.
         """
         for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
             asked = kwargs.get(name)
@@ -145,7 +148,10 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         use_cache = not self.training and (
             self.config.use_cache if use_cache is None else use_cache
         )
-        cache = self._own_cache(past_key_values) if use_cache else None
+        given = past_key_values if cache is None else cache
+        cache = self._own_cache(given) if use_cache else None
+        if cache is None or cache.get_seq_length() == 0:
+            require_state(attention_mask, input_ids.shape[1])
         if self.training and labels is not None:
             states = self.final_states(input_ids, attention_mask, position_ids, preserved=False)
             return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
@@ -183,24 +189,25 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
 
     def prepare_inputs_for_generation(
         self,
         input_ids: Any,
         *args: Any,
-        past_key_values: Any = None,
         inputs_embeds: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Return the inputs of a step: the whole text again, if it has just passed the length `Family.short_up_to`."""
         short = family_of(self.root.config).short_up_to(self.root.config)
-        past = None if past_key_values is None else past_key_values.get_seq_length()
+        cache = kwargs.get(CACHE)
+        past = None if cache is None else cache.get_seq_length()
         if past is not None and short is not None and past <= short < input_ids.shape[1]:
-            past_key_values, kwargs["next_sequence_length"] = None, None
-        kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+            kwargs |= {CACHE: None, "next_sequence_length": None}
         generation: Any = super()
-        return generation.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        return generation.prepare_inputs_for_generation(
+            input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
+        )
 
     def final_states(
         self,

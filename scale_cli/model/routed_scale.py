@@ -35,6 +35,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from .cache_scale import CACHE, require_state
 from .routing import RouterMemory, evidence_of, log_prior, route, shares_of_router
 
 
@@ -158,7 +159,7 @@ class Routed(nn.Module):
     def log_weights(self, input_ids: Tensor) -> Tensor:
         """Return (K, B, T): the log-weight of each head after each of `input_ids` (B, T)."""
         cache: Any = DynamicCache()
-        self(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self(input_ids=input_ids, cache=cache, use_cache=True, logits_to_keep=1)
         weights_KBT: Tensor = cache.layers[-1].call[1]
         return weights_KBT
 
@@ -174,9 +175,12 @@ class Routed(nn.Module):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         evidence_mask: Tensor | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return scores whose softmax is the mixture of the heads; the arguments are those of the family's own class.
+
+        `cache` and `past_key_values` are two names of one argument.
 
         `evidence_mask` (B, T) is True if neither a token nor the one before it is padding. By default it is derived
         from `attention_mask`; ValueError if that does not have two dimensions, or for `inputs_embeds`.
@@ -187,16 +191,19 @@ class Routed(nn.Module):
             )
         if evidence_mask is None:
             evidence_mask = evidence_of(attention_mask, input_ids.shape[1])
-        layer = None if past_key_values is None else _router_layer(past_key_values)
+        cache = past_key_values if cache is None else cache
+        layer = None if cache is None else _router_layer(cache)
+        if layer is None or layer.is_empty:
+            require_state(attention_mask, input_ids.shape[1])
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             use_cache=use_cache,
+            **{CACHE: cache},
             **kwargs,
         )
-        cache = outputs.past_key_values if past_key_values is None else past_key_values
+        cache = getattr(outputs, CACHE) if cache is None else cache
         if cache is not None and layer is None:
             layer = RouterLayer(cache.layers)
             cache.layers.append(layer)
@@ -223,9 +230,9 @@ class Routed(nn.Module):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
     def _last(self, layer: RouterLayer | None) -> RouterMemory | None:
@@ -295,6 +302,9 @@ class Routed(nn.Module):
         if isinstance(ids, Tensor) and mask is None:
             inputs["evidence_mask"] = torch.ones_like(ids, dtype=torch.bool)
         elif isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.ndim == 2:
+            layer = None if (cache := kwargs.get(CACHE)) is None else _router_layer(cache)
+            if layer is None or layer.is_empty:
+                require_state(mask, ids.shape[1])
             inputs["evidence_mask"] = evidence_of(mask, ids.shape[1])
         return inputs
 
@@ -351,6 +361,6 @@ def _router_layer(cache: Any) -> RouterLayer | None:
         return cache.layers[-1]
     if cache.get_seq_length() > 0:
         raise ValueError(
-            "past_key_values: another model filled this cache, but the router must read its tokens; pass a new cache"
+            f"{CACHE}: another model filled this cache, but the router must read its tokens; pass a new cache"
         )
     return None

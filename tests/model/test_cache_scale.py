@@ -1,6 +1,8 @@
 """What generation remembers: however prompts are padded, reordered and repeated, what follows is the same."""
 
 import copy
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from scale_cli.evaluation.selectable_heads import padded_left
+from scale_cli.model import cache_scale
 from scale_cli.model.branches_scale import ScaleCache
+from scale_cli.model.cache_scale import CACHE
 from tests.model.test_modeling_scale import some_ids
 from tests.model.test_routed_scale import routed
 from tests.widening import as_if_trained, joined, tiny_llama, trained_upon, widen
@@ -73,12 +77,10 @@ def test_a_cache_goes_on_as_the_sequences_that_it_is_of(
     model: Any, operation: str, argument: Any, order: list[int]
 ) -> None:
     prompts, following = some_ids(3, 9), some_ids(len(order), 5, seed=1)
-    cache = model(input_ids=prompts).past_key_values
+    cache = model(input_ids=prompts)[CACHE]
     getattr(cache, operation)(argument)
     copied = copy.deepcopy(cache)
-    continued, again = (
-        model(input_ids=following, past_key_values=one).logits for one in (cache, copied)
-    )
+    continued, again = (model(input_ids=following, cache=one).logits for one in (cache, copied))
     whole = model(input_ids=torch.cat([prompts[order], following], dim=1), use_cache=False).logits
     torch.testing.assert_close(continued, whole[:, 9:], rtol=1e-4, atol=1e-5)
     assert torch.equal(continued, again)
@@ -92,9 +94,49 @@ def test_taking_tokens_back_is_refused() -> None:
 
 def test_an_empty_foreign_cache_is_replaced_and_a_filled_one_refused() -> None:
     model, cache = as_if_trained(widen(tiny_llama(), "route")), DynamicCache()
-    assert isinstance(
-        model(input_ids=some_ids(1, 4), past_key_values=cache).past_key_values, ScaleCache
-    )
-    model.base(input_ids=some_ids(1, 4), past_key_values=cache)
+    assert isinstance(model(input_ids=some_ids(1, 4), cache=cache)[CACHE], ScaleCache)
+    model.base(input_ids=some_ids(1, 4), **{CACHE: cache})
     with pytest.raises(ValueError, match="ScaleCache"):
-        model(input_ids=some_ids(1, 1), past_key_values=cache)
+        model(input_ids=some_ids(1, 1), cache=cache)
+
+
+def test_a_decoding_step_without_its_state_is_an_error(model: Any) -> None:
+    prompt, following = some_ids(2, 5), some_ids(2, 1, seed=1)
+    whole = torch.ones(2, 6, dtype=torch.long)
+    model(input_ids=prompt, use_cache=True)
+    with pytest.raises(ValueError, match=CACHE):
+        model(input_ids=following, attention_mask=whole)
+    with pytest.raises(ValueError, match=CACHE):
+        model(input_ids=following, attention_mask=whole, cache=ScaleCache())
+    with pytest.raises(ValueError, match=CACHE):
+        _decode_by_an_unknown_name(model, prompt)
+
+
+def _decode_by_an_unknown_name(model: Any, prompt: Tensor) -> None:
+    """Generate as a transformers would that calls the cache by a name which the model does not know."""
+    forward = model.forward
+
+    def without_cache(*args: Any, **kwargs: Any) -> Any:
+        for name in ("cache", "past_key_values"):
+            if name in kwargs:
+                kwargs["renamed"] = kwargs.pop(name)
+        return forward(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "forward", without_cache)
+        generate(model, prompt)
+
+
+@pytest.mark.parametrize("version", ["4.56.2", "5.25.0", "6.0.0"])
+def test_an_untested_transformers_is_refused_in_one_line(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.__version__", version)
+    with pytest.raises(ImportError, match=f"^transformers {version}: [^\n]+$"):
+        cache_scale._name_of_cache()
+
+
+def test_pyproject_allows_no_transformers_that_the_code_refuses() -> None:
+    written = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    (allowed,) = (one for one in written["project"]["dependencies"] if "transformers" in one)
+    assert allowed.endswith("<{}.{}".format(*cache_scale.FIRST_UNTESTED))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from scale_cli.model.cache_scale import CACHE
 from scale_cli.upscale.building import NewPieces
 from tests.model.test_routed_scale import routed
 from tests.plain_torch import Added, composed_rows, logits_of, path_of, shared_with_new_tokens
@@ -155,7 +156,7 @@ def test_the_tokens_of_a_document_multiply_to_the_mixture_of_what_the_heads_say_
     for model in served(these).values():
         whole = model(ids, use_cache=False).logits[:, :-1]
         begun = model(ids[:, :2], use_cache=True)
-        then = model(ids[:, 2:], past_key_values=begun.past_key_values, use_cache=True).logits
+        then = model(ids[:, 2:], cache=begun[CACHE], use_cache=True).logits
         ways = [whole, torch.cat([begun.logits, then], 1)[:, :-1]]
         ways += [model(padded, attention_mask=mask, use_cache=False).logits[:, 2:-1]]
         for scores in ways:

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import router_keys
 from scale_cli.model import routed_scale, routing
+from scale_cli.model.cache_scale import CACHE
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import WidenedModel
 from scale_cli.model.routed_scale import Routed, RouterLayer
@@ -144,14 +145,14 @@ def test_however_it_generates_the_tokens_are_the_same(pair: Pair, way: str) -> N
     expected = one_row.generate(ids, **options)
     ways: dict[str, dict[str, Any]] = {
         "a static cache": {"cache_implementation": "static"},
-        "twice in one": {"past_key_values": StaticCache(one_row.config, max_cache_len=80)},
+        "twice in one": {CACHE: StaticCache(one_row.config, max_cache_len=80)},
         "in chunks": {"prefill_chunk_size": 7},
         "prompt lookup": {"prompt_lookup_num_tokens": 4},
         "an assistant": {"assistant_model": dense_model(pair[0], "float32")},
     }
     assert torch.equal(one_row.generate(ids, **options, **ways[way]), expected)
     if way == "twice in one":
-        ways[way]["past_key_values"].reset()
+        ways[way][CACHE].reset()
         assert torch.equal(one_row.generate(ids, **options, **ways[way]), expected)
 
 
@@ -163,11 +164,11 @@ def test_a_step_with_a_static_cache_is_one_graph(two: Pair) -> None:
     mask, ids = PADDED, IDS
     step = torch.compile(one_row.forward, fullgraph=True, backend="eager")
     with torch.no_grad():
-        logits = one_row(**inputs(IDS, past_key_values=cache, attention_mask=mask)).logits
+        logits = one_row(**inputs(IDS, attention_mask=mask, **{CACHE: cache})).logits
         for _ in range(8):
             ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-            asked = inputs(ids, next_sequence_length=1, past_key_values=cache, attention_mask=mask)
+            asked = inputs(ids, next_sequence_length=1, attention_mask=mask, **{CACHE: cache})
             state = cache.layers[-1].last.logits_KBV.data_ptr()
             logits = step(**asked).logits
             assert cache.layers[-1].last.logits_KBV.data_ptr() == state, (
@@ -186,7 +187,7 @@ def test_whatever_calls_and_takings_back_a_text_came_by_its_scores_are_the_same(
     whole, cache, position = answered(one_row), DynamicCache(config=one_row.config), 0
     while position < IDS.shape[1]:
         length = data.draw(st.integers(1, IDS.shape[1] - position))
-        logits = one_row(IDS[:, position : position + length], past_key_values=cache).logits
+        logits = one_row(IDS[:, position : position + length], cache=cache).logits
         close(logits, whole[:, position : position + length])
         position += length
         taken_back = data.draw(st.integers(0, length - 1 if position == IDS.shape[1] else length))
@@ -207,8 +208,8 @@ def test_one_token_in_16_bits_asks_the_head_once_and_so_does_any_head_that_is_no
     hooked.lm_head.register_forward_hook(
         lambda _module, rows, _logits: asked.append(tuple(rows[0].shape))
     )
-    cache = hooked(IDS[:1], use_cache=True).past_key_values
-    hooked(IDS[:1, :1], past_key_values=cache)
+    cache = hooked(IDS[:1], use_cache=True)[CACHE]
+    hooked(IDS[:1, :1], cache=cache)
     assert asked == [(2, 1, 1, hooked.config.hidden_size)]
     hooked = copy.deepcopy(two[1])
     add_hook_to_module(
@@ -233,14 +234,14 @@ def test_a_broken_head_has_no_say(two: Pair) -> None:
 
 
 def _filled_by_another(model: Any) -> None:
-    cache = super(Routed, model).forward(IDS, use_cache=True).past_key_values
-    model(IDS, past_key_values=cache)
+    cache = super(Routed, model).forward(IDS, use_cache=True)[CACHE]
+    model(IDS, cache=cache)
 
 
 @torch.no_grad()
 def _cropped_too_far(model: Any) -> None:
-    cache = model(IDS, use_cache=True).past_key_values
-    model(IDS[:, :2], past_key_values=cache)
+    cache = model(IDS, use_cache=True)[CACHE]
+    model(IDS[:, :2], cache=cache)
     cache.crop(-3)
 
 

@@ -1,0 +1,55 @@
+"""What transformers calls the argument and the output that carry a model's state from one decoding step to the next.
+
+transformers 5.24 renamed `past_key_values` to `cache`. A forward pass that is given its state by a name
+that it does not know would decode without it, and nothing else would show that. So versions whose name is
+not known are refused here, and `require_state` refuses a step that has lost its state.
+
+A routed export carries this file too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import transformers
+from torch import Tensor
+
+OLDEST, FIRST_UNTESTED = (4, 57), (5, 25)  # pyproject.toml has the range of the package itself
+
+
+def _name_of_cache() -> str:
+    version = transformers.__version__
+    numbers = tuple(int(number) for number in version.split(".")[:2])
+    generate = transformers.GenerationMixin.prepare_inputs_for_generation
+    known = [
+        name
+        for name in ("cache", "past_key_values")
+        if name in inspect.signature(generate).parameters
+    ]
+    if not OLDEST <= numbers < FIRST_UNTESTED or not known:
+        raise ImportError(
+            f"transformers {version}: this model's code is tested with transformers "
+            f"{OLDEST[0]}.{OLDEST[1]} to {FIRST_UNTESTED[0]}.{FIRST_UNTESTED[1] - 1}, and may decode "
+            f"without its state in others; pip install 'transformers<{FIRST_UNTESTED[0]}.{FIRST_UNTESTED[1]}'"
+        )
+    return known[0]
+
+
+CACHE = _name_of_cache()
+
+
+def require_state(attention_mask: Any, num_positions: int) -> None:
+    """Raise ValueError if a mask shows tokens before these, in a call that was given no state of them.
+
+    Args:
+        attention_mask: (B, past + T); None and prepared masks of four dimensions show nothing.
+        num_positions: T.
+    """
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        return
+    if (shown := attention_mask.shape[1]) > num_positions:
+        raise ValueError(
+            f"{CACHE}: attention_mask covers {shown:,} tokens, but {num_positions:,} came, and no state "
+            f"of the others; pass the {CACHE} that the last call returned, or all tokens"
+        )
