@@ -84,7 +84,7 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
         cache = others.get(CACHE)
         cache = cache if isinstance(cache, ScaleCache) else self._model.new_cache()
         if cache.get_seq_length() == 0:
-            require_state(attention_mask, input_ids.shape[1])
+            require_state(attention_mask, position_ids, input_ids.shape[1])
         logits_at = self._model.head_logits(input_ids, attention_mask, position_ids, cache)
         if self.head == "posterior":
             routed = route(

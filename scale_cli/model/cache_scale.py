@@ -39,17 +39,21 @@ def _name_of_cache() -> str:
 CACHE = _name_of_cache()
 
 
-def require_state(attention_mask: Any, num_positions: int) -> None:
-    """Raise ValueError if a mask shows tokens before these, in a call that was given no state of them.
+def require_state(attention_mask: Any, position_ids: Tensor | None, num_positions: int) -> None:
+    """Raise ValueError if tokens came before these, in a call that was given no state of them.
 
     Args:
         attention_mask: (B, past + T); None and prepared masks of four dimensions show nothing.
+        position_ids: (B, T) or None. They are looked at for one token alone, which is a decoding step.
         num_positions: T.
     """
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        return
-    if (shown := attention_mask.shape[1]) > num_positions:
+    num_before = 0
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        num_before = attention_mask.shape[1] - num_positions
+    elif attention_mask is None and position_ids is not None and num_positions == 1:
+        num_before = int(position_ids.min())
+    if num_before > 0:
         raise ValueError(
-            f"{CACHE}: attention_mask covers {shown:,} tokens, but {num_positions:,} came, and no state "
-            f"of the others; pass the {CACHE} that the last call returned, or all tokens"
+            f"{CACHE}: {num_before:,} tokens came before these, but no state of them; pass the {CACHE} "
+            "that the last call returned, or all tokens"
         )

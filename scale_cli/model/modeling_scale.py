@@ -151,7 +151,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         given = past_key_values if cache is None else cache
         cache = self._own_cache(given) if use_cache else None
         if cache is None or cache.get_seq_length() == 0:
-            require_state(attention_mask, input_ids.shape[1])
+            require_state(attention_mask, position_ids, input_ids.shape[1])
         if self.training and labels is not None:
             states = self.final_states(input_ids, attention_mask, position_ids, preserved=False)
             return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))

@@ -194,7 +194,7 @@ class Routed(nn.Module):
         cache = past_key_values if cache is None else cache
         layer = None if cache is None else _router_layer(cache)
         if layer is None or layer.is_empty:
-            require_state(attention_mask, input_ids.shape[1])
+            require_state(attention_mask, position_ids, input_ids.shape[1])
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -304,7 +304,7 @@ class Routed(nn.Module):
         elif isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.ndim == 2:
             layer = None if (cache := kwargs.get(CACHE)) is None else _router_layer(cache)
             if layer is None or layer.is_empty:
-                require_state(mask, ids.shape[1])
+                require_state(mask, None, ids.shape[1])
             inputs["evidence_mask"] = evidence_of(mask, ids.shape[1])
         return inputs
 

@@ -1,6 +1,7 @@
 """What generation remembers: however prompts are padded, reordered and repeated, what follows is the same."""
 
 import copy
+import functools
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ def _decode_by_an_unknown_name(model: Any, prompt: Tensor) -> None:
     """Generate as a transformers would that calls the cache by a name which the model does not know."""
     forward = model.forward
 
+    @functools.wraps(forward)
     def without_cache(*args: Any, **kwargs: Any) -> Any:
         for name in ("cache", "past_key_values"):
             if name in kwargs:
@@ -131,7 +133,7 @@ def _decode_by_an_unknown_name(model: Any, prompt: Tensor) -> None:
 def test_an_untested_transformers_is_refused_in_one_line(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transformers.__version__", version)
+    monkeypatch.setattr("scale_cli.model.cache_scale.transformers.__version__", version)
     with pytest.raises(ImportError, match=f"^transformers {version}: [^\n]+$"):
         cache_scale._name_of_cache()
 
