@@ -6,8 +6,10 @@ STAMP := $(VENV)/.installed
 RUNTIMES := $(VENV)/llama.cpp
 TRANSFORMERS_4 := $(VENV)/transformers-4
 VLLM := $(VENV)/vllm
+NEWEST := $(VENV)/newest
+OLDEST := $(VENV)/oldest
 
-.PHONY: install wheel reference demo bench bench-serving test proofs reach torture runtimes serving check format lint types layers clean
+.PHONY: newest oldest install wheel reference demo bench bench-serving test proofs reach torture runtimes serving check format lint types layers clean
 
 install: $(STAMP)
 
@@ -41,6 +43,22 @@ bench-serving: $(STAMP) $(VLLM)/.installed  ## what routing costs in vLLM, on a 
 
 test: $(STAMP)  ## the test suite: 4 to 8 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+newest: $(NEWEST)/.installed  ## the test suite with the newest versions that pyproject.toml allows
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+oldest: $(OLDEST)/.installed  ## the test suite with the oldest versions that pyproject.toml allows
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+$(NEWEST)/.installed: $(STAMP) pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --editable '.[dev]'
+	touch $@
+
+$(OLDEST)/.installed: $(STAMP) pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
+	touch $@
 
 proofs: $(STAMP)  ## the petitions run from end to end, torchrun, the serving page as written, generated code: about 4 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration --proofs --numprocesses 2 --dist loadfile

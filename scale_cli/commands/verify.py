@@ -26,6 +26,7 @@ from scale_cli.errors import (
     RunFolderError,
     ScaleError,
 )
+from scale_cli.export.cached_decoding import check_cached_decoding
 from scale_cli.export.records import ExportRecord
 from scale_cli.joining import KIND, JoinReport
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -110,13 +111,14 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_base(path: Path) -> None:
-    """Check the base's hashes, and that a widened model's base logits equal the base's, bit for bit."""
+    """Check the base's hashes, a widened model's base logits bit for bit, and that it decodes with a cache."""
     folder = MethodFolder.at(path)
     folder.check_base()
     model: Any = folder.load()
+    prompts = sample_ids(folder.run.base_tokenizer)
     if folder.method.definition.widens:
-        prompts = sample_ids(folder.run.base_tokenizer)
         check_preservation(model, prompts, own_logits(model.base, prompts))
+    check_cached_decoding(model.eval(), prompts)
 
 
 def _check_log(folder: Path) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, ExportParityError
+from scale_cli.export.cached_decoding import check_cached_decoding
 from scale_cli.export.dense import lower_weights, plain_model
 from scale_cli.export.plain_folder import (
     copy_tokenizer,
@@ -219,11 +220,15 @@ class Format:
         raise NotImplementedError
 
     def prove(self, folder: Path, model: MethodModel, prompts: list[Tensor]) -> Parity:
-        """Load a folder in every way in which it is served, and check that it computes what the trained model does."""
+        """Load a folder in every way in which it is served, and check that it computes what the trained model does.
+
+        Cached decoding is compared with one pass without a cache too.
+        """
         parities = []
         for loaded, expected in self.load(folder):
             parities.append(measure_parity(placed(loaded).eval(), model, expected, prompts))
             check_parity(parities[-1], str(loaded.dtype).removeprefix("torch."))
+            check_cached_decoding(loaded, prompts)
             del loaded  # freed before the next is loaded
         return replace(parities[0], routed=parities[1] if len(parities) > 1 else None)
 

@@ -2,15 +2,19 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import GenerationMixin
 
 from scale_cli.commands.export import export
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import FolderCheck, check_folders, verify
+from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import RunFolderError
+from scale_cli.errors import ExportParityError, RunFolderError
+from scale_cli.model.cache_scale import CACHE
 from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, write_json
 from tests.config.small_config import changed
 from tests.export.conftest import configured
@@ -122,3 +126,26 @@ def test_an_export_of_another_model_is_found_by_its_logits_though_its_manifest_f
 def test_a_folder_that_is_not_ours_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="scale did not write this folder"):
         verify(tmp_path)
+
+
+def test_a_transformers_that_loses_the_cache_fails_the_export_and_verify(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = GenerationMixin.prepare_inputs_for_generation
+
+    def without_cache(*args: Any, **kwargs: Any) -> Any:
+        inputs = prepare(*args, **kwargs)
+        inputs.pop(CACHE, None)
+        return inputs
+
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", without_cache)
+    failed = {folder: check.failed for folder, check in found(run).items()}
+    for folder in ("final", "llama"):
+        assert len(failed[folder]) == 1, failed
+        assert "cached decoding" in failed[folder][0]
+    config = load_config(run / "final" / "scale.yaml").model_copy(update={"output_dir": run})
+    shutil.rmtree(run / "export")
+    with pytest.raises(ExportParityError, match="cached decoding") as caught:
+        export(config)
+    assert caught.value.exit_code == 3
+    assert not (run / "export" / "llama").exists()

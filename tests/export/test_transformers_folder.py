@@ -132,7 +132,7 @@ def test_one_folder_is_the_plain_model_to_who_does_not_trust_its_code_and_nobody
     plain: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert type(plain) is LlamaForCausalLM
     assert len(AutoTokenizer.from_pretrained(folder)("Once upon a time").input_ids) > 3
-    assert {file.name for file in folder.glob("*.py")} == {"routed_scale.py", "routing.py"}
+    assert {file.stem for file in folder.glob("*.py")} == {"cache_scale", "routed_scale", "routing"}
     expected = trained_head(load_widened(config.output_dir / "final", config.model), IDS)
     torch.testing.assert_close(plain(IDS).logits, expected, rtol=0.0, atol=1e-4)
 

@@ -95,7 +95,7 @@ def test_the_base_is_untouched_and_the_export_is_a_plain_model(
     run = RunFolder(config.output_dir)
     assert changed_tensors(load_base(config.model), BaseRecord.load(run.final)) == []
     folder = run.export("llama")
-    assert {file.name for file in folder.glob("*.py")} == {"routed_scale.py", "routing.py"}
+    assert {file.stem for file in folder.glob("*.py")} == {"cache_scale", "routed_scale", "routing"}
     exported = AutoModelForCausalLM.from_pretrained(folder)
     assert type(exported).__name__ == "LlamaForCausalLM"
     with torch.no_grad():
