@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scale_cli.evaluation.scoring import TWO_HEADS
 from scale_cli.model.branches_scale import ScaleCache
-from scale_cli.model.cache_scale import CACHE, require_state
+from scale_cli.model.cache_scale import CACHE, named, require_state
 from scale_cli.model.heads import HeadedModel, RouterSettings
 from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
 
@@ -98,7 +98,7 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
                 logits_to_keep=logits_to_keep,
             )
             cache.router = routed.memory
-            return CausalLMOutputWithPast(logits=routed.scores_BTV, **{CACHE: cache})
+            return CausalLMOutputWithPast(logits=routed.scores_BTV, **named(cache))
         heads = logits_at(slice(-logits_to_keep or None, None))
         if self.head == "cosine":
             serves_base = cosine_serves_base(
@@ -107,4 +107,4 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
             logits = torch.where(serves_base.unsqueeze(-1), heads[0].to(heads[-1].dtype), heads[-1])
         else:
             logits = heads[self._heads.index(self.head)]
-        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+        return CausalLMOutputWithPast(logits=logits, **named(cache))

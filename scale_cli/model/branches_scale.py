@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from .cache_scale import CACHE
+from .cache_scale import named
 from .expansion_scale import Expansion, LayerContext, LayerReads
 from .family_scale import Family, family_of
 from .fused_scale import frozen_norm
@@ -250,7 +250,7 @@ def _base_layer(
             position_ids=position_ids,
             use_cache=context.cache is not None,
             position_embeddings=context.rotary[family.rotary_kind(attention)],
-            **{CACHE: context.cache},
+            **named(context.cache),
         )
 
 
@@ -273,7 +273,7 @@ def _attention_masks(
             inputs_embeds=x_BTD,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            **{CACHE: cache},
+            **named(cache),
         )
         for kind in dict.fromkeys(windowed)
     }

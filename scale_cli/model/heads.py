@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from .branches_scale import ScaleCache
-from .cache_scale import CACHE
+from .cache_scale import named
 from .modeling_scale import WidenedModel
 from .routing import (
     cosine_log_weights,
@@ -113,7 +113,7 @@ class BaseAndTrained(nn.Module):
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 use_cache=of_model is not None,
-                **{CACHE: of_model},
+                **named(of_model),
             ).last_hidden_state
             for model, of_model in zip(
                 models, (None, None) if cache is None else (cache, cache.trained), strict=True

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .branches_scale import Branch, FinalStates, ScaleCache, run_branches
-from .cache_scale import CACHE, require_state
+from .cache_scale import CACHE, named, require_state
 from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion
 from .family_scale import family_of
@@ -189,7 +189,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **named(cache))
 
     def prepare_inputs_for_generation(
         self,
