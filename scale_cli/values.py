@@ -49,6 +49,10 @@ _COUNTRIES = {
 
 def check_language(code: object) -> object:
     """Return a language code; ValueError if it is not one, with the code to give instead."""
+    if isinstance(code, bool):
+        raise ValueError(
+            'YAML reads an unquoted `no` or `on` as a truth value; write it in quotes: "no"'
+        )
     if isinstance(code, str):
         if not re.fullmatch(_LANGUAGE, code):
             raise ValueError(f"{code} is not an ISO 639 code; give the language's code, such as ko")

@@ -44,8 +44,8 @@ class TextSource(Section):
     name: Name
     path: SourcePatterns | None = Field(
         default=None,
-        description="one or several globs of .txt .jsonl .json .csv files, plain or compressed as .gz .xz .zst, or of "
-        ".parquet files; local, or on hf:// s3:// gs:// az:// https://",
+        description="one or several globs of .txt .md .jsonl .json .csv files, plain or compressed as "
+        ".gz .xz .zst, or of .parquet files; local, or on hf:// s3:// gs:// az:// https://",
     )
     dataset: PathText | None = Field(default=None, description="hub dataset id")
     subset: str | None = Field(default=None, description="configuration of the dataset")
@@ -63,7 +63,7 @@ class TextSource(Section):
     )
     documents: Literal["paragraph", "line", "file"] = Field(
         default="paragraph",
-        description="a .txt file's documents: text between blank lines, a line, or the whole file",
+        description="a .txt or .md file's documents: text between blank lines, a line, or the whole file",
     )
     language: Language
     skip_documents: int = Field(

@@ -31,6 +31,7 @@ _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 1 << 10, 1 << 17
 _HASHES_AT_ONCE = 1 << 20
 TOKENS = "tokens"  # folder of a run for tokenised corpora, unless corpus.cache_dir names another
 CORPORA = "corpora.json"  # beside a state: the names of the text that was trained on
+_LEAST_SHARED = 0.01  # of a held-out text; less is headings that many documents have
 _LARGE_DOCUMENT_BYTES = 1 << 16
 _FEWEST_HELD_OUT = (
     4  # the bootstrap's intervals are too narrow for some more, but plainly so below this
@@ -233,9 +234,10 @@ def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCo
         found = np.zeros(len(held_out), np.bool_)
         for start in range(0, len(corpus), _HASHES_AT_ONCE):  # there may be very many
             found |= np.isin(held_out.hashes, corpus.hashes[start : start + _HASHES_AT_ONCE])
-        if found.any():
+        share = held_out.num_bytes[found].sum() / held_out.num_bytes.sum()
+        if share >= _LEAST_SHARED:
             lines.append(
-                f"held-out {name}: {found.sum():,} of its {len(held_out):,} documents ({percent(found.mean())}) "
+                f"held-out {name}: {found.sum():,} of its {len(held_out):,} documents ({percent(share)} of its text) "
                 f"are in {source}, which is trained on: results on them measure memorisation"
             )
     return lines

@@ -10,15 +10,17 @@ a conversation's first turns is a prefix of the whole text. A conversation for w
 
 from __future__ import annotations
 
+import csv
 import json
 import lzma
+import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, groupby
 from typing import IO, Any
 
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
@@ -37,6 +39,7 @@ _SKIPPED_AT_ONCE = 1 << 20
 _MAX_JSON_BYTES = 1 << 28
 _ROWS_AT_ONCE = 256
 _LONGEST_HEADER = 200
+_NO_SYNTAX_OF_CSV = re.compile(rb'[^",\r\n]+')
 _SET_FIELD = "set text_field to the one to read"
 _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 _DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
@@ -105,7 +108,10 @@ class CorpusReader:
                     for where, found, num_bytes in items:
                         yield judge(found, f"{file}{where}", num_bytes, self._limit)
             except _DAMAGED as error:
-                yield Rejected(Reason.DAMAGED_FILE, f"{file} ({one_line(error)})", 0)
+                told = one_line(error)
+                if file.compression == ".zst" and "too much memory" in told:
+                    told += "; it was compressed with a long window: `zstd -d --long=31`, then `zstd` again"
+                yield Rejected(Reason.DAMAGED_FILE, f"{file} ({told})", 0)
             finally:
                 self._raw = None
             self._finished_bytes += file.size
@@ -151,9 +157,7 @@ def _read_txt(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
     lines = _lines(stream, limit + len(_NEWLINE))
     documents: Iterable[Iterable[Line]] = [lines]
     if source.documents == "line":
-        documents = (
-            [line] for line in lines if isinstance(line[1], Reason) or line[1].strip(_NEWLINE)
-        )
+        documents = ([line] for line in lines if isinstance(line[1], Reason) or line[1].strip())
     elif source.documents == "paragraph":
         parts = groupby(lines, lambda line: isinstance(line[1], str) and not line[1].strip())
         documents = (paragraph for is_blank, paragraph in parts if not is_blank)
@@ -203,12 +207,18 @@ def _join(lines: Iterable[Line], limit: int) -> Item:
 
 def _read_jsonl(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Item]:
     for number, line, length in _lines(stream, limit * _JSON_BYTES_PER_TEXT_BYTE):
-        found: Found = line
-        if isinstance(line, str):
+        found: Found
+        if not isinstance(line, str):
+            found = line
+        elif not line.strip():
+            continue
+        else:
             try:
-                found = _pick(json.loads(line), source) if line.strip() else Reason.EMPTY
+                found = _pick(json.loads(line), source)
             except (ValueError, RecursionError):
                 found = Reason.NUL if "\0" in line else Reason.NOT_JSON
+                if number == 1 and line.lstrip().startswith("["):
+                    found = Reason.JSON_LIST
         yield f":{number}", found, length
 
 
@@ -253,37 +263,78 @@ def _is_message(value: Any) -> bool:
     )
 
 
-def _read_csv(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
-    field = source.text_field
-    broken: set[int] = set()  # rows with too many fields, or too few
+def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Item]:
+    csv.field_size_limit(sys.maxsize)  # _CsvLines bounds what is held
+    lines = _CsvLines(stream, max(2 * limit, _SKIPPED_AT_ONCE))
+    rows = csv.reader(lines)
+    header: list[str] | None = None
+    number = 0
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error:
+            row = [""]
+            is_broken = True
+        else:
+            is_broken = header is not None and row is not None and len(row) != len(header)
+        if row is None:
+            return
+        if not row:  # a blank line
+            continue
+        number, num_bytes, is_cut = number + 1, lines.num_bytes, lines.is_cut
+        lines.start_row()
+        if header is None:
+            header = row
+            if header.count(source.text_field) != 1:
+                named = ", ".join(header)[:_LONGEST_HEADER]
+                raise OSError(
+                    f"needs exactly one column {source.text_field!r}, and has: {named}; {_SET_FIELD}"
+                )
+            continue
+        found: Found
+        if is_cut:
+            found = Reason.TOO_LARGE
+        elif is_broken:
+            found = Reason.NOT_CSV
+        else:
+            value = row[header.index(source.text_field)]
+            found = _decode(value.encode(errors="surrogateescape"))
+        yield f": row {number}", found, num_bytes
 
-    def skip(row: Any) -> str:
-        broken.add(row.number)
-        return "skip"
 
-    header = (
-        stream.peek(_LONGEST_HEADER)[:_LONGEST_HEADER]
-        .partition(b"\n")[0]
-        .decode(errors="replace")
-        .strip()
-    )
-    try:
-        rows = pa.csv.open_csv(
-            stream,
-            read_options=pa.csv.ReadOptions(
-                use_threads=False, block_size=max(2 * limit, _SKIPPED_AT_ONCE)
-            ),
-            parse_options=pa.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip),
-            # As bytes, so that a value that is not UTF-8 is one bad record and does not end the file.
-            convert_options=pa.csv.ConvertOptions(
-                include_columns=[field], column_types={field: pa.binary()}
-            ),
-        )
-    except KeyError:
-        raise OSError(f"has no column {field!r}, but {header}; {_SET_FIELD}") from None
-    numbers = (number for number in count(2) if number not in broken)  # row 1 is the header
-    yield from _read_column((batch.column(0).to_pylist() for batch in rows), numbers)
-    yield from ((f": row {row}", Reason.NOT_CSV, 0) for row in sorted(broken))
+class _CsvLines:
+    """The lines of a table; of a row larger than `limit` bytes, the rest is cut down to its quotes and commas."""
+
+    def __init__(self, stream: IO[bytes], limit: int) -> None:
+        self._stream, self._limit = stream, limit
+        self._is_first = True
+        self.start_row()
+
+    def start_row(self) -> None:
+        self.num_bytes, self.is_cut = 0, False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        parts: list[bytes] = []
+        while not parts or not parts[-1].endswith(b"\n"):
+            part = self._stream.readline(_SKIPPED_AT_ONCE)
+            if not part:
+                break
+            self.num_bytes += len(part)
+            if self.num_bytes > self._limit:
+                self.is_cut = True
+                part = _NO_SYNTAX_OF_CSV.sub(b"", part)
+            parts.append(part)
+        if not parts:
+            raise StopIteration
+        line = b"".join(parts)
+        if self._is_first:
+            line = line.removeprefix(_BYTE_ORDER_MARK)
+            self._is_first = False
+        # A value that is not UTF-8 is one bad record and does not end the file.
+        return line.decode(errors="surrogateescape")
 
 
 def _read_parquet(stream: IO[bytes], source: TextSource, _limit: int) -> Iterator[Item]:

@@ -10,9 +10,11 @@ import gzip
 import io
 import json
 import lzma
+import os
 import shutil
 import tempfile
 import time
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +33,13 @@ FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 _HASHES = ".sources.json"
 # A smaller file is hashed in a millisecond.
 _LEAST_BYTES = 1 << 20
+_AS_TEXT = "; save it as plain text first, such as by "
+_REMEDIES = {
+    ".docx": f"{_AS_TEXT}`pandoc FILE -t plain -o FILE.txt`",
+    ".html": f"{_AS_TEXT}`pandoc FILE -t plain -o FILE.txt`",
+    ".epub": f"{_AS_TEXT}`pandoc FILE -t plain -o FILE.txt`",
+    ".pdf": f"{_AS_TEXT}`pdftotext FILE FILE.txt`",
+}
 _SETTLED_NS = 2 * 10**9
 _READ_AT_ONCE = 1 << 16
 # Decompression limit: no xz preset needs more than 65 MB, but a header may ask for 4 GB.
@@ -61,7 +70,8 @@ class SourceFile:
 
     @property
     def format(self) -> str:
-        return PurePosixPath(self.name.removesuffix(self.compression)).suffix
+        suffix = PurePosixPath(self.name.removesuffix(self.compression)).suffix
+        return ".txt" if suffix == ".md" else suffix
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
@@ -90,7 +100,7 @@ def named_errors(place: str, problem: str = "cannot be read") -> Iterator[None]:
 
 def source_files(source: TextSource) -> list[SourceFile]:
     """Return the files of a source, each once: pattern by pattern, sorted by name."""
-    files: dict[str, SourceFile] = {}
+    files: dict[object, SourceFile] = {}
     for pattern in source.paths:
         found = (
             _in_store(source.name, pattern) if "://" in pattern else _local(source.name, pattern)
@@ -99,11 +109,14 @@ def source_files(source: TextSource) -> list[SourceFile]:
             here = "" if "://" in pattern or Path(pattern).is_absolute() else f" in {Path.cwd()}"
             raise CorpusError(f"{source.name}: no file matches {pattern}{here}")
         for file in found:
-            files.setdefault(file.name, file)
+            files.setdefault(_identity(file), file)
     for file in files.values():
         if file.format not in FORMATS or (file.format == ".parquet" and file.compression):
-            known = f"{', '.join(FORMATS)}; all but .parquet also with {', '.join(COMPRESSIONS)}"
-            raise CorpusError(f"{file}: not a corpus format (known: {known})")
+            known = (
+                f"{', '.join(FORMATS)}, .md; all but .parquet also with {', '.join(COMPRESSIONS)}"
+            )
+            remedy = _REMEDIES.get(file.format.lower(), "")
+            raise CorpusError(f"{file}: not a corpus format (known: {known}){remedy}")
         if source.messages_field is not None and file.format not in (".jsonl", ".json"):
             raise CorpusError(
                 f"{file}: messages_field: conversations are read only from .jsonl, .json and datasets"
@@ -115,9 +128,45 @@ def source_files(source: TextSource) -> list[SourceFile]:
     return list(files.values())
 
 
+def _identity(file: SourceFile) -> object:
+    """Return what is the same for all names of a file, such as links to it."""
+    if file.store is not None:
+        return file.name
+    status = Path(file.name).stat()
+    return (status.st_dev, status.st_ino) if status.st_ino else Path(file.name).resolve()
+
+
+def _matches(pattern: str) -> list[Path]:
+    """Return what a pattern matches; what exists by the pattern's own name, or begins with it, is that.
+
+    Names may be in another normal form than the pattern, as macOS writes Hangul and accents.
+    """
+    parts = Path(pattern).parts
+    found = Path(parts[0]) if Path(pattern).is_absolute() else Path()
+    rest = list(parts[1:] if Path(pattern).is_absolute() else parts)
+    while rest:
+        same = [found / form for form in _normal_forms(rest[0]) if os.path.lexists(found / form)]
+        if not same:
+            break
+        found = same[0]
+        rest.pop(0)
+    if not rest:
+        return [found]
+    paths = {
+        Path(path)
+        for form in _normal_forms("/".join(rest))
+        for path in glob.glob(str(Path(glob.escape(str(found))) / form), recursive=True)
+    }
+    return sorted(paths)
+
+
+def _normal_forms(text: str) -> list[str]:
+    return [text, unicodedata.normalize("NFC", text), unicodedata.normalize("NFD", text)]
+
+
 def _local(name: str, pattern: str) -> list[SourceFile]:
     files = []
-    for path in sorted(map(Path, glob.glob(pattern, recursive=True))):
+    for path in _matches(pattern):
         if path.is_file():
             files.append(SourceFile(str(path), path.stat().st_size))
         # Folders that a pattern happens to match are ignored; a folder that is named like a file is an error.
@@ -277,6 +326,13 @@ def dataset_builder(source: TextSource) -> Any:
     """Return the builder of a dataset, without loading it; its `hash` is the commit of the revision."""
     import datasets
 
+    folder = Path(source.dataset or "")
+    if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        raise CorpusError(
+            f"{source.name}: the dataset {folder} was written by save_to_disk; write it as parquet and give that as "
+            f"path: python -c \"import datasets; d = datasets.load_from_disk('{folder}'); "
+            f"getattr(d, 'get', lambda _: d)('{source.split}').to_parquet('{folder}.parquet')\""
+        )
     with dataset_errors(source):
         return datasets.load_dataset_builder(
             source.dataset, source.subset, revision=source.revision

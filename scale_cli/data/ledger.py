@@ -22,6 +22,7 @@ class Reason(Enum):
 
     NOT_UTF8 = "not UTF-8"
     NOT_JSON = "not JSON"
+    JSON_LIST = "a JSON list instead of one record per line"
     NOT_CSV = "not a row of its table"
     NO_FIELD = "no text field"
     WRONG_TYPE = "text of the wrong type"
@@ -35,6 +36,7 @@ class Reason(Enum):
 
 
 _REMEDIES = {
+    Reason.JSON_LIST.value: " (name the file .json)",
     Reason.TOO_LARGE.value: " (corpus.max_document_bytes is the limit)",
     Reason.NOT_UTF8.value: " (text is read as UTF-8; convert it first, with the encoding that it has: "
     "`iconv -f CP949 -t UTF-8 OLD > NEW`)",

@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from scale_cli.config.schedule import learning_rate
 from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import TextSource
 from scale_cli.data.corpora import build_batches, corpus_warnings, idle_settings, open_sources
 from tests.data.corpus_files import as_jsonl
 
@@ -70,8 +73,9 @@ SENTENCES = "".join(f"w{number % 60} w{30 + number % 7}\n" for number in range(1
         (
             ["w30 " + HELD_OUT[0], "  w4\n\nw5 ", HELD_OUT[2], WHOLE, HELD_OUT[2]],
             {"held_out": [*HELD_OUT, HELD_OUT[2]]},
-            "held-out held: 3 of its 5 documents (60.0 %) are in c0, which is trained on",
+            "held-out held: 3 of its 5 documents (",
         ),
+        ([WHOLE, "w1"], {"held_out": [*["w1"] * 4, *[f"{WHOLE} w{n} " * 5 for n in range(4)]]}, ""),
         (
             [f"{WHOLE} " * 9 + "고양이"],
             {},
@@ -97,6 +101,12 @@ def test_what_is_doubtful_is_told_and_what_is_common_is_not(
 ) -> None:
     lines = warned(configured(tmp_path, texts, **keys), tokenizer)
     assert len(lines) == bool(line) and all(found.startswith(line) for found in lines)
+
+
+def test_a_language_that_yaml_reads_as_a_truth_value_is_told_in_quotes(tmp_path: Path) -> None:
+    source = {"name": "c0", "path": str(tmp_path / "x.txt"), "language": yaml.safe_load("no")}
+    with pytest.raises(ValidationError, match='write it in quotes: "no"'):
+        TextSource.model_validate(source)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])

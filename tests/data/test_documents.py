@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scale_cli.data.documents import CorpusReader
+from scale_cli.data.files import check_source
 from scale_cli.data.ledger import Reason, Rejected
 from scale_cli.errors import CorpusError
 from tests.data.corpus_files import (
@@ -127,8 +128,6 @@ ENDING = [
 ]  # it has an end
 BAD_LINES = [
     (b"{", Reason.NOT_JSON),
-    (b"", Reason.EMPTY),
-    (b" \t", Reason.EMPTY),
     (b'{"text": "a"} {"text": "b"}', Reason.NOT_JSON),
     (b"[" * 7000, Reason.NOT_JSON),
     (b"[]", Reason.NO_FIELD),
@@ -166,9 +165,8 @@ def test_a_bad_line_of_text_costs_its_paragraph_or_itself(tmp_path: Path, end: b
         b"caf\xe9": Reason.NOT_UTF8,
         b"a\0b": Reason.NUL,
         b"a" * 1003: Reason.TOO_LARGE,
-        b" \t": Reason.EMPTY,
     }
-    for line, reason in list(bad.items())[:3]:
+    for line, reason in bad.items():
         file.write_bytes(end.join([b"one", b"", b"two", line, b"also two", b"", b"three"]))
         found = records(file, limit=1000)
         assert kept(found) == ["one", "three"]
@@ -176,7 +174,7 @@ def test_a_bad_line_of_text_costs_its_paragraph_or_itself(tmp_path: Path, end: b
         assert found[1].num_bytes == len(end.join([b"two", line, b"also two", b""]))
         assert dropped(records(file, limit=1000, documents="file")) == [(reason, f"{file}:4")]
     for last in (b"", end):
-        file.write_bytes(end.join([b"one", b"", *bad, b"", longest]) + last)
+        file.write_bytes(end.join([b"one", b"", *bad, b"", b" \t", longest]) + last)
         found = records(file, limit=1000, documents="line")
         assert kept(found) == ["one", longest.decode()]
         assert dropped(found) == [
@@ -256,6 +254,56 @@ def test_a_bad_parquet_row_costs_itself_alone(tmp_path: Path) -> None:
     assert dropped(found) == [(Reason.NOT_UTF8, f"{file}: row 1")] and found[0].num_bytes == 2
 
 
+def test_blank_lines_are_no_records_and_other_ones_have_their_own_number(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_bytes(as_jsonl(["a"]) + b"\n \t\r\n{\n" + as_jsonl(["b"]) + b"\n\n")
+    found = records(file)
+    assert kept(found) == ["a", "b"]
+    assert dropped(found) == [(Reason.NOT_JSON, f"{file}:4")]
+
+
+def test_a_list_in_a_file_of_lines_is_named_with_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_bytes(FORMATS[".json"](DOCUMENTS))
+    reader = CorpusReader(source_of(file), LIMIT)
+    first, *_ = list(reader)
+    assert isinstance(first, Rejected) and first.reason is Reason.JSON_LIST
+    assert "name the file .json" in reader.ledger.described_losses()
+    file.write_bytes(b"[]\n" + as_jsonl(["a"]))
+    assert kept(records(file)) == ["a"]
+
+
+def test_a_table_loses_its_bad_rows_alone(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.csv"
+    large = '"' + 'a ""quoted"", line\n' * 200_000 + '"'
+    rows = [
+        "id,text",
+        "1,a",
+        f"2,{large}",
+        "",
+        "3",
+        '4,"b\nc"',
+        f"{large},d",
+        "5,e,f",
+        "6,\udcff",
+        "7,g",
+    ]
+    file.write_bytes("\r\n".join(rows).encode(errors="surrogateescape"))
+    found = records(file, limit=1000)
+    assert kept(found) == ["a", "b\nc", "g"]
+    bad = {3: Reason.TOO_LARGE, 4: Reason.NOT_CSV, 6: Reason.TOO_LARGE, 7: Reason.NOT_CSV}
+    expected = [*bad.items(), (8, Reason.NOT_UTF8)]
+    assert dropped(found) == [(reason, f"{file}: row {row}") for row, reason in expected]
+
+
+def test_a_frame_of_zstd_with_a_long_window_is_told_how_to_be_read(tmp_path: Path) -> None:
+    # A frame's header without its size, with a window of 2^31 bytes, then a last block of one byte.
+    frame = b"\x28\xb5\x2f\xfd" + bytes([0x00, 21 << 3]) + b"\x09\x00\x00a"
+    (tmp_path / "long.txt.zst").write_bytes(frame)
+    (damage,) = records(tmp_path / "long.txt.zst")
+    assert isinstance(damage, Rejected) and "zstd -d --long=31" in damage.place
+
+
 # Datasets: a local folder goes the way of a hub id
 
 
@@ -279,6 +327,14 @@ def test_a_dataset_gives_its_documents_in_order_and_bad_ones_a_reason_and_a_plac
     assert dropped(found) == [
         (reason, f"{tmp_path} row {row}") for row, reason in enumerate(reasons, start=1)
     ]
+
+
+def test_a_folder_of_save_to_disk_is_told_a_command_that_makes_it_a_corpus(tmp_path: Path) -> None:
+    (folder := tmp_path / "saved").mkdir()
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(CorpusError, match=r"save_to_disk; .*python -c .*to_parquet") as caught:
+        check_source(source_of(None, dataset=str(folder)))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -66,6 +67,35 @@ def test_patterns_are_read_in_their_order_and_no_file_twice(tmp_path: Path, stor
     assert read(several) == ["of c::한글 2024", "of d", "of a", "of b"]
 
 
+def test_a_path_that_exists_is_that_path(tmp_path: Path) -> None:
+    (tmp_path / "data [1]").mkdir()
+    for name in ("part[1].txt", "part1.txt", "data [1]/a.txt", "data [1]/b[*].md"):
+        (tmp_path / name).write_text(f"of {name}")
+    assert read(tmp_path / "part[1].txt") == ["of part[1].txt"]
+    assert read(tmp_path / "part[12].txt") == ["of part1.txt"]
+    assert read(tmp_path / "data [1]/*.txt") == ["of data [1]/a.txt"]
+    assert read(tmp_path / "data [1]/b[*].md") == ["of data [1]/b[*].md"]
+
+
+def test_a_file_of_several_names_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("of a")
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    (tmp_path / "hard.txt").hardlink_to(tmp_path / "a.txt")
+    (tmp_path / "elsewhere").symlink_to(tmp_path)
+    assert read(tmp_path / "*.txt") == ["of a"]
+    names = ["a.txt", "elsewhere/a.txt", "link.txt"]
+    assert read([str(tmp_path / name) for name in names]) == ["of a"]
+
+
+@pytest.mark.parametrize("written", ["NFC", "NFD"])
+def test_a_name_is_found_in_either_normal_form(tmp_path: Path, written: Any) -> None:
+    (folder := tmp_path / normalize(written, "말뭉치")).mkdir()
+    (folder / normalize(written, "한국 é.txt")).write_text("text")
+    for form in ("NFC", "NFD"):
+        for name in ("말뭉치/한국 é.txt", "말뭉치/한국*", "말*/한국 é.txt"):
+            assert read(tmp_path / normalize(form, name)) == ["text"]
+
+
 def test_a_store_that_fails_ends_the_reading_in_one_line(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,8 +152,10 @@ TREE = (
     "x.parquet.gz",
     "x.csv",
     "x.parquet",
+    "x.docx",
+    "x.pdf",
     "text/a.jsonl.gz",
-    "text/x.md",
+    "text/x.rst",
     "more/in/a.txt",
 )
 
@@ -137,6 +169,8 @@ TREE = (
         ),
         ("tex*", {}, "source: no file matches {}"),  # a folder that a pattern happens to match
         *((name, {}, "{}: not a corpus format") for name in TREE[:4]),
+        ("x.docx", {}, "{}: not a corpus format (known: .txt"),
+        ("x.pdf", {}, "{}: not a corpus format (known: .txt"),
         *((name, {"documents": "line"}, "{}: documents: line is") for name in TREE[4:6]),
         *((name, {"messages_field": "m"}, "{}: messages_field") for name in TREE[4:6]),
         ("text", {}, "source: {0} is a folder, not a file; give {0}/*.jsonl.gz"),
@@ -154,6 +188,8 @@ def test_what_is_no_corpus_is_named_before_anything_is_read(
     with pytest.raises(CorpusError) as caught:
         check_source(source_of(path, **options))
     assert str(caught.value).startswith(told.format(path)) and "\n" not in str(caught.value)
+    if path.endswith((".docx", ".pdf")):
+        assert "save it as plain text first" in str(caught.value)
 
 
 # Hashes

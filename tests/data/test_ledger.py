@@ -120,7 +120,7 @@ LINES = {
     b'{"text": "a cat"}': None,
     '{"text": "고양이"}'.encode(): None,
     b"{": "not JSON",
-    b"": "empty",
+    b'{"text": " "}': "empty",
     b'{"text": 1}': "text of the wrong type",
     b"\xff": "not UTF-8",
 }
