@@ -27,7 +27,7 @@ from scale_cli.data.corpora import open_sources
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import RunFolderError
 from scale_cli.evaluation.results import HEADS, NOT_COVERED, finite
-from scale_cli.evaluation.scoring import Passes, score_corpus
+from scale_cli.evaluation.scoring import Passes, score_corpus, tokens_bar, tokens_scored
 from scale_cli.export.card import Licence, Stage, card
 from scale_cli.model.configuration_scale import JoinedConfig
 from scale_cli.model.expansion_scale import Expansion
@@ -393,10 +393,9 @@ def _score(
     corpus: TokenisedCorpus,
     config: RunConfig,
 ) -> JoinedCorpus:
-    names, progress = model.config.head_names, f"scoring {name}"
-    losses = score_corpus(
-        model, corpus, router_of(model), Passes.of(config), heads=names, progress=progress
-    )
+    names, passes = model.config.head_names, Passes.of(config)
+    with tokens_bar(tokens_scored(corpus, passes.sequence_length), f"scoring {name}") as bar:
+        losses = score_corpus(model, corpus, router_of(model), passes, heads=names, bar=bar)
     num_tokens, routed = losses.num_tokens.sum(), losses.nats["posterior"]
 
     def figures(head: str, share: float | None = None) -> HeadFigures:

@@ -179,11 +179,10 @@ def test_the_scores_of_documents_and_benchmarks(
     tokenizer = load_tokenizer(config.model)
     corpus = open_sources(config, config.evaluation.perplexity, tokenizer)[0]
     router = RouterConfig(prior=0.3, switch_rate=0.01, threshold=0.97)
-    settings: dict[str, Any] = {"batch_size": 4, "mixed_precision": "no"}
 
     def scores(model: HeadedModel) -> list[Tensor]:
         losses = score_corpus(model, corpus, router, Passes(16, 4, "no"))
-        answers = ObservedHeads(model, tokenizer, router, max_length=64, **settings)
+        answers = ObservedHeads(model, tokenizer, router, Passes(16, 4, "no"), max_length=64)
         until = [
             Instance("generate_until", {}, (text, {"until": ["\n"], "max_gen_toks": 2}), 0)
             for text in PROMPTS
@@ -193,7 +192,7 @@ def test_the_scores_of_documents_and_benchmarks(
         ]
         told: list[float] = []
         for head in ("base", "adapted", "posterior", "cosine"):
-            answers.head = head
+            answers.answer_with(head)
             told.extend(score for score, _ in answers.loglikelihood(asked))
             told.extend(ord(letter) for text in answers.generate_until(until) for letter in text)
         of_documents = [losses.num_tokens, *losses.nats.values(), *losses.served.values()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import EvaluationConfig, RunConfig
@@ -13,8 +12,16 @@ from scale_cli.errors import CheckFailed, ConfigError
 from scale_cli.evaluation.benchmarks import BenchmarkItems, open_benchmarks_of, summarise_benchmarks
 from scale_cli.evaluation.render import html, markdown, terminal_lines
 from scale_cli.evaluation.results import Report, summarise
-from scale_cli.evaluation.scoring import Passes, score_corpus
-from scale_cli.processes import device, is_main, main_first, on_main, share, slow_in_bfloat16
+from scale_cli.evaluation.scoring import Passes, score_corpus, tokens_bar, tokens_scored
+from scale_cli.processes import (
+    device,
+    device_name,
+    is_main,
+    main_first,
+    on_main,
+    share,
+    slow_in_bfloat16,
+)
 from scale_cli.runs.folder import trained_sha256
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import new_folder, write_text
@@ -39,13 +46,13 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
     model = final.load_two_headed()
     corpora = main_first(lambda: open_sources(config, asked.perplexity, final.tokenizer))
     resampling, results = {"num_resamples": asked.bootstrap_resamples, "seed": config.seed}, []
-    for source, corpus in zip(asked.perplexity, corpora, strict=True):
-        shown: dict[str, Any] = {
-            "progress": f"evaluating {source.name}" if is_main() else None,
-            "share": share(),
-        }
-        losses = score_corpus(model, corpus, router, passes, **shown)
-        results.append(summarise(source, losses, **resampling))
+    num_tokens = sum(tokens_scored(corpus, passes.sequence_length) for corpus in corpora)
+    num_items = 0 if benchmarks is None else benchmarks.num_items
+    log(f"evaluating on {num_tokens:,} tokens of text and {num_items:,} items of benchmarks")
+    with tokens_bar(num_tokens, "evaluating" if is_main() else None) as bar:
+        for source, corpus in zip(asked.perplexity, corpora, strict=True):
+            losses = score_corpus(model, corpus, router, passes, bar=bar, share=share())
+            results.append(summarise(source, losses, **resampling))
     items, skipped = (
         ([], [])
         if benchmarks is None
@@ -64,6 +71,9 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         benchmark_averages=averages,
         skipped_benchmarks=skipped,
         texts=[corpus.name for corpus in corpora],
+        dtype=config.model.dtype,
+        mixed_precision=asked.mixed_precision,
+        device=device_name(device()),
     )
     on_main(lambda: _write(report, config, run.folder.evaluation, items))
     if is_main():

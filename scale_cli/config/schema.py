@@ -152,7 +152,9 @@ class EvaluationConfig(Section):
     sequence_length: Length | None = Field(
         default=None, description="tokens per window; null: corpus.sequence_length"
     )
-    batch_size: BatchSize = Field(default=8, description="windows evaluated at once")
+    batch_size: BatchSize = Field(
+        default=8, description="windows evaluated at once; of shorter texts, as many tokens"
+    )
     mixed_precision: MixedPrecision = Field(
         default="no", description="autocast; if left out, train's"
     )
@@ -230,6 +232,18 @@ class RunConfig(Section):
             "evaluation": precision | evaluation,
             "export": formats | export,
         }
+
+    @property
+    def eval_tokens(self) -> int:
+        """The most tokens that an evaluation during training scores; 0 if there is none."""
+        train = self.train
+        if train.eval_every_steps is None:
+            return 0
+        if train.eval_max_tokens is not None:
+            return train.eval_max_tokens
+        window = self.evaluation.sequence_length or self.corpus.sequence_length
+        trained = train.eval_every_steps * train.global_batch_size * self.corpus.sequence_length
+        return max(trained // _TRAINED_FOR_EACH_EVALUATED, window * len(self.evaluation.perplexity))
 
     @model_validator(mode="after")
     def _sections_go_together(self) -> RunConfig:
@@ -310,9 +324,11 @@ class RunConfig(Section):
 # Keys that say where something lies. Callers that compare its content by hash (base, corpora) ignore them.
 BASE_KEYS = r"model\.(base|revision|tokenizer)"
 LOCATION_KEYS = BASE_KEYS + r"|corpus\.sources\.\d+\.(path(\.\d+)?|revision)"
+# Of periodic evaluations, by default: they then take a few per cent of the time.
+_TRAINED_FOR_EACH_EVALUATED = 10
 # Keys that change the scores of periodic evaluations.
 _SCORED_BY = (
-    r"train\.eval_max_documents|method\.router\..+"
+    r"method\.router\..+"
     r"|evaluation\.(sequence_length|mixed_precision|perplexity\.\d+\.(?!path|revision).+)"
 )
 # The router acts in evaluation and generation only, so it may be set after training; here it is its own section.
@@ -357,7 +373,10 @@ def differences(
 
 def scored_otherwise(before: RunConfig, now: RunConfig) -> list[str]:
     """Return `key: before -> now` for every changed key that makes scores of periodic evaluations incomparable."""
-    return [line for key, line in _changes(before, now).items() if re.fullmatch(_SCORED_BY, key)]
+    changed = [line for key, line in _changes(before, now).items() if re.fullmatch(_SCORED_BY, key)]
+    if before.eval_tokens != now.eval_tokens:
+        changed.append(f"train.eval_max_tokens: {before.eval_tokens} -> {now.eval_tokens}")
+    return changed
 
 
 def _changes(before: RunConfig, now: RunConfig) -> dict[str, str]:

@@ -195,8 +195,12 @@ class _AnyTraining(Section):
         default=None,
         description="steps between held-out losses in metrics.jsonl; null: only `scale evaluate`",
     )
-    eval_max_documents: Free[Documents] = Field(
-        default=32, description="documents per corpus, each time"
+    eval_max_tokens: Free[int | None] = Field(
+        default=None,
+        ge=1,
+        le=10**15,
+        description="tokens each time, of all held-out corpora together; of each document one window is read; "
+        "null: a tenth of those trained on since the last time, and a window of each corpus at least",
     )
     eval_benchmarks_every_steps: Free[Steps | None] = Field(
         default=None,

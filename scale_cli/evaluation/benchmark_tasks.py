@@ -1,20 +1,25 @@
 """Benchmarks of lm-eval: every head answers the items of its tasks, and lm-eval's metrics mark the answers.
 
 A request is a context and a continuation. Both pass the model once, which gives the scores of every head and of both
-routing rules. The router reads the context, as it does when the model is served. lm-eval's own `hf` model encodes,
-truncates from the left, and generates.
+routing rules. The router reads the context, as it does when the model is served.
 
-Shapes: K heads (base, trained), H those and both routing rules, B requests of a batch, T positions.
+Every head is asked as lm-eval's `hf` model asks the folder that serves it. The base's tokenizer encodes for the base's
+head. For every other head it is the export's tokenizer, which puts the boundary before a text that stood before a
+document in training. Where the two give the same ids, a request passes the model once for all heads.
+
+Shapes: C numbers of a token (`scoring.py`), B requests of a batch, T positions.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
 import io
 import logging
+import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cache
@@ -26,27 +31,30 @@ import datasets
 import lm_eval.utils
 import numpy as np
 import torch
-from jinja2 import StrictUndefined
+from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
+from lm_eval.api.registry import metric_registry
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.kobest.utils import macro_f1_score
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.load import parse, read_text
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import BenchmarkSource
+from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import ConfigError, RunError, one_line
 from scale_cli.evaluation.benchmarks import BenchmarkItems, Item, ItemOutcome, check_task_file
 from scale_cli.evaluation.results import HEADS, SkippedBenchmark
-from scale_cli.evaluation.scoring import observe, score_tokens
+from scale_cli.evaluation.scoring import Passes, observe, routed_rows, tokens_bar
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import HeadedModel, TokenLogProbs
+from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import ALONE, Share, is_main, lowered_dtype, shared_out
 from scale_cli.terminal import progress_bar
 
@@ -61,27 +69,62 @@ _FORMS = (
 _SEED = 1234
 # A context and a continuation, as text and as token ids, as lm-eval passes them.
 Encoded = tuple[tuple[str, str], list[int], list[int]]
-# Templates are untrusted data: the sandbox gives them access to the item only.
-_sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-_sandbox.filters.update(lm_eval.utils.env.filters)
-lm_eval.utils.env = _sandbox
-# With this package lm-eval would download a metric's Python from the hub and run it. So its import must fail.
-sys.modules["evaluate"] = None  # type: ignore[assignment]
+# Templates of a user's file are untrusted: the sandbox gives them access to the item only.
+_SANDBOX = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+_SANDBOX.filters["regex_replace"] = lm_eval.utils.regex_replace
+_TEMPLATES = ("doc_to_text", "doc_to_choice", "doc_to_target")
+# Other keys of a user's file; the values of these are data, and none of them names code.
+_KEYS = (
+    *_TEMPLATES,
+    "task",
+    "tag",
+    "dataset_path",
+    "dataset_name",
+    "dataset_kwargs",
+    "training_split",
+    "validation_split",
+    "test_split",
+    "fewshot_split",
+    "output_type",
+    "generation_kwargs",
+    "num_fewshot",
+    "repeats",
+    "metric_list",
+    "filter_list",
+    "metadata",
+    "description",
+    "target_delimiter",
+    "fewshot_delimiter",
+)
+# Otherwise lm-eval would download the Python of metrics that are not its own, and run it.
+os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
 logging.getLogger("lm_eval").setLevel(logging.CRITICAL)  # the report says what matters
 
 
+def framed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that begins a text as an export's does: with what stood before a document in training."""
+    boundary = DocumentMarkers.of(tokenizer).context
+    if boundary is None or tokenizer("a").input_ids == prompt_ids(tokenizer, "a"):
+        return tokenizer
+    token = str(tokenizer.convert_ids_to_tokens(boundary))
+    exported = copy.deepcopy(tokenizer)
+    exported.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[token, "$A"], special_tokens=[(token, boundary)]
+    )
+    return exported
+
+
 class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
-    """An lm-eval model that answers with `head`, which may be changed between two evaluations."""
+    """An lm-eval model that answers with one head, which may be changed between two evaluations."""
 
     def __init__(
         self,
         model: HeadedModel,  # in evaluation mode
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase,  # the run's own, which begins a text as the base's does
         router: RouterConfig,  # settings of both rules, whatever the model serves
+        passes: Passes,
         *,
         max_length: int,  # tokens that the model reads at once
-        batch_size: int,  # requests at once
-        mixed_precision: str,
         progress: str | None = None,  # label of the progress bar; None for no bar
         share: Share = ALONE,  # this process's share of the batches; each process returns all answers
     ) -> None:
@@ -90,64 +133,64 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
             backend="causal",
             tokenizer=copy.deepcopy(tokenizer),  # lm-eval adds a token for padding
             max_length=max_length,
-            batch_size=batch_size,
-            mixed_precision_dtype=lowered_dtype(mixed_precision),
+            batch_size=passes.batch_size,
+            mixed_precision_dtype=lowered_dtype(passes.mixed_precision),
         )
-        self.head = "base"
-        self._headed, self._router, self._mixed_precision = model, router, mixed_precision
+        self._headed, self._router, self._passes = model, router, passes
         self._progress, self._share = progress, share
+        self.tokenizer: Any
         self._stderr = sys.stderr  # for the bar; lm-eval's own output there is discarded
-        self._scores: dict[tuple[str, str], dict[str, float]] = {}
+        self._of_base: Any = self.tokenizer
+        self._of_export = framed(self.tokenizer)
+        # By tokenizer, and by context and continuation: a log-likelihood of each head and rule.
+        self._scores: dict[int, dict[tuple[str, str], dict[str, float]]] = defaultdict(dict)
+        self.answer_with("base")
+
+    def answer_with(self, head: str) -> None:
+        self.head = head
+        self.tokenizer = self._of_base if head == "base" else self._of_export
 
     def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Return the chosen head's log-likelihood of each continuation, computed once; `is_greedy` is always False."""
-        unseen = {request.args: request for request in requests if request.args not in self._scores}
-        if unseen:
+        """Return the chosen head's log-likelihood of each continuation; `is_greedy` is always False."""
+        scores = self._scores[id(self.tokenizer)]
+        if unseen := {request.args: request for request in requests if request.args not in scores}:
             super().loglikelihood(list(unseen.values()), disable_tqdm=True)
-        return [(self._scores[request.args][self.head], False) for request in requests]
+        return [(scores[request.args][self.head], False) for request in requests]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Return the ids of both; white space that ends a context goes to the continuation, and may be all of it."""
         context_ids, continuation_ids = super()._encode_pair(context, continuation)
         return context_ids or [self.prefix_token_id], continuation_ids
 
-    def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> list[tuple[float, bool]]:
-        for (context, continuation), _context_ids, continuation_ids in requests:
+    def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> None:
+        """Score requests by every head and rule, and keep the scores."""
+        rows = []
+        for (context, continuation), context_ids, continuation_ids in requests:
             if not 0 < len(continuation_ids) <= self.max_length:
                 raise RunError(
                     f"{continuation!r} after {context[-40:]!r} has {len(continuation_ids)} tokens, "
                     f"but lm-eval can score only 1 to {self.max_length}"
                 )
-        longest_first = sorted(requests, key=lambda request: -len(request[1]) - len(request[2]))
-        batches = [
-            longest_first[at : at + self.batch_size]
-            for at in range(0, len(requests), self.batch_size)
-        ]
-        with self._bar(len(requests), " requests") as bar:
-            for (text, _context, _continuation), said_1H in shared_out(
-                batches, self._share, self._observe, bar.update
-            ):
-                self._scores[text] = dict(zip(HEADS, said_1H[0].tolist(), strict=True))
-        return [(self._scores[text][self.head], False) for text, _, _ in requests]
+            # What is too long loses its beginning, as in lm-eval.
+            rows.append(torch.tensor((context_ids + continuation_ids)[-self.max_length - 1 :]))
 
-    def _observe(self, batch: Sequence[Encoded]) -> Sequence[Tensor]:
-        """Return (1, H) for each request of a batch: its log-likelihood by each head and rule of HEADS."""
-        rows = [
-            torch.tensor((context + continuation)[-self.max_length - 1 :])
-            for _, context, continuation in batch
-        ]
-        tokens = observe(self._headed, self._mixed_precision, rows)
-        ends_B = torch.tensor([len(row) - 1 for row in rows])
-        starts_B = ends_B - torch.tensor([len(continuation) for _, _, continuation in batch])
-        at_T = torch.arange(int(ends_B.max()))
-        scored_BT = (at_T >= starts_B[:, None]) & (at_T < ends_B[:, None])
-        said, _ = score_tokens(
-            TokenLogProbs(tokens.log_probs_KBT.cpu(), tokens.cosine_BT.cpu()), self._router
-        )
-        said_BH = torch.stack(
-            [torch.where(scored_BT, said[head], 0.0).sum(dim=-1) for head in HEADS], dim=1
-        )
-        return said_BH.split(1)
+        with (
+            redirect_stderr(self._stderr),
+            tokens_bar(sum(len(row) - 1 for row in rows), self._progress) as bar,
+        ):
+            observed = observe(self._headed, rows, self._passes, self._share, bar)
+
+        scores = self._scores[id(self.tokenizer)]
+        for batch in routed_rows(observed, self._router):
+            ends_B = torch.tensor([observed[place].shape[1] for place in batch.places])
+            lengths_B = torch.tensor([len(requests[place][2]) for place in batch.places])
+            at_T = torch.arange(batch.is_token_BT.shape[1])
+            is_scored_BT = batch.is_token_BT & (at_T >= (ends_B - lengths_B)[:, None])
+            said_BH = torch.stack(
+                [batch.log_probs[head].where(is_scored_BT, 0.0).sum(dim=1) for head in HEADS], dim=1
+            )
+            for place, said_H in zip(batch.places, said_BH.tolist(), strict=True):
+                scores[requests[place][0]] = dict(zip(HEADS, said_H, strict=True))
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
         self.model.head = self.head
@@ -208,6 +251,11 @@ class Benchmark:
     tasks: dict[str, Any]  # lm-eval's tasks by name; several if the name is a group's
 
     @property
+    def num_items(self) -> int:
+        limit = self.source.limit or sys.maxsize
+        return sum(min(limit, len(task.eval_docs)) for task in self.tasks.values())
+
+    @property
     def reports_macro_f1(self) -> bool:
         """Whether lm-eval reports macro-F1 for its tasks, as for KoBEST's."""
         return any(
@@ -222,6 +270,10 @@ class OpenedBenchmarks:
 
     ready: list[Benchmark]  # what can be measured
     skipped: list[SkippedBenchmark]  # what cannot, and why
+
+    @property
+    def num_items(self) -> int:
+        return sum(benchmark.num_items for benchmark in self.ready)
 
     def measure(
         self,
@@ -238,9 +290,8 @@ class OpenedBenchmarks:
                 model,
                 tokenizer,
                 config.method.router,
+                Passes.of(config),
                 max_length=resolve_max_length(model.config, tokenizer),
-                batch_size=config.evaluation.batch_size,
-                mixed_precision=config.evaluation.mixed_precision,
                 progress=f"evaluating {benchmark.name}" if is_main() else None,
                 share=share,
             )
@@ -300,20 +351,54 @@ def _read_task(source: BenchmarkSource, path: str) -> Any:
         raise ConfigError(
             f"{path}: dataset_path: must be one of {', '.join(_FORMS)}, which read local files"
         )
+    if unknown := sorted(config.keys() - set(_KEYS)):
+        raise ConfigError(f"{path}: {unknown[0]}: a task's file may have {', '.join(_KEYS)}")
+    if "{" in str(config.get("description", "")):
+        raise ConfigError(f"{path}: description: must be plain text, not a template")
 
     def load(**kwargs: Any) -> Any:
         with TemporaryDirectory() as cache:  # removed afterwards
             return datasets.load_dataset(form, **kwargs, cache_dir=cache, keep_in_memory=True)
 
     try:
+        has_choices = config.get("doc_to_choice") is not None
+        for key in _TEMPLATES:
+            # What has no brace is a column's name or plain text, which lm-eval does not compute.
+            if "{" in str(template := config.get(key)) and isinstance(template, str):
+                config[key] = _filled(template, key, has_choices=has_choices)
         for metric in config.get("metric_list") or []:
-            if (
-                metric.get("aggregation") == "macro_f1"
-            ):  # lm-eval's own YAML names a function instead
+            metric.pop("hf_evaluate", None)  # it asks for the hub's code in place of lm-eval's own
+            if metric.get("metric") not in metric_registry:
+                raise RunError(
+                    f"{metric.get('metric')} is not one of lm-eval's own metrics, and scale fetches "
+                    "no code from the hub"
+                )
+            if metric.get("aggregation") == "macro_f1":  # lm-eval's own YAML names a function
                 metric["aggregation"] = macro_f1_score
+        config.pop("metadata", None)  # lm-eval would pass it to `load`
         return ConfigurableTask(config=config | {"task": source.name, "custom_dataset": load})
+    except RunError:
+        raise
     except Exception as error:  # from lm-eval, datasets or a template
         raise ConfigError(f"{path}: {one_line(error)}") from None
+
+
+def _filled(template: str, key: str, *, has_choices: bool) -> Callable[[Mapping[str, Any]], Any]:
+    """Return a function that fills a template from an item, in the sandbox, and reads values as lm-eval reads them."""
+    compiled = _SANDBOX.from_string(template)
+
+    def fill(item: Mapping[str, Any]) -> Any:
+        text = compiled.render(**item)
+        if key == "doc_to_choice" or (text.isdigit() and has_choices):
+            return ast.literal_eval(text)
+        if key == "doc_to_target" and len(text) >= 2 and text[0] + text[-1] == "[]":
+            try:
+                return ast.literal_eval(text)
+            except (SyntaxError, ValueError):
+                return text
+        return text
+
+    return fill
 
 
 def _find_tasks(source: BenchmarkSource) -> dict[str, Any]:
@@ -363,16 +448,20 @@ def measure_items(
     limit = min(benchmark.source.limit or sys.maxsize, max_items or sys.maxsize)
     # What lm-eval logged by task and item, then by head: one sample for each filter.
     logged: dict[tuple[str, int], dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
-    for answers.head in HEADS:
+    for head in HEADS:
+        answers.answer_with(head)
         for task in benchmark.tasks.values():
             task.set_fewshot_seed(_SEED)  # all heads get the same examples
-        with redirect_stderr(io.StringIO()):
-            found: Any = evaluate(
-                answers, {"tasks": benchmark.tasks}, limit=limit, bootstrap_iters=0
-            )
+        try:
+            with redirect_stderr(io.StringIO()):
+                found: Any = evaluate(
+                    answers, {"tasks": benchmark.tasks}, limit=limit, bootstrap_iters=0
+                )
+        except (TemplateError, LookupError, SyntaxError, TypeError, ValueError) as error:
+            raise RunError(one_line(error)) from None  # of an item that its task does not fit
         for name in benchmark.tasks:
             for sample in found["samples"][name]:
-                logged[name, sample["doc_id"]][answers.head].append(sample)
+                logged[name, sample["doc_id"]][head].append(sample)
     items = []
     for (name, doc_id), by_head in logged.items():
         task = benchmark.tasks[name]

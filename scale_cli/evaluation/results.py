@@ -199,6 +199,15 @@ class Report(RunRecord):
     texts: list[str] = field(
         default_factory=list
     )  # names of the corpora, which contain hashes of their text
+    dtype: str = ""  # of the base's weights
+    mixed_precision: str = ""  # of the passes: `no`, or what autocast computes products in
+    device: str = ""  # that computed them, by its name
+
+    @property
+    def precision(self) -> str:
+        """How it was measured, in words; empty in reports that do not say."""
+        products = "" if self.mixed_precision == "no" else f", products in {self.mixed_precision}"
+        return f"the base in {self.dtype}{products}, on {self.device}" if self.dtype else ""
 
     def with_role(self, role: str) -> list[CorpusResult]:
         return [corpus for corpus in self.corpora if corpus.role == role]

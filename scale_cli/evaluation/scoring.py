@@ -5,7 +5,7 @@ the last head. The routing rules follow from these numbers: they cost nothing mo
 A document longer than the context is scored in windows, each starting with the last token of the window before. The
 router's weight carries over, so the posterior bound holds for the whole document.
 
-Shapes: K heads, B batch, T tokens, N documents.
+Shapes: K heads, C = K + 1 numbers of a token (its log-probabilities and the cosine), B batch, T tokens, N documents.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,10 @@ from scale_cli.processes import ALONE, Share, autocast, shared_out
 from scale_cli.terminal import progress_bar
 
 TWO_HEADS = ("base", "adapted")
-# Documents whose windows are sorted by length together, to limit padding.
-_DOCUMENTS_AT_ONCE = 256
+# Tokens of documents that are held in memory together; their windows are sorted by length, to limit padding.
+_TOKENS_AT_ONCE = 2**20
+# Tokens that the routing rules, which are computed in float64 on the CPU, see at once.
+_TOKENS_ROUTED_AT_ONCE = 2**16
 
 Values = npt.NDArray[np.float64]
 
@@ -59,7 +62,7 @@ class Passes:
     """Sizes and precision of the passes that score texts."""
 
     sequence_length: int  # tokens per window
-    batch_size: int  # windows at once
+    batch_size: int  # whole windows at once; of shorter rows, as many as have as many tokens
     mixed_precision: str  # `no` | `bf16` | `fp16`
 
     @classmethod
@@ -73,28 +76,37 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class _Window:
-    """Consecutive tokens of one document; each but the first is predicted from those before it."""
+class RoutedRows:
+    """Some rows of tokens under every head and rule, padded on the right."""
 
-    document: int
-    start: int
-    ids: Tensor
+    places: list[int]  # of the rows
+    is_token_BT: Tensor  # False for padding
+    log_probs: dict[str, Tensor]  # (B, T) nats of each token, by head and rule
+    log_weights: dict[str, Tensor]  # (K, B, T) that a rule gives the heads, by rule
 
 
-def score_tokens(
-    tokens: TokenLogProbs, router: RouterSettings, heads: Sequence[str] = TWO_HEADS
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return tokens' log-probabilities by head and rule, (B, T) nats, and each rule's log-weights of heads, (K, B, T).
+def tokens_scored(
+    corpus: TokenisedCorpus, sequence_length: int, max_tokens: int | None = None
+) -> int:
+    """Return the tokens of a corpus that an evaluation scores: all of them, or as `score_corpus` cuts them."""
+    lengths_N = np.diff(corpus.offsets)
+    if corpus.markers.bos is not None or corpus.markers.context is None:
+        lengths_N = np.maximum(lengths_N - 1, 0)  # nothing precedes the first token
+    if max_tokens is None:
+        return int(lengths_N.sum())
+    return min(max_tokens, int(lengths_N.clip(max=sequence_length).sum()))
 
-    The cosine rule needs two heads.
-    """
-    log_probs_KBT = tokens.log_probs_KBT.double()
-    rules = ("posterior", "cosine") if len(heads) == 2 else ("posterior",)
-    log_weights = {rule: tokens.log_weights(rule, router) for rule in rules}
-    routed = {
-        rule: mix_log_probs(weights_KBT, log_probs_KBT) for rule, weights_KBT in log_weights.items()
-    }
-    return dict(zip(heads, log_probs_KBT, strict=True)) | routed, log_weights
+
+def tokens_bar(total: int, label: str | None) -> Any:
+    """Return a progress bar over scored tokens; None for no label and no bar."""
+    return progress_bar(
+        total=total,
+        desc=label,
+        unit=" tokens",
+        unit_scale=True,
+        disable=label is None,
+        leave=False,
+    )
 
 
 def score_corpus(
@@ -104,83 +116,158 @@ def score_corpus(
     passes: Passes,
     *,
     heads: Sequence[str] = TWO_HEADS,  # names of the model's heads
-    max_documents: int | None = None,
-    progress: str | None = None,  # label of the progress bar; None for no bar
+    max_tokens: int | None = None,  # None for the whole corpus
+    bar: Any = None,  # `tokens_bar`, which moves with every batch of windows
     share: Share = ALONE,  # this process's share of the work; each process returns the whole
 ) -> DocumentLosses:
-    """Score the first documents of a corpus, or all of them, by a model in evaluation mode."""
-    num_documents, scores = min(len(corpus), max_documents or len(corpus)), []
-    with progress_bar(
-        total=num_documents, desc=progress, unit=" docs", disable=progress is None, leave=False
-    ) as bar:
-        for first in range(0, num_documents, _DOCUMENTS_AT_ONCE):
-            documents = range(first, min(first + _DOCUMENTS_AT_ONCE, num_documents))
-            observed = _observe_documents(model, corpus, documents, passes, share)
-            scores += [(index, *score_tokens(tokens, router, heads)) for index, tokens in observed]
-            bar.update(len(documents))
-    if not scores:
+    """Score a corpus by a model in evaluation mode.
+
+    With `max_tokens`, the first documents are read, of each at most one window, its beginning. So a long document
+    does not take the place of many.
+    """
+    num_tokens: list[int] = []
+    num_bytes: list[float] = []
+    nats: dict[str, list[Values]] = {}
+    served: dict[str, list[Values]] = {}
+
+    for documents, sizes in _groups_of_documents(corpus, passes, max_tokens):
+        observed = _observe_documents(model, documents, passes, share, bar)
+        nats_N = dict[str, Values]()
+        served_KN = dict[str, Values]()
+        for rows in routed_rows(observed, router, heads):
+            for name, log_probs_BT in rows.log_probs.items():
+                of_all_N = nats_N.setdefault(name, np.empty(len(documents)))
+                of_all_N[rows.places] = -log_probs_BT.where(rows.is_token_BT, 0.0).sum(dim=1)
+            for rule, log_weights_KBT in rows.log_weights.items():
+                of_all_KN = served_KN.setdefault(rule, np.empty((len(heads), len(documents))))
+                weights_KBT = log_weights_KBT.exp().where(rows.is_token_BT, 0.0)
+                of_all_KN[:, rows.places] = weights_KBT.sum(dim=2)
+        num_tokens += [len(ids) - 1 for ids in documents]
+        num_bytes += sizes
+        for name, group_N in nats_N.items():
+            nats.setdefault(name, []).append(group_N)
+        for rule, group_KN in served_KN.items():
+            served.setdefault(rule, []).append(group_KN)
+
+    if not num_tokens:
         raise CorpusError(f"{corpus.folder.name}: no document has a token that could be scored")
-    places, log_probs, log_weights = zip(*scores, strict=True)
     return DocumentLosses(
-        num_tokens=np.asarray([said[heads[0]].numel() for said in log_probs], dtype=np.float64),
-        num_bytes=np.asarray([corpus.num_bytes[index] for index in places], dtype=np.float64),
-        nats={
-            name: np.asarray([-said[name].sum().item() for said in log_probs])
-            for name in log_probs[0]
-        },
-        served={
-            rule: torch.stack(
-                [weights[rule].exp().sum(dim=(1, 2)) for weights in log_weights], dim=1
-            ).numpy()
-            for rule in log_weights[0]
-        },
+        num_tokens=np.asarray(num_tokens, dtype=np.float64),
+        num_bytes=np.asarray(num_bytes, dtype=np.float64),
+        nats={name: np.concatenate(groups) for name, groups in nats.items()},
+        served={rule: np.concatenate(groups, axis=1) for rule, groups in served.items()},
     )
 
 
+def _groups_of_documents(
+    corpus: TokenisedCorpus, passes: Passes, max_tokens: int | None
+) -> Iterator[tuple[list[Tensor], list[float]]]:
+    """Yield ids of some documents with the token before them, and the bytes that each stands for.
+
+    A document that is cut stands for its bytes in proportion to its tokens.
+    """
+    markers = corpus.markers
+    before = [] if markers.bos is not None or markers.context is None else [markers.context]
+    documents: list[Tensor] = []
+    sizes: list[float] = []
+    held = 0
+    left = math.inf if max_tokens is None else max_tokens
+    for index in range(len(corpus)):
+        if left <= 0:
+            break
+        ids = np.concatenate([before, corpus.document(index)]).astype(np.int64)
+        num_tokens = len(ids) - 1
+        if num_tokens < 1:
+            continue
+        if max_tokens is not None:
+            ids = ids[: int(min(passes.sequence_length, left)) + 1]
+            left -= len(ids) - 1
+        documents.append(torch.from_numpy(ids))
+        sizes.append(float(corpus.num_bytes[index]) * (len(ids) - 1) / num_tokens)
+        held += len(ids)
+        if held >= _TOKENS_AT_ONCE:
+            yield documents, sizes
+            documents, sizes = [], []
+            held = 0
+    if documents:
+        yield documents, sizes
+
+
 def _observe_documents(
-    model: HeadedModel, corpus: TokenisedCorpus, documents: range, passes: Passes, share: Share
-) -> list[tuple[int, TokenLogProbs]]:
-    """Return the documents' indices, and the heads' log-probabilities of their tokens, scored in windows."""
+    model: HeadedModel, documents: Sequence[Tensor], passes: Passes, share: Share, bar: Any
+) -> list[Tensor]:
+    """Return (C, T) for each document, scored in windows."""
+    length = passes.sequence_length
     windows = [
-        window for index in documents for window in _windows(corpus, index, passes.sequence_length)
+        (document, start)
+        for document, ids in enumerate(documents)
+        for start in range(0, len(ids) - 1, length)
     ]
-    sizes = {
-        window.document: window.start + len(window.ids) - 1 for window in windows
-    }  # the end of the last window
-    windows.sort(key=lambda window: (-len(window.ids), window.document, window.start))
-    batches = [
-        windows[first : first + passes.batch_size]
-        for first in range(0, len(windows), passes.batch_size)
-    ]
-
-    def observe_windows(batch: Sequence[_Window]) -> list[Tensor]:
-        """Return (T, K + 1) for each window: every head's log-probabilities of its tokens, and the cosine."""
-        tokens = observe(model, passes.mixed_precision, [window.ids for window in batch])
-        said_CBT = torch.cat([tokens.log_probs_KBT, tokens.cosine_BT.unsqueeze(0)])
-        return [said_CBT[:, row, : len(window.ids) - 1].T for row, window in enumerate(batch)]
-
-    said_CT: dict[int, Tensor] = {}
-    for window, said_TC in shared_out(batches, share, observe_windows):
-        whole_CT = said_CT.setdefault(
-            window.document, torch.empty(said_TC.shape[1], sizes[window.document])
-        )
-        whole_CT[:, window.start : window.start + len(said_TC)] = said_TC.T
-    return [
-        (index, TokenLogProbs(said_CT[index][:-1, None], said_CT[index][-1:])) for index in sizes
-    ]
+    rows = [documents[document][start : start + length + 1] for document, start in windows]
+    parts: list[list[Tensor]] = [[] for _ in documents]
+    observed = observe(model, rows, passes, share, bar)
+    for (document, _), part_CT in zip(windows, observed, strict=True):
+        parts[document].append(part_CT)
+    return [torch.cat(of_one, dim=1) for of_one in parts]
 
 
-def observe(model: HeadedModel, mixed_precision: str, rows: Sequence[Tensor]) -> TokenLogProbs:
-    """Return the heads' log-probabilities of the tokens of rows, from the second on; shorter rows are padded."""
-    # Padding is on the right, where causal attention keeps it out of every real position.
-    ids = pad_sequence(list(rows), batch_first=True).to(next(model.parameters()).device)
-    with torch.no_grad(), autocast(ids.device.type, mixed_precision):
-        return token_log_probs(model, ids[:, :-1], ids[:, 1:])
+def batches_of(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Return the places of rows in batches, the longest first, of at most `max_tokens` with their padding."""
+    batches: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+            batches[-1].append(place)
+        else:
+            batches.append([place])
+    return batches
 
 
-def _windows(corpus: TokenisedCorpus, index: int, sequence_length: int) -> Iterator[_Window]:
-    ids = torch.from_numpy(corpus.document(index).astype(np.int64))
-    if corpus.markers.bos is None and corpus.markers.context is not None:
-        ids = torch.cat([torch.tensor([corpus.markers.context]), ids])
-    for start in range(0, len(ids) - 1, sequence_length):
-        yield _Window(index, start, ids[start : start + sequence_length + 1])
+def observe(
+    model: HeadedModel,
+    rows: Sequence[Tensor],  # of token ids
+    passes: Passes,
+    share: Share = ALONE,
+    bar: Any = None,  # `tokens_bar`
+) -> list[Tensor]:
+    """Return (C, T) on the CPU for each row, of its tokens from the second on, in the order of the rows."""
+    device = next(model.parameters()).device
+
+    def observe_batch(batch: Sequence[int]) -> list[Tensor]:
+        # Padding is on the right, where causal attention keeps it out of every real position.
+        ids = pad_sequence([rows[place] for place in batch], batch_first=True).to(device)
+        with torch.no_grad(), autocast(device.type, passes.mixed_precision):
+            tokens = token_log_probs(model, ids[:, :-1], ids[:, 1:])
+        seen_CBT = torch.cat([tokens.log_probs_KBT, tokens.cosine_BT[None]])
+        if bar is not None:
+            bar.update(share.num_processes * sum(lengths[place] for place in batch))
+        return [
+            seen_CT[:, : lengths[place]].T
+            for place, seen_CT in zip(batch, seen_CBT.unbind(dim=1), strict=True)
+        ]
+
+    lengths = [len(row) - 1 for row in rows]
+    batches = batches_of(lengths, passes.batch_size * passes.sequence_length)
+    observed = dict(shared_out(batches, share, observe_batch))
+    return [observed[place].T for place in range(len(rows))]
+
+
+def routed_rows(
+    observed: Sequence[Tensor], router: RouterSettings, heads: Sequence[str] = TWO_HEADS
+) -> Iterator[RoutedRows]:
+    """Apply the routing rules to (C, T) numbers of rows, many rows at once; the cosine rule needs two heads."""
+    rules = ("posterior", "cosine") if len(heads) == 2 else ("posterior",)
+    lengths = [row_CT.shape[1] for row_CT in observed]
+    for places in batches_of(lengths, _TOKENS_ROUTED_AT_ONCE):
+        padded_BTC = pad_sequence([observed[place].T for place in places], batch_first=True)
+        padded_CBT = padded_BTC.permute(2, 0, 1)
+        tokens = TokenLogProbs(padded_CBT[:-1], padded_CBT[-1])
+        log_probs_KBT = tokens.log_probs_KBT.double()
+        log_weights = {rule: tokens.log_weights(rule, router) for rule in rules}
+        routed = {
+            rule: mix_log_probs(weights_KBT, log_probs_KBT)
+            for rule, weights_KBT in log_weights.items()
+        }
+        lengths_B = torch.tensor([lengths[place] for place in places])
+        is_token_BT = torch.arange(padded_CBT.shape[2]) < lengths_B[:, None]
+        by_name = dict(zip(heads, log_probs_KBT, strict=True)) | routed
+        yield RoutedRows(places, is_token_BT, by_name, log_weights)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.results import finite
-from scale_cli.evaluation.scoring import Passes, score_corpus
+from scale_cli.evaluation.scoring import Passes, score_corpus, tokens_bar, tokens_scored
 from scale_cli.evaluation.selectable_heads import SelectableHeads, before_end, ends_of
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import ALONE, autocast, is_main, share
@@ -64,10 +64,14 @@ class Observer:
         return record
 
     def _record_losses(self, record: MetricsRecord) -> None:
-        """Record every head's loss on the first documents of every held-out corpus.
+        """Record every head's loss on the beginnings of the first documents of every held-out corpus.
 
         `routed` is the loss under the router's rule.
         """
+        of_each = max(1, self.config.eval_tokens // len(self.held_out))
+        passes = Passes.of(self.config)
+        total = sum(tokens_scored(c, passes.sequence_length, of_each) for c in self.held_out)
+        bar = tokens_bar(total, "evaluating" if is_main() else None)
         heads = {"base": "base", "adapted": "adapted", "routed": self.config.method.router.rule}
         record[EVALUATION], record[BITS], record[SHARES] = {}, {}, {}
         for source, corpus in zip(self.config.evaluation.perplexity, self.held_out, strict=True):
@@ -75,9 +79,9 @@ class Observer:
                 self.observed,
                 corpus,
                 self.config.method.router,
-                Passes.of(self.config),
-                max_documents=self.config.train.eval_max_documents,
-                progress=f"evaluating {source.name}" if is_main() else None,
+                passes,
+                max_tokens=of_each,
+                bar=bar,
                 share=share(),
             )
             record[EVALUATION][source.name] = {
@@ -87,6 +91,7 @@ class Observer:
                 head: finite(scored.bits_per_byte(rule)) for head, rule in heads.items()
             }
             record[SHARES][source.name] = finite(scored.base_share(heads["routed"]))
+        bar.close()
 
     def accuracies(self) -> Losses:
         """Return, by benchmark, every head's mean of the judging metric on the first items of every task."""

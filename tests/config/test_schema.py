@@ -114,7 +114,7 @@ def test_text_may_lie_elsewhere_whether_it_is_given_by_one_pattern_or_several() 
 @pytest.mark.parametrize(
     ("override", "compares"),
     [
-        ("train.eval_max_documents=4", False),
+        ("train.eval_max_tokens=4", False),
         ("evaluation.perplexity.0.max_documents=4", False),
         ("evaluation.perplexity.0.path=moved.txt", True),
         ("train.eval_every_steps=4", True),

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,22 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import RunError
-from scale_cli.evaluation.benchmark_tasks import Benchmark, ObservedHeads, measure_items
+from scale_cli.evaluation.benchmark_tasks import Benchmark, ObservedHeads, framed, measure_items
 from scale_cli.evaluation.benchmarks import Item
 from scale_cli.evaluation.results import HEADS
+from scale_cli.evaluation.scoring import Passes
 from scale_cli.export.dense import dense_model
+from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadLogits
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE, Share
 from scale_cli.runs.method_folder import set_router
-from scale_cli.upscale.base_tokenizer import load_tokenizer
+from scale_cli.upscale.base_tokenizer import TokenizerPlace, load_tokenizer
 from tests.evaluation.task_files import MEAN, add_task, know_only, opened, some_of_blimp, task_of
 from tests.evaluation.test_benchmark_tasks import SUMS
 from tests.threads_as_processes import in_processes
@@ -54,33 +57,53 @@ def answering(
     shared_data: Path, model: Any, checkpoint: str = STORIES, **settings: Any
 ) -> ObservedHeads:
     tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / checkpoint / "hf")))
-    given: dict[str, Any] = {"max_length": 512, "batch_size": 8, "mixed_precision": "no"} | settings
-    return ObservedHeads(model, tokenizer, ROUTER, **given)
+    passes = Passes(64, settings.pop("batch_size", 8), "no")
+    return ObservedHeads(model, tokenizer, ROUTER, passes, **({"max_length": 512} | settings))
 
 
 def asked(*texts: tuple[str, str]) -> list[Instance]:
     return [Instance("loglikelihood", {}, text, index) for index, text in enumerate(texts)]
 
 
-@pytest.mark.parametrize("checkpoint", [STORIES, "ckpt-eltec"])
-def test_the_adaptation_head_scores_as_lm_eval_scores_the_exported_model_and_the_base_head_as_the_base(
-    shared_data: Path, tmp_path: Path, models: dict[str, ScaleForCausalLM], checkpoint: str
+@pytest.mark.parametrize(
+    ("checkpoint", "adds_boundary"), [(STORIES, False), (STORIES, True), ("ckpt-eltec", False)]
+)
+def test_each_head_scores_as_lm_evals_own_model_of_the_folder_that_serves_it(
+    shared_data: Path,
+    tmp_path: Path,
+    models: dict[str, ScaleForCausalLM],
+    checkpoint: str,
+    adds_boundary: bool,
 ) -> None:
+    """The trained head as the plain export, whose tokenizer begins a text, and the base's head as the base."""
     model = models[checkpoint]
-    answers = answering(
-        shared_data, model, checkpoint, max_length=model.base.config.max_position_embeddings
+    base, export = tmp_path / "base", tmp_path / "export"
+    shutil.copytree(shared_data / checkpoint / "hf", base)
+    tokenizer = load_tokenizer(ModelConfig(base=str(base)))
+    if adds_boundary:
+        frame_prompts(base, tokenizer)
+        tokenizer = load_tokenizer(ModelConfig(base=str(base)))
+    dense_model(model, "float32").save_pretrained(export)
+    copy_tokenizer(tokenizer, TokenizerPlace("model.base", str(base), None), export)
+    own, exported = (
+        AutoTokenizer.from_pretrained(folder)("a").input_ids for folder in (base, export)
     )
-    dense_model(model, "float32").save_pretrained(tmp_path)
-    answers.tokenizer.save_pretrained(tmp_path)
-    folders = {"adapted": str(tmp_path), "base": str(shared_data / checkpoint / "hf")}
+    assert (own == exported) == adds_boundary
+    answers = ObservedHeads(
+        model,
+        tokenizer,
+        ROUTER,
+        Passes(64, 8, "no"),
+        max_length=model.config.max_position_embeddings,
+    )
     theirs = {
-        head: HFLM(folder, device="cpu", dtype="float32", batch_size=8)
-        for head, folder in folders.items()
+        head: HFLM(str(folder), device="cpu", dtype="float32", batch_size=8)
+        for head, folder in (("adapted", export), ("base", base))
     }
     sources = [
         task_of(shared_data, tmp_path, "arc_easy", limit=10, doc_to_text="{{query}}\nAnswer:"),
         task_of(shared_data, tmp_path, "kobest_copa", limit=10),
-        *([some_of_blimp(shared_data, tmp_path, 1)] if checkpoint == STORIES else []),
+        *([some_of_blimp(shared_data, tmp_path, 1)] if adds_boundary else []),
     ]
     for source in sources:
         benchmark = opened(source)
@@ -142,13 +165,11 @@ def test_the_router_judges_context_and_continuation_and_the_score_is_the_continu
     ]
     for rule in ("posterior", "cosine"):
         set_router(model, ROUTER.model_copy(update={"rule": rule}))
-        answers.head = rule
+        answers.answer_with(rule)
         for text, (got, _) in zip(texts, answers.loglikelihood(asked(*texts)), strict=True):
             ids = answers.tok_encode("".join(text), add_special_tokens=False)
-            num_scored = len(ids) - (len(answers.tok_encode(text[0])) if text[0] else 0)
-            whole = torch.tensor(
-                [ids if num_scored < len(ids) else [answers.prefix_token_id, *ids]]
-            )
+            num_scored = len(ids) - len(answers.tok_encode(text[0], add_special_tokens=False))
+            whole = torch.tensor([[answers.prefix_token_id, *ids]])
             said = model(whole).logits.log_softmax(-1)[:, :-1].gather(-1, whole[:, 1:, None])
             assert got == pytest.approx(said[:, -num_scored:].sum().item(), abs=1e-3)
 
@@ -168,14 +189,16 @@ class CountingHeads(torch.nn.Module):
         return lambda at: [even[:, at], torch.full_like(even[:, at], math.nan)]
 
 
-def test_every_head_is_asked_the_same_and_a_request_is_observed_once_for_all(
+def test_a_request_is_observed_once_for_all_heads_that_read_the_same_ids(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     know_only(tmp_path, monkeypatch)
     add_task(tmp_path, "sums", SUMS)
     model = CountingHeads()
     measure_items(opened({"name": "sums", "num_fewshot": 2}), answering(shared_data, model))
-    assert model.num_rows == 2 * len(SUMS), "two choices each"
+    assert model.num_rows == 4 * len(SUMS), (
+        "two choices each, as the base and as an export reads them"
+    )
 
 
 @pytest.mark.parametrize(("max_length", "continuation"), [(2, " a long day it was"), (64, "")])
@@ -237,13 +260,14 @@ def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(
     model = as_if_trained(widen(real_base(shared_data, STORIES), "route", "top:1"), std=0.15)
     benchmark = make_task()
     tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / STORIES / "hf")))
-    answers = ObservedHeads(
-        model, tokenizer, RouterConfig(), max_length=128, batch_size=2, mixed_precision="no"
-    )
+    answers = ObservedHeads(model, tokenizer, RouterConfig(), Passes(64, 2, "no"), max_length=128)
     measured = measure_items(benchmark, answers)
     items = measured.items
-    for head, alone in (("base", model.base), ("posterior", model)):
-        theirs = HFLM(alone, backend="causal", tokenizer=tokenizer, max_length=128, batch_size=2)
+    for head, alone, reads in (
+        ("base", model.base, tokenizer),
+        ("posterior", model, framed(tokenizer)),
+    ):
+        theirs = HFLM(alone, backend="causal", tokenizer=reads, max_length=128, batch_size=2)
         found: Any = evaluate(theirs, {"tasks": benchmark.tasks}, bootstrap_iters=0)
         logged = [sample for sample in found["samples"]["endings"] if sample["filter"] == "whole"]
         assert texts_of(items, head) == [sample["resps"][0][0] for sample in logged]
@@ -299,7 +323,8 @@ def test_several_processes_that_share_the_requests_answer_as_one_does(
     def answers(share: Share) -> list[Any]:
         heads = answering(shared_data, models[STORIES], batch_size=2, share=share)
         answered: list[Any] = [heads.generate_until(generated)]
-        for heads.head in HEADS:
+        for head in HEADS:
+            heads.answer_with(head)
             answered.append(heads.loglikelihood(scored))
         return answered
 

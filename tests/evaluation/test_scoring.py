@@ -14,7 +14,13 @@ from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
-from scale_cli.evaluation.scoring import DocumentLosses, Passes, score_corpus
+from scale_cli.evaluation.scoring import (
+    DocumentLosses,
+    Passes,
+    batches_of,
+    score_corpus,
+    tokens_scored,
+)
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base_tokenizer import load_tokenizer
@@ -92,11 +98,13 @@ def test_the_bases_loss_is_transformers_own_document_by_document(
         widen(real_base(shared_data, checkpoint), "preserve"),
         open_corpus(checkpoint, "en"),
     )
-    losses = score(model, corpus, sequence_length=sequence_length, max_documents=3)
+    losses = score(model, corpus, sequence_length=sequence_length)
     expected = [transformers_loss(model.base, corpus, index, sequence_length) for index in range(3)]
-    np.testing.assert_allclose(losses.nats["base"], expected, rtol=1e-5)
+    np.testing.assert_allclose(losses.nats["base"][:3], expected, rtol=1e-5)
     given = 0 if corpus.markers.bos is None else 1  # the token that begins a document
-    assert losses.num_tokens.tolist() == [len(corpus.document(index)) - given for index in range(3)]
+    assert losses.num_tokens[:3].tolist() == [
+        len(corpus.document(index)) - given for index in range(3)
+    ]
 
 
 def recursion(
@@ -144,19 +152,44 @@ def test_the_routers_weight_carries_over_from_window_to_window(
         )
 
 
-def test_scores_do_not_depend_on_how_windows_are_batched_nor_on_the_documents_after(
+def test_scores_do_not_depend_on_how_windows_are_batched(
     model: ScaleForCausalLM, open_corpus: OpenCorpus
 ) -> None:
     corpus = open_corpus("ckpt-stories260K", "en")
-    many = score(model, corpus, batch_size=13, max_documents=99)
-    for fewer in (score(model, corpus, batch_size=1), score(model, corpus, max_documents=2)):
+    many = score(model, corpus, batch_size=13)
+    for fewer in (score(model, corpus, batch_size=1), score(model, corpus, batch_size=5)):
         for name in ("base", "adapted", "posterior"):
             apart = (
                 np.abs(many.nats[name][: len(fewer.num_tokens)] - fewer.nats[name])
                 / fewer.num_tokens
             )
             assert apart.max() <= 1e-4
-    assert (len(fewer.num_tokens), len(many.num_tokens)) == (2, NUM_DOCUMENTS)
+    assert len(many.num_tokens) == NUM_DOCUMENTS
+
+
+def test_a_bounded_evaluation_reads_one_window_of_each_document_and_what_it_said_it_would(
+    model: ScaleForCausalLM, open_corpus: OpenCorpus
+) -> None:
+    corpus, length = open_corpus("ckpt-stories260K", "en"), 16
+    whole = score(model, corpus, sequence_length=length)
+    assert tokens_scored(corpus, length) == whole.num_tokens.sum()
+    cut = score(model, corpus, sequence_length=length, max_tokens=40)
+    assert cut.num_tokens.tolist() == [16, 16, 8]
+    assert tokens_scored(corpus, length, 40) == 40
+    assert tokens_scored(corpus, length, 10**6) == 16 * NUM_DOCUMENTS
+    np.testing.assert_allclose(
+        cut.num_bytes, whole.num_bytes[:3] * cut.num_tokens / whole.num_tokens[:3]
+    )
+    ids = windows(corpus, 1, length)[0]
+    base: Any = model.base
+    expected = base(input_ids=ids, labels=ids, use_cache=False).loss.item() * length
+    assert cut.nats["base"][1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_batches_hold_as_many_rows_as_have_so_many_tokens() -> None:
+    lengths = [3, 90, 2, 60, 3, 500]
+    assert batches_of(lengths, 180) == [[5], [1, 3], [0, 4, 2]]
+    assert batches_of(lengths, 1) == [[5], [1], [3], [0], [4], [2]]
 
 
 def test_bytes_are_those_of_the_text(

@@ -119,6 +119,8 @@ def chosen(
         f"evaluation.benchmarks=[{arc}]",
         "evaluation.bootstrap_resamples=100",
         "train.eval_every_steps=2",
+        "train.eval_max_tokens=100000",
+        "evaluation.sequence_length=512",
         "train.eval_benchmarks_every_steps=4",
         "train.eval_max_items=3",
         "train.max_forgetting=0.1",
@@ -277,7 +279,7 @@ def test_a_run_that_is_killed_or_stopped_after_an_evaluation_and_resumed_chooses
         ("the text", "was scored on other held-out text"),
         (
             "the settings",
-            "the best checkpoint so far was scored with other settings (train.eval_max_documents: 32 -> 1)",
+            "the best checkpoint so far was scored with other settings (train.eval_max_tokens: 100000 -> 1)",
         ),
         ("the checkpoint", "the best checkpoint so far is missing"),
     ],
@@ -299,7 +301,7 @@ def test_a_best_that_does_not_compare_any_more_or_is_gone_is_left_and_the_last_s
         other = first.model_copy(update={"path": str(tmp_path / "other.txt")})
         evaluation = evaluation.model_copy(update={"perplexity": [other, *rest]})
     elif changed == "the settings":
-        of_train = of_train.model_copy(update={"eval_max_documents": 1})
+        of_train = of_train.model_copy(update={"eval_max_tokens": 1})
     else:
         remove_folder(run.checkpoint(4))
     monkeypatch.setattr(Observer, "score", scored)
