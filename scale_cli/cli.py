@@ -18,7 +18,7 @@ from scale_cli.console import (
 )
 from scale_cli.errors import ConfigError
 from scale_cli.processes import on_main, refuse_several
-from scale_cli.terminal import choose_form, log, print_json, show
+from scale_cli.terminal import accept_any_encoding, choose_form, log, print_json, show
 
 app = Typer(
     name="scale",
@@ -442,5 +442,6 @@ def run_all(
 
 def main() -> None:
     """Run the command line; a user error prints one message, without a traceback, and sets its exit code."""
+    accept_any_encoding()
     with ended_in_one_message():
         app()

@@ -5,6 +5,7 @@ Shapes: K heads (base, trained; in a joined model the base and every member), B 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 import typer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.data.conversations import Messages
+from scale_cli.data.conversations import Messages, conversation_ids
+from scale_cli.data.decoding import Decoder, text_pieces
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ConfigError, RunFolderError, one_line
 from scale_cli.evaluation.selectable_heads import before_end, ends_of, padded_left
@@ -37,7 +39,6 @@ from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 
 _COLDEST = 1e-6
-_NO_CHARACTER = "\ufffd"  # stands for bytes that are no character
 
 
 @dataclass(frozen=True)
@@ -59,38 +60,6 @@ class Sampling:
             raise ConfigError(
                 f"--top-p {self.top_p:g}: does nothing at temperature 0; add --temperature 1"
             )
-
-
-class Decoder:
-    """Decodes tokens one at a time into the text that each adds: whole characters, and no special tokens.
-
-    A token alone may lose its space in decoding, so it is decoded with the tokens before it; the prompt's last token is
-    enough. An incomplete character is held back until it is whole.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, last_of_prompt: int) -> None:
-        self._tokenizer = tokenizer
-        self._given, self._held = [last_of_prompt], list[int]()
-
-    def add(self, token: int) -> str:
-        self._held.append(token)
-        text = self._added_by_held()
-        if not text or text.endswith(_NO_CHARACTER):
-            return ""
-        self._given, self._held = self._held, []
-        return text.replace(_NO_CHARACTER, "")
-
-    def finish(self) -> str:
-        return self._added_by_held().replace(_NO_CHARACTER, "")
-
-    def _added_by_held(self) -> str:
-        return self._text([*self._given, *self._held])[len(self._text(self._given)) :]
-
-    def _text(self, ids: list[int]) -> str:
-        decoded = self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return str(decoded)
 
 
 @dataclass(frozen=True)
@@ -128,16 +97,13 @@ class Generator:
         )  # no penalty and no beam of the base: what is asked for acts
 
     def prompt_ids(self, prompt: str | Messages) -> Tensor:
-        """Return (T,) ids: of a text after the boundary that begins training documents, or of turns by the template."""
-        text = prompt if isinstance(prompt, str) else self._asked(prompt)
+        """Return (T,) ids: of a text after the boundary that begins training documents, or of turns."""
         try:
-            text.encode()
+            json.dumps(prompt, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"prompt {text!r}: is not UTF-8") from None
-        if isinstance(prompt, str):
-            ids = prompt_ids(self.tokenizer, text)
-        else:
-            ids = self.tokenizer(text, add_special_tokens=False).input_ids
+            raise ConfigError(f"prompt {prompt!r}: is not UTF-8") from None
+        is_text = isinstance(prompt, str)
+        ids = prompt_ids(self.tokenizer, prompt) if is_text else self._conversation_ids(prompt)
         if not ids:
             raise ConfigError(
                 "prompt: empty, and the tokenizer has neither BOS nor EOS to start from; give a text"
@@ -149,25 +115,21 @@ class Generator:
             )
         return torch.tensor(ids, device=self.model.device)
 
-    @property
-    def num_positions(self) -> int:
-        return int(self.model.config.max_position_embeddings)
-
-    def _asked(self, messages: Messages) -> str:
+    def _conversation_ids(self, messages: Messages) -> list[int]:
         if not self.tokenizer.chat_template:
             raise ConfigError(
                 "the tokenizer has no chat template, so this model cannot chat; give it a text to continue"
             )
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True
-                )
-            )
+            return conversation_ids(self.tokenizer, messages)
         except Exception as error:  # a template is a program with exceptions of its own
             raise ConfigError(
                 f"the chat template refuses these messages: {one_line(error)}"
             ) from None
+
+    @property
+    def num_positions(self) -> int:
+        return int(self.model.config.max_position_embeddings)
 
     @torch.no_grad()
     def continue_all(
@@ -211,10 +173,7 @@ class Generator:
     def _continuation(self, prompt: str | Messages, row: Tensor, new: Tensor) -> Continuation:
         new = before_end(self.ends, new)
         shares = self._head_shares(torch.cat([row, new]))[len(row) - 1 :] if len(new) else []
-        decoder = Decoder(self.tokenizer, int(row[-1]))
-        added = [decoder.add(token) for token in new.tolist()]
-        if added:
-            added[-1] += decoder.finish()
+        added = text_pieces(self.tokenizer, row.tolist(), new.tolist())
         tokens = [SpokenToken(*spoken) for spoken in zip(added, shares, strict=True)]
         said = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
         return Continuation(said, "".join(added), tokens)
@@ -277,7 +236,7 @@ class TextStreamer(BaseStreamer):
     def put(self, value: Tensor) -> None:
         """Take the prompt's ids (1, T) first, then one token per call."""
         if self._decoder is None:
-            self._decoder = Decoder(self._generator.tokenizer, int(value[0, -1]))
+            self._decoder = Decoder(self._generator.tokenizer, value[0].tolist())
             typer.echo(printable(self._prompt), nl=False)
         elif int(value) not in self._generator.ends:
             typer.echo(printable(self._decoder.add(int(value))), nl=False)

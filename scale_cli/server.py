@@ -27,14 +27,22 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from scale_cli.data.conversations import Messages
+from scale_cli.data.decoding import Decoder
 from scale_cli.errors import ScaleError
-from scale_cli.generation import Decoder, Generator, Sampling
+from scale_cli.generation import Generator, Sampling
 
 _MOST_ANSWERS = 64  # per request, computed as one batch
 _CLIENT_GONE = 499  # as nginx writes it in its log; nobody reads the answer
 _SHUTDOWN_S = 1  # after a signal, for answers in progress
-# Values with which clients that fill in every field say that they do not want it.
-_ASKS_NOTHING = {"presence_penalty": 0, "frequency_penalty": 0, "best_of": 1}
+# Values with which clients that fill in every field say that they do not want it; so do null, false,
+# and empty texts, lists and objects, in fields that this server does not know.
+_ASKS_NOTHING = {
+    "best_of": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "response_format": {"type": "text"},
+}
 
 
 class StreamOptions(BaseModel):
@@ -64,11 +72,13 @@ class Asked(BaseModel):
         """Drop fields that ask for nothing, since many clients send every field."""
         if not isinstance(body, dict):
             return body
-        return {
-            k: v
-            for k, v in body.items()
-            if v is not None and v is not False and _ASKS_NOTHING.get(k, ...) != v
-        }
+
+        def asks(name: str, value: Any) -> bool:
+            if value is None or value is False or _ASKS_NOTHING.get(name, ...) == value:
+                return False
+            return name in cls.model_fields or value not in ("", [], {})
+
+        return {name: value for name, value in body.items() if asks(name, value)}
 
     def stops(self) -> list[str]:
         """Return the texts that end an answer; they are not part of it."""
@@ -171,7 +181,7 @@ class Answers(BaseStreamer):
         self._prompts, self._rows = prompts, [row for row in prompts for _ in range(asked.n)]
         self._answers = [
             Answer(
-                Decoder(generator.tokenizer, int(row[-1])),
+                Decoder(generator.tokenizer, row.tolist()),
                 generator.ends,
                 asked.stops(),
                 min(most, generator.num_positions - len(row)),

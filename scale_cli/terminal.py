@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -67,6 +68,17 @@ def _speak(line: str, *, err: bool = False) -> None:
 def printable(text: str) -> str:
     """Return a text with its control characters escaped: a terminal would obey them."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def accept_any_encoding() -> None:
+    """Let a character that the terminal's encoding lacks be escaped, and undecodable input reach the verb."""
+    for stream, errors in (
+        (sys.stdin, "surrogateescape"),
+        (sys.stdout, "backslashreplace"),
+        (sys.stderr, "backslashreplace"),
+    ):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def without_passwords(text: str) -> str:

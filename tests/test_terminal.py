@@ -1,4 +1,6 @@
 import json
+import os
+import subprocess
 import sys
 import unicodedata
 from pathlib import Path
@@ -57,3 +59,24 @@ def test_figures_are_json_and_one_that_is_not_finite_is_null(
         "folder": "a",
         "change": {"value": None, "low": 0.5, "high": None},
     }
+
+
+@pytest.mark.parametrize("encoding", ["cp949", "latin-1"])
+def test_text_that_a_terminal_cannot_show_is_escaped_and_foreign_input_is_one_line(
+    encoding: str, tmp_path: Path
+) -> None:
+    run = [sys.executable, "-m", "scale_cli", "generate"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    shown = subprocess.run(
+        [*run, str(tmp_path / "없음 😀"), "--prompt", "x"], capture_output=True, env=environment
+    )
+    assert shown.returncode == 2
+    assert b"Traceback" not in shown.stderr and rb"\U0001f600" in shown.stderr
+    read = subprocess.run(
+        [*run, str(tmp_path)],
+        input="한국의 수도는".encode("cp949"),
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )
+    assert read.returncode == 2
+    assert b"Traceback" not in read.stderr and read.stderr.count(b"\n") == 1

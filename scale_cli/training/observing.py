@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.decoding import before_cut_character, text_pieces
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.results import finite
 from scale_cli.evaluation.scoring import Passes, score_corpus, tokens_bar, tokens_scored
@@ -132,19 +133,18 @@ class Observer:
         # A shorter document is a heading, which says little; if all are, the longest one is taken.
         lengths = corpus.offsets[1:] - corpus.offsets[:-1]
         index = int((lengths.clip(max=2 * _PROMPT_TOKENS)).argmax())
-        ids = corpus.document(index)[:_PROMPT_TOKENS].astype("int64")
+        ids = before_cut_character(self.tokenizer, corpus.document(index)[:_PROMPT_TOKENS].tolist())
         marks = [] if corpus.markers.eos is None else [corpus.markers.eos]
-        prompt_T = before_end(marks, torch.from_numpy(ids))
+        prompt_T = before_end(marks, torch.tensor(ids))
         if corpus.markers.bos is None and corpus.markers.context is not None:
             prompt_T = torch.cat([torch.tensor([corpus.markers.context]), prompt_T])
         prompt_BT = prompt_T[None].to(answers.device)
         with autocast(answers.device.type, self.config.evaluation.mixed_precision):
             new_BT = answers.answers(prompt_BT, torch.ones_like(prompt_BT))
-        begun, said = (
-            str(self.tokenizer.decode(part_T, skip_special_tokens=True))
-            for part_T in (prompt_T, before_end(ends, new_BT[0].cpu()))
-        )
-        return {"prompt": begun, "continuation": said}
+        new_T = before_end(ends, new_BT[0].cpu())
+        begun = str(self.tokenizer.decode(prompt_T, skip_special_tokens=True))
+        said = text_pieces(self.tokenizer, prompt_T.tolist(), new_T.tolist())
+        return {"prompt": begun, "continuation": "".join(said)}
 
     def score(self, step: int, bits_per_byte: Losses) -> Score | None:
         """Return the served head's score; None if a loss is not finite."""

@@ -18,9 +18,10 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource
+from scale_cli.data.decoding import Decoder
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import ConfigError
-from scale_cli.generation import Continuation, Decoder, Generator, Sampling
+from scale_cli.generation import Continuation, Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.terminal import printable
 from tests.command_line import Scale
@@ -101,6 +102,11 @@ def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_the_conv
         == generator.prompt_ids(f"[user]{PROMPTS[0]}\n[assistant]").tolist()
     )
     assert (answer.prompt, answer.completion) == (PROMPTS[0], text.completion)
+    # A mark that a user writes is text: it ends no turn.
+    mark = generator.tokenizer.eos_token
+    said = generator.prompt_ids([{"role": "user", "content": f"a{mark}b"}]).tolist()
+    assert generator.tokenizer.eos_token_id not in said
+    assert mark in generator.tokenizer.decode(said)
     for template, told in (
         ("{{ raise_exception('no') }}", "the chat template refuses .*: no$"),
         (None, "has no chat template"),
@@ -281,7 +287,7 @@ def test_text_that_is_told_token_by_token_has_its_whole_characters_and_no_others
         expected = written.decode(errors="ignore")
     else:
         ids, expected = tokenizer(written, add_special_tokens=False).input_ids, written
-    decoder = Decoder(tokenizer, tokenizer.eos_token_id)
+    decoder = Decoder(tokenizer, [tokenizer.eos_token_id])
     told = "".join([decoder.add(token) for token in ids] + [decoder.finish()])
     assert told == expected
 

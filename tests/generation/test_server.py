@@ -246,6 +246,13 @@ def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> N
         "best_of": 1,
         "user": "me",
         "stop": None,
+        "logit_bias": {},
+        "suffix": "",
+        "extra_body": {
+            "tools": [],
+            "response_format": {"type": "text"},
+            "repetition_penalty": 1.0,
+        },
     }
     assert client.completions.create(**asked, **nothing).choices[0].text
 

@@ -1,0 +1,59 @@
+"""A continuation decoded after its prompt, token by token: together they are the text, wherever it is cut."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from scale_cli.data.decoding import before_cut_character, text_pieces
+from tests.vocabulary.tokenizers_at_hand import llama_2, llama_3
+
+# U+FFFD stands for bytes that are no character, so it cannot stand for itself.
+TEXTS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufffd"), min_size=1)
+
+
+def unigram() -> Tokenizer:
+    letters = [("\u2581", -2.0), ("a", -3.0), ("the", -3.0), ("\u2581the", -2.5), ("안", -4.0)]
+    pieces = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256)), *letters]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+@functools.cache
+def opened(make: Callable[[], Tokenizer]) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=make())
+
+
+@pytest.mark.parametrize("make", [llama_3, llama_2, unigram])
+@settings(deadline=None, max_examples=150)
+@given(before=TEXTS, after=TEXTS)
+def test_no_text_is_lost_between_a_prompt_and_its_continuation(
+    make: Callable[[], Tokenizer], before: str, after: str
+) -> None:
+    tokenizer = opened(make)
+    prompt = tokenizer(before, add_special_tokens=False).input_ids
+    ids = [*prompt, *tokenizer(after, add_special_tokens=False).input_ids]
+    whole, begun = tokenizer.decode(ids), tokenizer.decode(prompt)
+    assert begun + "".join(text_pieces(tokenizer, prompt, ids[len(prompt) :])) == whole
+
+
+@pytest.mark.parametrize("make", [llama_3, llama_2, unigram])
+def test_hangul_after_hangul_is_kept_and_a_cut_character_is_left_out(
+    make: Callable[[], Tokenizer],
+) -> None:
+    tokenizer = opened(make)
+    prompt, new = (
+        tokenizer(text, add_special_tokens=False).input_ids for text in ("국민", "은 법 앞에")
+    )
+    assert "".join(text_pieces(tokenizer, prompt, new)).endswith("법 앞에")
+    assert tokenizer.decode(before_cut_character(tokenizer, [*prompt, new[-2]])) == (
+        tokenizer.decode(prompt)
+    )
