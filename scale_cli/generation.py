@@ -102,8 +102,11 @@ class Generator:
             json.dumps(prompt, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ConfigError(f"prompt {prompt!r}: is not UTF-8") from None
-        is_text = isinstance(prompt, str)
-        ids = prompt_ids(self.tokenizer, prompt) if is_text else self._conversation_ids(prompt)
+        ids = (
+            prompt_ids(self.tokenizer, prompt)
+            if isinstance(prompt, str)
+            else self._conversation_ids(prompt)
+        )
         if not ids:
             raise ConfigError(
                 "prompt: empty, and the tokenizer has neither BOS nor EOS to start from; give a text"
