@@ -17,7 +17,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, groupby
+from itertools import groupby
 from typing import IO, Any
 
 import pyarrow as pa
@@ -40,7 +40,6 @@ _MAX_JSON_BYTES = 1 << 28
 _ROWS_AT_ONCE = 256
 _LONGEST_HEADER = 200
 _NO_SYNTAX_OF_CSV = re.compile(rb'[^",\r\n]+')
-_SET_FIELD = "set text_field to the one to read"
 _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 _DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
 
@@ -81,16 +80,15 @@ class CorpusReader:
     def __iter__(self) -> Iterator[Record]:
         records = self._from_files() if self.source.dataset is None else self._from_dataset()
         # Conversations count before the template may refuse them, as above: what one source skips, another reads.
-        most, kept, dropped = self.source.max_documents, 0, 0
+        most = self.source.max_documents
+        kept = dropped = 0
         for record in records:
             if self.ledger.num_skipped < self.source.skip_documents:
                 self.ledger.num_skipped += isinstance(record, Document)
                 if not (isinstance(record, Rejected) and record.reason is Reason.DAMAGED_FILE):
                     continue  # but the documents that a damaged file has lost cannot be counted
-            kept, dropped = (
-                kept + isinstance(record, Document),
-                dropped + isinstance(record, Rejected),
-            )
+            kept += isinstance(record, Document)
+            dropped += isinstance(record, Rejected)
             if self._template_of is not None and isinstance(record, Document):
                 record = _conversation(record, self._template_of, self._limit)
             self.ledger.enter(record)
@@ -267,39 +265,41 @@ def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
     csv.field_size_limit(sys.maxsize)  # _CsvLines bounds what is held
     lines = _CsvLines(stream, max(2 * limit, _SKIPPED_AT_ONCE))
     rows = csv.reader(lines)
-    header: list[str] | None = None
+    header: list[str] = []
     number = 0
     while True:
+        lines.start_row()
+        found: Found | None = None
         try:
             row = next(rows, None)
         except csv.Error:
-            row = [""]
-            is_broken = True
-        else:
-            is_broken = header is not None and row is not None and len(row) != len(header)
+            row, found = header, Reason.NOT_CSV
         if row is None:
             return
         if not row:  # a blank line
             continue
-        number, num_bytes, is_cut = number + 1, lines.num_bytes, lines.is_cut
-        lines.start_row()
-        if header is None:
+        number += 1
+        if not header:
             header = row
-            if header.count(source.text_field) != 1:
-                named = ", ".join(header)[:_LONGEST_HEADER]
-                raise OSError(
-                    f"needs exactly one column {source.text_field!r}, and has: {named}; {_SET_FIELD}"
-                )
+            _check_column(header, source)
             continue
-        found: Found
-        if is_cut:
+
+        if lines.is_cut:
             found = Reason.TOO_LARGE
-        elif is_broken:
+        elif len(row) != len(header):
             found = Reason.NOT_CSV
-        else:
+        elif found is None:
             value = row[header.index(source.text_field)]
             found = _decode(value.encode(errors="surrogateescape"))
-        yield f": row {number}", found, num_bytes
+        yield f": row {number}", found, lines.num_bytes
+
+
+def _check_column(names: list[str], source: TextSource) -> None:
+    if names.count(source.text_field) != 1:
+        named = ", ".join(names)[:_LONGEST_HEADER]
+        raise OSError(
+            f"needs exactly one column {source.text_field!r}, and has: {named}; set text_field to the one to read"
+        )
 
 
 class _CsvLines:
@@ -340,31 +340,18 @@ class _CsvLines:
 def _read_parquet(stream: IO[bytes], source: TextSource, _limit: int) -> Iterator[Item]:
     # With a buffer and without pre-buffering, a column is read page by page instead of a row group at once.
     table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
-    names = table.schema_arrow.names
-    if names.count(source.text_field) != 1:
-        raise OSError(
-            f"needs exactly one column {source.text_field!r}, and has: {', '.join(names)}; {_SET_FIELD}"
-        )
-    batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[source.text_field])
-    yield from _read_column((_encoded(batch.column(0)) for batch in batches), count(1))
-
-
-def _encoded(column: Any) -> list[bytes | None]:
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    is_text = any(is_kind(column.type) for is_kind in _TEXT_TYPES)
-    return column.cast(pa.large_binary()).to_pylist() if is_text else [None] * len(column)
-
-
-def _read_column(blocks: Iterable[list[bytes | None]], numbers: Iterator[int]) -> Iterator[Item]:
-    """Read a table's texts from blocks of rows; `numbers` are the row numbers."""
-    for values in blocks:
-        for value, number in zip(values, numbers, strict=False):
-            yield (
-                f": row {number}",
-                Reason.WRONG_TYPE if value is None else _decode(value),
-                len(value or b""),
-            )
+    _check_column(table.schema_arrow.names, source)
+    number = 0
+    for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[source.text_field]):
+        column = batch.column(0)
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        is_text = any(is_kind(column.type) for is_kind in _TEXT_TYPES)
+        values = column.cast(pa.large_binary()).to_pylist() if is_text else [None] * len(column)
+        for value in values:
+            number += 1
+            found = Reason.WRONG_TYPE if value is None else _decode(value)
+            yield f": row {number}", found, len(value or b"")
 
 
 _READERS: dict[str, Callable[[Any, TextSource, int], Iterator[Item]]] = {
