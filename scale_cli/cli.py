@@ -289,15 +289,6 @@ def join(
             help="Initial weight of the base; by default all heads are equal.",
         ),
     ] = None,
-    switch_rate: Annotated[
-        float,
-        Option(
-            metavar="ALPHA",
-            min=0.0,
-            max=0.999,
-            help="Rate of switches between heads within a document.",
-        ),
-    ] = 0.0,
     folder_format: Annotated[
         JoinFormat, Option("--format", help="llama is one plain model, for vLLM too.")
     ] = ("transformers"),
@@ -308,7 +299,7 @@ def join(
     quieten_libraries()
     from scale_cli.commands.join import join
 
-    on_main(lambda: show(join(folders, output, prior, switch_rate, folder_format)))
+    on_main(lambda: show(join(folders, output, prior, folder_format)))
 
 
 @app.command()

@@ -27,14 +27,14 @@ from scale_cli.export.plain_folder import routed_class
 from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.routed_scale import Routed
+from scale_cli.model.routed_scale import RoutedModel
 from scale_cli.processes import placed
 from scale_cli.runs.folder import RunFolder
-from scale_cli.runs.method_folder import load_any_base, router_of
+from scale_cli.runs.method_folder import router_of
 from scale_cli.runs.opened import open_folder
 from scale_cli.storage.atomic import read_json
 from scale_cli.terminal import printable
-from scale_cli.upscale.base import load_written
+from scale_cli.upscale.base import load_base, load_written
 from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 
@@ -88,7 +88,7 @@ class Generator:
         """Open a model; `plainly` opens an export as its trained head alone."""
         self.model: Any
         if isinstance(source, ModelConfig):
-            self.model, self.tokenizer = placed(load_any_base(source)), load_tokenizer(source)
+            self.model, self.tokenizer = placed(load_base(source)), load_tokenizer(source)
         else:
             self.model, self.tokenizer = _opened(source, plainly=plainly)
         self.ends = ends_of(self.model.generation_config, self.tokenizer)
@@ -183,7 +183,7 @@ class Generator:
 
     def head_names(self) -> list[str]:
         """Return the names of the routed heads; empty if one head alone is served."""
-        if isinstance(self.model, Routed):  # its config has no names
+        if isinstance(self.model, RoutedModel):  # its config has no names
             added = range(1, self.model.num_heads)
             return (
                 ["base", "trained"]
@@ -197,7 +197,7 @@ class Generator:
         model, names = self.model, self.head_names()
         if not names:
             return [None] * (len(ids_T) - 1)
-        if isinstance(model, Routed):
+        if isinstance(model, RoutedModel):
             log_weights_KBT = model.log_weights(ids_T[None, :-1])
         else:
             router = router_of(model)

@@ -22,22 +22,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.model.quantised_base import empty_as, parts_of
 from scale_cli.model.routing import rows_at_once
 from scale_cli.processes import autocast, device_name, lowered_dtype
 from scale_cli.processes import device as own_device
-from scale_cli.runs.method_folder import any_base_without_weights
 from scale_cli.runs.opened import Run
 from scale_cli.terminal import log
 from scale_cli.training.objective import attends_by_mask, for_training
 from scale_cli.training.optimiser import kinds_of_parameters, moments_of
-from scale_cli.upscale.base import base_without_weights
+from scale_cli.upscale.base import base_without_weights, load_base_config
 from scale_cli.upscale.building import MethodModel, NewPieces, build_model
+from scale_cli.upscale.quantised_base import empty_as, parts_of
 
 # Plans assume a model that is neither compiled nor checkpointed.
 _UNCOMPILED = TrainConfig(max_steps=1)
@@ -57,26 +55,6 @@ AttentionMaskInterface.register(
         batch_size, 1, q_length, kv_length, dtype=torch.bool
     ),
 )
-# Tensor values decide which token goes to which expert, and there are none here.
-_BY_ROWS = "experts_by_rows"
-
-
-def _experts_by_rows(experts: Any, rows_ND: Tensor, chosen_NK: Tensor, shares_NK: Tensor) -> Tensor:
-    """Compute as many products as the chosen experts do, all with the first one's weights; all shapes are the same."""
-    packed, down = experts.gate_up_proj[0], experts.down_proj[0]
-    with torch.autocast("cpu", enabled=False):  # as in transformers' own grouped products
-        rows = rows_ND.to(packed.dtype).repeat_interleave(chosen_NK.shape[1], dim=0)
-        written = experts._apply_gate(rows @ packed.T) @ down.T
-    return (
-        (written * shares_NK.reshape(-1, 1))
-        .unflatten(0, chosen_NK.shape)
-        .sum(dim=1)
-        .to(rows_ND.dtype)
-    )
-
-
-ALL_EXPERTS_FUNCTIONS.register(_BY_ROWS, _experts_by_rows)
-
 # PyTorch's counter does not count this in-place product.
 SUMMED_IN_PLACE = {
     torch.ops.aten.addmm_: lambda _total, left, right, **_: 2 * left[0] * left[1] * right[1]
@@ -113,7 +91,12 @@ def count_flops(model: MethodModel, sequence_length: int) -> TokenFlops:
 
 def model_without_weights(config: RunConfig) -> MethodModel:
     """Return a run's model on the meta device; its new tokens must have been learned."""
-    base, new = any_base_without_weights(config.model), None
+    base, new = (
+        base_without_weights(
+            load_base_config(config.model), config.model.dtype, config.model.quantisation
+        ),
+        None,
+    )
     if config.method.vocabulary is not None:
         new = NewPieces.unknown(len(Run(config).tokenizer) - base.config.vocab_size)
     with torch.device("meta"):
@@ -170,7 +153,6 @@ def count_saved_tensors(
 def _loss(model: MethodModel, sequence_length: int, attention: str = _UNMASKED) -> Tensor:
     model.train()
     model.set_attn_implementation(attention)
-    model.set_experts_implementation(_BY_ROWS)
     return _loss_of(
         for_training(model, _UNCOMPILED), torch.zeros(1, sequence_length, dtype=torch.long)
     )

@@ -78,6 +78,8 @@ def _type(node: dict[str, Any], item: dict[str, Any]) -> str:
             if choice.get("type") != "null"
         ]
         return ", or ".join(dict.fromkeys(kinds))
+    if "const" in node:
+        return str(node["const"])
     if "enum" in node:
         return ", ".join(map(str, node["enum"]))
     if node.get("type") == "array":

@@ -130,9 +130,7 @@ def main() -> None:
     os.environ.update(ENVIRONMENT)
     router = {
         "stream_sizes": [options.hidden, options.expansion],
-        "parents": [0],
         "prior": 0.5,
-        "switch_rate": 0.0,
     }
     with tempfile.TemporaryDirectory() as root:
         folder = folder_of(

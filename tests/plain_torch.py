@@ -42,52 +42,36 @@ GEMMA = Norms(
 NORMS = {"gemma3_text": GEMMA, "olmo2": AFTER, "olmo3": AFTER, "exaone4": AFTER}
 
 
-class Added(NamedTuple):
-    """What one run added: the head it stands upon, 0 for the base's, and its tensors by name."""
-
-    parent: int
-    tensors: Mapping[str, Tensor]
-
-
-def path_of(added: Sequence[Added], head: int) -> list[Added]:
-    """Return what adds to a head's logits, bottom up."""
-    path: list[Added] = []
-    while head:
-        path.insert(0, added[head - 1])
-        head = path[0].parent
-    return path
-
-
 def logits_of(
     config: Any,
     base: Mapping[str, Tensor],
-    path: Sequence[Added],
+    run: Mapping[str, Tensor] | None,
     ids_BT: Tensor,
     documents_BT: Tensor | None = None,
     more_rows: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return (B, T, V) float64 of the head at the end of a path, gradients and all.
+    """Return (B, T, V) float64 of a run's head, or of the base's, gradients and all.
 
     Args:
         config: of the plain base.
         base: its tensors, by transformers' names.
-        path: what is added to it, bottom up.
+        run: what a run added to it, by name; None: nothing.
         ids_BT: the tokens; of new ones, those after the base's.
         documents_BT: the document of every position, which sees no other and counts its positions by itself.
         more_rows: of x, for tokens after those that the head has; in every E' there are such rows too.
     """
-    base = _unpacked(config, {name: tensor.double() for name, tensor in base.items()})
-    runs = [{name: tensor.double() for name, tensor in one.tensors.items()} for one in path]
+    base = {name: tensor.double() for name, tensor in base.items()}
+    runs = [] if run is None else [{name: tensor.double() for name, tensor in run.items()}]
     here, width = _Widened(config, base, runs), config.hidden_size
     is_gemma = config.model_type == "gemma3_text"
     embedding = base["model.embed_tokens.weight"] * (
         torch.tensor(width**0.5).double() if is_gemma else 1.0
     )
     head = base.get("lm_head.weight", base["model.embed_tokens.weight"])
-    for run in runs:
-        if "new_tokens.lm_head.weight" in run:
-            embedding = torch.cat([embedding, run["new_tokens.embed_tokens.weight"]])
-            head = torch.cat([head, run["new_tokens.lm_head.weight"]])
+    for added in runs:
+        if "new_tokens.lm_head.weight" in added:
+            embedding = torch.cat([embedding, added["new_tokens.embed_tokens.weight"]])
+            head = torch.cat([head, added["new_tokens.lm_head.weight"]])
     embedding = torch.stack([*embedding, *more_rows])
     stream_BTC = torch.cat(
         [table[ids_BT] for table in (embedding, *(run["embed_tokens.weight"] for run in runs))], -1
@@ -99,10 +83,6 @@ def logits_of(
         written = here.product(name, "self_attn", "o_proj", here.heads(name, rows, cos, sin, mask))
         stream_BTC = stream_BTC + here.normed(written, name, norms.written)
         rows = here.normed(stream_BTC, name, norms.reads_mlp)
-        if f"model.{name}.mlp.gate.weight" in base:
-            written = _mixture(config, base, f"model.{name}.mlp", rows)
-            stream_BTC = stream_BTC + F.pad(written, (0, stream_BTC.shape[-1] - width))
-            continue
         gate, up = (here.product(name, "mlp", f"{of}_proj", rows) for of in ("gate", "up"))
         activation = ACTIVATIONS[config.hidden_activation if is_gemma else config.hidden_act]
         written = here.product(name, "mlp", "down_proj", activation(gate) * up)
@@ -112,7 +92,7 @@ def logits_of(
 
 
 class _Widened(NamedTuple):
-    """The tensors of a plain base and of all runs on a path; a layer is given by its name, `layers.3`."""
+    """The tensors of a plain base and of what is added to it; a layer is given by its name, `layers.3`."""
 
     config: Any
     base: Mapping[str, Tensor]
@@ -156,7 +136,7 @@ class _Widened(NamedTuple):
                 self.normed(k, layer, "k_norm", "self_attn"),
             )
         q, k, v = (states.unflatten(-1, (-1, channels)).transpose(1, 2) for states in (q, k, v))
-        if kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4"):
+        if kind in ("qwen3", "gemma3_text", "exaone4"):
             q, k = (
                 self._normed_head(states, f"{layer}.self_attn.{of}_norm")
                 for states, of in ((q, "q"), (k, "k"))
@@ -176,41 +156,6 @@ class _Widened(NamedTuple):
 
     def _gains(self, name: str) -> Tensor:
         return self.base[f"model.{name}.weight"] + (self.config.model_type == "gemma3_text")
-
-
-def _unpacked(config: Any, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors in which q, k and v, and gate and up, have names of their own, where they are rows of one."""
-    of_q, of_kv = (
-        heads * _channels_of_a_head(config)
-        for heads in (config.num_attention_heads, config.num_key_value_heads)
-    )
-    parts = {"qkv_proj": {"q_proj": of_q, "k_proj": of_kv, "v_proj": of_kv}}
-    parts["gate_up_proj"] = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
-    tensors = {}
-    for name, tensor in base.items():
-        *_, packed, _ = ["", *name.split(".")]
-        sizes = parts.get(packed, {packed: len(tensor)})
-        for part, rows in zip(sizes, tensor.split(list(sizes.values())), strict=True):
-            tensors[name.replace(packed, part)] = rows
-    return tensors
-
-
-def _mixture(config: Any, base: Mapping[str, Tensor], name: str, rows_BTD: Tensor) -> Tensor:
-    """Return what the likeliest experts of every token write, each computed for all tokens."""
-    likely, chosen = (
-        F.linear(rows_BTD, base[f"{name}.gate.weight"]).softmax(-1).topk(config.num_experts_per_tok)
-    )
-    if config.norm_topk_prob:
-        likely = likely / likely.sum(-1, keepdim=True)
-    written = torch.zeros_like(rows_BTD)
-    packed, down = base[f"{name}.experts.gate_up_proj"], base[f"{name}.experts.down_proj"]
-    for expert in range(config.num_experts):
-        share = (likely * (chosen == expert)).sum(-1, keepdim=True)
-        gate, up = F.linear(rows_BTD, packed[expert]).chunk(2, dim=-1)
-        written = written + share * F.linear(
-            ACTIVATIONS[config.hidden_act](gate) * up, down[expert]
-        )
-    return written
 
 
 def _turns_and_masks(

@@ -178,7 +178,7 @@ def test_the_scores_of_documents_and_benchmarks(
 ) -> None:
     tokenizer = load_tokenizer(config.model)
     corpus = open_sources(config, config.evaluation.perplexity, tokenizer)[0]
-    router = RouterConfig(prior=0.3, switch_rate=0.01, threshold=0.97)
+    router = RouterConfig(prior=0.3, threshold=0.97)
 
     def scores(model: HeadedModel) -> list[Tensor]:
         losses = score_corpus(model, corpus, router, Passes(16, 4, "no"))
@@ -262,21 +262,19 @@ def test_every_verb_of_a_run_computes_on_the_device(
     check_all_on(device, verbs)
 
 
-def test_a_run_upon_another_is_made_and_both_are_joined_on_the_device(
+def test_two_runs_are_made_and_joined_on_the_device(
     device: torch.device, config: RunConfig, tmp_path: Path
 ) -> None:
     grown = "method={variant: preserve, vocabulary: {new_tokens: 8, min_count: 2}}"
-    below = shortened(config, tmp_path / "below", grown, f"corpus.sources=[{{{korean(tmp_path)}}}]")
-    above = shortened(
-        config, tmp_path / "above", "method={variant: route}", f"model.base={below.output_dir}"
-    )
+    one = shortened(config, tmp_path / "one", grown, f"corpus.sources=[{{{korean(tmp_path)}}}]")
+    other = shortened(config, tmp_path / "other", "method={variant: route}")
     folder = tmp_path / "joined"
     verbs: dict[str, Callable[[], Any]] = {
-        "upscale": lambda: upscale(below),
-        "train": lambda: train(below, None, print),
-        "upscale again": lambda: upscale(above),
-        "train again": lambda: train(above, None, print),
-        "join": lambda: join([below.output_dir, above.output_dir], folder, None, 0.0),
+        "upscale": lambda: upscale(one),
+        "train": lambda: train(one, None, print),
+        "upscale again": lambda: upscale(other),
+        "train again": lambda: train(other, None, print),
+        "join": lambda: join([one.output_dir, other.output_dir], folder, None),
         "generate": lambda: generated(folder),
         "verify": lambda: verify(folder),
     }

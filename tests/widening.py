@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.joining import Member, stack_reads
+from scale_cli.joining.members import Member, put_together
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, RouterConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
@@ -165,16 +165,16 @@ def move(model: torch.nn.Module, std: float) -> None:
         parameter.add_(std * torch.randn(parameter.shape, generator=generator))
 
 
-def trained_upon(
+def trained_on(
     base: PreTrainedModel, variant: Any, layers: str | None = None, *, ratio: float = 0.5, seed: int
 ) -> ScaleForCausalLM:
-    """A widened copy of a model, as if it had been trained by itself."""
+    """A widened copy of a base, as if it had been trained by itself."""
     return as_if_trained(widen(copy.deepcopy(base), variant, layers, ratio=ratio), seed=seed)
 
 
 @torch.no_grad()
 def trained_head(model: ScaleForCausalLM, input_ids: Tensor) -> Tensor:
-    return model.adaptation_logits(model.final_states(input_ids, preserved=False))
+    return model.trained_logits(model.final_states(input_ids, preserved=False))
 
 
 @torch.no_grad()
@@ -204,10 +204,11 @@ def train_steps(model: ScaleForCausalLM, ids: Tensor, *, num_steps: int, lr: flo
     return losses
 
 
-def joined(base: PreTrainedModel, **members: tuple[int, ScaleForCausalLM]) -> JoinedForCausalLM:
-    """Put expansions on one base: of every member its parent's head and the model that it is the top of."""
-    given = [
-        Member(name, parent, m.expansion, m.config, Path(), "", [], [])
-        for name, (parent, m) in members.items()
+def joined(base: PreTrainedModel, **runs: ScaleForCausalLM) -> JoinedForCausalLM:
+    """Put the expansions of some models on one base."""
+    unread: Any = None
+    members = [
+        Member(name, run.expansion, run.config, Path(), unread, "", [], [])
+        for name, run in runs.items()
     ]
-    return stack_reads(base, given)
+    return put_together(base, members)

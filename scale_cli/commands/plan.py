@@ -29,7 +29,7 @@ from scale_cli.planning import (
 )
 from scale_cli.report import Table, duration, quantity
 from scale_cli.runs.opened import Run, check_context, check_processes
-from scale_cli.upscale.base import base_without_weights, stage_folder
+from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.building import NewPieces, build_model
 from scale_cli.vocabulary.tokenizer import read_texts
 
@@ -101,10 +101,6 @@ class Plan:
 
 def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
     """Plan a run and every other method, without loading or downloading weights."""
-    if stage_folder(config.model) is not None:
-        raise ConfigError(
-            f"model.base: {config.model.base} is already widened, but `scale plan` takes only plain bases"
-        )
     run = Run(config)
     base_config, method = run.base_config, config.method
     check_context(config, base_config)

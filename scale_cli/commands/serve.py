@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scale_cli.errors import MissingExtraError, UsageError, is_installed, require
-from scale_cli.evaluation.results import bound_nats
 from scale_cli.export.plain_folder import KEY, find_plain_export, routed_name
 from scale_cli.serving import FAMILIES
 from scale_cli.storage.atomic import read_json
@@ -92,12 +92,11 @@ def _promise(folder: Path, config: dict[str, Any], engine: Engine, *, plainly: b
         )
         return f"serving        {folder}, without a router, in {engine}: {of}"
     router = config[KEY]
-    smallest = min(router["prior"], (1.0 - router["prior"]) / len(router["parents"]))
-    nats = bound_nats(smallest, router["switch_rate"])
-    bound = (
-        "" if nats is None else f"; no document costs more than {nats:.3f} nats over its best head"
+    smallest = min(router["prior"], (1.0 - router["prior"]) / (len(router["stream_sizes"]) - 1))
+    return (
+        f"serving        {folder}, with its router, in {engine}: the trained model's answers, up to rounding; "
+        f"no document costs more than {-math.log(smallest):.3f} nats over its best head"
     )
-    return f"serving        {folder}, with its router, in {engine}: the trained model's answers, up to rounding{bound}"
 
 
 def _address(folder: Path, options: Sequence[str]) -> tuple[Namespace, list[str]]:

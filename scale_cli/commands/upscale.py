@@ -16,12 +16,12 @@ from scale_cli.config.schema import (
 from scale_cli.data.corpora import open_sources, training_sources
 from scale_cli.errors import RunFolderError
 from scale_cli.processes import placed
-from scale_cli.runs.method_folder import describe_method, load_any_base, write_trained
+from scale_cli.runs.method_folder import describe_method, write_trained
 from scale_cli.runs.new_tokens import prove_vocabulary, write_grown_tokenizer
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import claimed, new_folder, write_text
 from scale_cli.terminal import Log, log
-from scale_cli.upscale.base import check_finite
+from scale_cli.upscale.base import check_finite, load_base
 from scale_cli.upscale.base_record import BaseRecord, check_same_base, record_base
 from scale_cli.upscale.base_tokenizer import check_tokenizer
 from scale_cli.upscale.building import new_pieces, start_model
@@ -54,7 +54,7 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
         config, training_sources(config), tokenizer
     )  # errors in a text are found before weights load
     num_texts = prove_vocabulary(config, of_base, tokenizer) if method.vocabulary else 0
-    base = load_any_base(config.model)
+    base = load_base(config.model)
     check_finite(base, config.model.base)
     record = record_base(base, config.model, tokenizer)
     if method.trains_base_weights:
@@ -91,7 +91,7 @@ def _described(
     yield f"base           {record.name} ({record.dtype})"
     yield f"base hash      sha256 {record.content_sha256}"
     if definition.widens:
-        base, config = model.root.config, model.config
+        base, config = model.base.config, model.config
         sizes = []
         for name in (
             "hidden_size",
@@ -99,11 +99,7 @@ def _described(
             "num_attention_heads",
             "num_key_value_heads",
         ):
-            parts = [
-                getattr(base, name),
-                *(getattr(stage, f"expansion_{name}") for stage in config.stages()),
-            ]
-            sizes.append(" + ".join(f"{part:,}" for part in parts))
+            sizes.append(f"{getattr(base, name):,} + {getattr(config, f'expansion_{name}'):,}")
         yield "sizes          hidden {}, MLP {}, heads {}, KV heads {}".format(*sizes)
         layers = sorted({*config.attention_collaboration_layers, *config.mlp_collaboration_layers})
         collaborating = (
@@ -128,7 +124,7 @@ def upscale_is_finished(run: Run) -> bool:
         return False
     if differences(upscaled.config, config, UPSCALE_SECTIONS):  # the base has moved
         check_same_base(
-            load_any_base(config.model), upscaled.record, where=f"model.base {config.model.base}"
+            load_base(config.model), upscaled.record, where=f"model.base {config.model.base}"
         )
         check_tokenizer(run.tokenizer, upscaled.record)
     return True

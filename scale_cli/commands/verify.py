@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from scale_cli.commands.export import check_written_export
-from scale_cli.commands.join import check_plain_join
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import (
@@ -28,7 +27,8 @@ from scale_cli.errors import (
 )
 from scale_cli.export.cached_decoding import check_cached_decoding
 from scale_cli.export.records import ExportRecord
-from scale_cli.joining import KIND, JoinReport
+from scale_cli.joining.checks import check_plain_join
+from scale_cli.joining.report import KIND, JoinReport
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
 from scale_cli.runs.folder import RunFolder

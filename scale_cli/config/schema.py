@@ -37,7 +37,7 @@ from scale_cli.values import (
 )
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Quantised = Literal["int8", "nf4"]  # as `model/quantised_base.QUANTISATIONS`
+Quantised = Literal["int8"]
 ExportFormat = Literal["llama", "transformers", "adapter"]
 
 
@@ -45,7 +45,7 @@ class ModelConfig(Section):
     """The pretrained model that is widened."""
 
     base: PathText = Field(
-        description="hub id or local folder of a model (Llama, Qwen, ...: docs/families.md), or a finished run's folder"
+        description="hub id or local folder of a model (Llama, Qwen, ...: docs/families.md)"
     )
     revision: str | None = Field(
         default=None, description="branch, tag or commit of a base on the hub"
@@ -56,7 +56,7 @@ class ModelConfig(Section):
     dtype: Dtype = Field(default="float32", description="dtype of the frozen base")
     quantisation: Quantised | None = Field(
         default=None,
-        description="hold the base's linear maps in 8 bits, or in 4 as QLoRA does; they compute in dtype; null: off",
+        description="int8: hold the base's linear maps in 8 bits; they compute in dtype; null: off",
     )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from scale_cli.evaluation.results import (
     CorpusResult,
     LanguageAverage,
     Report,
-    bound_nats,
 )
 from scale_cli.methods import METHODS
 from scale_cli.report import (
@@ -171,7 +171,7 @@ def _values(report: Report, config: RunConfig) -> dict[str, Any]:
             ],
             "lrr",
         ),
-        "bound": bound_nats(router.prior, router.switch_rate),
+        "bound": -math.log(router.prior),
         "prior": f"{router.prior:g}",
         "not_covered": NOT_COVERED,
     }

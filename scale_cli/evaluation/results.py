@@ -334,21 +334,12 @@ def report_sha256(config: RunConfig, report: Report | None) -> str | None:
     )
 
 
-def bound_nats(prior: float, switch_rate: float) -> float | None:
-    """Return the most nats that routing costs a document over a head with this weight at the start, whatever heads do.
-
-    None with a switch rate, as no bound holds for documents of every length.
-    """
-    return None if switch_rate else -math.log(prior)
-
-
 def guarantee(router: RouterConfig) -> str:
     """Return the guarantee of a router of two heads in words; empty if there is none."""
-    over_base, over_trained = (
-        bound_nats(prior, router.switch_rate) for prior in (router.prior, 1.0 - router.prior)
-    )
-    if router.rule != "posterior" or over_base is None or over_trained is None:
+    if router.rule != "posterior":
         return ""
+    over_base = -math.log(router.prior)
+    over_trained = -math.log(1.0 - router.prior)
     what = f"{over_base:.3f} nats over the better of the two heads"
     if over_base != over_trained:
         what = f"{over_base:.3f} nats over the base head, nor more than {over_trained:.3f} over the trained head"

@@ -92,7 +92,6 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
                 input_ids,
                 self.config.vocab_size,
                 prior_K=log_prior(self._router.prior, len(self._heads), input_ids.device),
-                switch_rate=self._router.switch_rate,
                 memory=cache.router,
                 evidence_BT=evidence_of(attention_mask, input_ids.shape[1]),
                 logits_to_keep=logits_to_keep,

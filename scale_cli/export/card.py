@@ -25,7 +25,7 @@ from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report import render
 from scale_cli.runs.folder import RunFolder
 from scale_cli.training.records import BranchPoint, TrainState
-from scale_cli.upscale.base import looks_local, root_model, stages_below
+from scale_cli.upscale.base import looks_local
 from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.values import language_name
 
@@ -53,7 +53,6 @@ def base_licence(model: ModelConfig) -> Licence:
 
     A base from the hub is looked up there, and offline in its cache; if neither has it, the licence is empty.
     """
-    model = root_model(model)
     folder = Path(model.base)
     if not looks_local(model.base):
         wanted = ["README.md", *_LICENCE_FILES]
@@ -76,7 +75,7 @@ def base_licence(model: ModelConfig) -> Licence:
 
 
 class Stage:
-    """One training behind a model: its own, or that of a widened base below it."""
+    """One training behind a model."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         """Read a run's `final/`, or an adapter export, which does not say how long or on how much it was trained."""
@@ -96,13 +95,12 @@ def model_card(
     architecture: str,
 ) -> str:
     """Return the README.md of an export; `architecture` is the class that its config.json names."""
-    below = [Stage(of_stage, folder) for folder, of_stage in stages_below(config.model)]
-    stages = [*reversed(below), Stage(config, RunFolder(config.output_dir).final)]
+    stage = Stage(config, RunFolder(config.output_dir).final)
     routes = config.method.definition.routes and export.answers_as_served
     served = "adapted" if report is None or not export.answers_as_served else report.served
     return card(
         "export_card.md.j2",
-        stages,
+        [stage],
         licence,
         config.method.variant,
         export.loaded_as,
@@ -120,7 +118,7 @@ def model_card(
 
 def card(
     template: str,
-    stages: Sequence[Stage],  # in order; the first was on the plain base
+    stages: Sequence[Stage],  # several if the model was joined
     licence: Licence,
     tag: str,  # the kind of model, for the hub
     loaded_as: str,  # the part of `card_loading.md.j2` that says how it is loaded

@@ -7,7 +7,7 @@ stream [a x ; b u] with powers of two a and b. Let b / a be so small that u does
 
 with eps' = a^2 eps d / (d + d'). So the gains become g sqrt(d / (d + d')) for x and g' (a / b) sqrt(d / (d + d')) for
 u. Every row that writes x or u into the stream is multiplied by a or by b, which is lossless in floating point.
-Stacked or parallel expansions are stored one after another; d' is the channels of all of them.
+Several expansions are stored one after another; d' is the channels of all of them.
 
 Every other norm is treated in the same way, with the same eps':
 
@@ -30,21 +30,21 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from scale_cli.methods.starts import random_ids
-from scale_cli.model.dense_blocks import dense_embedding, dense_weight, widened_linears
-from scale_cli.model.expansion_scale import ExpansionLayer, ExpansionLinear, ExpansionNorm
-from scale_cli.model.family_scale import OWNERS, READ_BY_ATTENTION, READ_BY_MLP, Family, family_of
+from scale_cli.model.expansion_scale import ExpansionLayer, ExpansionLinear
+from scale_cli.model.family_scale import ATTENTION, OWNERS, STEPS, Family, family_of, linear_of
 from scale_cli.model.modeling_scale import WidenedModel
+from scale_cli.model.vocabulary_scale import brought_by
 from scale_cli.upscale.building import MethodModel
+from scale_cli.upscale.quantised_base import plain_weight
 from scale_cli.upscale.stream_ratios import expansion_norms, measured_stream_ratios
 
 
@@ -76,7 +76,7 @@ def dense_model(model: WidenedModel, dtype: str, prompts: Sequence[Tensor] = ())
     Parallel expansions have no joint trained head: the logits are the base's plus what each expansion adds. The size of
     u relative to x is measured on prompts, (1, T) ids; without prompts, on random tokens.
     """
-    measured = largest_stream_ratio(model, prompts or [random_ids(model.root, seed=0)])
+    measured = largest_stream_ratio(model, prompts or [random_ids(model.base, seed=0)])
     excess = max(1.0, measured / _COVERED[dtype])
     scales = _SCALES[dtype]
     expansion = scales.expansion * 2.0 ** -math.ceil(math.log2(excess))
@@ -89,13 +89,13 @@ def dense_model(model: WidenedModel, dtype: str, prompts: Sequence[Tensor] = ())
             dense_config(model, scales), dtype=getattr(torch, dtype)
         )
     parameters = dict(dense.named_parameters())
-    factor = float(family_of(model.root.config).embedding_factor(dense.get_input_embeddings()))
+    factor = float(family_of(model.base.config).embedding_factor(dense.get_input_embeddings()))
     with torch.no_grad():
         # Each tensor is made in float32, and lowered before the next one.
         for name, tensor in _dense_tensors(model, scales, factor):
             parameters.pop(name).copy_(tensor)
     assert not parameters, f"every tensor of a plain model is made: {list(parameters)}"
-    dense.generation_config = model.root.generation_config
+    dense.generation_config = model.base.generation_config
     return dense.eval()
 
 
@@ -115,12 +115,12 @@ def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) 
     plain = copy.deepcopy(model).float()
     if not isinstance(plain, PreTrainedModel):
         plain = plain.merge_and_unload()
-    lower_weights(plain, getattr(torch, dtype))
+    convert_parameters(plain, getattr(torch, dtype))
     return plain.eval()
 
 
-def lower_weights(model: MethodModel, dtype: torch.dtype) -> None:
-    """Convert every weight to a dtype, in place.
+def convert_parameters(model: MethodModel, dtype: torch.dtype) -> None:
+    """Convert every parameter to a dtype, in place.
 
     Unlike `Module.to`, it does not round RoPE's frequencies: models loaded from a folder always have them in float32.
     """
@@ -129,15 +129,14 @@ def lower_weights(model: MethodModel, dtype: torch.dtype) -> None:
 
 
 def dense_config(model: WidenedModel, scales: StreamScales) -> PreTrainedConfig:
-    base = model.root.config.to_dict()
+    base = model.base.config.to_dict()
     widened = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     sizes = {
-        name: base[name]
-        + sum(getattr(stage, f"expansion_{name}") for stage in model.config.stages())
+        name: base[name] + sum(getattr(of, f"expansion_{name}") for of in model.config.expansions())
         for name in widened
     }
     base |= {
-        "head_dim": model.root.model.layers[0].self_attn.head_dim,
+        "head_dim": model.base.model.layers[0].self_attn.head_dim,
         "rms_norm_eps": _eps_growth(model, scales) * base["rms_norm_eps"],
         "tie_word_embeddings": False,
         "vocab_size": model.config.vocab_size,
@@ -148,8 +147,8 @@ def dense_config(model: WidenedModel, scales: StreamScales) -> PreTrainedConfig:
 
 def _eps_growth(model: WidenedModel, scales: StreamScales) -> float:
     """Return eps' / eps: the factor by which the mean square that any norm reads grows."""
-    num_base: int = model.root.config.hidden_size
-    num_added = sum(stage.expansion_hidden_size for stage in model.config.stages())
+    num_base: int = model.base.config.hidden_size
+    num_added = sum(expansion.lm_head.in_features for expansion in model.expansions)
     return scales.base**2 * num_base / (num_base + num_added)
 
 
@@ -157,41 +156,39 @@ def _dense_tensors(
     model: WidenedModel, scales: StreamScales, embedding_factor: float
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the plain model; that model multiplies its embedding by `embedding_factor`."""
-    base, stages = model.root, [branch.expansion for branch in model.branches]
+    base, expansions = model.base, model.expansions
     decoder, family, num_base = base.model, family_of(base.config), base.config.hidden_size
-    embedding = dense_embedding(base, stages)
+    embedding = dense_embedding(model)
     embedding[:, :num_base] *= scales.base / embedding_factor
     embedding[:, num_base:] *= scales.expansion / embedding_factor
     yield "model.embed_tokens.weight", embedding
-    yield (
-        "model.norm.weight",
-        _joined_gains(family, decoder.norm, [stage.norm.weight for stage in stages], scales),
-    )
+
+    gains = [expansion.norm.weight for expansion in expansions]
+    yield "model.norm.weight", _joined_gains(family, decoder.norm, gains, scales)
     yield "lm_head.weight", _joined_head(model)
-    for index, (base_layer, *layers) in enumerate(
-        zip(decoder.layers, *(s.layers for s in stages), strict=True)
-    ):
-        norms, maps = (
-            _layer_norms(family, base_layer, layers, scales),
-            _layer_maps(model, base_layer, layers, scales),
-        )
-        for name, tensor in family.packed(chain(norms, maps)):
-            yield f"model.layers.{index}.{name}", tensor
+
+    for index, base_layer in enumerate(decoder.layers):
+        layers: list[Any] = [expansion.layers[index] for expansion in expansions]
+        for tensors in (_layer_norms, _layer_maps):
+            for name, tensor in tensors(model, base_layer, layers, scales):
+                yield f"model.layers.{index}.{name}", tensor
 
 
 def _layer_norms(
-    family: Family, base_layer: Any, layers: Sequence[ExpansionLayer], scales: StreamScales
+    model: WidenedModel, base_layer: Any, layers: Sequence[ExpansionLayer], scales: StreamScales
 ) -> Iterator[tuple[str, Tensor]]:
-    def joined(owner: Any, name: str, wanted: StreamScales = _ONCE) -> Tensor:
-        return _joined_gains(
-            family, getattr(owner, name), [_gains(layer, name) for layer in layers], scales, wanted
-        )
+    family, attention = family_of(model.base.config), base_layer.self_attn
 
-    for name in family.norms_of_read:
-        yield f"{name}.weight", joined(base_layer, name)
-    for name in family.norms_of_written:
-        yield f"{name}.weight", joined(base_layer, name, scales)
-    attention = base_layer.self_attn
+    def joined(owner: Any, name: str, wanted: StreamScales = _ONCE) -> Tensor:
+        gains = [getattr(layer, name).weight.float() for layer in layers]
+        return _joined_gains(family, getattr(owner, name), gains, scales, wanted)
+
+    for step in STEPS:
+        before, after = family.norms_around(step)
+        if before is not None:
+            yield f"{before}.weight", joined(base_layer, before)
+        if after is not None:
+            yield f"{after}.weight", joined(base_layer, after, scales)
     for name in filter(None, family.width_norms):
         yield f"self_attn.{name}.weight", joined(attention, name)
     for name in family.head_norms or ():  # over one head's channels: the same for added heads
@@ -201,55 +198,59 @@ def _layer_norms(
 def _layer_maps(
     model: WidenedModel, base_layer: Any, layers: Sequence[ExpansionLayer], scales: StreamScales
 ) -> Iterator[tuple[str, Tensor]]:
-    family, parents = family_of(model.root.config), [branch.parent for branch in model.branches]
-    eps_growth = _eps_growth(model, scales)
-    as_stored = StreamScales(
-        1.0 / scales.base, 1.0 / scales.expansion
-    )  # columns that read the stream without a norm
-    columns = dict.fromkeys(OWNERS, _ONCE)
-    columns |= dict.fromkeys(READ_BY_ATTENTION, _ONCE if family.before_attention else as_stored)
-    columns |= dict.fromkeys(READ_BY_MLP, _ONCE if family.before_mlp else as_stored)
-    rows = dict.fromkeys(OWNERS, _ONCE) | {
-        "o_proj": scales,
-        "down_proj": scales,
-    }  # those two write into the stream
+    family, eps_growth = family_of(model.base.config), _eps_growth(model, scales)
+    columns, rows = dict.fromkeys(OWNERS, _ONCE), dict.fromkeys(OWNERS, _ONCE)
+    for step in STEPS:
+        before, _ = family.norms_around(step)
+        if before is None:  # these columns read the stream as it is stored
+            as_stored = StreamScales(1.0 / scales.base, 1.0 / scales.expansion)
+            columns |= dict.fromkeys(step.reading, as_stored)
+        rows[step.writing] = scales
+    queries_keys = ATTENTION.reading[:2]
     if family.head_norms is not None:
-        rows |= dict.fromkeys(("q_proj", "k_proj"), StreamScales(eps_growth**0.5, eps_growth**0.5))
-    for name, norm in zip(("q_proj", "k_proj"), family.width_norms, strict=True):
+        rows |= dict.fromkeys(queries_keys, StreamScales(eps_growth**0.5, eps_growth**0.5))
+    for name, norm in zip(queries_keys, family.width_norms, strict=True):
         if norm is not None:
-            num_base, num_all = _widths(
-                getattr(base_layer.self_attn, norm), [_gains(layer, norm) for layer in layers]
-            )
+            num_base = len(getattr(base_layer.self_attn, norm).weight)
+            num_all = num_base + sum(len(getattr(layer, norm).weight) for layer in layers)
             size = (eps_growth * num_all / num_base) ** 0.5
             rows[name] = StreamScales(size, size * scales.expansion / scales.base)
-    for name, frozen, added in widened_linears(family, base_layer, layers):
-        for kind, tensor in _joined_linear(
-            frozen, added, parents, columns[name], rows[name]
-        ).items():
-            yield f"{OWNERS[name]}.{name}.{kind}", tensor
-    if not layers[0].has_mlp:  # experts and their gate read only x, and write only into x
-        mlp, num_added = (
-            base_layer.mlp,
-            sum(stage.expansion_hidden_size for stage in model.config.stages()),
-        )
-        yield "mlp.gate.weight", F.pad(mlp.gate.weight.float(), (0, num_added))
-        yield "mlp.experts.gate_up_proj", F.pad(mlp.experts.gate_up_proj.float(), (0, num_added))
-        yield (
-            "mlp.experts.down_proj",
-            F.pad(scales.base * mlp.experts.down_proj.float(), (0, 0, 0, num_added)),
-        )
+
+    for name, owner in OWNERS.items():
+        added = [getattr(layer, name) for layer in layers]
+        joined = _joined_linear(linear_of(base_layer, name), added, columns[name], rows[name])
+        for kind, tensor in joined.items():
+            yield f"{owner}.{name}.{kind}", tensor
+
+
+@torch.no_grad()
+def dense_embedding(model: WidenedModel) -> Tensor:
+    """Return (V, channels of all streams) in float32: x_0 and every u_0, for all tokens."""
+    new = [brought.embed_tokens.weight for brought in brought_by(model.expansions)]
+    of_x = [family_of(model.base.config).token_rows(model.base), *new]
+    added = [expansion.embed_tokens.weight for expansion in model.expansions]
+    widths = [weight.shape[1] for weight in (of_x[0], *added)]
+    whole = of_x[0].new_empty(sum(map(len, of_x)), sum(widths), dtype=torch.float32)
+    columns = whole.split(widths, dim=1)
+    for rows, weight in zip(columns[0].split([len(weight) for weight in of_x]), of_x, strict=True):
+        rows.copy_(weight)
+    for of_expansion, weight in zip(columns[1:], added, strict=True):
+        of_expansion.copy_(weight)
+    return whole
 
 
 def _joined_head(model: WidenedModel) -> Tensor:
     """Return [H, H'_1, ...], with the rows of new tokens below H."""
-    base: Tensor = model.root.lm_head.weight
-    added = [branch.expansion.lm_head.weight for branch in model.branches]
+    base: Tensor = model.base.lm_head.weight
+    added = [expansion.lm_head.weight for expansion in model.expansions]
     widths = [base.shape[1], *(weight.shape[1] for weight in added)]
     whole = base.new_zeros(model.config.vocab_size, sum(widths), dtype=torch.float32)
-    of_x, *of_stages = whole.split(widths, dim=1)
+    of_x, *of_added = whole.split(widths, dim=1)
     of_x[: len(base)] = base
-    for head, (branch, columns) in enumerate(zip(model.branches, of_stages, strict=True), start=1):
-        weight, new = branch.expansion.lm_head.weight, branch.expansion.new_tokens
+    for head, (expansion, columns) in enumerate(
+        zip(model.expansions, of_added, strict=True), start=1
+    ):
+        weight, new = expansion.lm_head.weight, expansion.new_tokens
         knows_all = len(weight) == len(whole)
         ids = torch.tensor(
             range(len(whole)) if knows_all else model.config.token_ids(head)[: len(weight)]
@@ -260,17 +261,6 @@ def _joined_head(model: WidenedModel) -> Tensor:
     return whole
 
 
-def _gains(layer: ExpansionLayer, name: str) -> Tensor:
-    """Return the added gains of a norm; zeros for the norm before a sparse MLP, which does not read u."""
-    norm: ExpansionNorm | None = getattr(layer, name, None)
-    return torch.zeros(len(layer.o_proj.weight_22)) if norm is None else norm.weight.float()
-
-
-def _widths(frozen: Any, added: Sequence[Tensor]) -> tuple[int, int]:
-    num_base = len(frozen.weight)
-    return num_base, num_base + sum(map(len, added))
-
-
 def _joined_gains(
     family: Family,
     frozen: Any,
@@ -279,20 +269,38 @@ def _joined_gains(
     wanted: StreamScales = _ONCE,
 ) -> Tensor:
     """Return the weight of a norm over all streams, stored with `scales`, whose output has the scales `wanted`."""
-    num_base, num_all = _widths(frozen, added)
+    num_base = len(frozen.weight)
+    num_all = num_base + sum(map(len, added))
     of_base = wanted.base * family.norm_form.gains(frozen.weight.float())
     of_added = [wanted.expansion * (scales.base / scales.expansion) * gains for gains in added]
     return family.norm_form.weight((num_base / num_all) ** 0.5 * torch.cat([of_base, *of_added]))
 
 
+@torch.no_grad()
+def dense_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear]) -> Tensor:
+    """Return [[W, W12], [W21, W22]] over all streams, in float32; blocks between two expansions are 0."""
+    widths = [frozen.in_features, *(linear.weight_22.shape[1] for linear in added)]
+    of_x, *streams = [slice(*ends) for ends in pairwise(accumulate(widths, initial=0))]
+    weight = plain_weight(frozen)
+    rows = [weight.new_zeros(frozen.out_features, sum(widths), dtype=torch.float32)]
+    rows[0][:, of_x] = weight
+    for own, linear in zip(streams, added, strict=True):
+        if linear.weight_12 is not None:
+            rows[0][:, own] = linear.weight_12
+        of_this = rows[0].new_zeros(len(linear.weight_22), sum(widths))
+        of_this[:, of_x] = linear.weight_21
+        of_this[:, own] = linear.weight_22
+        rows.append(of_this)
+    return torch.cat(rows)
+
+
 def _joined_linear(
     frozen: nn.Linear,
     added: Sequence[ExpansionLinear],
-    parents: Sequence[int],
     columns: StreamScales,
     rows: StreamScales,
 ) -> dict[str, Tensor]:
-    joined = {"weight": dense_weight(frozen, added, parents)}
+    joined = {"weight": dense_weight(frozen, added)}
     joined["weight"][:, : frozen.in_features] *= columns.base
     joined["weight"][:, frozen.in_features :] *= columns.expansion
     if frozen.bias is not None:

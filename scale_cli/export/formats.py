@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, ExportParityError
 from scale_cli.export.cached_decoding import check_cached_decoding
-from scale_cli.export.dense import lower_weights, plain_model
+from scale_cli.export.dense import convert_parameters, plain_model
 from scale_cli.export.plain_folder import (
     copy_tokenizer,
     frame_prompts,
@@ -291,7 +291,7 @@ class Transformers(Format):
         self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
     ) -> None:
         lowered = copy.deepcopy(model)
-        lower_weights(lowered, getattr(torch, self.config.export.dtype))
+        convert_parameters(lowered, getattr(torch, self.config.export.dtype))
         assert isinstance(lowered, ScaleForCausalLM), "fits_method"
         write_self_contained(lowered, trained.tokenizer, folder)
 

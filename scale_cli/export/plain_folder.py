@@ -27,7 +27,7 @@ from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError, 
 from scale_cli.model import cache_scale, routed_scale, routing
 from scale_cli.model.modeling_scale import WidenedModel
 from scale_cli.storage.atomic import read_json, write_json, write_text
-from scale_cli.upscale.base import load_base_config, root_model
+from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.base_tokenizer import TokenizerPlace, tokenizer_place
 from scale_cli.upscale.building import MethodModel
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
@@ -43,28 +43,19 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     """Return the value of `scale_router` in a plain export's config.json; None if the model cannot be routed.
 
     Returns:
-        `stream_sizes`: channels of the hidden row by stream, the base head's first (in a stack, all that it reads);
-        `parents`: for every other head, the head that its logits are added to;
-        `prior` of the base head, while the others share the rest evenly; `switch_rate`;
+        `stream_sizes`: channels of the hidden row by stream, the base's first;
+        `prior` of the base head, while the others share the rest evenly;
         `new_tokens`, if the base lacks some (`PieceShares`): the `first` of the pieces of each, the pieces that are the
         scripts' `own`, and the range that is `known` by each head.
     """
     if not isinstance(model, WidenedModel):
         return None
-    lowest = model.routed_heads[0]
-    routed = model.branches[lowest:]
     routes = model.config.routes and model.config.router_rule == "posterior"
-    if not routes or any(branch.writes for branch in routed):
+    if not routes or any(expansion.writes for expansion in model.expansions):
         return None
-    added = [branch.expansion.lm_head.in_features for branch in model.branches]
-    sizes = [model.root.config.hidden_size + sum(added[:lowest]), *added[lowest:]]
-    parents = [branch.parent - lowest for branch in routed]
-    keys = {
-        "stream_sizes": sizes,
-        "parents": parents,
-        "prior": model.config.router_prior,
-        "switch_rate": model.config.router_switch_rate,
-    }
+    added = [expansion.lm_head.in_features for expansion in model.expansions]
+    sizes = [model.base.config.hidden_size, *added]
+    keys = {"stream_sizes": sizes, "prior": model.config.router_prior}
     if first := [pieces[0] for pieces in model.config.pieces()]:
         known = [(0, 0), (0, len(first))] if len(sizes) == 2 else model.config.known_by_heads()
         keys["new_tokens"] = {"first": first, "own": model.config.own_pieces, "known": known}
@@ -110,8 +101,6 @@ _CHANGED = (
     "head_dim",
     "num_hidden_layers",
     "layer_types",
-    "mlp_only_layers",
-    "decoder_sparse_step",
     "rms_norm_eps",
     "tie_word_embeddings",
     "vocab_size",
@@ -131,15 +120,14 @@ _LEFT_OUT = (
 def write_plain(
     plain: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    base: ModelConfig,  # for a widened base, the plain model below it counts
+    base: ModelConfig,
     folder: Path,
     router: dict[str, Any] | None = None,  # `router_keys`
     grown_in: Path | None = None,  # the run's folder with the tokenizer, if that is not the base's
 ) -> None:
     """Write a plain model with its base's configuration, generation settings and tokenizer."""
     plain.save_pretrained(folder)
-    root = root_model(base)
-    config, *others = _files_at("model.base", root.base, root.revision, (_CONFIG, _GENERATION))
+    config, *others = _files_at("model.base", base.base, base.revision, (_CONFIG, _GENERATION))
     written = _configuration(
         json.loads(config.read_text(encoding="utf-8")), plain, load_base_config(base)
     )
@@ -276,8 +264,6 @@ def _configuration(written: dict[str, Any], plain: PreTrainedModel, base: Any) -
         **{name: value for name, value in written.items() if name not in _LEFT_OUT},
         **{name: value for name, value in now.items() if value != getattr(base, name, None)},
         **_rope(plain.config.rope_parameters),
-        # In the base's own spelling, if it has one: transformers 4 accepts no other keys for Phi.
-        **({"rope_scaling": written["rope_scaling"]} if written.get("rope_scaling") else {}),
         "architectures": [type(plain).__name__],
         "torch_dtype": dtype,
         "dtype": dtype,

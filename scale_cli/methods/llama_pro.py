@@ -82,11 +82,6 @@ def deepen(base: PreTrainedModel, order: list[tuple[int, bool]]) -> PreTrainedMo
     sizes: dict[str, Any] = {"num_hidden_layers": len(order)}
     if kinds := getattr(base.config, "layer_types", None):
         sizes["layer_types"] = [kinds[source] for source, _ in order]
-    if hasattr(base.config, "mlp_only_layers"):
-        with_mlp = [
-            place for place, (source, _) in enumerate(order) if family.has_mlp(base.config, source)
-        ]
-        sizes |= {"mlp_only_layers": with_mlp, "decoder_sparse_step": 1}
     config = type(base.config).from_dict({**base.config.to_dict(), **sizes})
     deeper: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=base.dtype)
     weights = base.state_dict()

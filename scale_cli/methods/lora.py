@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -43,13 +42,6 @@ class LoraConfig(Section):
                 f"targets: contains {twice[0]}, but embeddings: true trains it as a whole matrix; remove one of the two"
             )
         return self
-
-
-def modules_of(base: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """Return the names of the base's modules that hold some projections; several may lie in one module."""
-    from scale_cli.model.family_scale import family_of
-
-    return list(dict.fromkeys(map(family_of(base.config).module_name, targets)))
 
 
 def put_beside(base: PreTrainedModel, settings: PeftConfig, key: str) -> PeftModel:
@@ -93,7 +85,7 @@ class Lora(Method[LoraConfig]):
             r=settings.rank,
             lora_alpha=settings.alpha,
             use_rslora=settings.rank_stabilised,
-            target_modules=modules_of(base, settings.targets),
+            target_modules=list(settings.targets),
             lora_dropout=0.0,
             modules_to_save=["embed_tokens", "lm_head"] if settings.embeddings else None,
             ensure_weight_tying=settings.embeddings and base.config.tie_word_embeddings,

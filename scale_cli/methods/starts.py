@@ -14,11 +14,9 @@ from transformers import PreTrainedModel
 
 from scale_cli.errors import BaseModelError
 from scale_cli.methods.widened import STARTS
-from scale_cli.model.dense_blocks import dense_embedding, dense_weight, widened_linears
 from scale_cli.model.expansion_scale import Expansion, ExpansionLinear, ExpansionNorm
-from scale_cli.model.family_scale import READ_BY_ATTENTION, READ_BY_MLP, family_of
+from scale_cli.model.family_scale import OWNERS, STEPS, family_of, linear_of
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.quantised_base import plain_weight
 
 # Random tokens on which the size of the base's stream is measured.
 _NUM_MEASURED = 256
@@ -45,7 +43,6 @@ def initialise_expansion(
     | g'    | of an output norm     | rms(g)                      | rms(g)    |
     | b2    | bias, if W has one    | 0                           | 0         |
 
-    W and E cover all streams that are read: on a widened base, x and the streams of its expansions, concatenated.
     Some families have output norms (over a layer's output, or its queries and keys): g are the base's gains there.
     s is the base's initializer_range. If W has fewer directions than are needed, the remaining rows are N(0, s^2). If
     more than 64 are needed, blocks of W's rows give 64 each at most.
@@ -62,28 +59,29 @@ def initialise_expansion(
     Source: SCALE, arXiv 2511.03270 (an SVD start for W21 and W22 is recommended; H' = 0 and W12 = 0 keep the function).
     """
     generator = torch.Generator().manual_seed(seed)
-    std = float(model.root.config.initializer_range)
-    *below, expansion = (branch.expansion for branch in model.branches)
-    codes, family = expansion.embed_tokens.weight, family_of(model.root.config)
+    std = float(model.base.config.initializer_range)
+    base, expansion = model.base, model.expansion
+    codes, family = expansion.embed_tokens.weight, family_of(base.config)
     if embedding_scale is None:
-        embedding = dense_embedding(model.root, [*below, expansion])[:, : -codes.shape[1]]
+        rows = [family.token_rows(base)]
+        if expansion.new_tokens is not None:
+            rows.append(expansion.new_tokens.embed_tokens.weight)
+        embedding = torch.cat([of_tokens.float() for of_tokens in rows])
         codes.copy_(_start_from(embedding.T, codes.T.shape, start, std, generator).T)
     expansion.lm_head.weight.zero_()
-    for base_layer, *layers in zip(
-        model.root.model.layers, *(e.layers for e in (*below, expansion)), strict=True
-    ):
-        for _, frozen, (*widening, widened) in widened_linears(family, base_layer, layers):
-            read = plain_weight(frozen)  # not a copy, unless quantised or already widened
-            if widening:
-                read = dense_weight(frozen, widening, range(len(widening))).to(read.dtype)
+    for base_layer, layer in zip(base.model.layers, expansion.layers, strict=True):
+        for name in OWNERS:
+            frozen, widened = linear_of(base_layer, name), getattr(layer, name)
+            # The numbers of a quantised weight too, in float32, in which directions are computed.
+            weight = frozen.weight.dequantize()
             widened.weight_21.copy_(
-                _start_from(read, widened.weight_21.shape, start, std, generator)
+                _start_from(weight, widened.weight_21.shape, start, std, generator)
             )
             widened.weight_22.copy_(_normal(widened.weight_22.shape, std, generator))
             for zero in (widened.weight_12, widened.bias_2):
                 if zero is not None:
                     zero.zero_()
-    _start_gains(model.root, expansion)
+    _start_gains(base, expansion)
     if embedding_scale is not None:
         _start_codes(model, seed, embedding_scale, generator)
 
@@ -95,7 +93,8 @@ def _start_gains(base: Any, expansion: Expansion) -> None:
         if isinstance(module, ExpansionNorm):
             nn.init.ones_(module.weight)
     for base_layer, layer in zip(base.model.layers, expansion.layers, strict=True):
-        made = [(base_layer, name) for name in family.norms_of_written]
+        written = [after for _, after in map(family.norms_around, STEPS) if after is not None]
+        made = [(base_layer, name) for name in written]
         made += [(base_layer.self_attn, name) for name in family.width_norms if name is not None]
         for owner, name in made:
             gains = family.norm_form.gains(getattr(owner, name).weight.float())
@@ -106,7 +105,7 @@ def _start_codes(
     model: ScaleForCausalLM, seed: int, embedding_scale: float, generator: torch.Generator
 ) -> None:
     """Fill E' with random codes of their own size, and set the gains so that u has rms 1 at most after each norm."""
-    stream_rms = measured_stream_rms(model.root, seed)
+    stream_rms = measured_stream_rms(model.base, seed)
     embedding_rms = _rounded(embedding_scale * stream_rms["norm"])
     if not 0.0 < embedding_rms < math.inf:
         raise BaseModelError(
@@ -138,10 +137,10 @@ def measured_stream_rms(base: PreTrainedModel, seed: int) -> dict[str, float]:
     decoder, family = base.get_decoder(), family_of(base.config)
     readers = {"norm": decoder.norm}
     for index, layer in enumerate(decoder.layers):
-        of_mlp = [(family.before_mlp, READ_BY_MLP)] if family.has_mlp(base.config, index) else []
-        for norm, maps in ((family.before_attention, READ_BY_ATTENTION), *of_mlp):
+        for step in STEPS:
+            norm, _ = family.norms_around(step)
             found = (
-                {name: family.linear(layer, name) for name in maps}
+                {name: linear_of(layer, name) for name in step.reading}
                 if norm is None
                 else {norm: getattr(layer, norm)}
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -124,9 +123,6 @@ class RouterConfig(Section):
     )
     prior: float = Field(
         default=0.5, gt=0.0, lt=1.0, description="weight of the base head at the first token"
-    )
-    switch_rate: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="fixed share alpha, per token"
     )
     threshold: float = Field(default=0.5, ge=-1.0, le=1.0, description="tau of the cosine rule")
 
@@ -259,7 +255,7 @@ class Route(_Widened):
         router = settings.router
         by = f"threshold {router.threshold:g}"
         if router.rule == "posterior":
-            by = f"prior of the base {router.prior:g}, switch rate {router.switch_rate:g}"
+            by = f"prior of the base {router.prior:g}"
         return f", {router.rule} rule ({by})"
 
 
@@ -269,80 +265,43 @@ _DEFAULT_LAYERS = {method.name: method.default_layers for method in (Preserve, A
 def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) -> ScaleConfig:
     """Return the configuration of the widened model; `new` are tokens that it adds (`NewPieces`).
 
-    Ratios are relative to the plain model at the bottom, whatever was added before. Whole key/value heads are added, at
-    the base's head_dim and query to key/value ratio, so the ratio is rounded to a multiple of 1 / num_key_value_heads
-    (at least one head). Stream and MLP grow by the same ratio as the heads, unless they have ratios of their own.
+    Whole key/value heads are added, at the base's head_dim and query to key/value ratio, so the ratio is rounded to a
+    multiple of 1 / num_key_value_heads (at least one head). Stream and MLP grow by the same ratio as the heads, unless
+    they have ratios of their own.
     """
     from scale_cli.model.configuration_scale import ScaleConfig
-    from scale_cli.model.family_scale import family_of
 
-    root = base_config.root() if isinstance(base_config, ScaleConfig) else base_config
-    expansion, family = settings.expansion, family_of(root)
-    if expansion.hidden_ratio is not None and family.short_up_to(root) is not None:
-        raise ConfigError(
-            f"method.expansion.hidden_ratio: in a {family.class_name} with longrope, the heads set the number of "
-            "channels; remove this key"
-        )
-    num_key_value_heads = max(1, round(expansion.ratio * root.num_key_value_heads))
-    num_heads = num_key_value_heads * (root.num_attention_heads // root.num_key_value_heads)
-    ratio_of_heads = num_key_value_heads / root.num_key_value_heads
-    layers = collaborating_layers(settings.collaboration, settings.variant, root.num_hidden_layers)
-    if layers and root is not base_config:
-        raise ConfigError(
-            f"method.collaboration.layers: {settings.variant} writes into layers {', '.join(map(str, layers))}, but "
-            "an expansion on a widened base may only read; use none, with the variant preserve or route"
-        )
-    with_mlp = [layer for layer in range(root.num_hidden_layers) if family.has_mlp(root, layer)]
-    if expansion.mlp_ratio is not None and not with_mlp:
-        raise ConfigError(
-            "method.expansion.mlp_ratio: experts are not widened, and the base has no other MLP; remove this key"
-        )
-    modules = settings.collaboration.modules
-    of_attention = layers if "attention" in modules else []
-    of_mlp = [layer for layer in layers if layer in with_mlp] if "mlp" in modules else []
-    if layers and not of_attention + of_mlp:
-        raise ConfigError(
-            "method.collaboration.modules: experts are not widened, and these layers have no other MLP; add attention"
-        )
+    expansion, modules = settings.expansion, settings.collaboration.modules
+    num_key_value_heads = max(1, round(expansion.ratio * base_config.num_key_value_heads))
+    queries_of_key = base_config.num_attention_heads // base_config.num_key_value_heads
+    num_heads = num_key_value_heads * queries_of_key
+    ratio_of_heads = num_key_value_heads / base_config.num_key_value_heads
     mlp_ratio = expansion.mlp_ratio or ratio_of_heads
+    layers = collaborating_layers(
+        settings.collaboration, settings.variant, base_config.num_hidden_layers
+    )
     return ScaleConfig(
         base_config=base_config.to_diff_dict(),
         variant=settings.variant,
         expansion_hidden_size=_added_channels(
-            base_config,
-            num_heads,
-            expansion.hidden_ratio or ratio_of_heads,
-            family.channels_multiple,
+            base_config, num_heads, expansion.hidden_ratio or ratio_of_heads
         ),
-        expansion_intermediate_size=max(1, round(root.intermediate_size * mlp_ratio))
-        if with_mlp
-        else 0,
+        expansion_intermediate_size=max(1, round(base_config.intermediate_size * mlp_ratio)),
         expansion_num_attention_heads=num_heads,
         expansion_num_key_value_heads=num_key_value_heads,
-        attention_collaboration_layers=of_attention,
-        mlp_collaboration_layers=of_mlp,
+        attention_collaboration_layers=layers if "attention" in modules else [],
+        mlp_collaboration_layers=layers if "mlp" in modules else [],
         **{f"router_{name}": value for name, value in settings.router},
         **({} if new is None else asdict(new)),
     )
 
 
-def _added_channels(base_config: Any, num_added_heads: int, ratio: float, multiple: int) -> int:
-    """Return the channels to add: about `ratio` of the plain model's.
-
-    All heads must divide all channels, as Llama requires, and all channels must be a multiple of `multiple`.
-    """
-    root, stages = base_config, []
-    if hasattr(base_config, "stages"):
-        root, stages = base_config.root(), base_config.stages()
-    below = root.hidden_size + sum(stage.expansion_hidden_size for stage in stages)
-    num_heads = root.num_attention_heads + sum(
-        stage.expansion_num_attention_heads for stage in stages
-    )
-    num_heads += num_added_heads
-    step = math.lcm(num_heads, multiple)
-    return int(
-        max(round((below + ratio * root.hidden_size) / step), below // step + 1) * step - below
-    )
+def _added_channels(base_config: Any, num_added_heads: int, ratio: float) -> int:
+    """Return about `ratio` of the base's channels; all heads divide all channels, as Llama requires."""
+    num_base: int = base_config.hidden_size
+    num_heads = base_config.num_attention_heads + num_added_heads
+    multiples = max(round((num_base + ratio * num_base) / num_heads), num_base // num_heads + 1)
+    return multiples * num_heads - num_base
 
 
 def collaborating_layers(

@@ -1,14 +1,11 @@
-"""One forward pass of a frozen base for every expansion that stands on it, directly or upon another expansion.
+"""One forward pass of a frozen base for every expansion beside it.
 
-Heads are counted from the bottom: head 0 is the base's own; head k belongs to the k-th expansion, whose parent is a
-lower head. An expansion reads the streams of its parent: x alone if the parent is head 0, else x and every u on the way
-down. Nothing it computes reaches its parent, so all heads below keep their bits.
+Heads are counted from the base's own, head 0; head k belongs to the k-th expansion, which reads x. Nothing that an
+expansion computes reaches another head, so all of them keep their bits.
 
     head 0           H x                        the base, run once
-    head k           logits of its parent + H'_k u_k; or H x_k + H'_k u_k, if it writes into x (W12) and so has an x
-                     of its own
-
-Only an expansion directly on the base may write into x; expansions upon it read the x that it has written.
+    head k           H x + H'_k u_k, or H x_k + H'_k u_k, if the expansion writes into x (W12) and so has an x of its
+                     own
 
 Shapes: B batch, T positions, D base channels, E expansion channels, V vocabulary.
 """
@@ -26,7 +23,7 @@ from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from .cache_scale import named
-from .expansion_scale import Expansion, LayerContext, LayerReads
+from .expansion_scale import Expansion, LayerContext
 from .family_scale import Family, family_of
 from .fused_scale import frozen_norm
 from .routing import RouterMemory
@@ -68,25 +65,12 @@ class ScaleCache(DynamicCache):
         )
 
 
-@dataclass(frozen=True)
-class Branch:
-    """An expansion, and the head whose streams it reads."""
-
-    expansion: Expansion
-    parent: int
-
-    @property
-    def writes(self) -> bool:
-        """Whether the expansion writes into x in any layer, and so has an x of its own."""
-        return self.expansion.first_collaborating_layer < len(self.expansion.layers)
-
-
 @dataclass
 class FinalStates:
     """Inputs of the vocabulary heads: the streams after the last norm."""
 
-    branches: Sequence[Branch]
-    # by the head they belong to: every expansion that writes into x; head 0 if it was asked for or read
+    expansions: Sequence[Expansion]
+    # By the head they belong to: every expansion that writes into x; head 0 if it was asked for or read.
     x_BTD: dict[int, Tensor]
     u_KBTE: list[Tensor]  # of every expansion
 
@@ -96,49 +80,33 @@ class FinalStates:
         They are contiguous; otherwise `linear` would make one product per sequence, and read the head B times.
         """
         x_BTD = {head: x[:, positions].contiguous() for head, x in self.x_BTD.items()}
-        return FinalStates(
-            self.branches, x_BTD, [u[:, positions].contiguous() for u in self.u_KBTE]
-        )
-
-    def path(self, head: int) -> list[int]:
-        """Return the heads whose expansions add to a head's logits, bottom up, the head itself last."""
-        path: list[int] = []
-        while head != 0:
-            path.insert(0, head)
-            head = self.branches[head - 1].parent
-        return path
-
-    def owner(self, head: int) -> int:
-        """Return the head that owns the base stream which `head` reads."""
-        path = self.path(head)
-        return path[0] if path and self.branches[path[0] - 1].writes else 0
+        u_KBTE = [u[:, positions].contiguous() for u in self.u_KBTE]
+        return FinalStates(self.expansions, x_BTD, u_KBTE)
 
     def logits(self, vocabulary_head: Any, heads: Sequence[int]) -> list[Tensor]:
-        """Return the logits of `heads`, each after its parent; shared products are computed once."""
-        known: dict[int, Tensor] = {}
+        """Return the logits of `heads`; shared products are computed once."""
+        products: dict[int, Tensor] = {}  # H x, by the head that x belongs to
+        logits = []
         for head in heads:
-            known[head] = self._logits(vocabulary_head, head, known)
-        return [known[head] for head in heads]
+            owner = head if head in self.x_BTD else 0
+            if owner not in products:
+                products[owner] = vocabulary_head(self.x_BTD[owner])
+            of_head = products[owner]
 
-    def _logits(self, vocabulary_head: Any, head: int, known: dict[int, Tensor]) -> Tensor:
-        if head in known:
-            return known[head]
-        branch = self.branches[head - 1] if head else None
-        if branch is None or branch.writes:
-            below: Tensor = vocabulary_head(self.x_BTD[head])
-        else:
-            below = self._logits(vocabulary_head, branch.parent, known)
-        if branch is None:
-            return below
-        if (new := branch.expansion.new_tokens) is not None:
-            below = torch.cat([below, new.logits(self.x_BTD[self.owner(head)])], dim=-1)
-        weight = branch.expansion.lm_head.weight
-        return below + F.linear(self.u_KBTE[head - 1].to(weight.dtype), weight)
+            if head > 0:
+                expansion = self.expansions[head - 1]
+                if expansion.new_tokens is not None:
+                    new = expansion.new_tokens.logits(self.x_BTD[owner])
+                    of_head = torch.cat([of_head, new], dim=-1)
+                weight = expansion.lm_head.weight
+                of_head = of_head + F.linear(self.u_KBTE[head - 1].to(weight.dtype), weight)
+            logits.append(of_head)
+        return logits
 
 
-def run_branches(
+def run_expansions(
     base: Any,
-    branches: Sequence[Branch],
+    expansions: Sequence[Expansion],
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -150,8 +118,8 @@ def run_branches(
     """Run the base's decoder once, with every expansion beside it.
 
     Args:
-        base: the plain model at the bottom.
-        branches: at least one, each after its parent.
+        base: the plain model.
+        expansions: at least one.
         input_ids: (B, T).
         attention_mask: (B, past + T) or None.
         position_ids: (B, T), or None: counted from the cache's length.
@@ -161,81 +129,56 @@ def run_branches(
         checkpointing: whether backward computes the activations of the trained part again.
     """
     decoder, family = base.model, family_of(base.config)
-    x_BTD = embed(
-        decoder.embed_tokens, brought_by(branch.expansion for branch in branches), input_ids
-    )
+    x_BTD = embed(decoder.embed_tokens, brought_by(expansions), input_ids)
     masks = _attention_masks(family, decoder, x_BTD, attention_mask, cache, position_ids)
     if position_ids is None:
         past = 0 if cache is None else cache.get_seq_length()
-        position_ids = (torch.arange(input_ids.shape[1], device=input_ids.device) + past).unsqueeze(
-            0
-        )
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device) + past
+        position_ids = positions.unsqueeze(0)
     kinds = dict.fromkeys(family.rotary_kind(layer.self_attn) for layer in decoder.layers)
     rotary = {kind: family.rotary(decoder, x_BTD, position_ids, kind) for kind in kinds}
     context = LayerContext(
         family, position_ids, rotary, masks, cache, len(decoder.layers), checkpointing
     )
-    streams = {0: x_BTD}
-    u_KBTE = [branch.expansion.embed_tokens(input_ids) for branch in branches]
+
+    streams = {0: x_BTD}  # by the head they belong to, as in `FinalStates`
+    u_KBTE = [expansion.embed_tokens(input_ids) for expansion in expansions]
     for index, base_layer in enumerate(decoder.layers):
-        alone = {}
-        first_writing = (
-            one.expansion.first_collaborating_layer for one in branches if one.parent == 0
-        )
-        if preserved and index >= max(first_writing):  # no expansion reads the untouched stream
-            alone = {0: _base_layer(base_layer, streams[0], position_ids, context)}
-        # The cache's length is read from slot 0: if head 0 is not run, the adapted stream uses that slot.
-        streams = alone | _run_layer(
-            base_layer, index, branches, streams, u_KBTE, context, apart=preserved
-        )
-    normed = {head: frozen_norm(decoder.norm, family.norm_form, x) for head, x in streams.items()}
-    ends = FinalStates(branches, {head: x for head, (x, _) in normed.items()}, u_KBTE)
-    for head, branch in enumerate(branches, start=1):
-        _, inverse_rms_BT1 = normed[ends.owner(head)]
-        u_KBTE[head - 1] = branch.expansion.norm(inverse_rms_BT1, u_KBTE[head - 1])
-    return ends
+        after: dict[int, Tensor] = {}
+        reads = None  # of the base's own stream; the first expansion that follows it computes them
+        for head, expansion in enumerate(expansions, start=1):
+            layer: Any = expansion.layers[index]
+            own_slot = context.slot(head, index)
+            if index < expansion.first_collaborating_layer:
+                x_BTD = streams[0] if reads is None else after[0]
+                after[0], u_KBTE[head - 1], reads = layer(
+                    base_layer,
+                    x_BTD,
+                    u_KBTE[head - 1],
+                    context,
+                    context.slot(0, index),
+                    own_slot,
+                    reads,
+                )
+            else:
+                # The cache's length is read from slot 0: if head 0 is not run, an adapted stream uses that slot.
+                slot = context.slot(len(expansions) + head if preserved else 0, index)
+                x_BTD = streams[head] if head in streams else streams[0]
+                after[head], u_KBTE[head - 1], _ = layer(
+                    base_layer, x_BTD, u_KBTE[head - 1], context, slot, own_slot
+                )
+        if preserved and 0 not in after:
+            after[0] = _base_layer(base_layer, streams[0], position_ids, context)
+        streams = after
 
-
-def _run_layer(
-    base_layer: Any,
-    index: int,
-    branches: Sequence[Branch],
-    streams: dict[int, Tensor],
-    u_KBTE: list[Tensor],
-    context: LayerContext,
-    *,
-    apart: bool,
-) -> dict[int, Tensor]:
-    """Run every expansion through one layer, and the base with the first expansion that reads it.
-
-    `streams` maps heads to their base streams before the layer; the base streams after it are returned, and the items
-    of `u_KBTE` are replaced. `apart` says that the untouched stream uses the base's own cache slots, so that adapted
-    streams need other slots.
-    """
-    after: dict[int, Tensor] = {}
-    reads: dict[int, LayerReads] = {}
-    parents = [branch.parent for branch in branches]
-    for head, branch in enumerate(branches, start=1):
-        added: Any = branch.expansion.layers[index]
-        own_slot, u_BTE = context.slot(head, index), u_KBTE[head - 1]
-        if index >= branch.expansion.first_collaborating_layer:
-            x_BTD = streams[head] if head in streams else streams[0]
-            slot = context.slot(len(branches) + head if apart else 0, index)
-            after[head], u_KBTE[head - 1], below, own = added(
-                base_layer, x_BTD, u_BTE, context, slot, own_slot
-            )
-        elif branch.parent in reads:
-            below = reads[branch.parent]
-            u_KBTE[head - 1], own = added.read_on(base_layer, below, u_BTE, context, own_slot)
-        else:  # the first expansion that reads the base computes it
-            slot = context.slot(0, index)
-            after[0], u_KBTE[head - 1], below, own = added(
-                base_layer, streams[0], u_BTE, context, slot, own_slot
-            )
-            reads[0] = below
-        if head in parents:
-            reads[head] = below.joined(own)
-    return after
+    x_BTD_of: dict[int, Tensor] = {}
+    inverse_rms: dict[int, Tensor] = {}
+    for head, x_BTD in streams.items():
+        x_BTD_of[head], inverse_rms[head] = frozen_norm(decoder.norm, family.norm_form, x_BTD)
+    for head, expansion in enumerate(expansions, start=1):
+        owner = head if head in inverse_rms else 0
+        u_KBTE[head - 1] = expansion.norm(inverse_rms[owner], u_KBTE[head - 1])
+    return FinalStates(expansions, x_BTD_of, u_KBTE)
 
 
 def _base_layer(

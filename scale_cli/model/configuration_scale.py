@@ -32,7 +32,7 @@ _READ_FROM_BASE = (
 
 
 class _OverABase(PreTrainedConfig):
-    """Common part of the configurations of widened models: a base's configuration, plain or widened, and new tokens."""
+    """Common part of the configurations of widened models: a base's configuration, and new tokens."""
 
     def __post_init__(self: Any, **given: Any) -> None:
         given |= {name: self.base_config.get(name) for name in _READ_FROM_BASE}
@@ -46,10 +46,8 @@ class _OverABase(PreTrainedConfig):
         return [[int(index) for index in token.split()] for token in self.new_tokens]
 
     def base(self: Any) -> PreTrainedConfig:
-        """Return the base model's configuration as an object of its own class; a base may be widened itself."""
+        """Return the base model's configuration as an object of its own class."""
         fields = dict(self.base_config)
-        if fields.get("model_type") == ScaleConfig.model_type:
-            return ScaleConfig(**fields)
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
@@ -58,26 +56,18 @@ class ScaleConfig(_OverABase):
 
     model_type = "scale"
 
-    base_config: dict[str, Any] = field(
-        default_factory=dict
-    )  # `model_type` included; nested if the base is widened
+    base_config: dict[str, Any] = field(default_factory=dict)  # `model_type` included
     variant: str = "preserve"  # preserve | adapt | route
     expansion_hidden_size: int = 0  # channels of the expansion stream (d')
     expansion_intermediate_size: int = 0  # MLP channels added
     expansion_num_attention_heads: int = 0  # query heads added, of the base's head_dim
     expansion_num_key_value_heads: int = 0  # added at the base's query to key/value ratio
-    attention_collaboration_layers: list[int] = field(
-        default_factory=list
-    )  # layers whose attention has W12 blocks
-    mlp_collaboration_layers: list[int] = field(
-        default_factory=list
-    )  # layers whose MLP has W12 blocks
-    expansion_embedding_rms: float | None = (
-        None  # initial rms of E'; None if E' started by another rule
-    )
+    # Layers whose attention has W12 blocks, and layers whose MLP has them.
+    attention_collaboration_layers: list[int] = field(default_factory=list)
+    mlp_collaboration_layers: list[int] = field(default_factory=list)
+    expansion_embedding_rms: float | None = None  # of E' at the start; None: by another rule
     router_rule: str = "posterior"  # posterior | cosine; only the variant `route` reads it
     router_prior: float = 0.5  # weight of the base head at the first token
-    router_switch_rate: float = 0.0  # fixed share alpha of the posterior rule, per token
     router_threshold: float = 0.5  # tau of the cosine rule
     # For each token that the base lacks: the old ids that stand for it, separated by spaces.
     new_tokens: list[str] = field(default_factory=list)
@@ -101,39 +91,28 @@ class ScaleConfig(_OverABase):
         layers = [*self.attention_collaboration_layers, *self.mlp_collaboration_layers]
         return min(layers, default=int(self.base_config.get("num_hidden_layers", 0)))
 
-    def root(self) -> PreTrainedConfig:
-        base = self.base()
-        return base.root() if isinstance(base, ScaleConfig) else base
-
-    def stages(self) -> list[ScaleConfig]:
-        """Return the configurations of all stacked expansions, bottom up, this one last."""
-        base = self.base()
-        return [*(base.stages() if isinstance(base, ScaleConfig) else []), self]
+    def expansions(self) -> list[ScaleConfig]:
+        return [self]
 
 
 class JoinedConfig(_OverABase):
     """Several expansions on one plain base, and the settings of the router over their heads."""
 
     model_type = "scale-joined"
-    routes, router_rule, router_threshold = (
-        True,
-        "posterior",
-        0.5,
-    )  # as in ScaleConfig; there is no other rule here
+    # As in ScaleConfig; there is no other rule here.
+    routes = True
+    router_rule = "posterior"
+    router_threshold = 0.5
 
     base_config: dict[str, Any] = field(default_factory=dict)  # `model_type` included
-    # For each expansion: its `name`, its `parent` (0 for the base, k for the k-th member), and its `expansion`: sizes
-    # and new tokens as fields of ScaleConfig. Two members may bring the same tokens.
+    # For each expansion: its `name`, and its `expansion`: sizes and new tokens as fields of ScaleConfig. Two members
+    # may bring the same tokens.
     members: list[dict[str, Any]] = field(default_factory=list)
-    router_prior: float | None = (
-        None  # of the base head, the others share the rest; None: the same for every head
-    )
-    router_switch_rate: float = 0.0  # fixed share alpha of the posterior rule, per token
+    # Of the base head, the others share the rest; None: the same for every head.
+    router_prior: float | None = None
     use_cache: bool = True  # whether generation keeps keys, values and the router's state
 
     def __post_init__(self, **given: Any) -> None:
-        if given.pop("rule", "posterior") != "posterior":
-            raise ValueError("rule: the mean of the heads was removed; join the runs again")
         if self.router_prior is None:
             self.router_prior = 1.0 / len(self.head_names)
         super().__post_init__(**given)
@@ -152,9 +131,7 @@ class JoinedConfig(_OverABase):
         return list(dict.fromkeys(brought))
 
     def known_tokens(self, head: int) -> range:
-        """Return the positions, among all new tokens, of those a head knows: its own or those of a head below it."""
-        while head != 0 and not _brought(self.members[head - 1]):
-            head = self.members[head - 1]["parent"]
+        """Return the positions, among all new tokens, of those a head knows: those that its run brought."""
         known = _brought(self.members[head - 1]) if head else ()
         first = 0
         for tokens in dict.fromkeys(map(_brought, self.members)):
@@ -185,14 +162,12 @@ class JoinedConfig(_OverABase):
     def head_names(self) -> list[str]:
         return ["base", *(member["name"] for member in self.members)]
 
-    def stages(self) -> list[ScaleConfig]:
-        """Return the configurations of all expansions, each as if it stood on the base directly."""
-        stages = []
-        for member in self.members:
-            below = dict(self.base_config)
-            below["vocab_size"] += len(self.known_tokens(member["parent"]))
-            stages.append(ScaleConfig(base_config=below, **member["expansion"]))
-        return stages
+    def expansions(self) -> list[ScaleConfig]:
+        """Return the configurations of all expansions, each as if it were alone on the base."""
+        return [
+            ScaleConfig(base_config=self.base_config, **member["expansion"])
+            for member in self.members
+        ]
 
 
 def _brought(member: dict[str, Any]) -> tuple[str, ...]:

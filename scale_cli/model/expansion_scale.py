@@ -5,7 +5,8 @@ Every linear map W of the decoder is widened in both directions; W itself is nev
     [ y  ]   [ W    W12 ] [ x ]        x : base stream,      D channels
     [ y' ] = [ W21  W22 ] [ u ]        u : expansion stream, E channels
 
-An expansion may stand upon other expansions: W21 then reads x and their streams, concatenated.
+`walk` takes the base stream through one layer, and `AddedStream` takes u through the same two steps. Without W12 the
+base walks first and alone, and several expansions can follow the same walk.
 
 Shapes: B batch, T positions, D base channels, E expansion channels, N attention heads, A channels a head.
 A tensor that may have several shapes carries no suffix.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,70 +30,55 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .configuration_scale import ScaleConfig
-from .family_scale import OWNERS, READ_BY_ATTENTION, READ_BY_MLP, Family, family_of
+from .family_scale import ATTENTION, MLP, STEPS, Family, Step, family_of, linear_of
 from .fused_scale import (
-    NormForm,
     add_product,
+    cast_for_products,
     frozen_norm,
-    lower_weights,
+    gated,
     product_dtype,
     rotation_angles,
 )
 from .vocabulary_scale import NewTokens
 
-Weights = dict[
-    Tensor, Tensor
-]  # from a parameter to its copy in the dtype of the products (`lower_weights`)
+# From a parameter to its copy in the dtype of the products (`cast_for_products`).
+Weights = dict[Tensor, Tensor]
 
 
 class ExpansionLinear(nn.Module):
     """The blocks that widen one frozen linear map: W21 and W22, and W12 if the expansion collaborates here.
 
     If nothing is to be written into the base stream, W12 is absent, not zero: no parameter, no product, and a
-    non-finite u cannot reach x. `below` are the linear maps that widen W already, bottom up; W21 reads the base's
-    channels and then theirs.
+    non-finite u cannot reach x.
     """
 
     weight_22: nn.Parameter
 
     def __init__(
-        self,
-        base_linear: nn.Linear,
-        below: Sequence[ExpansionLinear],
-        in_features: int,
-        out_features: int,
-        *,
-        collaborates: bool,
+        self, frozen: nn.Linear, in_features: int, out_features: int, *, collaborates: bool
     ) -> None:
         super().__init__()
-        read_features = base_linear.in_features + sum(linear.weight_22.shape[1] for linear in below)
-        self.weight_21 = nn.Parameter(torch.empty(out_features, read_features))
+        self.weight_21 = nn.Parameter(torch.empty(out_features, frozen.in_features))
         self.weight_22 = nn.Parameter(torch.empty(out_features, in_features))
         self.weight_12 = (
-            nn.Parameter(torch.empty(base_linear.out_features, in_features))
-            if collaborates
-            else None
+            nn.Parameter(torch.empty(frozen.out_features, in_features)) if collaborates else None
         )
-        self.bias_2 = None if base_linear.bias is None else nn.Parameter(torch.empty(out_features))
+        self.bias_2 = None if frozen.bias is None else nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor, u: Tensor, weights: Weights) -> Tensor:
         """Return y' = W21 x + W22 u, as two products so that no gradient is computed for a frozen x."""
-        weight_21, bias_2 = (
-            weights[self.weight_21],
-            None if self.bias_2 is None else weights[self.bias_2],
-        )
+        weight_21 = weights[self.weight_21]
+        bias_2 = None if self.bias_2 is None else weights[self.bias_2]
         read = F.linear(x.flatten(0, -2).to(weight_21.dtype), weight_21, bias_2)
-        return add_product(read, u.flatten(0, -2), weights[self.weight_22]).unflatten(
-            0, x.shape[:-1]
-        )
+        read = add_product(read, u.flatten(0, -2), weights[self.weight_22])
+        return read.unflatten(0, x.shape[:-1])
 
     def collaborate(self, y: Tensor, u: Tensor, weights: Weights) -> Tensor:
         """Return y + W12 u, where y = W x may be overwritten; without W12, return y."""
         if self.weight_12 is None:
             return y
-        return add_product(y.flatten(0, -2), u.flatten(0, -2), weights[self.weight_12]).unflatten(
-            0, y.shape[:-1]
-        )
+        written = add_product(y.flatten(0, -2), u.flatten(0, -2), weights[self.weight_12])
+        return written.unflatten(0, y.shape[:-1])
 
 
 class ExpansionNorm(nn.Module):
@@ -121,12 +107,9 @@ class LayerContext:
     attention_masks: dict[bool, Any]
     cache: DynamicCache | None
     num_layers: int
-    checkpointing: bool = (
-        False  # whether backward computes the activations of the trained part again
-    )
-    angles: dict[str | None, tuple[Tensor, Tensor]] = field(
-        init=False
-    )  # an argument of `rotate`, by the same kinds
+    checkpointing: bool = False  # whether backward computes the trained part's activations again
+    # An argument of `rotate`, by the same kinds as `rotary`.
+    angles: dict[str | None, tuple[Tensor, Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.angles = {
@@ -184,63 +167,136 @@ def attend(
     return attended.reshape(*shape[:-2], -1).contiguous()
 
 
-InverseRms = dict[str, Tensor]  # by the name of a norm of the base: 1 / rms of its input, (B, T, 1)
-
-
 @dataclass
 class LayerReads:
-    """Inputs that the blocks added to a layer read from the streams below them."""
+    """What the linear maps of one layer read from the base stream, and the sizes by which its norms divide."""
 
-    attention_BTD: Tensor  # input of q, k, v
-    heads: Tensor  # (B, T, N A), input of o
-    mlp_BTD: Tensor  # input of gate and up
-    channels: Tensor  # (B, T, MLP channels), input of down
-    inverse_rms: InverseRms  # of the base stream alone
-
-    def joined(self, above: LayerReads) -> LayerReads:
-        """Return the inputs of an expansion that stands upon these streams and upon `above`."""
-        return LayerReads(
-            torch.cat([self.attention_BTD, above.attention_BTD], dim=-1),
-            torch.cat([self.heads, above.heads], dim=-1),
-            torch.cat([self.mlp_BTD, above.mlp_BTD], dim=-1),
-            torch.cat([self.channels, above.channels], dim=-1),
-            self.inverse_rms,
-        )
+    # Of each step: (B, T, D) for the maps that read the stream, and the input of the map that writes into it.
+    steps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    # By the name of a norm of the base: 1 / rms of its input, (B, T, 1).
+    inverse_rms: dict[str, Tensor] = field(default_factory=dict)
 
 
-def _norm(
-    form: NormForm, inverse_rms: InverseRms, owner: Any, name: str | None, x: Tensor
+def mix(
+    step: Step,
+    module: Any,
+    products: Sequence[Tensor],
+    norm: Callable[[str | None, Tensor], Tensor],
+    context: LayerContext,
+    slot: int,
 ) -> Tensor:
-    """Return x^ by one of the base's norms and record 1 / rms(x) in `inverse_rms`; without a norm, return x."""
-    if name is None:
-        return x
-    normed, inverse_rms[name] = frozen_norm(getattr(owner, name), form, x)
-    return normed
+    """Return what a step's writing map reads: attention's heads, or the MLP's channels act(gate) up.
+
+    `module` is the base's; `norm` applies a norm over all queries, or all keys, by its name.
+    """
+    if step is MLP:
+        return gated(module.act_fn, *products)
+    q, k, v = products
+    q_norm, k_norm = context.family.width_norms
+    return attend(module, norm(q_norm, q), norm(k_norm, k), v, context, slot)
 
 
-def read_base(
-    base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int
+def walk(
+    base_layer: Any,
+    x_BTD: Tensor,
+    context: LayerContext,
+    slot: int,
+    added: AddedStream | None = None,
 ) -> tuple[Tensor, LayerReads]:
-    """Return the base stream after one of its own layers, and the inputs of the blocks added to that layer."""
-    attention, mlp, family = base_layer.self_attn, base_layer.mlp, context.family
-    inverse_rms: InverseRms = {}
-    norm = partial(_norm, family.norm_form, inverse_rms)
-    x = norm(base_layer, family.before_attention, x_BTD)
-    q, k, v = family.queries_keys_values(attention, x)
-    q, k = (
-        norm(attention, name, read) for name, read in zip(family.width_norms, (q, k), strict=True)
-    )
-    heads = attend(attention, q, k, v, context, slot)
-    x_BTD = x_BTD + norm(base_layer, family.after_attention, attention.o_proj(heads))
-    y = norm(base_layer, family.before_mlp, x_BTD)
-    if not family.has_mlp(attention.config, attention.layer_idx):
-        nothing = y[..., :0]
-        return x_BTD + norm(base_layer, family.after_mlp, mlp(y)), LayerReads(
-            x, heads, nothing, nothing, inverse_rms
+    """Return the base stream after one of its own layers, and what that layer's linear maps have read.
+
+    `added` is the stream of an expansion that writes into x on the way.
+    """
+    reads = LayerReads() if added is None else added.reads
+
+    def norm(owner: Any, name: str | None, x: Tensor) -> Tensor:
+        if name is None:
+            return x
+        normed, reads.inverse_rms[name] = frozen_norm(
+            getattr(owner, name), context.family.norm_form, x
         )
-    channels = family.channels(mlp, *family.gate_up(mlp, y))
-    x_BTD = x_BTD + norm(base_layer, family.after_mlp, mlp.down_proj(channels))
-    return x_BTD, LayerReads(x, heads, y, channels, inverse_rms)
+        return normed
+
+    for step in STEPS:
+        module = getattr(base_layer, step.owner)
+        before, after = context.family.norms_around(step)
+        read = norm(base_layer, before, x_BTD)
+        products = [getattr(module, name)(read) for name in step.reading]
+        if added is not None:
+            added.read(step)
+            products = [
+                added.write_into_base(name, y, added.normed)
+                for name, y in zip(step.reading, products, strict=True)
+            ]
+
+        mixed = mix(step, module, products, partial(norm, module), context, slot)
+        written = getattr(module, step.writing)(mixed)
+        if added is not None:
+            added.mix(step, read)
+            written = added.write_into_base(step.writing, written, added.mixed)
+        x_BTD = x_BTD + norm(base_layer, after, written)
+        if added is not None:
+            added.write(step, mixed)
+        reads.steps.append((read, mixed))
+    return x_BTD, reads
+
+
+class AddedStream:
+    """The stream u of one expansion on its way through one layer, step by step beside the base stream."""
+
+    normed: Tensor  # u^, which the reading maps read
+    mixed: Tensor  # the added heads or channels, which the writing map reads
+
+    def __init__(
+        self,
+        layer: ExpansionLayer,
+        base_layer: Any,
+        u_BTE: Tensor,
+        reads: LayerReads,
+        context: LayerContext,
+        slot: int,
+    ) -> None:
+        self.layer = layer
+        self.base_layer = base_layer
+        self.u_BTE = u_BTE
+        self.reads = reads
+        self.context = context
+        self.slot = slot
+        linears = (child for child in layer.children() if isinstance(child, ExpansionLinear))
+        self.weights = cast_for_products(
+            weight for linear in linears for weight in linear.parameters()
+        )
+
+    def read(self, step: Step) -> None:
+        """Begin a step: compute u^."""
+        before, _ = self.context.family.norms_around(step)
+        self.normed = self._norm(before, self.u_BTE)
+
+    def mix(self, step: Step, read: Tensor) -> None:
+        """Compute the added heads or channels; `read` is what the base's own maps read."""
+        products = [
+            getattr(self.layer, name)(read, self.normed, self.weights) for name in step.reading
+        ]
+        module = getattr(self.base_layer, step.owner)
+        self.mixed = mix(step, module, products, self._norm, self.context, self.slot)
+
+    def write_into_base(self, name: str, y: Tensor, u: Tensor) -> Tensor:
+        """Return y + W12 u; y = W x may be overwritten."""
+        written: Tensor = getattr(self.layer, name).collaborate(y, u, self.weights)
+        return written
+
+    def write(self, step: Step, mixed: Tensor) -> None:
+        """End a step: add to u what the added map writes; `mixed` is what the base's own map reads."""
+        _, after = self.context.family.norms_around(step)
+        written = getattr(self.layer, step.writing)(mixed, self.mixed, self.weights)
+        self.u_BTE = self.u_BTE + self._norm(after, written)
+
+    def _norm(self, name: str | None, u: Tensor) -> Tensor:
+        """Return u^ by the added gains that belong to one of the base's norms; without a norm, return u."""
+        if name is None:
+            return u.to(product_dtype(u))
+        normed: Tensor = getattr(self.layer, name)(self.reads.inverse_rms[name], u)
+        return normed
 
 
 class ExpansionLayer(nn.Module):
@@ -249,68 +305,39 @@ class ExpansionLayer(nn.Module):
     Its maps have the names in `OWNERS`; its norms have the names of the base's norms.
     """
 
-    q_proj: ExpansionLinear
-    k_proj: ExpansionLinear
-    v_proj: ExpansionLinear
     o_proj: ExpansionLinear
-    gate_proj: ExpansionLinear
-    up_proj: ExpansionLinear
-    down_proj: ExpansionLinear
 
     def __init__(
-        self,
-        family: Family,
-        base_layer: Any,
-        below: Sequence[ExpansionLayer],
-        config: ScaleConfig,
-        layer_index: int,
+        self, family: Family, base_layer: Any, config: ScaleConfig, layer_index: int
     ) -> None:
         super().__init__()
-        head_dim = base_layer.self_attn.head_dim
-        hidden_size, intermediate_size = (
-            config.expansion_hidden_size,
-            config.expansion_intermediate_size,
-        )
-        query_size = config.expansion_num_attention_heads * head_dim
-        key_value_size = config.expansion_num_key_value_heads * head_dim
+        stream = config.expansion_hidden_size
+        channels = config.expansion_intermediate_size
+        queries = config.expansion_num_attention_heads * base_layer.self_attn.head_dim
+        keys = config.expansion_num_key_value_heads * base_layer.self_attn.head_dim
         in_attention = layer_index in config.attention_collaboration_layers
         in_mlp = layer_index in config.mlp_collaboration_layers
 
-        def add_linear(name: str, in_features: int, out_features: int) -> None:
-            frozen, linears = (
-                family.linear(base_layer, name),
-                [getattr(layer, name) for layer in below],
-            )
-            collaborates = in_attention if OWNERS[name] == "self_attn" else in_mlp
-            widened = ExpansionLinear(
-                frozen, linears, in_features, out_features, collaborates=collaborates
-            )
-            setattr(self, name, widened)
+        def add_norm(name: str | None, size: int) -> None:
+            if name is not None:
+                setattr(self, name, ExpansionNorm(size))
 
-        def add_norms(*sizes: tuple[str | None, int]) -> None:
-            for name, size in sizes:
-                if name is not None:
-                    setattr(self, name, ExpansionNorm(size))
+        def add_step(step: Step, sizes: Sequence[int], *, collaborates: bool) -> None:
+            before, after = family.norms_around(step)
+            add_norm(before, stream)
+            if step is ATTENTION:
+                for name, size in zip(family.width_norms, (queries, keys), strict=True):
+                    add_norm(name, size)
+            shapes = [(name, stream, size) for name, size in zip(step.reading, sizes, strict=True)]
+            for name, num_in, num_out in [*shapes, (step.writing, sizes[0], stream)]:
+                frozen = linear_of(base_layer, name)
+                linear = ExpansionLinear(frozen, num_in, num_out, collaborates=collaborates)
+                setattr(self, name, linear)
+            add_norm(after, stream)
 
-        self.layer_index = layer_index
-        self.has_mlp = family.has_mlp(base_layer.self_attn.config, layer_index)
         self.collaborates = in_attention or in_mlp
-        q_norm, k_norm = family.width_norms
-        add_norms(
-            (family.before_attention, hidden_size), (q_norm, query_size), (k_norm, key_value_size)
-        )
-        add_linear("q_proj", hidden_size, query_size)
-        add_linear("k_proj", hidden_size, key_value_size)
-        add_linear("v_proj", hidden_size, key_value_size)
-        add_linear("o_proj", query_size, hidden_size)
-        add_norms((family.after_attention, hidden_size))
-        if not self.has_mlp:
-            return
-        add_norms((family.before_mlp, hidden_size))
-        add_linear("gate_proj", hidden_size, intermediate_size)
-        add_linear("up_proj", hidden_size, intermediate_size)
-        add_linear("down_proj", intermediate_size, hidden_size)
-        add_norms((family.after_mlp, hidden_size))
+        add_step(ATTENTION, (queries, keys, keys), collaborates=in_attention)
+        add_step(MLP, (channels, channels), collaborates=in_mlp)
 
     def forward(
         self,
@@ -320,46 +347,25 @@ class ExpansionLayer(nn.Module):
         context: LayerContext,
         base_slot: int,
         own_slot: int,
-    ) -> tuple[Tensor, Tensor, LayerReads, LayerReads]:
-        """Return x and u after this layer, and the inputs for blocks above: those it read, and those its stream gives.
+        reads: LayerReads | None = None,
+    ) -> tuple[Tensor, Tensor, LayerReads]:
+        """Return x and u after this layer, and what the layer's maps have read from x.
 
         While nothing has written into x (below every collaborating layer; always in Preserve), the base layer runs
-        alone and without autograd: it costs one forward pass, and is never computed twice.
+        alone and without autograd: it costs one forward pass, and is never computed twice. Given its `reads`, it does
+        not run at all, and x is returned as it is.
         """
-        if self.collaborates or x_BTD.requires_grad:
-            return context.run(self._both, base_layer, x_BTD, u_BTE, context, base_slot, own_slot)
-        with torch.no_grad():
-            x_BTD, read = read_base(base_layer, x_BTD, context, base_slot)
-        u_BTE, own = self.read_on(base_layer, read, u_BTE, context, own_slot)
-        return x_BTD, u_BTE, read, own
+        if reads is None and (self.collaborates or x_BTD.requires_grad):
+            return context.run(
+                self._with_base, base_layer, x_BTD, u_BTE, context, base_slot, own_slot
+            )
+        if reads is None:
+            with torch.no_grad():
+                x_BTD, reads = walk(base_layer, x_BTD, context, base_slot)
+        u_BTE = context.run(self._after_base, base_layer, u_BTE, reads, context, own_slot)
+        return x_BTD, u_BTE, reads
 
-    def read_on(
-        self, base_layer: Any, read: LayerReads, u_BTE: Tensor, context: LayerContext, own_slot: int
-    ) -> tuple[Tensor, LayerReads]:
-        """Return u after this layer, and the inputs its stream gives to blocks above, from inputs computed already."""
-        return context.run(self._added, base_layer, read, u_BTE, context, own_slot)
-
-    def _added(
-        self, base_layer: Any, read: LayerReads, u_BTE: Tensor, context: LayerContext, own_slot: int
-    ) -> tuple[Tensor, LayerReads]:
-        weights, family, inverse_rms = self._weights(), context.family, read.inverse_rms
-        u = self._norm(family.before_attention, inverse_rms, u_BTE)
-        heads = self._heads(
-            base_layer.self_attn, read.attention_BTD, u, inverse_rms, weights, context, own_slot
-        )
-        u_BTE = u_BTE + self._norm(
-            family.after_attention, inverse_rms, self.o_proj(read.heads, heads, weights)
-        )
-        if not self.has_mlp:
-            return u_BTE, LayerReads(u, heads, read.mlp_BTD, read.channels, inverse_rms)
-        y = self._norm(family.before_mlp, inverse_rms, u_BTE)
-        channels = self._channels(base_layer.mlp, read.mlp_BTD, y, weights, family)
-        u_BTE = u_BTE + self._norm(
-            family.after_mlp, inverse_rms, self.down_proj(read.channels, channels, weights)
-        )
-        return u_BTE, LayerReads(u, heads, y, channels, inverse_rms)
-
-    def _both(
+    def _with_base(
         self,
         base_layer: Any,
         x_BTD: Tensor,
@@ -367,106 +373,48 @@ class ExpansionLayer(nn.Module):
         context: LayerContext,
         base_slot: int,
         own_slot: int,
-    ) -> tuple[Tensor, Tensor, LayerReads, LayerReads]:
-        attention, mlp, weights, family = (
-            base_layer.self_attn,
-            base_layer.mlp,
-            self._weights(),
-            context.family,
-        )
-        inverse_rms: InverseRms = {}
-        norm = partial(_norm, family.norm_form, inverse_rms)
+    ) -> tuple[Tensor, Tensor, LayerReads]:
+        added = AddedStream(self, base_layer, u_BTE, LayerReads(), context, own_slot)
+        x_BTD, reads = walk(base_layer, x_BTD, context, base_slot, added)
+        return x_BTD, added.u_BTE, reads
 
-        def add(names: Sequence[str], products: Sequence[Tensor], u: Tensor) -> list[Tensor]:
-            return [
-                getattr(self, name).collaborate(y, u, weights)
-                for name, y in zip(names, products, strict=True)
-            ]
-
-        x = norm(base_layer, family.before_attention, x_BTD)
-        u = self._norm(family.before_attention, inverse_rms, u_BTE)
-        q, k, v = add(READ_BY_ATTENTION, family.queries_keys_values(attention, x), u)
-        q, k = (
-            norm(attention, name, read)
-            for name, read in zip(family.width_norms, (q, k), strict=True)
-        )
-        base_heads = attend(attention, q, k, v, context, base_slot)
-        added_heads = self._heads(attention, x, u, inverse_rms, weights, context, own_slot)
-        written = self.o_proj.collaborate(attention.o_proj(base_heads), added_heads, weights)
-        x_BTD = x_BTD + norm(base_layer, family.after_attention, written)
-        added = self.o_proj(base_heads, added_heads, weights)
-        u_BTE = u_BTE + self._norm(family.after_attention, inverse_rms, added)
-        y = norm(base_layer, family.before_mlp, x_BTD)
-        if not self.has_mlp:
-            read, own = (
-                LayerReads(*reads, y[..., :0], y[..., :0], inverse_rms)
-                for reads in ((x, base_heads), (u, added_heads))
-            )
-            return x_BTD + norm(base_layer, family.after_mlp, mlp(y)), u_BTE, read, own
-        z = self._norm(family.before_mlp, inverse_rms, u_BTE)
-        base_channels = family.channels(mlp, *add(READ_BY_MLP, family.gate_up(mlp, y), z))
-        added_channels = self._channels(mlp, y, z, weights, family)
-        written = self.down_proj.collaborate(mlp.down_proj(base_channels), added_channels, weights)
-        x_BTD = x_BTD + norm(base_layer, family.after_mlp, written)
-        added = self.down_proj(base_channels, added_channels, weights)
-        u_BTE = u_BTE + self._norm(family.after_mlp, inverse_rms, added)
-        read = LayerReads(x, base_heads, y, base_channels, inverse_rms)
-        return x_BTD, u_BTE, read, LayerReads(u, added_heads, z, added_channels, inverse_rms)
-
-    def _weights(self) -> Weights:
-        linears = (child for child in self.children() if isinstance(child, ExpansionLinear))
-        return lower_weights(weight for linear in linears for weight in linear.parameters())
-
-    def _norm(self, name: str | None, inverse_rms: InverseRms, u: Tensor) -> Tensor:
-        """Return u^ by the added gains that belong to one of the base's norms; without a norm, return u."""
-        if name is None:
-            return u.to(product_dtype(u))
-        normed: Tensor = getattr(self, name)(inverse_rms[name], u)
-        return normed
-
-    def _heads(
+    def _after_base(
         self,
-        attention: Any,
-        x: Tensor,
-        u: Tensor,
-        inverse_rms: InverseRms,
-        weights: Weights,
+        base_layer: Any,
+        u_BTE: Tensor,
+        reads: LayerReads,
         context: LayerContext,
-        slot: int,
+        own_slot: int,
     ) -> Tensor:
-        q, k, v = (linear(x, u, weights) for linear in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = (
-            self._norm(name, inverse_rms, own)
-            for name, own in zip(context.family.width_norms, (q, k), strict=True)
-        )
-        return attend(attention, q, k, v, context, slot)
-
-    def _channels(self, mlp: Any, x: Tensor, u: Tensor, weights: Weights, family: Family) -> Tensor:
-        return family.channels(mlp, self.gate_proj(x, u, weights), self.up_proj(x, u, weights))
+        added = AddedStream(self, base_layer, u_BTE, reads, context, own_slot)
+        for step, (read, mixed) in zip(STEPS, reads.steps, strict=True):
+            added.read(step)
+            added.mix(step, read)
+            added.write(step, mixed)
+        return added.u_BTE
 
 
 class Expansion(nn.Module):
-    """Everything that one expansion adds to the plain model `base`; `below` lists the expansions under this one."""
+    """Everything that one expansion adds to the plain model `base`."""
 
     layers: nn.ModuleList
 
-    def __init__(self, base: Any, below: Sequence[Expansion], config: ScaleConfig) -> None:
+    def __init__(self, base: Any, config: ScaleConfig) -> None:
         super().__init__()
-        decoder, family = base.model, family_of(base.config)
+        family = family_of(base.config)
         self.first_collaborating_layer = config.first_collaborating_layer
         self.new_tokens = (
             NewTokens(base, config.pieces(), config.own_pieces) if config.new_tokens else None
         )
         self.embed_tokens = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
         self.layers = nn.ModuleList(
-            ExpansionLayer(
-                family,
-                base_layer,
-                [cast(ExpansionLayer, e.layers[index]) for e in below],
-                config,
-                index,
-            )
-            for index, base_layer in enumerate(decoder.layers)
+            ExpansionLayer(family, base_layer, config, index)
+            for index, base_layer in enumerate(base.model.layers)
         )
         self.norm = ExpansionNorm(config.expansion_hidden_size)
         self.lm_head = nn.Linear(config.expansion_hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def writes(self) -> bool:
+        """Whether the expansion writes into x in any layer, and so has an x of its own."""
+        return self.first_collaborating_layer < len(self.layers)

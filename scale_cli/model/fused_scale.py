@@ -28,7 +28,7 @@ def product_dtype(weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(weight.device.type)
 
 
-class _Lowered(torch.autograd.Function):
+class _Cast(torch.autograd.Function):
     """Casts tensors to a lower precision, all in one kernel, and their gradients back to their own in another."""
 
     @staticmethod
@@ -49,7 +49,7 @@ class _Lowered(torch.autograd.Function):
         return None, *of_weights
 
 
-def lower_weights(weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+def cast_for_products(weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     """Return a dict from each weight to itself in the dtype in which its products are computed."""
     read = {weight: weight for weight in weights}
     higher = [weight for weight in read if weight.dtype != product_dtype(weight)]
@@ -58,7 +58,7 @@ def lower_weights(weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     ):  # the compiler fuses the casts with the operations that read them
         return read | {weight: weight.to(product_dtype(weight)) for weight in higher}
     if higher:
-        read |= zip(higher, _Lowered.apply(product_dtype(higher[0]), *higher), strict=True)
+        read |= zip(higher, _Cast.apply(product_dtype(higher[0]), *higher), strict=True)
     return read
 
 
@@ -167,16 +167,6 @@ def rotate_in_float32(
     """Rotate as `rotate` does, but by float32 angles, and cast back to the inputs' dtype, as the base does."""
     q_BNTA, k_BNTA = rotate(q_BTNA, k_BTNA, embeddings, angles)
     return q_BNTA.to(q_BTNA.dtype), k_BNTA.to(k_BTNA.dtype)
-
-
-def rotate_first(
-    q_BTNA: Tensor, k_BTNA: Tensor, embeddings: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Rotate as `rotate` does, but only the first channels of each head: those that have angles."""
-    turned = embeddings[0].shape[-1]
-    q, k = rotate(q_BTNA[..., :turned], k_BTNA[..., :turned], embeddings, angles)
-    rest_q, rest_k = (states[..., turned:].transpose(1, 2) for states in (q_BTNA, k_BTNA))
-    return torch.cat([q, rest_q], dim=-1), torch.cat([k, rest_k], dim=-1)
 
 
 def rotation_angles(cos_BTA: Tensor, sin_BTA: Tensor) -> tuple[Tensor, Tensor]:

@@ -231,7 +231,7 @@ def trained_head_cross_entropy(
     base_head_VD: Tensor,
     head_VE: Tensor,
     targets_BT: Tensor,
-    between: Sequence[tuple[Tensor, Tensor]] = (),
+    *,
     distillation: Sequence[float] | None = None,
     new_head_MD: Tensor | None = None,
     token_losses_BT: Tensor | None = None,
@@ -245,7 +245,6 @@ def trained_head_cross_entropy(
         base_head_VD: H; frozen, it gets no gradient.
         head_VE: H'.
         targets_BT: the token after each position, or IGNORED.
-        between: streams and heads of the frozen expansions below this one, whose logits are added.
         distillation: each sequence's weight of its KL divergence from the logits without H' u; None: 0 for all.
         new_head_MD: H_new, for the last M tokens of the vocabulary, which H lacks.
         token_losses_BT: filled with every target's term of the sum, if given.
@@ -257,7 +256,6 @@ def trained_head_cross_entropy(
         for index, weight in enumerate(distillation or ())
         if weight
     ]
-    frozen = [tensor for u, head in between for tensor in (u.flatten(0, 1), head)]
     x_ND = x_BTD.flatten(0, 1)
     return _ChunkedCrossEntropy.apply(
         targets_BT.flatten(),
@@ -267,7 +265,6 @@ def trained_head_cross_entropy(
         x_ND,
         base_head_VD.detach(),
         *(() if new_head_MD is None else (x_ND, new_head_MD)),
-        *frozen,
         u_BTE.flatten(0, 1),
         head_VE,
     )

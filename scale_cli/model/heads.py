@@ -40,9 +40,6 @@ class RouterSettings(Protocol):
     def prior(self) -> float: ...
 
     @property
-    def switch_rate(self) -> float: ...
-
-    @property
     def threshold(self) -> float: ...
 
 
@@ -58,7 +55,7 @@ class TokenLogProbs:
         if rule == "cosine":
             return cosine_log_weights(self.cosine_BT, router.threshold)
         prior_K = log_prior(router.prior, len(self.log_probs_KBT), self.log_probs_KBT.device)
-        return posterior_log_weights(self.log_probs_KBT, prior_K, router.switch_rate)[..., :-1]
+        return posterior_log_weights(self.log_probs_KBT, prior_K)[..., :-1]
 
 
 def token_log_probs(model: HeadedModel, input_ids: Tensor, next_ids_BT: Tensor) -> TokenLogProbs:

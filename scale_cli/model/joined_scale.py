@@ -10,12 +10,12 @@ Sources: ours; each expansion is SCALE's (arXiv 2511.03270), the rule is that of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .branches_scale import Branch, FinalStates
+from .branches_scale import FinalStates
 from .configuration_scale import JoinedConfig, ScaleConfig
 from .expansion_scale import Expansion
 from .modeling_scale import WidenedModel
@@ -23,7 +23,7 @@ from .routing import piece_shares
 
 
 class JoinedForCausalLM(WidenedModel):
-    """A frozen causal language model and K expansions, each on it or upon an earlier one; it is served, not trained.
+    """A frozen causal language model and K expansions on it; it is served, not trained.
 
     The softmax of the logits is the mixture of all K + 1 heads.
     """
@@ -34,32 +34,22 @@ class JoinedForCausalLM(WidenedModel):
 
     def __init__(self, config: JoinedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
-        base = self._empty_base() if base is None else base
-        self.base: Any = base
-        paths: list[list[Expansion]] = [
-            []
-        ]  # for every head, its expansions from the bottom up to its own
-        for member, sizes in zip(config.members, config.stages(), strict=True):
-            below = paths[member["parent"]]
-            paths.append([*below, self._expansion(base, below, sizes, len(paths))])
-        self.members = nn.ModuleList(path[-1] for path in paths[1:])
-        self.branches = [
-            Branch(path[-1], member["parent"])
-            for path, member in zip(paths[1:], config.members, strict=True)
-        ]
-        self.routed_heads = range(len(paths))
-        first, known = [pieces[0] for pieces in config.pieces()], config.known_by_heads()
-        self._shares = piece_shares(first, config.own_pieces, known, config.vocab_size)
-        self.generation_config = base.generation_config
+        self.base: Any = self._empty_base() if base is None else base
+        self.members = nn.ModuleList(
+            self._expansion(sizes, head) for head, sizes in enumerate(config.expansions(), start=1)
+        )
+        first = [pieces[0] for pieces in config.pieces()]
+        self._shares = piece_shares(
+            first, config.own_pieces, config.known_by_heads(), config.vocab_size
+        )
+        self.generation_config = self.base.generation_config
         self.freeze()
         self.eval()
         self.post_init()
 
-    def _expansion(
-        self, base: Any, below: Sequence[Expansion], sizes: ScaleConfig, head: int
-    ) -> Expansion:
+    def _expansion(self, sizes: ScaleConfig, head: int) -> Expansion:
         """Return an expansion's blocks, with rows for all tokens in its input embedding."""
-        expansion = Expansion(base, below, sizes)
+        expansion = Expansion(self.base, sizes)
         if sizes.vocab_size < self.config.vocab_size:
             expansion.embed_tokens = nn.Embedding(
                 self.config.vocab_size, sizes.expansion_hidden_size
@@ -67,6 +57,10 @@ class JoinedForCausalLM(WidenedModel):
         if expansion.new_tokens is not None:
             expansion.new_tokens.first_id += self.config.known_tokens(head).start
         return expansion
+
+    @property
+    def expansions(self) -> Sequence[Expansion]:
+        return cast(Sequence[Expansion], self.members)
 
     def freeze(self) -> None:
         self.requires_grad_(False)
@@ -77,12 +71,8 @@ class JoinedForCausalLM(WidenedModel):
         return logits if shares is None else shares(logits)
 
     def routed_logits(self, states: FinalStates) -> list[Tensor]:
-        logits = states.logits(self.root.lm_head, self.routed_heads)
+        logits = super().routed_logits(states)
         return [self.of_all_tokens(head, of_one) for head, of_one in enumerate(logits)]
-
-    @property
-    def root(self) -> Any:
-        return self.base
 
     def train(self, mode: bool = True) -> JoinedForCausalLM:  # noqa: ARG002 (as every module's)
         """Stay in evaluation mode: nothing in this model trains."""

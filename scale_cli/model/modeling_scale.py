@@ -2,9 +2,6 @@
 
 `WidenedModel` is common to all widened models: one forward pass of the base, its heads, and the router over them.
 
-The base may be a widened model itself. Its expansions are then frozen too, the new one reads their streams beside x,
-and the base head is the trained head of that model.
-
 Shapes: B batch, T positions, V vocabulary, K heads (those that the router mixes).
 
 Source: SCALE, arXiv 2511.03270.
@@ -21,21 +18,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .branches_scale import Branch, FinalStates, ScaleCache, run_branches
+from .branches_scale import FinalStates, ScaleCache, run_expansions
 from .cache_scale import CACHE, named, require_state
 from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion
-from .family_scale import family_of
 from .head_loss import IGNORED, trained_head_cross_entropy
 from .routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
-from .vocabulary_scale import brought_by
 
 
 class WidenedModel(PreTrainedModel, GenerationMixin):
     """A frozen causal language model, its expansions, and the heads that the router mixes.
 
-    A subclass sets `base` (the widened model), `root` (the plain model at the bottom), `branches` (its expansions) and
-    `routed_heads` (those that the router mixes, each head after its parent, the base's first).
+    A subclass sets `base` (the plain model) and has `expansions`. The router mixes the base's head and one of each.
     """
 
     base_model_prefix = "base"
@@ -45,9 +39,6 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["ExpansionLayer"]  # noqa: RUF012 (declared by transformers, which adds the base's own)
 
     base: Any
-    root: Any
-    branches: Sequence[Branch]
-    routed_heads: Sequence[int]
     gradient_checkpointing = False  # transformers reads it by this name
     _training_loss: Callable[..., Tensor]
 
@@ -63,28 +54,27 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         ).freeze()  # a pair with output_loading_info
         return loaded
 
+    @property
+    def expansions(self) -> Sequence[Expansion]:
+        raise NotImplementedError
+
     def freeze(self) -> None:
-        self.base.requires_grad_(False)
-        if (new := self.branches[-1].expansion.new_tokens) is not None:
-            new.embed_tokens.requires_grad_(False)
+        """Exclude from training what never trains."""
+        raise NotImplementedError
 
     def _empty_base(self) -> Any:
         """Return a base of the right shapes, which a checkpoint then fills."""
-        config = self.config.base()
-        make = (
-            self._from_config
-            if config.model_type == self.config.model_type
-            else AutoModelForCausalLM.from_config
-        )
-        return make(
-            config, attn_implementation=self.config._attn_implementation, dtype=self.config.dtype
+        return AutoModelForCausalLM.from_config(
+            self.config.base(),
+            attn_implementation=self.config._attn_implementation,
+            dtype=self.config.dtype,
         )
 
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: `upscale` initialises the expansion, and a checkpoint brings the rest."""
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.root.get_input_embeddings()
+        return self.base.get_input_embeddings()
 
     def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> Any:
         """Raise NotImplementedError: a frozen base has learnt no other tokens."""
@@ -143,7 +133,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
             asked = kwargs.get(name)
             if getattr(self.config, name, False) if asked is None else asked is not False:
                 raise ValueError(
-                    f"{name}: a widened model has several streams; pass input_ids, or use its base (.root)"
+                    f"{name}: a widened model has several streams; pass input_ids, or use its base (.base)"
                 )
         use_cache = not self.training and (
             self.config.use_cache if use_cache is None else use_cache
@@ -163,20 +153,18 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
             else slice(-logits_to_keep or None, None)
         )
         if not routed:
-            logits = self.adaptation_logits(states.at(kept))
+            logits = self.trained_logits(states.at(kept))
         elif self.config.router_rule == "cosine":
-            base, adapted = self.routed_logits(states.at(kept))
-            serves_base = cosine_serves_base(
-                logit_cosine(base, adapted), self.config.router_threshold
-            )
-            logits = torch.where(serves_base.unsqueeze(-1), base.to(adapted.dtype), adapted)
+            base, trained = self.routed_logits(states.at(kept))
+            cosine = logit_cosine(base, trained)
+            serves_base = cosine_serves_base(cosine, self.config.router_threshold)
+            logits = torch.where(serves_base.unsqueeze(-1), base.to(trained.dtype), trained)
         else:
             mixed = route(
                 lambda at: self.routed_logits(states.at(at)),
                 input_ids,
                 self.config.vocab_size,
                 prior_K=self.log_prior(input_ids.device),
-                switch_rate=self.config.router_switch_rate,
                 memory=None if cache is None else cache.router,
                 evidence_BT=evidence_of(attention_mask, input_ids.shape[1]),
                 logits_to_keep=logits_to_keep,
@@ -190,24 +178,6 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
         return CausalLMOutputWithPast(loss=loss, logits=logits, **named(cache))
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Any,
-        *args: Any,
-        inputs_embeds: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Return the inputs of a step: the whole text again, if it has just passed the length `Family.short_up_to`."""
-        short = family_of(self.root.config).short_up_to(self.root.config)
-        cache = kwargs.get(CACHE)
-        past = None if cache is None else cache.get_seq_length()
-        if past is not None and short is not None and past <= short < input_ids.shape[1]:
-            kwargs |= {CACHE: None, "next_sequence_length": None}
-        generation: Any = super()
-        return generation.prepare_inputs_for_generation(
-            input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
-        )
 
     def final_states(
         self,
@@ -223,22 +193,20 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         `preserved` says whether every routed head is wanted, or the last alone. The base's own head costs one more
         frozen pass of those layers in which no expansion reads the untouched stream, and nothing in the others.
         """
-        return run_branches(
-            self.root,
-            self.branches,
+        return run_expansions(
+            self.base,
+            self.expansions,
             input_ids,
             attention_mask,
             position_ids,
             cache,
-            preserved=preserved and 0 in self.routed_heads,
+            preserved=preserved,
             checkpointing=self.gradient_checkpointing and self.training and torch.is_grad_enabled(),
         )
 
     def routed_logits(self, states: FinalStates) -> list[Tensor]:
         """Return the logits of all routed heads; shared products are computed once."""
-        logits = states.logits(self.root.lm_head, self.routed_heads)
-        new = self.branches[-1].expansion.new_tokens
-        return logits if new is None else [new.shared(logits[0]), *logits[1:]]
+        return states.logits(self.base.lm_head, range(len(self.expansions) + 1))
 
     def head_logits(
         self,
@@ -255,11 +223,11 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         return ScaleCache()
 
     def log_prior(self, device: torch.device | None = None) -> Tensor:
-        return log_prior(self.config.router_prior, len(self.routed_heads), device=device)
+        return log_prior(self.config.router_prior, len(self.expansions) + 1, device=device)
 
-    def adaptation_logits(self, states: FinalStates) -> Tensor:
-        """Return the last head's logits: H x_a + H' u, plus the H' u of every expansion that it stands upon."""
-        return states.logits(self.root.lm_head, self.routed_heads[-1:])[0]
+    def trained_logits(self, states: FinalStates) -> Tensor:
+        """Return the last head's logits: H x_a + H' u."""
+        return states.logits(self.base.lm_head, [len(self.expansions)])[0]
 
 
 def _one_device(device_map: Any) -> Any:
@@ -293,23 +261,26 @@ class ScaleForCausalLM(WidenedModel):
     def __init__(self, config: ScaleConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
         self.base: Any = self._empty_base() if base is None else base
-        below: list[Branch] = []
-        if isinstance(self.base, ScaleForCausalLM):
-            below = list(self.base.branches)
-            # With a prefix, transformers would load a checkpoint's expansion.* into base.expansion.*, which exists too.
-            self.base_model_prefix = ""
-        self.expansion = Expansion(self.root, [branch.expansion for branch in below], config)
-        self.branches = [*below, Branch(self.expansion, parent=len(below))]
-        self.routed_heads = (len(below), len(below) + 1)
+        self.expansion = Expansion(self.base, config)
         self.freeze()
         self.generation_config = self.base.generation_config
         self.post_init()
         if base is not None and self.expansion.new_tokens is not None:
-            self.expansion.new_tokens.compose(self.root)
+            self.expansion.new_tokens.compose(self.base)
 
     @property
-    def root(self) -> Any:
-        return self.base.root if isinstance(self.base, ScaleForCausalLM) else self.base
+    def expansions(self) -> Sequence[Expansion]:
+        return [self.expansion]
+
+    def freeze(self) -> None:
+        self.base.requires_grad_(False)
+        if self.expansion.new_tokens is not None:
+            self.expansion.new_tokens.embed_tokens.requires_grad_(False)
+
+    def routed_logits(self, states: FinalStates) -> list[Tensor]:
+        base, trained = super().routed_logits(states)
+        new = self.expansion.new_tokens
+        return [base if new is None else new.shared(base), trained]
 
     def _training_loss(
         self,
@@ -328,28 +299,22 @@ class ScaleForCausalLM(WidenedModel):
         """
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-        heads = self.root.lm_head.weight, self.expansion.lm_head.weight
-        # At most one expansion brings tokens; those upon it share them.
-        brought = brought_by(branch.expansion for branch in self.branches)
-        between = [
-            (u_BTE, branch.expansion.lm_head.weight)
-            for u_BTE, branch in zip(states.u_KBTE[:-1], self.branches[:-1], strict=True)
-        ]
+        new = self.expansion.new_tokens
         loss = trained_head_cross_entropy(
-            states.x_BTD[states.owner(len(self.branches))],
-            states.u_KBTE[-1],
-            *heads,
+            states.x_BTD[1 if self.expansion.writes else 0],
+            states.u_KBTE[0],
+            self.base.lm_head.weight,
+            self.expansion.lm_head.weight,
             shift_labels,
-            between,
-            distillation,
-            brought[0].lm_head.weight if brought else None,
-            token_losses,
-            None if self.expansion.new_tokens is None else self.expansion.new_tokens.shared,
+            distillation=distillation,
+            new_head_MD=None if new is None else new.lm_head.weight,
+            token_losses_BT=token_losses,
+            of_base=None if new is None else new.shared,
         )
-        return loss / (
-            (shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-        )
+        if num_items_in_batch is None:
+            return loss / (shift_labels != IGNORED).sum()
+        return loss / num_items_in_batch
 
     def base_logits(self, states: FinalStates) -> Tensor:
-        """Return the base head's logits, bit for bit: H x_p; for a widened base, its trained head's."""
-        return states.logits(self.root.lm_head, self.routed_heads[:1])[0]
+        """Return the base head's logits, bit for bit: H x_p."""
+        return states.logits(self.base.lm_head, [0])[0]

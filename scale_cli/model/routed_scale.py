@@ -1,8 +1,8 @@
 """A plain export served with its router: the family's own model, whose one vocabulary head gives every head's logits.
 
 The plain model's hidden row holds all streams side by side, h = [x ; u_1 ; ...]. Its vocabulary head has one group of
-columns for each stream, [H | H'_1 | ...]. So one product gives every head's logits, z_0 = H x and z_k = z_parent + H'_k
-u_k, and the posterior rule of `routing.py` mixes them. `scale_router` in config.json says which columns are whose.
+columns for each stream, [H | H'_1 | ...]. So one product gives every head's logits, z_0 = H x and z_k = z_0 + H'_k u_k,
+and the posterior rule of `routing.py` mixes them. `scale_router` in config.json says which columns are whose.
 
 Layers, attention, cache, quantisation and devices are transformers' own. The router's memory between two calls is one
 more layer of the cache, so every operation on the cache also applies to it.
@@ -27,10 +27,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2ForCausalLM,
     Olmo3ForCausalLM,
-    Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -121,7 +119,7 @@ class RouterLayer:
         return -1  # unlimited
 
 
-class Routed(nn.Module):
+class RoutedModel(nn.Module):
     """Common part of every family's routed class: the forward pass, and the hooks that generation calls."""
 
     config: Any
@@ -136,20 +134,13 @@ class Routed(nn.Module):
             raise ValueError(
                 "config.json has no scale_router: this is a plain model without a router"
             )
-        sizes, parents = router["stream_sizes"], router["parents"]
-        if sum(sizes) != config.hidden_size or len(parents) != len(sizes) - 1:
+        sizes = router["stream_sizes"]
+        if sum(sizes) != config.hidden_size:
             raise ValueError(
                 "config.json: scale_router does not fit hidden_size; it belongs to another model"
             )
         self._columns = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
-        self._read: list[list[slice]] = []  # for every head, the columns of its streams
-        for own, parent in zip(self._columns, [None, *parents], strict=True):
-            self._read.append([own] if parent is None else [*self._read[parent], own])
-        self._parents, self._prior, self._switch_rate = (
-            parents,
-            router["prior"],
-            router["switch_rate"],
-        )
+        self._prior = router["prior"]
         self._shares = shares_of_router(router, config.vocab_size)
 
     @property
@@ -213,7 +204,6 @@ class Routed(nn.Module):
             input_ids,
             self.config.vocab_size,
             prior_K=log_prior(self._prior, self.num_heads, rows_BTD.device),
-            switch_rate=self._switch_rate,
             memory=self._last(layer),
             evidence_BT=evidence_mask,
             logits_to_keep=logits_to_keep,
@@ -270,13 +260,10 @@ class Routed(nn.Module):
                 .unflatten(0, rows_BTD.shape[:2])
                 for at in self._columns
             )
-            heads = [base]
-            for own, parent in zip(added, self._parents, strict=True):
-                heads.append(heads[parent] + own)
-            return self._of_all_tokens(heads)
+            return self._of_all_tokens([base, *(base + own for own in added)])
         read_KBTD = rows_BTD.new_zeros(self.num_heads, *rows_BTD.shape)
-        for row_BTD, columns in zip(read_KBTD, self._read, strict=True):
-            for at in columns:
+        for row_BTD, own in zip(read_KBTD, self._columns, strict=True):
+            for at in (self._columns[0], own):  # every head reads x
                 row_BTD[..., at] = rows_BTD[..., at]
         return self._of_all_tokens(head(read_KBTD).float())
 
@@ -315,44 +302,36 @@ class Routed(nn.Module):
         )
 
 
-class ScaleRoutedLlamaForCausalLM(Routed, LlamaForCausalLM):
+class ScaleRoutedLlamaForCausalLM(RoutedModel, LlamaForCausalLM):
     """A Llama with its router."""
 
 
-class ScaleRoutedMistralForCausalLM(Routed, MistralForCausalLM):
+class ScaleRoutedMistralForCausalLM(RoutedModel, MistralForCausalLM):
     """A Mistral with its router."""
 
 
-class ScaleRoutedQwen2ForCausalLM(Routed, Qwen2ForCausalLM):
+class ScaleRoutedQwen2ForCausalLM(RoutedModel, Qwen2ForCausalLM):
     """A Qwen2 with its router."""
 
 
-class ScaleRoutedQwen3ForCausalLM(Routed, Qwen3ForCausalLM):
+class ScaleRoutedQwen3ForCausalLM(RoutedModel, Qwen3ForCausalLM):
     """A Qwen3 with its router."""
 
 
-class ScaleRoutedGemma3ForCausalLM(Routed, Gemma3ForCausalLM):
+class ScaleRoutedGemma3ForCausalLM(RoutedModel, Gemma3ForCausalLM):
     """A Gemma 3 with its router."""
 
 
-class ScaleRoutedOlmo2ForCausalLM(Routed, Olmo2ForCausalLM):
+class ScaleRoutedOlmo2ForCausalLM(RoutedModel, Olmo2ForCausalLM):
     """An OLMo 2 with its router."""
 
 
-class ScaleRoutedOlmo3ForCausalLM(Routed, Olmo3ForCausalLM):
+class ScaleRoutedOlmo3ForCausalLM(RoutedModel, Olmo3ForCausalLM):
     """An OLMo 3 with its router."""
 
 
-class ScaleRoutedExaone4ForCausalLM(Routed, Exaone4ForCausalLM):
+class ScaleRoutedExaone4ForCausalLM(RoutedModel, Exaone4ForCausalLM):
     """An EXAONE 4 with its router."""
-
-
-class ScaleRoutedQwen3MoeForCausalLM(Routed, Qwen3MoeForCausalLM):
-    """A Qwen3-MoE with its router."""
-
-
-class ScaleRoutedPhi3ForCausalLM(Routed, Phi3ForCausalLM):
-    """A Phi-3 or Phi-4 with its router."""
 
 
 def _router_layer(cache: Any) -> RouterLayer | None:

@@ -8,14 +8,12 @@ The posterior rule judges each head by how well it predicted the tokens seen so 
 
 Therefore, on every document, loss(routed) <= min_k (loss_k - ln prior_k), whatever was trained. With two heads and an
 even prior that is at most ln 2 nats more than the better head; with a prior of 0.9, at most 0.11 more than the base
-head and 2.30 more than the other. With a switch rate alpha > 0, a share alpha of the weight returns to the prior at
-every token: the router can change its mind within a document, at a cost that may grow with the document's length.
+head and 2.30 more than the other.
 
 The bound holds for a whole document, from its first token. It does not hold for a continuation after a context (a
 benchmark's choice, a prompt's completion): there the weights start from what the context has left.
 
-Sources: Vovk 1998 (the aggregating algorithm); Herbster & Warmuth 1998, "Tracking the best expert" (fixed share);
-SCALE, arXiv 2511.03270 (the cosine rule).
+Sources: Vovk 1998 (the aggregating algorithm); SCALE, arXiv 2511.03270 (the cosine rule).
 """
 
 from __future__ import annotations
@@ -60,16 +58,15 @@ def log_prior(base_prior: float, num_heads: int = 2, device: torch.device | None
 
 
 def posterior_log_weights(
-    log_probs_KBT: Tensor, prior_K: Tensor, switch_rate: float = 0.0, start_KB: Tensor | None = None
+    log_probs_KBT: Tensor, prior_K: Tensor, start_KB: Tensor | None = None
 ) -> Tensor:
     """Return the log-weights before each token and after the last one.
 
     Args:
         log_probs_KBT: each head's log-probability of the observed token, in nats; -inf and NaN are allowed and count
             as probability zero. A token to which every head gives zero is no evidence and is skipped.
-        prior_K: log-weights of a new document; weight returns to them, and starts over from them once every head has
-            given probability zero.
-        switch_rate: alpha; 0 needs no loop over tokens, unless every head has failed.
+        prior_K: log-weights of a new document; the weights start over from them once every head has given probability
+            zero.
         start_KB: log-weights before the first token, if the document began earlier: the last column of the last result.
 
     Returns:
@@ -80,19 +77,16 @@ def posterior_log_weights(
     evidence_KBT = torch.where((evidence_KBT == -torch.inf).all(dim=0), 0.0, evidence_KBT)
     prior_KB = prior_K[:, None].expand(-1, log_probs_KBT.shape[1])
     start_KB = (prior_KB if start_KB is None else start_KB).double()
-    if switch_rate == 0.0 and evidence_KBT.shape[-1] > 1:
+
+    if evidence_KBT.shape[-1] > 1:
         sums_KBS = torch.cat([start_KB.unsqueeze(-1), evidence_KBT], dim=-1).cumsum(dim=-1)
         # Once every head has failed, each at its own token, a sum cannot start over; the loop below can.
         if not (sums_KBS == -torch.inf).all(dim=0).any():
             return _normalise(sums_KBS, prior_K[:, None, None])
+
     weights = [_normalise(start_KB, prior_KB)]
     for evidence_KB in evidence_KBT.unbind(dim=-1):
-        updated_KB = _normalise(weights[-1] + evidence_KB, prior_KB)
-        if switch_rate > 0.0:
-            updated_KB = torch.logaddexp(
-                updated_KB + math.log1p(-switch_rate), prior_KB + math.log(switch_rate)
-            )
-        weights.append(updated_KB)
+        weights.append(_normalise(weights[-1] + evidence_KB, prior_KB))
     return torch.stack(weights, dim=-1)
 
 
@@ -245,11 +239,12 @@ def shares_of_router(router: dict[str, Any], vocab_size: int) -> list[PieceShare
     return piece_shares(new["first"], new["own"], new["known"], vocab_size)
 
 
-def logit_cosine(base: Tensor, adapted: Tensor) -> Tensor:
+def logit_cosine(base: Tensor, trained: Tensor) -> Tensor:
     """Return the cosine of two logit vectors (..., V); NaN if either is zero or not finite."""
-    base, adapted = base.float(), adapted.float()
-    norms = torch.linalg.vector_norm(base, dim=-1) * torch.linalg.vector_norm(adapted, dim=-1)
-    return torch.linalg.vecdot(base, adapted) / norms
+    base = base.float()
+    trained = trained.float()
+    norms = torch.linalg.vector_norm(base, dim=-1) * torch.linalg.vector_norm(trained, dim=-1)
+    return torch.linalg.vecdot(base, trained) / norms
 
 
 def cosine_serves_base(cosine: Tensor, threshold: float) -> Tensor:
@@ -292,7 +287,7 @@ class RouterMemory(NamedTuple):
         return RouterMemory(*(tensor.repeat_interleave(repeats, dim=1) for tensor in self))
 
 
-class Routed(NamedTuple):
+class RoutedScores(NamedTuple):
     """Result of the posterior rule over some tokens."""
 
     scores_BTV: Tensor  # their softmax is the mixture of the heads
@@ -306,11 +301,10 @@ def route(
     vocab_size: int,
     *,
     prior_K: Tensor,
-    switch_rate: float,
     memory: RouterMemory | None = None,
     evidence_BT: Tensor | None = None,
     logits_to_keep: int | Tensor = 0,
-) -> Routed:
+) -> RoutedScores:
     """Weigh the heads by each token, and mix their predictions of the next one.
 
     Args:
@@ -318,7 +312,6 @@ def route(
         ids_BT: the tokens.
         vocab_size: V.
         prior_K: log-weights before the first token of a document.
-        switch_rate: alpha.
         memory: state after the tokens before these; None if there are none.
         evidence_BT: whether a token counts as evidence (`evidence_of`); None: every token does.
         logits_to_keep: return the scores of so many last positions, 0 for all, or of the positions in a tensor.
@@ -332,11 +325,11 @@ def route(
             said if isinstance(said, Tensor) else torch.stack([of_head.float() for of_head in said])
         )
         device, sizes_KBT = logits_KBTV.device, logits_KBTV.logsumexp(dim=-1)
-        said_KBT = _said(memory, logits_KBTV, sizes_KBT, ids_BT[:, at].to(device))
+        said_KBT = token_log_probs(memory, logits_KBTV, sizes_KBT, ids_BT[:, at].to(device))
         if evidence_BT is not None:
             said_KBT = torch.where(evidence_BT[:, at].to(device), said_KBT, 0.0)
         start_KB = None if memory is None else memory.log_weights_KB
-        log_weights_KBS = posterior_log_weights(said_KBT, prior_K.to(device), switch_rate, start_KB)
+        log_weights_KBS = posterior_log_weights(said_KBT, prior_K.to(device), start_KB)
         log_weights.append(log_weights_KBS[..., 1:])
         if at.stop > first:
             kept = slice(max(0, first - at.start), None)
@@ -350,10 +343,10 @@ def route(
     scores_BTV = torch.cat(scores, dim=1)
     if isinstance(logits_to_keep, Tensor):
         scores_BTV = scores_BTV[:, logits_to_keep]
-    return Routed(scores_BTV, torch.cat(log_weights, dim=-1), memory)
+    return RoutedScores(scores_BTV, torch.cat(log_weights, dim=-1), memory)
 
 
-def _said(
+def token_log_probs(
     memory: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, ids_BT: Tensor
 ) -> Tensor:
     """Return (K, B, T): each head's log-probability of every token; 0 for a token that no head has predicted."""

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
-from scale_cli.errors import BaseModelError, StorageError
+from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.heads import BaseAndTrained, BaseOfNewTokens, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.processes import Share
@@ -34,17 +32,12 @@ from scale_cli.storage.atomic import (
     load_tensors,
     read_json,
     save_tensors,
-    verify_folder,
     write_json,
 )
 from scale_cli.storage.shards import has_shards, load_shards
-from scale_cli.upscale.base import base_without_weights, load_base, load_base_config, stages_below
+from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_record import BaseRecord, check_same_base
 from scale_cli.upscale.building import MethodModel, NewPieces, grow_plainly
-
-if TYPE_CHECKING:
-    pass  # slow to import, and only PEFT's methods need it
-
 
 # PEFT's own files, which `PeftModel.from_pretrained` and adapter servers load. The config has rank, alpha, targets and
 # the base's name as in our config. A and B have PEFT's names, without `default`, PEFT's name for the only adapter.
@@ -70,43 +63,6 @@ def write_trained(
     save_tensors(folder / TRAINED, trainable_parameters(model))
 
 
-def load_any_base(model: ModelConfig) -> PreTrainedModel:
-    """Load a base, frozen and in evaluation mode: a plain model, or one that an earlier run has widened."""
-    if (stage := _stage(model)) is None:
-        return load_base(model)
-    folder, below = stage
-    verify_folder(folder)
-    widened: Any = load_onto_base(folder, below).requires_grad_(False)
-    return widened
-
-
-def any_base_without_weights(model: ModelConfig) -> PreTrainedModel:
-    """Return the model that `load_any_base` loads, on the meta device: shapes and dtypes without weights."""
-    if (stage := _stage(model)) is None:
-        return base_without_weights(load_base_config(model), model.dtype, model.quantisation)
-    folder, below = stage
-    base = any_base_without_weights(below)
-    with torch.device("meta"):
-        widened: PreTrainedModel = ScaleForCausalLM(ScaleConfig.from_pretrained(folder), base)
-    return widened.requires_grad_(False)
-
-
-def _stage(model: ModelConfig) -> tuple[Path, ModelConfig] | None:
-    """Return a widened base's folder and its own base; None if plain. BaseModelError: it cannot be widened further."""
-    if (stage := next(stages_below(model), None)) is None:
-        return None
-    folder, below = stage[0], stage[1].model
-    if below.held_in != model.held_in:
-        raise BaseModelError(
-            f"model.dtype: {model.held_in}, but {model.base} was trained on a base in {below.held_in}"
-        )
-    if not read_method(folder).definition.widens:
-        raise BaseModelError(
-            f"model.base: {model.base} has no expansion; export it as llama, and widen that export"
-        )
-    return folder, below
-
-
 def read_method(folder: Path) -> MethodConfig:
     try:
         return MethodConfig.model_validate(read_json(folder / _METHOD))
@@ -128,7 +84,7 @@ def load_recorded_base(
 
     With `of_machine`, all processes of the launch must call this: each hashes a part of the base.
     """
-    loaded = load_any_base(base)
+    loaded = load_base(base)
     check_same_base(loaded, BaseRecord.load(folder), f"model.base {base.base}", of_machine)
     return loaded
 

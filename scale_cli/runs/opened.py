@@ -41,11 +41,9 @@ from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.model.heads import HeadedModel
-from scale_cli.model.quantised_base import dequantise
 from scale_cli.processes import Share, placed, share_of_machine
 from scale_cli.runs.folder import RunFolder, check_folder
 from scale_cli.runs.method_folder import (
-    any_base_without_weights,
     beside_base,
     load_onto_base,
     load_recorded_base,
@@ -55,10 +53,11 @@ from scale_cli.runs.method_folder import (
 )
 from scale_cli.runs.new_tokens import learned_on
 from scale_cli.storage.atomic import is_whole, read_json, verify_folder
-from scale_cli.upscale.base import check_weights, load_base_config, stage_folder
+from scale_cli.upscale.base import base_without_weights, check_weights, load_base_config
 from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import check_tokenizer, load_tokenizer
 from scale_cli.upscale.building import MethodModel, build_model
+from scale_cli.upscale.quantised_base import dequantise
 from scale_cli.vocabulary.tokenizer import (
     AddedTokens,
     check_ids,
@@ -77,7 +76,7 @@ class Run:
         return RunFolder(self.config.output_dir)
 
     @cached_property
-    def base_config(self) -> Any:  # of the plain model at the bottom
+    def base_config(self) -> Any:
         return load_base_config(self.config.model)
 
     @cached_property
@@ -90,10 +89,6 @@ class Run:
         config, vocabulary = self.config, self.config.method.vocabulary
         if vocabulary is None:
             return None
-        if stage_folder(config.model) is not None:
-            raise BaseModelError(
-                f"method.vocabulary: {config.model.base} is widened; only a plain base takes new tokens"
-            )
         cache = cache_of(config, self.base_tokenizer)
         return AddedTokens(self.base_config.vocab_size, vocabulary, learned_on(config), cache)
 
@@ -144,7 +139,7 @@ class Run:
         self.folder.check()
         if config.corpus.cache_dir is not None and not config.corpus.cache_dir.is_dir():
             check_folder("corpus.cache_dir", config.corpus.cache_dir)
-        base = any_base_without_weights(config.model)
+        base = base_without_weights(self.base_config, config.model.dtype, config.model.quantisation)
         check_weights(config.model)
         check_context(config, base.config)
         check_processes(config.train, num_processes)

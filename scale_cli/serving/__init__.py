@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # The families of `model/family_scale.py` that vLLM implements; with transformers, all families can be routed.
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "Exaone4", "Qwen3Moe", "Phi3")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "Exaone4")
 
 
 def register() -> None:

@@ -51,20 +51,13 @@ class BlockRouter(nn.Module):
     """One row of router state for each block, updated by every step; `log_prior` (K,) is float64."""
 
     log_prior_K: Tensor
-    transition_KK: Tensor
     hidden_ND: Tensor
     sizes_NK: Tensor
     log_weights_NK: Tensor
 
-    def __init__(self, log_prior: Tensor, switch_rate: float = 0.0) -> None:
+    def __init__(self, log_prior: Tensor) -> None:
         super().__init__()
         self.register_buffer("log_prior_K", log_prior, persistent=False)
-        # After every token w <- (1 - alpha) w + alpha prior, which is a product with this matrix.
-        shared_KK = switch_rate * log_prior.exp()[:, None].expand(-1, len(log_prior))
-        stays_KK = (1.0 - switch_rate) * torch.eye(
-            len(log_prior), dtype=log_prior.dtype, device=log_prior.device
-        )
-        self.register_buffer("transition_KK", (stays_KK + shared_KK).log(), persistent=False)
         self.allocate(0, 0, torch.float32)
 
     @property
@@ -134,48 +127,44 @@ class BlockRouter(nn.Module):
     ) -> Tensor:
         """Return the log-weights after each token; `since_T` counts from the document's first token in this step.
 
-        Each token is a matrix that multiplies the weights, so the products of a document's tokens take about
-        log2(longest) rounds. If every head's weight is zero, the weights restart at the prior, as in model/routing.py.
+        They are sums of evidence within each document. If every head's weight is zero, the weights restart at the
+        prior, as in model/routing.py.
         """
         evidence_TK = torch.where(evidence_TK.isnan(), -torch.inf, evidence_TK)
-        evidence_TK = torch.where(
-            (evidence_TK == -torch.inf).all(dim=-1, keepdim=True), 0.0, evidence_TK
-        )
-        tokens_TKK = self.transition_KK + evidence_TK[:, None, :]
-        log_weights_TK = _multiply(_products(tokens_TKK, since_T, longest), start_TK[:, :, None])[
-            :, :, 0
-        ]
+        silent_T1 = (evidence_TK == -torch.inf).all(dim=-1, keepdim=True)
+        evidence_TK = torch.where(silent_T1, 0.0, evidence_TK)
+        evidence_TK = torch.where((since_T == 0)[:, None], start_TK + evidence_TK, evidence_TK)
         if longest == 1:
-            return self._normalise(log_weights_TK)
-        while (lost_T := (log_weights_TK == -torch.inf).all(dim=-1)).any():
+            return self._normalise(evidence_TK)
+
+        at_T = torch.arange(len(since_T), device=since_T.device)
+        while True:
+            log_weights_TK = _sums(evidence_TK, since_T, longest)
+            lost_T = (log_weights_TK == -torch.inf).all(dim=-1)
+            if not lost_T.any():
+                return self._normalise(log_weights_TK)
+            # The first lost token of a document begins its sums anew.
             first_T = lost_T & ~(lost_T.roll(1) & (since_T > 0))
-            tokens_TKK = torch.where(first_T[:, None, None], self.log_prior_K[:, None], tokens_TKK)
-            log_weights_TK = _multiply(
-                _products(tokens_TKK, since_T, longest), start_TK[:, :, None]
-            )[:, :, 0]
-        return self._normalise(log_weights_TK)
+            evidence_TK = torch.where(first_T[:, None], self.log_prior_K, evidence_TK)
+            since_T = at_T - torch.where(first_T | (since_T == 0), at_T, 0).cummax(dim=0).values
 
     def _normalise(self, log_weights_TK: Tensor) -> Tensor:
         normalised_TK = log_weights_TK - torch.logsumexp(log_weights_TK, dim=-1, keepdim=True)
         return torch.where(normalised_TK.isnan(), self.log_prior_K, normalised_TK)
 
 
-def _multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Return the logarithm of a matrix product, from the logarithms of both factors."""
-    return torch.logsumexp(left[..., :, :, None] + right[..., None, :, :], dim=-2)
+def _sums(evidence_TK: Tensor, since_T: Tensor, longest: int) -> Tensor:
+    """Return, at each token, the sum of the evidence since `since_T` tokens ago; it takes log2(longest) rounds.
 
-
-def _products(tokens_TKK: Tensor, since_T: Tensor, longest: int) -> Tensor:
-    """Return, at each token, the product of the matrices of its document's tokens in this step, up to this one."""
+    One sum over all tokens will not do: after a zero probability, differences of sums are not numbers.
+    """
     shift = 1
     while shift < longest:
-        joined = _multiply(tokens_TKK[shift:], tokens_TKK[:-shift])
-        within = (since_T[shift:] >= shift)[:, None, None]
-        tokens_TKK = torch.cat(
-            [tokens_TKK[:shift], torch.where(within, joined, tokens_TKK[shift:])]
-        )
+        within = (since_T[shift:] >= shift)[:, None]
+        added = torch.where(within, evidence_TK[:-shift], 0.0)
+        evidence_TK = torch.cat([evidence_TK[:shift], evidence_TK[shift:] + added])
         shift *= 2
-    return tokens_TKK
+    return evidence_TK
 
 
 def attach_state(hidden_TD: Tensor, log_weights_TK: Tensor, rows_T: Tensor) -> Tensor:

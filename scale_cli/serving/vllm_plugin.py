@@ -22,16 +22,14 @@ from vllm.model_executor.models.exaone4 import Exaone4ForCausalLM
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
-from vllm.model_executor.models.phi3 import Phi3ForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.platforms import current_platform
 from vllm.v1.worker.utils import select_common_block_size
 
 from ..model.routing import log_prior, shares_of_router
 from .block_router import BlockRouter, Step, attach_state, detach_state
-from .heads import Shard, SharedPieces, StreamHeads, scores_of, sizes_of
+from .stream_heads import Shard, SharedPieces, StreamHeads, scores_of, sizes_of
 
 _PROFILED_ROWS = 512
 # Used on a CPU: the logits of so many tokens stay in its cache.
@@ -40,7 +38,7 @@ _TOKENS_OF_A_TILE = 8192
 _compiled = partial(torch.compile, dynamic=True, backend=current_platform.simple_compile_backend)
 
 
-class Routed:
+class VllmRoutedModel:
     """Common part of every family's routed class; a base class before vLLM's class of the family."""
 
     config: Any
@@ -57,7 +55,7 @@ class Routed:
         self._blocks_of_cache, self._block_size = 0, 0
         device = next(self.parameters()).device  # type: ignore[attr-defined] # of vLLM's class; a quantised head has no weight
         prior_K = log_prior(routing["prior"], len(routing["stream_sizes"]))
-        self.router = BlockRouter(prior_K, routing["switch_rate"]).to(device)
+        self.router = BlockRouter(prior_K).to(device)
         self.columns, tiles, weight = head_products(self.lm_head, routing["stream_sizes"])
         shard, vocab_size = shard_of(self.lm_head), self.config.vocab_size
         shared = [
@@ -67,7 +65,6 @@ class Routed:
         self.heads = StreamHeads(
             tiles,
             routing["stream_sizes"],
-            routing["parents"],
             shard,
             weight,
             shared,
@@ -146,36 +143,28 @@ class Routed:
         return self._block_size
 
 
-class ScaleRoutedLlamaForCausalLM(Routed, LlamaForCausalLM):
+class ScaleRoutedLlamaForCausalLM(VllmRoutedModel, LlamaForCausalLM):
     """A routed Llama."""
 
 
-class ScaleRoutedMistralForCausalLM(Routed, MistralForCausalLM):
+class ScaleRoutedMistralForCausalLM(VllmRoutedModel, MistralForCausalLM):
     """A routed Mistral."""
 
 
-class ScaleRoutedQwen2ForCausalLM(Routed, Qwen2ForCausalLM):
+class ScaleRoutedQwen2ForCausalLM(VllmRoutedModel, Qwen2ForCausalLM):
     """A routed Qwen2."""
 
 
-class ScaleRoutedQwen3ForCausalLM(Routed, Qwen3ForCausalLM):
+class ScaleRoutedQwen3ForCausalLM(VllmRoutedModel, Qwen3ForCausalLM):
     """A routed Qwen3."""
 
 
-class ScaleRoutedGemma3ForCausalLM(Routed, Gemma3ForCausalLM):
+class ScaleRoutedGemma3ForCausalLM(VllmRoutedModel, Gemma3ForCausalLM):
     """A routed Gemma 3."""
 
 
-class ScaleRoutedExaone4ForCausalLM(Routed, Exaone4ForCausalLM):
+class ScaleRoutedExaone4ForCausalLM(VllmRoutedModel, Exaone4ForCausalLM):
     """A routed EXAONE 4."""
-
-
-class ScaleRoutedQwen3MoeForCausalLM(Routed, Qwen3MoeForCausalLM):
-    """A routed Qwen3-MoE."""
-
-
-class ScaleRoutedPhi3ForCausalLM(Routed, Phi3ForCausalLM):
-    """A routed Phi-3 or Phi-4."""
 
 
 def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -91,17 +90,12 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
 
 def _compile_layers(model: MethodModel) -> None:
     """Make every decoder layer run compiled in training mode."""
-    if isinstance(model, ScaleForCausalLM):
-        layers = [layer for branch in model.branches for layer in branch.expansion.layers]
-    else:
-        layers = list(plain_of(model).model.layers)
-    # In a sparse model, no two layers share compiled code.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(layers))
-    fast: dict[Callable[..., Any], Callable[..., Any]] = {}
-    for layer, name in product(layers, ("forward", "read_on")):
-        if (plain := getattr(type(layer), name, None)) is not None:
-            fast.setdefault(plain, compiled(plain))
-            setattr(layer, name, partial(_run_layer, layer, plain, fast[plain]))
+    decoder = model.expansion if isinstance(model, ScaleForCausalLM) else plain_of(model).model
+    layers: list[Any] = list(decoder.layers)
+    plain = type(layers[0]).forward
+    fast = compiled(plain)
+    for layer in layers:
+        layer.forward = partial(_run_layer, layer, plain, fast)
 
 
 def _run_layer(
@@ -147,7 +141,7 @@ def attending_by_sdpa(model: MethodModel) -> Iterator[None]:
 
 def _root(model: MethodModel) -> Any:
     plain = plain_of(model)
-    return plain.root if isinstance(plain, ScaleForCausalLM) else plain
+    return plain.base if isinstance(plain, ScaleForCausalLM) else plain
 
 
 def _set_attention(model: MethodModel, implementation: str) -> None:

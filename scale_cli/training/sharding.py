@@ -76,10 +76,6 @@ def shard_model(model: MethodModel, train: TrainConfig, accelerator: Accelerator
     replicas = accelerator.num_processes // within
     shape = (within,) if replicas == 1 else (replicas, within)
     mesh = init_device_mesh(accelerator.device.type, shape)
-    if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
-        raise ConfigError(
-            f"train.sharding: {train.sharding} cannot split a base that is already widened; set it to none"
-        )
     root = for_training(model, train)
     lowered = MixedPrecisionPolicy()
     if (

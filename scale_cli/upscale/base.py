@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,15 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from scale_cli.config.load import load_config
-from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, StorageError, one_line, require
 from scale_cli.model.family_scale import FAMILIES, family_of
-from scale_cli.model.quantised_base import QUANTISATIONS, parts_of, quantise
 from scale_cli.processes import device
 from scale_cli.storage.atomic import read_json
 from scale_cli.upscale.base_record import BaseRecord
+from scale_cli.upscale.quantised_base import parts_of, quantise, torchao_settings
 
 _LARGEST = 2**24  # far above any size in an existing model
-_NOT_OF_ALL = (
-    "head_dim",
-    "decoder_sparse_step",
-    "moe_intermediate_size",
-    "num_experts",
-    "num_experts_per_tok",
-)
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -43,7 +35,7 @@ _SIZES = (
     "num_key_value_heads",
     "vocab_size",
     "max_position_embeddings",
-    *_NOT_OF_ALL,
+    "head_dim",
 )
 # Tensors that old checkpoints hold although they are computed anew.
 _LEFTOVERS = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|position_ids|masked_bias)$")
@@ -53,33 +45,6 @@ _FROM_WHICH_IT_WAS_MADE = "name the transformers model from which it was made"
 
 # Options for loading a base or an export: no pickle, no code from its folder, and no prompt.
 _PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
-
-
-def stage_folder(model: ModelConfig) -> Path | None:
-    """Return the folder of a widened base: a finished run's `final/`, or the base itself; None for a plain base."""
-    root = Path(model.base)
-    if (root / "final").is_dir():
-        return root / "final"
-    if BaseRecord.is_in(root):
-        return root
-    if BaseRecord.is_in(root / "upscaled"):
-        raise BaseModelError(
-            f"model.base: {model.base} is an unfinished run, as it has no final/; finish its training first"
-        )
-    return None
-
-
-def stages_below(model: ModelConfig) -> Iterator[tuple[Path, RunConfig]]:
-    """Yield the folder and config of every widened model in a base's stack, the top one first."""
-    while (folder := stage_folder(model)) is not None:
-        config = load_config(folder / "scale.yaml")
-        yield folder, config
-        model = config.model
-
-
-def root_model(model: ModelConfig) -> ModelConfig:
-    *_, root = model, *(below.model for _, below in stages_below(model))
-    return root
 
 
 def load_base(model: ModelConfig) -> PreTrainedModel:
@@ -139,13 +104,12 @@ def _quantising(model: ModelConfig) -> dict[str, Any]:
     if model.quantisation is None:
         return {}
     require("torchao", f"model.quantisation {model.quantisation}")
-    settings = QUANTISATIONS[model.quantisation].settings()
-    return {"quantization_config": TorchAoConfig(settings), "device_map": {"": device()}}
+    return {"quantization_config": TorchAoConfig(torchao_settings()), "device_map": {"": device()}}
 
 
 def check_weights(model: ModelConfig) -> None:
     """Raise BaseModelError if a local base's weight files are missing or damaged; only their headers are read."""
-    folder = Path(root_model(model).base)
+    folder = Path(model.base)
     if not folder.is_dir():  # on the hub: not known before the download
         return
     for name in _shards(folder) or [SAFE_WEIGHTS_NAME]:
@@ -181,17 +145,14 @@ def base_without_weights(
         )
     if quantisation is not None:
         require("torchao", f"model.quantisation {quantisation}")
-        try:
-            quantise(base, quantisation)
-        except ValueError as error:
-            raise BaseModelError(f"model.quantisation: {quantisation}: {error}") from None
+        quantise(base)
     return base.requires_grad_(False).eval()
 
 
 def load_base_config(model: ModelConfig) -> Any:
-    """Load the configuration of the plain model at the bottom; BaseModelError says why it cannot be widened."""
+    """Load the configuration of a base; BaseModelError says why it cannot be widened."""
     supported = f"supported: {', '.join(FAMILIES)}"
-    model = root_model(model)
+    _check_is_plain(model)
     if looks_local(model.base):
         _check_folder(model.base)
     try:
@@ -269,13 +230,20 @@ def _not_loaded(name: str, error: Exception) -> str:
     return f"{name} is neither a folder in {Path.cwd()} nor a model that the hub gives: {reason}"
 
 
+def _check_is_plain(model: ModelConfig) -> None:
+    root = Path(model.base)
+    if any(map(BaseRecord.is_in, (root, root / "final", root / "upscaled"))):
+        raise BaseModelError(
+            f"model.base: {model.base} is a run, which cannot be widened again; export it as llama and widen that "
+            "export, or train another run on its base and put both together with `scale join`"
+        )
+
+
 def _check_sizes(config: Any, name: str) -> None:
     """Raise BaseModelError for impossible sizes, before memory is allocated for them."""
     for key in _SIZES:
         size = getattr(config, key, None)
-        if (
-            size is None and key in _NOT_OF_ALL
-        ):  # a missing head_dim is hidden_size / num_attention_heads
+        if size is None and key == "head_dim":  # then it is hidden_size / num_attention_heads
             continue
         if type(size) is not int or not 1 <= size <= _LARGEST:
             raise BaseModelError(
@@ -285,11 +253,6 @@ def _check_sizes(config: Any, name: str) -> None:
         raise BaseModelError(
             f"model.base: {name}: {config.num_attention_heads} num_attention_heads cannot share "
             f"{config.num_key_value_heads} num_key_value_heads"
-        )
-    if getattr(config, "num_experts", 0) < getattr(config, "num_experts_per_tok", 0):
-        raise BaseModelError(
-            f"model.base: {name}: num_experts_per_tok in config.json is {config.num_experts_per_tok}, but "
-            f"num_experts is {config.num_experts}"
         )
 
 

@@ -17,15 +17,15 @@ from transformers import (
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import ChangedBaseError
-from scale_cli.model.quantised_base import is_quantised, parts_of
 from scale_cli.processes import ALONE, Share, gathered, share
 from scale_cli.storage.atomic import json_sha256
 from scale_cli.storage.records import RunRecord
+from scale_cli.upscale.quantised_base import is_quantised, parts_of
 
-# Configuration fields that do not change the computation; a widened base's router acts only in serving.
+# Configuration fields that do not change the computation.
 _NOT_COMPUTING = re.compile(
-    r"_name_or_path|architectures|attn_implementation|dtype|transformers_version|use_cache|variant"
-    r"|(bos|eos|pad)_token_id|router_(prior|rule|switch_rate|threshold)"
+    r"_name_or_path|architectures|attn_implementation|dtype|transformers_version|use_cache"
+    r"|(bos|eos|pad)_token_id"
 )
 
 REMEDY = "restore the earlier one, or start anew in another output_dir"
@@ -65,14 +65,8 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 def config_sha256(base: PreTrainedModel) -> str:
     """Return one hash over the configuration fields that affect the computation: no names, versions or token ids."""
-
-    def computing(fields: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in fields.items() if not _NOT_COMPUTING.fullmatch(name)}
-        return kept | (
-            {"base_config": computing(kept["base_config"])} if "base_config" in kept else {}
-        )
-
-    return json_sha256(computing(base.config.to_diff_dict()))
+    fields = base.config.to_diff_dict().items()
+    return json_sha256({key: value for key, value in fields if not _NOT_COMPUTING.fullmatch(key)})
 
 
 def record_base(

@@ -10,10 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, one_line
-from scale_cli.upscale.base import stages_below
 from scale_cli.upscale.base_record import REMEDY, BaseRecord
 from scale_cli.vocabulary.added_tokens import SENTENCEPIECE
-from scale_cli.vocabulary.tokenizer import load_grown, open_tokenizer
+from scale_cli.vocabulary.tokenizer import open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -23,19 +22,10 @@ class TokenizerPlace:
     key: str  # the config key that names it
     name: str  # hub id or folder
     revision: str | None  # on the hub
-    of_run: bool = False  # whether it lies in the folder of a run with new tokens
 
 
 def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
-    """Return where a model's tokenizer lies; a widened base without new tokens has the tokenizer of its own base."""
-    for folder, config in stages_below(
-        model
-    ):  # down to the first base that has a tokenizer of its own
-        if model.tokenizer is not None:
-            break
-        if config.method.vocabulary is not None:
-            return TokenizerPlace("model.base", str(folder), None, of_run=True)
-        model = config.model
+    """Return where a base's tokenizer lies."""
     if model.tokenizer is not None:
         return TokenizerPlace("model.tokenizer", model.tokenizer, None)
     return TokenizerPlace("model.base", model.base, model.revision)
@@ -45,8 +35,6 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer: the one that the config names, or the base's own."""
     place = tokenizer_place(model)
     try:
-        if place.of_run:
-            return load_grown(Path(place.name))
         return open_tokenizer(place.name, place.revision)
     except BaseModelError:
         raise

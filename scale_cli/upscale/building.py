@@ -15,9 +15,9 @@ from scale_cli.errors import ConfigError
 from scale_cli.methods.starts import random_ids
 from scale_cli.model.family_scale import family_of
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.quantised_base import is_quantised
 from scale_cli.model.vocabulary_scale import NewTokens
 from scale_cli.upscale.base import load_base_config
+from scale_cli.upscale.quantised_base import is_quantised
 from scale_cli.vocabulary.added_tokens import Spelling, pieces
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def new_pieces(
 
 
 def start_model(
-    base: PreTrainedModel,  # plain or widened
+    base: PreTrainedModel,
     method: MethodConfig,
     seed: int,
     new: NewPieces | None = None,  # tokens that are added
@@ -104,11 +104,6 @@ def build_model(
     Parameters that train are in float32, whatever the base's dtype: the optimiser updates this master copy.
     """
     definition = method.definition
-    if isinstance(base, ScaleForCausalLM) and not definition.widens:
-        raise ConfigError(
-            f"method.variant: {method.variant}: a widened base can only be widened again (preserve, route); for "
-            "another method, export it as llama and use that export as model.base"
-        )
     if any(map(is_quantised, base.parameters())) and (
         method.trains_base_weights or not definition.adapter
     ):

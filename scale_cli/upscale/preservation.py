@@ -41,7 +41,7 @@ def own_logits(model: MethodModel, prompts: list[Tensor]) -> list[Tensor]:
 def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
     """Return the trained head's logits: H x_a + H' u for a widened model, the only logits of any other."""
     if isinstance(model, ScaleForCausalLM):
-        return model.adaptation_logits(model.final_states(input_ids, preserved=False))
+        return model.trained_logits(model.final_states(input_ids, preserved=False))
     return model(input_ids=input_ids, use_cache=False).logits
 
 
@@ -51,8 +51,8 @@ def check_preservation(
 ) -> None:
     """Raise PreservationError unless a method's model has its base's logits, bit for bit.
 
-    The base head of a widened model must equal them at any time; the only head of any other model, at its start. If the
-    base is widened too, it is compared with its own base. `base_logits` are the base's logits on `prompts`
+    The base head of a widened model must equal them at any time; the only head of any other model, at its start.
+    `base_logits` are the base's logits on `prompts`
     (`sample_ids`), computed before it became a part of the model.
     """
     model.eval()
@@ -67,9 +67,3 @@ def check_preservation(
             )
         if not torch.equal(logits, expected):
             raise PreservationError(f"the base logits are not preserved on {text!r}")
-    if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
-        below = model.base.base
-        known = [
-            ids % below.config.vocab_size for ids in prompts
-        ]  # replaces tokens that it may lack
-        check_preservation(model.base, known, own_logits(below, known))

@@ -85,7 +85,7 @@ def ideal_flops_per_token(
     """
     with torch.device("meta"):
         model: Any = build_model(base_without_weights(base_config, "float32"), method, 0)
-    root = model.root if method.definition.widens else plain_of(model)
+    root = model.base if method.definition.widens else plain_of(model)
     decoder, expansion = root.get_decoder(), model.expansion if method.definition.widens else None
     head_dim, num_keys = decoder.layers[0].self_attn.head_dim, (sequence_length + 1) / 2
     query_size = base_config.num_attention_heads * head_dim

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from scale_cli.errors import ConfigError, require
-from scale_cli.methods.lora import modules_of, put_beside
+from scale_cli.methods.lora import put_beside
 from scale_cli.methods.method import PROJECTIONS, Method
 from scale_cli.methods.recipes import Hook, Training, Update
 from scale_cli.values import Section
@@ -52,7 +52,7 @@ class Osf(Method[OsfConfig]):
         peft = PeftOsf(
             task_type="CAUSAL_LM",
             effective_rank=settings.kept,
-            target_modules=modules_of(base, settings.targets),
+            target_modules=list(settings.targets),
         )
         return put_beside(base, peft, "method.osf")
 

@@ -117,12 +117,10 @@ def changed(folder: Path, copy: Path, **keys: Any) -> Path:
     return copy
 
 
-def test_a_router_that_may_switch_is_promised_no_bound(
+def test_the_bound_of_a_prior_is_promised(
     folder: Path, tmp_path: Path, installed: set[str], said: Callable[..., Any]
 ) -> None:
     keys = read_json(folder / "config.json")["scale_router"]
-    switching = changed(folder, tmp_path / "switching", scale_router={**keys, "switch_rate": 0.01})
-    assert "nats" not in said(switching)[0][0]
     leaning = changed(folder, tmp_path / "leaning", scale_router={**keys, "prior": 0.9})
     assert "2.303 nats" in said(leaning)[0][0]
 

@@ -34,7 +34,7 @@ from tests.evaluation.test_benchmark_tasks import SUMS
 from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, real_base, widen
 
-ROUTER = RouterConfig(prior=0.3, switch_rate=0.01, threshold=0.97)
+ROUTER = RouterConfig(prior=0.3, threshold=0.97)
 STORIES = "ckpt-stories260K"
 BEGUN = [
     ("Once upon a time, there was a little", "girl named Lily. She loved to play"),

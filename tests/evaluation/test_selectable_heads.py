@@ -21,7 +21,7 @@ from scale_cli.model.routing import (
 from scale_cli.upscale.building import NewPieces
 from tests.widening import as_if_trained, joined, tiny_llama, widen
 
-ROUTER = RouterConfig(prior=0.3, switch_rate=0.05, threshold=0.2)
+ROUTER = RouterConfig(prior=0.3, threshold=0.2)
 NEW = NewPieces([f"{index} {index + 1}" for index in range(5)], [0, 2])
 
 
@@ -29,15 +29,12 @@ def of_three_heads() -> HeadedModel:
     one, other = (
         as_if_trained(widen(tiny_llama(), "route"), std=0.4, seed=seed) for seed in (1, 2)
     )
-    return joined(tiny_llama(), one=(0, one), other=(0, other))
+    return joined(tiny_llama(), one=one, other=other)
 
 
 MODELS: dict[str, Callable[[], HeadedModel]] = {
     "route": lambda: as_if_trained(widen(tiny_llama(), "route", "top:2"), std=0.4),
     "preserve": lambda: as_if_trained(widen(tiny_llama(), "preserve"), std=0.4),
-    "stacked": lambda: as_if_trained(
-        widen(as_if_trained(widen(tiny_llama(), "route")), "route"), std=0.4
-    ),
     "new tokens": lambda: as_if_trained(widen(tiny_llama(), "route", new=NEW), std=0.4),
     "joined": of_three_heads,
     "two models": lambda: BaseAndTrained(tiny_llama(), tiny_llama(seed=1)).eval(),
@@ -61,7 +58,7 @@ def likeliest(model: HeadedModel, ids_T: Tensor, head: str, heads: list[str]) ->
             -1, next_BT.expand(len(logits), -1, -1).unsqueeze(-1)
         ).squeeze(-1)
         prior_K = log_prior(ROUTER.prior, len(logits))
-        log_weights_KBT = posterior_log_weights(said_KBT, prior_K, ROUTER.switch_rate)[..., :-1]
+        log_weights_KBT = posterior_log_weights(said_KBT, prior_K)[..., :-1]
     return mix_log_probs(log_weights_KBT.unsqueeze(-1), log_probs_KBTV)[0].argmax(dim=-1)
 
 

@@ -27,7 +27,8 @@ from scale_cli.errors import (
     ScaleError,
 )
 from scale_cli.generation import Generator, Sampling
-from scale_cli.joining import join_runs, score_corpora
+from scale_cli.joining.members import join_runs
+from scale_cli.joining.report import score_corpora
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder
@@ -43,7 +44,7 @@ Runs = dict[str, RunConfig]
 @pytest.fixture(scope="module")
 def joined(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("joining") / "all"
-    join([config.output_dir for config in runs.values()], output, prior=None, switch_rate=0.0)
+    join([config.output_dir for config in runs.values()], output, prior=None)
     return output
 
 
@@ -51,17 +52,13 @@ def test_the_report_has_every_head_and_routing_is_within_ln_4_of_the_best_on_eve
     joined: Path,
 ) -> None:
     report = json.loads((joined / "report.json").read_text())
-    assert [(m["name"], m["parent"]) for m in report["members"]] == [
-        ("korean", 0),
-        ("writer", 0),
-        ("upon", 1),
-    ]
+    assert [member["name"] for member in report["members"]] == ["korean", "writer", "wider"]
     assert report["max_cost_nats"] == pytest.approx(math.log(4))
     assert [corpus["name"] for corpus in report["corpora"]] == ["tiny", "petitions-held-out"], (
         "each once"
     )
     for corpus in report["corpora"]:
-        assert list(corpus["heads"]) == ["base", "korean", "writer", "upon"]
+        assert list(corpus["heads"]) == ["base", "korean", "writer", "wider"]
         assert 0.0 <= corpus["worst_document_nats"] <= math.log(4) + 1e-6
         assert sum(head["share"] for head in corpus["heads"].values()) == pytest.approx(1.0)
         best = min(head["nats_per_token"] for head in corpus["heads"].values())
@@ -80,26 +77,21 @@ def test_the_written_model_has_the_bases_logits_and_every_runs_bit_for_bit(
     assert torch.equal(base, plain(ids, use_cache=False).logits)
     for config, logits in zip(runs.values(), members, strict=True):
         alone = load_widened(config.output_dir / "final", config.model)
-        assert torch.equal(
-            logits, alone.adaptation_logits(alone.final_states(ids, preserved=False))
-        )
+        assert torch.equal(logits, alone.trained_logits(alone.final_states(ids, preserved=False)))
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_run_upon_another_brings_it_along_and_the_same_expansion_is_there_once(
-    runs: Runs, tmp_path: Path
-) -> None:
-    upon, korean = (runs[name].output_dir for name in ("upon", "korean"))
-    for given in ([upon], [korean, upon], [upon, korean], [upon / "final", korean / "final"]):
-        joined = join_runs(given, prior=None, switch_rate=0.0)
-        assert [(m.name, m.parent) for m in joined.members] == [("korean", 0), ("upon", 1)]
+def test_a_run_that_is_given_twice_is_refused(runs: Runs) -> None:
+    folder = runs["korean"].output_dir
+    with pytest.raises(RunFolderError, match="given twice"):
+        join_runs([folder, folder / "final"], prior=None)
 
 
 def test_a_run_that_is_named_as_a_rule_of_the_router_gets_another_name(
     shared_data: Path, tmp_path: Path
 ) -> None:
     run = at_its_start(configured(shared_data, tmp_path / "posterior", {"variant": "route"}))
-    assert join_runs([run.output_dir], None, 0.0).model.config.head_names == ["base", "posterior-2"]
+    assert join_runs([run.output_dir], None).model.config.head_names == ["base", "posterior-2"]
 
 
 def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
@@ -107,10 +99,9 @@ def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
 
     config = runs["writer"]
     report = evaluate(config)
-    joined = join_runs([config.output_dir], prior=None, switch_rate=0.0)
-    for wanted, got in zip(
-        report.corpora, score_corpora(joined.model, joined.configs, joined.tokenizer), strict=True
-    ):
+    joined = join_runs([config.output_dir], prior=None)
+    scored = score_corpora(joined.model, [joined.members[0].run], joined.tokenizer)
+    for wanted, got in zip(report.corpora, scored, strict=True):
         assert got.heads["base"].nats_per_token == pytest.approx(
             wanted.heads["base"].nats_per_token
         )
@@ -138,7 +129,7 @@ def test_the_verb_prints_a_table_and_the_folder_is_whole_and_speaks(
             "base",
             "korean",
             "writer",
-            "upon",
+            "wider",
         ]
         assert sum(token.shares.values()) == pytest.approx(1.0)
 
@@ -155,8 +146,8 @@ def test_an_adapter_is_joined_as_its_run_and_has_the_licence_of_the_base(
     adapter = export(
         run.model_copy(update={"export": run.export.model_copy(update={"format": "adapter"})})
     ).folder
-    report = join([adapter], tmp_path / "out", prior=None, switch_rate=0.0)
-    (of_run,) = join_runs([run.output_dir], None, 0.0).members
+    report = join([adapter], tmp_path / "out", prior=None)
+    (of_run,) = join_runs([run.output_dir], None).members
     assert [(member["name"], member["sha256"]) for member in report.members] == [
         (of_run.name, of_run.sha256)
     ]
@@ -179,15 +170,15 @@ def test_a_joined_folder_whose_base_is_another_is_found(joined: Path, tmp_path: 
     assert "its base has SHA-256" in check.failed[0]
 
 
-def test_a_joined_model_and_a_stack_open_by_the_code_that_lies_beside_them(
+def test_a_joined_model_and_a_run_open_by_the_code_that_lies_beside_them(
     runs: Runs, joined: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That code imports torch and transformers alone, as the contracts of `make layers` hold it to."""
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
-    config = runs["upon"].model_copy(
-        update={"export": runs["upon"].export.model_copy(update={"format": "transformers"})}
+    config = runs["wider"].model_copy(
+        update={"export": runs["wider"].export.model_copy(update={"format": "transformers"})}
     )
     ids = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
     greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -210,7 +201,7 @@ def test_a_bfloat16_base_stays_one_and_its_expansions_stay_float32(
     config = at_its_start(
         configured(shared_data, tmp_path / "run", {"variant": "route"}, dtype="bfloat16")
     )
-    join([config.output_dir], tmp_path / "out", prior=None, switch_rate=0.0)
+    join([config.output_dir], tmp_path / "out", prior=None)
     loaded = JoinedForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert {parameter.dtype for parameter in loaded.base.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in loaded.members.parameters()} == {torch.float32}
@@ -233,7 +224,7 @@ def test_a_run_on_another_base_is_refused_naming_the_tensor(
     with pytest.raises(
         BaseModelError, match=r"stranger: stands on another base than .*layers\.2\.mlp\.up_proj"
     ):
-        join([runs["korean"].output_dir, stranger.output_dir], tmp_path / "out", None, 0.0)
+        join([runs["korean"].output_dir, stranger.output_dir], tmp_path / "out", None)
     assert not (tmp_path / "out").exists()
 
 
@@ -255,7 +246,7 @@ def test_unfinished_runs_other_folders_baselines_and_runs_that_measured_nothing_
     ]
     for name, error, message in refused:
         with pytest.raises(error, match=message):
-            join([tmp_path / name], tmp_path / "out", None, 0.0)
+            join([tmp_path / name], tmp_path / "out", None)
 
 
 def test_a_head_that_computes_something_else_than_its_run_leaves_nothing_behind(
@@ -272,7 +263,7 @@ def test_a_head_that_computes_something_else_than_its_run_leaves_nothing_behind(
         PreservationError,
         match="the head korean computes other logits in the joined model than alone",
     ):
-        join([runs["korean"].output_dir], tmp_path / "out", None, 0.0)
+        join([runs["korean"].output_dir], tmp_path / "out", None)
     assert not (tmp_path / "out").exists()
 
 
@@ -281,10 +272,9 @@ def test_a_plain_join_is_held_to_its_runs_and_says_what_it_is_without_its_router
 ) -> None:
     plain = tmp_path / "plain"
     join(
-        [runs[name].output_dir for name in ("korean", "upon")],
+        [runs[name].output_dir for name in ("korean", "wider")],
         plain,
         None,
-        0.0,
         folder_format="llama",
     )
     assert check_folders(plain)[0].held == ["hashes", "routed logits"]
@@ -296,7 +286,6 @@ def test_a_plain_join_is_held_to_its_runs_and_says_what_it_is_without_its_router
             [runs["writer"].output_dir],
             tmp_path / "none",
             prior=None,
-            switch_rate=0.0,
             folder_format="llama",
         )
 
@@ -310,12 +299,12 @@ def test_streams_that_the_heads_of_one_plain_llama_do_not_divide_are_refused_bef
         configured(shared_data, tmp_path / "korean", {"variant": "route", "expansion": expansion})
     )
     names = [runs["korean"].output_dir, wide.output_dir]
-    assert join_runs(names, None, 0.0).model.config.head_names == ["base", "korean", "korean-2"]
+    assert join_runs(names, None).model.config.head_names == ["base", "korean", "korean-2"]
     monkeypatch.setattr(commands_join, "score_corpora", None)
     with pytest.raises(
         ConfigError, match=r"^--format llama: the runs have \d+ channels and \d+ heads in total"
     ) as refused:
-        join(names, tmp_path / "out", None, 0.0, folder_format="llama")
+        join(names, tmp_path / "out", None, folder_format="llama")
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
 
 
@@ -329,7 +318,7 @@ def test_the_same_corpus_is_opened_once_and_another_of_its_name_beside_it(runs: 
         )
         for asked in (fewer, [tiny.model_copy(update={"max_documents": 3})])
     ]
-    model = join_runs([config.output_dir], None, 0.0).model
+    model = join_runs([config.output_dir], None).model
     scored = score_corpora(model, [config, config, *others], load_tokenizer(config.model))
     assert [corpus.name for corpus in scored] == [
         "tiny",

@@ -15,10 +15,10 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ConfigError, ExportParityError, PreservationError, RunFolderError
+from scale_cli.export.dense import dense_embedding
 from scale_cli.export.plain_folder import routed_class
 from scale_cli.generation import Generator, Sampling
-from scale_cli.joining import join_runs
-from scale_cli.model.dense_blocks import dense_embedding
+from scale_cli.joining.members import join_runs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.runs.opened import Run
@@ -71,7 +71,7 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
     runs: dict[str, RunConfig], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    report = join(folders(runs, "korean", "plain", "russian"), output, None, 0.0)
+    report = join(folders(runs, "korean", "plain", "russian"), output, None)
     assert "on text with such tokens, it differs from the head alone." in (
         output / "README.md"
     ).read_text(encoding="utf-8")
@@ -101,7 +101,7 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
         assert tokenizer.decode(ids[0]) == session.tokenizer.decode(alone[0])
         run = session.load()
         assert isinstance(run, ScaleForCausalLM)
-        own = run.adaptation_logits(run.final_states(alone, preserved=False)).log_softmax(-1)
+        own = run.trained_logits(run.final_states(alone, preserved=False)).log_softmax(-1)
         said = model.routed_logits(model.final_states(ids, preserved=True))[head].log_softmax(-1)
         places = [
             *range(OLD),
@@ -120,7 +120,7 @@ def test_other_tokens_of_one_script_are_refused_in_one_line(runs: dict[str, RunC
     with pytest.raises(
         RunFolderError, match=r"other-korean and .*korean add different tokens for the same script"
     ) as refused:
-        join_runs(folders(runs, "korean", "other-korean"), None, 0.0)
+        join_runs(folders(runs, "korean", "other-korean"), None)
     assert "\n" not in str(refused.value)
 
 
@@ -128,12 +128,12 @@ def test_one_plain_model_has_one_row_for_each_token_and_no_size_that_is_taken_fo
     runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"^--format llama: again has its own rows"):
-        join(folders(runs, "korean", "again"), tmp_path / "none", None, 0.0, "llama")
+        join(folders(runs, "korean", "again"), tmp_path / "none", None, "llama")
     monkeypatch.setattr(vocabulary_tokenizer, "TAKEN_FOR_OTHERS", (OLD + 2 * NEW,))
     with pytest.raises(
         ConfigError, match="model of 640 tokens in all"
     ):  # as 32,768 and twice 8,192 would be
-        join(folders(runs, "korean", "russian"), tmp_path / "none", None, 0.0, "llama")
+        join(folders(runs, "korean", "russian"), tmp_path / "none", None, "llama")
 
 
 @torch.no_grad()
@@ -141,10 +141,10 @@ def test_one_plain_model_of_several_scripts_routes_every_text_as_the_joined_one(
     runs: dict[str, RunConfig], tmp_path: Path
 ) -> None:
     names, output = ("korean", "plain", "russian"), tmp_path / "plain"
-    join(folders(runs, *names), output, 0.4, 0.01, "llama")
+    join(folders(runs, *names), output, 0.4, "llama")
     tokenizer, joined = (
         AutoTokenizer.from_pretrained(output),
-        join_runs(folders(runs, *names), 0.4, 0.01),
+        join_runs(folders(runs, *names), 0.4),
     )
     routed: Any = routed_class(output).from_pretrained(output).eval()
     for text in (
@@ -160,10 +160,7 @@ def test_one_plain_model_of_several_scripts_routes_every_text_as_the_joined_one(
             routed(ids).logits.log_softmax(-1), expected, atol=1e-3, rtol=1e-4
         )
     states = joined.model.final_states(ids % OLD, preserved=True)
-    base, *others = (
-        head[..., :OLD]
-        for head in states.logits(joined.model.root.lm_head, joined.model.routed_heads)
-    )
+    base, *others = (head[..., :OLD] for head in states.logits(joined.model.base.lm_head, range(4)))
     added_up = AutoModelForCausalLM.from_pretrained(output).eval()(ids % OLD).logits[..., :OLD]
     torch.testing.assert_close(
         added_up, base + sum(head - base for head in others), atol=1e-3, rtol=1e-4
@@ -173,21 +170,21 @@ def test_one_plain_model_of_several_scripts_routes_every_text_as_the_joined_one(
 def test_a_text_that_is_cut_otherwise_than_by_its_run_leaves_nothing_behind(
     runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scale_cli.joining.new_tokens", lambda *of: new_tokens(*of)[:-1])
+    monkeypatch.setattr("scale_cli.joining.tokenizer.new_tokens", lambda *of: new_tokens(*of)[:-1])
     with pytest.raises(PreservationError, match="have changed"):
-        join(folders(runs, "korean", "russian"), tmp_path / "out", None, 0.0)
+        join(folders(runs, "korean", "russian"), tmp_path / "out", None)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_wrong_row_of_a_token_that_no_sample_text_has_is_found(
     runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def with_one_wrong_row(*parts: Any) -> torch.Tensor:
-        rows_VD = dense_embedding(*parts)
+    def with_one_wrong_row(model: Any) -> torch.Tensor:
+        rows_VD = dense_embedding(model)
         rows_VD[-1] = rows_VD[0]
         return rows_VD
 
     monkeypatch.setattr("scale_cli.export.dense.dense_embedding", with_one_wrong_row)
     with pytest.raises(ExportParityError):
-        join(folders(runs, "korean", "russian"), tmp_path / "out", None, 0.0, "llama")
+        join(folders(runs, "korean", "russian"), tmp_path / "out", None, "llama")
     assert not (tmp_path / "out").exists()

@@ -17,17 +17,17 @@ from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.cache_scale import CACHE
 from tests.model.test_modeling_scale import some_ids
 from tests.model.test_routed_scale import routed
-from tests.widening import as_if_trained, joined, tiny_llama, trained_upon, widen
+from tests.widening import as_if_trained, joined, tiny_llama, trained_on, widen
 
 # Each rule, and where none, some and all layers collaborate.
 SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "adapt-top:1": ("adapt", "top:1", {}),
-    "route-top:2-switching": ("route", "top:2", {"rule": "posterior", "switch_rate": 0.01}),
+    "route-top:2-posterior": ("route", "top:2", {"rule": "posterior"}),
     "route-all-cosine": ("route", "all", {"rule": "cosine", "threshold": 0.8}),
 }
 
 
-@pytest.fixture(scope="module", params=[*SERVED, "stack", "joined", "one row"])
+@pytest.fixture(scope="module", params=[*SERVED, "joined", "one row"])
 def model(request: pytest.FixtureRequest) -> Any:
     base = tiny_llama()
     if request.param == "one row":  # the plain export with its router
@@ -35,16 +35,9 @@ def model(request: pytest.FixtureRequest) -> Any:
     if request.param in SERVED:
         variant, layers, rule = SERVED[request.param]
         return as_if_trained(widen(base, variant, layers, **rule))
-    first, second = (
-        trained_upon(base, "preserve", seed=1),
-        trained_upon(base, "adapt", "top:2", seed=2),
-    )
-    child = trained_upon(second, "route", seed=3)
-    return (
-        child
-        if request.param == "stack"
-        else joined(base, first=(0, first), second=(0, second), child=(2, child))
-    )
+    first = trained_on(base, "preserve", seed=1)
+    second = trained_on(base, "adapt", "top:2", seed=2)
+    return joined(base, first=first, second=second)
 
 
 def generate(model: Any, input_ids: Tensor, **options: Any) -> Tensor:

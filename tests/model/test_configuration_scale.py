@@ -23,16 +23,6 @@ def test_under_an_older_transformers_a_self_contained_folder_names_the_one_it_ne
         runpy.run_path(configuration_scale.__file__)
 
 
-def test_a_joined_model_of_the_mean_of_its_heads_does_not_become_one_of_the_router() -> None:
-    written: dict[str, Any] = {
-        "base_config": {"model_type": "llama", "vocab_size": 8},
-        "members": [],
-        "rule": "mean",
-    }
-    with pytest.raises(ValueError, match=r"^rule: the mean of the heads was removed"):
-        configuration_scale.JoinedConfig(**written)
-
-
 def test_the_card_and_this_package_name_the_same_least_version() -> None:
     least = ".".join(map(str, configuration_scale.LEAST_TRANSFORMERS))
     project = tomllib.loads(

@@ -6,7 +6,6 @@ Small vocabularies, so that all documents of a few tokens are there; the heads b
 import copy
 import functools
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from scale_cli.model.cache_scale import CACHE
 from scale_cli.upscale.building import NewPieces
 from tests.model.test_routed_scale import routed
-from tests.plain_torch import Added, composed_rows, logits_of, path_of, shared_with_new_tokens
+from tests.plain_torch import composed_rows, logits_of, shared_with_new_tokens
 from tests.widening import as_if_trained, joined, tiny_llama, widen
 
 OLD, LENGTH = 5, 3
@@ -36,11 +35,8 @@ class Case:
     """A model that routes, and what it was put together of."""
 
     model: Any
-    runs: list[
-        tuple[int, Any, NewPieces | None]
-    ]  # parent, the run that this is the top of, and the tokens it knows
+    runs: list[tuple[Any, NewPieces | None]]  # each run, and the tokens that it brought
     plain: bool = True  # whether one plain model says all of it
-    routed: Sequence[int] | None = None  # the heads that are routed among; None for all
 
 
 @functools.cache
@@ -48,34 +44,23 @@ def case(name: str) -> Case:
     base = tiny_llama(vocab_size=OLD, num_hidden_layers=2)
     if name == "one":
         model = run(base, seed=1, prior=0.7)
-        return Case(model, [(0, model, None)])
+        return Case(model, [(model, None)])
     if name == "one that writes":
         model = run(base, seed=1, writes=True)
-        return Case(model, [(0, model, None)], plain=False)
+        return Case(model, [(model, None)], plain=False)
     one = run(base, ONE, seed=1, prior=0.4)
     if name == "new tokens":
-        return Case(one, [(0, one, ONE)])
-    upon = run(one, seed=2, prior=0.3)
-    if name == "a stack on new tokens":
-        return Case(upon, [(0, one, ONE), (1, upon, ONE)], routed=(1, 2))
-    other, none = run(base, OTHER, seed=3), run(base, seed=4)
+        return Case(one, [(one, ONE)])
     if name == "two vocabularies joined":
-        members = {"one": (0, one), "other": (0, other), "upon": (1, upon), "none": (0, none)}
-        return Case(
-            joined(base, **members),
-            [(0, one, ONE), (0, other, OTHER), (1, upon, ONE), (0, none, None)],
-        )
-    assert name == "a writer joined, and its child"
+        other, none = run(base, OTHER, seed=3), run(base, seed=4)
+        model = joined(base, one=one, other=other, none=none)
+        return Case(model, [(one, ONE), (other, OTHER), (none, None)])
+    assert name == "a writer joined"
     writer = run(base, OTHER, seed=3, writes=True)
-    upon_writer = run(writer, seed=6)
-    model = joined(base, one=(0, one), writer=(0, writer), upon=(2, upon_writer))
-    return Case(model, [(0, one, ONE), (0, writer, OTHER), (2, upon_writer, OTHER)], plain=False)
+    return Case(joined(base, one=one, writer=writer), [(one, ONE), (writer, OTHER)], plain=False)
 
 
-CASES = [
-    *("one", "one that writes", "new tokens", "a stack on new tokens", "two vocabularies joined"),
-    "a writer joined, and its child",
-]
+CASES = ["one", "one that writes", "new tokens", "two vocabularies joined", "a writer joined"]
 
 
 def all_documents(num_new: int) -> Tensor:
@@ -88,12 +73,12 @@ def all_documents(num_new: int) -> Tensor:
 def heads_said(these: Case, ids_BT: Tensor) -> list[Tensor]:
     """Return (B, T, V) probabilities of every head over all tokens, by plain torch."""
     model = these.model
-    base = {name: tensor.detach() for name, tensor in model.root.named_parameters()}
+    base = {name: tensor.detach() for name, tensor in model.base.named_parameters()}
+    runs = [(None, None), *these.runs]
     vocabularies = list({id(new): new for *_, new in these.runs if new is not None}.values())
     whole = [(new, at) for new in vocabularies for at in range(len(new.new_tokens))]
-    of_heads = [None, *(new for *_, new in these.runs)]
     said = []
-    for head, known in enumerate(of_heads):
+    for of_run, known in runs:
         # In a head's own order: old tokens, those that it knows, the others.
         order = sorted(range(len(whole)), key=[new is not known for new, _ in whole].__getitem__)
         unknown = [whole[place] for place in order if whole[place][0] is not known]
@@ -105,22 +90,17 @@ def heads_said(these: Case, ids_BT: Tensor) -> list[Tensor]:
             )[at]
             for new, at in unknown
         ]
-        added = []
-        for parent, of_run, _ in these.runs:
-            tensors = {
-                name: tensor.detach().double()
-                for name, tensor in of_run.expansion.named_parameters()
-            }
+        added = None
+        if of_run is not None:
+            named = of_run.expansion.named_parameters()
+            added = {name: tensor.detach().double() for name, tensor in named}
             if pieces:
-                codes = tensors["embed_tokens.weight"]
-                tensors["embed_tokens.weight"] = torch.cat([codes, composed_rows(codes, pieces)])
-            added.append(Added(parent, tensors))
+                codes = added["embed_tokens.weight"]
+                added["embed_tokens.weight"] = torch.cat([codes, composed_rows(codes, pieces)])
         own_id = torch.tensor(
             [*range(OLD), *(OLD + order.index(place) for place in range(len(whole)))]
         )
-        logits = logits_of(
-            model.root.config, base, path_of(added, head), own_id[ids_BT], more_rows=x_rows
-        )
+        logits = logits_of(model.base.config, base, added, own_id[ids_BT], more_rows=x_rows)
         own_pieces = {piece for new, _ in unknown for piece in new.own_pieces}
         probabilities = shared_with_new_tokens(logits, [one[0] for one in pieces], own_pieces)
         said.append(probabilities[..., own_id])
@@ -144,8 +124,6 @@ def test_the_tokens_of_a_document_multiply_to_the_mixture_of_what_the_heads_say_
     num_new = these.model.config.vocab_size - OLD
     ids, targets = all_documents(num_new), all_documents(num_new)[:, 1:, None]
     heads = [said[:, :-1] for said in heads_said(these, ids)]
-    if these.routed is not None:
-        heads = [heads[head] for head in these.routed]
     documents_KB = torch.stack([said.gather(-1, targets).squeeze(-1).prod(-1) for said in heads])
     prior = these.model.config.router_prior
     mixture_B = prior * documents_KB[0] + (1 - prior) * documents_KB[1:].mean(0)

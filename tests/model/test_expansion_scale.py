@@ -84,13 +84,13 @@ def test_a_kernel_gets_of_every_layer_what_it_gets_in_the_base_and_the_same_for_
     kernel = Kernel()
     model = as_if_trained(widen(tiny(family), "preserve", ratio=0.5))
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention, kernel)
-    model.root.config._attn_implementation = attention
+    model.base.config._attn_implementation = attention
     for inputs in INPUTS.values():
         with (
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
         ):  # flex attention's masks need no compiler
-            model.root(input_ids=IDS, use_cache=False, **inputs)
+            model.base(input_ids=IDS, use_cache=False, **inputs)
             of_base = kernel.taken()
             model(input_ids=IDS, use_cache=False, **inputs)
         of_widened = kernel.taken()

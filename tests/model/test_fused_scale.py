@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_cli.model import routing
-from scale_cli.model.fused_scale import lower_weights
+from scale_cli.model.fused_scale import cast_for_products
 from tests.widening import tiny_llama, widen
 
 
@@ -16,11 +16,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def test_weights_are_lowered_and_their_gradients_raised_as_autocast_does_it() -> None:
     weights = [random(3, 4).requires_grad_(), random(5, 2, seed=1).requires_grad_()]
-    assert lower_weights(weights) == dict(zip(weights, weights, strict=True)), (
+    assert cast_for_products(weights) == dict(zip(weights, weights, strict=True)), (
         "without autocast nothing is copied"
     )
     with torch.autocast("cpu", torch.bfloat16):
-        lowered = tuple(lower_weights(weights).values())
+        lowered = tuple(cast_for_products(weights).values())
     expected = tuple(weight.bfloat16() for weight in weights)
     assert {one.dtype for one in lowered} == {torch.bfloat16} and all(
         map(torch.equal, lowered, expected)

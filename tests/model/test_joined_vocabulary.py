@@ -31,11 +31,10 @@ SPACE = 3  # begins tokens of both, and any other text
 ONE = NewPieces(["7 8 9", "7 8", "3 7", "5 5 5 5"], own_pieces=[5, 7])
 OTHER = NewPieces(["10 11", "3 10", "12 10 11"], own_pieces=[10, 12])
 NEW = {"one": ONE, "same": ONE, "other": OTHER, "none": None}
-PARENTS = {"one": 0, "other": 0, "none": 0, "same": 0, "upon": 1}
+RUNS = ("one", "other", "none", "same")
 PLACES = {
     "one": range(4),
     "same": range(4),
-    "upon": range(4),
     "other": range(4, 7),
     "none": range(0),
     "base": range(0),
@@ -45,13 +44,12 @@ FIRST, OWN = ONE.first + OTHER.first, ONE.own_pieces + OTHER.own_pieces
 
 @functools.cache
 def alone(name: str) -> ScaleForCausalLM:
-    base = alone("one") if name == "upon" else tiny_llama()
-    return as_if_trained(widen(base, "route", new=NEW.get(name)), std=0.1, seed=len(name))
+    return as_if_trained(widen(tiny_llama(), "route", new=NEW.get(name)), std=0.1, seed=len(name))
 
 
 @functools.cache
 def together() -> JoinedForCausalLM:
-    return joined(tiny_llama(), **{name: (parent, alone(name)) for name, parent in PARENTS.items()})
+    return joined(tiny_llama(), **{name: alone(name) for name in RUNS})
 
 
 def said_alone(name: str, ids: Tensor) -> Tensor:
@@ -72,7 +70,7 @@ def said_alone(name: str, ids: Tensor) -> Tensor:
 def test_of_a_document_without_the_others_script_a_head_says_what_it_says_alone(
     name: str, drawn: list[int]
 ) -> None:
-    places, knows = PLACES[name], NEW.get("one" if name == "upon" else name)
+    places, knows = PLACES[name], NEW.get(name)
     mine, own = (
         range(OLD + places.start, OLD + places.stop),
         () if knows is None else knows.own_pieces,
@@ -84,7 +82,7 @@ def test_of_a_document_without_the_others_script_a_head_says_what_it_says_alone(
     ]
     ids = torch.tensor(document if len(document) > 1 else [SPACE, 20, SPACE])
     said_KBT = token_log_probs(together(), ids[None, :-1], ids[None, 1:]).log_probs_KBT
-    said = said_KBT[["base", *PARENTS].index(name), 0].double()
+    said = said_KBT[["base", *RUNS].index(name), 0].double()
     by_itself = said_alone(name, torch.where(ids >= OLD, ids - places.start, ids))
     torch.testing.assert_close(said, by_itself, rtol=0.0, atol=2e-4)
 

@@ -64,11 +64,11 @@ def test_a_mixed_document_is_routed_within_the_bound_against_the_base_that_reads
     before, after = (
         tokenizer.encode(text, add_special_tokens=False).ids for tokenizer in (old, new)
     )
-    assert cost(model, after) <= cost(model.root, before) + math.log(2) + 1e-3
+    assert cost(model, after) <= cost(model.base, before) + math.log(2) + 1e-3
     shared = next(
         (at for at, pair in enumerate(zip(before, after, strict=False)) if len(set(pair)) > 1),
         len(after),
     )
     if shared:
-        assert cost(model, after[:shared]) <= cost(model.root, before[:shared]) + math.log(2) + 1e-3
+        assert cost(model, after[:shared]) <= cost(model.base, before[:shared]) + math.log(2) + 1e-3
     assert (before == after) == (not re.search(f"[{HANGUL.characters}]", text))

@@ -70,15 +70,15 @@ def test_scores_of_an_untrained_route_are_the_bases_logits_so_that_a_repetition_
     [("preserve", None), ("adapt", None), ("route", "none"), ("route", "top:2")],
 )
 @torch.no_grad()
-def test_training_answers_with_the_adaptation_head_serving_by_the_router_and_a_loss_is_of_those_logits(
+def test_training_answers_with_the_trained_head_and_serving_by_the_router(
     variant: str, layers: str | None
 ) -> None:
     model, input_ids = as_if_trained(widen(tiny_llama(), variant, layers)), IDS
     labels = input_ids.masked_fill(some_ids(2, 9, seed=2) < 20, -100)
-    adapted = trained_head(model, input_ids)
+    trained = trained_head(model, input_ids)
     for training in (True, False):
         logits = model.train(training)(input_ids=input_ids).logits
-        assert torch.equal(logits, adapted) is (training or variant != "route")
+        assert torch.equal(logits, trained) is (training or variant != "route")
         expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         torch.testing.assert_close(model(input_ids=input_ids, labels=labels).loss, expected)
 
@@ -101,7 +101,7 @@ def test_a_loaded_model_lies_on_one_device_or_is_refused(tmp_path: Path, model_c
     base = tiny_llama()
     model: Any = as_if_trained(widen(base, "route", "none"))
     if model_class is JoinedForCausalLM:
-        model = joined(base, one=(0, model))
+        model = joined(base, one=model)
     model.save_pretrained(tmp_path)
     # The room there is would put its parts into different places.
     loaded = model_class.from_pretrained(tmp_path, device_map="auto", max_memory={"cpu": 20_000})
@@ -123,7 +123,7 @@ LORA = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
 def model(request: pytest.FixtureRequest) -> Any:
     base = tiny_llama()
     if request.param == "joined":
-        return joined(base, one=(0, as_if_trained(widen(base, "preserve"))))
+        return joined(base, one=as_if_trained(widen(base, "preserve")))
     return as_if_trained(widen(base, request.param, "top:1"))
 
 

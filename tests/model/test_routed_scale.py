@@ -1,6 +1,7 @@
 """The plain export served routed: it says what the two streams do, however transformers calls it."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,10 @@ from scale_cli.model import routed_scale, routing
 from scale_cli.model.cache_scale import CACHE
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import WidenedModel
-from scale_cli.model.routed_scale import Routed, RouterLayer
+from scale_cli.model.routed_scale import RoutedModel, RouterLayer
 from scale_cli.upscale.building import NewPieces
 from tests.model.test_families import BASES, tiny
-from tests.widening import as_if_trained, joined, tiny_llama, trained_upon, widen
+from tests.widening import as_if_trained, joined, tiny_llama, widen
 
 IDS = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
 PADDED = torch.ones_like(IDS)
@@ -51,25 +52,27 @@ def together() -> JoinedForCausalLM:
         as_if_trained(widen(copy.deepcopy(base), "route", new=new), seed=seed)
         for seed, new in enumerate(scripts)
     )
-    return joined(
-        base, one=(0, one), other=(0, other), upon=(1, trained_upon(one, "route", seed=2))
-    )
+    return joined(base, one=one, other=other)
 
 
-# Stacks, means and other joins: `test_document_mixture.py`.
-@pytest.fixture(scope="module", params=["a switching router", "a join of new tokens"])
+@functools.cache
+def alone() -> Pair:
+    model = as_if_trained(widen(tiny_llama(), "route"))
+    return model, routed(model)
+
+
+# Other joins: `test_document_mixture.py`.
+@pytest.fixture(scope="module", params=["one run", "a join of new tokens"])
 def pair(request: pytest.FixtureRequest) -> Pair:
-    join = request.param == "a join of new tokens"
-    model: WidenedModel = (
-        together() if join else as_if_trained(widen(tiny_llama(), "route", switch_rate=0.05))
-    )
+    if request.param == "one run":
+        return alone()
+    model: WidenedModel = together()
     return model, routed(model)
 
 
 @pytest.fixture(scope="module")
 def two() -> Pair:
-    model = as_if_trained(widen(tiny_llama(), "route"))
-    return model, routed(model)
+    return alone()
 
 
 @torch.no_grad()
@@ -114,16 +117,16 @@ def test_positions_are_read_a_few_at_a_time_and_kept_as_they_are_asked_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_row = pair[1]
-    whole, head_logits = answered(one_row, attention_mask=PADDED), Routed._head_logits
+    whole, head_logits = answered(one_row, attention_mask=PADDED), RoutedModel._head_logits
     read: list[int] = []
 
-    def reading(self: Routed, rows_BTD: Tensor) -> Tensor:
+    def reading(self: RoutedModel, rows_BTD: Tensor) -> Tensor:
         read.append(rows_BTD.shape[1])
         return head_logits(self, rows_BTD)
 
     monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", 3 * 2 * 61)
     monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
-    monkeypatch.setattr(Routed, "_head_logits", reading)
+    monkeypatch.setattr(RoutedModel, "_head_logits", reading)
     index = torch.tensor([13, 2, 19])
     for keep, expected in (
         (0, whole),
@@ -229,12 +232,12 @@ def test_a_broken_head_has_no_say(two: Pair) -> None:
     broken = copy.deepcopy(two[0])
     with torch.no_grad():
         broken.expansion.lm_head.weight.fill_(float("nan"))
-        expected = broken.root(IDS, use_cache=False).logits
+        expected = broken.base(IDS, use_cache=False).logits
     close(answered(routed(broken)).log_softmax(-1), expected.log_softmax(-1))
 
 
 def _filled_by_another(model: Any) -> None:
-    cache = super(Routed, model).forward(IDS, use_cache=True)[CACHE]
+    cache = super(RoutedModel, model).forward(IDS, use_cache=True)[CACHE]
     model(IDS, cache=cache)
 
 

@@ -39,14 +39,14 @@ class Said:
     def prior_K(self) -> Tensor:
         return log_prior(self.base_prior, len(self.log_probs_KT))
 
-    def weights(self, switch_rate: float = 0.0) -> Tensor:
+    def weights(self) -> Tensor:
         """(K, T + 1), logarithms."""
         log_probs_KBT = torch.from_numpy(self.log_probs_KT).unsqueeze(1)
-        return posterior_log_weights(log_probs_KBT, self.prior_K, switch_rate)[:, 0]
+        return posterior_log_weights(log_probs_KBT, self.prior_K)[:, 0]
 
-    def routed_loss(self, switch_rate: float = 0.0) -> float:
+    def routed_loss(self) -> float:
         log_probs_KT = torch.from_numpy(self.log_probs_KT)
-        return -mix_log_probs(self.weights(switch_rate)[:, :-1], log_probs_KT).sum().item()
+        return -mix_log_probs(self.weights()[:, :-1], log_probs_KT).sum().item()
 
     def head_losses(self) -> list[float]:
         return [float(loss) for loss in -_zero_for_nan(self.log_probs_KT).sum(axis=1)]
@@ -66,8 +66,8 @@ def documents(draw: st.DrawFn) -> Said:
     return Said(np.stack(log_probs), draw(st.floats(1e-6, 1.0 - 1e-6)))
 
 
-def recursion(said: Said, switch_rate: float) -> Values:
-    """Bayes' rule one token at a time, then a share of the weight back to the prior; probabilities (K, T + 1)."""
+def recursion(said: Said) -> Values:
+    """Bayes' rule one token at a time; probabilities (K, T + 1)."""
     # In float64 a head's weight falls to zero after a dozen bad tokens, and no later one could bring it back.
     prior = np.exp(said.prior_K.numpy().astype(np.longdouble))
     weights = prior
@@ -78,41 +78,34 @@ def recursion(said: Said, switch_rate: float) -> Values:
         with np.errstate(divide="ignore"):
             joint = np.log(weights) + token
         if np.isneginf(joint).all():
-            updated = prior
+            weights = prior
         else:
-            updated = np.exp(joint - joint.max())
-            updated = updated / updated.sum()
-        weights = (1.0 - switch_rate) * updated + switch_rate * prior
+            weights = np.exp(joint - joint.max())
+            weights = weights / weights.sum()
         columns.append(weights)
     return np.stack(columns, axis=1).astype(np.float64)
 
 
 @settings(unhurried, max_examples=200)
-@given(documents(), st.just(0.0) | st.floats(1e-6, 0.5))
-def test_routing_loses_at_most_the_prior_to_every_head_and_by_a_switch_rate_its_logarithm_a_token(
-    said: Said, switch_rate: float
-) -> None:
+@given(documents())
+def test_routing_loses_at_most_the_prior_to_every_head(said: Said) -> None:
     """So it is finite where any head is."""
-    routed, num_tokens = said.routed_loss(switch_rate), said.log_probs_KT.shape[1]
+    routed = said.routed_loss()
     assert routed >= -1e-9
     for loss, prior in zip(said.head_losses(), said.prior_K.tolist(), strict=True):
-        assert routed <= loss - prior - num_tokens * math.log1p(-switch_rate) + 1e-9 * (
-            1.0 + abs(loss)
-        )
+        assert routed <= loss - prior + 1e-9 * (1.0 + abs(loss))
 
 
 @unhurried
-@given(documents(), st.sampled_from([0.0, 1e-6, 0.01, 0.5]))
-def test_weights_are_those_of_a_step_by_step_recursion(said: Said, switch_rate: float) -> None:
-    np.testing.assert_allclose(
-        said.weights(switch_rate).exp().numpy(), recursion(said, switch_rate), atol=1e-10
-    )
+@given(documents())
+def test_weights_are_those_of_a_step_by_step_recursion(said: Said) -> None:
+    np.testing.assert_allclose(said.weights().exp().numpy(), recursion(said), atol=1e-10)
 
 
 @unhurried
-@given(documents(), st.sampled_from([0.0, 0.01]), st.data())
+@given(documents(), st.data())
 def test_windows_with_carried_weights_are_the_whole_document(
-    said: Said, switch_rate: float, data: st.DataObject
+    said: Said, data: st.DataObject
 ) -> None:
     cut = data.draw(st.integers(0, said.log_probs_KT.shape[1]))
     log_probs_KBT, start_KB, windows = (
@@ -121,10 +114,10 @@ def test_windows_with_carried_weights_are_the_whole_document(
         [],
     )
     for window in (log_probs_KBT[..., :cut], log_probs_KBT[..., cut:]):
-        weights_KBS = posterior_log_weights(window, said.prior_K, switch_rate, start_KB)
+        weights_KBS = posterior_log_weights(window, said.prior_K, start_KB)
         start_KB = weights_KBS[..., -1]
         windows.append(weights_KBS[:, 0, :-1])
-    whole = said.weights(switch_rate)
+    whole = said.weights()
     torch.testing.assert_close(
         torch.cat([*windows, start_KB], dim=-1).exp(), whole.exp(), rtol=0.0, atol=1e-10
     )
@@ -134,12 +127,10 @@ def test_documents_of_a_batch_do_not_touch_each_other() -> None:
     log_probs_KBT = -10.0 * torch.rand(2, 5, 20, dtype=torch.float64)
     log_probs_KBT[1, 3, 7] = -math.inf
     prior_K = log_prior(0.3)
-    for switch_rate in (0.0, 0.01):
-        start_KB = prior_K[:, None].expand(-1, 5)
-        together = posterior_log_weights(log_probs_KBT, prior_K, switch_rate, start_KB)
-        for index in range(5):
-            alone = Said(log_probs_KBT[:, index].numpy(), 0.3).weights(switch_rate)
-            torch.testing.assert_close(together[:, index].exp(), alone.exp(), rtol=1e-12, atol=0.0)
+    together = posterior_log_weights(log_probs_KBT, prior_K, prior_K[:, None].expand(-1, 5))
+    for index in range(5):
+        alone = Said(log_probs_KBT[:, index].numpy(), 0.3).weights()
+        torch.testing.assert_close(together[:, index].exp(), alone.exp(), rtol=1e-12, atol=0.0)
 
 
 @unhurried
@@ -232,9 +223,9 @@ def test_a_head_gone_astray_does_not_round_away_what_another_says() -> None:
 
 
 def test_the_cosine_is_torchs() -> None:
-    base, adapted = torch.randn(2, 5, 61, generator=torch.Generator().manual_seed(0))
+    base, trained = torch.randn(2, 5, 61, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(
-        logit_cosine(base, adapted), F.cosine_similarity(base, adapted, dim=-1)
+        logit_cosine(base, trained), F.cosine_similarity(base, trained, dim=-1)
     )
 
 

@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from scale_cli.config.schema import MethodConfig
-from scale_cli.export.dense import plain_model
 from scale_cli.model.heads import BaseAndTrained, BaseOfNewTokens
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.building import NewPieces, start_model
 from tests.model.test_families import tiny
 from tests.plain_torch import composed_rows
-from tests.widening import TINY, as_if_trained, trained_head, widen
+from tests.widening import TINY, as_if_trained, widen
 
 OLD = TINY["vocab_size"]
 PIECES = NewPieces(
@@ -45,7 +44,7 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
     assert torch.equal(model.base_logits(states), model.base(input_ids=old_ids).logits)
     new: Any = model.expansion.new_tokens
     pieces = [[int(piece) for piece in token.split()] for token in PIECES.new_tokens]
-    expected_rows = composed_rows(model.root.model.embed_tokens(torch.arange(OLD)), pieces)
+    expected_rows = composed_rows(model.base.model.embed_tokens(torch.arange(OLD)), pieces)
     torch.testing.assert_close(new.embed_tokens.weight.double(), expected_rows, rtol=0.0, atol=1e-5)
 
     model.train()
@@ -53,7 +52,7 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    logits = model.adaptation_logits(model.final_states(ids, preserved=False))
+    logits = model.trained_logits(model.final_states(ids, preserved=False))
     assert logits.shape[-1] == ALL
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     expected.backward()
@@ -65,23 +64,6 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
     torch.testing.assert_close(
         gradients, {name: p.grad for name, p in trained.items()}, rtol=1e-5, atol=1e-5
     )
-
-
-@families
-@torch.no_grad()
-def test_an_expansion_upon_one_with_new_tokens_has_them_and_its_base_head_is_the_one_below(
-    family: str,
-) -> None:
-    below = grown("route", family)
-    ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(5))
-    before = trained_head(below, ids)
-    model = as_if_trained(widen(below, "route"))
-    base, adapted = model.head_logits(ids)(slice(None))
-    assert torch.equal(base, before)
-    expected = F.cross_entropy(adapted[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    torch.testing.assert_close(model.train()(input_ids=ids, labels=ids).loss, expected)
-    plain = plain_model(model.eval(), "float32", [ids])
-    torch.testing.assert_close(plain(input_ids=ids).logits, adapted, rtol=0.0, atol=1e-4)
 
 
 @families
@@ -99,9 +81,9 @@ def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base(family: s
 
     new = torch.arange(OLD, ALL)
     assert torch.allclose(
-        model.model.embed_tokens(new), PIECES.rows(widened.root).embed_tokens(new - OLD), atol=1e-5
+        model.model.embed_tokens(new), PIECES.rows(widened.base).embed_tokens(new - OLD), atol=1e-5
     )
-    plain = widened.root
+    plain = widened.base
     beside = BaseAndTrained(BaseOfNewTokens(plain, PIECES.rows(plain), widened.config), plain)
     ids = torch.randint(ALL, (1, 9), generator=torch.Generator().manual_seed(4))
     states = beside.base.get_decoder()(ids, use_cache=False).last_hidden_state

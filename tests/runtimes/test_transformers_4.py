@@ -53,11 +53,6 @@ WINDOWS = {
     "sliding_window": 32,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-LONG = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0]}
-EXPERTS = {
-    "num_experts": 6,
-    "moe_intermediate_size": 16,
-}  # of which transformers 5 writes one by another name
 # Of every base its family, RoPE's theta and scaling, and what is its own.
 BASES: dict[str, tuple[str, float, dict[str, Any] | None, dict[str, Any]]] = {
     "llama-llama3": ("llama", 5e5, LLAMA3, {"tie_word_embeddings": True}),
@@ -85,18 +80,6 @@ BASES: dict[str, tuple[str, float, dict[str, Any] | None, dict[str, Any]]] = {
     "olmo2": ("olmo2", 5e5, None, {}),
     "olmo3-yarn": ("olmo3", 5e5, YARN, WINDOWS),
     "exaone4": ("exaone4", 1e6, LLAMA3, {**WINDOWS, "tie_word_embeddings": True}),
-    "phi3-longrope": (
-        "phi3",
-        1e4,
-        LONG,
-        {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64},
-    ),
-    "qwen3-moe": (
-        "qwen3_moe",
-        1e6,
-        None,
-        {"head_dim": 16, "num_experts_per_tok": 2, "mlp_only_layers": [1], **EXPERTS},
-    ),
 }
 VARIANTS = ("preserve", "route", "llama-pro")
 NAMES = [f"{base}-{variant}" for base in BASES for variant in VARIANTS]
@@ -122,7 +105,6 @@ def write_base(name: str, shared_data: Path, folder: Path) -> None:
     told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for new in ("dtype", "rope_parameters"):
         del told[new]
-    told |= {name: size for name, size in EXPERTS.items() if name in differences}
     told |= {
         "torch_dtype": "float32",
         "rope_theta": theta,

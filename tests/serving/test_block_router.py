@@ -47,14 +47,14 @@ class Document:
     blocks: list[int] = field(default_factory=list)
     done: int = 0
 
-    def log_weights(self, heads: RowsAsLogits, prior_K: Tensor, switch_rate: float) -> Tensor:
+    def log_weights(self, heads: RowsAsLogits, prior_K: Tensor) -> Tensor:
         """(T, K): what a router says that has read this document alone."""
         log_probs_KTV = head_log_probs(heads.logits(self.hidden_TD[:-1]).transpose(0, 1))
         said_KT = log_probs_KTV.gather(-1, self.ids_T[1:].expand(heads.num_heads, -1)[..., None])[
             ..., 0
         ]
         evidence_KT = torch.cat([torch.zeros(heads.num_heads, 1), said_KT], dim=-1)
-        return posterior_log_weights(evidence_KT[:, None], prior_K, switch_rate)[:, 0, 1:].T
+        return posterior_log_weights(evidence_KT[:, None], prior_K)[:, 0, 1:].T
 
 
 class Blocks:
@@ -162,22 +162,21 @@ def some_documents(random: Random, num_heads: int, broken: float) -> list[Docume
     seed=st.integers(0, 2**31),
     num_heads=st.integers(2, 4),
     size=st.integers(1, 5),
-    switch_rate=st.sampled_from([0.0, 0.0, 0.02, 0.5]),
     base_prior=st.sampled_from([0.5, 0.9]),
     broken=st.sampled_from([0.0, 0.3]),
 )
 @unhurried
 def test_every_document_is_weighed_as_if_it_were_alone(
-    seed: int, num_heads: int, size: int, switch_rate: float, base_prior: float, broken: float
+    seed: int, num_heads: int, size: int, base_prior: float, broken: float
 ) -> None:
     random = Random(seed)
     heads, prior_K = RowsAsLogits(num_heads), log_prior(base_prior, num_heads)
     documents = some_documents(random, num_heads, broken)
     longest = max(len(document.ids_T) for document in documents)
     cache = Blocks(random.randint(-(-longest // size), 40), size)
-    router = BlockRouter(prior_K, switch_rate)
+    router = BlockRouter(prior_K)
     router.allocate(len(cache.users), num_heads * VOCABULARY, torch.float32)
-    expected = [document.log_weights(heads, prior_K, switch_rate) for document in documents]
+    expected = [document.log_weights(heads, prior_K) for document in documents]
 
     for _ in range(40):
         if random.random() < 0.1:

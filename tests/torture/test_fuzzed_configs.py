@@ -35,7 +35,7 @@ VERBS = ("plan", "prepare", "run", "upscale")
 @pytest.fixture
 def scale_here(monkeypatch: pytest.MonkeyPatch, scale: Scale) -> Scale:
     """The command line, up to the model."""
-    monkeypatch.setattr(scale_cli.commands.plan, "stage_folder", model_loads)
+    monkeypatch.setattr(scale_cli.commands.plan, "Run", model_loads)
     monkeypatch.setattr(Run, "check", model_loads)
     return scale
 

@@ -20,7 +20,7 @@ from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
 from scale_cli.upscale.building import NewPieces, start_model
 from tests.hooks import hooks_for
-from tests.plain_torch import Added, logits_of, shared_with_new_tokens
+from tests.plain_torch import logits_of, shared_with_new_tokens
 from tests.widening import as_if_trained, tiny_llama
 
 OLD, NEW = 57, NewPieces(["7 8", "3 7", "10 11", "3 10"], own_pieces=[7, 10])
@@ -97,7 +97,7 @@ class InPlainTorch:
     def said(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logits of what trains, and the probabilities of the base where it is beside it."""
         if not self.widened:
-            return logits_of(self.config, self.leaves, [], ids, documents), None
+            return logits_of(self.config, self.leaves, None, ids, documents), None
         base = {
             name.removeprefix("base."): t
             for name, t in self.frozen.items()
@@ -108,12 +108,10 @@ class InPlainTorch:
             for name, t in (self.frozen | self.leaves).items()
             if name.startswith("expansion.")
         }
-        added = Added(
-            0, {name.removeprefix("expansion."): tensor for name, tensor in tensors.items()}
-        )
-        rows = tuple(added.tensors["new_tokens.embed_tokens.weight"])
-        of_base = logits_of(self.config, base, [], ids, documents, rows)
-        return logits_of(self.config, base, [added], ids, documents), shared_with_new_tokens(
+        added = {name.removeprefix("expansion."): tensor for name, tensor in tensors.items()}
+        rows = tuple(added["new_tokens.embed_tokens.weight"])
+        of_base = logits_of(self.config, base, None, ids, documents, rows)
+        return logits_of(self.config, base, added, ids, documents), shared_with_new_tokens(
             of_base, FIRST, [7, 10]
         )
 

@@ -41,9 +41,6 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def start(name: str, **sizes: Any) -> MethodModel:
-    if name == "stack":
-        below = as_if_trained(widen(tiny_llama(**sizes), "adapt", "top:1", ratio=0.5))
-        return start_model(below, MethodConfig(variant="preserve"), seed=0).train()
     model = start_model(tiny_llama(**sizes), MethodConfig.model_validate(METHODS[name]), seed=0)
     return model.train()
 
@@ -103,7 +100,7 @@ def test_adapters_learn_and_only_those_in_the_head_need_logits_of_all_positions(
     assert not still
 
 
-@pytest.mark.parametrize("name", ["route", "lora, whole embeddings", "stack"])
+@pytest.mark.parametrize("name", ["route", "lora, whole embeddings", "preserve"])
 def test_activation_checkpointing_changes_no_loss(name: str) -> None:
     assert losses(start(name), activation_checkpointing=True) == losses(start(name))
 
@@ -156,7 +153,7 @@ def grown() -> MethodModel:
 
 
 # As generated code it is in tests/integration.
-@pytest.mark.parametrize("name", ["lora", "stack", "grown"])
+@pytest.mark.parametrize("name", ["lora", "route", "grown"])
 def test_compiled_training_is_traced_whole_and_has_the_losses_of_plain_training(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -205,10 +202,10 @@ def test_isolated_documents_attend_without_a_mask_where_kernels_skip_what_is_mas
 
 def test_an_evaluation_attends_by_sdpa_where_training_compiles_for_one_shape() -> None:
     model: Any = start("route")
-    model.root.set_attn_implementation("flex_attention")
+    model.base.set_attn_implementation("flex_attention")
     with attending_by_sdpa(model):
-        assert model.root.config._attn_implementation == "sdpa"
-    assert model.root.config._attn_implementation == "flex_attention"
+        assert model.base.config._attn_implementation == "sdpa"
+    assert model.base.config._attn_implementation == "flex_attention"
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""A base in 8 or 4 bits: what holds of a whole base, bit for bit, holds of what transformers quantises."""
+"""A base in 8 bits: what holds of a whole base, bit for bit, holds of what transformers quantises."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Phi3Config, TorchAoConfig
+from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from scale_cli.commands import plan as plan_module
 from scale_cli.commands.export import export
@@ -17,28 +17,37 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.methods.starts import leading_directions
-from scale_cli.model.quantised_base import QUANTISATIONS, is_quantised, parts_of, plain_weight
 from scale_cli.planning import Parameters, count_saved_tensors, kept_for_backward, num_bytes
-from scale_cli.runs.method_folder import any_base_without_weights
 from scale_cli.runs.opened import Run
 from scale_cli.training.objective import for_training
-from scale_cli.upscale.base import base_without_weights, check_finite, load_base
+from scale_cli.upscale.base import (
+    base_without_weights,
+    check_finite,
+    load_base,
+    load_base_config,
+)
 from scale_cli.upscale.base_record import changed_tensors, record_base
 from scale_cli.upscale.building import build_model, start_model
 from scale_cli.upscale.preservation import trained_logits
+from scale_cli.upscale.quantised_base import (
+    is_quantised,
+    parts_of,
+    plain_weight,
+    torchao_settings,
+)
 from tests.export.conftest import configured
 from tests.widening import lower_layers, real_ids
 
-# nf4 holds blocks of 64 x 256 weights, which the matrices of stories260K are too small for.
-HELD = [("ckpt-stories260K", "int8"), ("ckpt-eltec", "int8"), ("ckpt-eltec", "nf4")]
+checkpoints = pytest.mark.parametrize("checkpoint", ["ckpt-stories260K", "ckpt-eltec"])
 
 
-def named(
-    shared_data: Path, checkpoint: str, quantisation: Any, dtype: Any = "bfloat16"
-) -> ModelConfig:
-    return ModelConfig(
-        base=str(shared_data / checkpoint / "hf"), dtype=dtype, quantisation=quantisation
-    )
+def named(shared_data: Path, checkpoint: str) -> ModelConfig:
+    base = str(shared_data / checkpoint / "hf")
+    return ModelConfig(base=base, dtype="bfloat16", quantisation="int8")
+
+
+def without_weights(model: ModelConfig) -> Any:
+    return base_without_weights(load_base_config(model), model.dtype, model.quantisation)
 
 
 def whole(model: ModelConfig) -> ModelConfig:
@@ -47,8 +56,7 @@ def whole(model: ModelConfig) -> ModelConfig:
 
 def loaded_plainly(model: ModelConfig) -> Any:
     """The quantised base as anybody loads it, by transformers alone."""
-    assert model.quantisation is not None
-    settings = TorchAoConfig(QUANTISATIONS[model.quantisation].settings())
+    settings = TorchAoConfig(torchao_settings())
     dtype = getattr(torch, model.dtype)
     return AutoModelForCausalLM.from_pretrained(
         model.base, dtype=dtype, quantization_config=settings
@@ -58,25 +66,22 @@ def loaded_plainly(model: ModelConfig) -> Any:
 def run_config(
     shared_data: Path,
     folder: Path,
-    quantisation: Any,
     variant: str = "route",
     dtype: Any = "bfloat16",
     **train: Any,
 ) -> RunConfig:
     config = configured(shared_data, folder, {"variant": variant}).model_dump()
     base = lower_layers(shared_data, "ckpt-eltec", 2)
-    config["model"] |= ModelConfig(
-        base=str(base), dtype=dtype, quantisation=quantisation
-    ).model_dump()
+    config["model"] |= ModelConfig(base=str(base), dtype=dtype, quantisation="int8").model_dump()
     config["train"] |= {"max_steps": 4, "save_every_steps": 2, "keep_checkpoints": 2, **train}
     return RunConfig.model_validate(config)
 
 
-@pytest.mark.parametrize(("checkpoint", "quantisation"), HELD)
+@checkpoints
 def test_a_quantised_base_is_the_one_that_transformers_loads_bit_for_bit(
-    shared_data: Path, checkpoint: str, quantisation: str
+    shared_data: Path, checkpoint: str
 ) -> None:
-    model = named(shared_data, checkpoint, quantisation)
+    model = named(shared_data, checkpoint)
     base, plainly = load_base(model), loaded_plainly(model)
     ids = real_ids(shared_data, checkpoint)[:200].reshape(4, 50)
     with torch.no_grad():
@@ -89,11 +94,11 @@ def test_a_quantised_base_is_the_one_that_transformers_loads_bit_for_bit(
     assert "quantization_config" not in base.config.to_diff_dict()
 
 
-@pytest.mark.parametrize(("checkpoint", "quantisation"), HELD)
+@checkpoints
 def test_every_bit_that_a_quantised_weight_is_held_in_is_hashed_and_checked(
-    shared_data: Path, checkpoint: str, quantisation: str
+    shared_data: Path, checkpoint: str
 ) -> None:
-    model = named(shared_data, checkpoint, quantisation)
+    model = named(shared_data, checkpoint)
     base: Any = load_base(model)
     record = record_base(base, model)
     weight = base.model.layers[1].mlp.up_proj.weight
@@ -110,11 +115,11 @@ def test_every_bit_that_a_quantised_weight_is_held_in_is_hashed_and_checked(
         check_finite(base, "here")
 
 
-@pytest.mark.parametrize(("quantisation", "variant"), [("int8", "lora"), ("nf4", "route")])
+@pytest.mark.parametrize("variant", ["lora", "route"])
 def test_training_and_resuming_leave_a_quantised_base_as_it_was_and_an_export_holds_its_weights_as_numbers(
-    shared_data: Path, tmp_path: Path, quantisation: str, variant: str
+    shared_data: Path, tmp_path: Path, variant: str
 ) -> None:
-    config = run_config(shared_data, tmp_path / "run", quantisation, variant, "float32")
+    config = run_config(shared_data, tmp_path / "run", variant, "float32")
     upscale(config)
     train(config, None, print)
     broken_off = config.model_copy(update={"output_dir": tmp_path / "resumed"})
@@ -141,20 +146,15 @@ def test_training_and_resuming_leave_a_quantised_base_as_it_was_and_an_export_ho
     )
     with torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, learned, rtol=0.0, atol=1e-3)
-    assert f"linear maps in {quantisation}, by torchao; this folder holds" in (
-        folder / "README.md"
-    ).read_text(encoding="utf-8")
-    with pytest.raises(RunFolderError, match=f"model.quantisation: '{quantisation}' -> None"):
+    assert "linear maps in int8, by torchao; this folder holds" in (folder / "README.md").read_text(
+        encoding="utf-8"
+    )
+    with pytest.raises(RunFolderError, match=r"model\.quantisation: 'int8' -> None"):
         Run(config.model_copy(update={"model": whole(config.model)})).open_final()
 
 
-@pytest.mark.parametrize("quantisation", QUANTISATIONS)
-def test_blocks_start_from_what_quantised_weights_stand_for(
-    shared_data: Path, quantisation: str
-) -> None:
-    model: Any = start_model(
-        load_base(named(shared_data, "ckpt-eltec", quantisation)), MethodConfig(), seed=0
-    )
+def test_blocks_start_from_what_quantised_weights_stand_for(shared_data: Path) -> None:
+    model: Any = start_model(load_base(named(shared_data, "ckpt-eltec")), MethodConfig(), seed=0)
     frozen, added = model.base.model.layers[0].mlp.up_proj, model.expansion.layers[0].up_proj
     rows = leading_directions(plain_weight(frozen), len(added.weight_21))
     assert torch.equal(added.weight_21[: len(rows)], rows.to(added.weight_21.dtype))
@@ -162,18 +162,15 @@ def test_blocks_start_from_what_quantised_weights_stand_for(
     torch.testing.assert_close(frozen(eye).T, plain_weight(frozen), rtol=2**-7, atol=0.0)
 
 
-@pytest.mark.parametrize(("quantisation", "variant"), [("int8", "lora"), ("nf4", "adapt")])
+@pytest.mark.parametrize("variant", ["lora", "adapt"])
 def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_keep(
-    shared_data: Path, quantisation: str, variant: str
+    shared_data: Path, variant: Any
 ) -> None:
-    model, method = (
-        named(shared_data, "ckpt-eltec", quantisation),
-        MethodConfig.model_validate({"variant": variant}),
-    )
+    model, method = named(shared_data, "ckpt-eltec"), MethodConfig(variant=variant)
     train_config = configured(shared_data, Path("unused"), {}).train
     base = load_base(model)
     with torch.device("meta"):
-        planned: Any = build_model(any_base_without_weights(model), method, 0)
+        planned: Any = build_model(without_weights(model), method, 0)
     counted = Parameters.of(planned, train_config)
     parts = [part for parameter in base.parameters() for part in parts_of(parameter)]
     assert counted.frozen_bytes == sum(part.untyped_storage().nbytes() for part in parts)
@@ -195,9 +192,9 @@ def test_a_plan_of_a_quantised_base_says_what_cannot_be_had(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="full")])
-    config = run_config(shared_data, tmp_path / "run", "int8")
+    config = run_config(shared_data, tmp_path / "run")
     planned = plan(config, flops=1e12, num_processes=1)
-    (of_quantised,), base = planned.methods, any_base_without_weights(config.model)
+    (of_quantised,), base = planned.methods, without_weights(config.model)
     assert "model.quantisation" in planned.refused["full"]
     parts = [part for parameter in base.parameters() for part in parts_of(parameter)]
     assert of_quantised.memory.frozen == sum(part.nbytes for part in parts)
@@ -207,27 +204,17 @@ def test_a_plan_of_a_quantised_base_says_what_cannot_be_had(
 def test_what_trains_weights_of_the_base_is_refused_before_anything_is_written(
     shared_data: Path, tmp_path: Path, variant: str
 ) -> None:
-    config = run_config(shared_data, tmp_path / "run", "int8", variant)
+    config = run_config(shared_data, tmp_path / "run", variant)
     with pytest.raises(ConfigError, match=f"method.variant: {variant} trains weights of the base"):
         upscale(config)
     assert not config.output_dir.exists()
 
 
-def test_matrices_that_nf4_cannot_hold_and_bases_that_are_quantised_already_are_refused_by_name(
+def test_a_base_that_is_quantised_already_is_refused_by_name(
     shared_data: Path, tmp_path: Path
 ) -> None:
-    small: Any = named(shared_data, "ckpt-stories260K", "nf4")
-    with pytest.raises(
-        BaseModelError, match=r"model.quantisation: nf4: model.layers.0.self_attn.q_proj"
-    ):
-        any_base_without_weights(small)
-    packed = Phi3Config(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64, pad_token_id=0
-    )
-    with pytest.raises(BaseModelError, match=r"a layer of the family phi3 has no separate q_proj"):
-        base_without_weights(packed, "bfloat16", "int8")
     quantised = tmp_path / "quantised"
-    loaded_plainly(named(shared_data, "ckpt-eltec", "int8")).save_pretrained(quantised)
+    loaded_plainly(named(shared_data, "ckpt-eltec")).save_pretrained(quantised)
     with pytest.raises(BaseModelError, match="is already quantised"):
         load_base(ModelConfig(base=str(quantised)))
 
@@ -237,4 +224,4 @@ def test_what_reads_whole_weights_does_not_go_with_a_quantised_base(
 ) -> None:
     for key in ({"compile": True}, {"sharding": "expansion"}, {"sharding": "all"}):
         with pytest.raises(ValueError, match=r"does not go with model.quantisation: int8"):
-            run_config(shared_data, tmp_path / "run", "int8", **key)
+            run_config(shared_data, tmp_path / "run", **key)

@@ -7,7 +7,7 @@ from scale_cli.commands.join import join
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
-from scale_cli.joining import join_runs
+from scale_cli.joining.members import join_runs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 from tests.widening import lower_stories
@@ -76,5 +76,5 @@ def two_scripts_in_one(
         upscale(config)
         train(config, None, print)
         runs.append(config.output_dir)
-    join(runs, folder / "joined", None, 0.0, "llama")
-    return folder / "joined", join_runs(runs, None, 0.0).model
+    join(runs, folder / "joined", None, "llama")
+    return folder / "joined", join_runs(runs, None).model

@@ -1,4 +1,4 @@
-"""Every family, several heads, a switching router: random plain models beside their own transformers classes."""
+"""Every family, several heads: random plain models beside their own transformers classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from scale_cli.model.routing import log_prior, mix_logits, posterior_log_weights
 from scale_cli.serving import FAMILIES
 from tests.serving.engine.conftest import Ask
 
-STREAMS, PARENTS, PRIOR = [64, 32, 16, 16], [0, 1, 0], 0.6
+STREAMS, PRIOR = [64, 32, 16, 16], 0.6
+ROUTER = {"stream_sizes": STREAMS, "prior": PRIOR}
 VOCABULARY, LENGTH = 9001, 90  # more than one tile, and no multiple of what vLLM rounds up to
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -34,17 +35,10 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 WINDOWS = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-}
 OWN: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 48},
     "Gemma3": WINDOWS,
     "Exaone4": WINDOWS,
-    "Qwen3Moe": EXPERTS,
 }
 SHARED = "Llama, its vocabulary and its attention heads shared by two processes"
 LACKING = f"{SHARED}; every head lacks some tokens"
@@ -56,7 +50,6 @@ NEW_TOKENS: dict[str, Any] = {
     "own": [0, 3, 5],
     "known": [[0, 0], [0, 25], [0, 25], [25, NUM_NEW]],
 }
-SWITCH_RATES = {**dict.fromkeys(FAMILIES, 0.0), "Qwen2": 0.05, "Qwen3": 0.01, "Exaone4": 0.01}
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -70,9 +63,7 @@ IDS = torch.randint(0, VOCABULARY, (8, LENGTH), generator=torch.Generator().manu
 
 
 @torch.no_grad()
-def routed_log_probs(
-    model: Any, switch_rate: float, new_tokens: dict[str, Any] | None = None
-) -> Tensor:
+def routed_log_probs(model: Any, new_tokens: dict[str, Any] | None = None) -> Tensor:
     """(B, T - 1): of each token after the first, routed in torch over what the plain model's head reads."""
     hidden = model.model(input_ids=IDS).last_hidden_state
     parts = [
@@ -81,9 +72,7 @@ def routed_log_probs(
             hidden.split(STREAMS, -1), model.lm_head.weight.split(STREAMS, -1), strict=True
         )
     ]
-    heads = [parts[0]]
-    for parent, part in zip(PARENTS, parts[1:], strict=True):
-        heads.append(heads[parent] + part)
+    heads = [parts[0], *(parts[0] + part for part in parts[1:])]
     if new_tokens is not None:
         shares = shares_of_router({"stream_sizes": STREAMS, "new_tokens": new_tokens}, VOCABULARY)
         heads = [
@@ -93,7 +82,7 @@ def routed_log_probs(
     next_ids = IDS[:, 1:, None].expand(len(STREAMS), -1, -1, -1)
     said_KBT = logits_KBTV.log_softmax(-1)[:, :, :-1].gather(-1, next_ids)[..., 0]
     prior_K = log_prior(PRIOR, len(STREAMS))
-    weights = posterior_log_weights(said_KBT, prior_K, switch_rate)
+    weights = posterior_log_weights(said_KBT, prior_K)
     mixed = mix_logits(weights[..., :-1].float(), logits_KBTV[:, :, :-1]).log_softmax(-1)
     return mixed.gather(-1, IDS[:, 1:, None])[..., 0]
 
@@ -111,10 +100,10 @@ def served_and_expected(
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval()
         model.save_pretrained(folder)
-        expected[family] = routed_log_probs(model, SWITCH_RATES[family])
+        expected[family] = routed_log_probs(model)
         if family == "Llama":
-            expected[LACKING] = routed_log_probs(model, SWITCH_RATES[family], NEW_TOKENS)
-        tell_of_the_router(folder, SWITCH_RATES[family])
+            expected[LACKING] = routed_log_probs(model, NEW_TOKENS)
+        tell_of_the_router(folder)
         routed = {"hf_overrides": {"architectures": [f"ScaleRouted{family}ForCausalLM"]}}
         sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         rounds = [{"prompts": IDS.tolist(), "sampling": sampling}]
@@ -122,7 +111,7 @@ def served_and_expected(
     shared = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     jobs[SHARED] = jobs["Llama"] | {"engine": {**jobs["Llama"]["engine"], **shared}}
     expected[SHARED] = expected["Llama"]
-    lacking = {"scale_router": {**router(SWITCH_RATES["Llama"]), "new_tokens": NEW_TOKENS}}
+    lacking = {"scale_router": {**ROUTER, "new_tokens": NEW_TOKENS}}
     overrides = {"hf_overrides": {**jobs[SHARED]["engine"]["hf_overrides"], **lacking}}
     jobs[LACKING] = jobs[SHARED] | {"engine": {**jobs[SHARED]["engine"], **overrides}}
     jobs[COMPILED] = jobs["Qwen3"] | {"engine": {**jobs["Qwen3"]["engine"], "enforce_eager": False}}
@@ -131,13 +120,9 @@ def served_and_expected(
     return {name: (answers[name], expected[name]) for name in jobs}
 
 
-def router(switch_rate: float) -> dict[str, Any]:
-    return {"stream_sizes": STREAMS, "parents": PARENTS, "prior": PRIOR, "switch_rate": switch_rate}
-
-
-def tell_of_the_router(folder: Path, switch_rate: float) -> None:
+def tell_of_the_router(folder: Path) -> None:
     told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    told["scale_router"] = router(switch_rate)
+    told["scale_router"] = ROUTER
     (folder / "config.json").write_text(json.dumps(told), encoding="utf-8")
 
 

@@ -70,7 +70,7 @@ def test_a_quantised_head_routes_as_the_head_that_it_stands_for(ask: Ask, tmp_pa
     jobs: dict[str, Any] = {}
     for name in ("whole", "quantised"):
         model.save_pretrained(tmp_path / name)
-        tell_of_the_router(tmp_path / name, 0.0)
+        tell_of_the_router(tmp_path / name)
         rounds = [{"prompts": IDS.tolist(), "sampling": sampling}]
         jobs[name] = {
             "folder": str(tmp_path / name),
@@ -78,7 +78,7 @@ def test_a_quantised_head_routes_as_the_head_that_it_stands_for(ask: Ask, tmp_pa
             "rounds": rounds,
         }
     quantise_head(tmp_path / "quantised", values_KN, scales_GN)
-    expected = routed_log_probs(model.float(), 0.0)
+    expected = routed_log_probs(model.float())
     away = {
         name: (
             torch.tensor([of[1:] for of in told["rounds"][0]["prompt_log_probs"]]) - expected

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from scale_cli.model.routing import PieceShares, mix_logits, piece_shares
-from scale_cli.serving.heads import Shard, SharedPieces, StreamHeads
+from scale_cli.serving.stream_heads import Shard, SharedPieces, StreamHeads
 
-STREAMS, PARENTS = [6, 3, 2, 2], [0, 1, 0]
+STREAMS = [6, 3, 2, 2]
 VOCABULARY, PADDED, TILE = 11, 16, 2
 GENERATOR = torch.Generator().manual_seed(0)
 WEIGHT_VD = torch.randn(VOCABULARY, sum(STREAMS), generator=GENERATOR)
@@ -63,7 +63,7 @@ def heads(weight_VD: Tensor, shard: Shard, shares: Shares, *, readable: bool) ->
         None if of is None else SharedPieces(of, VOCABULARY, shard, weight_VD.device)
         for of in shares
     ]
-    return StreamHeads(tiles, STREAMS, PARENTS, shard, weight_VD if readable else None, shared)
+    return StreamHeads(tiles, STREAMS, shard, weight_VD if readable else None, shared)
 
 
 def alone(shares: Shares, *, readable: bool = True) -> StreamHeads:
@@ -72,8 +72,8 @@ def alone(shares: Shares, *, readable: bool = True) -> StreamHeads:
 
 
 def expected_logits(shares: Shares) -> Tensor:
-    """(T, K, V): every head as a product with the columns of its stream and of its ancestors'."""
-    masks = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]])
+    """(T, K, V): every head as a product with the columns of its stream and of the base's."""
+    masks = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]])
     wide = masks.repeat_interleave(torch.tensor(STREAMS), dim=1)
     logits_TKV = torch.einsum("td,kd,vd->tkv", ROWS_TD, wide.float(), WEIGHT_VD)
     for head, of_head in enumerate(shares):
@@ -83,7 +83,7 @@ def expected_logits(shares: Shares) -> Tensor:
 
 
 @every_vocabulary
-def test_mixed_scores_are_of_every_parents_and_its_own_columns(shares: Shares) -> None:
+def test_mixed_scores_are_of_the_bases_and_each_heads_own_columns(shares: Shares) -> None:
     log_weights_TK = torch.randn(9, 4, generator=GENERATOR).log_softmax(dim=-1)
     scores_TV, sizes_TK = alone(shares).mix(ROWS_TD, log_weights_TK)
     torch.testing.assert_close(

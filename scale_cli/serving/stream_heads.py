@@ -1,6 +1,6 @@
 """All heads from one matrix: the columns of a plain export's lm_head, stream by stream.
 
-    z_0 = H x        z_k = z_parent(k) + H'_k u_k        [H | H'_1 | ...] = lm_head.weight
+    z_0 = H x        z_k = z_0 + H'_k u_k        [H | H'_1 | ...] = lm_head.weight
 
 The plain model computes one product over all columns. Products with each stream's columns give every head at the same
 cost. If a head lacks some tokens, `PieceShares` (`model/routing.py`) gives its logits of all tokens from its z.
@@ -56,40 +56,27 @@ class SharedPieces:
         return said_TV
 
 
-def sizes_of(
-    parts: Sequence[Tensor], parents: Sequence[int], said: Sequence[Tensor | None], length: int
-) -> Tensor:
+def heads_of(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return every head's logits, from the streams' parts of them."""
+    base = parts[0].float()
+    return [base, *(base + part.float() for part in parts[1:])]
+
+
+def sizes_of(parts: Sequence[Tensor], said: Sequence[Tensor | None], length: int) -> Tensor:
     """Return (T, K): the log-sum-exps of the heads' logits over the first `length` tokens."""
-    return torch.stack(
-        [torch.logsumexp(of[:, :length], dim=-1) for of in _heads(parts, parents, said)], dim=-1
-    )
+    heads = _replaced(heads_of(parts), said)
+    return torch.stack([torch.logsumexp(of[:, :length], dim=-1) for of in heads], dim=-1)
 
 
 def scores_of(
-    parts: Sequence[Tensor],
-    parents: Sequence[int],
-    said: Sequence[Tensor | None],
-    taken_KT: Tensor,
-    added_KT: Tensor,
+    parts: Sequence[Tensor], said: Sequence[Tensor | None], taken_KT: Tensor, added_KT: Tensor
 ) -> Tensor:
     """Return (T, V): the scores of the heads' mixture, given the results of `model/routing.score_shifts`."""
-    return mix_shifted(_heads(parts, parents, said), taken_KT, added_KT)
+    return mix_shifted(_replaced(heads_of(parts), said), taken_KT, added_KT)
 
 
-def _heads(
-    parts: Sequence[Tensor], parents: Sequence[int], said: Sequence[Tensor | None]
-) -> list[Tensor]:
-    added = _added_up(parts, parents)
-    return [own if instead is None else instead for own, instead in zip(added, said, strict=True)]
-
-
-def _added_up(parts: Sequence[Tensor], parents: Sequence[int]) -> list[Tensor]:
-    heads = [parts[0].float()]
-    for parent, part in zip(
-        parents, parts[1:], strict=False
-    ):  # fewer parts give the lowest heads only
-        heads.append(heads[parent] + part.float())
-    return heads
+def _replaced(heads: Sequence[Tensor], said: Sequence[Tensor | None]) -> list[Tensor]:
+    return [own if instead is None else instead for own, instead in zip(heads, said, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -100,14 +87,12 @@ class StreamHeads:
     # (T, D_k) to (T, tokens)
     tiles: Sequence[Sequence[Callable[[Tensor], Tensor]]]
     stream_sizes: Sequence[int]  # channels of every stream
-    parents: Sequence[int]  # for every added stream, the head whose logits its own are added to
     shard: Shard  # of the vocabulary
     # (V, D), the whole head, if its rows can be read one by one: a token's logits are then its row times the hidden
     # row; None if it is quantised
     weight: Tensor | None
-    shared: Sequence[
-        SharedPieces | None
-    ]  # for every head, maps z to logits of all tokens; None: z covers them
+    # For every head, maps z to logits of all tokens; None: z covers them.
+    shared: Sequence[SharedPieces | None]
     sizes_of: Callable[..., Tensor] = sizes_of  # or a compiled version
     scores_of: Callable[..., Tensor] = scores_of  # likewise
 
@@ -115,12 +100,10 @@ class StreamHeads:
         """Return the scores of this device's share of the vocabulary, and (T, K) log-sum-exps over the whole of it."""
         parts = self._parts(rows_TD)
         said = self._said(parts)
-        sizes_TK = self._over_all_devices(
-            self.sizes_of(parts, self.parents, said, self.shard.length)
-        )
+        sizes_TK = self._over_all_devices(self.sizes_of(parts, said, self.shard.length))
         # Not inside the compiled function, which would compute these numbers of a row again for every token.
         shifts = score_shifts(log_weights_TK.T, sizes_TK.T)
-        return self.scores_of(parts, self.parents, said, *shifts), sizes_TK
+        return self.scores_of(parts, said, *shifts), sizes_TK
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps, computed for few rows and tokens at once."""
@@ -139,15 +122,16 @@ class StreamHeads:
         """Return what `observe` returns, for one tile; the logits of tokens outside it are 0."""
         length = max(0, min(parts[0].shape[-1], self.shard.length - start))  # without padding
         chosen_TK = self._chosen(partial(_columns, parts), ids_T, start, length)
-        return chosen_TK, self.sizes_of(parts, self.parents, self._said(parts), length)
+        return chosen_TK, self.sizes_of(parts, self._said(parts), length)
 
     def _said(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
         """Return, for each head, its logits of all tokens if it lacks some; else None."""
-        sharing = [head for head, shared in enumerate(self.shared) if shared is not None]
-        added = _added_up(parts[: sharing[-1] + 1], self.parents) if sharing else []
+        if not any(self.shared):
+            return [None] * len(self.shared)
+        heads = heads_of(parts)
         return [
-            None if shared is None else shared(added[head])
-            for head, shared in enumerate(self.shared)
+            None if shared is None else shared(own)
+            for own, shared in zip(heads, self.shared, strict=True)
         ]
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
@@ -198,15 +182,12 @@ class StreamHeads:
         `parts_of` returns every stream's part (T,) of the tokens' logits, given their indices within that range.
         """
         local_T, ours_T = self._local(ids_T, start, length)
-        chosen_TK = torch.stack(_added_up(parts_of(local_T), self.parents), dim=-1)
+        chosen_TK = torch.stack(heads_of(parts_of(local_T)), dim=-1)
         chosen_TK = torch.where(ours_T[:, None], chosen_TK, 0.0)
         for head, shared in enumerate(self.shared):
             if shared is not None:
                 local_T, ours_T = self._local(shared.sources_V[ids_T], start, length)
-                said_T = (
-                    _added_up(parts_of(local_T)[: head + 1], self.parents)[head]
-                    + shared.added_V[ids_T]
-                )
+                said_T = heads_of(parts_of(local_T))[head] + shared.added_V[ids_T]
                 chosen_TK[:, head] = torch.where(ours_T, said_T, 0.0)
         return chosen_TK
 

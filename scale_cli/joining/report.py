@@ -1,0 +1,165 @@
+"""The report of a join: the loss of every head and of the router on held-out text; and the model card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import EvaluationSource
+from scale_cli.data.corpora import open_sources
+from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.evaluation.results import NOT_COVERED, finite
+from scale_cli.evaluation.scoring import Passes, score_corpus, tokens_bar, tokens_scored
+from scale_cli.export.card import Licence, Stage, card
+from scale_cli.joining.members import JoinedRuns, free_name
+from scale_cli.model.joined_scale import JoinedForCausalLM
+from scale_cli.report import Table, number, percent
+from scale_cli.runs.method_folder import router_of
+from scale_cli.storage.records import RunRecord
+from scale_cli.upscale.preservation import SAMPLE_TEXTS
+
+KIND = "scale join"
+
+
+@dataclass(frozen=True)
+class HeadFigures:
+    """One head, or the router, on one corpus; a figure that is not finite is None."""
+
+    nats_per_token: float | None  # cross-entropy
+    bits_per_byte: float | None  # the same loss per UTF-8 byte of text
+    share: float | None  # of the tokens, which this head served; None for the router
+
+
+@dataclass(frozen=True)
+class JoinedCorpus:
+    """The figures of every head and the router on one corpus."""
+
+    name: str  # if two different corpora have one name, the second gets its run's name in brackets
+    language: str
+    num_documents: int  # scored
+    num_tokens: int  # scored
+    heads: dict[str, HeadFigures]  # by name, the base's first
+    routed: HeadFigures  # the mixture
+    # The most that routing cost over the best head on any one document.
+    worst_document_nats: float | None
+
+
+@dataclass(frozen=True)
+class JoinReport(RunRecord):
+    """The joined expansions, and the loss of every head and the router."""
+
+    FILE = "report.json"
+    base: str  # its name
+    base_sha256: str  # of its tensors
+    members: list[dict[str, Any]]  # for every expansion: name, folder and SHA-256
+    router_prior: float  # weight of the base head at the first token
+    max_cost_nats: float  # upper bound on what routing costs over the best head on a document
+    corpora: list[JoinedCorpus]
+    format: str = "transformers"  # of the folder
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": KIND, **asdict(self)}
+
+    def lines(self) -> list[str]:
+        return [
+            f"base           {self.base} (sha256 {self.base_sha256[:12]})",
+            *(
+                f"member         {member['name']} (sha256 {member['sha256'][:12]})"
+                for member in self.members
+            ),
+            f"proved         logits of every head, the base's too, bitwise equal to those of the head alone on "
+            f"{len(SAMPLE_TEXTS)} prompts",
+            *self.table().lines(),
+            self.bound_in_words(),
+        ]
+
+    def table(self) -> Table:
+        titles = ["corpus", "", *self.corpora[0].heads, "routed", "worst document"]
+        rows = []
+        for corpus in self.corpora:
+            heads = [*corpus.heads.values(), corpus.routed]
+            name = f"{corpus.name} ({corpus.language})"
+            nats = [number(head.nats_per_token, 4) for head in heads]
+            bits = [number(head.bits_per_byte, 4) for head in heads]
+            served = ["" if head.share is None else percent(head.share) for head in heads]
+            worst = f"{number(corpus.worst_document_nats, 3, '+')} nats"
+            rows += [
+                [name, "nats/token", *nats, worst],
+                ["", "bits/byte", *bits, ""],
+                ["", "served", *served, ""],
+            ]
+        return Table(titles, rows, "ll" + "r" * (len(titles) - 2))
+
+    def bound_in_words(self) -> str:
+        return f"worst document: routed - best head, in nats; {self.max_cost_nats:.3f} at most, whatever was trained"
+
+
+def score_corpora(
+    model: JoinedForCausalLM, runs: Sequence[RunConfig], tokenizer: PreTrainedTokenizerBase
+) -> list[JoinedCorpus]:
+    """Score the held-out corpora of some runs, each in its run's windows and precision; a shared one is scored once."""
+    opened: dict[str, tuple[EvaluationSource, TokenisedCorpus, RunConfig]] = {}
+    for run in runs:
+        corpora = open_sources(run, run.evaluation.perplexity, tokenizer)
+        for source, corpus in zip(run.evaluation.perplexity, corpora, strict=True):
+            if any(corpus.name == other.name for _, other, _ in opened.values()):
+                continue
+            name = source.name
+            if name in opened:
+                name = f"{name} ({run.output_dir.name})"
+            opened[free_name(name, opened)] = source, corpus, run
+    return [_score(model, name, *held_out) for name, held_out in opened.items()]
+
+
+def _score(
+    model: JoinedForCausalLM,
+    name: str,
+    source: EvaluationSource,
+    corpus: TokenisedCorpus,
+    run: RunConfig,
+) -> JoinedCorpus:
+    names, passes = model.config.head_names, Passes.of(run)
+    with tokens_bar(tokens_scored(corpus, passes.sequence_length), f"scoring {name}") as bar:
+        losses = score_corpus(model, corpus, router_of(model), passes, heads=names, bar=bar)
+
+    def figures(head: str, share: float | None = None) -> HeadFigures:
+        nats_per_token = finite(losses.nats_per_token(head))
+        return HeadFigures(nats_per_token, finite(losses.bits_per_byte(head)), share)
+
+    num_tokens, routed = losses.num_tokens.sum(), losses.nats["posterior"]
+    shares = losses.served["posterior"].sum(axis=1) / num_tokens
+    best = np.min([losses.nats[head] for head in names], axis=0)
+    return JoinedCorpus(
+        name=name,
+        language=source.language,
+        num_documents=len(routed),
+        num_tokens=int(num_tokens),
+        heads={
+            head: figures(head, float(share)) for head, share in zip(names, shares, strict=True)
+        },
+        routed=figures("posterior"),
+        worst_document_nats=finite(float(np.max(routed - best))),
+    )
+
+
+def joined_card(joined: JoinedRuns, report: JoinReport, licence: Licence) -> str:
+    """Return the README.md: the base, what each expansion was taught, what they cost, and the licence."""
+    folders = [member.folder for member in joined.members]
+    stages = [Stage(load_config(folder / "scale.yaml"), folder) for folder in folders]
+    return card(
+        "joined_card.md.j2",
+        stages,
+        licence,
+        "joined",
+        "joined" if report.format == "llama" else report.format,
+        config=joined.model.config,
+        members=list(zip(joined.members, stages, strict=True)),
+        report=report,
+        not_covered=NOT_COVERED,
+    )

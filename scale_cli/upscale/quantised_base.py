@@ -1,0 +1,65 @@
+"""A frozen base whose linear maps torchao holds in 8 bits; embedding, norms and vocabulary head stay whole.
+
+A weight takes one byte, beside a float32 scale s for each row: y = (Q x) s, computed in the dtype that the base was
+loaded in. `plain_weight` returns the W that this stands for, as numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+def torchao_settings() -> Any:
+    """Return the settings for torchao, and for transformers' TorchAoConfig."""
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return Int8WeightOnlyConfig(set_inductor_config=False)
+
+
+def quantise(base: Any) -> None:
+    """Quantise a plain base in place, as transformers does while loading; this works on the meta device too."""
+    from torchao.quantization import quantize_
+
+    for linear in base.model.modules():
+        if isinstance(linear, nn.Linear):
+            quantize_(linear, torchao_settings())
+
+
+def is_quantised(tensor: Tensor) -> bool:
+    return type(tensor).__module__.startswith("torchao.")
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold a quantised tensor; for a plain tensor, itself."""
+    if not is_quantised(tensor):
+        return [tensor]
+    names, _ = cast(Any, tensor).__tensor_flatten__()
+    return [getattr(tensor, name) for name in names]
+
+
+def plain_weight(linear: nn.Linear) -> Tensor:
+    """Return W as numbers, in the dtype in which the map computes; not a copy if it is not quantised."""
+    return linear.weight.dequantize() if is_quantised(linear.weight) else linear.weight
+
+
+def dequantise(model: AnyModule) -> AnyModule:
+    """Replace every quantised weight of a model by its plain numbers, in place, and return the model."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and is_quantised(module.weight):
+            module.weight = nn.Parameter(plain_weight(module), requires_grad=False)
+    return model
+
+
+def empty_as(tensor: Tensor) -> Tensor:
+    """Return an uninitialised CPU tensor held in the same form as `tensor`."""
+    if not is_quantised(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    kind: Any = type(tensor)
+    names, context = cast(Any, tensor).__tensor_flatten__()
+    parts = {name: empty_as(getattr(tensor, name)) for name in names}
+    return kind.__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
