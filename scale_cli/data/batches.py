@@ -1,8 +1,9 @@
 """Packing and mixing: which tokens are in which batch, as a pure function of (seed, step, rank).
 
-A source is one long stream of framed documents, cut into windows of T inputs. A window's targets are its inputs shifted
-by one, across the cut. So every token but the stream's first is a target exactly once an epoch; in conversations, only
-the learned tokens are. The last window is padded; its padding has no targets.
+A source is one long stream of framed documents, cut into windows of T inputs. A window's targets
+are its inputs shifted by one, across the cut. So every token but the stream's first is a target
+exactly once an epoch; in conversations, only the learned tokens are. The last window is padded; its
+padding has no targets.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Windows(ABC):
         return len(self.num_targets)
 
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
-        """Return each input's position, (T,), restarting where attention may not look back; None: counted from 0."""
+        """Return each input's position, (T,), restarting where attention may not look back; None:
+        counted from 0.
+        """
         del index  # by default, a window is one text
         return None
 
@@ -52,10 +55,12 @@ class Windows(ABC):
 
 
 class PackedWindows(Windows):
-    """A token stream as windows of `sequence_length` inputs and as many targets; `learned` masks the targets.
+    """A token stream as windows of `sequence_length` inputs and as many targets; `learned` masks
+    the targets.
 
-    If `offsets` give the documents' beginnings in the stream, positions and attention restart at each document: at its
-    first token, or `lead` tokens earlier, at the token that its first token is predicted from.
+    If `offsets` give the documents' beginnings in the stream, positions and attention restart at
+    each document: at its first token, or `lead` tokens earlier, at the token that its first token
+    is predicted from.
     """
 
     def __init__(
@@ -90,7 +95,9 @@ class PackedWindows(Windows):
         return inputs, targets
 
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
-        """Return each input's position, (T,), in its document or, if that began earlier, window; padding counts on."""
+        """Return each input's position, (T,), in its document or, if that began earlier, window;
+        padding counts on.
+        """
         if self._offsets is None:
             return None
         start = index * self.sequence_length + self._lead
@@ -109,7 +116,8 @@ class MicroBatch:
     targets: Tensor  # (micro_batch_size, T), IGNORED where there is none
     sources: Tensor  # (micro_batch_size,), each sequence's source
     position_ids: Tensor | None = None  # (micro_batch_size, T), if documents are isolated
-    # weight of each sequence's divergence from the base, if any has one; on the host, so that no device is asked
+    # weight of each sequence's divergence from the base, if any has one; on the host, so that no
+    # device is asked
     distillation: tuple[float, ...] | None = None
 
     def pinned(self) -> MicroBatch:
@@ -155,10 +163,10 @@ class StepBatches:
 class Batches:
     """All batches of a run.
 
-    Sample n of the run (0 is the first sequence of step 0) comes from a source drawn by weight. The k-th sample drawn
-    from a source is the k-th window of that source's epochs; each epoch has its own order. Nothing depends on the
-    number of processes, so a step's global batch is the same on one device and on eight. A longer run begins with the
-    same batches.
+    Sample n of the run (0 is the first sequence of step 0) comes from a source drawn by weight. The
+    k-th sample drawn from a source is the k-th window of that source's epochs; each epoch has its
+    own order. Nothing depends on the number of processes, so a step's global batch is the same on
+    one device and on eight. A longer run begins with the same batches.
 
     Args:
         sources: the windows of each source.
@@ -190,7 +198,8 @@ class Batches:
         num_samples = num_steps * global_batch_size
         draws = np.random.default_rng([seed, 0]).random(num_samples)
         bounds = np.cumsum(weights) / np.sum(weights)
-        # The last bound may round to just below 1; a draw above it gets the last source with a weight.
+        # The last bound may round to just below 1; a draw above it gets the last source with a
+        # weight.
         drawn = np.minimum(
             np.searchsorted(bounds, draws, side="right"), np.flatnonzero(weights)[-1]
         )
@@ -232,7 +241,9 @@ class Batches:
         return (self.of_step(step, rank, num_processes) for step in range(first, self.num_steps))
 
     def trained_tokens(self, num_steps: int) -> list[TrainedTokens]:
-        """Return, for every source, the targets trained in the first steps and those left in its unfinished epoch."""
+        """Return, for every source, the targets trained in the first steps and those left in its
+        unfinished epoch.
+        """
         turns = np.bincount(
             self._source_of[: num_steps * self.global_batch_size], minlength=len(self.sources)
         )
@@ -269,8 +280,9 @@ class Batches:
 class Prefetched(Generic[Item]):
     """Iterate over an iterable, with the next few items made ahead by a thread.
 
-    One thread is enough for batches: reading a memory map and filling arrays release the GIL. Use it in a `with`
-    statement, which stops the thread. An error of the iterable is raised in place of its item.
+    One thread is enough for batches: reading a memory map and filling arrays release the GIL. Use
+    it in a `with` statement, which stops the thread. An error of the iterable is raised in place of
+    its item.
     """
 
     def __init__(self, items: Iterable[Item], num_ahead: int) -> None:

@@ -1,8 +1,10 @@
-"""Conversations as text and as ids: what people wrote is text, and the chat template's marks alone are marks.
+"""Conversations as text and as ids: what people wrote is text, and the chat template's marks alone
+are marks.
 
-A template pastes messages between special tokens such as `<|im_end|>`. If a message contains such a string, it would
-end the turn. So `write_conversation` puts GUARD into every special token that it finds in a message, and the `Encoder`
-takes the guards out where the tokenizer no longer looks for special tokens.
+A template pastes messages between special tokens such as `<|im_end|>`. If a message contains such a
+string, it would end the turn. So `write_conversation` puts GUARD into every special token that it
+finds in a message, and the `Encoder` takes the guards out where the tokenizer no longer looks for
+special tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ Messages = list[dict[str, Any]]
 def write_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, *, asks: bool = False
 ) -> str:
-    """Return a conversation as the chat template writes it, with GUARD in special tokens that messages contain.
+    """Return a conversation as the chat template writes it, with GUARD in special tokens that
+    messages contain.
 
     Args:
         tokenizer: has the template.
@@ -53,9 +56,11 @@ def _guard(value: Any, broken: re.Pattern[str]) -> Any:
 def conversation_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, *, asks: bool = True
 ) -> list[int]:
-    """Return the ids of a conversation, as in training; with `asks`, the assistant is to speak next.
+    """Return the ids of a conversation, as in training; with `asks`, the assistant is to speak
+    next.
 
-    Every verb that answers conversations takes its ids from here. It raises what the template raises.
+    Every verb that answers conversations takes its ids from here. It raises what the template
+    raises.
     """
     text = write_conversation(tokenizer, messages, asks=asks)
     return _encoder(tokenizer).encodings([text])[0].ids

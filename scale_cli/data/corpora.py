@@ -23,8 +23,8 @@ from scale_cli.processes import is_main
 from scale_cli.report import percent
 from scale_cli.storage.atomic import read_json
 
-# The first 4 epochs on a text teach nearly as much as new text; an epoch after 16 teaches less than half of that
-# (Muennighoff et al., arXiv 2305.16264).
+# The first 4 epochs on a text teach nearly as much as new text; an epoch after 16 teaches less than
+# half of that (Muennighoff et al., arXiv 2305.16264).
 _OFTEN = 16
 _FEW_LOST, _PLAINLY_LOST = 1e-4, 0.1
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 1 << 10, 1 << 17
@@ -68,7 +68,9 @@ def open_sources(
 def held_out_in_cache(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[TokenisedCorpus | None]:
-    """Open every evaluation source that the cache holds; None for one that it does not hold or that is missing."""
+    """Open every evaluation source that the cache holds; None for one that it does not hold or that
+    is missing.
+    """
     cache, corpora = cache_of(config, tokenizer), list[TokenisedCorpus | None]()
     for source in config.evaluation.perplexity:
         corpora.append(None)
@@ -80,7 +82,9 @@ def held_out_in_cache(
 def check_sample(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig
 ) -> None:
-    """Raise CorpusError if a tokenizer loses text from the beginning of a source's paths; fetch nothing remote."""
+    """Raise CorpusError if a tokenizer loses text from the beginning of a source's paths; fetch
+    nothing remote.
+    """
     elsewhere = source.dataset is not None and not Path(source.dataset).is_dir()
     if elsewhere or any("://" in path for path in source.paths):
         return
@@ -153,7 +157,9 @@ def corpus_warnings(
     training: Sequence[TokenisedCorpus],
     held_out: Sequence[TokenisedCorpus | None],
 ) -> list[str]:
-    """Return a warning for everything doubtful about the corpora; a held-out corpus that is not open is None."""
+    """Return a warning for everything doubtful about the corpora; a held-out corpus that is not
+    open is None.
+    """
     trained = {
         source.name: corpus for source, corpus in zip(config.corpus.sources, training, strict=True)
     }
@@ -228,7 +234,9 @@ def idle_settings(config: RunConfig) -> list[str]:
 
 
 def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCorpus]) -> list[str]:
-    """Return a warning for every training source with documents of a held-out corpus, ignoring white space."""
+    """Return a warning for every training source with documents of a held-out corpus, ignoring
+    white space.
+    """
     lines = []
     for source, corpus in trained.items():
         found = np.zeros(len(held_out), np.bool_)

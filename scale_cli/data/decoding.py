@@ -10,11 +10,12 @@ _NO_CHARACTER = "\ufffd"  # stands for bytes that are no character
 
 
 class Decoder:
-    """Decodes tokens one at a time into the text that each adds: whole characters, and no special tokens.
+    """Decodes tokens one at a time into the text that each adds: whole characters, and no special
+    tokens.
 
-    A token alone may lose its space, and a byte token its character: a run of byte tokens is decoded as a
-    whole. So each is decoded with the tokens before it, back to a place where a character begins. An
-    incomplete character is held back until it is whole.
+    A token alone may lose its space, and a byte token its character: a run of byte tokens is
+    decoded as a whole. So each is decoded with the tokens before it, back to a place where a
+    character begins. An incomplete character is held back until it is whole.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int]) -> None:

@@ -1,11 +1,14 @@
-"""Read documents one at a time from files (plain or compressed) or a hub dataset; bad records come with their place.
+"""Read documents one at a time from files (plain or compressed) or a hub dataset; bad records come
+with their place.
 
-Memory does not grow with the corpus: lines, paragraphs and rows are read one by one, and one above the size limit is
-skipped without being held.
+Memory does not grow with the corpus: lines, paragraphs and rows are read one by one, and one above
+the size limit is skipped without being held.
 
-The base's chat template turns a conversation into text, in transformers' sandbox. Only the assistant's turns are
-learned: the text that the template adds for a turn, after its generation prompt. This mask needs only that the text of
-a conversation's first turns is a prefix of the whole text. A conversation for which this does not hold is dropped.
+The base's chat template turns a conversation into text, in transformers' sandbox. Only the
+assistant's turns are
+learned: the text that the template adds for a turn, after its generation prompt. This mask needs
+only that the text of a conversation's first turns is a prefix of the whole text. A conversation for
+which this does not hold is dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from scale_cli.errors import one_line
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NEWLINE = "\r\n"
-# A line of JSON is longer than its text: an escape takes up to six bytes per byte, and there are other fields.
+# A line of JSON is longer than its text: an escape takes up to six bytes per byte, and there are
+# other fields.
 _JSON_BYTES_PER_TEXT_BYTE = 8
 _SKIPPED_AT_ONCE = 1 << 20
 _MAX_JSON_BYTES = 1 << 28
@@ -54,7 +58,8 @@ Line = tuple[int, str | Reason, int]
 class CorpusReader:
     """Iterate once over a source's records in order, good and bad, and enter each into the ledger.
 
-    The chat template of `template_of` writes conversations. `files`, if given, are the source's files to read.
+    The chat template of `template_of` writes conversations. `files`, if given, are the source's
+    files to read.
     """
 
     def __init__(
@@ -79,7 +84,8 @@ class CorpusReader:
 
     def __iter__(self) -> Iterator[Record]:
         records = self._from_files() if self.source.dataset is None else self._from_dataset()
-        # Conversations count before the template may refuse them, as above: what one source skips, another reads.
+        # Conversations count before the template may refuse them, as above: what one source skips,
+        # another reads.
         most = self.source.max_documents
         kept = dropped = 0
         for record in records:
@@ -133,7 +139,9 @@ class CorpusReader:
 def judge(
     found: Found, place: str, num_bytes: int, limit: int, learned: Spans | None = None
 ) -> Record:
-    """Return a document, or the reason to reject it; for a record without text, `num_bytes` is its size in the file."""
+    """Return a document, or the reason to reject it; for a record without text, `num_bytes` is its
+    size in the file.
+    """
     if isinstance(found, tuple):
         return Rejected(Reason.NO_FIELD, place, num_bytes, found)
     if isinstance(found, Reason):
@@ -221,7 +229,9 @@ def _read_jsonl(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[I
 
 
 def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
-    """Read a JSON list of records, which is held in memory; a file without a list is JSON Lines, as on the hub."""
+    """Read a JSON list of records, which is held in memory; a file without a list is JSON Lines, as
+    on the hub.
+    """
     if not stream.peek(_SKIPPED_AT_ONCE).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         yield from _read_jsonl(stream, source, limit)
         return
@@ -303,7 +313,9 @@ def _check_column(names: list[str], source: TextSource) -> None:
 
 
 class _CsvLines:
-    """The lines of a table; of a row larger than `limit` bytes, the rest is cut down to its quotes and commas."""
+    """The lines of a table; of a row larger than `limit` bytes, the rest is cut down to its quotes
+    and commas.
+    """
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._stream, self._limit = stream, limit
@@ -338,7 +350,8 @@ class _CsvLines:
 
 
 def _read_parquet(stream: IO[bytes], source: TextSource, _limit: int) -> Iterator[Item]:
-    # With a buffer and without pre-buffering, a column is read page by page instead of a row group at once.
+    # With a buffer and without pre-buffering, a column is read page by page instead of a row group
+    # at once.
     table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
     _check_column(table.schema_arrow.names, source)
     number = 0
@@ -364,7 +377,9 @@ _READERS: dict[str, Callable[[Any, TextSource, int], Iterator[Item]]] = {
 
 
 def _conversation(document: Document, tokenizer: PreTrainedTokenizerBase, limit: int) -> Record:
-    """Apply the chat template to a document of JSON messages, and mark the assistant's turns as learned."""
+    """Apply the chat template to a document of JSON messages, and mark the assistant's turns as
+    learned.
+    """
     messages: Messages = json.loads(document.text)
     learned = []
     try:

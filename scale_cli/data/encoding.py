@@ -32,13 +32,15 @@ from scale_cli.errors import RunError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Bytes per call: large enough that passing it to a worker is cheap, small enough to keep all workers busy.
+# Bytes per call: large enough that passing it to a worker is cheap, small enough to keep all
+# workers busy.
 _CHUNK_BYTES = 1 << 19
 _CHUNK_DOCUMENTS = 4096
 # For fewer chunks than this, starting workers takes longer than the work.
 _CHUNKS_FOR_WORKERS = 8
 _LONGEST_EXAMPLE = 40
-# Stands in a special token that is text, so that no tokenizer finds it. Unicode keeps it from being a character.
+# Stands in a special token that is text, so that no tokenizer finds it. Unicode keeps it from being
+# a character.
 GUARD = "\ufdd0"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
@@ -60,7 +62,8 @@ class Document:
 class DocumentMarkers:
     """The tokenizer's markers around a document; None if it has none."""
 
-    # Before every document. Also None if BOS and EOS are the same token, which then separates documents.
+    # Before every document. Also None if BOS and EOS are the same token, which then separates
+    # documents.
     bos: int | None
     eos: int | None  # after every document
 
@@ -71,7 +74,9 @@ class DocumentMarkers:
 
     @property
     def context(self) -> int | None:
-        """The token before a document's first token when it is scored: BOS, or else the previous document's EOS."""
+        """The token before a document's first token when it is scored: BOS, or else the previous
+        document's EOS.
+        """
         return self.eos if self.bos is None else self.bos
 
 
@@ -160,7 +165,9 @@ class Encoder:
         ]
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
-        """Return the ids of some documents, each tokenised alone and framed by the tokenizer's markers."""
+        """Return the ids of some documents, each tokenised alone and framed by the tokenizer's
+        markers.
+        """
         texts = [document.text for document in documents]
         # Markers are added below, not by the tokenizer's template.
         encodings = self.encodings(texts)
@@ -225,9 +232,9 @@ def break_pattern(strings: Iterable[str]) -> str:
 def marks_as_text(described: dict[str, Any], *, guarded: bool = False) -> Tokenizer:
     """Return a tokenizer whose model never sees a special token or a byte token spelt in a text.
 
-    `encode_special_tokens` stops the search for special tokens ahead of the model. But a Unigram or word model finds
-    every string of its vocabulary, `</s>` and `<0x0A>` too. So text is split within such strings, behind all other
-    steps. Other text keeps its ids.
+    `encode_special_tokens` stops the search for special tokens ahead of the model. But a Unigram or
+    word model finds every string of its vocabulary, `</s>` and `<0x0A>` too. So text is split
+    within such strings, behind all other steps. Other text keeps its ids.
 
     Args:
         described: the tokenizer's JSON.
@@ -253,7 +260,9 @@ def marks_as_text(described: dict[str, Any], *, guarded: bool = False) -> Tokeni
 
 
 def _marks_in_reach(described: dict[str, Any]) -> list[str]:
-    """Return the special tokens and byte tokens that a tokenizer's model can make of text that spells them."""
+    """Return the special tokens and byte tokens that a tokenizer's model can make of text that
+    spells them.
+    """
     model = described["model"]
     is_unigram = model["type"] == "Unigram"
     tokens = [piece for piece, _ in model["vocab"]] if is_unigram else list(model["vocab"])
@@ -268,7 +277,9 @@ def _marks_in_reach(described: dict[str, Any]) -> list[str]:
 
 
 def _gives_all_back(described: dict[str, Any]) -> bool:
-    """Return whether no text is ever lost: a byte-level tokenizer with all bytes, and no step that drops one."""
+    """Return whether no text is ever lost: a byte-level tokenizer with all bytes, and no step that
+    drops one.
+    """
     model, decoder, first = (
         described[part] or {} for part in ("model", "decoder", "pre_tokenizer")
     )
@@ -292,7 +303,9 @@ def _gives_all_back(described: dict[str, Any]) -> bool:
 
 
 def _characters(text: str) -> Counter[str]:
-    """Count a text's letters, digits, punctuation and symbols, independently of the tokenizer's normal form."""
+    """Count a text's letters, digits, punctuation and symbols, independently of the tokenizer's
+    normal form.
+    """
     counts: Counter[str] = Counter()
     for character, number in Counter(text).items():
         for plain in _plain(character):
@@ -302,7 +315,9 @@ def _characters(text: str) -> Counter[str]:
 
 @lru_cache(maxsize=1 << 17)
 def _plain(character: str) -> str:
-    """Return a character without case, accents and width, Hangul as its letters, and "" for spaces and controls."""
+    """Return a character without case, accents and width, Hangul as its letters, and "" for spaces
+    and controls.
+    """
     for _ in range(
         2
     ):  # the other case of an accent may be a letter, and that of a letter may have an accent
@@ -316,7 +331,9 @@ def _plain(character: str) -> str:
 def _learned(
     text: str, spans: Spans, offsets: list[tuple[int, int]], num_tokens: int
 ) -> npt.NDArray[np.bool_]:
-    """Return (tokens,): whether any character of each token is learned; tokens after the text are not."""
+    """Return (tokens,): whether any character of each token is learned; tokens after the text are
+    not.
+    """
     before = np.zeros(len(text) + 1, np.int64)  # learned characters before each place
     for start, end in spans:
         before[start + 1 : end + 1] = 1
@@ -330,9 +347,11 @@ def _learned(
 def encode_all(
     documents: Iterator[Document], encoder: Encoder, num_workers: int
 ) -> Iterator[Encoded]:
-    """Yield the ids of all documents in order; documents are read as needed, at most a few chunks ahead.
+    """Yield the ids of all documents in order; documents are read as needed, at most a few chunks
+    ahead.
 
-    The ids do not depend on `num_workers`. With 1 worker, or for few documents, this process works alone.
+    The ids do not depend on `num_workers`. With 1 worker, or for few documents, this process works
+    alone.
     """
     chunks = _chunks(documents)
     head = list(islice(chunks, _CHUNKS_FOR_WORKERS))

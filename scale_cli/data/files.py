@@ -1,6 +1,8 @@
-"""Find and open text: local files by a pattern, files of a store that fsspec reads (hf://, s3://, gs://), hub datasets.
+"""Find and open text: local files by a pattern, files of a store that fsspec reads (hf://, s3://,
+gs://), hub datasets.
 
-Compressed files are read as streams to their last byte, so that a truncated or damaged one raises an error.
+Compressed files are read as streams to their last byte, so that a truncated or damaged one raises
+an error.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ class SourceFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Open it for reading; a file in a store is fetched whole first, so that it fails as a whole or not at all."""
+        """Open it for reading; a file in a store is fetched whole first, so that it fails as a
+        whole or not at all.
+        """
         if self.store is None:
             with Path(self.name).open("rb") as file:
                 yield file
@@ -89,7 +93,9 @@ class SourceFile:
 
 @contextmanager
 def named_errors(place: str, problem: str = "cannot be read") -> Iterator[None]:
-    """Turn any error into a one-line CorpusError that names `place`; stores and datasets each have their own errors."""
+    """Turn any error into a one-line CorpusError that names `place`; stores and datasets each have
+    their own errors.
+    """
     try:
         yield
     except Exception as error:
@@ -137,7 +143,8 @@ def _identity(file: SourceFile) -> object:
 
 
 def _matches(pattern: str) -> list[Path]:
-    """Return what a pattern matches; what exists by the pattern's own name, or begins with it, is that.
+    """Return what a pattern matches; what exists by the pattern's own name, or begins with it, is
+    that.
 
     Names may be in another normal form than the pattern, as macOS writes Hangul and accents.
     """
@@ -169,7 +176,8 @@ def _local(name: str, pattern: str) -> list[SourceFile]:
     for path in _matches(pattern):
         if path.is_file():
             files.append(SourceFile(str(path), path.stat().st_size))
-        # Folders that a pattern happens to match are ignored; a folder that is named like a file is an error.
+        # Folders that a pattern happens to match are ignored; a folder that is named like a file is
+        # an error.
         elif not path.is_dir() or path.suffix in (*FORMATS, *COMPRESSIONS) or path == Path(pattern):
             kind = (
                 f"a folder, not a file{_text_in(path)}"
@@ -219,7 +227,8 @@ def _in_store(name: str, pattern: str) -> list[SourceFile]:
 def file_parts(source: TextSource) -> list[list[SourceFile]]:
     """Return the files of a source in consecutive parts, the same in every process.
 
-    There are no parts if one process has to read everything: a dataset, or documents counted from the beginning.
+    There are no parts if one process has to read everything: a dataset, or documents counted from
+    the beginning.
     """
     if source.dataset is not None or source.skip_documents or source.max_documents is not None:
         return []
@@ -232,11 +241,12 @@ def file_parts(source: TextSource) -> list[list[SourceFile]]:
 
 
 def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
-    """Return a hash of each file's content: the SHA-256 of a local file, or the hash of a store's metadata.
+    """Return a hash of each file's content: the SHA-256 of a local file, or the hash of a store's
+    metadata.
 
-    The cache remembers the SHA-256 of a local file for the same path, inode, size and times of last write and change;
-    a program cannot set the time of change back. A file that changed just now is not remembered: another change might
-    fall into the same clock tick.
+    The cache remembers the SHA-256 of a local file for the same path, inode, size and times of last
+    write and change; a program cannot set the time of change back. A file that changed just now is
+    not remembered: another change might fall into the same clock tick.
     """
     remembered = cache_dir / _HASHES
     hashes, known, new = [], _read_hashes(remembered), {}
@@ -295,7 +305,9 @@ def decompressed(file: SourceFile, raw: IO[bytes]) -> IO[bytes]:
 
 
 class _XzStreams(io.RawIOBase):
-    """Read the streams of an .xz file one after another; Python's reader drops a damaged one after the first."""
+    """Read the streams of an .xz file one after another; Python's reader drops a damaged one after
+    the first.
+    """
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
@@ -323,7 +335,9 @@ class _XzStreams(io.RawIOBase):
 
 
 def dataset_builder(source: TextSource) -> Any:
-    """Return the builder of a dataset, without loading it; its `hash` is the commit of the revision."""
+    """Return the builder of a dataset, without loading it; its `hash` is the commit of the
+    revision.
+    """
     import datasets
 
     folder = Path(source.dataset or "")
@@ -344,7 +358,9 @@ def dataset_errors(source: TextSource) -> AbstractContextManager[None]:
 
 
 def check_source(source: TextSource) -> None:
-    """Raise CorpusError if a source is missing: read a byte of every local file, or ask the store, hub or hub cache."""
+    """Raise CorpusError if a source is missing: read a byte of every local file, or ask the store,
+    hub or hub cache.
+    """
     if source.dataset is not None:
         splits = [str(split) for split in dataset_builder(source).config.data_files or ()]
         if splits and source.split not in splits:

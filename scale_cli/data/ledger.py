@@ -161,8 +161,8 @@ class Ledger(RunRecord):
 class TrainedTokens:
     """One source's target tokens in the first steps of a run.
 
-    Every token of the stream but the first is a target once an epoch; in conversations, every learned token is. So
-    num_trained + num_held_over = num_epochs x targets_an_epoch.
+    Every token of the stream but the first is a target once an epoch; in conversations, every
+    learned token is. So num_trained + num_held_over = num_epochs x targets_an_epoch.
     """
 
     num_trained: int  # targets trained, counted each time
@@ -205,7 +205,9 @@ def check_has_text(source: TextSource, ledger: Ledger) -> None:
 
 
 def check_bad_fraction(source: TextSource, ledger: Ledger, max_bad_fraction: float) -> None:
-    """Raise CorpusError if a source has too many bad records, or no good one; the message names the first places."""
+    """Raise CorpusError if a source has too many bad records, or no good one; the message names the
+    first places.
+    """
     check_has_text(source, ledger)
     if ledger.bad_fraction > max_bad_fraction:
         raise CorpusError(

@@ -1,22 +1,24 @@
-"""A corpus as token ids: tokenised once by workers, written by one process, then read from a memory map.
+"""A corpus as token ids: tokenised once by workers, written by one process, then read from a memory
+map.
 
-A cache folder's name hashes everything that decides its content (tokenizer, text, settings). So a change makes a new
-folder, and nothing stale is ever read:
+A cache folder's name hashes everything that decides its content (tokenizer, text, settings). So a
+change makes a new folder, and nothing stale is ever read:
 
-    tokens.bin      every document's ids, one after another: uint16, or uint32 for a large vocabulary
-    offsets.bin     (documents + 1,) int64: where each document begins in tokens.bin
-    num_bytes.bin   (documents,) int64: UTF-8 bytes of each document, for bits per byte
-    hashes.bin      (documents,) uint64: of each document's text, to find it in other corpora
-    learned.bin     (tokens,) bool: which ids are targets of the loss; only for conversations, otherwise all are
+    tokens.bin      every document's ids, one after another: uint16, or uint32 for a large
+    vocabulary offsets.bin     (documents + 1,) int64: where each document begins in tokens.bin
+    num_bytes.bin   (documents,) int64: UTF-8 bytes of each document, for bits per byte hashes.bin
+    (documents,) uint64: of each document's text, to find it in other corpora learned.bin
+    (tokens,) bool: which ids are targets of the loss; only for conversations, otherwise all are
     ledger.json     what was read, kept and dropped (data/ledger.py)
 
-While NAME is being made, it is called .NAME.unfinished. .NAME.progress.json (.NAME.joined.json when parts are joined)
-says how much of it is safely on disk. A later run cuts the files to that and continues: it reads the text again from
-the beginning, but tokenises only the rest. One process writes, and workers tokenise each document by itself. So the
-bytes do not depend on the number of workers or interruptions.
+While NAME is being made, it is called .NAME.unfinished. .NAME.progress.json (.NAME.joined.json when
+parts are joined) says how much of it is safely on disk. A later run cuts the files to that and
+continues: it reads the text again from the beginning, but tokenises only the rest. One process
+writes, and workers tokenise each document by itself. So the bytes do not depend on the number of
+workers or interruptions.
 
-A part is some whole files of a source. Several machines can each tokenise some parts, to folders of this kind in
-`parts/`; `TokenCache.open` joins them.
+A part is some whole files of a source. Several machines can each tokenise some parts, to folders of
+this kind in `parts/`; `TokenCache.open` joins them.
 """
 
 from __future__ import annotations
@@ -187,7 +189,9 @@ class TokenCache:
         return self._named(source, content=describe_content(source, self.folder))
 
     def _part_folder(self, source: TextSource, part: Sequence[SourceFile]) -> Path:
-        """Return the folder of a part; its name hashes the files' names too, since the part's ledger holds them."""
+        """Return the folder of a part; its name hashes the files' names too, since the part's
+        ledger holds them.
+        """
         files = [file.name for file in part]
         return (
             self.folder
@@ -196,8 +200,8 @@ class TokenCache:
         )
 
     def _named(self, source: TextSource, **text: object) -> str:
-        # A new source key that changes the text must be added here, or a stale cache is read. Add it only if it differs
-        # from its default, or every existing cache becomes useless.
+        # A new source key that changes the text must be added here, or a stale cache is read. Add
+        # it only if it differs from its default, or every existing cache becomes useless.
         settings = {
             **text,
             "format": _FORMAT_VERSION,
@@ -239,7 +243,9 @@ def _mapped(folder: Path, columns: dict[str, str]) -> dict[str, Any]:
 
 
 def is_tokenised(folder: Path) -> bool:
-    """Return whether a folder holds a whole tokenised source, by file sizes: hashing at every start costs too much."""
+    """Return whether a folder holds a whole tokenised source, by file sizes: hashing at every start
+    costs too much.
+    """
     try:
         sizes = {name: file["bytes"] for name, file in described_files(folder).items()}
         whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -254,7 +260,8 @@ def is_tokenised(folder: Path) -> bool:
 def tokenise(
     source: TextSource, cache: TokenCache, folder: Path, part: Sequence[SourceFile] | None = None
 ) -> None:
-    """Tokenise a source, or a `part` of its files, to a folder that is whole or absent; a part may be without text.
+    """Tokenise a source, or a `part` of its files, to a folder that is whole or absent; a part may
+    be without text.
 
     The folder is named after its content, so an unfinished one beside it is continued.
     """
@@ -298,7 +305,9 @@ def _num_cores() -> int:
 
 
 def join_parts(source: TextSource, cache: TokenCache, parts: Sequence[Path], folder: Path) -> None:
-    """Join tokenised parts into the folder that `tokenise` would write for the source; progress counts whole parts."""
+    """Join tokenised parts into the folder that `tokenise` would write for the source; progress
+    counts whole parts.
+    """
     ledger = Ledger()
 
     def encoded_after(num_done: int) -> Iterator[Encoded]:
@@ -356,7 +365,9 @@ def _write(
 
 
 def _num_targets(folder: Path) -> int | None:
-    """Count the learned ids of conversations, without the stream's first id, which is never a target."""
+    """Count the learned ids of conversations, without the stream's first id, which is never a
+    target.
+    """
     learned = folder / LEARNED
     if not learned.exists():
         return None
@@ -433,7 +444,8 @@ class _Columns:
         with writing(self._folder):
             for name, file in self._files.items():
                 file.write(arrays[name].data)
-        # In one statement: if a signal ends the process here, no count may be recorded without the others.
+        # In one statement: if a signal ends the process here, no count may be recorded without the
+        # others.
         self.written = _Written(
             self.written.documents + len(encoded.lengths),
             self.written.tokens + len(encoded.ids),

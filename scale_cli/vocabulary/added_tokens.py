@@ -3,11 +3,13 @@
 Two kinds of BPE can grow:
 
 - byte-level (Llama 3, Qwen): every byte has a character, and all other tokens are merges
-- with byte fallback (Llama 2, Mistral): before any merge, a character that is no token becomes its bytes (`<0xEC>`)
+- with byte fallback (Llama 2, Mistral): before any merge, a character that is no token becomes its
+  bytes (`<0xEC>`)
 
-tokenizer.json is rewritten. llama.cpp's converter reads only SentencePiece's own file (tokenizer.model), a protobuf
-message. Data appended to such a message adds to its lists, so the old pieces stay byte for byte.
-SentencePiece first merges the neighbours whose product has the highest score, tokenizers those with the lowest rank.
+tokenizer.json is rewritten. llama.cpp's converter reads only SentencePiece's own file
+(tokenizer.model), a protobuf message. Data appended to such a message adds to its lists, so the old
+pieces stay byte for byte. SentencePiece first merges the neighbours whose product has the highest
+score, tokenizers those with the lowest rank.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _BYTE_OF: dict[str, int] = {
     character: byte for byte, character in bytes_to_unicode().items()
 }  # GPT-2's spelling
-# Token for an id with a row in the base but no token in its tokenizer; no text and no spelling of bytes contains it.
+# Token for an id with a row in the base but no token in its tokenizer; no text and no spelling of
+# bytes contains it.
 _UNUSED = "\ue000unused {}\ue000"
 
 SENTENCEPIECE = "tokenizer.model"  # the file's name
@@ -64,7 +67,9 @@ class Spelling:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, name: str) -> Spelling:
-        """Return a tokenizer's spelling; BaseModelError, naming the model `name`, if its vocabulary cannot grow."""
+        """Return a tokenizer's spelling; BaseModelError, naming the model `name`, if its vocabulary
+        cannot grow.
+        """
         described = json.loads(tokenizer.to_str())
         model = described["model"]
         marks = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
@@ -81,7 +86,9 @@ class Spelling:
         )
 
     def check_script(self, script: Script, name: str) -> None:
-        """Raise BaseModelError if a letter of a script, or a space, has a byte that no token spells."""
+        """Raise BaseModelError if a letter of a script, or a space, has a byte that no token
+        spells.
+        """
         needed = script.utf8_bytes() | {ord(" ")} if self.byte_level else script.utf8_bytes()
         if lacking := self.missing & needed:
             raise BaseModelError(
@@ -119,16 +126,19 @@ def byte_names(some: Collection[int]) -> str:
     )
 
 
-# Learning continues byte-pair encoding from a tokenizer's own merges, on the letters of one script only.
+# Learning continues byte-pair encoding from a tokenizer's own merges, on the letters of one script
+# only.
 #
-# It merges units: the shortest runs of the tokenizer's tokens that are whole letters. A unit is one token if the
-# tokenizer has one for the letter, else the tokens of its bytes, which are merged from the left. A merge is kept if its
-# product is a new token and can only begin the script's letters (`Script.alone_begins`), after at most one space. So a
-# text without the script never contains a new token: old merges come first, and none of them takes a new token.
+# It merges units: the shortest runs of the tokenizer's tokens that are whole letters. A unit is one
+# token if the tokenizer has one for the letter, else the tokens of its bytes, which are merged from
+# the left. A merge is kept if its product is a new token and can only begin the script's letters
+# (`Script.alone_begins`), after at most one space. So a text without the script never contains a
+# new token: old merges come first, and none of them takes a new token.
 #
-# `tokenizers` learns the merges of units. The count of a product is how often it remains, plus the counts of all
-# products made from it. By these counts, letters and merges form one list, the most frequent first, as if bytes and
-# units had been learned together; the list is cut when it has enough tokens.
+# `tokenizers` learns the merges of units. The count of a product is how often it remains, plus the
+# counts of all products made from it. By these counts, letters and merges form one list, the most
+# frequent first, as if bytes and units had been learned together; the list is cut when it has
+# enough tokens.
 
 
 def count_words(text: str, tokenizer: Tokenizer, script: Script) -> Counter[str]:
@@ -146,7 +156,9 @@ def learn(
     most: int,
     min_count: int,  # a token that occurs less often in the words is left out
 ) -> list[NewToken]:
-    """Return up to `most` tokens, the most frequent first, each after the tokens that it is made of."""
+    """Return up to `most` tokens, the most frequent first, each after the tokens that it is made
+    of.
+    """
     lines, of_units, spelt = Counter[tuple[Unit, ...]](), Counter[Unit](), dict[str, bytes]()
     for word, encoding in _encoded(tokenizer, sorted(words)):
         space = spelling.space if word[0] in " ▁" else None
@@ -210,7 +222,9 @@ def _units(
 def _merges_of_units(
     lines: Mapping[tuple[Unit, ...], int], character: Mapping[Unit, str], most: int, min_count: int
 ) -> list[tuple[str, str, int]]:
-    """Return the merges of units, as characters, in order, with their counts; a rare unit splits a line."""
+    """Return the merges of units, as characters, in order, with their counts; a rare unit splits a
+    line.
+    """
     counted = Counter[str]()
     for units, count in lines.items():
         for word in "".join(character.get(unit, " ") for unit in units).split():
@@ -270,7 +284,9 @@ def _letters(of_units: Mapping[Unit, int], spelling: Spelling) -> list[tuple[int
 def _allowed(
     candidates: Iterable[NewToken], tokenizer: Tokenizer, spelling: Spelling, script: Script
 ) -> Iterator[NewToken]:
-    """Yield the new candidates that no text without the script can contain, and whose parts were not refused."""
+    """Yield the new candidates that no text without the script can contain, and whose parts were
+    not refused.
+    """
     known, refused = set(tokenizer.get_vocab(with_added_tokens=True)), set[str]()
     for new in candidates:
         if not script.alone_begins(spelling.to_bytes(new.token)) or refused.intersection(
@@ -286,10 +302,13 @@ def _allowed(
 
 
 def extended(tokenizer: Tokenizer, new: Sequence[NewToken], first_id: int) -> Tokenizer:
-    """Return the tokenizer with the new tokens from `first_id` on, the number of rows of the base's embedding."""
+    """Return the tokenizer with the new tokens from `first_id` on, the number of rows of the base's
+    embedding.
+    """
     described = json.loads(tokenizer.to_str())
     vocabulary = described["model"]["vocab"]
-    # An added token that is not in the model would get the next free id from tokenizers, and so move.
+    # An added token that is not in the model would get the next free id from tokenizers, and so
+    # move.
     for added in described["added_tokens"]:
         vocabulary[added["content"]] = added["id"]
     taken = set(vocabulary.values())
@@ -355,7 +374,9 @@ def with_new_pieces(model: bytes, tokenizer: Tokenizer, first_id: int) -> bytes:
 
 
 def _num_pieces(model: bytes) -> int:
-    """Count the pieces in a SentencePiece model: they are its field 1. Every field of the model has a length prefix."""
+    """Count the pieces in a SentencePiece model: they are its field 1. Every field of the model has
+    a length prefix.
+    """
     count = at = 0
     while at < len(model):
         count += model[at] >> 3 == 1

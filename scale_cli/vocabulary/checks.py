@@ -25,9 +25,11 @@ def check_added_tokens(
     Args:
         old: the base's.
         new: the one with new tokens. Old and special tokens must have their ids in it.
-        script: of the new tokens. Text must have its old ids where newlines replace the script's letters.
+        script: of the new tokens. Text must have its old ids where newlines replace the script's
+        letters.
         kept: text of what the base knows.
-        learned: text that the new tokens are for. It must decode from its new ids as from the old ones.
+        learned: text that the new tokens are for. It must decode from its new ids as from the old
+        ones.
 
     Raises:
         PreservationError: one of these does not hold.
@@ -45,10 +47,11 @@ def check_union(
     first_id: int,
     texts: Sequence[str],
 ) -> None:
-    """Check a tokenizer with the new tokens of several others, one's after another's, against each of them.
+    """Check a tokenizer with the new tokens of several others, one's after another's, against each
+    of them.
 
-    No two scripts overlap. Texts without the other scripts must have the ids of each tokenizer, its new ids moved by
-    the number of tokens put before them. All texts must decode alike.
+    No two scripts overlap. Texts without the other scripts must have the ids of each tokenizer, its
+    new ids moved by the number of tokens put before them. All texts must decode alike.
     """
     united = _copy(united)
     num_before = 0
@@ -93,7 +96,9 @@ def _check_tokens(old: Tokenizer, new: Tokenizer) -> None:
 def _check_ids(
     old: Tokenizer, new: Tokenizer, texts: Iterable[str], first_id: int = 0, moved: int = 0
 ) -> int:
-    """Check that texts keep their ids, those from `first_id` on moved by `moved`; return how many were compared."""
+    """Check that texts keep their ids, those from `first_id` on moved by `moved`; return how many
+    were compared.
+    """
     count = 0
     for text, before, after in _both(old, new, texts):
         count += 1
@@ -103,7 +108,9 @@ def _check_ids(
 
 
 def _check_decoded(old: Tokenizer, new: Tokenizer, texts: Iterable[str]) -> int:
-    """Check that texts decode from their new ids as from their old ones; return how many were compared."""
+    """Check that texts decode from their new ids as from their old ones; return how many were
+    compared.
+    """
     count = 0
     for text, before, after in _both(old, new, texts):
         count += 1
@@ -117,7 +124,9 @@ def _check_decoded(old: Tokenizer, new: Tokenizer, texts: Iterable[str]) -> int:
 
 
 def _without(script: Script, tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[str]:
-    """Yield texts with newlines for the script's letters; skip a text that normalising gives such letters."""
+    """Yield texts with newlines for the script's letters; skip a text that normalising gives such
+    letters.
+    """
     letters = re.compile(f"[{script.characters}]+")
     for text in texts:
         other = letters.sub("\n", text)

@@ -68,7 +68,9 @@ def estimate_savings(
 
 
 def most_frequent_script(text: str) -> str | None:
-    """Return the script beyond ASCII with the most letters in a text; None if there is no such letter."""
+    """Return the script beyond ASCII with the most letters in a text; None if there is no such
+    letter.
+    """
     counts = Counter(text)
     letters = {
         name: sum(count for char, count in counts.items() if Script(ranges).holds(*[ord(char)] * 2))

@@ -1,4 +1,6 @@
-"""The tokenizer of a run that adds tokens: learned once per set of texts and cached by content, or given."""
+"""The tokenizer of a run that adds tokens: learned once per set of texts and cached by content, or
+given.
+"""
 
 from __future__ import annotations
 
@@ -79,14 +81,18 @@ class AddedTokens:
 
     @property
     def num_new(self) -> int:
-        """Return `new_tokens`, rounded up so that all rows together are a multiple of ROWS_MULTIPLE."""
+        """Return `new_tokens`, rounded up so that all rows together are a multiple of
+        ROWS_MULTIPLE.
+        """
         return (
             self.vocabulary.new_tokens
             + -(self.first_id + self.vocabulary.new_tokens) % ROWS_MULTIPLE
         )
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the base's tokenizer with the new tokens, from the cache if they were learned before."""
+        """Return the base's tokenizer with the new tokens, from the cache if they were learned
+        before.
+        """
         if self.vocabulary.folder is not None:
             return _given(self.first_id, self.vocabulary.folder)
         if not is_whole(folder := self.folder):
@@ -111,7 +117,8 @@ class AddedTokens:
         return self.cache.folder / f"vocabulary.{json_sha256(learned)[:16]}"
 
     def sketched(self, num_bytes: int) -> Tokenizer:
-        """Return an approximate tokenizer, from `num_bytes` of each source; it may lack the rarest tokens.
+        """Return an approximate tokenizer, from `num_bytes` of each source; it may lack the rarest
+        tokens.
 
         ConfigError if the sources have no more text, and give too few tokens.
         """
@@ -135,7 +142,9 @@ class AddedTokens:
             )
 
     def learned(self, num_bytes: int, min_count: int) -> tuple[list[NewToken], bool]:
-        """Return the tokens learned from up to `num_bytes` of each source, and whether that is all of the text."""
+        """Return the tokens learned from up to `num_bytes` of each source, and whether that is all
+        of the text.
+        """
         backend, script = self.base.backend_tokenizer, Script.named(self.vocabulary.script)
         spelling = Spelling.of(backend, self.base.name_or_path)
         spelling.check_script(script, self.base.name_or_path)
@@ -189,7 +198,9 @@ def read_texts(
 
 
 def _given(first_id: int, folder: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a folder; BaseModelError if its new ids do not begin where the base's rows end."""
+    """Return the tokenizer in a folder; BaseModelError if its new ids do not begin where the base's
+    rows end.
+    """
     try:
         given = load_grown(Path(folder))
         ids = sorted(given.get_vocab().values())
@@ -209,7 +220,9 @@ def _given(first_id: int, folder: str) -> PreTrainedTokenizerBase:
 def write_grown(
     folder: Path, tokenizer: PreTrainedTokenizerBase, backend: Tokenizer | None = None
 ) -> None:
-    """Save a tokenizer, with the tokens of `backend` if given, so that transformers 4 and 5 can load it."""
+    """Save a tokenizer, with the tokens of `backend` if given, so that transformers 4 and 5 can
+    load it.
+    """
     with writing(folder):
         tokenizer.save_pretrained(folder)
         for name in _STALE:
@@ -236,13 +249,14 @@ def open_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer without the settings of calls that its tokenizer.json may hold.
 
-    Everything that reads a tokenizer's files calls this, so that no truncation, padding or dropout that somebody once
-    saved acts here.
+    Everything that reads a tokenizer's files calls this, so that no truncation, padding or dropout
+    that somebody once saved acts here.
 
     Args:
         place: folder or hub id.
         revision: on the hub.
-        kind: transformers' class; PreTrainedTokenizerFast replaces no step of the file by those of a model family.
+        kind: transformers' class; PreTrainedTokenizerFast replaces no step of the file by those of
+        a model family.
 
     Raises:
         BaseModelError: it has no tokenizer.json form.

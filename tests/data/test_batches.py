@@ -1,4 +1,6 @@
-"""Windows, batches, isolated documents, and batches made ahead: pure functions of the config and the step."""
+"""Windows, batches, isolated documents, and batches made ahead: pure functions of the config and
+the step.
+"""
 
 import threading
 from collections import Counter
@@ -254,7 +256,9 @@ def isolated(lengths: list[int], sequence_length: int, lead: int = 0) -> PackedW
 def test_a_position_counts_from_where_its_document_began_or_the_window_and_no_token_changes(
     lengths: list[int], sequence_length: int, lead: int
 ) -> None:
-    """Without a mark of its own (a lead of 1) a document begins with that which ended the one before."""
+    """Without a mark of its own (a lead of 1) a document begins with that which ended the one
+    before.
+    """
     windows = isolated(lengths, sequence_length, lead)
     packed = PackedWindows(windows.ids, sequence_length)
     as_inputs = [lengths[0] - lead, *lengths[1:], lead]

@@ -31,7 +31,8 @@ MARKED = """{%- for message in messages -%}
 {% endif -%}{%- endfor -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}"""
-# As some reasoning models do: what the assistant has said is written otherwise once more has been said.
+# As some reasoning models do: what the assistant has said is written otherwise once more has been
+# said.
 FORGETFUL = (
     "{%- for m in messages -%}[{{ m.role }}]{{ m.content if loop.last else '...' }}{%- endfor -%}"
 )
@@ -92,7 +93,8 @@ def test_the_mask_is_the_assistants_turns_and_the_ids_are_transformers_own(
         learned = corpus.learned[corpus.offsets[index] : corpus.offsets[index + 1]].tolist()
         mask = [bool(one) for one in theirs["assistant_masks"]]
         assert not learned.pop()
-        # Of a turn's last character they mark the first token alone: of a line break in two tokens, one.
+        # Of a turn's last character they mark the first token alone: of a line break in two tokens,
+        # one.
         differing = [place for place in range(len(mask)) if learned[place] != mask[place]]
         assert all(learned[place] and mask[place - 1] for place in differing)
         assert not str(tokenizer.decode([ids[place] for place in differing])).strip()

@@ -1,4 +1,6 @@
-"""A continuation decoded after its prompt, token by token: together they are the text, wherever it is cut."""
+"""A continuation decoded after its prompt, token by token: together they are the text, wherever it
+is cut.
+"""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""Where text lies: lists of patterns, stores that fsspec reads, what is refused, and hashes that are remembered."""
+"""Where text lies: lists of patterns, stores that fsspec reads, what is refused, and hashes that
+are remembered.
+"""
 
 import json
 import os

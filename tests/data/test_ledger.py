@@ -1,4 +1,6 @@
-"""Every record is kept or dropped for a reason; what a tokenizer loses of the text is counted; too much is refused."""
+"""Every record is kept or dropped for a reason; what a tokenizer loses of the text is counted; too
+much is refused.
+"""
 
 import json
 from collections import Counter
@@ -127,7 +129,9 @@ LINES = {
 
 
 def read_of(lines: list[bytes], skip_documents: int, max_documents: int | None) -> list[bytes]:
-    """The lines behind those passed over, up to the last that a limit on documents lets be kept, or drops too many."""
+    """The lines behind those passed over, up to the last that a limit on documents lets be kept, or
+    drops too many.
+    """
     read: list[bytes] = []
     for line in lines:
         is_kept = LINES[line] is None

@@ -41,14 +41,18 @@ def tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk is 3 documents, a part of a source about 600 bytes, and progress is recorded about every 100 tokens."""
+    """A chunk is 3 documents, a part of a source about 600 bytes, and progress is recorded about
+    every 100 tokens.
+    """
     monkeypatch.setattr(files, "_PART_BYTES", 600)
     monkeypatch.setattr(encoding, "_CHUNK_DOCUMENTS", 3)
     monkeypatch.setattr(tokens, "_TOKENS_BETWEEN_RECORDS", 100)
 
 
 def write_files(folder: Path, num_files: int = 6) -> TextSource:
-    """Write files of different lengths, some without a document, two of the same text, with bad records between."""
+    """Write files of different lengths, some without a document, two of the same text, with bad
+    records between.
+    """
     for number in range(num_files):
         lines = [
             json.dumps({"text": f"{number} cats and {line} dogs. 고양이 {line}마리."})

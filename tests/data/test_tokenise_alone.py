@@ -1,4 +1,6 @@
-"""Tokenising in a process of its own: its memory does not grow with the corpus, and killed it leaves no other."""
+"""Tokenising in a process of its own: its memory does not grow with the corpus, and killed it
+leaves no other.
+"""
 
 import gzip
 import json

@@ -67,7 +67,9 @@ def config_of(
 def two_scripts_in_one(
     shared_data: Path, folder: Path, base: Path
 ) -> tuple[Path, JoinedForCausalLM]:
-    """Join two runs with tokens of their own; return a plain folder of both, and the model that it was made of."""
+    """Join two runs with tokens of their own; return a plain folder of both, and the model that it
+    was made of.
+    """
     runs = []
     for script, text in (("hangul", KOREAN), ("cyrillic", RUSSIAN)):
         (of_run := folder / script).mkdir()

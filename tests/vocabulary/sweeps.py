@@ -1,4 +1,6 @@
-"""Texts that show a tokenizer's treatment of everything outside a script: all characters, and random strings."""
+"""Texts that show a tokenizer's treatment of everything outside a script: all characters, and
+random strings.
+"""
 
 import random
 import unicodedata

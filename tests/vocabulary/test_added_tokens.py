@@ -69,7 +69,8 @@ def grown(kind: Callable[[], Tokenizer]) -> Grown:
 
 
 any_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-# Letters near the script's by their bytes, its own, those that are composed to its own, and anything.
+# Letters near the script's by their bytes, its own, those that are composed to its own, and
+# anything.
 letters = st.one_of(
     st.sampled_from(list("안녕하세국민은 앞에")),
     st.characters(min_codepoint=0xAB00, max_codepoint=0xD7FF),

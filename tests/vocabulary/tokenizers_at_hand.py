@@ -57,7 +57,9 @@ def _byte_level(*, ignore_merges: bool, nfc: bool) -> Tokenizer:
 
 
 def llama_3() -> Tokenizer:
-    """Byte-level, with whole words taken from the vocabulary before any merge; specials that the model lacks."""
+    """Byte-level, with whole words taken from the vocabulary before any merge; specials that the
+    model lacks.
+    """
     return _byte_level(ignore_merges=True, nfc=False)
 
 
@@ -66,7 +68,8 @@ def qwen() -> Tokenizer:
     return _byte_level(ignore_merges=False, nfc=True)
 
 
-# Bytes that SmolLM2's tokenizer has no token for: UTF-8 never has the last 12, and text hardly the others.
+# Bytes that SmolLM2's tokenizer has no token for: UTF-8 never has the last 12, and text hardly the
+# others.
 RARE_BYTES = [*range(2, 9), 0x0B, 0x0E, 0xC0, 0xC1, 0xF1, *range(0xF5, 0x100)]
 
 
@@ -131,7 +134,9 @@ KINDS: list[Callable[[], Tokenizer]] = [llama_3, qwen, smollm2, llama_2, mistral
 
 
 def with_another_familys_steps() -> Tokenizer:
-    """As transformers makes of a configuration that names another family: its steps around this one's tokens."""
+    """As transformers makes of a configuration that names another family: its steps around this
+    one's tokens.
+    """
     tokenizer = llama_2()
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = qwen().pre_tokenizer
