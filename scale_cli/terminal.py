@@ -6,7 +6,9 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 import typer
@@ -95,6 +97,16 @@ class _Lines:
 
     def flush(self) -> None:
         sys.stderr.flush()
+
+
+@contextmanager
+def not_counted(bar: Any) -> Iterator[None]:
+    """Leave the body's time out of a bar's speed, elapsed time and time left."""
+    began_s = time.time()
+    yield
+    if not bar.disable:
+        bar.start_t += time.time() - began_s
+        bar.last_print_t += time.time() - began_s
 
 
 def progress_bar(**options: Any) -> Any:

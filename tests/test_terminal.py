@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import subprocess
@@ -8,10 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from scale_cli import terminal
 from scale_cli.report import Interval
-from scale_cli.terminal import print_json, printable, progress_bar, without_passwords
+from scale_cli.terminal import not_counted, print_json, printable, progress_bar, without_passwords
 
 
 @given(st.text(st.characters()))
@@ -80,3 +82,20 @@ def test_text_that_a_terminal_cannot_show_is_escaped_and_foreign_input_is_one_li
     )
     assert read.returncode == 2
     assert b"Traceback" not in read.stderr and read.stderr.count(b"\n") == 1
+
+
+def test_what_is_not_counted_moves_neither_speed_nor_elapsed_time_of_a_bar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("time.time", lambda: now_s)
+    with tqdm(total=9, mininterval=0, file=io.StringIO()) as bar:
+        monkeypatch.setattr(bar, "_time", lambda: now_s)
+        bar.start_t = bar.last_print_t = now_s
+        for _ in range(3):
+            now_s += 2.0
+            bar.update(1)
+            with not_counted(bar):
+                now_s += 300.0
+        assert bar.format_dict["elapsed"] == pytest.approx(6.0)
+        assert bar.format_dict["rate"] == pytest.approx(0.5)

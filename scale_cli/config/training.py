@@ -217,8 +217,6 @@ class _AnyTraining(Section):
     def _problems(self) -> Iterator[str]:
         if self.global_batch_size % self.sequences_at_once(1):
             yield f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size {self.global_batch_size}"
-        if self.optimiser == "muon" and self.sharding != "none":  # it needs whole matrices
-            yield f"optimiser: muon needs sharding: none, not {self.sharding}"
         if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
             yield "profile_steps: the first step comes after the last"
         if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:

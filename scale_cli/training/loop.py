@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.profiler import profile, schedule
 from tqdm import tqdm
 
+from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
 from scale_cli.errors import GradientOverflow, Interrupted, NonFiniteError, TrainingError
 from scale_cli.processes import peak_memory_bytes, waiting_for_steps
-from scale_cli.terminal import printable, progress_bar, shows_lines
+from scale_cli.terminal import not_counted, printable, progress_bar, shows_lines
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
 from scale_cli.training.metrics_log import BITS, SAMPLES, MetricsRecord
 from scale_cli.training.observing import better_of
@@ -128,7 +129,8 @@ class _Loop:
         run, train, done = self.run, self.run.config.train, self.first_step
         if run.state.evaluation_due:
             run.state = replace(run.state, evaluation_due=False)
-            self._evaluate_what_is_due(done)
+            with not_counted(self.bar):
+                self._evaluate_what_is_due(done)
         while done < train.max_steps:
             run.finish_saving(wait=False)
             try:
@@ -147,7 +149,8 @@ class _Loop:
                     run.state, evaluation_due=any(self._what_is_due(done))
                 )  # a resumed run begins with it
                 self._save_and_leave(asked)
-            self._evaluate_what_is_due(done)
+            with not_counted(self.bar):
+                self._evaluate_what_is_due(done)
             if last or done % train.save_every_steps == 0:
                 self._settle_steps()
                 run.save()
@@ -260,14 +263,15 @@ class _Loop:
     def _log(self, result: StepResult, taken: TakenStep) -> None:
         """Show the loss, and write a record of this step.
 
-        The speed and the losses by source cover all steps since the last record, since a source may have no sequence
-        in a single step. The run's state holds the sums of the losses, so that they are the same after a resume.
+        The bar shows the loss of new text alone. The speed and the losses by source cover all
+        steps since the last record, since a source may have no sequence in a single step. The run's
+        state holds the sums of the losses, so that they are the same after a resume.
         """
         run, state = self.run, self.run.state
         tokens_per_s = state.rate_since(self.logged) or 0.0
-        self.bar.set_postfix_str(
-            f"loss {result.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False
-        )
+        loss = _loss_of_new_text(run.config, state.since_logged)
+        shown = result.loss if loss is None else loss
+        self.bar.set_postfix_str(f"loss {shown:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
         waited_s = self.batches.waited_s - self.logged_wait_s
         self.logged, self.logged_wait_s = state, self.batches.waited_s
         run.state = replace(state, since_logged=())
@@ -354,6 +358,16 @@ class _Loop:
             f"{words} after step {run.state.step}; checkpoint {run.folder.checkpoint(run.state.step)}",
             exit_code,
         )
+
+
+def _loss_of_new_text(config: RunConfig, by_source: Sequence[tuple[float, int]]) -> float | None:
+    """Return the loss of the sources with the role `new`, in nats per token; None if it is not known."""
+    summed, num_tokens = 0.0, 0
+    for source, (loss, num) in zip(config.corpus.sources, by_source, strict=bool(by_source)):
+        if source.role == "new":
+            summed += loss
+            num_tokens += num
+    return summed / num_tokens if num_tokens else None
 
 
 def _show_samples(record: MetricsRecord) -> None:

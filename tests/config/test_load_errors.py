@@ -82,10 +82,6 @@ FLASH = (
             "corpus.sources: every source has the role replay",
         ),
         (
-            ["train.optimiser=muon", "train.sharding=all"],
-            "train: optimiser: muon needs sharding: none",
-        ),
-        (
             [INT8, "train.compile=true"],
             "train.compile: true does not go with model.quantisation: int8",
         ),

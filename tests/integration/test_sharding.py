@@ -29,7 +29,7 @@ PAIRS = {
         "method.distillation.weight=0.5",
         "corpus.sources.1.role=replay",
     ),
-    "muon": ("none", "train.optimiser=muon", "train.micro_batch_size=2"),
+    "muon": ("all", "train.optimiser=muon", "train.micro_batch_size=2"),
 }
 
 
