@@ -26,11 +26,11 @@ OfBase = Callable[[Tensor], Tensor]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of -log p(target) under the logits sum_k H_k x_k; forward computes the gradients too.
+    """Sum of -log p(target) under the logits of some heads; forward computes the gradients too.
 
-    `distilled` holds slices of the N tokens, each with a weight for its KL divergence from the predictions without the
-    last H_k x_k. Gradients are computed only where they are needed: a frozen head costs one product and keeps nothing.
-    If the first head has fewer rows than the last, the second gives the logits of the tokens that the first lacks.
+    The heads are H; or H and H'; or H, H_new and H', where H_new gives the logits of the tokens that H lacks.
+    `distilled` holds slices of the N tokens, each with a weight for its KL divergence from the predictions without H'.
+    Gradients are computed only where they are needed: a frozen head costs one product and keeps nothing.
     `token_losses_N`, if given, is filled with every token's term of the sum.
     """
 
@@ -138,32 +138,28 @@ def _logits_and_bases(
     places: Sequence[slice],
     of_base: OfBase | None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return sum_k H_k x_k, and, at `places`, the float32 log-probabilities without its last term."""
-    logits_NV, bases, joined = streams[0] @ heads[0].T, [], 1
-    if len(heads[0]) < len(heads[-1]):
-        logits_NV, joined = torch.cat([logits_NV, streams[1] @ heads[1].T], dim=1), 2
-    for index, (stream, head) in enumerate(
-        zip(streams[joined:], heads[joined:], strict=True), start=joined
-    ):
-        if index == len(heads) - 1:
-            said = [logits_NV[place].float() for place in places]
-            said = (
-                said
-                if of_base is None
-                else [of_base(logits_SV[:, : len(heads[0])]) for logits_SV in said]
-            )
-            bases = [logits_SV.log_softmax(dim=1) for logits_SV in said]
-        # A frozen bfloat16 head beside a float32 one is never upcast; only its logits are.
-        logits_NV = logits_NV.to(head.dtype).addmm_(stream, head.T)
-    return logits_NV, bases
+    """Return sum_k H_k x_k, and, at `places`, the base's float32 log-probabilities."""
+    logits_NV = streams[0] @ heads[0].T
+    if len(heads) == 1:
+        return logits_NV, []
+
+    said = [logits_NV[place].float() for place in places]
+    if of_base is not None:
+        said = [of_base(logits_SV) for logits_SV in said]
+    bases = [logits_SV.log_softmax(dim=1) for logits_SV in said]
+
+    if len(heads) == 3:
+        logits_NV = torch.cat([logits_NV, streams[1] @ heads[1].T], dim=1)
+    # A frozen bfloat16 head beside a float32 one is never upcast; only its logits are.
+    return logits_NV.to(heads[-1].dtype).addmm_(streams[-1], heads[-1].T), bases
 
 
 def _columns(heads: Sequence[Tensor]) -> list[slice]:
     """Return, for each head, the columns of the logits that it adds to: its part of the vocabulary."""
-    num_first = len(heads[0])
-    if num_first == len(heads[-1]):
+    if len(heads) < 3:
         return [slice(None)] * len(heads)
-    return [slice(num_first), slice(num_first, None), *[slice(None)] * (len(heads) - 2)]
+    num_old = len(heads[0])
+    return [slice(num_old), slice(num_old, None), slice(None)]
 
 
 def _fill_losses(

@@ -313,3 +313,13 @@ def test_processes_of_a_machine_hash_a_base_once_between_them_and_all_are_told_w
 
     assert in_processes(monkeypatch, 3, changed) == [["model.layers.2.mlp.down_proj.weight"]] * 3
     assert sorted(hashed) == sorted(parameter.data_ptr() for parameter in base.parameters())
+
+
+@pytest.mark.parametrize("place", ["", "final", "upscaled"])
+def test_a_run_is_no_base(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / place
+    folder.mkdir(exist_ok=True)
+    record_base(tiny_llama(), ModelConfig(base="a base")).save(folder)
+    with pytest.raises(BaseModelError, match="is a run, which cannot be widened again") as refused:
+        load_base_config(named(tmp_path))
+    assert "\n" not in str(refused.value)
