@@ -30,7 +30,8 @@ def join(
     runs: Sequence[Path],
     output: Path,
     prior: float | None,  # weight of the base head at the first token; None: an even share
-    folder_format: str = "transformers",  # computes every head bit for bit; or `llama`, one plain model
+    # computes every head bit for bit; or `llama`, one plain model
+    folder_format: str = "transformers",
 ) -> JoinReport:
     """Put the expansions of finished runs on one base, measure them, and write the joined model."""
     check_replaceable(output, KIND)

@@ -1,1 +1,3 @@
-"""Finished runs on one base, put together: one forward pass of the base, and a router over all their heads."""
+"""Finished runs on one base, put together: one forward pass of the base, and a router over all
+their heads.
+"""

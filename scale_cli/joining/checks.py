@@ -1,4 +1,6 @@
-"""What a join is held to: every head is what it is alone, and the written folder computes what was measured."""
+"""What a join is held to: every head is what it is alone, and the written folder computes what was
+measured.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _NUM_NEW_READ = 64
 
 
 def check_one_head_holds_all(joined: JoinedRuns) -> None:
-    """Raise ConfigError if one plain vocabulary head cannot hold the join, or if llama.cpp would misread the model."""
+    """Raise ConfigError if one plain vocabulary head cannot hold the join, or if llama.cpp would
+    misread the model.
+    """
     config = joined.model.config
     if config.new_tokens:
         check_size(config.vocab_size)  # each run alone was already checked
@@ -49,7 +53,8 @@ def check_one_head_holds_all(joined: JoinedRuns) -> None:
 def prove(joined: JoinedRuns) -> None:
     """Check that every head of a joined model computes, bit for bit, what it does in its run alone.
 
-    For tokens that its run does not have, `JoinedForCausalLM.of_all_tokens` gives the expected logits.
+    For tokens that its run does not have, `JoinedForCausalLM.of_all_tokens` gives the expected
+    logits.
     """
     model = joined.model
     num_old = model.base.config.vocab_size
@@ -67,7 +72,9 @@ def prove(joined: JoinedRuns) -> None:
 
 
 def _prompts(joined: JoinedRuns) -> list[Tensor]:
-    """Return ids of the sample texts, and of new tokens from the whole vocabulary: no text covers every script."""
+    """Return ids of the sample texts, and of new tokens from the whole vocabulary: no text covers
+    every script.
+    """
     prompts, config = sample_ids(joined.tokenizer), joined.model.config
     if num_new := len(config.new_tokens):
         first, last = config.vocab_size - num_new, config.vocab_size - 1
@@ -98,7 +105,9 @@ def check_written_plainly(folder: Path, joined: JoinedRuns) -> None:
 
 
 def check_plain_join(folder: Path) -> None:
-    """Compare a joined folder of the format `llama` with its runs; BaseModelError if a run is not there any more."""
+    """Compare a joined folder of the format `llama` with its runs; BaseModelError if a run is not
+    there any more.
+    """
     report = JoinReport.load(folder)
     runs = [Path(member["folder"]) for member in report.members]
     if gone := [run for run in runs if not run.is_dir()]:

@@ -161,7 +161,9 @@ def put_together(
 
 
 def _rows_of_all_tokens(rows_VE: Tensor, config: JoinedConfig, head: int) -> Tensor:
-    """Return an expansion's embedding with rows for the other members' tokens, composed like the rows of x."""
+    """Return an expansion's embedding with rows for the other members' tokens, composed like the
+    rows of x.
+    """
     unknown, pieces = config.unknown_tokens(head), config.pieces()
     if not unknown:
         return rows_VE

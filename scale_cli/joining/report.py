@@ -1,4 +1,6 @@
-"""The report of a join: the loss of every head and of the router on held-out text; and the model card."""
+"""The report of a join: the loss of every head and of the router on held-out text; and the model
+card.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ class JoinReport(RunRecord):
 def score_corpora(
     model: JoinedForCausalLM, runs: Sequence[RunConfig], tokenizer: PreTrainedTokenizerBase
 ) -> list[JoinedCorpus]:
-    """Score the held-out corpora of some runs, each in its run's windows and precision; a shared one is scored once."""
+    """Score the held-out corpora of some runs, each in its run's windows and precision; a shared
+    one is scored once.
+    """
     opened: dict[str, tuple[EvaluationSource, TokenisedCorpus, RunConfig]] = {}
     for run in runs:
         corpora = open_sources(run, run.evaluation.perplexity, tokenizer)
@@ -149,7 +153,9 @@ def _score(
 
 
 def joined_card(joined: JoinedRuns, report: JoinReport, licence: Licence) -> str:
-    """Return the README.md: the base, what each expansion was taught, what they cost, and the licence."""
+    """Return the README.md: the base, what each expansion was taught, what they cost, and the
+    licence.
+    """
     folders = [member.folder for member in joined.members]
     stages = [Stage(load_config(folder / "scale.yaml"), folder) for folder in folders]
     return card(

@@ -1,4 +1,6 @@
-"""The tokenizer of joined runs: the base's with the new tokens of every run, each set for its own script."""
+"""The tokenizer of joined runs: the base's with the new tokens of every run, each set for its own
+script.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,11 @@ class RunTokens:
 
 
 def joined_tokenizer(runs: Sequence[RunTokens], first_id: int) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with the tokens of all runs, the first run's first; new ones have ids from `first_id` on.
+    """Return a tokenizer with the tokens of all runs, the first run's first; new ones have ids from
+    `first_id` on.
 
-    Every text must be tokenised as by the run that has its script. RunFolderError: two runs have different tokens for
-    one script.
+    Every text must be tokenised as by the run that has its script. RunFolderError: two runs have
+    different tokens for one script.
     """
     distinct: dict[str, RunTokens] = {}  # by the tokenizer in JSON
     for tokens in runs:

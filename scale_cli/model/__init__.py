@@ -1,1 +1,3 @@
-"""The widened model: two residual streams over one frozen base, and the routing between their heads."""
+"""The widened model: two residual streams over one frozen base, and the routing between their
+heads.
+"""

@@ -1,7 +1,7 @@
 """One forward pass of a frozen base for every expansion beside it.
 
-Heads are counted from the base's own, head 0; head k belongs to the k-th expansion, which reads x. Nothing that an
-expansion computes reaches another head, so all of them keep their bits.
+Heads are counted from the base's own, head 0; head k belongs to the k-th expansion, which reads x.
+Nothing that an expansion computes reaches another head, so all of them keep their bits.
 
     head 0           H x                        the base, run once
     head k           H x + H'_k u_k, or H x_k + H'_k u_k, if the expansion writes into x (W12) and so has an x of its
@@ -31,11 +31,13 @@ from .vocabulary_scale import brought_by, embed
 
 
 class ScaleCache(DynamicCache):
-    """A DynamicCache with one slot for each stream of each layer, and the router's memory beside it.
+    """A DynamicCache with one slot for each stream of each layer, and the router's memory beside
+    it.
 
-    With L layers and K expansions, slot i holds the base's heads in layer i, and slot kL + i the heads of the k-th
-    expansion in that layer. Slot (K + k)L + i holds the base's heads on the stream that the k-th expansion adapts, from
-    its first collaborating layer up; it is used only if the untouched stream is served too.
+    With L layers and K expansions, slot i holds the base's heads in layer i, and slot kL + i the
+    heads of the k-th expansion in that layer. Slot (K + k)L + i holds the base's heads on the
+    stream that the k-th expansion adapts, from its first collaborating layer up; it is used only if
+    the untouched stream is served too.
     """
 
     def __init__(self) -> None:
@@ -59,7 +61,9 @@ class ScaleCache(DynamicCache):
         self.router = self.router and self.router.repeated(repeats)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise NotImplementedError: earlier router weights cannot be restored without the tokens they came from."""
+        """Raise NotImplementedError: earlier router weights cannot be restored without the tokens
+        they came from.
+        """
         raise NotImplementedError(
             "a widened model's cache cannot be cropped; generate without assisted decoding or prompt lookup"
         )
@@ -70,14 +74,16 @@ class FinalStates:
     """Inputs of the vocabulary heads: the streams after the last norm."""
 
     expansions: Sequence[Expansion]
-    # By the head they belong to: every expansion that writes into x; head 0 if it was asked for or read.
+    # By the head they belong to: every expansion that writes into x; head 0 if it was asked for or
+    # read.
     x_BTD: dict[int, Tensor]
     u_KBTE: list[Tensor]  # of every expansion
 
     def at(self, positions: slice | Tensor) -> FinalStates:
         """Return the states at some positions, the same for every sequence.
 
-        They are contiguous; otherwise `linear` would make one product per sequence, and read the head B times.
+        They are contiguous; otherwise `linear` would make one product per sequence, and read the
+        head B times.
         """
         x_BTD = {head: x[:, positions].contiguous() for head, x in self.x_BTD.items()}
         u_KBTE = [u[:, positions].contiguous() for u in self.u_KBTE]
@@ -117,15 +123,10 @@ def run_expansions(
 ) -> FinalStates:
     """Run the base's decoder once, with every expansion beside it.
 
-    Args:
-        base: the plain model.
-        expansions: at least one.
-        input_ids: (B, T).
-        attention_mask: (B, past + T) or None.
-        position_ids: (B, T), or None: counted from the cache's length.
-        cache: extended in place.
-        preserved: whether head 0 is wanted. From the layer where no expansion reads the untouched stream any more, it
-            costs one more frozen pass of the remaining layers.
+    Args: base: the plain model. expansions: at least one. input_ids: (B, T). attention_mask: (B,
+        past + T) or None. position_ids: (B, T), or None: counted from the cache's length. cache:
+        extended in place. preserved: whether head 0 is wanted. From the layer where no expansion
+        reads the untouched stream any more, it costs one more frozen pass of the remaining layers.
         checkpointing: whether backward computes the activations of the trained part again.
     """
     decoder, family = base.model, family_of(base.config)
@@ -161,7 +162,8 @@ def run_expansions(
                     reads,
                 )
             else:
-                # The cache's length is read from slot 0: if head 0 is not run, an adapted stream uses that slot.
+                # The cache's length is read from slot 0: if head 0 is not run, an adapted stream
+                # uses that slot.
                 slot = context.slot(len(expansions) + head if preserved else 0, index)
                 x_BTD = streams[head] if head in streams else streams[0]
                 after[head], u_KBTE[head - 1], _ = layer(
@@ -184,7 +186,9 @@ def run_expansions(
 def _base_layer(
     base_layer: Any, p_BTD: Tensor, position_ids: Tensor, context: LayerContext
 ) -> Tensor:
-    """Return the untouched stream after a layer; it calls the module because a hook there gathers a sharded layer."""
+    """Return the untouched stream after a layer; it calls the module because a hook there gathers a
+    sharded layer.
+    """
     attention, family = base_layer.self_attn, context.family
     with torch.no_grad():
         return base_layer(
@@ -207,7 +211,8 @@ def _attention_masks(
 ) -> dict[bool, Any]:
     """Return the mask of the layers with full attention (False), and of those with a window (True).
 
-    Given `position_ids`, transformers searches them for the ends of documents, and so waits for the device.
+    Given `position_ids`, transformers searches them for the ends of documents, and so waits for the
+    device.
     """
     windowed = (family.window_of(layer.self_attn) is not None for layer in decoder.layers)
     return {

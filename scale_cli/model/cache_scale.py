@@ -1,8 +1,10 @@
-"""What transformers calls the argument and the output that carry a model's state from one decoding step to the next.
+"""What transformers calls the argument and the output that carry a model's state from one decoding
+step to the next.
 
-transformers 5.24 renamed `past_key_values` to `cache`. A forward pass that is given its state by a name
-that it does not know would decode without it, and nothing else would show that. So versions whose name is
-not known are refused here, and `require_state` refuses a step that has lost its state.
+transformers 5.24 renamed `past_key_values` to `cache`. A forward pass that is given its state by a
+name that it does not know would decode without it, and nothing else would show that. So versions
+whose name is not known are refused here, and `require_state` refuses a step that has lost its
+state.
 
 A routed export carries this file too.
 """
@@ -47,10 +49,9 @@ def named(cache: Any) -> dict[str, Any]:
 def require_state(attention_mask: Any, position_ids: Tensor | None, num_positions: int) -> None:
     """Raise ValueError if tokens came before these, in a call that was given no state of them.
 
-    Args:
-        attention_mask: (B, past + T); None and prepared masks of four dimensions show nothing.
-        position_ids: (B, T) or None. They are looked at for one token alone, which is a decoding step.
-        num_positions: T.
+    Args: attention_mask: (B, past + T); None and prepared masks of four dimensions show nothing.
+        position_ids: (B, T) or None. They are looked at for one token alone, which is a decoding
+        step. num_positions: T.
     """
     num_before = 0
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:

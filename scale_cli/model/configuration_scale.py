@@ -7,7 +7,8 @@ from typing import Any
 
 import transformers
 
-# Checked here because transformers reads this file of an export first, and an older one lacks names imported below.
+# Checked here because transformers reads this file of an export first, and an older one lacks names
+# imported below.
 LEAST_TRANSFORMERS = (5, 4)
 if tuple(map(int, transformers.__version__.split(".")[:2])) < LEAST_TRANSFORMERS:
     raise ImportError(
@@ -52,7 +53,9 @@ class _OverABase(PreTrainedConfig):
 
 
 class ScaleConfig(_OverABase):
-    """Sizes of the expansion, the layers where it collaborates, and how its head is served beside the base's."""
+    """Sizes of the expansion, the layers where it collaborates, and how its head is served beside
+    the base's.
+    """
 
     model_type = "scale"
 
@@ -105,8 +108,8 @@ class JoinedConfig(_OverABase):
     router_threshold = 0.5
 
     base_config: dict[str, Any] = field(default_factory=dict)  # `model_type` included
-    # For each expansion: its `name`, and its `expansion`: sizes and new tokens as fields of ScaleConfig. Two members
-    # may bring the same tokens.
+    # For each expansion: its `name`, and its `expansion`: sizes and new tokens as fields of
+    # ScaleConfig. Two members may bring the same tokens.
     members: list[dict[str, Any]] = field(default_factory=list)
     # Of the base head, the others share the rest; None: the same for every head.
     router_prior: float | None = None
@@ -119,19 +122,25 @@ class JoinedConfig(_OverABase):
 
     @property
     def new_tokens(self) -> list[str]:
-        """All tokens that the base lacks, as in ScaleConfig, each once, in the order of the members."""
+        """All tokens that the base lacks, as in ScaleConfig, each once, in the order of the
+        members.
+        """
         return [token for tokens in dict.fromkeys(map(_brought, self.members)) for token in tokens]
 
     @property
     def own_pieces(self) -> list[int]:
-        """The first old ids of all members' new tokens that only ever begin text in the new tokens' scripts."""
+        """The first old ids of all members' new tokens that only ever begin text in the new tokens'
+        scripts.
+        """
         brought = (
             index for member in self.members for index in member["expansion"].get("own_pieces", ())
         )
         return list(dict.fromkeys(brought))
 
     def known_tokens(self, head: int) -> range:
-        """Return the positions, among all new tokens, of those a head knows: those that its run brought."""
+        """Return the positions, among all new tokens, of those a head knows: those that its run
+        brought.
+        """
         known = _brought(self.members[head - 1]) if head else ()
         first = 0
         for tokens in dict.fromkeys(map(_brought, self.members)):
@@ -141,7 +150,9 @@ class JoinedConfig(_OverABase):
         return range(first, first + len(known))
 
     def known_by_heads(self) -> list[tuple[int, int]]:
-        """Return, for the base's head and each member's, the range of new tokens it knows as (first, last + 1)."""
+        """Return, for the base's head and each member's, the range of new tokens it knows as
+        (first, last + 1).
+        """
         known = (self.known_tokens(head) for head in range(len(self.members) + 1))
         return [(of_head.start, of_head.stop) for of_head in known]
 
@@ -151,7 +162,9 @@ class JoinedConfig(_OverABase):
         return [at for at in range(len(self.new_tokens)) if at not in known]
 
     def token_ids(self, head: int) -> list[int]:
-        """Return the ids of all tokens: first those that a head knows, in its own order, then the others."""
+        """Return the ids of all tokens: first those that a head knows, in its own order, then the
+        others.
+        """
         num_old = self.base_config.get("vocab_size", 0)
         return [
             *range(num_old),

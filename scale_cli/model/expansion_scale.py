@@ -1,14 +1,16 @@
-"""The blocks added to a frozen decoder: widened linear maps, norms, heads and MLP channels, layer by layer.
+"""The blocks added to a frozen decoder: widened linear maps, norms, heads and MLP channels, layer
+by layer.
 
 Every linear map W of the decoder is widened in both directions; W itself is never touched:
 
     [ y  ]   [ W    W12 ] [ x ]        x : base stream,      D channels
     [ y' ] = [ W21  W22 ] [ u ]        u : expansion stream, E channels
 
-`walk` takes the base stream through one layer, and `AddedStream` takes u through the same two steps. Without W12 the
-base walks first and alone, and several expansions can follow the same walk.
+`walk` takes the base stream through one layer, and `AddedStream` takes u through the same two
+steps. Without W12 the base walks first and alone, and several expansions can follow the same walk.
 
-Shapes: B batch, T positions, D base channels, E expansion channels, N attention heads, A channels a head.
+Shapes: B batch, T positions, D base channels, E expansion channels, N attention heads, A channels a
+    head.
 A tensor that may have several shapes carries no suffix.
 
 Source: SCALE, arXiv 2511.03270; normalising both streams by the base stream's RMS is ours.
@@ -46,9 +48,11 @@ Weights = dict[Tensor, Tensor]
 
 
 class ExpansionLinear(nn.Module):
-    """The blocks that widen one frozen linear map: W21 and W22, and W12 if the expansion collaborates here.
+    """The blocks that widen one frozen linear map: W21 and W22, and W12 if the expansion
+    collaborates here.
 
-    If nothing is to be written into the base stream, W12 is absent, not zero: no parameter, no product, and a
+    If nothing is to be written into the base stream, W12 is absent, not zero: no parameter, no
+      product, and a
     non-finite u cannot reach x.
     """
 
@@ -66,7 +70,9 @@ class ExpansionLinear(nn.Module):
         self.bias_2 = None if frozen.bias is None else nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor, u: Tensor, weights: Weights) -> Tensor:
-        """Return y' = W21 x + W22 u, as two products so that no gradient is computed for a frozen x."""
+        """Return y' = W21 x + W22 u, as two products so that no gradient is computed for a frozen
+        x.
+        """
         weight_21 = weights[self.weight_21]
         bias_2 = None if self.bias_2 is None else weights[self.bias_2]
         read = F.linear(x.flatten(0, -2).to(weight_21.dtype), weight_21, bias_2)
@@ -84,7 +90,8 @@ class ExpansionLinear(nn.Module):
 class ExpansionNorm(nn.Module):
     """Norm of the expansion stream: its own gains, but the base stream's RMS: u^ = g' u / rms(x).
 
-    x^ stays untouched, so preservation is exact, and the widened model is exactly a plain Llama (docs/serving.md).
+    x^ stays untouched, so preservation is exact, and the widened model is exactly a plain Llama
+    (docs/serving.md).
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -92,7 +99,9 @@ class ExpansionNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, inverse_rms_BT1: Tensor, u_BTE: Tensor) -> Tensor:
-        """Return u^ (B, T, E), computed in float32 and cast to the dtype of the products that read it."""
+        """Return u^ (B, T, E), computed in float32 and cast to the dtype of the products that read
+        it.
+        """
         return (self.weight * (u_BTE.float() * inverse_rms_BT1)).to(product_dtype(u_BTE))
 
 
@@ -103,7 +112,8 @@ class LayerContext:
     family: Family
     position_ids: Tensor
     rotary: dict[str | None, tuple[Tensor, Tensor]]  # cosines and sines by `Family.rotary_kind`
-    # keyed by whether the layer has a window; a Tensor, BlockMask or None, as transformers' attention functions take it
+    # keyed by whether the layer has a window; a Tensor, BlockMask or None, as transformers'
+    # attention functions take it
     attention_masks: dict[bool, Any]
     cache: DynamicCache | None
     num_layers: int
@@ -130,11 +140,14 @@ class LayerContext:
 def attend(
     attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, slot: int
 ) -> Tensor:
-    """Return causal attention over heads of the base's head_dim: (B, T, N A) from projections of that shape.
+    """Return causal attention over heads of the base's head_dim: (B, T, N A) from projections of
+    that shape.
 
-    `attention` is the base's module; transformers' attention functions read head ratio and scale from it. Both are the
-    same for added heads, and so are the gains of a norm over each head's channels, if the family has one. Window and
-    positions are passed beside the mask: flash attention reads them, and finds in the positions where documents begin.
+    `attention` is the base's module; transformers' attention functions read head ratio and scale
+    from it. Both are the same for added heads, and so are the gains of a norm over each head's
+    channels, if the family has one. Window and
+    positions are passed beside the mask: flash attention reads them, and finds in the positions
+      where documents begin.
     """
     family = context.family
     window = family.window_of(attention)
@@ -169,9 +182,12 @@ def attend(
 
 @dataclass
 class LayerReads:
-    """What the linear maps of one layer read from the base stream, and the sizes by which its norms divide."""
+    """What the linear maps of one layer read from the base stream, and the sizes by which its norms
+    divide.
+    """
 
-    # Of each step: (B, T, D) for the maps that read the stream, and the input of the map that writes into it.
+    # Of each step: (B, T, D) for the maps that read the stream, and the input of the map that
+    # writes into it.
     steps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     # By the name of a norm of the base: 1 / rms of its input, (B, T, 1).
     inverse_rms: dict[str, Tensor] = field(default_factory=dict)
@@ -185,7 +201,8 @@ def mix(
     context: LayerContext,
     slot: int,
 ) -> Tensor:
-    """Return what a step's writing map reads: attention's heads, or the MLP's channels act(gate) up.
+    """Return what a step's writing map reads: attention's heads, or the MLP's channels act(gate)
+    up.
 
     `module` is the base's; `norm` applies a norm over all queries, or all keys, by its name.
     """
@@ -203,7 +220,8 @@ def walk(
     slot: int,
     added: AddedStream | None = None,
 ) -> tuple[Tensor, LayerReads]:
-    """Return the base stream after one of its own layers, and what that layer's linear maps have read.
+    """Return the base stream after one of its own layers, and what that layer's linear maps have
+    read.
 
     `added` is the stream of an expansion that writes into x on the way.
     """
@@ -242,7 +260,9 @@ def walk(
 
 
 class AddedStream:
-    """The stream u of one expansion on its way through one layer, step by step beside the base stream."""
+    """The stream u of one expansion on its way through one layer, step by step beside the base
+    stream.
+    """
 
     normed: Tensor  # u^, which the reading maps read
     mixed: Tensor  # the added heads or channels, which the writing map reads
@@ -292,7 +312,9 @@ class AddedStream:
         self.u_BTE = self.u_BTE + self._norm(after, written)
 
     def _norm(self, name: str | None, u: Tensor) -> Tensor:
-        """Return u^ by the added gains that belong to one of the base's norms; without a norm, return u."""
+        """Return u^ by the added gains that belong to one of the base's norms; without a norm,
+        return u.
+        """
         if name is None:
             return u.to(product_dtype(u))
         normed: Tensor = getattr(self.layer, name)(self.reads.inverse_rms[name], u)
@@ -300,7 +322,8 @@ class AddedStream:
 
 
 class ExpansionLayer(nn.Module):
-    """Everything added to one decoder layer: heads, MLP channels, gains, and the blocks between the two streams.
+    """Everything added to one decoder layer: heads, MLP channels, gains, and the blocks between the
+    two streams.
 
     Its maps have the names in `OWNERS`; its norms have the names of the base's norms.
     """
@@ -351,8 +374,10 @@ class ExpansionLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, LayerReads]:
         """Return x and u after this layer, and what the layer's maps have read from x.
 
-        While nothing has written into x (below every collaborating layer; always in Preserve), the base layer runs
-        alone and without autograd: it costs one forward pass, and is never computed twice. Given its `reads`, it does
+        While nothing has written into x (below every collaborating layer; always in Preserve), the
+        base layer runs
+        alone and without autograd: it costs one forward pass, and is never computed twice. Given
+            its `reads`, it does
         not run at all, and x is returned as it is.
         """
         if reads is None and (self.collaborates or x_BTD.requires_grad):

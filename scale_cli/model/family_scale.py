@@ -1,12 +1,14 @@
-"""The families of bases, and how each family's layer computes. No other module asks for a base's family.
+"""The families of bases, and how each family's layer computes. No other module asks for a base's
+family.
 
 A layer of any family has two steps, each with an RMSNorm before it, after it, or both:
 
     x = x + after_attention(o(heads(q, k, v)))      q, k, v of before_attention(x)
     x = x + after_mlp(down(act(gate) up))           gate, up of before_mlp(x)
 
-Every norm has separate gains for the added channels, which it divides by the base's RMS. So the base keeps its bits,
-and the widened model is a plain one (`export/dense.py`). Only norms over one head's channels serve added heads as is.
+Every norm has separate gains for the added channels, which it divides by the base's RMS. So the
+base keeps its bits, and the widened model is a plain one (`export/dense.py`). Only norms over one
+head's channels serve added heads as is.
 
 Shapes: B batch, T positions, D base channels, V vocabulary.
 """
@@ -47,7 +49,9 @@ def linear_of(base_layer: Any, name: str) -> nn.Linear:
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's decoder computes; the defaults are Llama's. A norm is given by its module's name, or None."""
+    """How a family's decoder computes; the defaults are Llama's. A norm is given by its module's
+    name, or None.
+    """
 
     class_name: str  # of transformers' and vLLM's classes, before ForCausalLM
     before_attention: str | None = "input_layernorm"
@@ -84,7 +88,9 @@ class Family:
         return embeddings
 
     def embedding_factor(self, embedding: Any) -> Tensor | float:
-        """Return the decoder's factor on embedding rows: for Gemma, the square root of the stream's width; else 1."""
+        """Return the decoder's factor on embedding rows: for Gemma, the square root of the stream's
+        width; else 1.
+        """
         factor: Tensor | None = getattr(embedding, "embed_scale", None)
         return 1.0 if factor is None else factor.to(embedding.weight.dtype)
 
@@ -96,7 +102,9 @@ class Family:
 
     @torch.no_grad()
     def silence(self, layer: Any) -> None:
-        """Make a layer add nothing: set its output maps to 0, or the gains of a norm after them if there is one."""
+        """Make a layer add nothing: set its output maps to 0, or the gains of a norm after them if
+        there is one.
+        """
         for step in STEPS:
             _, norm = self.norms_around(step)
             for name, parameter in layer.named_parameters():

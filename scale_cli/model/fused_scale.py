@@ -1,9 +1,11 @@
-"""Steps of the widened decoder with a backward pass of their own, cheaper than the one that autograd would record.
+"""Steps of the widened decoder with a backward pass of their own, cheaper than the one that
+autograd would record.
 
-Each forward pass uses the base's own operations, so that the base stream keeps its bits. It saves for backward only
-what a cheap elementwise operation cannot compute again.
+Each forward pass uses the base's own operations, so that the base stream keeps its bits. It saves
+for backward only what a cheap elementwise operation cannot compute again.
 
-Shapes: B batch, T positions, D base channels, E expansion channels, C MLP channels, N heads, A channels a head.
+Shapes: B batch, T positions, D base channels, E expansion channels, C MLP channels, N heads, A
+    channels a head.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype in which a product with a weight is computed: autocast's, or the weight's own."""
+    """Return the dtype in which a product with a weight is computed: autocast's, or the weight's
+    own.
+    """
     # The meta device, on which a run is planned, has no autocast.
     if weight.is_meta or not torch.is_autocast_enabled(weight.device.type):
         return weight.dtype
@@ -29,7 +33,9 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 class _Cast(torch.autograd.Function):
-    """Casts tensors to a lower precision, all in one kernel, and their gradients back to their own in another."""
+    """Casts tensors to a lower precision, all in one kernel, and their gradients back to their own
+    in another.
+    """
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -118,7 +124,9 @@ class _FrozenNorm(torch.autograd.Function):
 
 
 def frozen_norm(base_norm: Any, form: NormForm, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x^ by the base's RMSNorm, whose gains get no gradient, and 1 / rms(x) as (B, T, 1) in float32."""
+    """Return x^ by the base's RMSNorm, whose gains get no gradient, and 1 / rms(x) as (B, T, 1) in
+    float32.
+    """
     return _FrozenNorm.apply(base_norm, form, x_BTD)
 
 
@@ -152,9 +160,11 @@ def _apart(joined_BTNA: Tensor, num_queries: int) -> tuple[Tensor, Tensor]:
 def rotate(
     q_BTNA: Tensor, k_BTNA: Tensor, embeddings: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return (B, N, T, A) queries and keys rotated by their positions' `angles`, as `rotation_angles` gives them.
+    """Return (B, N, T, A) queries and keys rotated by their positions' `angles`, as
+    `rotation_angles` gives them.
 
-    Compiled code uses the base's own function of its `embeddings`: sums compiled from another might round differently.
+    Compiled code uses the base's own function of its `embeddings`: sums compiled from another might
+    round differently.
     """
     if torch.compiler.is_compiling():
         return apply_rotary_pos_emb(q_BTNA.transpose(1, 2), k_BTNA.transpose(1, 2), *embeddings)
@@ -164,13 +174,17 @@ def rotate(
 def rotate_in_float32(
     q_BTNA: Tensor, k_BTNA: Tensor, embeddings: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Rotate as `rotate` does, but by float32 angles, and cast back to the inputs' dtype, as the base does."""
+    """Rotate as `rotate` does, but by float32 angles, and cast back to the inputs' dtype, as the
+    base does.
+    """
     q_BNTA, k_BNTA = rotate(q_BTNA, k_BTNA, embeddings, angles)
     return q_BNTA.to(q_BTNA.dtype), k_BNTA.to(k_BTNA.dtype)
 
 
 def rotation_angles(cos_BTA: Tensor, sin_BTA: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (B, T, 1, A) cosines, and the signed sines that multiply the other half of a head's channels."""
+    """Return (B, T, 1, A) cosines, and the signed sines that multiply the other half of a head's
+    channels.
+    """
     first, second = sin_BTA.chunk(2, dim=-1)
     return cos_BTA.unsqueeze(2), torch.cat([-first, second], dim=-1).unsqueeze(2)
 

@@ -4,7 +4,8 @@ With distillation from the base, the loss of a token is -log p(target) + w KL(p_
 logits is p - one-hot + w (p - p_base). The base's logits are the sum before the last head is added, so they cost no
 extra product.
 
-Shapes: N tokens of the text, S of them in one sequence, D base channels, E expansion channels, V vocabulary, M new
+Shapes: N tokens of the text, S of them in one sequence, D base channels, E expansion channels, V
+    vocabulary, M new
 tokens, which the base's vocabulary lacks.
 """
 
@@ -28,9 +29,11 @@ OfBase = Callable[[Tensor], Tensor]
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of -log p(target) under the logits of some heads; forward computes the gradients too.
 
-    The heads are H; or H and H'; or H, H_new and H', where H_new gives the logits of the tokens that H lacks.
-    `distilled` holds slices of the N tokens, each with a weight for its KL divergence from the predictions without H'.
-    Gradients are computed only where they are needed: a frozen head costs one product and keeps nothing.
+    The heads are H; or H and H'; or H, H_new and H', where H_new gives the logits of the tokens
+    that H lacks. `distilled` holds slices of the N tokens, each with a weight for its KL divergence
+    from the predictions without H'.
+    Gradients are computed only where they are needed: a frozen head costs one product and keeps
+      nothing.
     `token_losses_N`, if given, is filled with every token's term of the sum.
     """
 
@@ -65,7 +68,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         columns = _columns(lowered)
         ignored_N1 = (targets_N == IGNORED).unsqueeze(1)
         places_N1 = targets_N.unsqueeze(1).masked_fill(ignored_N1, 0)
-        # Allocated once: a chunk's log-probabilities, and its gradient in the precision of the products that read it.
+        # Allocated once: a chunk's log-probabilities, and its gradient in the precision of the
+        # products that read it.
         shape = min(num_rows, len(targets_N)), len(lowered[-1])
         rows_M1 = torch.arange(shape[0], device=targets_N.device).unsqueeze(1)
         said_MV = torch.empty(shape, dtype=torch.float32, device=targets_N.device)
@@ -206,7 +210,9 @@ def _divergence_and_gradient(
 
 
 def _within(places: Sequence[tuple[slice, float]], rows: slice) -> Iterator[tuple[slice, float]]:
-    """Yield the parts of `places` that lie within `rows`, as slices relative to the first of these rows."""
+    """Yield the parts of `places` that lie within `rows`, as slices relative to the first of these
+    rows.
+    """
     for place, weight in places:
         start, stop = max(place.start, rows.start), min(place.stop, rows.stop)
         if start < stop:
@@ -235,16 +241,13 @@ def trained_head_cross_entropy(
 ) -> Tensor:
     """Return the summed cross-entropy of H x + H' u in float32, without IGNORED targets.
 
-    Args:
-        x_BTD: the base stream after its last norm.
-        u_BTE: the expansion stream after its last norm.
-        base_head_VD: H; frozen, it gets no gradient.
-        head_VE: H'.
-        targets_BT: the token after each position, or IGNORED.
-        distillation: each sequence's weight of its KL divergence from the logits without H' u; None: 0 for all.
-        new_head_MD: H_new, for the last M tokens of the vocabulary, which H lacks.
-        token_losses_BT: filled with every target's term of the sum, if given.
-        of_base: maps H x to the base's logits of all tokens; needed to distil a base that lacks some.
+    Args: x_BTD: the base stream after its last norm. u_BTE: the expansion stream after its last
+        norm. base_head_VD: H; frozen, it gets no gradient. head_VE: H'. targets_BT: the token after
+        each position, or IGNORED. distillation: each sequence's weight of its KL divergence from
+        the logits without H' u; None: 0 for all. new_head_MD: H_new, for the last M tokens of the
+        vocabulary, which H lacks. token_losses_BT: filled with every target's term of the sum, if
+        given. of_base: maps H x to the base's logits of all tokens; needed to distil a base that
+        lacks some.
     """
     length = targets_BT.shape[1]
     distilled = [

@@ -1,9 +1,12 @@
-"""Log-probabilities of a text's tokens under several heads, and the heads' weights: one number per token and head.
+"""Log-probabilities of a text's tokens under several heads, and the heads' weights: one number per
+token and head.
 
-The heads belong to one widened model, or to two models: a trained one beside the untouched base. Any method can be
+The heads belong to one widened model, or to two models: a trained one beside the untouched base.
+  Any method can be
 routed in this second way without widening anything; SCALE-Route has to be compared with it.
 
-Shapes: K heads (the first the base's, the last the trained one's), B batch, T positions, V vocabulary.
+Shapes: K heads (the first the base's, the last the trained one's), B batch, T positions, V
+    vocabulary.
 """
 
 from __future__ import annotations
@@ -59,12 +62,16 @@ class TokenLogProbs:
 
 
 def token_log_probs(model: HeadedModel, input_ids: Tensor, next_ids_BT: Tensor) -> TokenLogProbs:
-    """Return the log-probabilities of the token after each of `input_ids` (B, T), under a model's heads."""
+    """Return the log-probabilities of the token after each of `input_ids` (B, T), under a model's
+    heads.
+    """
     return log_probs_of(model.head_logits(input_ids), next_ids_BT, model.config.vocab_size)
 
 
 def log_probs_of(logits_at: HeadLogits, next_ids_BT: Tensor, vocab_size: int) -> TokenLogProbs:
-    """Return the heads' log-probabilities of the token after each position, never holding all positions' logits."""
+    """Return the heads' log-probabilities of the token after each position, never holding all
+    positions' logits.
+    """
     log_probs, cosines = [], []
     for at in parts_of_positions(next_ids_BT, vocab_size):
         heads = [logits.float() for logits in logits_at(at)]
@@ -76,7 +83,9 @@ def log_probs_of(logits_at: HeadLogits, next_ids_BT: Tensor, vocab_size: int) ->
 
 
 class CacheOfTwo(ScaleCache):
-    """The generation state of two models: the base's cache, the trained model's beside it, and the router's memory."""
+    """The generation state of two models: the base's cache, the trained model's beside it, and the
+    router's memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +97,9 @@ class CacheOfTwo(ScaleCache):
 
 
 class BaseAndTrained(nn.Module):
-    """Two causal language models of one vocabulary, whose heads are scored like the two of a widened model."""
+    """Two causal language models of one vocabulary, whose heads are scored like the two of a
+    widened model.
+    """
 
     def __init__(self, base: Any, trained: Any) -> None:
         super().__init__()
@@ -127,7 +138,9 @@ class BaseAndTrained(nn.Module):
 
 
 class BaseOfNewTokens(nn.Module):
-    """A plain base that reads new tokens and gives them shares of its pieces' probability; it is never trained."""
+    """A plain base that reads new tokens and gives them shares of its pieces' probability; it is
+    never trained.
+    """
 
     def __init__(self, base: Any, new: NewTokens, config: Any) -> None:
         super().__init__()
@@ -148,5 +161,6 @@ class BaseOfNewTokens(nn.Module):
         return lambda states: self.new.shared(head(states))
 
 
-# A model with several heads over one vocabulary; `head_logits` runs it and gives all heads' logits at any positions.
+# A model with several heads over one vocabulary; `head_logits` runs it and gives all heads' logits
+# at any positions.
 HeadedModel: TypeAlias = WidenedModel | BaseAndTrained

@@ -1,8 +1,12 @@
-"""Several expansions on one frozen base, and the posterior router over all their heads: one forward of the base.
+"""Several expansions on one frozen base, and the posterior router over all their heads: one forward
+of the base.
 
-Expansions may bring tokens of their own, for different scripts or the same tokens. A head treats tokens that it lacks
-as a base does: it gives each a share of its first piece's probability (`PieceShares`), and reads it as the mean of its
-pieces. On text without the others' scripts, a head predicts as it does alone, to a millionth of a nat a token.
+Expansions may bring tokens of their own, for different scripts or the same tokens. A head treats
+tokens that it lacks
+as a base does: it gives each a share of its first piece's probability (`PieceShares`), and reads it
+    as the mean of its
+pieces. On text without the others' scripts, a head predicts as it does alone, to a millionth of a
+nat a token.
 
 Sources: ours; each expansion is SCALE's (arXiv 2511.03270), the rule is that of `routing.py`.
 """
@@ -29,7 +33,8 @@ class JoinedForCausalLM(WidenedModel):
     """
 
     config_class = JoinedConfig
-    # A bfloat16 base is loaded as it is; the expansions keep the precision in which they were trained.
+    # A bfloat16 base is loaded as it is; the expansions keep the precision in which they were
+    # trained.
     _keep_in_fp32_modules_strict = ["members"]  # noqa: RUF012 (declared by transformers)
 
     def __init__(self, config: JoinedConfig, base: PreTrainedModel | None = None) -> None:
@@ -66,7 +71,9 @@ class JoinedForCausalLM(WidenedModel):
         self.requires_grad_(False)
 
     def of_all_tokens(self, head: int, logits: Tensor) -> Tensor:
-        """Return a head's logits of all tokens, from its logits of the tokens that it knows (the last dimension)."""
+        """Return a head's logits of all tokens, from its logits of the tokens that it knows (the
+        last dimension).
+        """
         shares = self._shares[head]
         return logits if shares is None else shares(logits)
 

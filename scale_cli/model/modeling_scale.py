@@ -1,6 +1,7 @@
 """The widened model: a frozen base, its expansion, and the two heads that are served.
 
-`WidenedModel` is common to all widened models: one forward pass of the base, its heads, and the router over them.
+`WidenedModel` is common to all widened models: one forward pass of the base, its heads, and the
+router over them.
 
 Shapes: B batch, T positions, V vocabulary, K heads (those that the router mixes).
 
@@ -29,7 +30,8 @@ from .routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, r
 class WidenedModel(PreTrainedModel, GenerationMixin):
     """A frozen causal language model, its expansions, and the heads that the router mixes.
 
-    A subclass sets `base` (the plain model) and has `expansions`. The router mixes the base's head and one of each.
+    A subclass sets `base` (the plain model) and has `expansions`. The router mixes the base's head
+    and one of each.
     """
 
     base_model_prefix = "base"
@@ -44,7 +46,8 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, device_map: Any = None, **kwargs: Any) -> Any:
-        """Load a self-contained folder, and freeze its base: transformers leaves every parameter it loads trainable.
+        """Load a self-contained folder, and freeze its base: transformers leaves every parameter it
+        loads trainable.
 
         The whole model lies on one device, which `device_map="auto"` chooses.
         """
@@ -83,7 +86,9 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         )
 
     def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Raise NotImplementedError: the paged cache holds neither the second stream nor the router's state."""
+        """Raise NotImplementedError: the paged cache holds neither the second stream nor the
+        router's state.
+        """
         raise NotImplementedError(
             "a widened model has no continuous batching; call generate() on a padded batch"
         )
@@ -95,7 +100,9 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
 
     @peft_config.setter
     def peft_config(self, adapters: Any) -> None:
-        """Raise NotImplementedError: PEFT sets this when it adds adapters, which would not act on the forward pass."""
+        """Raise NotImplementedError: PEFT sets this when it adds adapters, which would not act on
+        the forward pass.
+        """
         raise NotImplementedError(
             "a widened model takes no PEFT adapters; add them to its plain export"
         )
@@ -122,12 +129,13 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         cache: ScaleCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits (training: the last head's; evaluation: as served), a loss for `labels`, and the cache.
+        """Return logits (training: the last head's; evaluation: as served), a loss for `labels`,
+        and the cache.
 
-        The arguments are transformers' own: (B, T) ids, positions and labels, which are shifted here;
-        a mask of (B, past + T) with left padding; `cache` and `past_key_values` are two names of one
-        argument. In training mode, `labels` give a loss without logits, which then never exist whole,
-        and `kwargs` are the arguments of `_training_loss`.
+        The arguments are transformers' own: (B, T) ids, positions and labels, which are shifted
+        here; a mask of (B, past + T) with left padding; `cache` and `past_key_values` are two names
+        of one argument. In training mode, `labels` give a loss without logits, which then never
+        exist whole, and `kwargs` are the arguments of `_training_loss`.
         """
         for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
             asked = kwargs.get(name)
@@ -188,10 +196,12 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         *,
         preserved: bool,
     ) -> FinalStates:
-        """Run the base's decoder once, every expansion beside it, and return the inputs of the vocabulary heads.
+        """Run the base's decoder once, every expansion beside it, and return the inputs of the
+        vocabulary heads.
 
-        `preserved` says whether every routed head is wanted, or the last alone. The base's own head costs one more
-        frozen pass of those layers in which no expansion reads the untouched stream, and nothing in the others.
+        `preserved` says whether every routed head is wanted, or the last alone. The base's own head
+        costs one more frozen pass of those layers in which no expansion reads the untouched stream,
+        and nothing in the others.
         """
         return run_expansions(
             self.base,
@@ -215,7 +225,9 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         cache: ScaleCache | None = None,
     ) -> Callable[[slice], Sequence[Tensor]]:
-        """Run the decoder over `input_ids` (B, T); return a function that gives all heads' logits at any positions."""
+        """Run the decoder over `input_ids` (B, T); return a function that gives all heads' logits
+        at any positions.
+        """
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=True)
         return lambda positions: self.routed_logits(states.at(positions))
 
@@ -231,7 +243,9 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
 
 
 def _one_device(device_map: Any) -> Any:
-    """Return a device map with one device: a layer reads its base layer's weights. ValueError: several, or disk."""
+    """Return a device map with one device: a layer reads its base layer's weights. ValueError:
+    several, or disk.
+    """
     if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else accelerator.type
@@ -250,9 +264,10 @@ def _one_device(device_map: Any) -> Any:
 class ScaleForCausalLM(WidenedModel):
     """A frozen causal language model and its expansion.
 
-    In training mode the logits are the trained head's, H x_a + H' u, and the router is off: at step 0 both heads
-    agree everywhere, so a routed loss would never start. In evaluation mode the logits are those that are served: the
-    trained head's for `preserve` and `adapt`, the router's for `route`.
+    In training mode the logits are the trained head's, H x_a + H' u, and the router is off: at step
+    0 both heads agree everywhere, so a routed loss would never start. In evaluation mode the logits
+    are those that are served: the trained head's for `preserve` and `adapt`, the router's for
+    `route`.
     """
 
     config_class = ScaleConfig
@@ -292,7 +307,8 @@ class ScaleForCausalLM(WidenedModel):
         token_losses: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Return the mean loss of `labels`, or of `shift_labels` (shifted already) over `num_items_in_batch`.
+        """Return the mean loss of `labels`, or of `shift_labels` (shifted already) over
+        `num_items_in_batch`.
 
         `distillation` holds each sequence's weight of KL(base head || trained head). `token_losses` (B, T) is filled
         with every token's term of the sum.

@@ -1,11 +1,13 @@
-"""A plain export served with its router: the family's own model, whose one vocabulary head gives every head's logits.
+"""A plain export served with its router: the family's own model, whose one vocabulary head gives
+every head's logits.
 
 The plain model's hidden row holds all streams side by side, h = [x ; u_1 ; ...]. Its vocabulary head has one group of
 columns for each stream, [H | H'_1 | ...]. So one product gives every head's logits, z_0 = H x and z_k = z_0 + H'_k u_k,
 and the posterior rule of `routing.py` mixes them. `scale_router` in config.json says which columns are whose.
 
-Layers, attention, cache, quantisation and devices are transformers' own. The router's memory between two calls is one
-more layer of the cache, so every operation on the cache also applies to it.
+Layers, attention, cache, quantisation and devices are transformers' own. The router's memory
+between two calls is one more layer of the cache, so every operation on the cache also applies to
+it.
 
 Shapes: K heads (0 is the base's), B batch, T positions, D channels, V vocabulary.
 """
@@ -38,7 +40,9 @@ from .routing import RouterMemory, evidence_of, log_prior, route, shares_of_rout
 
 
 class RouterLayer:
-    """The router's memory as one more layer of a cache: reordered, cropped, repeated and reset with the others."""
+    """The router's memory as one more layer of a cache: reordered, cropped, repeated and reset with
+    the others.
+    """
 
     supports_early_init, is_initialized, is_sliding, is_croppable = False, True, False, True
     keys = values = None
@@ -51,7 +55,9 @@ class RouterLayer:
         self._forget_how_it_came()
 
     def _forget_how_it_came(self) -> None:
-        """Drop the state that `crop` needs: the memory before the last call, and the rows and weights of that call."""
+        """Drop the state that `crop` needs: the memory before the last call, and the rows and
+        weights of that call.
+        """
         self.before: RouterMemory | None = None
         self.call: tuple[Tensor, Tensor] | None = None
 
@@ -78,7 +84,9 @@ class RouterLayer:
         self.is_empty = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of the last call, as assisted decoding does with tokens that it rejects."""
+        """Remove the last tokens of the last call, as assisted decoding does with tokens that it
+        rejects.
+        """
         if tokens_to_remove > 0:  # transformers 4 passes the number of tokens to keep
             raise NotImplementedError("assisted decoding of a routed model needs transformers 5")
         num_removed = abs(tokens_to_remove)
@@ -120,7 +128,9 @@ class RouterLayer:
 
 
 class RoutedModel(nn.Module):
-    """Common part of every family's routed class: the forward pass, and the hooks that generation calls."""
+    """Common part of every family's routed class: the forward pass, and the hooks that generation
+    calls.
+    """
 
     config: Any
     model: Any
@@ -169,12 +179,14 @@ class RoutedModel(nn.Module):
         cache: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return scores whose softmax is the mixture of the heads; the arguments are those of the family's own class.
+        """Return scores whose softmax is the mixture of the heads; the arguments are those of the
+        family's own class.
 
         `cache` and `past_key_values` are two names of one argument.
 
-        `evidence_mask` (B, T) is True if neither a token nor the one before it is padding. By default it is derived
-        from `attention_mask`; ValueError if that does not have two dimensions, or for `inputs_embeds`.
+        `evidence_mask` (B, T) is True if neither a token nor the one before it is padding. By
+        default it is derived from `attention_mask`; ValueError if that does not have two
+        dimensions, or for `inputs_embeds`.
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError(
@@ -226,7 +238,9 @@ class RoutedModel(nn.Module):
         )
 
     def _last(self, layer: RouterLayer | None) -> RouterMemory | None:
-        """Return the router's memory after the last token; after a crop, compute it again from the last row kept."""
+        """Return the router's memory after the last token; after a crop, compute it again from the
+        last row kept.
+        """
         if layer is None or layer.is_empty:
             return None
         if layer.last is None and layer.call is not None:
@@ -240,10 +254,13 @@ class RoutedModel(nn.Module):
     def _head_logits(self, rows_BTD: Tensor) -> Tensor:
         """Return (K, B, T, V) float32, reading the matrix only once.
 
-        For many rows, and in float32, each stream is multiplied with its own columns. For one row in 16 bits, reading
-        the matrix takes the time, not the arithmetic: the whole head is called with one row for every head, in which
-        the streams that this head does not read are zero. In float32 a processor would read the matrix once per row. A
-        head that is no plain matrix (quantised, offloaded, split over devices) is called as a whole too.
+        For many rows, and in float32, each stream is multiplied with its own columns. For one row
+        in 16 bits, reading
+        the matrix takes the time, not the arithmetic: the whole head is called with one row for
+          every head, in which
+        the streams that this head does not read are zero. In float32 a processor would read the
+        matrix once per row. A head that is no plain matrix (quantised, offloaded, split over
+        devices) is called as a whole too.
         """
         head = self.lm_head
         plain = (
@@ -252,7 +269,8 @@ class RoutedModel(nn.Module):
             and not hasattr(head, "_hf_hook")
         )
         if plain and (rows_BTD.shape[0] * rows_BTD.shape[1] > 1 or rows_BTD.dtype == torch.float32):
-            # Flattened first: on a slice of a three-dimensional tensor, `linear` makes one product per sequence.
+            # Flattened first: on a slice of a three-dimensional tensor, `linear` makes one product
+            # per sequence.
             rows_ND = rows_BTD.flatten(0, 1)
             base, *added = (
                 F.linear(rows_ND[:, at], head.weight[:, at])
@@ -281,7 +299,9 @@ class RoutedModel(nn.Module):
     def prepare_inputs_for_generation(
         self, input_ids: Any, *args: Any, inputs_embeds: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Add `evidence_mask`: for a static cache, the prepared mask has four dimensions and does not show padding."""
+        """Add `evidence_mask`: for a static cache, the prepared mask has four dimensions and does
+        not show padding.
+        """
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
         )
@@ -335,7 +355,9 @@ class ScaleRoutedExaone4ForCausalLM(RoutedModel, Exaone4ForCausalLM):
 
 
 def _router_layer(cache: Any) -> RouterLayer | None:
-    """Return the router's layer of a cache; None if the cache is new. ValueError: another model filled the cache."""
+    """Return the router's layer of a cache; None if the cache is new. ValueError: another model
+    filled the cache.
+    """
     if cache.layers and isinstance(cache.layers[-1], RouterLayer):
         return cache.layers[-1]
     if cache.get_seq_length() > 0:

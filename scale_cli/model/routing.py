@@ -1,4 +1,5 @@
-"""The router: Bayesian averaging of the heads (ours), or a choice by the cosine of their logits (the paper's).
+"""The router: Bayesian averaging of the heads (ours), or a choice by the cosine of their logits
+(the paper's).
 
 Shapes: K heads (0 is the base), B batch, T tokens, V vocabulary.
 
@@ -6,12 +7,13 @@ The posterior rule judges each head by how well it predicted the tokens seen so 
 
     p_t = sum_k w_k,t p_k(. | x_<t)        w_k,t+1 proportional to w_k,t p_k(x_t | x_<t)
 
-Therefore, on every document, loss(routed) <= min_k (loss_k - ln prior_k), whatever was trained. With two heads and an
-even prior that is at most ln 2 nats more than the better head; with a prior of 0.9, at most 0.11 more than the base
-head and 2.30 more than the other.
+Therefore, on every document, loss(routed) <= min_k (loss_k - ln prior_k), whatever was trained.
+With two heads and an even prior that is at most ln 2 nats more than the better head; with a prior
+of 0.9, at most 0.11 more than the base head and 2.30 more than the other.
 
-The bound holds for a whole document, from its first token. It does not hold for a continuation after a context (a
-benchmark's choice, a prompt's completion): there the weights start from what the context has left.
+The bound holds for a whole document, from its first token. It does not hold for a continuation
+after a context (a benchmark's choice, a prompt's completion): there the weights start from what the
+context has left.
 
 Sources: Vovk 1998 (the aggregating algorithm); SCALE, arXiv 2511.03270 (the cosine rule).
 """
@@ -27,24 +29,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Logits of one head held at once: about as many as a CPU's caches hold, or enough to fill a GPU (256 MiB in float32).
+# Logits of one head held at once: about as many as a CPU's caches hold, or enough to fill a GPU
+# (256 MiB in float32).
 LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
-# Rows per product, at least, however large the vocabulary: with fewer, most of the time goes into reading the head.
+# Rows per product, at least, however large the vocabulary: with fewer, most of the time goes into
+# reading the head.
 FEWEST_ROWS = 128
-# Share of a piece's probability that goes to the new tokens beginning with it, if other text begins with it too.
+# Share of a piece's probability that goes to the new tokens beginning with it, if other text begins
+# with it too.
 _SHARE_OF_OTHERS = 2.0**-20
-# Bound on a head's log-sum-exp where scores are shifted by it: with a larger one float32 would round the others away.
+# Bound on a head's log-sum-exp where scores are shifted by it: with a larger one float32 would
+# round the others away.
 _LARGEST_SIZE = 256.0
 
 
 def head_log_probs(logits: Tensor) -> Tensor:
-    """Return log-probabilities (..., V); a row with a NaN or a positive infinity is broken: -inf throughout."""
+    """Return log-probabilities (..., V); a row with a NaN or a positive infinity is broken: -inf
+    throughout.
+    """
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     return torch.where(torch.isnan(log_probs), -torch.inf, log_probs)
 
 
 def observed_log_probs(logits_BTV: Tensor, next_ids_BT: Tensor) -> Tensor:
-    """Return (B, T): the entries of `head_log_probs` for the observed tokens, without a second (B, T, V) tensor."""
+    """Return (B, T): the entries of `head_log_probs` for the observed tokens, without a second (B,
+    T, V) tensor.
+    """
     said = logits_BTV.gather(-1, next_ids_BT.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(
         logits_BTV, dim=-1
     )
@@ -52,7 +62,9 @@ def observed_log_probs(logits_BTV: Tensor, next_ids_BT: Tensor) -> Tensor:
 
 
 def log_prior(base_prior: float, num_heads: int = 2, device: torch.device | None = None) -> Tensor:
-    """Return (K,) log-weights: `base_prior` for the base head, the rest shared evenly by the others."""
+    """Return (K,) log-weights: `base_prior` for the base head, the rest shared evenly by the
+    others.
+    """
     weights = [base_prior] + [(1.0 - base_prior) / (num_heads - 1)] * (num_heads - 1)
     return torch.tensor(weights, dtype=torch.float64, device=device).log()
 
@@ -62,12 +74,11 @@ def posterior_log_weights(
 ) -> Tensor:
     """Return the log-weights before each token and after the last one.
 
-    Args:
-        log_probs_KBT: each head's log-probability of the observed token, in nats; -inf and NaN are allowed and count
-            as probability zero. A token to which every head gives zero is no evidence and is skipped.
-        prior_K: log-weights of a new document; the weights start over from them once every head has given probability
-            zero.
-        start_KB: log-weights before the first token, if the document began earlier: the last column of the last result.
+    Args: log_probs_KBT: each head's log-probability of the observed token, in nats; -inf and NaN
+        are allowed and count as probability zero. A token to which every head gives zero is no
+        evidence and is skipped. prior_K: log-weights of a new document; the weights start over from
+        them once every head has given probability zero. start_KB: log-weights before the first
+        token, if the document began earlier: the last column of the last result.
 
     Returns:
         (K, B, T + 1) in float64, each column normalised.
@@ -80,7 +91,8 @@ def posterior_log_weights(
 
     if evidence_KBT.shape[-1] > 1:
         sums_KBS = torch.cat([start_KB.unsqueeze(-1), evidence_KBT], dim=-1).cumsum(dim=-1)
-        # Once every head has failed, each at its own token, a sum cannot start over; the loop below can.
+        # Once every head has failed, each at its own token, a sum cannot start over; the loop below
+        # can.
         if not (sums_KBS == -torch.inf).all(dim=0).any():
             return _normalise(sums_KBS, prior_K[:, None, None])
 
@@ -96,7 +108,9 @@ def _normalise(log_weights: Tensor, prior: Tensor) -> Tensor:
 
 
 def mix_log_probs(log_weights: Tensor, log_probs: Tensor) -> Tensor:
-    """Return the log-probabilities of the mixture over the heads, which are dimension 0 of both arguments."""
+    """Return the log-probabilities of the mixture over the heads, which are dimension 0 of both
+    arguments.
+    """
     log_probs = torch.where(torch.isnan(log_probs), -torch.inf, log_probs)
     return torch.logsumexp(log_weights + log_probs, dim=0)
 
@@ -104,18 +118,19 @@ def mix_log_probs(log_weights: Tensor, log_probs: Tensor) -> Tensor:
 def mix_logits(
     log_weights: Tensor, logits: Tensor | Sequence[Tensor], sizes: Tensor | None = None
 ) -> Tensor:
-    """Return scores (..., V) whose softmax is the mixture over the heads, and which are about as large as logits.
+    """Return scores (..., V) whose softmax is the mixture over the heads, and which are about as
+    large as logits.
 
-    The scores are the mixture's log-probabilities plus sum_k w_k lse_k, where lse_k is the log-sum-exp of head k's
-    logits. That sum is constant at a position, so the distribution stays; with all weight on one head the scores are
-    its logits. A rule that scales scores by their sign (a repetition penalty) acts on them as on a plain model's. On
-    log-probabilities, which are near 0 for likely tokens, it would hardly act.
+    The scores are the mixture's log-probabilities plus sum_k w_k lse_k, where lse_k is the
+    log-sum-exp of head k's logits. That sum is constant at a position, so the distribution stays;
+    with all weight on one head the scores are its logits. A rule that scales scores by their sign
+    (a repetition penalty) acts on them as on a plain model's. On log-probabilities, which are near
+    0 for likely tokens, it would hardly act.
 
-    Args:
-        log_weights: (K, ...).
-        logits: (K, ..., V); a head with a NaN or a positive infinity at a position is broken and ignored there.
-        sizes: (K, ...), their log-sum-exps, if already known. Given these, the logits may cover only a part of the
-            vocabulary, so devices that share it need not exchange logits.
+    Args: log_weights: (K, ...). logits: (K, ..., V); a head with a NaN or a positive infinity at a
+        position is broken and ignored there. sizes: (K, ...), their log-sum-exps, if already known.
+        Given these, the logits may cover only a part of the vocabulary, so devices that share it
+        need not exchange logits.
     """
     logits = [of_head.float() for of_head in logits]
     sizes = (
@@ -125,10 +140,11 @@ def mix_logits(
 
 
 def score_shifts(log_weights: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `mix_logits` subtracts from each head's logits, and what it then adds, each (K, ...) float32.
+    """Return what `mix_logits` subtracts from each head's logits, and what it then adds, each (K,
+    ...) float32.
 
-    The second is -inf for a broken head. They stay separate because a log-sum-exp may be so large that float32 would
-    round the added part away.
+    The second is -inf for a broken head. They stay separate because a log-sum-exp may be so large
+    that float32 would round the added part away.
     """
     sound = sizes.isfinite()
     log_weights = torch.where(sound, log_weights, -torch.inf)
@@ -138,7 +154,9 @@ def score_shifts(log_weights: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mix_shifted(logits: Sequence[Tensor], taken: Tensor, added: Tensor) -> Tensor:
-    """Return the scores (..., V) of `mix_logits` from float32 logits (..., V) and the results of `score_shifts`."""
+    """Return the scores (..., V) of `mix_logits` from float32 logits (..., V) and the results of
+    `score_shifts`.
+    """
     weighted = [
         torch.where(more == -torch.inf, -torch.inf, of_head - size + more)
         for of_head, size, more in zip(
@@ -159,19 +177,21 @@ def _log_of_sum(left: Tensor, right: Tensor) -> Tensor:
 
 
 class PieceShares:
-    """Probabilities of tokens that a head lacks: each gets a share of the probability of its first piece.
+    """Probabilities of tokens that a head lacks: each gets a share of the probability of its first
+    piece.
 
-    Without a share, the head would give probability zero to the first new token of a document and lose all its weight
-    for good. A piece's probability is shared between the piece and the new tokens that begin with it:
+    Without a share, the head would give probability zero to the first new token of a document and
+    lose all its weight for good. A piece's probability is shared between the piece and the new
+    tokens that begin with it:
 
-    - evenly, if the piece only ever begins text in the new tokens' script: text without that script is unaffected
-    - all but 2^-20 to the piece, if it begins other text too (a space): the base's prediction of that text stays the
-      same to a millionth of a nat a token
+    - evenly, if the piece only ever begins text in the new tokens' script: text without that script
+      is unaffected
+    - all but 2^-20 to the piece, if it begins other text too (a space): the base's prediction of
+      that text stays the same to a millionth of a nat a token
 
-    Args:
-        first: the first piece of each new token.
-        own: those of them that only ever begin text in the script.
-        ids: ids of the tokens that the head has, then of the new ones; by default the new ids follow the old ones.
+    Args: first: the first piece of each new token. own: those of them that only ever begin text in
+        the script. ids: ids of the tokens that the head has, then of the new ones; by default the
+        new ids follow the old ones.
     """
 
     def __init__(
@@ -181,7 +201,8 @@ class PieceShares:
         self._made: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return float32 logits (..., V + N) by id, from (..., V) in the head's own order or from (..., V + N) by id.
+        """Return float32 logits (..., V + N) by id, from (..., V) in the head's own order or from
+        (..., V + N) by id.
 
         In the second form, the entries of tokens that the head lacks are not read.
         """
@@ -193,7 +214,9 @@ class PieceShares:
         return logits.float()[..., sources] + added
 
     def table(self, num_read: int) -> tuple[Tensor, Tensor]:
-        """Return two tables by token id: the index of the logit to read, among `num_read`, and the number to add."""
+        """Return two tables by token id: the index of the logit to read, among `num_read`, and the
+        number to add.
+        """
         by_ids = self.ids is not None and num_read == len(self.ids)
         num_old = num_read - len(self.first) if by_ids else num_read
         first_N, own_N = torch.tensor(self.first), torch.tensor(self.own, dtype=torch.long)
@@ -216,11 +239,9 @@ def piece_shares(
 ) -> list[PieceShares | None]:
     """Return, for each head, the shares of the new tokens that it lacks; None if it has them all.
 
-    Args:
-        first: the first piece of each new token.
-        own: those of them that only ever begin text in the new tokens' scripts.
-        known: for each head, the range of new tokens that it has, as (first, last + 1) among all new tokens.
-        vocab_size: number of old and new tokens together.
+    Args: first: the first piece of each new token. own: those of them that only ever begin text in
+        the new tokens' scripts. known: for each head, the range of new tokens that it has, as
+        (first, last + 1) among all new tokens. vocab_size: number of old and new tokens together.
     """
     num_old, shares = vocab_size - len(first), list[PieceShares | None]()
     for start, end in known:
@@ -233,7 +254,9 @@ def piece_shares(
 
 
 def shares_of_router(router: dict[str, Any], vocab_size: int) -> list[PieceShares | None]:
-    """Return `piece_shares` for the heads of a plain export, from `scale_router` in its config.json."""
+    """Return `piece_shares` for the heads of a plain export, from `scale_router` in its
+    config.json.
+    """
     if (new := router.get("new_tokens")) is None:
         return [None] * len(router["stream_sizes"])
     return piece_shares(new["first"], new["own"], new["known"], vocab_size)
@@ -248,12 +271,16 @@ def logit_cosine(base: Tensor, trained: Tensor) -> Tensor:
 
 
 def cosine_serves_base(cosine: Tensor, threshold: float) -> Tensor:
-    """Return True where the paper's rule answers with the base head: cos >= tau, or cos is NaN (a broken head)."""
+    """Return True where the paper's rule answers with the base head: cos >= tau, or cos is NaN (a
+    broken head).
+    """
     return ~(cosine < threshold)
 
 
 def cosine_log_weights(cosine_BT: Tensor, threshold: float) -> Tensor:
-    """Return (2, B, T) log-weights of the paper's rule: all weight on the base head, or all on the other."""
+    """Return (2, B, T) log-weights of the paper's rule: all weight on the base head, or all on the
+    other.
+    """
     serves_base_BT = cosine_serves_base(cosine_BT, threshold)
     return torch.stack([serves_base_BT, ~serves_base_BT]).double().log()
 
@@ -307,14 +334,12 @@ def route(
 ) -> RoutedScores:
     """Weigh the heads by each token, and mix their predictions of the next one.
 
-    Args:
-        logits_at: returns (K, B, positions, V): the heads' logits after the tokens at some positions.
-        ids_BT: the tokens.
-        vocab_size: V.
-        prior_K: log-weights before the first token of a document.
-        memory: state after the tokens before these; None if there are none.
+    Args: logits_at: returns (K, B, positions, V): the heads' logits after the tokens at some
+        positions. ids_BT: the tokens. vocab_size: V. prior_K: log-weights before the first token of
+        a document. memory: state after the tokens before these; None if there are none.
         evidence_BT: whether a token counts as evidence (`evidence_of`); None: every token does.
-        logits_to_keep: return the scores of so many last positions, 0 for all, or of the positions in a tensor.
+        logits_to_keep: return the scores of so many last positions, 0 for all, or of the positions
+        in a tensor.
     """
     some = isinstance(logits_to_keep, int) and logits_to_keep > 0
     first = max(0, ids_BT.shape[1] - int(logits_to_keep)) if some else 0
@@ -349,7 +374,9 @@ def route(
 def token_log_probs(
     memory: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, ids_BT: Tensor
 ) -> Tensor:
-    """Return (K, B, T): each head's log-probability of every token; 0 for a token that no head has predicted."""
+    """Return (K, B, T): each head's log-probability of every token; 0 for a token that no head has
+    predicted.
+    """
     if memory is None:
         of_first_KB1 = torch.zeros_like(sizes_KBT[..., :1])
     else:
@@ -363,7 +390,9 @@ def token_log_probs(
 
 
 def evidence_of(attention_mask: Any, num_positions: int) -> Tensor | None:
-    """Return (B, T), False for padding and a token predicted from it; None without a mask. ValueError: not 2-D."""
+    """Return (B, T), False for padding and a token predicted from it; None without a mask.
+    ValueError: not 2-D.
+    """
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:

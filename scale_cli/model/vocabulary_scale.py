@@ -1,10 +1,12 @@
-"""Tokens that the base lacks: their rows in x and in the vocabulary head, and the base's probability of them.
+"""Tokens that the base lacks: their rows in x and in the vocabulary head, and the base's
+probability of them.
 
     x_0    = E[t], or E_new[t]: the mean of the rows of its old pieces, frozen, so that x needs no gradient
     logits = [H x ; H_new x] + H' u: H_new x is a product of its own, so that H x keeps its bits
 
-The base gives a new token no probability, so the router would drop the base for good after the first one. Under
-routing, `PieceShares` (`routing.py`) therefore gives each new token a share of its first piece's probability.
+The base gives a new token no probability, so the router would drop the base for good after the
+first one. Under routing, `PieceShares` (`routing.py`) therefore gives each new token a share of its
+first piece's probability.
 
 Shapes: B batch, T positions, D base channels, V old tokens, N new ones.
 """
@@ -25,8 +27,8 @@ from .routing import PieceShares
 class NewTokens(nn.Module):
     """The rows of new tokens in x and in the vocabulary head.
 
-    `pieces` holds, for each new token, the old ids that stand for it; `own_pieces` those first ids that begin no text
-    without the new tokens' script.
+    `pieces` holds, for each new token, the old ids that stand for it; `own_pieces` those first ids
+    that begin no text without the new tokens' script.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class NewTokens(nn.Module):
 
     @torch.no_grad()
     def compose(self, base: Any) -> None:
-        """Fill the rows of x_0: the mean of the pieces' rows, scaled to the median length of such rows."""
+        """Fill the rows of x_0: the mean of the pieces' rows, scaled to the median length of such
+        rows.
+        """
         rows_VD = family_of(base.config).token_rows(base)
         if not rows_VD.is_meta:
             self.embed_tokens.weight.copy_(composed(rows_VD, self.pieces))
@@ -51,7 +55,9 @@ class NewTokens(nn.Module):
 
 
 def composed(rows_VD: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:
-    """Return (N, D) float64 rows of new tokens: the mean of their pieces' rows, scaled to the pieces' median length."""
+    """Return (N, D) float64 rows of new tokens: the mean of their pieces' rows, scaled to the
+    pieces' median length.
+    """
     rows_VD = rows_VD.detach().cpu().double()  # the same sums on every device
     lengths = torch.tensor([len(old) for old in pieces])
     owners = torch.arange(len(lengths)).repeat_interleave(lengths)

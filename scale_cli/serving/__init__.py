@@ -1,15 +1,19 @@
-"""Routed serving in vLLM: all heads of a plain export from one forward pass, and the router beside the KV cache."""
+"""Routed serving in vLLM: all heads of a plain export from one forward pass, and the router beside
+the KV cache.
+"""
 
 from __future__ import annotations
 
-# The families of `model/family_scale.py` that vLLM implements; with transformers, all families can be routed.
+# The families of `model/family_scale.py` that vLLM implements; with transformers, all families can
+# be routed.
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "Exaone4")
 
 
 def register() -> None:
     """Register the routed classes with vLLM, by name: none is imported until it is needed.
 
-    vLLM calls this at its start (entry point group `vllm.general_plugins`), in each of its processes.
+    vLLM calls this at its start (entry point group `vllm.general_plugins`), in each of its
+    processes.
     """
     from vllm import ModelRegistry
 

@@ -1,15 +1,18 @@
-"""The posterior router of a server that keeps its KV cache in blocks: its state is one row for each block.
+"""The posterior router of a server that keeps its KV cache in blocks: its state is one row for each
+block.
 
-A server computes many documents at once, each in parts. It may begin in the middle of a document (the beginning is
-cached), or drop one and compute it again. The KV cache stays right because a document finds its past through its
-blocks. The router does the same: a block's row holds the state after the last token written to that block, and a token
-reads the row of the block that holds the token before it. Cached text ends at the end of a block, so a document that
-continues there finds its state.
+A server computes many documents at once, each in parts. It may begin in the middle of a document
+(the beginning is cached), or drop one and compute it again. The KV cache stays right because a
+document finds its past through its blocks. The router does the same: a block's row holds the state
+after the last token written to that block, and a token reads the row of the block that holds the
+token before it. Cached text ends at the end of a block, so a document that continues there finds
+its state.
 
-In a step with one token per document, nothing here waits for the device, and all tensors keep their addresses. So such
-a step can be recorded as a graph and replayed.
+In a step with one token per document, nothing here waits for the device, and all tensors keep their
+addresses. So such a step can be recorded as a graph and replayed.
 
-Shapes: K heads, T tokens of a step, R documents of a step, N blocks (and a scrap row), B blocks of one document,
+Shapes: K heads, T tokens of a step, R documents of a step, N blocks (and a scrap row), B blocks of
+    one document,
 D channels, V vocabulary, or one device's share of it.
 """
 
@@ -28,7 +31,9 @@ class Heads(Protocol):
     """Interface of the vocabulary heads that the router needs."""
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (T, K) logits of `ids_T` and (T, K) log-sum-exps of all logits, by a full product with the heads."""
+        """Return (T, K) logits of `ids_T` and (T, K) log-sum-exps of all logits, by a full product
+        with the heads.
+        """
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
         """Return (T, K) logits of `ids_T`, without computing other tokens' logits if possible."""
@@ -40,9 +45,11 @@ class Step:
 
     ids_T: Tensor  # the tokens
     positions_T: Tensor  # position of each token in its document
-    slots_T: Tensor  # of each token: its block times the block size, plus its place there; negative for padding
+    # of each token: its block times the block size, plus its place there; negative for padding
+    slots_T: Tensor
     blocks_RB: Tensor  # the blocks of every document
-    starts_R: Tensor  # index of the first token of every document in this step, then the number of all tokens
+    # index of the first token of every document in this step, then the number of all tokens
+    starts_R: Tensor
     longest: int  # the largest number of tokens that a document has in this step
     block_size: int  # tokens in a block
 
@@ -75,11 +82,11 @@ class BlockRouter(nn.Module):
         self.register_buffer("log_weights_NK", self.log_prior_K.repeat(rows, 1), persistent=False)
 
     def advance(self, hidden_TD: Tensor, step: Step, heads: Heads) -> tuple[Tensor, Tensor]:
-        """Weigh the heads after each token of a step, and store the state for the documents' next tokens.
+        """Weigh the heads after each token of a step, and store the state for the documents' next
+        tokens.
 
-        Returns:
-            (T, K) log-weights for predicting the token after each one, and (T,) the row that expects the log-sum-exps
-            of each token's logits (see `remember`), or the scrap row.
+        Returns: (T, K) log-weights for predicting the token after each one, and (T,) the row that
+            expects the log-sum-exps of each token's logits (see `remember`), or the scrap row.
         """
         scrap, size = self.num_blocks, step.block_size
         at_T = torch.arange(len(step.ids_T), dtype=step.starts_R.dtype, device=hidden_TD.device)
@@ -125,10 +132,11 @@ class BlockRouter(nn.Module):
     def _weigh(
         self, evidence_TK: Tensor, start_TK: Tensor, since_T: Tensor, longest: int
     ) -> Tensor:
-        """Return the log-weights after each token; `since_T` counts from the document's first token in this step.
+        """Return the log-weights after each token; `since_T` counts from the document's first token
+        in this step.
 
-        They are sums of evidence within each document. If every head's weight is zero, the weights restart at the
-        prior, as in model/routing.py.
+        They are sums of evidence within each document. If every head's weight is zero, the weights
+        restart at the prior, as in model/routing.py.
         """
         evidence_TK = torch.where(evidence_TK.isnan(), -torch.inf, evidence_TK)
         silent_T1 = (evidence_TK == -torch.inf).all(dim=-1, keepdim=True)
@@ -154,9 +162,11 @@ class BlockRouter(nn.Module):
 
 
 def _sums(evidence_TK: Tensor, since_T: Tensor, longest: int) -> Tensor:
-    """Return, at each token, the sum of the evidence since `since_T` tokens ago; it takes log2(longest) rounds.
+    """Return, at each token, the sum of the evidence since `since_T` tokens ago; it takes
+    log2(longest) rounds.
 
-    One sum over all tokens will not do: after a zero probability, differences of sums are not numbers.
+    One sum over all tokens will not do: after a zero probability, differences of sums are not
+      numbers.
     """
     shift = 1
     while shift < longest:
@@ -168,7 +178,8 @@ def _sums(evidence_TK: Tensor, since_T: Tensor, longest: int) -> Tensor:
 
 
 def attach_state(hidden_TD: Tensor, log_weights_TK: Tensor, rows_T: Tensor) -> Tensor:
-    """Return the hidden rows with extra channels that hold the bits of the log-weights and of the row to write to.
+    """Return the hidden rows with extra channels that hold the bits of the log-weights and of the
+    row to write to.
 
     A server selects rows of this tensor, and carries no other data per token.
     """
@@ -178,7 +189,9 @@ def attach_state(hidden_TD: Tensor, log_weights_TK: Tensor, rows_T: Tensor) -> T
 
 
 def detach_state(rows: Tensor, width: int, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arguments of `attach_state`: hidden rows of `width` channels, log-weights, rows to write to."""
+    """Return the arguments of `attach_state`: hidden rows of `width` channels, log-weights, rows to
+    write to.
+    """
     words = rows[:, width:].contiguous().view(torch.int32)
     return (
         rows[:, :width],

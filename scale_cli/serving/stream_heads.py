@@ -2,8 +2,9 @@
 
     z_0 = H x        z_k = z_0 + H'_k u_k        [H | H'_1 | ...] = lm_head.weight
 
-The plain model computes one product over all columns. Products with each stream's columns give every head at the same
-cost. If a head lacks some tokens, `PieceShares` (`model/routing.py`) gives its logits of all tokens from its z.
+The plain model computes one product over all columns. Products with each stream's columns give
+every head at the same cost. If a head lacks some tokens, `PieceShares` (`model/routing.py`) gives
+its logits of all tokens from its z.
 
 Shapes: T rows, D channels, K heads, V the vocabulary, or this device's share of it.
 """
@@ -24,7 +25,9 @@ _ROWS_AT_ONCE = 512  # tokens of a prompt whose logits are held at once
 
 @dataclass(frozen=True)
 class Shard:
-    """The share of the vocabulary that this device has, and the functions that combine all devices' tensors."""
+    """The share of the vocabulary that this device has, and the functions that combine all devices'
+    tensors.
+    """
 
     start: int  # the first token of the share
     length: int  # number of its tokens; further columns are padding
@@ -33,7 +36,9 @@ class Shard:
 
 
 class SharedPieces:
-    """`PieceShares` of a head on this device's share of the vocabulary; `vocab_size` counts all tokens."""
+    """`PieceShares` of a head on this device's share of the vocabulary; `vocab_size` counts all
+    tokens.
+    """
 
     def __init__(
         self, shares: PieceShares, vocab_size: int, shard: Shard, device: torch.device
@@ -71,7 +76,9 @@ def sizes_of(parts: Sequence[Tensor], said: Sequence[Tensor | None], length: int
 def scores_of(
     parts: Sequence[Tensor], said: Sequence[Tensor | None], taken_KT: Tensor, added_KT: Tensor
 ) -> Tensor:
-    """Return (T, V): the scores of the heads' mixture, given the results of `model/routing.score_shifts`."""
+    """Return (T, V): the scores of the heads' mixture, given the results of
+    `model/routing.score_shifts`.
+    """
     return mix_shifted(_replaced(heads_of(parts), said), taken_KT, added_KT)
 
 
@@ -83,13 +90,13 @@ def _replaced(heads: Sequence[Tensor], said: Sequence[Tensor | None]) -> list[Te
 class StreamHeads:
     """The heads of a plain export; implements `block_router.Heads`."""
 
-    # by tile (a few thousand tokens) and stream: multiplies the stream's channels with their columns of the head,
-    # (T, D_k) to (T, tokens)
+    # by tile (a few thousand tokens) and stream: multiplies the stream's channels with their
+    # columns of the head, (T, D_k) to (T, tokens)
     tiles: Sequence[Sequence[Callable[[Tensor], Tensor]]]
     stream_sizes: Sequence[int]  # channels of every stream
     shard: Shard  # of the vocabulary
-    # (V, D), the whole head, if its rows can be read one by one: a token's logits are then its row times the hidden
-    # row; None if it is quantised
+    # (V, D), the whole head, if its rows can be read one by one: a token's logits are then its row
+    # times the hidden row; None if it is quantised
     weight: Tensor | None
     # For every head, maps z to logits of all tokens; None: z covers them.
     shared: Sequence[SharedPieces | None]
@@ -97,16 +104,21 @@ class StreamHeads:
     scores_of: Callable[..., Tensor] = scores_of  # likewise
 
     def mix(self, rows_TD: Tensor, log_weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores of this device's share of the vocabulary, and (T, K) log-sum-exps over the whole of it."""
+        """Return the scores of this device's share of the vocabulary, and (T, K) log-sum-exps over
+        the whole of it.
+        """
         parts = self._parts(rows_TD)
         said = self._said(parts)
         sizes_TK = self._over_all_devices(self.sizes_of(parts, said, self.shard.length))
-        # Not inside the compiled function, which would compute these numbers of a row again for every token.
+        # Not inside the compiled function, which would compute these numbers of a row again for
+        # every token.
         shifts = score_shifts(log_weights_TK.T, sizes_TK.T)
         return self.scores_of(parts, said, *shifts), sizes_TK
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps, computed for few rows and tokens at once."""
+        """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps, computed for few rows and
+        tokens at once.
+        """
         chosen, sizes = [], []
         for rows, ids in zip(rows_TD.split(_ROWS_AT_ONCE), ids_T.split(_ROWS_AT_ONCE), strict=True):
             of_tiles = [
@@ -160,7 +172,9 @@ class StreamHeads:
         )
 
     def _parts_of_tiles(self, rows_TD: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yield each tile's start and every stream's part of its logits; one tile of all if pieces are shared."""
+        """Yield each tile's start and every stream's part of its logits; one tile of all if pieces
+        are shared.
+        """
         if any(self.shared):
             yield 0, self._parts(rows_TD)
             return
@@ -177,9 +191,11 @@ class StreamHeads:
     def _chosen(
         self, parts_of: Callable[[Tensor], Sequence[Tensor]], ids_T: Tensor, start: int, length: int
     ) -> Tensor:
-        """Return (T, K) logits of `ids_T`; 0 for tokens outside this device's `length` tokens from `start` on.
+        """Return (T, K) logits of `ids_T`; 0 for tokens outside this device's `length` tokens from
+        `start` on.
 
-        `parts_of` returns every stream's part (T,) of the tokens' logits, given their indices within that range.
+        `parts_of` returns every stream's part (T,) of the tokens' logits, given their indices
+        within that range.
         """
         local_T, ours_T = self._local(ids_T, start, length)
         chosen_TK = torch.stack(heads_of(parts_of(local_T)), dim=-1)

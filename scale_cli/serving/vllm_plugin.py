@@ -1,7 +1,8 @@
 """vLLM's own model classes with the router on top; `scale_cli.serving.register` registers them.
 
-The trunk is vLLM's, untouched: its kernels, graphs, quantisation and tensor parallelism. All heads are computed from
-the last hidden row, and the router's state lies in tables beside the KV cache (block_router.py).
+The trunk is vLLM's, untouched: its kernels, graphs, quantisation and tensor parallelism. All heads
+are computed from the last hidden row, and the router's state lies in tables beside the KV cache
+(block_router.py).
 
 Shapes: T tokens of a step, D channels, K heads, V vocabulary.
 """
@@ -126,7 +127,9 @@ class VllmRoutedModel:
         )
 
     def _beside_the_cache(self) -> int:
-        """Return the block size that the attention uses, and allocate one router row per block of its cache."""
+        """Return the block size that the attention uses, and allocate one router row per block of
+        its cache.
+        """
         num_blocks = self._vllm_config.cache_config.num_gpu_blocks
         if (
             self._blocks_of_cache != num_blocks
@@ -168,7 +171,9 @@ class ScaleRoutedExaone4ForCausalLM(VllmRoutedModel, Exaone4ForCausalLM):
 
 
 def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
-    """Raise ValueError for a folder without a router, and for settings under which routed answers would be wrong."""
+    """Raise ValueError for a folder without a router, and for settings under which routed answers
+    would be wrong.
+    """
     config = vllm_config.model_config.hf_config
     routing = getattr(config, "scale_router", None)
     if not routing:
@@ -217,10 +222,12 @@ def _gather_stacked(tensor: Tensor) -> Tensor:
 def head_products(
     lm_head: Any, stream_sizes: Sequence[int]
 ) -> tuple[nn.ModuleList, Sequence[Sequence[Callable[[Tensor], Tensor]]], Tensor | None]:
-    """Return modules that hold the head's columns, products with them by tile and stream, and the weight itself.
+    """Return modules that hold the head's columns, products with them by tile and stream, and the
+    weight itself.
 
-    The columns of a quantised head cannot be separated. It multiplies rows in which the other streams are zero: correct
-    for any linear method, at the cost of one whole product for each head. There are no modules and no weight then.
+    The columns of a quantised head cannot be separated. It multiplies rows in which the other
+    streams are zero: correct for any linear method, at the cost of one whole product for each head.
+    There are no modules and no weight then.
     """
     method = lm_head.quant_method
     if not isinstance(method, UnquantizedEmbeddingMethod):
@@ -258,7 +265,9 @@ class _Columns(nn.Module):
 
 
 class _ColumnsMethod(UnquantizedEmbeddingMethod):
-    """vLLM's method for whole heads. On a CPU it packs the weights, and for that they must not be a view."""
+    """vLLM's method for whole heads. On a CPU it packs the weights, and for that they must not be a
+    view.
+    """
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Prepare a layer after its weights are loaded."""

@@ -39,7 +39,9 @@ VOCABULARIES = {
 
 @pytest.fixture(scope="module")
 def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
-    """Runs of two scripts, one with other tokens of the first, one without any, one with the first's."""
+    """Runs of two scripts, one with other tokens of the first, one without any, one with the
+    first's.
+    """
     folder, made = tmp_path_factory.mktemp("runs"), {}
     for name, vocabulary in VOCABULARIES.items():
         config = made[name] = _configured(shared_data, folder / name, vocabulary)

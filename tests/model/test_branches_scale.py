@@ -1,4 +1,6 @@
-"""Several expansions on one base: every head is what it is alone, and one forward pass of the base serves all."""
+"""Several expansions on one base: every head is what it is alone, and one forward pass of the base
+serves all.
+"""
 
 import math
 from typing import Any

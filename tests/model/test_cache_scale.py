@@ -1,4 +1,6 @@
-"""What generation remembers: however prompts are padded, reordered and repeated, what follows is the same."""
+"""What generation remembers: however prompts are padded, reordered and repeated, what follows is
+the same.
+"""
 
 import copy
 import functools
@@ -107,7 +109,9 @@ def test_a_decoding_step_without_its_state_is_an_error(model: Any) -> None:
 
 
 def _decode_by_an_unknown_name(model: Any, prompt: Tensor) -> None:
-    """Generate as a transformers would that calls the cache by a name which the model does not know."""
+    """Generate as a transformers would that calls the cache by a name which the model does not
+    know.
+    """
     forward = model.forward
 
     @functools.wraps(forward)

@@ -1,6 +1,8 @@
-"""The chain rule: of every document there is, the routed tokens multiply to the mixture of what the heads say of it.
+"""The chain rule: of every document there is, the routed tokens multiply to the mixture of what the
+heads say of it.
 
-Small vocabularies, so that all documents of a few tokens are there; the heads by `tests/plain_torch.py`.
+Small vocabularies, so that all documents of a few tokens are there; the heads by
+`tests/plain_torch.py`.
 """
 
 import copy

@@ -1,4 +1,6 @@
-"""What reaches the attention kernel: of the base's heads and of the added ones, the very same as in the base itself."""
+"""What reaches the attention kernel: of the base's heads and of the added ones, the very same as in
+the base itself.
+"""
 
 from typing import Any
 
@@ -12,7 +14,8 @@ from tests.model.test_families import BASES, IDS, tiny
 from tests.widening import as_if_trained, widen
 
 ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2")
-# Two documents in the first row and three in the second, some longer than the window of a family that has one.
+# Two documents in the first row and three in the second, some longer than the window of a family
+# that has one.
 ISOLATED = torch.tensor([[*range(25), *range(15)], [*range(9), *range(20), *range(11)]])
 PADDED = torch.ones_like(IDS).index_fill_(1, torch.arange(5), 0)
 INPUTS: dict[str, dict[str, Tensor]] = {
@@ -30,7 +33,9 @@ def comparable(value: Any) -> Any:
 
 
 class Kernel:
-    """Stands in for an attention function: gives every head the values of its own position, and remembers."""
+    """Stands in for an attention function: gives every head the values of its own position, and
+    remembers.
+    """
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []

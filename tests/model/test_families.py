@@ -212,7 +212,8 @@ def test_with_every_rope_type_of_transformers_it_is_preserved_bit_for_bit_and_ex
     base = tiny_llama(num_key_value_heads=4, max_position_embeddings=48, rope_parameters=parameters)
     model = as_if_trained(widen(base, "route", "top:1", ratio=0.5))
     dense = dense_model(model, "float32")
-    # Below and above the original length, and back: some types change their frequencies with the length.
+    # Below and above the original length, and back: some types change their frequencies with the
+    # length.
     for length in (20, 60, 20):
         ids = torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(length))
         base_logits, trained = routed_heads(model, ids)

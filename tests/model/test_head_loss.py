@@ -109,7 +109,9 @@ def test_under_autocast_it_is_as_near_to_float32_as_whole_logits_are() -> None:
 
 
 class BytesMoved(TorchDispatchMode):
-    """What every operator but products and views reads and writes; of what is indexed, the indexed elements alone."""
+    """What every operator but products and views reads and writes; of what is indexed, the indexed
+    elements alone.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""However the heads are read, the vocabulary head is one matrix product, of all sequences' rows together."""
+"""However the heads are read, the vocabulary head is one matrix product, of all sequences' rows
+together.
+"""
 
 from collections.abc import Callable
 from functools import partial

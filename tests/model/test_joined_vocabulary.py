@@ -1,4 +1,5 @@
-"""Expansions with tokens of their own, joined: on text without the others' script every head is what it is alone.
+"""Expansions with tokens of their own, joined: on text without the others' script every head is
+what it is alone.
 
 That routing keeps its bound there too is in `test_document_mixture.py`.
 """

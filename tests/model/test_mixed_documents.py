@@ -1,4 +1,6 @@
-"""English with Korean words in it, in new tokens and in the base's bytes: what a text costs does not grow by them."""
+"""English with Korean words in it, in new tokens and in the base's bytes: what a text costs does
+not grow by them.
+"""
 
 import functools
 import math
@@ -26,7 +28,9 @@ words = st.lists(st.sampled_from([*STORY.split(), *KOREAN.split()]), min_size=1,
 
 @functools.cache
 def grown(shared_data: Path) -> tuple[Tokenizer, Tokenizer, ScaleForCausalLM]:
-    """The tokenizer of a base that never saw Hangul, that with new tokens, and the two heads, one of them astray."""
+    """The tokenizer of a base that never saw Hangul, that with new tokens, and the two heads, one
+    of them astray.
+    """
     base = real_base(shared_data, "ckpt-stories260K")
     old = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K/hf").backend_tokenizer
     spelling, first_id = Spelling.of(old, "a base"), base.config.vocab_size
@@ -59,7 +63,9 @@ def cost(model: Any, ids: list[int]) -> float:
 def test_a_mixed_document_is_routed_within_the_bound_against_the_base_that_reads_bytes(
     shared_data: Path, text: str
 ) -> None:
-    """To the first letter of the script a theorem; after it measured, of a base that spends its bytes dearly on it."""
+    """To the first letter of the script a theorem; after it measured, of a base that spends its
+    bytes dearly on it.
+    """
     old, new, model = grown(shared_data)
     before, after = (
         tokenizer.encode(text, add_special_tokens=False).ids for tokenizer in (old, new)

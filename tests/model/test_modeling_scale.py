@@ -1,7 +1,8 @@
-"""What a widened model answers, to whoever calls it: done as transformers does it, or refused in one line.
+"""What a widened model answers, to whoever calls it: done as transformers does it, or refused in
+one line.
 
-The promise of every base's bits is in `test_families.py`; that evaluation computes the same routes, in
-`tests/evaluation/test_benchmark_heads.py`.
+The promise of every base's bits is in `test_families.py`; that evaluation computes the same routes,
+in `tests/evaluation/test_benchmark_heads.py`.
 """
 
 import math

@@ -1,4 +1,6 @@
-"""Every head and every gradient, held to another implementation: `tests/plain_torch.py`, which shares no code."""
+"""Every head and every gradient, held to another implementation: `tests/plain_torch.py`, which
+shares no code.
+"""
 
 from typing import Any
 

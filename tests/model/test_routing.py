@@ -68,7 +68,8 @@ def documents(draw: st.DrawFn) -> Said:
 
 def recursion(said: Said) -> Values:
     """Bayes' rule one token at a time; probabilities (K, T + 1)."""
-    # In float64 a head's weight falls to zero after a dozen bad tokens, and no later one could bring it back.
+    # In float64 a head's weight falls to zero after a dozen bad tokens, and no later one could
+    # bring it back.
     prior = np.exp(said.prior_K.numpy().astype(np.longdouble))
     weights = prior
     columns = [weights]

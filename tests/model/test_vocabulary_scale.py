@@ -1,4 +1,6 @@
-"""Tokens that the base has not: its own logits keep their bits, and it is still heard where they come."""
+"""Tokens that the base has not: its own logits keep their bits, and it is still heard where they
+come.
+"""
 
 from typing import Any
 

@@ -1,6 +1,8 @@
-"""The server's router against one that is alone with each document, under whatever a scheduler may do.
+"""The server's router against one that is alone with each document, under whatever a scheduler may
+do.
 
-Nothing is learnt here: a token's "hidden row" is what K heads are to say after it, so any may break at any token.
+Nothing is learnt here: a token's "hidden row" is what K heads are to say after it, so any may break
+    at any token.
 """
 
 import math
@@ -58,7 +60,9 @@ class Document:
 
 
 class Blocks:
-    """A cache of few blocks: full ones are found again by what they hold, until somebody needs the room."""
+    """A cache of few blocks: full ones are found again by what they hold, until somebody needs the
+    room.
+    """
 
     def __init__(self, number: int, size: int) -> None:
         self.size = size
@@ -136,7 +140,9 @@ def step_of(
 
 
 def some_documents(random: Random, num_heads: int, broken: float) -> list[Document]:
-    """Documents that begin alike, since a cache is for those, and what every head says after each prefix."""
+    """Documents that begin alike, since a cache is for those, and what every head says after each
+    prefix.
+    """
     generator = torch.Generator().manual_seed(random.randrange(2**31))
     rows: dict[tuple[int, ...], Tensor] = {}
     stem = [random.randrange(VOCABULARY) for _ in range(12)]

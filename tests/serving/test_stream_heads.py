@@ -22,8 +22,8 @@ ROWS_TD = torch.randn(9, sum(STREAMS), generator=GENERATOR)
 IDS_T = torch.tensor([0, 1, 2, 5, 6, 7, 8, 9, 10])
 Shares = list[PieceShares | None]
 EVEN_TK = torch.full((9, 4), 0.25).log()
-# Every head has all tokens, or the base lacks the last so many, or all lack those of the others' scripts: of some the
-# first piece lies on the other device.
+# Every head has all tokens, or the base lacks the last so many, or all lack those of the others'
+# scripts: of some the first piece lies on the other device.
 ALL_BUT_BASE = [(0, 0), (0, 5), (0, 5), (0, 5)]
 every_vocabulary = pytest.mark.parametrize(
     "shares",
