@@ -243,6 +243,10 @@ app.command("eval", hidden=True, help="The same as evaluate.")(evaluate)
 def export(
     config: Config,
     overrides: Overrides = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        Option(help="Of the written weights; by default export.dtype, or the base's own."),
+    ] = None,
     push_to_hub: Annotated[
         str | None,
         Option(metavar="OWNER/NAME", help="Hub repository for the export; needs --no-dry-run."),
@@ -253,7 +257,8 @@ def export(
     _form: Form = None,
 ) -> None:
     """Write the trained model as a folder that other tools load."""
-    checked = load(config, overrides)
+    asked = [] if dtype is None else [f"export.dtype={dtype}"]
+    checked = load(config, [*(overrides or ()), *asked])
     from scale_cli.commands.export import export_all
 
     print_json(on_main(lambda: export_all(checked, push_to_hub, dry_run=dry_run)))

@@ -18,6 +18,8 @@ from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.export.formats import formats_of
 from scale_cli.processes import main_decides, on_main, share
+from scale_cli.report import quantity
+from scale_cli.runs.folder import RunFolder, folder_bytes
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import claimed
 from scale_cli.terminal import Log
@@ -95,9 +97,25 @@ def _export(config: RunConfig, log: Log) -> None:
         else:
             missing.append(one)
     export_each(missing, log)
+    _log_disk_use(RunFolder(config.output_dir), log)
     folder, method = shlex.quote(str(config.output_dir)), config.method
     ways = [f"scale generate {folder} --prompt '...' --temperature 0.8"]
     if "llama" in config.export.formats:
         plainly = "" if method.definition.routes_plainly(method.settings) else " --plain"
         ways.append(f"scale serve {folder}{plainly}")
     log(f"next           {'; '.join(ways)}")
+
+
+def _log_disk_use(run: RunFolder, log: Log) -> None:
+    """Log how much a finished run holds, and what of it nothing but further training reads."""
+    held = {place: folder_bytes(place) for place in (run.root, run.checkpoints, run.tokens)}
+    removable = "; ".join(
+        f"{place} ({quantity(held[place], 'B')}: {needed})"
+        for place, needed in (
+            (run.checkpoints, "only to train further"),
+            (run.tokens, "made again when text is read"),
+        )
+        if held[place]
+    )
+    may_go = f"; may be deleted: {removable}" if removable else ""
+    log(f"on disk        {quantity(held[run.root], 'B')} in {run.root}{may_go}")

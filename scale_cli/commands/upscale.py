@@ -15,13 +15,14 @@ from scale_cli.config.schema import (
 )
 from scale_cli.data.corpora import open_sources, training_sources
 from scale_cli.errors import RunFolderError
+from scale_cli.export.sizes import served_size
 from scale_cli.processes import placed
 from scale_cli.runs.method_folder import describe_method, write_trained
 from scale_cli.runs.new_tokens import prove_vocabulary, write_grown_tokenizer
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import claimed, new_folder, write_text
 from scale_cli.terminal import Log, log
-from scale_cli.upscale.base import check_finite, load_base
+from scale_cli.upscale.base import check_finite, dtype_of_files, load_base
 from scale_cli.upscale.base_record import BaseRecord, check_same_base, record_base
 from scale_cli.upscale.base_tokenizer import check_tokenizer
 from scale_cli.upscale.building import new_pieces, start_model
@@ -77,6 +78,11 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
         write_text(partial / "scale.yaml", dump_config(config))
     for line in _described(method, model, record, len(tokenizer) - len(of_base), num_texts):
         log(line)
+    size = served_size(model, run.base_config, config.export.dtype or dtype_of_files(config.model))
+    asked = method.expansion.hidden_ratio or method.expansion.ratio
+    if size.ratio is not None and abs(size.ratio - asked) > 5e-4:
+        log(f"ratio          {size.ratio:.3f}: {asked:g}, rounded to whole heads")
+    log(f"served         {size}")
     num_bytes = sum(file.stat().st_size for file in upscaled.iterdir())
     log(f"written        {upscaled} ({num_bytes / 1e6:,.1f} MB)")
     return MethodFolder(upscaled, run)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
+from scale_cli.config.paths import with_absolute_paths
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, one_line
 from scale_cli.values import Section
@@ -64,7 +65,7 @@ def load_checked(schema: type[AnyConfig], path: Path, overrides: Sequence[str] =
         raise ConfigError(f"{path}: a config must be a mapping of keys to values")
     for override in overrides:
         _apply_override(tree, override)
-    return checked(schema, tree, str(path), overrides)
+    return checked(schema, with_absolute_paths(tree, path.parent), str(path), overrides)
 
 
 def checked(

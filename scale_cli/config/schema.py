@@ -170,8 +170,10 @@ class ExportConfig(Section):
         default="llama",
         description="one format or several; if left out: llama, plus transformers if llama cannot be routed",
     )
-    dtype: Dtype = Field(
-        default="float32", description="float16 suits models that become f16 or q8_0 in llama.cpp"
+    dtype: Dtype | None = Field(
+        default=None,
+        description="null: the base's own, as its config.json says; float16 suits models that become f16 or q8_0 in "
+        "llama.cpp",
     )
 
     @field_validator("format", mode="before")

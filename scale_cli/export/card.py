@@ -21,6 +21,7 @@ from scale_cli.data.ledger import TokenLedger
 from scale_cli.evaluation.results import Report, guarantee
 from scale_cli.export.formats import Format, parity_in_words
 from scale_cli.export.records import Parity
+from scale_cli.export.sizes import ServedSize
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report import render
 from scale_cli.runs.folder import RunFolder
@@ -89,10 +90,12 @@ class Stage:
 def model_card(
     config: RunConfig,
     export: Format,
+    *,
     report: Report | None,
     parity: Parity,
     licence: Licence,
     architecture: str,
+    size: ServedSize,
 ) -> str:
     """Return the README.md of an export; `architecture` is the class that its config.json names."""
     stage = Stage(config, RunFolder(config.output_dir).final)
@@ -106,6 +109,7 @@ def model_card(
         export.loaded_as,
         architecture=architecture,
         dtype=config.model.dtype,
+        size=size,
         method=config.method.definition,
         export=export,
         parity=parity,

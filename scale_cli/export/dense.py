@@ -56,7 +56,7 @@ class StreamScales:
     expansion: float
 
 
-_ONCE = StreamScales(1.0, 1.0)
+SAME_SCALES = StreamScales(1.0, 1.0)
 # u adds (b/a)^2 |u|^2/|x|^2 to the joint mean square. With these scales that is below the rounding of the dtype, for a
 # u of up to _COVERED times the size of x. If training makes u larger still, u is stored smaller by as much.
 # In float16 a smaller b would push the rows that write u below the smallest normal number, 6e-5. In f16 and q8_0 that
@@ -179,7 +179,7 @@ def _layer_norms(
 ) -> Iterator[tuple[str, Tensor]]:
     family, attention = family_of(model.base.config), base_layer.self_attn
 
-    def joined(owner: Any, name: str, wanted: StreamScales = _ONCE) -> Tensor:
+    def joined(owner: Any, name: str, wanted: StreamScales = SAME_SCALES) -> Tensor:
         gains = [getattr(layer, name).weight.float() for layer in layers]
         return _joined_gains(family, getattr(owner, name), gains, scales, wanted)
 
@@ -199,7 +199,7 @@ def _layer_maps(
     model: WidenedModel, base_layer: Any, layers: Sequence[ExpansionLayer], scales: StreamScales
 ) -> Iterator[tuple[str, Tensor]]:
     family, eps_growth = family_of(model.base.config), _eps_growth(model, scales)
-    columns, rows = dict.fromkeys(OWNERS, _ONCE), dict.fromkeys(OWNERS, _ONCE)
+    columns, rows = dict.fromkeys(OWNERS, SAME_SCALES), dict.fromkeys(OWNERS, SAME_SCALES)
     for step in STEPS:
         before, _ = family.norms_around(step)
         if before is None:  # these columns read the stream as it is stored
@@ -266,7 +266,7 @@ def _joined_gains(
     frozen: Any,
     added: Sequence[Tensor],
     scales: StreamScales,
-    wanted: StreamScales = _ONCE,
+    wanted: StreamScales = SAME_SCALES,
 ) -> Tensor:
     """Return the weight of a norm over all streams, stored with `scales`, whose output has the scales `wanted`."""
     num_base = len(frozen.weight)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,7 +34,7 @@ from scale_cli.processes import placed
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.method_folder import describe_method, load_onto_base, write_peft, write_trained
 from scale_cli.runs.opened import MethodFolder
-from scale_cli.upscale.base import load_written
+from scale_cli.upscale.base import dtype_of_files, load_written
 from scale_cli.upscale.base_tokenizer import tokenizer_place
 from scale_cli.upscale.building import MethodModel
 from scale_cli.upscale.preservation import trained_logits
@@ -198,6 +199,11 @@ class Format:
     def check(self) -> None:
         """Raise ConfigError if the config asks for a setting that the format does not allow."""
 
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype of the written weights: the one asked for, or that of the base's own files."""
+        return self.config.export.dtype or dtype_of_files(self.config.model)
+
     @property
     def folder(self) -> Path:
         """The folder of this export."""
@@ -248,7 +254,7 @@ class Llama(Format):
         self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
     ) -> None:
         grown_in = None if self.config.method.vocabulary is None else trained.path
-        plain = plain_model(model, self.config.export.dtype, prompts)
+        plain = plain_model(model, self.dtype, prompts)
         write_plain(
             plain, trained.tokenizer, self.config.model, folder, router_keys(model), grown_in
         )
@@ -291,7 +297,7 @@ class Transformers(Format):
         self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
     ) -> None:
         lowered = copy.deepcopy(model)
-        convert_parameters(lowered, getattr(torch, self.config.export.dtype))
+        convert_parameters(lowered, getattr(torch, self.dtype))
         assert isinstance(lowered, ScaleForCausalLM), "fits_method"
         write_self_contained(lowered, trained.tokenizer, folder)
 
@@ -311,9 +317,9 @@ class Adapter(Format):
         self.loaded_as = "peft" if self.method.adapter == "peft" else self.name
 
     def check(self) -> None:
-        if (dtype := self.config.export.dtype) != "float32":
+        if (dtype := self.config.export.dtype) not in (None, "float32"):
             raise ConfigError(
-                f"export.dtype: {dtype}: an adapter is always written in float32; set export.dtype=float32"
+                f"export.dtype: {dtype}: an adapter is always written in float32; remove this key"
             )
 
     def write(

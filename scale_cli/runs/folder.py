@@ -37,8 +37,9 @@ class RunFolder:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
 
-    def export(self, export_format: str, dtype: str = "float32") -> Path:
-        return self.exports / (export_format if dtype == "float32" else f"{export_format}-{dtype}")
+    def export(self, export_format: str, dtype: str | None = None) -> Path:
+        """Return the folder of an export; `dtype` as the config asks for it, None for the base's own."""
+        return self.exports / (export_format if dtype is None else f"{export_format}-{dtype}")
 
     @property
     def config(self) -> Path:
@@ -72,6 +73,11 @@ def _links(place: Path) -> Iterator[Path]:
     """Yield the symbolic links at and below a place that may be written to, half-written folders included."""
     for path in (place, *place.parent.glob(f".{place.name}.*")):
         yield from (found for found in (path, *path.rglob("*")) if found.is_symlink())
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files in a folder; 0 if there is no folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def check_folder(key: str, folder: Path) -> None:

@@ -185,6 +185,12 @@ def load_base_config(model: ModelConfig) -> Any:
     return config
 
 
+def dtype_of_files(model: ModelConfig) -> str:
+    """Return the dtype of a base's own files by its config.json; float32 if that does not say."""
+    dtype = load_base_config(model).dtype
+    return "float32" if dtype is None else str(dtype).removeprefix("torch.")
+
+
 def _check_folder(name: str) -> None:
     """Raise BaseModelError for what is not a transformers model with safetensors; it says what it is instead."""
     base = Path(name)

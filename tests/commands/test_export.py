@@ -128,7 +128,7 @@ def test_an_export_in_another_dtype_lies_beside_the_first_and_both_are_finished_
 ) -> None:
     config = trained_run(ROUTE)
     for dtype, name in (
-        ("float32", "llama"),
+        ("float32", "llama-float32"),
         ("bfloat16", "llama-bfloat16"),
         ("float16", "llama-float16"),
     ):
@@ -165,6 +165,23 @@ def test_an_export_is_finished_until_the_report_is_another_and_its_card_tells_of
         assert load_config(folder / "scale.yaml") == now
     assert not is_finished(config), "its report is not there any more"
     check_written_export(fewer, folder)
+
+
+def test_an_export_is_in_the_dtype_of_the_base_s_own_files(
+    trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = trained_run(ROUTE)
+    monkeypatch.setattr("scale_cli.export.formats.dtype_of_files", lambda _: "bfloat16")
+    folder = export(config).folder
+    assert folder.name == "llama" and read_json(folder / "config.json")["dtype"] == "bfloat16"
+
+
+def test_an_export_can_be_checked_where_the_held_out_text_is_not_at_hand(
+    trained_run: TrainedRun,
+) -> None:
+    config = trained_run(ROUTE)
+    folder = export(config).folder
+    check_written_export(changed(config, "evaluation.perplexity.0.path=nowhere.txt"), folder)
 
 
 def test_without_held_out_corpora_sample_sentences_are_compared(trained_run: TrainedRun) -> None:

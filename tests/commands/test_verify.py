@@ -11,7 +11,7 @@ from scale_cli.commands.export import export
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import FolderCheck, check_folders, verify
-from scale_cli.config.load import load_config
+from scale_cli.config.load import dump, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ExportParityError, RunFolderError
 from scale_cli.model.cache_scale import CACHE
@@ -89,6 +89,21 @@ def test_another_tokenizer_or_base_is_found_and_a_base_not_at_hand_is_no_failure
     shutil.rmtree(base)
     check = found(run / "final")["final"]
     assert not check.failed and "base and its preservation" in check.unchecked[0]
+
+
+def test_a_moved_run_of_relative_paths_holds_from_any_folder(
+    finished: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished.model.base, "base")
+    tree = finished.model_dump(mode="json") | {"output_dir": "run", "model": {"base": "base"}}
+    Path("mine.yaml").write_text(dump(tree), encoding="utf-8")
+    upscale(load_config(Path("mine.yaml")))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "run").rename("moved")
+    (check,) = [each for each in check_folders(Path("moved")) if each.folder.name == "upscaled"]
+    assert check.held == ["hashes", "base and its preservation"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from scale_cli.evaluation.results import Report
 from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import FORMATS
 from scale_cli.export.records import Parity
+from scale_cli.export.sizes import ServedSize
 from scale_cli.methods.widened import CollaborationConfig
 from scale_cli.storage.atomic import read_json
 from tests.export.conftest import TrainedRun
@@ -28,11 +29,24 @@ def card_of(config: RunConfig, report: Report | None, export_format: str = "llam
     return model_card(
         config,
         FORMATS[export_format](config),
-        report,
-        Parity(0.0, 0.0, 0.0, 1),
-        licence,
-        "LlamaModel",
+        report=report,
+        parity=Parity(0.0, 0.0, 0.0, 1),
+        licence=licence,
+        architecture="LlamaModel",
+        size=ServedSize(
+            parameters=264_000_000,
+            num_bytes=528_000_000,
+            base_parameters=135_000_000,
+            base_bytes=270_000_000,
+            ratio=1 / 3,
+        ),
     )
+
+
+def test_a_card_says_how_large_the_model_is_when_it_is_served(trained_run: TrainedRun) -> None:
+    card = card_of(trained_run(ROUTE), None)
+    assert "264 M parameters, 528 MB" in card and "(the base: 135 M, 270 MB)" in card
+    assert "widened by 0.333" in card
 
 
 def first_line(card: str) -> str:

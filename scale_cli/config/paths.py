@@ -1,0 +1,42 @@
+"""Local paths of a config, so that a run's own config holds from any folder."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+from typing import Any
+
+# Keys that name something to read: a path, or often a hub id.
+_READ = {"base", "tokenizer", "path", "folder", "init_from"}
+
+
+def with_absolute_paths(tree: Any, beside: Path) -> Any:
+    """Return a config's plain data with absolute paths for all that it reads.
+
+    A relative path is looked for in the working folder, then in `beside`, the config file's folder. What is in neither
+    stays as it is: it may be a hub id, and if not, the verb that reads it names it.
+    """
+    if isinstance(tree, list):
+        return [with_absolute_paths(value, beside) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: _absolute(value, beside) if key in _READ else with_absolute_paths(value, beside)
+        for key, value in tree.items()
+    }
+
+
+def _absolute(written: Any, beside: Path) -> Any:
+    if isinstance(written, list):
+        return [_absolute(one, beside) for one in written]
+    # What is no path, or an impossible one, is refused by the schema.
+    if not isinstance(written, str) or not written or "://" in written or "\0" in written:
+        return written
+    path = os.path.expanduser(written)  # noqa: PTH111 (a pattern is no Path)
+    for folder in (Path.cwd(), beside.absolute()):
+        if os.path.lexists(folder / path):
+            return os.path.normpath(folder / path)
+        if glob.has_magic(path) and any(glob.iglob(path, root_dir=folder, recursive=True)):
+            return os.path.join(glob.escape(str(folder)), path)  # noqa: PTH118 (a pattern is no Path)
+    return written

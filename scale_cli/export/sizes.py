@@ -1,0 +1,63 @@
+"""How large a model is when it is served: parameters, bytes and the real ratio of widening."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from scale_cli.export.dense import SAME_SCALES, dense_config
+from scale_cli.model.modeling_scale import WidenedModel
+from scale_cli.report import quantity
+from scale_cli.upscale.building import MethodModel
+
+
+@dataclass(frozen=True)
+class ServedSize:
+    """The size of a plain export, beside the base's."""
+
+    parameters: int
+    num_bytes: int
+    base_parameters: int
+    base_bytes: int
+    ratio: (
+        float | None
+    )  # added channels of the stream, as a share of the base's; None: nothing is widened
+
+    def __str__(self) -> str:
+        return (
+            f"{quantity(self.parameters)} parameters, {quantity(self.num_bytes, 'B')} as a plain export (the base: "
+            f"{quantity(self.base_parameters)}, {quantity(self.base_bytes, 'B')})"
+        )
+
+
+def served_size(model: MethodModel, base_config: Any, dtype: str) -> ServedSize:
+    """Return how large a method's model is when it is served as a plain export in `dtype`, beside its plain base.
+
+    `model` may be on the meta device, as `build_model` makes it there from `base_without_weights`: only sizes are read,
+    so `scale plan` can say them before anything is downloaded. Tied weights count once, as in the file. A widened model
+    is larger served than trained: its zero blocks are stored too, and its head is no longer tied.
+    """
+    plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    ratio = None
+    served = plain.config
+    if isinstance(model, WidenedModel):
+        served = dense_config(model, SAME_SCALES)
+        ratio = served.hidden_size / base_config.hidden_size - 1
+    item = getattr(torch, dtype).itemsize
+    parameters = _num_parameters(served)
+    base_parameters = _num_parameters(base_config)
+    return ServedSize(
+        parameters=parameters,
+        num_bytes=parameters * item,
+        base_parameters=base_parameters,
+        base_bytes=base_parameters * item,
+        ratio=ratio,
+    )
+
+
+def _num_parameters(config: Any) -> int:
+    with torch.device("meta"):
+        return int(AutoModelForCausalLM.from_config(config).num_parameters())
