@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from scale_cli.export.dense import SAME_SCALES, dense_config
 from scale_cli.model.modeling_scale import WidenedModel
 from scale_cli.report import quantity
-from scale_cli.upscale.building import MethodModel
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class ServedSize:
         )
 
 
-def served_size(model: MethodModel, base_config: Any, dtype: str) -> ServedSize:
-    """Return how large a method's model is when it is served as a plain export in `dtype`, beside its plain base.
+def served_size(model: Any, base_config: Any, dtype: str) -> ServedSize:
+    """Return how large a method's model (`MethodModel`) is as a plain export in `dtype`, beside its plain base.
 
     `model` may be on the meta device, as `build_model` makes it there from `base_without_weights`: only sizes are read,
     so `scale plan` can say them before anything is downloaded. Tied weights count once, as in the file. A widened model
