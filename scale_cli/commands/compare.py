@@ -24,7 +24,7 @@ from scale_cli.comparison import (
 )
 from scale_cli.config.schema import RunConfig, differences
 from scale_cli.errors import require
-from scale_cli.evaluation.results import BESIDE_BASE, FIGURES, ROLES, CorpusResult, Figure
+from scale_cli.evaluation.results import FIGURES, INTERVAL_BESIDE_BASE, ROLES, CorpusResult, Figure
 from scale_cli.report import (
     COLOURS,
     DASH,
@@ -279,7 +279,7 @@ def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
             hidden = (
                 head == "base"
                 and not figure.of_base
-                and (difference is None or figure is not BESIDE_BASE)
+                and (difference is None or figure is not INTERVAL_BESIDE_BASE)
             )
             return (
                 DASH

@@ -18,7 +18,7 @@ from scale_cli.evaluation.results import (
     CorpusResult,
     Report,
     guarantee,
-    paired_difference,
+    paired_differences,
     summarise,
 )
 from scale_cli.evaluation.scoring import DocumentLosses
@@ -88,7 +88,7 @@ def test_the_interval_is_that_of_a_bootstrap_over_whole_documents(count: int) ->
     units = rng.integers(20, 400, count).astype(np.float64)
     before = units * rng.normal(3.0, 0.5, count)
     after = before + units * rng.normal(0.2, 0.1, count) + rng.normal(0.0, 5.0, count)
-    measured = paired_difference(before, after, units, num_resamples=4000, seed=0)
+    (measured,) = paired_differences(before, after[:, None], units, num_resamples=4000, seed=0)
     drawn = [rng.integers(0, count, count) for _ in range(4000)]
     low, high = np.quantile(
         [(after[at] - before[at]).sum() / units[at].sum() for at in drawn], [0.025, 0.975]
