@@ -261,7 +261,7 @@ def paired_differences(
     """
     difference_NH = after_NH - before_N[:, None]
     values = difference_NH.sum(axis=0) / units_N.sum()
-    finite_H = np.isfinite(difference_NH).all(axis=0)
+    finite_H = np.atleast_1d(np.isfinite(difference_NH).all(axis=0))
     num_documents = len(units_N)
     if num_documents < 2:
         return [Interval(finite(value), None, None) for value in values]
