@@ -10,7 +10,7 @@ A checkpoint is whole or absent. It is a method folder (`runs/method_folder.py`)
     scale.yaml             the resolved config
 
 A sharded model's parameters and moments are in `shards/` instead, one file per process (`storage/shards.py`). Either
-kind can be read by any number of processes, sharded or not. `training/run.py` writes them.
+kind can be read by any number of processes, sharded or not. `training/training_run.py` writes them.
 
 A run begins from its own `upscaled/`, from another run, or from one of its own checkpoints. A run with
 `train.init_from` is a new run, with its own schedule and data, from step 0. Each of its folders names its beginning in
@@ -118,9 +118,9 @@ def starting_point(
             _hold_to(MethodFolder(start, run), log, accepted)
             return start
         check_init_from(run)
-        if (trunk := init_from(run)) is not None:
-            _check_same_start(trunk, MethodFolder(run.folder.upscaled, run))
-            log(f"beginning      {trunk.path}: {branch_point_at(trunk)}")
+        if (initialised_from := init_from(run)) is not None:
+            _check_same_start(initialised_from, MethodFolder(run.folder.upscaled, run))
+            log(f"beginning      {initialised_from.path}: {branch_point_at(initialised_from)}")
         return None
 
     start = main_decides(decide)
@@ -187,27 +187,30 @@ def check_init_from(run: Run) -> None:
 
     A run that has begun, or has no `train.init_from`, is not checked.
     """
-    config, train, trunk = run.config, run.config.train, init_from(run)
-    if trunk is None or run.folder.final.is_dir() or checkpoints(run.folder):
+    config, train, initialised_from = run.config, run.config.train, init_from(run)
+    if initialised_from is None or run.folder.final.is_dir() or checkpoints(run.folder):
         return
     key = f"train.init_from: {train.init_from}"
-    if not TrainState.is_in(trunk.path):
+    if not TrainState.is_in(initialised_from.path):
         raise RunFolderError(
             f"{key}: is neither a checkpoint (checkpoints/step-...) nor the final/ of a run"
         )
-    verify_folder(trunk.path)
-    if changed := differences(trunk.config, config, ("model", "method"), BASE_KEYS):
+    verify_folder(initialised_from.path)
+    if changed := differences(initialised_from.config, config, ("model", "method"), BASE_KEYS):
         raise RunFolderError(
             f"{key}: was trained with another model or method ({'; '.join(changed)})"
         )
 
 
-def _check_same_start(trunk: MethodFolder, ours: MethodFolder) -> None:
-    """Raise RunFolderError if `trunk` has another base or tokenizer than the run's own `upscaled/`."""
+def _check_same_start(initialised_from: MethodFolder, ours: MethodFolder) -> None:
+    """Raise RunFolderError if `initialised_from` has another base or tokenizer than the run's own `upscaled/`."""
     subjects = {"content": "base", "config": "base's config.json", "tokenizer": "tokenizer"}
     for what, subject in subjects.items():
-        before, now = (getattr(folder.record, f"{what}_sha256") for folder in (trunk, ours))
+        before, now = (
+            getattr(folder.record, f"{what}_sha256") for folder in (initialised_from, ours)
+        )
         if before and now and before != now:
             raise RunFolderError(
-                f"train.init_from: {trunk.path}: its {subject} is not this run's (SHA-256 {before[:12]} -> {now[:12]})"
+                f"train.init_from: {initialised_from.path}: its {subject} is not this run's "
+                f"(SHA-256 {before[:12]} -> {now[:12]})"
             )

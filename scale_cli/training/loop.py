@@ -1,7 +1,7 @@
 """The training loop: step, log, evaluate, save, until the last step or a signal.
 
 `run_loop` opens what goes on beside the steps: batches are made ahead, signals are noted (`interruption.py`), and a
-thread writes checkpoints (`run.py`). `_Loop.take_all_steps` is the loop, over the steps of `step.py`.
+thread writes checkpoints (`training_run.py`). `_Loop.take_all_steps` is the loop, over the steps of `step.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from scale_cli.training.interruption import StopNow, StopRequest, describe_stop,
 from scale_cli.training.metrics_log import BITS, SAMPLES, MetricsRecord
 from scale_cli.training.observing import better_of
 from scale_cli.training.records import TrainState
-from scale_cli.training.run import TrainingRun
 from scale_cli.training.step import StepResult, TakenStep, train_step
+from scale_cli.training.training_run import TrainingRun
 from scale_cli.upscale.stream_ratios import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8

@@ -13,8 +13,7 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.planning import peak_tokens_per_s
 from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import load_tensors, read_json
-from scale_cli.training import loop
-from scale_cli.training import run as training_run
+from scale_cli.training import loop, training_run
 from scale_cli.training.metrics_log import read_records
 from scale_cli.training.observing import Observer
 from scale_cli.training.records import TrainState

@@ -25,8 +25,7 @@ import transformers.modeling_utils
 from safetensors import SafetensorError
 
 from scale_cli.data import tokens
-from scale_cli.training import observing, step
-from scale_cli.training import run as training_run
+from scale_cli.training import observing, step, training_run
 
 # A full disk can still be deleted from.
 _NEEDS_ROOM = ("open", "write", "fsync", "mkdir", "tensors", "rename")

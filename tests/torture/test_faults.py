@@ -24,8 +24,7 @@ from scale_cli.storage.atomic import (
     save_tensors,
     verify_folder,
 )
-from scale_cli.training import loop
-from scale_cli.training import run as training_run
+from scale_cli.training import loop, training_run
 from scale_cli.training.step import train_step
 from tests.torture.faults import KILL, Fault
 from tests.torture.tiny_run import (

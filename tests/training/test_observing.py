@@ -23,7 +23,7 @@ from scale_cli.errors import Interrupted
 from scale_cli.runs.folder import TRAINED, RunFolder
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import file_sha256, read_json, remove_folder
-from scale_cli.training import run as training_run
+from scale_cli.training import training_run
 from scale_cli.training.checkpoint import checkpoints, step_of
 from scale_cli.training.metrics_log import (
     BENCHMARKS,
@@ -38,7 +38,7 @@ from scale_cli.training.metrics_log import (
 )
 from scale_cli.training.observing import Observer, better_of
 from scale_cli.training.records import Score, TrainState
-from scale_cli.training.run import write_checkpoint
+from scale_cli.training.training_run import write_checkpoint
 from tests.config.small_config import SMALLEST, load_text
 from tests.evaluation.task_files import task_of
 from tests.training.conftest import MakeConfig, configs_in, finished, go_on, upscaled

@@ -25,9 +25,9 @@ from scale_cli.report import quantity
 from scale_cli.runs.folder import TRAINED
 from scale_cli.storage import atomic
 from scale_cli.storage.atomic import file_sha256, verify_folder
-from scale_cli.training import run as training_run
+from scale_cli.training import training_run
 from scale_cli.training.records import TrainState
-from scale_cli.training.run import Snapshot, take_snapshot, write_checkpoint
+from scale_cli.training.training_run import Snapshot, take_snapshot, write_checkpoint
 from tests.training.conftest import MakeConfig, before_each_step, finished, go_on, upscaled
 
 _PATIENCE_S = 60

@@ -1,0 +1,59 @@
+"""Ends a run: the weights that are kept, and `final/`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scale_cli.processes import (
+    all_succeed,
+    on_main,
+)
+from scale_cli.runs.folder import TRAINED
+from scale_cli.runs.opened import MethodFolder
+from scale_cli.storage.atomic import (
+    new_folder,
+    save_tensors,
+    verify_folder,
+)
+from scale_cli.terminal import Log
+from scale_cli.training.checkpoint import (
+    load_checkpoint,
+)
+from scale_cli.training.records import TrainState
+from scale_cli.training.sharding import (
+    gather_trained,
+)
+from scale_cli.training.training_run import TrainingRun
+
+
+def put_back_best(run: TrainingRun, log: Log) -> TrainState:
+    """Return the state that `final/` holds, the last step or the best that is kept, and restore the model to it."""
+    best, bound = run.state.best, run.config.train.max_forgetting
+    if best is None or bound is None:
+        return run.state
+    if best.forgetting > bound:
+        lost = f"{best.forgetting:+.4f} bits/byte at step {best.step:,}"
+        log(
+            f"warning: train.max_forgetting {bound:g}: every evaluation forgot more; the least was {lost}"
+        )
+    if best.step == run.state.step:
+        return run.state
+    kept = MethodFolder(run.folder.checkpoint(best.step), run.start.run)
+    on_main(lambda: verify_folder(kept.path))
+    state = load_checkpoint(kept, run.model, run.optimiser, run.hooks)
+    return replace(
+        state, best=best, evaluation_due=False
+    )  # a signal may have saved it before it was evaluated
+
+
+def write_final(run: TrainingRun, state: TrainState) -> None:
+    """Write `final/`: a method folder of unsharded tensors."""
+    with all_succeed(run.beside):
+        run.check_base(state.step, run.base_here())
+    trained = gather_trained(run.model, run.accelerator)
+    if run.accelerator.is_main_process:
+        with new_folder(run.folder.final) as partial:
+            run.describe(partial, state)
+            save_tensors(partial / TRAINED, trained)
+            run.cost().save(partial)
+    run.accelerator.wait_for_everyone()

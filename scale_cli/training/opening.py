@@ -1,0 +1,267 @@
+"""Opens what a run trains with: its text, its model, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from scale_cli.config.schema import LOCATION_KEYS, TRAIN_SECTIONS, RunConfig, scored_otherwise
+from scale_cli.config.training import TrainConfig
+from scale_cli.data.batches import Batches
+from scale_cli.data.corpora import (
+    build_batches,
+    check_same_text,
+    corpus_warnings,
+    held_out_in_cache,
+    open_sources,
+)
+from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.errors import CorpusError
+from scale_cli.methods.recipes import Training, make_hooks
+from scale_cli.model.heads import BaseAndTrained, HeadedModel
+from scale_cli.planning import peak_tokens_per_s
+from scale_cli.processes import (
+    device_name,
+    gathered,
+    group_beside,
+    main_first,
+    on_main,
+    share,
+)
+from scale_cli.runs.method_folder import beside_base, beside_new_tokens, load_trained
+from scale_cli.runs.opened import MethodFolder, Run
+from scale_cli.storage.atomic import (
+    read_json,
+    verify_folder,
+)
+from scale_cli.terminal import Log
+from scale_cli.training.checkpoint import (
+    branch_point_at,
+    init_from,
+    load_checkpoint,
+)
+from scale_cli.training.metrics_log import MetricsLog
+from scale_cli.training.objective import for_training, settings_on
+from scale_cli.training.observing import Observer
+from scale_cli.training.optimiser import build_optimiser
+from scale_cli.training.records import BranchPoint, TrainState
+from scale_cli.training.sharding import (
+    is_sharded,
+    parts_here,
+    shard_for_evaluation,
+    shard_model,
+)
+from scale_cli.training.training_run import TrainingRun
+from scale_cli.upscale.base_record import tensor_sha256
+from scale_cli.upscale.building import MethodModel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from scale_cli.evaluation.benchmark_tasks import OpenedBenchmarks
+
+
+def check_finished(final: MethodFolder, accepted: Collection[str]) -> None:
+    """Check that a finished run still has its files, its tokenizer and its config.
+
+    If the base or the text lies elsewhere now, or an accepted key has changed, compare their content too.
+    """
+    config = final.run.config
+    verify_folder(final.path)
+    final.check_base()
+    if final.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
+        final.load_to_train()  # compares a base that has moved with the recorded hashes
+        check_same_text(final.path, open_sources(config, config.corpus.sources, final.tokenizer))
+
+
+def open_training(
+    run: Run,
+    accelerator: Accelerator,
+    resumed_from: MethodFolder | None,
+    benchmarks: OpenedBenchmarks | None,
+    log: Log,
+) -> TrainingRun:
+    """Load the model and its text, and restore a checkpoint of the run, if it resumes from one.
+
+    A run that does not resume may begin with the weights of another one (`train.init_from`).
+    """
+    config, train, start = run.config, run.config.train, run.open_start()
+    corpora, held_out, batches = _open_text(start, accelerator, log)
+    if resumed_from is not None:
+        check_same_text(resumed_from.path, corpora)
+    initialised_from = init_from(run) if resumed_from is None else None
+
+    model, untouched = _open_model(start, resumed_from, initialised_from)
+    wrapped = _wrapped(model, config, accelerator)
+    optimiser = build_optimiser(model, train)
+    parts_of_hooks = Training(
+        config=config, model=model, wrapped=wrapped, accelerator=accelerator, batches=batches
+    )
+    hooks = make_hooks(parts_of_hooks)
+
+    state, branch_point, saved_step = TrainState(), None, None
+    if resumed_from is not None:
+        load_checkpoint(resumed_from, model, optimiser, hooks)
+        state = _without_stale_best(resumed_from, held_out, log)
+        branch_point = BranchPoint.load_if_there(resumed_from.path)
+        # `--resume PATH` may name a checkpoint outside this run, which then has none of that step.
+        if resumed_from.path.resolve() == run.folder.checkpoint(state.step).resolve():
+            saved_step = state.step
+    elif initialised_from is not None:
+        branch_point = branch_point_at(initialised_from)
+
+    observer = None
+    if train.observes:
+        observed = _observed(model, untouched, train, accelerator)
+        observer = Observer(config, model, wrapped, observed, start.tokenizer, held_out, benchmarks)
+    metrics, peak = None, None
+    if accelerator.is_main_process:
+        metrics = MetricsLog(run.folder.metrics, state.step, evaluation_due=state.evaluation_due)
+        name = device_name(accelerator.device)
+        peak = peak_tokens_per_s(config, name, accelerator.num_processes)
+    return TrainingRun(
+        start=start,
+        corpora=corpora,
+        batches=batches,
+        accelerator=accelerator,
+        model=model,
+        wrapped=wrapped,
+        optimiser=optimiser,
+        scaler=_scaler(train, accelerator, state),
+        hooks=hooks,
+        observer=observer,
+        state=state,
+        metrics=metrics,
+        peak_tokens_per_s=peak,
+        branch_point=branch_point,
+        saved_step=saved_step,
+        base_parts=_hashes_of_base(model, config),
+        beside=group_beside() if is_sharded(model) else None,
+    )
+
+
+def _open_model(
+    start: MethodFolder, resumed_from: MethodFolder | None, initialised_from: MethodFolder | None
+) -> tuple[Any, PreTrainedModel | None]:
+    """Return the model to train, and an untouched base if evaluations need one beside it."""
+    config = start.run.config
+    model: Any
+    untouched = None
+    if config.train.observes and not config.method.definition.widens:
+        model, untouched = start.load_beside_base()
+    else:
+        model = start.load_to_train()
+    if initialised_from is not None:
+        load_trained(model, initialised_from.path)
+    before = resumed_from or initialised_from
+    if before is not None and hasattr(model.config, "expansion_embedding_rms"):
+        # Rates follow the size that E' had first.
+        written = read_json(before.path / "config.json")
+        model.config.expansion_embedding_rms = written.get("expansion_embedding_rms")
+    return model, untouched
+
+
+def _open_text(
+    start: MethodFolder, accelerator: Accelerator, log: Log
+) -> tuple[list[TokenisedCorpus], list[TokenisedCorpus], Batches]:
+    """Return the training corpora, the corpora to evaluate on during training, and the batches; log what there is.
+
+    The main process tokenises what is not in the cache; on another machine with a cache of its own, one process does.
+    """
+    config, tokenizer = start.run.config, start.tokenizer
+    corpora = main_first(lambda: open_sources(config, config.corpus.sources, tokenizer))
+    held_out = []
+    if config.train.eval_every_steps:
+        held_out = main_first(lambda: open_sources(config, config.evaluation.perplexity, tokenizer))
+    names = [corpus.name for corpus in (*corpora, *held_out)]
+    of_all = gathered(names, share())
+    on_main(lambda: _check_same_names(of_all))
+    batches = build_batches(config, corpora, accelerator.num_processes)
+    if not accelerator.is_main_process:
+        return corpora, held_out, batches
+    for source, corpus in zip(config.corpus.sources, corpora, strict=True):
+        losses = corpus.ledger.described_losses()
+        dropped = f"; dropped {losses}" if losses else ""
+        read = f"{len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}"
+        log(f"corpus         {source.name}{' (replay)' if source.role == 'replay' else ''}: {read}")
+    for warning in corpus_warnings(
+        config, corpora, held_out or held_out_in_cache(config, tokenizer)
+    ):
+        log(f"warning: {warning}")
+    return corpora, held_out, batches
+
+
+def _check_same_names(of_all: list[list[str]]) -> None:
+    """Raise CorpusError if processes read different text, as machines without a common disk may."""
+    for of_source in zip(*of_all, strict=True):
+        if len(different := sorted(set(of_source))) > 1:
+            names = ", ".join(different)
+            raise CorpusError(
+                f"corpus: machines read different text ({names}); copy the same files to each machine"
+            )
+
+
+def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> nn.Module:
+    """Return the model as it is run: prepared by Accelerate, or sharded here, since Accelerate would wrap it again."""
+    settings = settings_on(accelerator.device.type, config)
+    if settings.sharding != "none" and accelerator.num_processes > 1:
+        return shard_model(model, settings, accelerator)
+    return accelerator.prepare(for_training(model.to(accelerator.device), settings))
+
+
+def _hashes_of_base(model: Any, config: RunConfig) -> dict[str, str]:
+    """Return hashes of this process's part of a sharded base; {} for any other base, as `base.json` has its hashes."""
+    if not is_sharded(model) or not config.method.definition.widens:
+        return {}
+    return {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
+
+
+def _scaler(
+    train: TrainConfig, accelerator: Accelerator, state: TrainState
+) -> torch.amp.GradScaler:
+    """Return the scaler of the loss, in the state of a checkpoint."""
+    scaler = torch.amp.GradScaler(accelerator.device.type, enabled=train.mixed_precision == "fp16")
+    if state.loss_scale is not None:
+        reached = {"scale": state.loss_scale, "_growth_tracker": state.loss_scale_steps}
+        scaler.load_state_dict(scaler.state_dict() | reached)
+    return scaler
+
+
+def _without_stale_best(
+    resumed_from: MethodFolder, held_out: Sequence[TokenisedCorpus], log: Log
+) -> TrainState:
+    """Return the training state, without its best if that checkpoint is gone or was scored otherwise."""
+    state, run = TrainState.load(resumed_from.path), resumed_from.run
+    if state.best is None:
+        return state
+    best = run.folder.checkpoint(state.best.step)
+    if not best.is_dir():
+        reason = "is missing"
+    elif changed := scored_otherwise(resumed_from.config, run.config):
+        reason = f"was scored with other settings ({', '.join(changed)})"
+    elif state.best.texts != [corpus.name for corpus in held_out]:
+        reason = "was scored on other held-out text"
+    else:
+        return state
+    log(
+        f"warning: {best}: the best checkpoint so far {reason}; the best is chosen from later steps"
+    )
+    return replace(state, best=None)
+
+
+def _observed(
+    model: Any, untouched: PreTrainedModel | None, train: TrainConfig, accelerator: Accelerator
+) -> HeadedModel:
+    """Return the model with two heads that periodic evaluations score; `untouched` is the base of one that has none."""
+    if untouched is None:
+        return model
+    if not is_sharded(model) or train.sharding == "expansion":
+        return beside_base(model, untouched)
+    beside = beside_new_tokens(untouched, model)
+    shard_for_evaluation(untouched, accelerator)
+    return BaseAndTrained(beside, model)
