@@ -115,8 +115,8 @@ def everything(tmp_path: Path, shared_data: Path) -> tuple[str, ...]:
     petitions = f"{shared_data}/ko-petitions/valid.txt.xz, language: ko"
     stories = f"{shared_data}/en-tinystories/tinystories_val.txt, language: en"
     sources = (
-        f"{{name: petitions, path: {petitions}, max_documents: 8, select: null}}",
-        f"{{name: tiny, path: {stories}, max_documents: 30, role: replay, order: shuffled}}",
+        f"{{name: petitions, path: {petitions}, max_documents: 8}}",
+        f"{{name: tiny, path: {stories}, max_documents: 30, role: replay}}",
         f"{{name: talks, path: {tmp_path}/talks.jsonl, language: en, messages_field: m}}",
     )
     held_out = (

@@ -20,8 +20,6 @@ from scale_cli.errors import (
     TrainingError,
 )
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.planning import memory_of_run
-from scale_cli.report import quantity
 from scale_cli.runs.folder import TRAINED
 from scale_cli.storage import atomic
 from scale_cli.storage.atomic import file_sha256, verify_folder
@@ -113,7 +111,7 @@ def test_no_thread_of_a_run_outlives_it(
     verify_folder(run.checkpoint(3))
 
 
-def test_out_of_memory_is_one_line_that_says_what_to_lower_and_what_was_planned(
+def test_out_of_memory_is_one_line_that_says_what_to_lower_and_where_the_plan_is(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config("run")
@@ -128,12 +126,11 @@ def test_out_of_memory_is_one_line_that_says_what_to_lower_and_what_was_planned(
     with pytest.raises(OutOfMemory) as ended:
         train(config, None, print)
     told = str(ended.value)
-    planned = memory_of_run(config, 1, "cpu").total
     for part in (
         "micro_batch_size (now 4)",
         "activation_checkpointing",
         "Tried to allocate",
-        quantity(planned, "B"),
+        "scale plan CONFIG",
     ):
         assert part in told
     assert told.isprintable()
