@@ -14,7 +14,9 @@ from scale_cli.data.corpora import (
 )
 from scale_cli.errors import OutOfMemory, RunFolderError, is_out_of_memory, one_line
 from scale_cli.evaluation.benchmarks import open_benchmarks_of
+from scale_cli.planning import peak_tokens_per_s
 from scale_cli.processes import (
+    device_name,
     on_main,
     process_state,
     slow_in_bfloat16,
@@ -86,7 +88,9 @@ def train(
         resumed_from = starting_point(run, resume, log, accepted)
         held.enter_context(_explaining_out_of_memory(config, accelerator))
         _log_processes(config, accelerator, log)
-        training = open_training(run, accelerator, resumed_from, benchmarks, log)
+        name, num_processes = device_name(accelerator.device), accelerator.num_processes
+        peak = on_main(lambda: peak_tokens_per_s(config, name, num_processes))
+        training = open_training(run, accelerator, resumed_from, benchmarks, peak, log)
         on_main(lambda: held.enter_context(tracked(training.metrics, config, accelerator)))
         run_loop(training)
         kept = put_back_best(training, log)

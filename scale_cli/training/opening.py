@@ -24,9 +24,7 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
 from scale_cli.methods.recipes import Training, make_hooks
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
-from scale_cli.planning import peak_tokens_per_s
 from scale_cli.processes import (
-    device_name,
     gathered,
     group_beside,
     main_first,
@@ -84,6 +82,7 @@ def open_training(
     accelerator: Accelerator,
     resumed_from: MethodFolder | None,
     benchmarks: OpenedBenchmarks | None,
+    peak_tokens_per_s: float | None,  # of all devices; None if not known
     log: Log,
 ) -> TrainingRun:
     """Load the model and its text, and restore a checkpoint of the run, if it resumes from one.
@@ -119,11 +118,9 @@ def open_training(
     if train.observes:
         observed = _observed(model, untouched, train, accelerator)
         observer = Observer(config, model, wrapped, observed, start.tokenizer, held_out, benchmarks)
-    metrics, peak = None, None
+    metrics = None
     if accelerator.is_main_process:
         metrics = MetricsLog(run.folder.metrics, state.step, evaluation_due=state.evaluation_due)
-        name = device_name(accelerator.device)
-        peak = peak_tokens_per_s(config, name, accelerator.num_processes)
     return TrainingRun(
         start=start,
         corpora=corpora,
@@ -137,7 +134,7 @@ def open_training(
         observer=observer,
         state=state,
         metrics=metrics,
-        peak_tokens_per_s=peak,
+        peak_tokens_per_s=peak_tokens_per_s,
         branch_point=branch_point,
         saved_step=saved_step,
         base_parts=_hashes_of_base(model, config),
