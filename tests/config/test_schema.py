@@ -117,13 +117,32 @@ def test_text_may_lie_elsewhere_whether_it_is_given_by_one_pattern_or_several() 
         ("train.eval_max_tokens=4", False),
         ("evaluation.perplexity.0.max_documents=4", False),
         ("evaluation.perplexity.0.path=moved.txt", True),
-        ("train.eval_every_steps=4", True),
+        ("train.save_every_steps=4", True),
     ],
 )
 def test_scores_compare_while_the_same_text_is_scored_in_the_same_way(
     override: str, compares: bool
 ) -> None:
-    changed = scored_otherwise(load_text(EVALUATED), load_text(EVALUATED, override))
+    every = "train.eval_every_steps=2"
+    changed = scored_otherwise(load_text(EVALUATED, every), load_text(EVALUATED, every, override))
     assert [line.partition(": ")[0] for line in changed] == (
         [] if compares else [override.partition("=")[0]]
     )
+
+
+def test_scores_do_not_compare_where_evaluations_come_at_other_steps_and_so_read_more() -> None:
+    seldom, often = (
+        load_text(EVALUATED, f"train.eval_every_steps={steps}") for steps in (10**6, 10**5)
+    )
+    (line,) = scored_otherwise(seldom, often)
+    assert line == f"train.eval_max_tokens: {seldom.eval_tokens} -> {often.eval_tokens}"
+
+
+def test_evaluations_while_training_read_a_tenth_of_what_was_trained_on_or_what_is_asked() -> None:
+    held_out = "evaluation.perplexity=[{name: a, path: x.txt, language: en, role: retention}]"
+    sizes = ("corpus.sequence_length=32", "train.global_batch_size=8", held_out)
+    assert load_text(SMALLEST, *sizes).eval_tokens == 0
+    assert load_text(SMALLEST, *sizes, "train.eval_every_steps=100").eval_tokens == 2_560
+    assert load_text(SMALLEST, *sizes, "train.eval_every_steps=1").eval_tokens == 32
+    asked = load_text(SMALLEST, *sizes, "train.eval_every_steps=1", "train.eval_max_tokens=7")
+    assert asked.eval_tokens == 7

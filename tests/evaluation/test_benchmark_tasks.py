@@ -1,9 +1,12 @@
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lm_eval.utils
 import pytest
 import yaml
+from jinja2 import Environment
 from lm_eval.tasks.kobest import utils as kobest
 
 from scale_cli.config.sources import BenchmarkSource
@@ -58,6 +61,9 @@ def test_every_line_of_kobest_is_an_item_and_is_asked_in_lm_evals_own_words(
         ({"dataset_kwargs": {"data_files": {"test": "nowhere.jsonl"}}}, "nowhere.jsonl"),
         ({"dataset_path": "pandas"}, "dataset_path: must be one of arrow, csv"),
         ({"include": "other.yaml"}, "not a single lm-eval task"),
+        ({"use_prompt": "promptsource:*"}, "use_prompt: a task's file may have doc_to_text"),
+        ({"fewshot_config": {"doc_to_text": "{{x}}"}}, "fewshot_config: a task's file may have"),
+        ({"description": "{{query}}"}, "description: must be plain text"),
         ({"dataset_kwargs": {"data_files": {"test": "x"}, "cache_dir": "elsewhere"}}, "cache_dir"),
     ],
 )
@@ -69,6 +75,14 @@ def test_a_task_that_cannot_be_opened_is_one_line_that_names_its_file(
         opened(task)
     message = str(caught.value)
     assert message.startswith(f"{task['path']}: ") and told in message and "\n" not in message
+
+
+def test_opening_benchmarks_leaves_lm_eval_as_it_was(shared_data: Path, tmp_path: Path) -> None:
+    task = task_of(shared_data, tmp_path, "arc_easy", doc_to_text="{{query}}?")
+    (made,) = opened(task).tasks.values()
+    assert made.doc_to_text({"query": "Why"}) == "Why?"
+    assert type(lm_eval.utils.env) is Environment
+    assert sys.modules.get("evaluate", lm_eval) is not None
 
 
 def test_a_name_or_a_file_that_is_not_there_is_named(own_tasks: Path) -> None:
