@@ -146,6 +146,9 @@ def run_expansions(
     u_KBTE = [expansion.embed_tokens(input_ids) for expansion in expansions]
     for index, base_layer in enumerate(decoder.layers):
         after: dict[int, Tensor] = {}
+        if preserved and all(index >= each.first_collaborating_layer for each in expansions):
+            # Before the others: a sharded layer is gathered for it, and parted again after them.
+            after[0] = _base_layer(base_layer, streams[0], position_ids, context)
         reads = None  # of the base's own stream; the first expansion that follows it computes them
         for head, expansion in enumerate(expansions, start=1):
             layer: Any = expansion.layers[index]
@@ -169,8 +172,6 @@ def run_expansions(
                 after[head], u_KBTE[head - 1], _ = layer(
                     base_layer, x_BTD, u_KBTE[head - 1], context, slot, own_slot
                 )
-        if preserved and 0 not in after:
-            after[0] = _base_layer(base_layer, streams[0], position_ids, context)
         streams = after
 
     x_BTD_of: dict[int, Tensor] = {}
