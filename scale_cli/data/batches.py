@@ -74,7 +74,9 @@ class PackedWindows(Windows):
         assert len(ids) >= 2, "a stream needs an input and a target"
         self.ids = ids
         self.sequence_length = sequence_length
-        self._learned, self._offsets, self._lead = learned, offsets, lead
+        self._learned = learned
+        self._offsets = offsets
+        self._lead = lead
         starts = np.arange(0, len(ids) - 1, sequence_length)
         if learned is None:
             self.num_targets = np.minimum(sequence_length, len(ids) - 1 - starts)
@@ -85,7 +87,8 @@ class PackedWindows(Windows):
         return min(self.sequence_length, len(self.ids) - 1 - index * self.sequence_length)
 
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        start, num_inputs = index * self.sequence_length, self._num_inputs(index)
+        start = index * self.sequence_length
+        num_inputs = self._num_inputs(index)
         inputs = np.zeros(self.sequence_length, dtype=np.int64)
         targets = np.full(self.sequence_length, IGNORED, dtype=np.int64)
         inputs[:num_inputs] = self.ids[start : start + num_inputs]
@@ -216,7 +219,8 @@ class Batches:
         )
 
     def _locate(self, sample: int) -> tuple[int, int]:
-        source, turn = int(self._source_of[sample]), int(self._turn_of[sample])
+        source = int(self._source_of[sample])
+        turn = int(self._turn_of[sample])
         epoch, position = divmod(turn, len(self.sources[source]))
         return source, int(self._epoch_order(source, epoch)[position])
 
@@ -253,10 +257,8 @@ class Batches:
         ):
             num_whole, num_begun = divmod(num_turns, len(windows))
             begun = self._epoch_order(source, num_whole)[:num_begun]
-            of_epoch, of_begun = (
-                int(windows.num_targets.sum()),
-                int(windows.num_targets[begun].sum()),
-            )
+            of_epoch = int(windows.num_targets.sum())
+            of_begun = int(windows.num_targets[begun].sum())
             held_over = of_epoch - of_begun if num_begun else 0
             trained.append(
                 TrainedTokens(

@@ -26,8 +26,10 @@ from scale_cli.storage.atomic import read_json
 # The first 4 epochs on a text teach nearly as much as new text; an epoch after 16 teaches less than
 # half of that (Muennighoff et al., arXiv 2305.16264).
 _OFTEN = 16
-_FEW_LOST, _PLAINLY_LOST = 1e-4, 0.1
-_SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 1 << 10, 1 << 17
+_FEW_LOST = 1e-4
+_PLAINLY_LOST = 0.1
+_SAMPLE_RECORDS = 1 << 10
+_SAMPLE_CHARACTERS = 1 << 17
 _HASHES_AT_ONCE = 1 << 20
 TOKENS = "tokens"  # folder of a run for tokenised corpora, unless corpus.cache_dir names another
 CORPORA = "corpora.json"  # beside a state: the names of the text that was trained on
@@ -71,7 +73,8 @@ def held_out_in_cache(
     """Open every evaluation source that the cache holds; None for one that it does not hold or that
     is missing.
     """
-    cache, corpora = cache_of(config, tokenizer), list[TokenisedCorpus | None]()
+    cache = cache_of(config, tokenizer)
+    corpora = list[TokenisedCorpus | None]()
     for source in config.evaluation.perplexity:
         corpora.append(None)
         with suppress(CorpusError):
@@ -90,13 +93,15 @@ def check_sample(
         return
     conversations = source.messages_field is not None
     encoder = Encoder(tokenizer, conversations=conversations)
-    ledger, is_whole = Ledger(), True
+    ledger = Ledger()
+    is_whole = True
     parts = [source.model_copy(update={"path": path}) for path in source.paths] or [source]
     for part in parts:
         reader = CorpusReader(
             part, reading.max_document_bytes, tokenizer if conversations else None
         )
-        room, sample = _SAMPLE_CHARACTERS, []
+        room = _SAMPLE_CHARACTERS
+        sample = []
         for record in islice(reader, _SAMPLE_RECORDS):
             if isinstance(record, Document):
                 text = record.text[:room]
@@ -144,7 +149,7 @@ def build_batches(
 
 
 def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
-    for before, corpus in zip(read_corpora(folder), corpora, strict=True):
+    for before, corpus in zip(read_json(folder / CORPORA), corpora, strict=True):
         if before != corpus.folder.name:
             raise RunFolderError(
                 f"{folder}: the training text has changed: {before} -> {corpus.folder.name} (source and hash); restore "
@@ -196,7 +201,9 @@ def corpus_warnings(
 
 def _text_warnings(source: TextSource, corpus: TokenisedCorpus) -> list[str]:
     """Warn if the tokenizer loses text, and if large .txt files are not split into documents."""
-    lost, kept, lines = corpus.ledger.round_trip, corpus.ledger.kept, []
+    lost = corpus.ledger.round_trip
+    kept = corpus.ledger.kept
+    lines = []
     if lost.lost_fraction > _FEW_LOST:
         share = percent(lost.lost_fraction, 2)
         lines.append(
@@ -249,8 +256,3 @@ def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCo
                 f"are in {source}, which is trained on: results on them measure memorisation"
             )
     return lines
-
-
-def read_corpora(folder: Path) -> list[str]:
-    """Return the content-hashed name of every corpus that a checkpoint or `final/` was trained on."""
-    return list(read_json(folder / CORPORA))

@@ -73,7 +73,8 @@ class CorpusReader:
         self.files = source_files(source) if files is None else files
         self.total_bytes = sum(file.size for file in self.files)
         self.ledger = Ledger(files=len(self.files))
-        self._limit, self._template_of = max_document_bytes, template_of
+        self._limit = max_document_bytes
+        self._template_of = template_of
         self._finished_bytes = 0
         self._raw: IO[bytes] | None = None
 
@@ -174,7 +175,8 @@ def _read_txt(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
 def _lines(stream: IO[bytes], limit: int) -> Iterator[Line]:
     number = 0
     while line := stream.readline(limit + 1):
-        number, length = number + 1, len(line)
+        number = number + 1
+        length = len(line)
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)  # Windows programs write one
         if length <= limit or line.endswith(b"\n"):
@@ -195,9 +197,12 @@ def _decode(text: bytes) -> str | Reason:
 def _join(lines: Iterable[Line], limit: int) -> Item:
     """Join lines into a document; if a line is bad, reject the document at the first bad line."""
     texts: list[str] = []
-    first, bad, num_bytes = 0, None, 0
+    first = 0
+    bad = None
+    num_bytes = 0
     for number, line, length in lines:
-        first, num_bytes = first or number, num_bytes + length
+        first = first or number
+        num_bytes = num_bytes + length
         if bad is not None:
             continue
         if isinstance(line, str) and "\0" in line:
@@ -207,7 +212,9 @@ def _join(lines: Iterable[Line], limit: int) -> Item:
         if isinstance(line, str):
             texts.append(line)
         else:
-            first, bad, texts = number, line, []
+            first = number
+            bad = line
+            texts = []
     return f":{first or 1}", bad or "".join(texts).rstrip(_NEWLINE), num_bytes
 
 
@@ -283,7 +290,8 @@ def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
         try:
             row = next(rows, None)
         except csv.Error:
-            row, found = header, Reason.NOT_CSV
+            row = header
+            found = Reason.NOT_CSV
         if row is None:
             return
         if not row:  # a blank line
@@ -318,12 +326,14 @@ class _CsvLines:
     """
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
-        self._stream, self._limit = stream, limit
+        self._stream = stream
+        self._limit = limit
         self._is_first = True
         self.start_row()
 
     def start_row(self) -> None:
-        self.num_bytes, self.is_cut = 0, False
+        self.num_bytes = 0
+        self.is_cut = False
 
     def __iter__(self) -> Iterator[str]:
         return self

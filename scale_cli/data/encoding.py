@@ -69,7 +69,8 @@ class DocumentMarkers:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> DocumentMarkers:
-        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        bos = tokenizer.bos_token_id
+        eos = tokenizer.eos_token_id
         return cls(None if bos == eos else bos, eos)
 
     @property
@@ -105,7 +106,8 @@ class RoundTrip:
     example: str = ""  # the first word that loses a character; empty: none does
 
     def __add__(self, later: RoundTrip) -> RoundTrip:
-        num_bytes, num_lost = self.num_bytes + later.num_bytes, self.num_lost + later.num_lost
+        num_bytes = self.num_bytes + later.num_bytes
+        num_lost = self.num_lost + later.num_lost
         return RoundTrip(num_bytes, num_lost, self.example or later.example)
 
     @property
@@ -173,7 +175,8 @@ class Encoder:
         encodings = self.encodings(texts)
         unframed = [encoding.ids for encoding in encodings]
         ids: list[int] = []
-        lengths, learned = [], []
+        lengths = []
+        learned = []
         for document, encoding, own in zip(documents, encodings, unframed, strict=True):
             ends_itself = self._conversations and own[-1:] == self._after  # the template wrote EOS
             framed = own if ends_itself else [*self._before, *own, *self._after]
@@ -206,7 +209,8 @@ class Encoder:
             [token for token in own if token != unknown] if unknown in own else own for own in ids
         ]
         decoded_texts = self._tokenizer.decode_batch(known, skip_special_tokens=False)
-        num_lost, example = 0, ""
+        num_lost = 0
+        example = ""
         for text, num_bytes, decoded in zip(texts, sizes, decoded_texts, strict=True):
             if text == decoded:
                 continue
@@ -389,7 +393,8 @@ def _chunks(documents: Iterator[Document]) -> Iterator[list[Document]]:
         size += document.num_bytes
         if size >= _CHUNK_BYTES or len(chunk) == _CHUNK_DOCUMENTS:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     if chunk:
         yield chunk
 
@@ -416,5 +421,5 @@ def _encode_in_worker(documents: list[Document]) -> Encoded:
     assert _worker_encoder is not None
     try:
         return _worker_encoder.encode(documents)
-    except BaseException as error:  # a Rust panic is no Exception, and may not be picklable
+    except BaseException as error:  # a Rust panic is not an Exception, and may not be picklable
         raise RunError(f"tokenising failed: {type(error).__name__}: {error}") from None

@@ -249,12 +249,15 @@ def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
     not remembered: another change might fall into the same clock tick.
     """
     remembered = cache_dir / _HASHES
-    hashes, known, new = [], _read_hashes(remembered), {}
+    hashes = []
+    known = _read_hashes(remembered)
+    new = {}
     for file in files:
         if file.store is not None:
             hashes.append(file.told)
             continue
-        path, started_ns = Path(file.name), time.time_ns()
+        path = Path(file.name)
+        started_ns = time.time_ns()
         with named_errors(file.name):
             status = path.stat()
             stamp = [

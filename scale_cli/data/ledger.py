@@ -14,7 +14,8 @@ from scale_cli.storage.records import RunRecord
 from scale_cli.terminal import printable
 
 _PLACES = 3
-_FIELDS, _LONGEST_FIELD = 12, 40
+_FIELDS = 12
+_LONGEST_FIELD = 40
 
 
 class Reason(Enum):
@@ -194,7 +195,8 @@ class TokenLedger(RunRecord):
 
 def check_has_text(source: TextSource, ledger: Ledger) -> None:
     """Raise CorpusError if a source has no good record."""
-    name, losses = _described(source), ledger.described_losses()
+    name = _described(source)
+    losses = ledger.described_losses()
     if ledger.num_skipped and not ledger.read.documents:
         raise CorpusError(
             f"{name}: no document is left, because skip_documents skips all {ledger.num_skipped:,}"

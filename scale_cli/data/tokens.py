@@ -69,13 +69,11 @@ from scale_cli.storage.records import RunRecord
 from scale_cli.terminal import progress_bar
 
 PARTS = "parts"  # in a cache: sources that many machines tokenise, part by part
-TOKENS, OFFSETS, NUM_BYTES, HASHES, LEARNED = (
-    "tokens.bin",
-    "offsets.bin",
-    "num_bytes.bin",
-    "hashes.bin",
-    "learned.bin",
-)
+TOKENS = "tokens.bin"
+OFFSETS = "offsets.bin"
+NUM_BYTES = "num_bytes.bin"
+HASHES = "hashes.bin"
+LEARNED = "learned.bin"
 _FORMAT_VERSION = 6
 _TOKENS_BETWEEN_RECORDS = 1 << 22  # between two records of progress: the most that a kill can cost
 # Keys of the saved configuration that say how the tokenizer was loaded, not how it tokenises.
@@ -222,17 +220,15 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
         with writing(Path(folder)):
             tokenizer.save_pretrained(folder)
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
-        lines = "".join(f"{file.name} {_tokenizer_content(file)}\n" for file in files)
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def _tokenizer_content(file: Path) -> str:
-    if file.name != "tokenizer_config.json":
-        return file_sha256(file)
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    return json.dumps(
-        {key: value for key, value in settings.items() if key not in _HOW_LOADED}, sort_keys=True
-    )
+        lines = []
+        for file in files:
+            content = file_sha256(file)
+            if file.name == "tokenizer_config.json":
+                settings = json.loads(file.read_text(encoding="utf-8"))
+                kept = {key: value for key, value in settings.items() if key not in _HOW_LOADED}
+                content = json.dumps(kept, sort_keys=True)
+            lines.append(f"{file.name} {content}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 # Making a folder
@@ -265,7 +261,8 @@ def tokenise(
 
     The folder is named after its content, so an unfinished one beside it is continued.
     """
-    reading, is_chat = cache.reading, source.messages_field is not None
+    reading = cache.reading
+    is_chat = source.messages_field is not None
     encoder = Encoder(cache.tokenizer, conversations=is_chat)
     reader = CorpusReader(
         source, reading.max_document_bytes, cache.tokenizer if is_chat else None, files=part
@@ -273,18 +270,18 @@ def tokenise(
     documents = (record for record in reader if isinstance(record, Document))
 
     def encoded_after(num_done: int) -> Iterator[Encoded]:
-        next(
-            islice(documents, num_done, num_done), None
-        )  # reads them again, so that the ledger counts them
-        title, total, hidden = (
-            f"tokenising {source.name}",
-            reader.total_bytes or None,
-            not cache.show_progress,
-        )
+        # Reads them again, so that the ledger counts them.
+        next(islice(documents, num_done, num_done), None)
+        num_workers = reading.num_workers or len(os.sched_getaffinity(0))
         with progress_bar(
-            total=total, desc=title, unit="B", unit_scale=True, disable=hidden, leave=False
+            total=reader.total_bytes or None,
+            desc=f"tokenising {source.name}",
+            unit="B",
+            unit_scale=True,
+            disable=not cache.show_progress,
+            leave=False,
         ) as bar:
-            for encoded in encode_all(documents, encoder, reading.num_workers or _num_cores()):
+            for encoded in encode_all(documents, encoder, num_workers):
                 yield encoded
                 bar.update(reader.position_bytes - bar.n)
 
@@ -297,11 +294,6 @@ def tokenise(
         reader.ledger,
         may_be_empty=part is not None,
     )
-
-
-def _num_cores() -> int:
-    """Return the cores that this process may use; on systems that do not say, all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def join_parts(source: TextSource, cache: TokenCache, parts: Sequence[Path], folder: Path) -> None:
@@ -349,8 +341,13 @@ def _write(
         with _Columns(unfinished, progress, cache.columns_of(source)) as columns:
             for encoded in encoded_after(columns.written.documents):
                 columns.append(encoded)
-        ledger.num_tokens, ledger.round_trip = columns.written.tokens, columns.written.round_trip
-        ledger.num_targets = _num_targets(unfinished)
+        ledger.num_tokens = columns.written.tokens
+        ledger.round_trip = columns.written.round_trip
+        if source.messages_field is not None:
+            ledger.num_targets = 0
+            if ledger.num_tokens:  # an empty file cannot be mapped
+                learned = np.memmap(unfinished / LEARNED, np.bool_, mode="r")
+                ledger.num_targets = int(learned[1:].sum())  # the stream's first id is no target
         try:
             if not may_be_empty:
                 check_has_text(source, ledger)
@@ -362,16 +359,6 @@ def _write(
         publish_folder(unfinished, folder)
         for kind in ("progress", "joined"):  # an earlier run may have begun the other way
             folder.with_name(f".{folder.name}.{kind}.json").unlink(missing_ok=True)
-
-
-def _num_targets(folder: Path) -> int | None:
-    """Count the learned ids of conversations, without the stream's first id, which is never a
-    target.
-    """
-    learned = folder / LEARNED
-    if not learned.exists():
-        return None
-    return int(np.memmap(learned, np.bool_, mode="r")[1:].sum()) if learned.stat().st_size else 0
 
 
 @dataclass(frozen=True)
@@ -387,7 +374,9 @@ class _Columns:
     """The files of an unfinished folder, cut to what is safely on disk and then appended to."""
 
     def __init__(self, folder: Path, progress: Path, dtypes: dict[str, str]) -> None:
-        self._folder, self._progress, self._dtypes = folder, progress, dtypes
+        self._folder = folder
+        self._progress = progress
+        self._dtypes = dtypes
         self.written = self._read_progress()
         self._recorded_tokens = self.written.tokens
         self._files: dict[str, IO[bytes]] = {}

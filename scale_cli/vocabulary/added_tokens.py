@@ -39,7 +39,9 @@ _UNUSED = "\ue000unused {}\ue000"
 
 SENTENCEPIECE = "tokenizer.model"  # the file's name
 _BELOW_ALL = -1e6  # below every score of a SentencePiece BPE, which are -rank
-_NORMAL_KIND, _CONTROL_KIND, _UNUSED_KIND = 1, 3, 5
+_NORMAL_KIND = 1
+_CONTROL_KIND = 3
+_UNUSED_KIND = 5
 _MORE = 0x80  # bit of a varint's byte: another byte follows
 
 _WORDS_AT_ONCE = 4096  # passed to `tokenizers` in one call
@@ -159,7 +161,9 @@ def learn(
     """Return up to `most` tokens, the most frequent first, each after the tokens that it is made
     of.
     """
-    lines, of_units, spelt = Counter[tuple[Unit, ...]](), Counter[Unit](), dict[str, bytes]()
+    lines = Counter[tuple[Unit, ...]]()
+    of_units = Counter[Unit]()
+    spelt = dict[str, bytes]()
     for word, encoding in _encoded(tokenizer, sorted(words)):
         space = spelling.space if word[0] in " ▁" else None
         for units in _units(encoding, space, spelling, spelt):
@@ -195,7 +199,8 @@ def _units(
     """
     units: list[Unit] = []
     unit: list[str] = []
-    cut, before = b"", None
+    cut = b""
+    before = None
     for token, part in zip(encoding.tokens, encoding.word_ids, strict=True):
         if part != before and units:
             yield tuple(units)
@@ -214,7 +219,8 @@ def _units(
                 units.append((space,))
             space = None
             units.append(tuple(unit))
-        unit, cut = [], b""
+        unit = []
+        cut = b""
     if units:
         yield tuple(units)
 
@@ -287,7 +293,8 @@ def _allowed(
     """Yield the new candidates that no text without the script can contain, and whose parts were
     not refused.
     """
-    known, refused = set(tokenizer.get_vocab(with_added_tokens=True)), set[str]()
+    known = set(tokenizer.get_vocab(with_added_tokens=True))
+    refused = set[str]()
     for new in candidates:
         if not script.alone_begins(spelling.to_bytes(new.token)) or refused.intersection(
             new.merged or ()
@@ -380,10 +387,13 @@ def _num_pieces(model: bytes) -> int:
     count = at = 0
     while at < len(model):
         count += model[at] >> 3 == 1
-        at, length, shift = at + 1, 0, 0
+        at = at + 1
+        length = 0
+        shift = 0
         while at < len(model):
             length |= (model[at] & ~_MORE) << shift
-            at, shift = at + 1, shift + 7
+            at = at + 1
+            shift = shift + 7
             if not model[at - 1] & _MORE:
                 break
         at += length

@@ -35,7 +35,8 @@ def check_added_tokens(
         PreservationError: one of these does not hold.
     """
     _check_tokens(old, new)
-    old, new = _copy(old), _copy(new)
+    old = _copy(old)
+    new = _copy(new)
     num_same = _check_ids(old, new, _without(script, old, [*learned]))
     num_same += _check_ids(old, new, _without(script, old, kept))
     return num_same + _check_decoded(old, new, learned)

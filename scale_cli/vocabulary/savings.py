@@ -45,7 +45,8 @@ def estimate_savings(
     name = most_frequent_script(sample)
     if name is None:
         return None
-    backend, script = tokenizer.backend_tokenizer, Script.named(name)
+    backend = tokenizer.backend_tokenizer
+    script = Script.named(name)
     spelling = Spelling.of(backend, tokenizer.name_or_path)
     spelling.check_script(script, tokenizer.name_or_path)
 

@@ -145,7 +145,8 @@ class AddedTokens:
         """Return the tokens learned from up to `num_bytes` of each source, and whether that is all
         of the text.
         """
-        backend, script = self.base.backend_tokenizer, Script.named(self.vocabulary.script)
+        backend = self.base.backend_tokenizer
+        script = Script.named(self.vocabulary.script)
         spelling = Spelling.of(backend, self.base.name_or_path)
         spelling.check_script(script, self.base.name_or_path)
         tokens = self.base.get_vocab()
@@ -157,7 +158,8 @@ class AddedTokens:
             )
         check_ids(self.base, self.first_id)
         check_size(self.first_id + self.num_new)
-        words, is_all = Counter[str](), True
+        words = Counter[str]()
+        is_all = True
         for source in self.sources:
             num_read = 0
             for text in read_texts([source], self.cache.reading, num_bytes):

@@ -76,7 +76,8 @@ def test_every_token_but_the_first_or_every_learned_one_is_a_target_once_an_epoc
 ) -> None:
     learned = None if seed is None else np.random.default_rng(seed).random(length) < 0.5
     windows = PackedWindows(stream(length), sequence_length, learned)
-    seen, read = [], []
+    seen = []
+    read = []
     for index in range(len(windows)):
         inputs, targets = windows.window(index)
         assert inputs.shape == targets.shape == (sequence_length,)
@@ -94,7 +95,8 @@ def test_every_token_but_the_first_or_every_learned_one_is_a_target_once_an_epoc
 
 @st.composite
 def plans(draw: st.DrawFn) -> dict[str, Any]:
-    micro, parts = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    micro = draw(st.integers(1, 3))
+    parts = draw(st.integers(1, 6))
     lengths = draw(st.lists(LENGTHS, min_size=1, max_size=3))
     of_each: dict[str, Any] = {"min_size": len(lengths), "max_size": len(lengths)}
     return {

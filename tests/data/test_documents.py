@@ -70,7 +70,8 @@ def test_csv_and_json_give_the_texts_that_were_written(
 def test_a_compressed_file_of_several_parts_is_read_to_its_end(
     tmp_path: Path, compression: str
 ) -> None:
-    file, compress = tmp_path / f"corpus.jsonl{compression}", COMPRESSORS[compression]
+    file = tmp_path / f"corpus.jsonl{compression}"
+    compress = COMPRESSORS[compression]
     padding = bytes(100_000) if compression == ".xz" else b""
     file.write_bytes(
         b"".join(compress(as_jsonl([text])) + padding[:4] for text in DOCUMENTS) + padding
@@ -160,7 +161,8 @@ def test_a_bad_line_of_json_costs_itself_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_a_bad_line_of_text_costs_its_paragraph_or_itself(tmp_path: Path, end: bytes) -> None:
-    file, longest = tmp_path / "corpus.txt", b"x" * 1000
+    file = tmp_path / "corpus.txt"
+    longest = b"x" * 1000
     bad = {
         b"caf\xe9": Reason.NOT_UTF8,
         b"a\0b": Reason.NUL,
@@ -247,7 +249,8 @@ def test_a_bad_parquet_row_costs_itself_alone(tmp_path: Path) -> None:
     ]
     pa.parquet.write_table(pa.table({"text": [1, 2]}), file)
     assert [reason for reason, _ in dropped(records(file))] == [Reason.WRONG_TYPE] * 2
-    offsets, data = pa.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"\xff\xfea")
+    offsets = pa.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0")
+    data = pa.py_buffer(b"\xff\xfea")
     pa.parquet.write_table(pa.table({"text": pa.StringArray.from_buffers(2, offsets, data)}), file)
     found = records(file)
     assert kept(found) == ["a"]
@@ -319,10 +322,8 @@ def test_a_dataset_gives_its_documents_in_order_and_bad_ones_a_reason_and_a_plac
         '{"text": ""}\n{"text": "a\\u0000"}\n{"text": null}\n{"text": "a"}\n'
     )
     assert kept(of_dataset(tmp_path)) == DOCUMENTS
-    found, reasons = (
-        of_dataset(tmp_path, split="test"),
-        [Reason.EMPTY, Reason.NUL, Reason.WRONG_TYPE],
-    )
+    found = of_dataset(tmp_path, split="test")
+    reasons = [Reason.EMPTY, Reason.NUL, Reason.WRONG_TYPE]
     assert kept(found) == ["a"]
     assert dropped(found) == [
         (reason, f"{tmp_path} row {row}") for row, reason in enumerate(reasons, start=1)

@@ -105,7 +105,8 @@ def marks_of(tokenizer: Tokenizer) -> dict[int, str]:
 def test_no_kind_of_tokenizer_gives_a_mark_to_text(
     kind: Callable[[], Tokenizer], text: str
 ) -> None:
-    tokenizer, encoder = copy_of(kind), encoder_of(kind)
+    tokenizer = copy_of(kind)
+    encoder = encoder_of(kind)
     (encoding,) = encoder.encodings([text])
     # A character that the vocabulary lacks is spelt in bytes, which is no mark of the text.
     missing = {f"<0x{byte:02X}>" for c in text if c not in LETTERS + " " for byte in c.encode()}

@@ -81,7 +81,8 @@ def test_what_is_read_is_kept_or_dropped_for_a_reason(records: list[Any]) -> Non
 def test_the_accounts_of_parts_add_up_to_that_of_the_whole(
     first: list[Any], later: list[Any]
 ) -> None:
-    whole, ledger = ledger_of(first + later, files=2), ledger_of(first, files=1)
+    whole = ledger_of(first + later, files=2)
+    ledger = ledger_of(first, files=1)
     ledger.take(ledger_of(later, files=1))
     assert json.dumps(ledger.to_json()) == json.dumps(whole.to_json())
 
@@ -100,7 +101,8 @@ def test_records_and_files_are_each_held_to_the_limit(
     counts: tuple[int, int, int, int], max_bad_fraction: float, told: str | None
 ) -> None:
     num_good, num_bad, files, num_damaged = counts
-    bad, damaged = Rejected(Reason.NOT_JSON, "f:1", 1), Rejected(Reason.DAMAGED_FILE, "g (cut)", 0)
+    bad = Rejected(Reason.NOT_JSON, "f:1", 1)
+    damaged = Rejected(Reason.DAMAGED_FILE, "g (cut)", 0)
     records = [Document("a", 1)] * num_good + [bad] * num_bad + [damaged] * num_damaged
     ledger = ledger_of(records, files=files, num_tokens=2)
     refused = pytest.raises(CorpusError, match=rf"^source .*: .*corpus\.max_bad_fraction.*{told}$")
@@ -162,7 +164,8 @@ def test_the_ledger_of_a_tokenised_source_adds_up(
     folder = tmp_path_factory.mktemp("ledger")
     (folder / "corpus.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
     cache = TokenCache(folder / "cache", tokenizer, ReadingConfig(max_bad_fraction=1.0))
-    source, read = source_of(folder / "corpus.jsonl", **limits), read_of(lines, **limits)
+    source = source_of(folder / "corpus.jsonl", **limits)
+    read = read_of(lines, **limits)
     assert len(list(CorpusReader(source, 1000))) == len(read)
     texts = [json.loads(line)["text"] for line in read if LINES[line] is None]
     if not texts:
@@ -310,10 +313,8 @@ def test_a_source_that_loses_more_than_its_limit_is_refused_by_a_whole_sample_an
 
 
 def test_a_sample_that_is_a_part_refuses_only_what_is_plainly_lost(tmp_path: Path) -> None:
-    tokenizer, strict = (
-        PreTrainedTokenizerFast(tokenizer_object=BROKEN[0]()),
-        ReadingConfig(max_unknown_fraction=0.0),
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=BROKEN[0]())
+    strict = ReadingConfig(max_unknown_fraction=0.0)
     source = source_of(str(write_jsonl(tmp_path / "part.jsonl", [KOREAN, *[ENGLISH] * 50])))
     check_sample(source, tokenizer, strict)
     with pytest.raises(CorpusError, match="the tokenizer loses"):

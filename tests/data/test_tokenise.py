@@ -139,7 +139,8 @@ def test_the_bytes_are_one_process_s_whatever_the_number_of_tasks_and_whichever_
     number: int,
     data: st.DataObject,
 ) -> None:
-    cache, (source, by_one) = tmp_path_factory.mktemp("parts"), written
+    cache = tmp_path_factory.mktemp("parts")
+    (source, by_one) = written
     for index in data.draw(st.lists(st.integers(0, number - 1), unique=True)):
         make_part(source, tokenizer, cache, index, number)
     make(source, tokenizer, cache)
@@ -170,7 +171,8 @@ class Killed(BaseException):
 
 def killed_after(num_chunks: int, act: Callable[[], object]) -> None:
     """Do something that is killed after it has written some chunks, if it comes so far."""
-    calls, append = iter(range(num_chunks)), tokens._Columns.append
+    calls = iter(range(num_chunks))
+    append = tokens._Columns.append
     with pytest.MonkeyPatch.context() as patch:
 
         def dying(self: tokens._Columns, part: Encoded) -> None:
@@ -188,7 +190,8 @@ def killed_after(num_chunks: int, act: Callable[[], object]) -> None:
 
 def documents_written(act: Callable[[], object]) -> int:
     """Return how many documents something tokenises, or copies out of a part."""
-    written, append = list[int](), tokens._Columns.append
+    written = list[int]()
+    append = tokens._Columns.append
     with pytest.MonkeyPatch.context() as patch:
 
         def noting(self: tokens._Columns, part: Encoded) -> None:
@@ -226,10 +229,12 @@ def test_however_it_was_killed_it_goes_on_from_what_was_certain(
     torn: bytes,
 ) -> None:
     """Alone, in a part, or while parts are joined; with bytes half written after what was recorded."""
-    cache, (source, by_one) = tmp_path_factory.mktemp("killed"), written
+    cache = tmp_path_factory.mktemp("killed")
+    (source, by_one) = written
     alone = partial(make, source, tokenizer, cache)
     finished_parts: list[tuple[int | None, int]] = [(0, 10**6), (1, 10**6), (None, joined)]
-    kind, certain = "joined" if in_parts else "progress", 0
+    kind = "joined" if in_parts else "progress"
+    certain = 0
     for share, num_chunks in tries + finished_parts * in_parts:
         if share is not None and cache_in(cache, tokenizer).open_if_there(source):
             continue  # nobody prepares a part of what is whole
@@ -275,7 +280,9 @@ def test_unfinished_work_that_is_damaged_is_begun_again(
 def test_a_task_reads_its_own_files_alone_and_what_all_have_made_is_joined_and_not_tokenised(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, opened, sha256 = write_files(tmp_path), list[str](), atomic.file_sha256
+    source = write_files(tmp_path)
+    opened = list[str]()
+    sha256 = atomic.file_sha256
 
     def noted(path: Path) -> str:
         opened.append(path.name)
@@ -365,7 +372,8 @@ def test_a_chunk_ends_at_its_bytes_whatever_the_script_and_few_are_read_ahead(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoding, "_CHUNK_DOCUMENTS", 10)
-    encoder, read = Encoder(tokenizer, conversations=False), 0
+    encoder = Encoder(tokenizer, conversations=False)
+    read = 0
 
     def reading() -> Iterator[Document]:
         nonlocal read

@@ -89,7 +89,8 @@ def test_marks_stand_at_boundaries_only_whatever_a_text_or_the_tokenizer_itself_
     spelled = f"One {tokenizer.eos_token} and {tokenizer.bos_token or tokenizer.eos_token} two."
     path = write_jsonl(tmp_path / "corpus.jsonl", [*TEXTS, spelled])
     corpus = open_corpus(path, tokenizer, tmp_path / "cache")
-    starts, ends = corpus.offsets[:-1], corpus.offsets[1:] - 1
+    starts = corpus.offsets[:-1]
+    ends = corpus.offsets[1:] - 1
     for boundary, places in ((tokenizer.bos_token_id, starts), (tokenizer.eos_token_id, ends)):
         if boundary is not None:
             assert np.flatnonzero(corpus.ids == boundary).tolist() == places.tolist()
@@ -129,7 +130,8 @@ def test_the_same_content_is_not_tokenised_again_under_any_name_nor_by_a_tokeniz
 def test_what_decides_the_tokens_makes_another_folder(
     tmp_path: Path, shared_data: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    path, other_eos = tmp_path / "corpus.jsonl", copy.deepcopy(tokenizer)
+    path = tmp_path / "corpus.jsonl"
+    other_eos = copy.deepcopy(tokenizer)
     path.write_text(
         "".join(json.dumps({"text": text, "body": text[::-1]}) + "\n" for text in TEXTS)
     )
@@ -179,7 +181,8 @@ def test_a_cache_that_is_not_whole_is_made_again(
 ) -> None:
     path = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
     first = open_corpus(path, tokenizer, tmp_path / "cache")
-    ids, damaged = first.ids.tolist(), first.folder / name
+    ids = first.ids.tolist()
+    damaged = first.folder / name
     for content in (None, damaged.read_bytes()[:-3]):
         damaged.unlink() if content is None else damaged.write_bytes(content)
         again = open_corpus(path, tokenizer, tmp_path / "cache")
@@ -212,7 +215,8 @@ def test_a_source_of_which_too_much_is_bad_is_refused_now_and_later_and_taken_wh
 def test_a_dataset_is_tokenised_again_where_its_folder_has_changed_and_named_where_its_commit_is_unknown(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, folders = tmp_path / "dataset", []
+    folder = tmp_path / "dataset"
+    folders = []
     folder.mkdir()
     source = source_of(None, dataset=str(folder))
     for text in ("one", "two", "one"):

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from scale_cli.config.vocabulary import Script
 
 _NO_CHARACTERS = ("Cn", "Cs")  # of Unicode's categories: not assigned, and surrogates
-_NUM_STRINGS, _LONGEST = 20_000, 24
+_NUM_STRINGS = 20_000
+_LONGEST = 24
 
 
 def characters_outside(script: Script) -> list[str]:

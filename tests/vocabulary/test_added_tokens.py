@@ -39,7 +39,8 @@ from tests.vocabulary.tokenizers_at_hand import (
     smollm2,
 )
 
-HANGUL, CYRILLIC = Script.named("hangul"), Script.named("cyrillic")
+HANGUL = Script.named("hangul")
+CYRILLIC = Script.named("cyrillic")
 FIRST_ID = 512  # some rows more than any of them has tokens
 
 
@@ -153,7 +154,8 @@ def united(kind: Callable[[], Tokenizer]) -> tuple[Tokenizer, Tokenizer]:
 def test_with_the_new_tokens_of_two_scripts_each_has_the_ids_that_it_has_alone(
     kind: Callable[[], Tokenizer], text: str, both: str
 ) -> None:
-    hangul, (cyrillic, together) = grown(kind), united(kind)
+    hangul = grown(kind)
+    (cyrillic, together) = united(kind)
     for any_text in (text, both, text + both):
         ids = together.encode(any_text, add_special_tokens=False).ids
         old = hangul.old.encode(any_text, add_special_tokens=False).ids
@@ -181,7 +183,8 @@ def test_with_the_new_tokens_of_two_scripts_each_has_the_ids_that_it_has_alone(
 @any_kind
 def test_no_character_outside_the_script_has_other_ids(kind: Callable[[], Tokenizer]) -> None:
     """Every character of Unicode, and random strings of them."""
-    one, (cyrillic, together) = grown(kind), united(kind)
+    one = grown(kind)
+    (cyrillic, together) = united(kind)
     outside = characters_outside(HANGUL)
     texts = [*outside, *random_strings(one.old, outside, seed=0)]
     num_compared = check_added_tokens(one.old, one.new, HANGUL, texts, [KOREAN])
@@ -194,7 +197,8 @@ def test_no_character_outside_the_script_has_other_ids(kind: Callable[[], Tokeni
 
 
 def test_the_checks_find_one_token_that_moved_or_that_other_texts_have() -> None:
-    one, (cyrillic, together) = grown(llama_3), united(llama_3)
+    one = grown(llama_3)
+    (cyrillic, together) = united(llama_3)
     parts = [(one.new, HANGUL), (cyrillic, CYRILLIC)]
     check_union(parts, together, FIRST_ID, [KOREAN, RUSSIAN, ENGLISH])
 
