@@ -90,16 +90,17 @@ def plan(
     num_processes: Annotated[
         int, Option(metavar="N", min=1, help="Processes that share a step, each on its own device.")
     ] = 1,
+    compared: Annotated[bool, Option("--all", help="Show every other method beside it.")] = False,
     _form: Form = None,
 ) -> None:
-    """Estimate the cost of a run, and of every other method.
+    """Estimate the cost of a run.
 
     It reads only the config.json of the base.
     """
     checked = load(config, overrides)
     from scale_cli.commands.plan import plan
 
-    on_main(lambda: show(plan(checked, flops, num_processes)))
+    on_main(lambda: show(plan(checked, flops, num_processes, compared=compared)))
 
 
 @app.command()

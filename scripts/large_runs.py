@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-
 from scale_cli.config.schema import MethodConfig
-from scale_cli.planning import count_flops
-from scale_cli.training.optimiser import kinds_of_parameters
-from scale_cli.upscale.base import base_without_weights
-from scale_cli.upscale.building import build_model
+from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.walk import Base, walk
 from scripts.random_base import reference_config
 
 LENGTH, WINDOWS = 8192, 512  # of a step of the reference config
@@ -56,14 +52,10 @@ def main() -> None:
     )
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for name, (layers, hidden) in SHAPES.items():
-        with torch.device("meta"):
-            base = base_without_weights(reference_config(layers, hidden, 128_256), "bfloat16")
-            model = build_model(base, METHOD, seed=0)
-        kinds = kinds_of_parameters(model)
-        sizes = {tensor_name: tensor.numel() for tensor_name, tensor in model.named_parameters()}
-        trained = sum(sizes[kind] for kind in kinds)
-        frozen = sum(sizes.values()) - trained
-        flops_per_token = count_flops(model, LENGTH).total(LENGTH)
+        base = reference_config(layers, hidden, 128_256).to_dict()
+        step = walk(Base(BaseSizes.of(base, name), itemsize=2), METHOD)
+        trained, frozen = step.num_trainable, step.num_frozen
+        flops_per_token = step.flops(LENGTH)
         for gpus in GPUS:
             per_gpu = WINDOWS // gpus
             step_s = per_gpu * LENGTH * flops_per_token / given.flops

@@ -1,54 +1,30 @@
-"""The verb `scale plan`: the cost of a run and its alternatives, from the base's config.json alone."""
+"""The verb `scale plan`: what a run costs, computed from the base's config.json in a second or two."""
 
 from __future__ import annotations
 
-import copy
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-import torch
-
+from scale_cli.config.idle import idle_settings
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.config.sources import BenchmarkSource, TextSource
-from scale_cli.data.corpora import check_sample, every_source, idle_settings
-from scale_cli.data.files import check_source
-from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError
-from scale_cli.evaluation.benchmarks import check_task_file
-from scale_cli.methods import METHODS
-from scale_cli.planning import (
-    Device,
-    Memory,
-    Parameters,
-    TokenFlops,
-    count_flops,
-    measure_device,
-    memory_of_run,
-)
+from scale_cli.config.sources import TextSource
+from scale_cli.data.files import check_source, source_files
+from scale_cli.errors import ConfigError, CorpusError
+from scale_cli.methods.widened import added_sizes
+from scale_cli.planning.device import Device, measure_device
+from scale_cli.planning.memory import Memory, memory_of_run, num_served, step_of
+from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.walk import ITEMSIZES, PLANNED
 from scale_cli.report import Table, duration, quantity
-from scale_cli.runs.opened import Run, check_context, check_processes
-from scale_cli.upscale.base import base_without_weights
-from scale_cli.upscale.building import NewPieces, build_model
-from scale_cli.vocabulary.tokenizer import read_texts
+from scale_cli.upscale.base_files import read_config_file
 
-_WITHOUT = "no new tokens"  # the row of the config's method on the same text
 _WIDTH, _LABEL = 100, 15  # of terminal lines, and of the labels before them
-_BYTES_COUNTED, _BYTES_LEARNED = (
-    1 << 20,
-    1 << 24,
-)  # read from every source, to count and to learn new tokens
-
-
-@dataclass(frozen=True)
-class SourceGrowth:
-    """The size of a training source's beginning, in old and in new tokens."""
-
-    name: str
-    num_bytes: int
-    num_tokens_before: int
-    num_tokens_after: int
+_BYTES_PER_TOKEN = 3  # of held-out text that nobody has read yet
+_BYTES_COMPRESSED = 4  # of text for each byte of a compressed file
+# Read from every source, to count new tokens and to learn them.
+_BYTES_COUNTED, _BYTES_LEARNED = 1 << 20, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -57,7 +33,7 @@ class Growth:
 
     num_new: int
     is_learned: bool  # if not, they are estimated from the beginnings of the sources
-    sources: list[SourceGrowth]
+    sources: list[dict[str, Any]]  # of each training source: its tokens before and after
     tokens_without: float  # tokens without them for each token of the run, on the same text
 
 
@@ -65,66 +41,115 @@ class Growth:
 class MethodPlan:
     """The cost of one method."""
 
-    variant: str  # its name
-    parameters: Parameters
-    flops: TokenFlops  # of training on a token
+    variant: str
+    num_frozen: int
+    num_trainable: int
+    num_served: int  # of the plain export
     num_tokens: int  # of the run's text: more without new tokens
-    flops_per_token: float  # in all, in the run's windows
+    flops_per_token: float
     memory: Memory  # of one process
     time_s: float  # the run's FLOPs at the speed that the devices sustain
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The cost of the config's method, and of every other one."""
+    """The cost of the config's method, and of every other one if asked for."""
 
     config: RunConfig
-    base_config: Any  # transformers' class
+    sizes: BaseSizes
     num_processes: int  # that share a step
     device: Device  # the times are for its speed
     methods: list[MethodPlan]  # the config's first
     refused: dict[str, str]  # methods that this base does not allow, and why
+    evaluation_s: float  # all evaluations of the run
+    evaluated_tokens: int
+    disk_bytes: int  # of the finished run
     warnings: list[str]  # settings and sources that are likely mistakes
-    new_tokens: Growth | None  # None if there are none
+    new_tokens: Growth | None
 
     def lines(self) -> list[str]:
-        """Return lines of at most 100 columns: the run, tables of work and of memory, and footnotes."""
+        """Return lines of at most 100 columns: the run, its work and memory, and footnotes."""
         return [*_heading(self), "", *_tables(self), *_footnotes(self)]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("config", "base_config")
+        hidden = ("config", "sizes", "methods")
+        return {name: value for name, value in vars(self).items() if name not in hidden} | {
+            "methods": [asdict(method) for method in self.methods]
         }
 
 
-def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
-    """Plan a run and every other method, without loading or downloading weights."""
-    run = Run(config)
-    base_config, method = run.base_config, config.method
-    check_context(config, base_config)
-    check_processes(config.train, num_processes)
-    device = Device("cuda", flops or 0.0, "as stated")
-    if flops is None:
-        device = measure_device(base_config, config.model.dtype, config.train.mixed_precision)
-    growth = None if method.vocabulary is None else growth_of(run)
-    plan_of = partial(_plan_method, config, base_config, device, num_processes, growth)
-    planned, refused = [plan_of(method)], dict[str, str]()
-    if growth is not None:
-        planned.append(
-            replace(plan_of(method.model_copy(update={"vocabulary": None})), variant=_WITHOUT)
+def plan(
+    config: RunConfig, flops: float | None, num_processes: int, *, compared: bool = False
+) -> Plan:
+    """Plan a run, and with `compared` every other method beside it; no weights are read."""
+    base = read_config_file(config.model)
+    if base.get("model_type") == "scale" or (Path(config.model.base) / "final").is_dir():
+        raise ConfigError(
+            f"model.base: {config.model.base} is already widened; `scale plan` takes plain bases"
         )
-    for other in methods_beside(method):
+    sizes = BaseSizes.of(base, config.model.base)
+    _check_sizes(config, sizes, num_processes)
+    growth = None if config.method.vocabulary is None else growth_of(config)
+    warnings = [*_absent(config), *idle_settings(config)]
+
+    device = Device("cuda", flops or 0.0, "as stated")
+    step_of(config, sizes)  # refuses before anything is measured
+    if flops is None:
+        device = measure_device(sizes, config.train.mixed_precision)
+    own = _plan_method(config, sizes, device, num_processes, growth)
+    planned, refused = [own], dict[str, str]()
+    if compared and growth is not None:  # the same text in old tokens
+        method = config.method.model_copy(update={"vocabulary": None})
+        without = config.model_copy(update={"method": method})
+        of_old = _plan_method(without, sizes, device, num_processes, growth)
+        planned.append(replace(of_old, variant="no new tokens"))
+    for method in _methods_beside(config.method) if compared else ():
+        train = config.train
+        if not method.trains_base_weights:  # the setting needs a method that trains them
+            train = train.model_copy(update={"decay_to_base": False})
+        other = config.model_copy(update={"method": method, "train": train})
         try:
-            planned.append(plan_of(other))
-        except (ConfigError, MissingExtraError) as error:  # the config does not ask for it
-            refused[other.variant] = str(error)
-    warnings = [*_absent(run), *idle_settings(config)]
-    return Plan(config, base_config, num_processes, device, planned, refused, warnings, growth)
+            planned.append(_plan_method(other, sizes, device, num_processes, growth))
+        except ConfigError as error:
+            refused[method.variant] = str(error)
+
+    evaluated = _evaluated_tokens(config)
+    speed = device.flops_per_s * num_processes
+    return Plan(
+        config=config,
+        sizes=sizes,
+        num_processes=num_processes,
+        device=device,
+        methods=planned,
+        refused=refused,
+        evaluation_s=evaluated * 2.0 * (own.num_frozen + own.num_trainable) / speed,
+        evaluated_tokens=evaluated,
+        disk_bytes=_disk_bytes(config, own),
+        warnings=warnings,
+        new_tokens=growth,
+    )
 
 
-def methods_beside(method: MethodConfig) -> list[MethodConfig]:
+def _check_sizes(config: RunConfig, sizes: BaseSizes, num_processes: int) -> None:
+    lengths = {
+        "corpus.sequence_length": config.corpus.sequence_length,
+        "evaluation.sequence_length": config.evaluation.sequence_length or 0,
+    }
+    for key, length in lengths.items():
+        if length > sizes.max_position_embeddings:
+            raise ConfigError(
+                f"{key}: {length}, but the base has {sizes.max_position_embeddings} positions"
+            )
+    train = config.train
+    at_once = train.sequences_at_once(num_processes)
+    if train.global_batch_size % (at_once * num_processes):
+        raise ConfigError(
+            f"train.global_batch_size {train.global_batch_size} is not a multiple of "
+            f"train.micro_batch_size {at_once} x {num_processes} processes"
+        )
+
+
+def _methods_beside(method: MethodConfig) -> list[MethodConfig]:
     """Return every other method at the config's sizes, with its default collaboration layers."""
     sections = method.model_dump()
     sections["collaboration"]["layers"] = None
@@ -132,47 +157,47 @@ def methods_beside(method: MethodConfig) -> list[MethodConfig]:
     vocabulary = sections.pop("vocabulary")
     return [
         MethodConfig.model_validate(
-            {
-                **sections,
+            sections
+            | {
                 "variant": name,
-                "vocabulary": vocabulary if other.takes_new_tokens else None,
+                "vocabulary": None if name in ("lora", "freeze", "llama-pro") else vocabulary,
             }
         )
-        for name, other in METHODS.items()
+        for name in PLANNED
         if name != method.variant
     ]
 
 
 def _plan_method(
-    config: RunConfig,
-    base_config: Any,
-    device: Device,
-    num_processes: int,
-    growth: Growth | None,
-    method: MethodConfig,
+    config: RunConfig, sizes: BaseSizes, device: Device, num_processes: int, growth: Growth | None
 ) -> MethodPlan:
-    train, length, new = config.train, config.corpus.sequence_length, None
+    train, length, num_new = config.train, config.corpus.sequence_length, 0
     num_tokens = train.max_steps * train.global_batch_size * length
-    if growth is not None and method.vocabulary is not None:
-        new = NewPieces.unknown(growth.num_new)
+    if growth is not None and config.method.vocabulary is not None:
+        num_new = growth.num_new
     elif growth is not None:
         num_tokens = round(num_tokens * growth.tokens_without)
-    with torch.device("meta"):
-        base = base_without_weights(
-            copy.deepcopy(base_config), config.model.dtype, config.model.quantisation
-        )
-        model = build_model(base, method, config.seed, new)
-    parameters, flops = Parameters.of(model, train), count_flops(model, length)
-    asked = config.model_copy(update={"method": method, "train": train})
-    memory = memory_of_run(asked, num_processes, device.type, model)
-    per_token = flops.total(length)
-    time_s = num_tokens * per_token / (device.flops_per_s * num_processes)
-    return MethodPlan(method.variant, parameters, flops, num_tokens, per_token, memory, time_s)
+    step = step_of(config, sizes, device.type, num_new)
+    per_token = step.flops(length)
+    return MethodPlan(
+        variant=config.method.variant,
+        num_frozen=step.num_frozen,
+        num_trainable=step.num_trainable,
+        num_served=num_served(sizes, config.method, num_new),
+        num_tokens=num_tokens,
+        flops_per_token=per_token,
+        memory=memory_of_run(config, sizes, num_processes, device.type, num_new),
+        time_s=num_tokens * per_token / (device.flops_per_s * num_processes),
+    )
 
 
-def growth_of(run: Run) -> Growth:
+def growth_of(config: RunConfig) -> Growth:
     """Return how new tokens change the token counts, measured on the beginnings of the sources."""
-    config, added_tokens = run.config, run.added_tokens
+    from scale_cli.runs.opened import Run  # needs transformers, for the base's tokenizer
+    from scale_cli.vocabulary.tokenizer import read_texts
+
+    run = Run(config)
+    added_tokens = run.added_tokens
     assert added_tokens is not None
     known: Any = run.known_tokenizer()
     grown: Any = added_tokens.sketched(_BYTES_LEARNED) if known is None else known.backend_tokenizer
@@ -186,101 +211,133 @@ def growth_of(run: Run) -> Growth:
             )
             for tokenizer in (run.base_tokenizer.backend_tokenizer, grown)
         )
-        sources.append(
-            SourceGrowth(source.name, sum(len(text.encode()) for text in texts), before, after)
-        )
+        counted = {
+            "name": source.name,
+            "num_bytes": sum(len(text.encode()) for text in texts),
+            "num_tokens_before": before,
+            "num_tokens_after": after,
+        }
+        sources.append(counted)
         tokens_without += share * before / max(after, 1)
     num_new = added_tokens.num_new if known is None else len(known) - added_tokens.first_id
     return Growth(num_new, known is not None, sources, tokens_without)
 
 
-def _absent(run: Run) -> list[str]:
-    """Return a warning for each source and benchmark whose files or first text a run would reject."""
-    errors: list[CorpusError] = []
-    sources: list[BenchmarkSource | TextSource] = [
-        *run.config.evaluation.benchmarks,
-        *every_source(run.config),
-    ]
-    for asked in sources:
-        try:
-            if isinstance(asked, BenchmarkSource):
-                check_task_file(asked)
-            elif asked.dataset is None and not any(
-                "://" in path for path in asked.paths
-            ):  # no request is sent
-                check_source(asked)
-                with suppress(BaseModelError):  # a plan needs no tokenizer
-                    check_sample(asked, run.base_tokenizer, run.config.corpus)
-        except CorpusError as error:
-            errors.append(error)
+def _absent(config: RunConfig) -> list[str]:
+    """Return a warning for each local source and task file that is not there."""
+    errors = []
+    sources: list[TextSource] = [*config.corpus.sources, *config.evaluation.perplexity]
+    for source in sources:
+        if source.dataset is None and not any("://" in path for path in source.paths):
+            try:
+                check_source(source)
+            except CorpusError as error:
+                errors.append(str(error))
+    for task in config.evaluation.benchmarks:
+        if task.path is not None and not Path(task.path).is_file():
+            errors.append(f"{task.name}: no such file: {task.path}")
     return [f"{error}; the plan needs no text, but `scale run` does" for error in errors]
 
 
+def _evaluated_tokens(config: RunConfig) -> int:
+    """Return about how many tokens of held-out text all evaluations of a run read."""
+    train, total = config.train, 0
+    times = 0 if train.eval_every_steps is None else train.max_steps // train.eval_every_steps
+    for source in config.evaluation.perplexity:
+        size = 0
+        if source.dataset is None and not any("://" in path for path in source.paths):
+            try:
+                for file in source_files(source):
+                    size += file.size * (_BYTES_COMPRESSED if file.compression else 1)
+            except CorpusError:
+                continue  # warned of already
+        num_tokens = size // _BYTES_PER_TOKEN
+        most = getattr(config.evaluation, "max_tokens", None)
+        total += num_tokens if most is None else min(num_tokens, most)
+        each = getattr(train, "eval_max_tokens", None)
+        total += times * (num_tokens if each is None else min(num_tokens, each))
+    return total
+
+
+def _disk_bytes(config: RunConfig, own: MethodPlan) -> int:
+    """Return the size of a finished run: its start, checkpoints, final weights and exports."""
+    train, memory = config.train, own.memory
+    num_kept = 1
+    if train.save_every_steps is not None:
+        num_kept = min(
+            train.keep_checkpoints or train.max_steps, -(-train.max_steps // train.save_every_steps)
+        )
+    num_bytes = 2 * memory.trainable + num_kept * memory.checkpoint
+    itemsize = ITEMSIZES.get(config.export.dtype, 4)
+    sizes = {"llama": own.num_served * itemsize, "transformers": memory.frozen + memory.trainable}
+    return num_bytes + sum(sizes.get(name, memory.trainable) for name in config.export.formats)
+
+
 def _heading(plan: Plan) -> list[str]:
-    base, train, model = plan.base_config, plan.config.train, plan.config.model
+    config, sizes, own = plan.config, plan.sizes, plan.methods[0]
+    train, method = config.train, config.method
+    growth = plan.new_tokens
+    served = f"{quantity(own.num_served)} parameters as a plain model, "
+    itemsize = ITEMSIZES.get(config.export.dtype, 4)
+    served += f"{quantity(own.num_served * itemsize, 'B')} in {config.export.dtype}"
+    if method.definition.widens:
+        added = added_sizes(sizes, method.expansion)
+        ratio = added.num_key_value_heads / sizes.num_key_value_heads
+        served += f"; ratio {method.expansion.ratio:g} is {ratio:.3g} in whole heads"
     lines = {
-        "base": f"{model.base} ({model.held_in})",
-        "sizes": f"{base.num_hidden_layers} layers, hidden {base.hidden_size:,}, MLP {base.intermediate_size:,}, "
-        f"heads {base.num_attention_heads} over {base.num_key_value_heads}, vocabulary {base.vocab_size:,}",
+        "base": f"{config.model.base} ({config.model.held_in})",
+        "sizes": f"{sizes.num_hidden_layers} layers, hidden {sizes.hidden_size:,}, MLP "
+        f"{sizes.intermediate_size:,}, heads {sizes.num_attention_heads} over "
+        f"{sizes.num_key_value_heads}, vocabulary {sizes.vocab_size:,}",
         "run": f"{train.max_steps:,} steps x {train.global_batch_size:,} windows x "
-        f"{plan.config.corpus.sequence_length:,} tokens = {plan.methods[0].num_tokens:,} tokens",
+        f"{config.corpus.sequence_length:,} tokens = {own.num_tokens:,} tokens",
+        "served": served,
         "device": f"{quantity(plan.device.flops_per_s, 'FLOP/s')} {plan.device.origin}",
+        "evaluation": f"about {plan.evaluated_tokens:,} tokens of held-out text in all, "
+        f"{duration(plan.evaluation_s)}",
+        "disk": f"{quantity(plan.disk_bytes, 'B')} when it is finished: checkpoints, weights, exports",
     }
     if plan.num_processes > 1:
         lines["processes"] = f"{plan.num_processes:,}, each on a device of its own"
-    growth = plan.new_tokens
     if growth is not None:
         origin = "" if growth.is_learned else "; estimated from the beginnings of the sources:"
-        lines["new tokens"] = (
-            f"{growth.num_new:,}, {base.vocab_size + growth.num_new:,} in all{origin}"
-        )
-    told = [f"{label:{_LABEL}}{text}" for label, text in lines.items()]
+        in_all = sizes.vocab_size + growth.num_new
+        lines["new tokens"] = f"{growth.num_new:,}, {in_all:,} in all{origin}"
+    told = []
+    for label, text in lines.items():
+        told += _labelled(label, text)
     for of in [] if growth is None else growth.sources:
-        counts = of.num_tokens_before, of.num_tokens_after
-        tokens = " -> ".join(f"{count:,}" for count in counts)
-        each = " -> ".join(f"{of.num_bytes / max(count, 1):.2f}" for count in counts)
-        told.append(
-            f"{'':{_LABEL}}{of.name}: {of.num_bytes:,} bytes are {tokens} tokens, {each} bytes each"
+        before, after = of["num_tokens_before"], of["num_tokens_after"]
+        each = f"{of['num_bytes'] / max(before, 1):.2f} -> {of['num_bytes'] / max(after, 1):.2f}"
+        told += _labelled(
+            "",
+            f"{of['name']}: {of['num_bytes']:,} bytes are {before:,} -> {after:,} tokens, "
+            f"{each} bytes each",
         )
-    chosen, definition = plan.methods[0], plan.config.method.definition
-    notes = [("warning", warning) for warning in plan.warnings]
-    if advice := definition.advice(chosen.num_tokens / max(chosen.parameters.num_frozen, 1)):
-        notes.insert(0, ("budget", advice))
-    for label, text in notes:
-        told += wrap(
-            text, _WIDTH, initial_indent=f"{label:{_LABEL}}", subsequent_indent=" " * _LABEL
-        )
+    advice = method.definition.advice(own.num_tokens / max(own.num_frozen, 1))
+    told += _labelled("budget", advice) if advice else []
+    for warning in plan.warnings:
+        told += _labelled("warning", warning)
     return told
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    return wrap(text, _WIDTH, initial_indent=f"{label:{_LABEL}}", subsequent_indent=" " * _LABEL)
 
 
 def _tables(plan: Plan) -> list[str]:
     work, memory = [], []
     for method in plan.methods:
         name = f"{'>' if method is plan.methods[0] else ' '} {method.variant:{_LABEL - 2}}"
-        sizes, per_token, held = method.parameters, method.flops_per_token, method.memory
-        counts = (sizes.num_frozen, sizes.num_trainable, per_token, per_token * method.num_tokens)
+        held = method.memory
+        counts = [method.num_frozen, method.num_trainable, method.flops_per_token]
+        counts.append(method.flops_per_token * method.num_tokens)
         work.append([name, *map(quantity, counts), duration(method.time_s)])
-        memory.append(
-            [
-                name,
-                *(
-                    quantity(of, "B")
-                    for of in (*vars(held).values(), held.total, sizes.checkpoint_bytes)
-                ),
-            ]
-        )
+        parts = (*vars(held).values(), held.total, held.checkpoint)
+        memory.append([name, *(quantity(part, "B") for part in parts)])
     work_titles = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
-    memory_titles = [
-        "memory",
-        "frozen",
-        "weights",
-        "gradients",
-        "moments",
-        "saved",
-        "head",
-        "in all",
-        "checkpoint",
-    ]
+    of_parts = ["frozen", "weights", "gradients", "moments", "saved", "head"]
+    memory_titles = ["memory", *of_parts, "in all", "checkpoint"]
     return [
         *Table(work_titles, work, "lrrrrr").lines(),
         "",
@@ -290,17 +347,19 @@ def _tables(plan: Plan) -> list[str]:
 
 def _footnotes(plan: Plan) -> list[str]:
     train = plan.config.train
-    lines = [
-        f"{variant:{_LABEL}}not possible: {reason}" for variant, reason in plan.refused.items()
-    ]
-    if plan.new_tokens is not None:
-        tokens = f"the same text is {plan.new_tokens.tokens_without:.2f} times as many tokens."
-        lines += ["", f"{_WITHOUT}, and methods that cannot add them: {tokens}"]
-    return [
-        *lines,
-        "",
-        "> marks the config's method; the others have the config's sizes. The time is that of the FLOPs only,",
-        "without evaluation and checkpoints. memory: of one process; saved: for the backward pass of a",
-        f"micro-batch of {train.sequences_at_once(plan.num_processes):,}, {train.mixed_precision} autocast; "
-        f"head: logits held at once, on {plan.device.type}.",
-    ]
+    lines = [f"{variant:{_LABEL}}not possible: {why}" for variant, why in plan.refused.items()]
+    if plan.new_tokens is not None and len(plan.methods) > 1:
+        times = plan.new_tokens.tokens_without
+        lines += [
+            "",
+            f"methods that cannot add tokens: the same text is {times:.2f} times as many.",
+        ]
+    note = (
+        "Parameters, FLOPs and memory are computed from config.json; only the device's speed is "
+        "measured. The time is that of the training FLOPs. memory: of one process; saved: for the "
+        f"backward pass of a micro-batch of {train.sequences_at_once(plan.num_processes):,}, "
+        f"{train.mixed_precision} autocast; head: logits held at once, on {plan.device.type}."
+    )
+    if len(plan.methods) == 1:
+        note += " --all shows every method beside this one."
+    return [*lines, "", *wrap(note, _WIDTH)]

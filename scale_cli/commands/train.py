@@ -14,7 +14,8 @@ from scale_cli.data.corpora import (
 )
 from scale_cli.errors import OutOfMemory, RunFolderError, is_out_of_memory, one_line
 from scale_cli.evaluation.benchmarks import open_benchmarks_of
-from scale_cli.planning import peak_tokens_per_s
+from scale_cli.planning.device import peak_tokens_per_s
+from scale_cli.planning.sizes import BaseSizes
 from scale_cli.processes import (
     device_name,
     on_main,
@@ -89,7 +90,9 @@ def train(
         held.enter_context(_explaining_out_of_memory(config, accelerator))
         _log_processes(config, accelerator, log)
         name, num_processes = device_name(accelerator.device), accelerator.num_processes
-        peak = on_main(lambda: peak_tokens_per_s(config, name, num_processes))
+        sizes = BaseSizes.of(run.base_config.to_dict(), config.model.base)
+        num_new = max(0, len(run.tokenizer) - sizes.vocab_size)
+        peak = on_main(lambda: peak_tokens_per_s(config, sizes, name, num_processes, num_new))
         training = open_training(run, accelerator, resumed_from, benchmarks, peak, log)
         on_main(lambda: held.enter_context(tracked(training.metrics, config, accelerator)))
         run_loop(training)

@@ -10,9 +10,9 @@ from pathlib import Path, PurePath
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from scale_cli.config.idle import idle_settings
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusConfig, ReadingConfig, TextSource
-from scale_cli.config.training import KEYS_OF_SCHEDULES
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Encoder
@@ -219,23 +219,6 @@ def _text_warnings(source: TextSource, corpus: TokenisedCorpus) -> list[str]:
             f"corpus {source.name}: {kept.documents:,} document{'s' * (kept.documents > 1)} of {kept.num_bytes:,} "
             "bytes in all: documents are separated by blank lines, and these files have none; set `documents: line` "
             "if every line is a document, or `documents: file` if every file is"
-        )
-    return lines
-
-
-def idle_settings(config: RunConfig) -> list[str]:
-    """Return a warning for every setting that has no effect in this run, or is never reached."""
-    train = config.train
-    lines = [
-        f"train.{key}: has no effect with train.schedule {train.schedule}, only with {' and '.join(schedules)}"
-        for key, schedules in KEYS_OF_SCHEDULES.items()
-        if getattr(train, key) is not None and train.schedule not in schedules
-    ]
-    if train.warmup_steps > train.max_steps:
-        lines.append(
-            f"train.warmup_steps {train.warmup_steps:,}: more than train.max_steps {train.max_steps:,}, so the "
-            f"rate reaches only {percent(train.max_steps / train.warmup_steps, 0)} of train.lr; lower "
-            "train.warmup_steps too"
         )
     return lines
 

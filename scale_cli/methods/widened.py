@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -260,6 +260,34 @@ class Route(_Widened):
 
 
 _DEFAULT_LAYERS = {method.name: method.default_layers for method in (Preserve, Adapt, Route)}
+
+
+@dataclass(frozen=True)
+class AddedSizes:
+    """The sizes of an expansion, in whole heads."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+
+
+def added_sizes(base: Any, expansion: ExpansionConfig) -> AddedSizes:
+    """Return what an expansion adds to a base, of which only the sizes are read.
+
+    Whole key/value heads are added, at the base's head_dim and query to key/value ratio, so the ratio is rounded to a
+    multiple of 1 / num_key_value_heads (at least one head). Stream and MLP grow by the same ratio as the heads, unless
+    they have ratios of their own.
+    """
+    num_key_value_heads = max(1, round(expansion.ratio * base.num_key_value_heads))
+    num_heads = num_key_value_heads * (base.num_attention_heads // base.num_key_value_heads)
+    ratio = num_key_value_heads / base.num_key_value_heads
+    return AddedSizes(
+        hidden_size=_added_channels(base, num_heads, expansion.hidden_ratio or ratio, 1),
+        intermediate_size=max(1, round(base.intermediate_size * (expansion.mlp_ratio or ratio))),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_key_value_heads,
+    )
 
 
 def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) -> ScaleConfig:

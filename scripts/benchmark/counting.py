@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -16,7 +17,35 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from scale_cli.model.head_loss import trained_head_cross_entropy
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.planning import SUMMED_IN_PLACE, kept_for_backward, num_bytes
+from scale_cli.processes import autocast
+
+# PyTorch's counter does not count this in-place product.
+SUMMED_IN_PLACE = {
+    torch.ops.aten.addmm_: lambda _total, left, right, **_: 2 * left[0] * left[1] * right[1]
+}
+
+
+@contextmanager
+def kept_for_backward(
+    model: nn.Module, device_type: str, mixed_precision: str
+) -> Iterator[dict[int, Tensor]]:
+    """Yield what autograd keeps of a forward pass, without parameters: one tensor for each storage."""
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}  # held, so that no other storage gets the same address
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (storage := tensor.untyped_storage()._cdata) not in parameters:
+            kept[storage] = tensor
+        return tensor
+
+    keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with autocast(device_type, mixed_precision), keeping:
+        yield kept
+
+
+def num_bytes(kept: Iterable[Tensor]) -> int:
+    """Return the total bytes of the tensors' whole storages."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scale_cli.planning import peak_flops_per_s
+from scale_cli.planning.device import peak_flops_per_s
 from scale_cli.report import Table
 from scripts.benchmark.cases import COMPILED, PHASES
 from scripts.benchmark.measuring import Measured

@@ -2,12 +2,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from scale_cli import planning
 from scale_cli.config.schema import MethodConfig
-from scale_cli.upscale.base import base_without_weights
-from scale_cli.upscale.building import build_model
+from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.walk import Base, walk
 from scripts.benchmark.__main__ import run_benchmark
 from scripts.benchmark.algebra import ideal_flops_per_token
 from scripts.benchmark.cases import cases, ours
@@ -65,8 +63,7 @@ def test_no_more_products_are_computed_than_the_mathematics_asks_for(
     counted = count_flops(lambda: case.step(0))
     assert counted == ideal_flops(TINY, settings)
     # What a run's `mfu` is reckoned by is the same, but that a fused kernel computes its scores twice.
-    with torch.device("meta"):
-        model = build_model(base_without_weights(TINY.llama_config(), "float32"), settings, 0)
+    sizes = BaseSizes.of(TINY.llama_config().to_dict(), "tiny")
     ideal = ideal_flops_per_token(TINY.llama_config(), settings, TINY.sequence_length)
-    per_token = planning.count_flops(model, TINY.sequence_length).total(TINY.sequence_length)
+    per_token = walk(Base(sizes, 4), settings).flops(TINY.sequence_length)
     assert per_token == pytest.approx(ideal.total, rel=1e-9)

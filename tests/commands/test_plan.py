@@ -1,21 +1,20 @@
 import json
-from operator import attrgetter
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig
 
-from scale_cli.commands import plan as plan_module
-from scale_cli.commands.plan import Plan, methods_beside, plan
+from scale_cli.commands.plan import Plan, plan
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.methods import METHODS
-from scale_cli.runs.opened import Run
+from scale_cli.planning.walk import PLANNED
+from scale_cli.report import quantity
 from scripts.benchmark.algebra import ideal_flops_per_token
 from tests.benchmark.test_algebra import LLAMA_3_2_1B
 from tests.command_line import Scale
 from tests.one_step import write_config
-from tests.vocabulary.tokenizers_at_hand import BROKEN, KOREAN, llama_2
 
 SMALL = LlamaConfig(
     vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4
@@ -40,28 +39,21 @@ def config_of(folder: Path, base: LlamaConfig, *overrides: str) -> RunConfig:
     return load_config(path, ["model.dtype=bfloat16", *overrides])
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan the config's own method, and no other beside it."""
-    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
-
-
 @pytest.fixture(scope="module")
 def every_method(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """Every method on a Llama as wide as Llama-3.2-1B, but of fewer layers, 8,192 tokens a window as in the paper."""
+    """Every method on a Llama as wide as Llama-3.2-1B, but of fewer layers, 8,192 tokens a window."""
     folder = tmp_path_factory.mktemp("plan")
     base = LlamaConfig(**{**LLAMA_3_2_1B.to_dict(), "num_hidden_layers": 3})
     config = config_of(
         folder, base, "method={variant: route, expansion: {ratio: 0.125}}", AS_IN_THE_PAPER
     )
-    return plan(config, flops=4e14, num_processes=2)
+    return plan(config, flops=4e14, num_processes=2, compared=True)
 
 
-@pytest.mark.usefixtures("alone")
 def test_llama_3_2_1b_is_planned_from_its_config_alone(tmp_path: Path) -> None:
     config = config_of(tmp_path, LLAMA_3_2_1B, "method.variant=full", AS_IN_THE_PAPER)
     (full,) = plan(config, flops=4e14, num_processes=2).methods
-    assert (full.parameters.num_frozen, full.parameters.num_trainable) == (0, 1_235_814_400)
+    assert (full.num_frozen, full.num_trainable, full.num_served) == (0, *[1_235_814_400] * 2)
     assert round(full.flops_per_token / 1e9, 2) == 9.03
 
 
@@ -69,82 +61,75 @@ def test_the_flops_are_those_that_the_mathematics_asks_for_and_the_time_is_their
     every_method: Plan,
 ) -> None:
     assert every_method.methods[0].num_tokens == 10 * 4 * 8192
-    assert {
-        method.variant for method in every_method.methods
-    } == METHODS.keys() and not every_method.refused
+    assert [method.variant for method in every_method.methods][0] == "route"
+    assert {method.variant for method in every_method.methods} == {*PLANNED}
+    base = LlamaConfig(**{**LLAMA_3_2_1B.to_dict(), "num_hidden_layers": 3})
     for method in every_method.methods:
-        ideal = ideal_flops_per_token(
-            every_method.base_config,
-            MethodConfig(variant=method.variant, expansion=every_method.config.method.expansion),
-            8192,
-        )
+        asked = MethodConfig(variant=method.variant, expansion=every_method.config.method.expansion)
+        ideal = ideal_flops_per_token(base, asked, 8192)
         assert method.flops_per_token == pytest.approx(ideal.total, rel=1e-12)
-        assert method.flops.products == ideal.linear + ideal.head
         assert method.time_s == pytest.approx(method.num_tokens * ideal.total / (2 * 4e14))
 
 
-def test_every_method_has_a_row_of_work_and_one_of_memory(every_method: Plan) -> None:
+def test_all_shows_every_method_in_lines_of_100_columns_and_otherwise_only_the_own(
+    every_method: Plan,
+) -> None:
     lines = every_method.lines()
-    assert len([line for line in lines if line.startswith("> ") and "route" in line]) == 2
-    for variant in METHODS:
+    for variant in PLANNED:
         assert sum(line[2:].startswith(f"{variant} ") for line in lines) == 2
+    shown = [line.replace(every_method.config.model.base, "base") for line in lines]
+    assert max(map(len, shown)) <= 100
+    own = plan(every_method.config, flops=4e14, num_processes=2)
+    assert [method.variant for method in own.methods] == ["route"]
+    assert "--all" in " ".join(own.lines())
 
 
-def test_every_other_variant_stands_beside_the_configs(tmp_path: Path) -> None:
-    for variant in METHODS:
-        layers = "none" if variant == "preserve" else "top:1"
-        method = MethodConfig.model_validate(
-            {"variant": variant, "collaboration": {"layers": layers}, "lora": {"rank": 3}}
-        )
-        beside = methods_beside(method)
-        assert {other.variant for other in beside} == METHODS.keys() - {variant}
-        assert {*map(attrgetter("lora.rank"), beside)} == {3}
-    distilled = MethodConfig.model_validate(
-        {"variant": "preserve", "distillation": {"weight": 1.0}}
-    )
-    assert len(methods_beside(distilled)) == len(METHODS) - 1
-
-
-def test_what_is_rarely_meant_and_what_is_not_there_is_warned_of_within_100_columns(
-    every_method: Plan, alone: None, tmp_path: Path
-) -> None:
-    (absent,) = every_method.warnings
+def test_what_is_not_there_and_what_is_rarely_meant_is_warned_of(tmp_path: Path) -> None:
+    config = config_of(tmp_path, SMALL, "train.warmup_steps=99")
+    absent, idle = plan(config, 1e12, 1).warnings
     assert absent.startswith("news: no file matches ") and "`scale run`" in absent
-    made = plan(
-        config_of(tmp_path, SMALL, "method.variant=preserve", "train.warmup_steps=99"), 1e12, 1
-    )
-    _, idle = made.warnings
     assert "train.warmup_steps" in idle
-    for planned, warning in ((every_method, absent), (made, idle)):
-        assert warning[:20] in " ".join(line.strip() for line in planned.lines())
-        assert (
-            max(len(line.replace(planned.config.model.base, "base")) for line in planned.lines())
-            <= 100
-        )
 
 
-def test_a_method_that_the_base_is_too_small_for_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    freeze = MethodConfig.model_validate({"variant": "freeze", "freeze": {"num_layers": 9}})
-    monkeypatch.setattr(
-        plan_module, "methods_beside", lambda _: [freeze, MethodConfig(variant="preserve")]
+def test_a_method_that_the_base_is_too_small_for_is_named(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        SMALL,
+        "method.freeze.num_layers=9",
+        "train.decay_to_base=true",
+        "method.variant=full",
     )
-    made = plan(config_of(tmp_path, SMALL, "method.variant=full"), 1e12, 1)
-    assert any("freeze" in line and "4 layers" in line for line in made.lines())
-    full, preserve = made.methods
-    assert full.memory.frozen == 0
-    assert preserve.memory.frozen == 2 * preserve.parameters.num_frozen, "the base in bfloat16"
+    made = plan(config, 1e12, 1, compared=True)
+    assert "4 layers" in made.refused["freeze"]
+    assert any("freeze" in line and "not possible" in line for line in made.lines())
 
 
-def test_a_tokenizer_that_loses_the_text_is_told_in_the_plan(tmp_path: Path) -> None:
-    (tmp_path / "news.txt").write_text(KOREAN, encoding="utf-8")
-    config = config_of(tmp_path, SMALL, f"corpus.sources.0.path={tmp_path / 'news.txt'}")
-    for kind, is_told in ((llama_2, False), *((broken, True) for broken in BROKEN)):
-        PreTrainedTokenizerFast(tokenizer_object=kind()).save_pretrained(tmp_path / "base")
-        lines = plan_module._absent(Run(config))
-        assert [line.partition(" (")[0] for line in lines] == ["news"] * is_told
-        assert all("the tokenizer loses" in line for line in lines)
+def test_the_size_served_the_real_ratio_evaluation_and_disk_are_told(tmp_path: Path) -> None:
+    (tmp_path / "held.txt").write_text("word " * 3000, encoding="utf-8")
+    held = f"{{name: held, path: {tmp_path}/held.txt, language: en, role: retention}}"
+    config = config_of(
+        tmp_path,
+        LlamaConfig(
+            **{**SMALL.to_dict(), "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+        ),
+        f"evaluation.perplexity=[{held}]",
+    )
+    made = plan(config, 1e12, 1)
+    shown = " ".join(" ".join(made.lines()).split())
+    assert "ratio 0.25 is 0.333 in whole heads" in shown
+    assert f"{quantity(made.methods[0].num_served)} parameters as a plain model" in shown
+    assert made.evaluated_tokens == 5000 and made.evaluation_s > 0
+    assert made.disk_bytes > made.methods[0].num_served * 4
+
+
+def test_with_flops_nothing_is_measured_and_no_torch_is_imported(tmp_path: Path) -> None:
+    config_of(tmp_path, SMALL)
+    words = ["plan", str(tmp_path / "config.yaml"), "--flops", "1e12", "--all", "--quiet"]
+    program = (
+        f"import sys; from scale_cli.cli import app; app({words!r}, standalone_mode=False);"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 # The command line
@@ -157,7 +142,7 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_the_verb_prints_the_plan_for_people_or_as_json_and_writes_nothing(
-    small: Path, scale: Scale, alone: None
+    small: Path, scale: Scale
 ) -> None:
     absent = "evaluation.benchmarks=[{name: questions, path: nowhere.yaml, language: ko}]"
     done = scale("plan", small, absent, "--flops", "4.0e14")
@@ -171,7 +156,7 @@ def test_the_verb_prints_the_plan_for_people_or_as_json_and_writes_nothing(
         and "10 steps x 4 windows x 64 tokens = 2,560 tokens" in shown
     )
     told = json.loads(scale("plan", small, absent, "--flops", "4.0e14", "--json").stdout)
-    assert "base_config" not in told and told["methods"][0]["variant"] == "route"
+    assert "sizes" not in told and told["methods"][0]["variant"] == "route"
     assert told["methods"][0]["num_tokens"] == 2560
     assert not (small.parent / "run").exists()
 
@@ -191,7 +176,6 @@ def test_what_cannot_be_planned_is_one_line_that_names_it(
     assert done.stdout == "" and all(part in done.error() for part in named)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("variant", "max_steps", "is_told"),
     [("route", 2000, True), ("route", 10, False), ("full", 2000, False)],

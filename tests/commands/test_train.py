@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from scale_cli import planning as speed
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
-from scale_cli.planning import peak_tokens_per_s
+from scale_cli.planning import device as speed
+from scale_cli.planning.device import peak_tokens_per_s
+from scale_cli.planning.sizes import BaseSizes
 from scale_cli.runs.folder import RunFolder
+from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import load_tensors, read_json
 from scale_cli.training import loop, training_run
 from scale_cli.training.metrics_log import read_records
@@ -87,7 +89,8 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
         for earlier, after, (first, last) in zip(before, before[1:], steps, strict=False)
     ]
     assert (logged[-1]["evaluating_s"], logged[-1]["saving_s"]) == (2 * 7200.0, 2 * 3600.0)
-    peak = peak_tokens_per_s(config, "cpu", 1)
+    sizes = BaseSizes.of(Run(config).base_config.to_dict(), "base")
+    peak = peak_tokens_per_s(config, sizes, "cpu", 1)
     assert peak is not None
     assert [record["mfu"] for record in logged] == [
         pytest.approx(record["tokens_per_s"] / peak, abs=1e-4) for record in logged

@@ -7,17 +7,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scale_cli import planning as speed
-from scale_cli.commands import plan as plan_module
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import export
-from scale_cli.commands.plan import growth_of, methods_beside, plan
+from scale_cli.commands.plan import growth_of, plan
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
-from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, PreservationError
 from scale_cli.export.plain_folder import routed_class
+from scale_cli.planning import device as speed
+from scale_cli.planning.sizes import BaseSizes
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import read_json
 from tests.command_line import ModelLoads, model_loads
@@ -101,7 +101,6 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
 def test_a_plan_refuses_more_tokens_than_the_text_gives_and_what_it_says_instead_can_be_had(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
     monkeypatch.setattr("scale_cli.commands.upscale.load_any_base", model_loads)
     config = config_of(shared_data, tmp_path, vocabulary={"new_tokens": 20_000, "min_count": 2})
     with pytest.raises(
@@ -124,19 +123,17 @@ def test_a_plan_refuses_more_tokens_than_the_text_gives_and_what_it_says_instead
 def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_without(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_lora = next(method for method in methods_beside(MethodConfig()) if method.variant == "lora")
-    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [of_lora])
     config = config_of(shared_data, tmp_path, vocabulary={"new_tokens": 60, "min_count": 2})
-    sketched = plan(config, 1e12, 1)
+    sketched = plan(config, 1e12, 1, compared=True)
     assert sketched.new_tokens is not None and not sketched.new_tokens.is_learned
     upscale(config)
-    made = plan(config, 1e12, 1)
+    made = plan(config, 1e12, 1, compared=True)
     assert made.new_tokens is not None and made.new_tokens.is_learned
     for planned in (sketched, made):
         assert planned.new_tokens is not None
         (told,) = planned.new_tokens.sources
         assert planned.new_tokens.num_new == 64
-        assert told.num_tokens_before > 1.5 * told.num_tokens_after
+        assert told["num_tokens_before"] > 1.5 * told["num_tokens_after"]
     old, new = Run(config).base_tokenizer, Run(config).tokenizer
     texts = (tmp_path / "ko.txt").read_text(encoding="utf-8").split("\n\n")
     counts = [
@@ -144,7 +141,7 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
         for of in (old, new)
     ]
     (told,) = made.new_tokens.sources
-    assert [told.num_tokens_before, told.num_tokens_after] == counts
+    assert [told["num_tokens_before"], told["num_tokens_after"]] == counts
 
     methods = {method.variant: method for method in made.methods}
     trained = Run(config).open_start().load()
@@ -153,26 +150,29 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
         for trains in (False, True)
     ]
     assert [
-        methods["route"].parameters.num_frozen,
-        methods["route"].parameters.num_trainable,
+        methods["route"].num_frozen,
+        methods["route"].num_trainable,
     ] == numbers
     num_without = round(2 * 2 * 32 * counts[0] / counts[1])
     assert methods["no new tokens"].num_tokens == methods["lora"].num_tokens == num_without
     alone = {
         method.variant: method
-        for method in plan(changed(config, "method.vocabulary=null"), 1e12, 1).methods
+        for method in plan(
+            changed(config, "method.vocabulary=null"), 1e12, 1, compared=True
+        ).methods
     }
     assert methods["no new tokens"].memory == alone["route"].memory
     assert methods["lora"].memory == alone["lora"].memory
     monkeypatch.setattr(speed, "peak_flops_per_s", lambda *_: 1e9)
-    assert speed.peak_tokens_per_s(config, "a GPU", 1) == pytest.approx(
+    sizes = BaseSizes.of(Run(config).base_config.to_dict(), "base")
+    assert speed.peak_tokens_per_s(config, sizes, "a GPU", 1, 64) == pytest.approx(
         1e9 / methods["route"].flops_per_token
     )
-    assert methods["no new tokens"].flops == alone["route"].flops
+    assert methods["no new tokens"].flops_per_token == alone["route"].flops_per_token
 
     sources = (
         f"{{name: {of}, path: {tmp_path}/{of}.txt, language: {of}, weight: {weight}}}"
         for of, weight in SHARES
     )
-    mixed = growth_of(Run(changed(config, f"corpus.sources=[{', '.join(sources)}]")))
+    mixed = growth_of(changed(config, f"corpus.sources=[{', '.join(sources)}]"))
     assert mixed.tokens_without == pytest.approx(0.625 * counts[0] / counts[1] + 0.375), "1 to 0.6"

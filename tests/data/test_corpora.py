@@ -9,10 +9,11 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from scale_cli.config.idle import idle_settings
 from scale_cli.config.schedule import learning_rate
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
-from scale_cli.data.corpora import build_batches, corpus_warnings, idle_settings, open_sources
+from scale_cli.data.corpora import build_batches, corpus_warnings, open_sources
 from tests.data.corpus_files import as_jsonl
 
 WORDS = [f"w{number}" for number in range(60)]

@@ -1,56 +1,39 @@
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.methods.recipes import trainable_parameters
-from scale_cli.planning import (
-    Memory,
-    Parameters,
-    SavedTensors,
-    count_saved_tensors,
-    training_memory,
-)
+from scale_cli.planning.memory import Memory, memory_of, memory_of_run
+from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.walk import PLANNED
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors
 from scale_cli.upscale.building import start_model
 from scripts.benchmark.counting import LiveBytes
-from tests.planning.test_counting import EACH, VARIANTS, window, without_weights
+from tests.planning.test_walk import EACH, walked, window
 from tests.widening import tiny_llama
 
 CARD_OF_24_GB = Path(__file__).parents[2] / "configs" / "llama-3.1-8b-24gb.yaml"
 VOCAB_SIZE, LENGTH, BATCH_SIZE = 2048, 64, 4
 LORA = MethodConfig(variant="lora")
 DISTILLED = MethodConfig.model_validate({"variant": "preserve", "distillation": {"weight": 1.0}})
-methods = pytest.mark.parametrize("method", EACH, ids=VARIANTS)
+methods = pytest.mark.parametrize("method", EACH, ids=PLANNED)
 
 
-@cache
-def saved_tensors(method_json: str, mixed_precision: str) -> SavedTensors:
-    method = MethodConfig.model_validate_json(method_json)
-    return count_saved_tensors(
-        without_weights(tiny_llama(vocab_size=VOCAB_SIZE), method), mixed_precision
-    )
-
-
-def planned_memory(
-    method: MethodConfig, mixed_precision: Any, num_processes: int = 1, optimiser: str = "adamw"
-) -> Memory:
-    model = without_weights(tiny_llama(vocab_size=VOCAB_SIZE), method)
+def planned_memory(method: MethodConfig, mixed_precision: Any, **train: Any) -> Memory:
     sizes = {"global_batch_size": 8, "micro_batch_size": 4, "mixed_precision": mixed_precision}
-    train = TrainConfig.model_validate({"max_steps": 1, "optimiser": optimiser, **sizes})
-    return training_memory(
-        Parameters.of(model, train),
-        saved_tensors(method.model_dump_json(), mixed_precision),
-        train,
+    step = walked(tiny_llama(vocab_size=VOCAB_SIZE), method, mixed_precision)
+    return memory_of(
+        step,
+        TrainConfig.model_validate({"max_steps": 1, **sizes, **train}),
         sequence_length=LENGTH,
         vocab_size=VOCAB_SIZE,
-        num_processes=num_processes,
-        device_type="cpu",
         distils=method.distils,
     )
 
@@ -61,7 +44,7 @@ def planned_memory(
         *((method, "no") for method in EACH),
         *((method, "bf16") for method in (EACH[0], LORA, DISTILLED)),
     ],
-    ids=[*VARIANTS, "preserve, bf16", "lora, bf16", "distilled, bf16"],
+    ids=[*PLANNED, "preserve, bf16", "lora, bf16", "distilled, bf16"],
 )
 def test_activations_and_logits_are_what_a_real_step_allocates_at_its_fullest(
     method: MethodConfig, mixed_precision: str
@@ -101,4 +84,27 @@ def test_weights_gradients_and_moments_are_the_optimisers(method: MethodConfig, 
     assert planned.moments == sum(tensor.nbytes for tensor in moments)
     held = sum(parameter.nbytes for parameter in model.parameters())
     assert planned.frozen == held - planned.trainable
-    assert Parameters.of(model, train).checkpoint_bytes == planned.trainable + planned.moments
+    assert planned.checkpoint == planned.trainable + planned.moments
+
+
+def test_an_average_is_as_large_as_what_trains() -> None:
+    plain = planned_memory(LORA, "no")
+    average = planned_memory(LORA, "no", average={"kind": "ema"})
+    assert average.moments - plain.moments == plain.trainable
+    assert average.checkpoint - plain.checkpoint == plain.trainable
+
+
+def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes() -> None:
+    config = load_config(CARD_OF_24_GB)
+    base = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+    )
+    planned = memory_of_run(config, BaseSizes.of(base.to_dict(), "8b"), device_type="cuda")
+    assert planned.frozen == pytest.approx(9.09e9, rel=0.01)
+    assert planned.total < 0.9 * 24 * 2**30  # the rest is for allocator, libraries, and W made anew

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from scale_cli.commands import plan as plan_module
 from scale_cli.commands.export import export
 from scale_cli.commands.plan import plan
 from scale_cli.commands.train import train
@@ -17,7 +16,8 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.methods.starts import leading_directions
-from scale_cli.planning import Parameters, count_saved_tensors, kept_for_backward, num_bytes
+from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.walk import Base, walk
 from scale_cli.runs.opened import Run
 from scale_cli.training.objective import for_training
 from scale_cli.upscale.base import (
@@ -27,7 +27,7 @@ from scale_cli.upscale.base import (
     load_base_config,
 )
 from scale_cli.upscale.base_record import changed_tensors, record_base
-from scale_cli.upscale.building import build_model, start_model
+from scale_cli.upscale.building import start_model
 from scale_cli.upscale.preservation import trained_logits
 from scale_cli.upscale.quantised_base import (
     is_quantised,
@@ -35,6 +35,7 @@ from scale_cli.upscale.quantised_base import (
     plain_weight,
     torchao_settings,
 )
+from scripts.benchmark.counting import kept_for_backward, num_bytes
 from tests.export.conftest import configured
 from tests.widening import lower_layers, real_ids
 
@@ -169,12 +170,11 @@ def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_kee
     model, method = named(shared_data, "ckpt-eltec"), MethodConfig(variant=variant)
     train_config = configured(shared_data, Path("unused"), {}).train
     base = load_base(model)
-    with torch.device("meta"):
-        planned: Any = build_model(without_weights(model), method, 0)
-    counted = Parameters.of(planned, train_config)
+    sizes = BaseSizes.of(base.config.to_dict(), "base")
+    planned = walk(Base(sizes, itemsize=2, in_8_bits=True), method, "bf16")
     parts = [part for parameter in base.parameters() for part in parts_of(parameter)]
-    assert counted.frozen_bytes == sum(part.untyped_storage().nbytes() for part in parts)
-    assert counted.num_frozen == sum(parameter.numel() for parameter in base.parameters())
+    assert planned.frozen_bytes == sum(part.untyped_storage().nbytes() for part in parts)
+    assert planned.num_frozen == sum(parameter.numel() for parameter in base.parameters())
     real: Any = start_model(base, method, 0)
     trained = for_training(real.train(), train_config)
     ids = torch.zeros(
@@ -183,18 +183,15 @@ def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_kee
     with kept_for_backward(real, "cpu", "bf16") as kept:
         trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=89, use_cache=False)
     of_weights = [tensor for tensor in kept.values() if tensor.untyped_storage().nbytes() % 89]
-    assert count_saved_tensors(planned, "bf16").copies_bytes == pytest.approx(
-        num_bytes(of_weights), rel=0.02
-    )
+    assert planned.copies_bytes == pytest.approx(num_bytes(of_weights), rel=0.02)
 
 
 def test_a_plan_of_a_quantised_base_says_what_cannot_be_had(
-    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared_data: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="full")])
-    config = run_config(shared_data, tmp_path / "run")
-    planned = plan(config, flops=1e12, num_processes=1)
-    (of_quantised,), base = planned.methods, without_weights(config.model)
+    config = run_config(shared_data, tmp_path / "run", "int8")
+    planned = plan(config, flops=1e12, num_processes=1, compared=True)
+    of_quantised, base = planned.methods[0], any_base_without_weights(config.model)
     assert "model.quantisation" in planned.refused["full"]
     parts = [part for parameter in base.parameters() for part in parts_of(parameter)]
     assert of_quantised.memory.frozen == sum(part.nbytes for part in parts)

@@ -1,0 +1,1 @@
+"""What a run costs, computed from the sizes in the base's config.json: no weights, no torch."""

@@ -1,0 +1,91 @@
+"""The files of a base, checked without torch, so that what is missing is said within a second."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from scale_cli.config.schema import ModelConfig
+from scale_cli.errors import BaseModelError, one_line
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def looks_local(name: str) -> bool:
+    """Return whether a base's name is a folder rather than a hub id."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def check_config_file(model: ModelConfig) -> None:
+    """Raise BaseModelError if a local base has no config.json."""
+    folder = Path(model.base)
+    if not looks_local(model.base) or (folder / "final").is_dir():
+        return
+    if (folder / "adapter_config.json").exists():
+        raise BaseModelError(
+            f"model.base: {model.base} holds an adapter (adapter_config.json), not a whole model"
+        )
+    if not (folder / "config.json").is_file():
+        place = "" if folder.is_absolute() else f" in {Path.cwd()}"
+        raise BaseModelError(f"model.base: {model.base} is not a folder with a config.json{place}")
+
+
+def check_weight_files(model: ModelConfig) -> None:
+    """Raise BaseModelError if a local base's weight files are missing or damaged; reads headers."""
+    folder = Path(model.base)
+    if not folder.is_dir() or (folder / "final").is_dir():
+        return
+    for name in shards_of(folder) or [WEIGHTS]:
+        try:
+            with safe_open(folder / name, framework="np"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise BaseModelError(
+                f"model.base: {folder / name} cannot be loaded: {one_line(error)}"
+            ) from None
+
+
+def shards_of(folder: Path) -> list[str]:
+    """Return the files that an index of weights names; BaseModelError if one is outside the folder."""
+    index = folder / INDEX
+    if not index.is_file():
+        return []
+    try:
+        shards = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise BaseModelError(f"model.base: {index} is not a valid index of weights") from None
+    if odd := [of for of in shards if not isinstance(of, str) or Path(of).name != of]:
+        raise BaseModelError(
+            f"model.base: {index} names {odd[0]!r}, which is not a file in the folder"
+        )
+    return sorted(set(shards))
+
+
+def read_config_file(model: ModelConfig) -> dict[str, Any]:
+    """Return a base's config.json, from its folder or from the hub."""
+    check_config_file(model)
+    path = Path(model.base) / "config.json"
+    if not looks_local(model.base):
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = Path(hf_hub_download(model.base, "config.json", revision=model.revision))
+        except Exception as error:  # the hub's errors are many
+            raise BaseModelError(
+                f"model.base: {model.base} cannot be loaded: {one_line(error)}"
+            ) from None
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BaseModelError(f"model.base: {path} cannot be read: {one_line(error)}") from None
+    if not isinstance(read, dict):
+        raise BaseModelError(f"model.base: {path} is not a configuration")
+    if "quantization_config" in read:
+        raise BaseModelError(
+            f"model.base: {model.base} is already quantised; name the unquantised model, and set "
+            "model.quantisation"
+        )
+    return read

@@ -1,0 +1,56 @@
+"""What a device is taken to sustain is what steps of a layer reached, and the median of them."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlamaConfig, Qwen3Config
+
+from scale_cli.planning import device as speed
+from scale_cli.planning.device import busyness, in_words, measure_device, peak_flops_per_s
+from scale_cli.planning.sizes import BaseSizes
+from tests.widening import TINY
+
+
+def test_the_rate_is_the_work_of_a_step_over_the_median_of_its_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = iter([9.0, 0.2, 0.3, 0.3, 0.5, 40.0, 0.001])
+    now = [0.0]
+
+    def clock() -> float:
+        now.append(now[-1] + (next(taken) if len(now) % 2 == 0 else 0.0))
+        return now[-1]
+
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=clock))
+    sizes = BaseSizes.of(LlamaConfig(**TINY).to_dict(), "tiny")
+    device = measure_device(sizes, "no")
+    width = sizes.hidden_size
+    num_weights = 4 * width * width + 3 * width * min(sizes.intermediate_size, 4 * width)
+    work = 128 * (6 * num_weights + 12 * width * 129 / 2)
+    assert device.flops_per_s == pytest.approx(work / 0.3)
+    assert "float32" in device.origin and f"{device.num_threads} thread" in device.origin
+
+
+def test_a_large_base_is_measured_by_a_small_layer_and_a_busy_machine_is_told() -> None:
+    base = Qwen3Config(hidden_size=16384, intermediate_size=65536, vocab_size=10**7)
+    device = measure_device(BaseSizes.of(base.to_dict(), "large"), "bf16")
+    assert device.flops_per_s > 0 and "bfloat16" in device.origin
+    assert "idle" in in_words(0.0) and "load 3.0" in in_words(3.0)
+    assert busyness() >= 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", None),  # slower than an H100
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("cpu", None),
+    ],
+)
+def test_a_peak_is_known_by_the_devices_name_and_only_of_bfloat16(
+    name: str, peak: float | None
+) -> None:
+    assert peak_flops_per_s(name, "bf16") == peak
+    assert peak_flops_per_s(name, "no") is None

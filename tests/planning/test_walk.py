@@ -1,0 +1,151 @@
+"""What is computed from config.json is what torch counts and keeps in a real step."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.training import TrainConfig
+from scale_cli.model.family_scale import FAMILIES
+from scale_cli.model.routing import rows_at_once
+from scale_cli.planning.memory import _FEWEST_ROWS, _LOGITS_AT_ONCE, num_served
+from scale_cli.planning.sizes import FORMS, BaseSizes
+from scale_cli.planning.step import Step
+from scale_cli.planning.walk import ITEMSIZES, PLANNED, Base, walk
+from scale_cli.training.objective import for_training
+from scale_cli.training.optimiser import kinds_of_parameters
+from scale_cli.upscale.building import NewPieces, start_model
+from scripts.benchmark.counting import SUMMED_IN_PLACE, kept_for_backward, num_bytes
+from tests.model.test_families import BASES, tiny
+from tests.widening import tiny_llama
+
+EACH = [MethodConfig(variant=variant) for variant in PLANNED]
+TOP, OWN, SOME, HEAD = (
+    MethodConfig.model_validate(method)
+    for method in (
+        {"variant": "route", "collaboration": {"layers": "top:1"}},
+        {"variant": "preserve", "expansion": {"hidden_ratio": 0.7, "mlp_ratio": 0.1}},
+        {"variant": "lora", "lora": {"targets": ["1.self_attn.v_proj", "embed_tokens"]}},
+        {"variant": "lora", "lora": {"targets": ["lm_head"]}},
+    )
+)
+FAMILY_BASES = [name for name, (model_type, _) in BASES.items() if model_type in FORMS]
+CASES = [
+    *(("llama", method) for method in (*EACH, TOP, OWN, SOME, HEAD)),
+    *(
+        (family, method)
+        for family in FAMILY_BASES
+        for method in (TOP, MethodConfig(variant="full"))
+    ),
+]
+
+
+def base_of(family: str) -> PreTrainedModel:
+    return tiny_llama() if family == "llama" else tiny(family)
+
+
+def sizes_of(base: Any) -> BaseSizes:
+    return BaseSizes.of(base.config.to_dict(), "tiny")
+
+
+def walked(base: PreTrainedModel, method: MethodConfig, *asked: Any, **more: Any) -> Step:
+    itemsize = ITEMSIZES[str(base.dtype).removeprefix("torch.")]
+    return walk(Base(sizes_of(base), itemsize), method, *asked, **more)
+
+
+def window(vocab_size: int, length: int, batch_size: int = 1) -> dict[str, Any]:
+    ids = torch.randint(
+        0, vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(0)
+    )
+    asked = {"labels": ids, "shift_labels": ids, "num_items_in_batch": length}
+    return {"input_ids": ids, **asked, "use_cache": False}
+
+
+@pytest.mark.parametrize(("family", "method"), CASES, ids=lambda of: getattr(of, "variant", of))
+def test_parameters_products_and_what_is_kept_are_a_real_steps(
+    family: str, method: MethodConfig
+) -> None:
+    base, length = base_of(family), 24
+    planned = walked(base, method)
+    kept_planned = {precision: walked(base, method, precision) for precision in ("no", "bf16")}
+    real: Any = start_model(base, method, seed=0).train()
+
+    of_kinds = dict.fromkeys(planned.trained, 0)
+    for name, kind in kinds_of_parameters(real).items():
+        of_kinds[kind] += real.get_parameter(name).numel()
+    assert of_kinds == planned.trained
+    in_all = sum(parameter.numel() for parameter in real.parameters())
+    assert planned.num_frozen + planned.num_trainable == in_all
+
+    real.set_attn_implementation("sdpa")
+    for precision, step in kept_planned.items():
+        with kept_for_backward(real, "cpu", precision) as kept:
+            for_training(real, TrainConfig(max_steps=1))(**window(61, 7))
+        whole = step.copies_bytes + 7 * step.bytes_per_token
+        if step.keeps_logits:  # planned apart
+            kept = {key: of for key, of in kept.items() if of.shape[-1:] != (61,)}
+        assert whole == pytest.approx(num_bytes(kept.values()), rel=1e-3)
+
+    real.set_attn_implementation("eager")
+    with FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE) as counter:
+        for_training(real, TrainConfig(max_steps=1))(**window(61, length)).loss.backward()
+    of_attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    products = planned.linear_flops + planned.head_flops
+    assert products * length == counter.get_total_flops() - of_attention
+    assert planned.attention_per_key * length**2 == pytest.approx(of_attention, rel=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["preserve", "full"])
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_masks_of_isolated_documents_are_counted_as_autograd_keeps_them(
+    variant: str, mixed_precision: str
+) -> None:
+    method, base, length = MethodConfig(variant=variant), tiny_llama(), 53
+    planned = walked(base, method, mixed_precision, masked=True)
+    num_layers = base.config.num_hidden_layers
+    real = start_model(base, method, seed=0).train()
+    positions = torch.cat([torch.arange(20), torch.arange(length - 20)]).unsqueeze(0)
+    with kept_for_backward(real, "cpu", mixed_precision) as kept:
+        for_training(real, TrainConfig(max_steps=1))(**window(61, length), position_ids=positions)
+    of_masks = [tensor for tensor in kept.values() if tensor.shape == (1, 1, length, length)]
+    assert planned.bytes_per_pair == len(of_masks) * (4 if mixed_precision == "no" else 2)
+    assert len(of_masks) == num_layers
+
+
+@pytest.mark.parametrize("variant", ["route", "full"])
+def test_new_tokens_are_rows_of_what_trains(variant: str) -> None:
+    method = MethodConfig.model_validate(
+        {"variant": variant, "vocabulary": {"new_tokens": 256, "script": "hangul"}}
+    )
+    base = tiny_llama()
+    planned = walked(base, method, num_new=7)
+    real = start_model(base, method, 0, NewPieces(["0"] * 7, []))
+    counts = [
+        sum(p.numel() for p in real.parameters() if p.requires_grad is trains)
+        for trains in (False, True)
+    ]
+    assert [planned.num_frozen, planned.num_trainable] == counts
+
+
+@pytest.mark.parametrize("family", FAMILY_BASES)
+def test_the_model_that_is_served_has_the_parameters_of_the_plain_export(family: str) -> None:
+    from scale_cli.export.dense import dense_model
+
+    base = tiny(family)
+    sizes = sizes_of(base)
+    for variant in ("route", "full"):
+        method = MethodConfig(variant=variant)
+        model: Any = start_model(tiny(family), method, seed=0)
+        plain = dense_model(model, "float32") if variant == "route" else model
+        served = sum(parameter.numel() for parameter in plain.parameters())
+        assert num_served(sizes, method) == served
+
+
+def test_every_family_has_a_form_and_logits_are_held_as_the_model_does() -> None:
+    assert FORMS.keys() == FAMILIES.keys() - {"phi3", "qwen3_moe"}
+    for device_type, at_once in _LOGITS_AT_ONCE.items():
+        for vocab_size in (61, 49_152):
+            assert max(at_once // vocab_size, _FEWEST_ROWS) == rows_at_once(device_type, vocab_size)
