@@ -14,6 +14,7 @@ from scale_cli.console import (
     load,
     parse_share,
     quieten_libraries,
+    read,
     run_folder,
 )
 from scale_cli.errors import ConfigError
@@ -97,7 +98,7 @@ def plan(
 
     It reads only the config.json of the base.
     """
-    checked = load(config, overrides)
+    checked = read(config, overrides)
     from scale_cli.commands.plan import plan
 
     on_main(lambda: show(plan(checked, flops, num_processes, compared=compared)))
@@ -146,11 +147,14 @@ def init(
     learned = corpus or ask("--corpus", "text to learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]]")
     spoken = language or ask("--language", "language of that text: ko, de, ...")
     kept = retention or ask("--retention", "text that the base knows, to measure forgetting")
-    quieten_libraries()
-    from scale_cli.commands.init import init, source_of
+    from scale_cli.commands.answers import check_answers, source_of
 
     text = source_of("corpus", learned, spoken, text_field)
     known = source_of("replay", kept, retention_language, retention_text_field)
+    check_answers(file, model, text, known)
+    quieten_libraries()
+    from scale_cli.commands.init import init
+
     init(file, model, text, known, minutes)
 
 
@@ -165,7 +169,9 @@ def schema() -> None:
 @app.command()
 def upscale(config: Config, overrides: Overrides = None, _form: Form = None) -> None:
     """Widen the base model without changing what it computes."""
-    checked = load(config, overrides)
+    from scale_cli.runs.early import check_start
+
+    checked = load(config, overrides, check_start)
     from scale_cli.commands.upscale import upscale
 
     if (upscaled := on_main(lambda: upscale(checked))) is not None:
@@ -190,7 +196,9 @@ def prepare(
     After a stop or a kill, the same command continues.
     """
     share = None if part is None else parse_share("--part", part)
-    checked = load(config, overrides)
+    from scale_cli.runs.early import check_text
+
+    checked = load(config, overrides, check_text)
     from scale_cli.commands.prepare import prepare, prepare_part
 
     print_json(on_main(lambda: prepare(checked) if share is None else prepare_part(checked, share)))
@@ -211,7 +219,9 @@ def train(
 
     Uses one process, or several under `accelerate launch -m scale_cli`.
     """
-    checked = load(config, overrides)
+    from scale_cli.runs.early import check_training
+
+    checked = load(config, overrides, check_training)
     from scale_cli.commands.train import train
 
     print_json(train(checked, resume, log, accept or ()))
@@ -228,7 +238,9 @@ def evaluate(
 
     Uses held-out text, and benchmarks if the config names any.
     """
-    checked = load(config, overrides)
+    from scale_cli.runs.early import check_measured
+
+    checked = load(config, overrides, check_measured)
     from scale_cli.commands.evaluate import check_forgetting, check_gate, evaluate
 
     check_gate(checked.evaluation, fail_above)
@@ -258,8 +270,10 @@ def export(
     _form: Form = None,
 ) -> None:
     """Write the trained model as a folder that other tools load."""
+    from scale_cli.runs.early import check_finished
+
     asked = [] if dtype is None else [f"export.dtype={dtype}"]
-    checked = load(config, [*(overrides or ()), *asked])
+    checked = load(config, [*(overrides or ()), *asked], check_finished)
     from scale_cli.commands.export import export_all
 
     print_json(on_main(lambda: export_all(checked, push_to_hub, dry_run=dry_run)))
@@ -358,7 +372,7 @@ def generate(
         raise ConfigError(
             "--samples, --output: give both or neither, and without --chat, --show-heads and --json"
         )
-    config = load(path, None) if samples else None
+    config = read(path, None) if samples else None
     folder = run_folder(path)
     quieten_libraries()
     from scale_cli.commands import generate as verb
@@ -426,7 +440,9 @@ def run_all(
     _form: Form = None,
 ) -> None:
     """Upscale, train, evaluate and export; skip what is done."""
-    checked = load(config, overrides)
+    from scale_cli.runs.early import check_all
+
+    checked = load(config, overrides, check_all)
     from scale_cli.commands.evaluate import check_forgetting, check_gate
     from scale_cli.commands.run import run_pipeline
 

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ from scale_cli.errors import (
     EndedElsewhere,
     Interrupted,
     OutOfMemory,
+    RunFolderError,
     ScaleError,
     StorageError,
     UsageError,
@@ -74,7 +75,7 @@ def ask(flag: str, meaning: str) -> str:
     return str(typer.prompt(f"{flag}, {meaning}"))
 
 
-def load(path: Path, overrides: Sequence[str] | None) -> RunConfig:
+def read(path: Path, overrides: Sequence[str] | None) -> RunConfig:
     """Return the config of a file or of a run's folder, after a check of its output folder."""
     from scale_cli.config.load import load_config
     from scale_cli.runs.folder import RunFolder
@@ -84,12 +85,23 @@ def load(path: Path, overrides: Sequence[str] | None) -> RunConfig:
         path = RunFolder(path).config
     config = load_config(path, overrides or ())
     RunFolder(config.output_dir).check()
+    return config
+
+
+def load(
+    path: Path, overrides: Sequence[str] | None, check: Callable[[RunConfig], None]
+) -> RunConfig:
+    """Return a config like `read`, after one of the checks in runs/early.py, which import no torch."""
+    config = read(path, overrides)
+    check(config)
     quieten_libraries()
     return config
 
 
 def run_folder(path: Path) -> Path:
     """Return the run's folder for a config file; return any other path unchanged."""
+    if not path.exists():
+        raise RunFolderError(f"{path}: no such folder or config")
     if not path.is_file():
         return path
     from scale_cli.config.load import load_config
@@ -145,6 +157,10 @@ def ended_in_one_message() -> Iterator[None]:
             except SystemExit as ended:
                 if not ended.code:
                     leave()
+                if ended.code == UsageError.exit_code and _has_listed_files(sys.argv[1:]):
+                    _say(
+                        "hint: the shell has listed the files of a pattern; quote it: 'texts/*.txt'"
+                    )
                 raise
             except Exception:
                 if stopped_by:  # a library may have turned the stop into its own error
@@ -167,6 +183,15 @@ def ended_in_one_message() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         _end(f"error: out of memory: {one_line(error)}", OutOfMemory.exit_code)
+
+
+def _has_listed_files(words: Sequence[str]) -> bool:
+    """Return whether a flag's value is followed by further files, as a pattern without quotes is."""
+    rows = zip(words, words[1:], words[2:], strict=False)
+    return any(
+        flag.startswith("--") and Path(value).is_file() and Path(after).is_file()
+        for flag, value, after in rows
+    )
 
 
 def _end(message: str, exit_code: int) -> NoReturn:

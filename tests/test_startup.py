@@ -3,6 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+from transformers import LlamaConfig
+
+from tests.one_step import write_config
 
 HEAVY = {
     "torch",
@@ -34,6 +41,124 @@ import scale_cli.commands.compare
 after["compare"] = sorted(sys.modules)
 json.dump(after, sys.stdout)
 """
+
+
+# What is missing, by verb, and what is told before torch is imported.
+MISSING = [
+    ("plan", ["model.base=/absent"], "not a folder with a config.json"),
+    ("upscale", ["model.base=/absent"], "not a folder with a config.json"),
+    ("upscale", [], "model.safetensors"),
+    ("prepare", ["corpus.sources.0.path=/absent.txt"], "no file matches /absent.txt"),
+    ("train", [], "run `scale upscale` first"),
+    ("evaluate", [], "run `scale train` first"),
+    ("export", [], "run `scale train` first"),
+    ("run", ["model.base=/absent"], "not a folder with a config.json"),
+    ("run", [], "model.safetensors"),
+    ("run", ["train.lrr=1"], "unknown key"),
+]
+ALONE = [
+    (["generate", "/absent"], "no such folder"),
+    (["serve", "/absent"], "no such folder"),
+    (["verify", "/absent"], "no such folder"),
+    (["join", "/absent", "/absent2", "--output", "/tmp/x"], "no such folder"),
+    (["compare", "/absent", "--output", "/tmp/x"], "no such folder"),
+    (
+        [
+            "init",
+            "new.yaml",
+            "--base",
+            "/absent",
+            "--corpus",
+            "a",
+            "--language",
+            "ko",
+            "--retention",
+            "b",
+        ],
+        "not a folder",
+    ),
+    (
+        [
+            "init",
+            "new.yaml",
+            "--base",
+            "base",
+            "--corpus",
+            "a",
+            "--language",
+            "ko",
+            "--retention",
+            "b",
+        ],
+        "model.safetensors",
+    ),
+    (
+        [
+            "init",
+            "new.yaml",
+            "--base",
+            "whole",
+            "--corpus",
+            "/a.txt",
+            "--language",
+            "ko",
+            "--retention",
+            "b",
+        ],
+        "no file matches /a.txt",
+    ),
+    (["init", "new.yaml", "--base", "whole", "--corpus", "news.txt"], "--language: not given"),
+]
+REFUSALS = """
+import json, sys
+from scale_cli.cli import app
+from scale_cli.errors import ScaleError
+
+sys.stdin = None
+told = []
+for arguments in json.loads(sys.argv[1]):
+    try:
+        app(arguments, standalone_mode=False)
+        told.append(["accepted", []])
+    except ScaleError as error:
+        told.append([str(error), [name for name in ("torch", "transformers") if name in sys.modules]])
+json.dump(told, sys.stdout)
+"""
+
+
+def test_every_verb_refuses_what_is_missing_before_torch_is_imported(tmp_path: Path) -> None:
+    config = write_config(tmp_path, tmp_path / "base")
+    for folder in ("base", "whole"):
+        LlamaConfig().save_pretrained(tmp_path / folder)
+    save_file({"a": np.zeros(1)}, tmp_path / "whole" / "model.safetensors")
+    asked = [([verb, str(config), *more], told) for verb, more, told in MISSING] + ALONE
+    words = json.dumps([arguments for arguments, _ in asked])
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSALS, words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=tmp_path,
+    )
+    for (arguments, told), (error, heavy) in zip(asked, json.loads(done.stdout), strict=True):
+        assert told in error, arguments
+        assert not heavy, arguments
+
+
+def test_a_pattern_without_quotes_gets_the_hint(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (tmp_path / name).write_text("x", encoding="utf-8")
+    words = ["init", "new.yaml", "--corpus", "a.txt", "b.txt", "c.txt"]
+    done = subprocess.run(
+        [sys.executable, "-m", "scale_cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2 and "quote it" in done.stderr
 
 
 def test_a_step_imports_nothing_that_it_does_not_use() -> None:

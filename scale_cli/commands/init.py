@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import re
@@ -14,7 +13,6 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli import report
@@ -29,28 +27,21 @@ from scale_cli.data.encoding import Document
 from scale_cli.data.ledger import check_bad_fraction
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, UsageError
-from scale_cli.planning import (
-    Device,
-    Parameters,
-    count_flops,
-    count_saved_tensors,
-    measure_device,
-    training_memory,
-)
+from scale_cli.planning.device import Device, measure_device
+from scale_cli.planning.memory import memory_of
+from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.walk import Base, walk
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import write_text
 from scale_cli.terminal import log, print_json
-from scale_cli.upscale.base import base_without_weights, load_base_config
+from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.base_tokenizer import load_tokenizer
-from scale_cli.upscale.building import NewPieces, build_model
 from scale_cli.vocabulary.added_tokens import extended
 from scale_cli.vocabulary.tokenizer import AddedTokens, most_added
 
 SCHEMA_FILE = "scale.schema.json"
 _FIRST = 32  # documents of a text that is only evaluated on
 _REPLAY_SHARE = 0.1  # of the windows; a weight of 0.111 beside a weight of 1 gives it
-# The first rate was measured on bases of 5 M parameters (docs/training.md); larger bases get the paper's, the default.
-_SMALL_HIDDEN_SIZE, _MEASURED_LR, _PAPERS_LR = 512, "5.0e-3", "1.0e-3"
 _LENGTHS = (2048, 1024, 512, 256, 128, 64)
 # Steps with fewer tokens are too noisy, and schedules with fewer steps too short, if there is time for more.
 _MIN_STEP_TOKENS, _MAX_STEP_TOKENS, _MIN_BATCH_SIZE = 2048, 131_072, 8
@@ -60,8 +51,6 @@ _SHARE_OF_HOST, _SHARE_OF_DEVICE = (
     0.5,
     0.8,
 )  # of memory; the rest is for data, evaluation and other processes
-_FILES = re.compile(r".*\.(txt|jsonl|json|csv|parquet)(\.(gz|xz|zst))?")
-_DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]*))?")
 # Limits in bytes: documents that are read, the sample whose tokens are counted, and one document.
 _BYTES_READ, _BYTES_SAMPLED, _LARGEST_DOCUMENT = 1 << 22, 1 << 18, 1 << 28
 _HELD_OUT_DOCUMENTS, _HELD_OUT_BYTES, _MOST_HELD_OUT = (
@@ -71,8 +60,9 @@ _HELD_OUT_DOCUMENTS, _HELD_OUT_BYTES, _MOST_HELD_OUT = (
 )  # at most 1 of 10 documents is held out
 _OF_A_DATASET = 1 << 40  # bytes that a dataset is taken to have: more than a first run reads
 _FEWEST_LINES, _UNEVEN = 100, 1.5
+_TURNS, _TURN_CHARACTERS = 8, 400  # of chat that is measured
 _PIECE, _LARGEST_PIECE = 2_000, 500_000  # characters
-_TOKENS_PER_CHARACTER = 2.0  # above this, the tokenizer spells a script in bytes
+_TOKENS_PER_CHARACTER = 1.3  # from here on, new tokens are offered
 _FEWEST_NEW = 256  # fewer new tokens save little
 _SURE = 0.8  # share of a text's new tokens that it still gives when a part of it is held out
 
@@ -150,7 +140,8 @@ def init(
         raise CorpusError(
             f"--corpus: only about {num_tokens:,} tokens, but a step takes {_MIN_STEP_TOKENS:,}; give more text"
         )
-    sizes = fit_sizes(base_config, new.number, minutes, num_tokens)
+    base_sizes = BaseSizes.of(base_config.to_dict(), base)
+    sizes = fit_sizes(base_sizes, new.number, minutes, num_tokens)
     corpus = part(text, "held-out", file, sizes.num_tokens)
     replayed = round(_REPLAY_SHARE * sizes.num_tokens)
     if (
@@ -160,19 +151,31 @@ def init(
         kept = Parted({}, measured_on, "too little to train on: all of it is held out")
     else:
         kept = part(retention, "retention", file, replayed)
-    if sizes.device.type != "cpu" and base_config.dtype == torch.bfloat16:
+    if sizes.device.type != "cpu" and str(base_config.dtype) == "torch.bfloat16":
         model["dtype"] = "bfloat16"
-    lr = _MEASURED_LR if base_config.hidden_size <= _SMALL_HIDDEN_SIZE else _PAPERS_LR
+    files = {path: _as_lines(documents) for path, documents in (corpus.files | kept.files).items()}
+    chat: list[dict[str, Any]] = []
+    if tokenizer.chat_template:
+        parts = {"retention": (retention, kept), "acquisition": (text, corpus)}
+        chat, of_chat = measured_chat(file, parts)
+        files |= of_chat
     of_texts = {"corpus": corpus, "kept": kept, "retention_language": known["language"]}
-    text_of_config = config_text(file, model=model, **of_texts, new=new, sizes=sizes, lr=lr)
-    _write(file, text_of_config, corpus.files | kept.files)
+    text_of_config = config_text(file, model=model, **of_texts, new=new, sizes=sizes, chat=chat)
+    _write(file, text_of_config, files)
     found = {"corpus": corpus.words, "retention": kept.words, "tokens": new.words}
     print_json({"file": file, **found, "sizes": sizes})
-    step = f"{sizes.global_batch_size} x {sizes.sequence_length:,} tokens, {sizes.micro_batch_size} at once"
+    a_step = f"{sizes.global_batch_size} x {sizes.sequence_length:,} tokens, {sizes.micro_batch_size} at once"
     for name, words in found.items():
         log(f"{name:15}{words}")
+    if chat:
+        log(
+            "chat           the base has a chat template. Plain text makes the plain export forget to "
+            "answer; so\n               a turn in each language is measured, before and after. For a "
+            "model that answers, train on\n               conversations: messages_field in a source, "
+            "and as replay too (docs/training.md)"
+        )
     takes = f"about {sizes.minutes:.2g} min without evaluation, {sizes.device.origin}"
-    log(f"sizes          {sizes.max_steps:,} steps of {step}: {takes}")
+    log(f"sizes          {sizes.max_steps:,} steps of {a_step}: {takes}")
     if sizes.max_steps == _MIN_STEPS and sizes.minutes > minutes:
         log(
             f"warning: longer than --minutes {minutes:g}, since a run takes at least {_MIN_STEPS} steps"
@@ -184,6 +187,35 @@ def init(
     log(f"next           scale plan {file}; scale run {file}")
 
 
+def measured_chat(
+    file: Path, texts: dict[str, tuple[Text, Parted]]
+) -> tuple[list[dict[str, Any]], dict[Path, str]]:
+    """Return sources of turns to measure, by the role of their text, and the files to write.
+
+    The user gives the beginning of a held-out document, and the assistant the rest.
+    """
+    sources, files = [], {}
+    for role, (text, parted) in texts.items():
+        path = file.with_name(f"{file.stem}.chat-{role}.jsonl")
+        named = {"name": f"chat-{role}", "path": str(path), "messages_field": "messages"}
+        sources.append({**named, "language": text.source["language"], "role": role})
+        of_files = parted.files.get(Path(parted.held_out.get("path", "")))
+        files[path] = turns_of(of_files or text.documents)
+    return sources, files
+
+
+def turns_of(documents: list[str]) -> str:
+    """Return the lines of a file of conversations, one of each document."""
+    lines = []
+    for document in documents[:_TURNS]:
+        text = document[: 2 * _TURN_CHARACTERS]
+        middle = len(text) // 2
+        turns = [("user", text[:middle]), ("assistant", text[middle:])]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        lines.append(json.dumps({"messages": messages}, ensure_ascii=False))
+    return "\n".join(lines) + "\n"
+
+
 def config_text(file: Path, **found: object) -> str:
     """Return the config as YAML with comments."""
     output_dir = json.dumps(f"runs/{file.stem}", ensure_ascii=False)
@@ -192,46 +224,38 @@ def config_text(file: Path, **found: object) -> str:
     )
 
 
-def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -> Sizes:
+def fit_sizes(base: BaseSizes, num_new: int, minutes: float, num_tokens: int) -> Sizes:
     """Return the longest windows, and the largest micro-batch, that fit in memory and leave time for many steps.
 
     The time limits the number of steps, and so do four readings of the text, of `num_tokens`.
     """
-    devices = {
-        precision: measure_device(base_config, "float32", precision) for precision in ("no", "bf16")
-    }
+    devices = {precision: measure_device(base, precision) for precision in ("no", "bf16")}
     mixed_precision, device = max(devices.items(), key=lambda item: item[1].flops_per_s)
     available = _memory_bytes(device.type)
-    with torch.device("meta"):
-        new = NewPieces.unknown(num_new) if num_new else None
-        distilling = MethodConfig.model_validate({"distillation": {"weight": 4.0}})
-        model = build_model(base_without_weights(base_config, "float32"), distilling, 0, new)
+    method = MethodConfig.model_validate({"distillation": {"weight": 4.0}})
+    step = walk(Base(base, itemsize=4), method, mixed_precision, num_new=num_new)
     settings = {"max_steps": 1, "mixed_precision": mixed_precision}
-    parameters = Parameters.of(model, TrainConfig.model_validate(settings))
-    flops, saved = count_flops(model, _LENGTHS[-1]), count_saved_tensors(model, mixed_precision)
 
     def memory(length: int, at_once: int) -> int:
         batch = {"global_batch_size": at_once, "micro_batch_size": at_once}
-        return training_memory(
-            parameters,
-            saved,
+        return memory_of(
+            step,
             TrainConfig.model_validate(settings | batch),
             sequence_length=length,
-            vocab_size=base_config.vocab_size + num_new,
-            num_processes=1,
+            vocab_size=base.vocab_size + num_new,
             device_type=device.type,
             distils=True,
         ).total
 
     def tokens_of_run(length: int) -> float:
         return min(
-            60 * minutes * device.flops_per_s / flops.total(length), _MOST_READINGS * num_tokens
+            60 * minutes * device.flops_per_s / step.flops(length), _MOST_READINGS * num_tokens
         )
 
     step_tokens = min(
         max(tokens_of_run(_LENGTHS[-1]) / _WANTED_STEPS, _MIN_STEP_TOKENS), _MAX_STEP_TOKENS
     )
-    longest = min(base_config.max_position_embeddings, step_tokens // _MIN_BATCH_SIZE)
+    longest = min(base.max_position_embeddings, step_tokens // _MIN_BATCH_SIZE)
     lengths = [
         length for length in _LENGTHS if length <= longest and memory(length, 1) <= available
     ]
@@ -247,7 +271,7 @@ def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -
     while at_once > 1 and memory(length, at_once) > available:
         at_once //= 2
     steps = min(max(_MIN_STEPS, int(tokens_of_run(length) / (batch_size * length))), _MAX_STEPS)
-    takes = steps * batch_size * length * flops.total(length) / device.flops_per_s / 60
+    takes = steps * batch_size * length * step.flops(length) / device.flops_per_s / 60
     held = memory(length, at_once)
     return Sizes(
         device, mixed_precision, length, batch_size, at_once, steps, takes, held, available
@@ -258,10 +282,16 @@ def _memory_bytes(device_type: str) -> int:
     """Return the bytes a run may use: a share of a CPU's whole memory, or of another device's free memory."""
     if device_type == "cpu":
         return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SHARE_OF_HOST)
+    import torch
+
     return int(torch.accelerator.get_memory_info()[0] * _SHARE_OF_DEVICE)
 
 
-def _write(file: Path, text: str, texts: dict[Path, list[str]]) -> None:
+def _as_lines(documents: list[str]) -> str:
+    return "".join(json.dumps({"text": of}, ensure_ascii=False) + "\n" for of in documents)
+
+
+def _write(file: Path, text: str, texts: dict[Path, str]) -> None:
     """Write the config and the text files that it names; write nothing if `scale run` would reject it."""
     if there := next((path for path in texts if path.exists()), None):
         raise UsageError(
@@ -269,11 +299,8 @@ def _write(file: Path, text: str, texts: dict[Path, list[str]]) -> None:
         )
     config = checked(RunConfig, parse(text, str(file)), str(file))
     try:
-        for path, documents in texts.items():
-            write_text(
-                path,
-                "".join(json.dumps({"text": of}, ensure_ascii=False) + "\n" for of in documents),
-            )
+        for path, content in texts.items():
+            write_text(path, content)
         Run(config).check(every_source(config))
     except BaseException:
         for path in texts:
@@ -298,16 +325,6 @@ def look_into(source: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tex
         ):
             return by_line
     return text
-
-
-def source_of(name: str, given: str, language: str, text_field: str = "text") -> dict[str, Any]:
-    """Return a text's entry in the config: files if they exist or look like file names, else a dataset of the hub."""
-    about = {"language": language, **({} if text_field == "text" else {"text_field": text_field})}
-    dataset = _DATASET.fullmatch(given)
-    if dataset is None or _FILES.fullmatch(given) or glob.glob(os.path.expanduser(given)):  # noqa: PTH111 (a pattern)
-        return {"name": name, "path": given, **about}
-    place = zip(("dataset", "subset", "split"), dataset.groups(), strict=True)
-    return {"name": name, **{key: value for key, value in place if value}, **about}
 
 
 def _is_txt(source: dict[str, Any]) -> bool:
@@ -406,7 +423,7 @@ def _split(text: str, length: int) -> list[str]:
 
 
 def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) -> NewTokens:
-    """Find new tokens for a text whose characters cost more than two tokens each."""
+    """Find new tokens for a text whose characters cost 1.3 tokens or more."""
     num_bytes = len(text.sample.encode())
     cost = text.tokens_per_byte * num_bytes / len(text.sample)
     words = f"{cost:.2f} per character, {1 / text.tokens_per_byte:.2f} bytes each"
@@ -419,7 +436,7 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
                 if any(a <= ord(sign) <= b for a, b in of)
             }
         )
-    if cost <= _TOKENS_PER_CHARACTER or not letters:
+    if cost < _TOKENS_PER_CHARACTER or not letters:
         return NewTokens(words)
     script = letters.most_common(1)[0][0]  # the most frequent one beyond ASCII
     wanted, known = VocabularyConfig(script=script), CorpusSource.model_validate(text.source)
@@ -435,8 +452,10 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
         return NewTokens(f"{words}; no new ones: the text yields only {len(found):,} of {script}")
     grown = extended(tokenizer.backend_tokenizer, found[:number], first_id)
     per_byte = len(grown.encode(text.sample, add_special_tokens=False).ids) / num_bytes
+    saved = 1 - per_byte / text.tokens_per_byte
     return NewTokens(
-        f"{words}; with {number:,} new ones of {script}, {1 / per_byte:.2f} bytes each",
+        f"{words}; with {number:,} new ones of {script} {1 / per_byte:.2f} bytes each: {saved:.0%} "
+        "fewer tokens for the same text",
         script,
         number,
         per_byte,

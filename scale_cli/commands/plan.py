@@ -104,10 +104,7 @@ def plan(
         of_old = _plan_method(without, sizes, device, num_processes, growth)
         planned.append(replace(of_old, variant="no new tokens"))
     for method in _methods_beside(config.method) if compared else ():
-        train = config.train
-        if not method.trains_base_weights:  # the setting needs a method that trains them
-            train = train.model_copy(update={"decay_to_base": False})
-        other = config.model_copy(update={"method": method, "train": train})
+        other = config.model_copy(update={"method": method})
         try:
             planned.append(_plan_method(other, sizes, device, num_processes, growth))
         except ConfigError as error:
@@ -251,12 +248,8 @@ def _evaluated_tokens(config: RunConfig) -> int:
                     size += file.size * (_BYTES_COMPRESSED if file.compression else 1)
             except CorpusError:
                 continue  # warned of already
-        num_tokens = size // _BYTES_PER_TOKEN
-        most = getattr(config.evaluation, "max_tokens", None)
-        total += num_tokens if most is None else min(num_tokens, most)
-        each = getattr(train, "eval_max_tokens", None)
-        total += times * (num_tokens if each is None else min(num_tokens, each))
-    return total
+        total += size // _BYTES_PER_TOKEN
+    return total + times * min(total, config.eval_tokens)
 
 
 def _disk_bytes(config: RunConfig, own: MethodPlan) -> int:

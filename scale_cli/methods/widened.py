@@ -283,7 +283,7 @@ def added_sizes(base: Any, expansion: ExpansionConfig) -> AddedSizes:
     num_heads = num_key_value_heads * (base.num_attention_heads // base.num_key_value_heads)
     ratio = num_key_value_heads / base.num_key_value_heads
     return AddedSizes(
-        hidden_size=_added_channels(base, num_heads, expansion.hidden_ratio or ratio, 1),
+        hidden_size=_added_channels(base, num_heads, expansion.hidden_ratio or ratio),
         intermediate_size=max(1, round(base.intermediate_size * (expansion.mlp_ratio or ratio))),
         num_attention_heads=num_heads,
         num_key_value_heads=num_key_value_heads,
@@ -291,32 +291,18 @@ def added_sizes(base: Any, expansion: ExpansionConfig) -> AddedSizes:
 
 
 def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) -> ScaleConfig:
-    """Return the configuration of the widened model; `new` are tokens that it adds (`NewPieces`).
-
-    Whole key/value heads are added, at the base's head_dim and query to key/value ratio, so the ratio is rounded to a
-    multiple of 1 / num_key_value_heads (at least one head). Stream and MLP grow by the same ratio as the heads, unless
-    they have ratios of their own.
-    """
+    """Return the configuration of the widened model; `new` are tokens that it adds (`NewPieces`)."""
     from scale_cli.model.configuration_scale import ScaleConfig
 
-    expansion, modules = settings.expansion, settings.collaboration.modules
-    num_key_value_heads = max(1, round(expansion.ratio * base_config.num_key_value_heads))
-    queries_of_key = base_config.num_attention_heads // base_config.num_key_value_heads
-    num_heads = num_key_value_heads * queries_of_key
-    ratio_of_heads = num_key_value_heads / base_config.num_key_value_heads
-    mlp_ratio = expansion.mlp_ratio or ratio_of_heads
+    modules = settings.collaboration.modules
     layers = collaborating_layers(
         settings.collaboration, settings.variant, base_config.num_hidden_layers
     )
+    added = asdict(added_sizes(base_config, settings.expansion))
     return ScaleConfig(
         base_config=base_config.to_diff_dict(),
         variant=settings.variant,
-        expansion_hidden_size=_added_channels(
-            base_config, num_heads, expansion.hidden_ratio or ratio_of_heads
-        ),
-        expansion_intermediate_size=max(1, round(base_config.intermediate_size * mlp_ratio)),
-        expansion_num_attention_heads=num_heads,
-        expansion_num_key_value_heads=num_key_value_heads,
+        **{f"expansion_{name}": size for name, size in added.items()},
         attention_collaboration_layers=layers if "attention" in modules else [],
         mlp_collaboration_layers=layers if "mlp" in modules else [],
         **{f"router_{name}": value for name, value in settings.router},

@@ -51,7 +51,8 @@ def measure_device(sizes: BaseSizes, mixed_precision: str) -> Device:
 
     load = busyness()
     is_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "1"
-    where = torch.device("cpu" if is_cpu else torch.accelerator.current_accelerator().type)
+    accelerator = None if is_cpu else torch.accelerator.current_accelerator()
+    where = torch.device("cpu") if accelerator is None else accelerator
     width = min(sizes.hidden_size, _MOST_CHANNELS)
     head_dim = min(sizes.head_dim, 64)
     num_heads = max(1, width // head_dim)
@@ -101,11 +102,11 @@ def _layer(x_BTD: Tensor, weights: list[Any], num_heads: int) -> Tensor:
     import torch.nn.functional as F
 
     query, key, value, output, gate, up, down = weights
-    heads = (
+    q, k, v = (
         F.linear(x_BTD, weight).unflatten(-1, (num_heads, -1)).transpose(1, 2)
         for weight in (query, key, value)
     )
-    attended = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     x_BTD = x_BTD + F.linear(attended.flatten(2), output)
     written = F.linear(F.silu(F.linear(x_BTD, gate)) * F.linear(x_BTD, up), down)
     return (x_BTD + written).float().sum()

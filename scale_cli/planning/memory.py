@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.methods.recipes import recipes_of
 from scale_cli.methods.widened import AddedSizes, added_sizes
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.step import FLOAT32, Step
@@ -20,10 +20,10 @@ _LOGITS_AT_ONCE, _FEWEST_ROWS = {"cpu": 2**21, "cuda": 2**26}, 128
 class Memory:
     """Bytes that one process holds from the last forward to the first backward product of a step."""
 
-    frozen: int  # weights; with `train.decay_to_base` also the start of the trained ones
+    frozen: int  # weights
     trainable: int  # float32 master weights
     gradients: int  # float32; with several processes in DistributedDataParallel's buckets
-    moments: int  # of the optimiser, and an average of the weights
+    moments: int  # of the optimiser
     saved: int  # by a micro-batch for the backward pass, with weights in autocast's precision
     head: int  # logits computed at once, and what is derived from them
 
@@ -88,17 +88,14 @@ def memory_of(
         head = num_rows * vocab_size * (of_products + FLOAT32)
 
     trainable = FLOAT32 * step.num_trainable
-    recipes = recipes_of(train)
-    copies = sum(recipe.copies_kept for recipe in recipes)
     moments = sum(
-        FLOAT32 * size * (copies + (1 if train.optimiser == "muon" and kind == "matrix" else 2))
+        FLOAT32 * size * (1 if train.optimiser == "muon" and kind == "matrix" else 2)
         for kind, size in step.trained.items()
     )
-    of_start = sum(recipe.copies_of_start for recipe in recipes)
     of_masks = step.bytes_per_pair + step.masked  # and the one mask that all are made from
     per_token = step.bytes_per_token + sequence_length * of_masks
     return Memory(
-        frozen=step.frozen_bytes + of_start * trainable,
+        frozen=step.frozen_bytes,
         trainable=trainable,
         gradients=trainable,
         moments=moments,
@@ -133,7 +130,8 @@ def num_served(sizes: BaseSizes, method: MethodConfig, num_new: int = 0) -> int:
     if method.definition.widens:
         added = added_sizes(sizes, method.expansion)
     elif method.variant == "llama-pro":
-        copies = len(method.definition.copied(num_layers, method.settings))
+        definition: Any = method.definition
+        copies = len(definition.copied(num_layers, method.settings))
     width = sizes.hidden_size + added.hidden_size
     channels = sizes.intermediate_size + added.intermediate_size
     of_queries = sizes.query_size + added.num_attention_heads * sizes.head_dim

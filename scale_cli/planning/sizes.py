@@ -80,7 +80,7 @@ class BaseSizes:
                 f"supported (supported: {', '.join(FORMS)})"
             )
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        sizes = {key: config.get(key) for key in (*names, "vocab_size")}
+        sizes: dict[str, Any] = {key: config.get(key) for key in (*names, "vocab_size")}
         sizes["num_key_value_heads"] = config.get("num_key_value_heads") or config.get(names[3])
         for key, size in sizes.items():
             if type(size) is not int or size < 1:

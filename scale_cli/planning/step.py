@@ -50,7 +50,7 @@ class Weights:
 
     itemsize: int
     train: bool = False
-    in_8_bits: bool = False  # one byte a weight, a float32 scale a row
+    in_8_bits: bool = False  # a byte a weight; a float32 scale and a zero point a row
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Step:
         size = x.width * width
         if held and weights.in_8_bits:
             self.num_frozen += size
-            self.frozen_bytes += size + width * FLOAT32
+            self.frozen_bytes += size + width * (FLOAT32 + 1)
         elif held:
             self.hold(size, weights, kind)
         if held and bias:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.errors import ConfigError
@@ -119,7 +120,8 @@ class _Plain(_Decoder):
                 )
             self.layers = [(layer, layer >= settings.num_layers) for layer in range(num_layers)]
         elif method.variant == "llama-pro":
-            copied = method.definition.copied(num_layers, settings)
+            definition: Any = method.definition
+            copied = definition.copied(num_layers, settings)
             self.layers = order_of(num_layers, copied)
         elif method.variant == "lora":
             self.rank, self.targets = settings.rank, settings.targets

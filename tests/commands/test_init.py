@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from scale_cli.commands import init as fitting
+from scale_cli.commands.answers import source_of
 from scale_cli.commands.init import (
     SCHEMA_FILE,
     NewTokens,
@@ -18,13 +19,13 @@ from scale_cli.commands.init import (
     Sizes,
     config_text,
     fit_sizes,
-    source_of,
 )
 from scale_cli.config.load import checked, load_config, parse
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.documents import CorpusReader
 from scale_cli.errors import ConfigError
-from scale_cli.planning import Device, count_flops, count_saved_tensors
+from scale_cli.planning.device import Device
+from scale_cli.planning.sizes import BaseSizes
 from tests.command_line import Scale
 from tests.data.corpus_files import COMPRESSORS, as_jsonl, as_parquet, as_txt, kept, read
 from tests.vocabulary.tokenizers_at_hand import ENGLISH
@@ -33,25 +34,6 @@ from tests.widening import TINY, lower_stories
 CPU = Device("cpu", 4e11, "measured on cpu")
 SIZES = Sizes(CPU, "bf16", 256, 16, 8, 200, 5.0, 2**30, 2**34)
 NO_NEW = NewTokens("1.2 a character")
-
-
-def counted_once() -> dict[str, Callable[..., Any]]:
-    """Count one model of all examples: what else is found hangs on neither its work nor its memory."""
-    counts: dict[str, Callable[..., Any]] = {
-        "count_flops": count_flops,
-        "count_saved_tensors": count_saved_tensors,
-    }
-    known: dict[str, Any] = {}
-
-    def counting(name: str) -> Callable[..., Any]:
-        return lambda *asked: (
-            known[name] if name in known else known.setdefault(name, counts[name](*asked))
-        )
-
-    return {name: counting(name) for name in counts}
-
-
-TINY_COUNTED, STORIES_COUNTED = counted_once(), counted_once()
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +136,7 @@ def written_for(base: str, corpus: str, language: str, sizes: Sizes = SIZES) -> 
     }
     model = {"base": base}
     return parse(
-        config_text(Path("mine.yaml"), model=model, **texts, new=NO_NEW, sizes=sizes, lr="5e-3"),
+        config_text(Path("mine.yaml"), model=model, **texts, new=NO_NEW, sizes=sizes, chat=[]),
         "mine.yaml",
     )
 
@@ -182,10 +164,8 @@ def test_any_name_comes_back_out_of_the_yaml_as_it_was_given(name: str) -> None:
 def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
     flops: float, minutes: float, gib: float, num_tokens: int
 ) -> None:
-    base = LlamaConfig(**TINY)
+    base = BaseSizes.of(LlamaConfig(**TINY).to_dict(), "tiny")
     with pytest.MonkeyPatch.context() as patch:
-        for name, count in TINY_COUNTED.items():
-            patch.setattr(fitting, name, count)
         patch.setattr(fitting, "measure_device", lambda *_: Device("cpu", flops, "measured on cpu"))
         patch.setattr(fitting, "_memory_bytes", lambda _: int(gib * 2**30))
         try:
@@ -259,8 +239,6 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for counting, count in STORIES_COUNTED.items():
-        monkeypatch.setattr(fitting, counting, count)
     monkeypatch.setattr(fitting, "_MIN_STEPS", 2)
     monkeypatch.setattr(fitting, "measure_device", lambda *_: Device("cpu", 1e6, "measured on cpu"))
     petitions = read(shared_data / "ko-petitions/valid.txt.xz", max_documents=60)

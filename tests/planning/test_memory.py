@@ -87,13 +87,6 @@ def test_weights_gradients_and_moments_are_the_optimisers(method: MethodConfig, 
     assert planned.checkpoint == planned.trainable + planned.moments
 
 
-def test_an_average_is_as_large_as_what_trains() -> None:
-    plain = planned_memory(LORA, "no")
-    average = planned_memory(LORA, "no", average={"kind": "ema"})
-    assert average.moments - plain.moments == plain.trainable
-    assert average.checkpoint - plain.checkpoint == plain.trainable
-
-
 def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes() -> None:
     config = load_config(CARD_OF_24_GB)
     base = LlamaConfig(

@@ -1,0 +1,42 @@
+"""What `scale init` is told, checked before torch is imported."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from scale_cli.config.load import checked
+from scale_cli.config.schema import ModelConfig
+from scale_cli.config.sources import CorpusSource
+from scale_cli.data.files import check_source
+from scale_cli.errors import UsageError
+from scale_cli.upscale.base_files import check_config_file, check_weight_files
+
+_FILES = re.compile(r".*\.(txt|jsonl|json|csv|parquet)(\.(gz|xz|zst))?")
+_DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]*))?")
+
+
+def source_of(name: str, given: str, language: str, text_field: str = "text") -> dict[str, Any]:
+    """Return a text's entry in the config: files if they exist or look like file names, else a dataset of the hub."""
+    about = {"language": language, **({} if text_field == "text" else {"text_field": text_field})}
+    dataset = _DATASET.fullmatch(given)
+    if dataset is None or _FILES.fullmatch(given) or glob.glob(os.path.expanduser(given)):  # noqa: PTH111 (a pattern)
+        return {"name": name, "path": given, **about}
+    place = zip(("dataset", "subset", "split"), dataset.groups(), strict=True)
+    return {"name": name, **{key: value for key, value in place if value}, **about}
+
+
+def check_answers(file: Path, base: str, learned: dict[str, Any], known: dict[str, Any]) -> None:
+    """Refuse a config that is there already, and a base or text that is not."""
+    if file.exists():
+        raise UsageError(f"{file}: already exists; give another name")
+    model = checked(ModelConfig, {"base": base}, "--base")
+    check_config_file(model)
+    check_weight_files(model)
+    for source in (learned, known):
+        text = checked(CorpusSource, source, source["name"])
+        if text.dataset is None and not any("://" in path for path in text.paths):
+            check_source(text)

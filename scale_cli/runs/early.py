@@ -1,0 +1,73 @@
+"""What every verb can refuse before torch is imported: a missing base, missing weights, missing text.
+
+`Run.check` checks the rest, with the base's configuration and tokenizer at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import TextSource
+from scale_cli.data.files import check_source
+from scale_cli.errors import RunFolderError
+from scale_cli.runs.folder import RunFolder
+from scale_cli.upscale.base_files import check_config_file, check_weight_files
+
+
+def check_start(config: RunConfig) -> None:
+    """Check what `scale upscale` reads."""
+    _check_base(config)
+    if config.method.vocabulary is not None:
+        _check_sources(config.corpus.sources)
+
+
+def check_text(config: RunConfig) -> None:
+    """Check what `scale prepare` reads."""
+    check_config_file(config.model)
+    _check_sources([*config.corpus.sources, *config.evaluation.perplexity])
+
+
+def check_training(config: RunConfig) -> None:
+    """Check what `scale train` reads; a finished run needs no text any more."""
+    run = RunFolder(config.output_dir)
+    if run.final.is_dir():
+        return
+    if not run.upscaled.is_dir():
+        raise RunFolderError(f"{run.upscaled}: does not exist; run `scale upscale` first")
+    _check_base(config)
+    _check_sources(config.corpus.sources)
+
+
+def check_finished(config: RunConfig) -> None:
+    """Check what `scale export` reads."""
+    run = RunFolder(config.output_dir)
+    if not run.final.is_dir():
+        raise RunFolderError(f"{run.final}: does not exist; run `scale train` first")
+    _check_base(config)
+
+
+def check_measured(config: RunConfig) -> None:
+    """Check what `scale evaluate` reads."""
+    check_finished(config)
+    _check_sources(config.evaluation.perplexity)
+
+
+def check_all(config: RunConfig) -> None:
+    """Check what `scale run` reads; a finished run does not need its training text any more."""
+    _check_base(config)
+    is_finished = RunFolder(config.output_dir).final.is_dir()
+    trained_on = [] if is_finished else config.corpus.sources
+    _check_sources([*trained_on, *config.evaluation.perplexity])
+
+
+def _check_base(config: RunConfig) -> None:
+    check_config_file(config.model)
+    check_weight_files(config.model)
+
+
+def _check_sources(sources: Sequence[TextSource]) -> None:
+    """Check local files alone: a store or the hub is asked later."""
+    for source in sources:
+        if source.dataset is None and not any("://" in path for path in source.paths):
+            check_source(source)
