@@ -409,10 +409,11 @@ def serve(
 ) -> None:
     """Serve an export as an OpenAI endpoint, with its router."""
     refuse_several("serve")
+    folder = run_folder(path)
     quieten_libraries()
     from scale_cli.commands.serve import serve
 
-    serve(run_folder(path), engine, options or [], log, plainly=plain)
+    serve(folder, engine, options or [], log, plainly=plain)
 
 
 @app.command()

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
-from scale_cli.data.files import check_source
 from scale_cli.errors import RunFolderError
 from scale_cli.runs.folder import RunFolder
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
@@ -68,6 +67,10 @@ def _check_base(config: RunConfig) -> None:
 
 def _check_sources(sources: Sequence[TextSource]) -> None:
     """Check local files alone: a store or the hub is asked later."""
+    from scale_cli.data.files import (
+        check_source,
+    )  # imports pyarrow, which a bad config does not need
+
     for source in sources:
         if source.dataset is None and not any("://" in path for path in source.paths):
             check_source(source)

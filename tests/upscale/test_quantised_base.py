@@ -189,9 +189,9 @@ def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_kee
 def test_a_plan_of_a_quantised_base_says_what_cannot_be_had(
     shared_data: Path, tmp_path: Path
 ) -> None:
-    config = run_config(shared_data, tmp_path / "run", "int8")
+    config = run_config(shared_data, tmp_path / "run")
     planned = plan(config, flops=1e12, num_processes=1, compared=True)
-    of_quantised, base = planned.methods[0], any_base_without_weights(config.model)
+    of_quantised, base = planned.methods[0], without_weights(config.model)
     assert "model.quantisation" in planned.refused["full"]
     parts = [part for parameter in base.parameters() for part in parts_of(parameter)]
     assert of_quantised.memory.frozen == sum(part.nbytes for part in parts)
