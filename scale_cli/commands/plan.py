@@ -261,7 +261,7 @@ def _disk_bytes(config: RunConfig, own: MethodPlan) -> int:
             train.keep_checkpoints or train.max_steps, -(-train.max_steps // train.save_every_steps)
         )
     num_bytes = 2 * memory.trainable + num_kept * memory.checkpoint
-    itemsize = ITEMSIZES.get(config.export.dtype, 4)
+    itemsize = ITEMSIZES[config.export.dtype or config.model.dtype]
     sizes = {"llama": own.num_served * itemsize, "transformers": memory.frozen + memory.trainable}
     return num_bytes + sum(sizes.get(name, memory.trainable) for name in config.export.formats)
 
@@ -271,8 +271,10 @@ def _heading(plan: Plan) -> list[str]:
     train, method = config.train, config.method
     growth = plan.new_tokens
     served = f"{quantity(own.num_served)} parameters as a plain model, "
-    itemsize = ITEMSIZES.get(config.export.dtype, 4)
-    served += f"{quantity(own.num_served * itemsize, 'B')} in {config.export.dtype}"
+    itemsize = ITEMSIZES[config.export.dtype or config.model.dtype]
+    served += (
+        f"{quantity(own.num_served * itemsize, 'B')} in {config.export.dtype or config.model.dtype}"
+    )
     if method.definition.widens:
         added = added_sizes(sizes, method.expansion)
         ratio = added.num_key_value_heads / sizes.num_key_value_heads
