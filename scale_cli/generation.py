@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.data.conversations import Messages, conversation_ids
+from scale_cli.data.conversations import Messages, conversation_ids, said_tokens
 from scale_cli.data.decoding import Decoder, text_pieces
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ConfigError, RunFolderError, one_line
@@ -130,6 +130,12 @@ class Generator:
                 f"the chat template refuses these messages: {one_line(error)}"
             ) from None
 
+    def judged(self, prompt: str | Messages, row: Tensor) -> Tensor:
+        """Return (T,), by which of a prompt's ids the router judges: not by a chat template's."""
+        if isinstance(prompt, str):
+            return torch.ones_like(row, dtype=torch.bool)
+        return torch.tensor(said_tokens(self.tokenizer, prompt), device=row.device)
+
     @property
     def num_positions(self) -> int:
         return int(self.model.config.max_position_embeddings)
@@ -143,16 +149,24 @@ class Generator:
     ) -> list[Continuation]:
         """Continue texts or conversations in one batch; a streamer gets each token as it comes."""
         rows = [self.prompt_ids(prompt) for prompt in prompts]
-        generated = self.generate(rows, sampling, streamer)
+        judged = [self.judged(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+        generated = self.generate(rows, judged, sampling, streamer)
         return [
-            self._continuation(prompt, row, new)
-            for prompt, row, new in zip(prompts, rows, generated, strict=True)
+            self._continuation(*of_prompt)
+            for of_prompt in zip(prompts, rows, judged, generated, strict=True)
         ]
 
     def generate(
-        self, rows: Sequence[Tensor], sampling: Sampling, streamer: BaseStreamer | None = None
+        self,
+        rows: Sequence[Tensor],
+        judged: Sequence[Tensor],
+        sampling: Sampling,
+        streamer: BaseStreamer | None = None,
     ) -> list[Tensor]:
-        """Return the new ids for each prompt's ids; a text ends at the latest where the model's context ends."""
+        """Return the new ids after each prompt's ids; a text ends at the latest where the context does.
+
+        `judged` says by which of the ids the router judges.
+        """
         rooms = [self.num_positions - len(row) for row in rows]
         padding = self.tokenizer.pad_token_id
         padding = next(iter(self.ends), 0) if padding is None else padding
@@ -166,16 +180,20 @@ class Generator:
             do_sample=sampling.draws,
             **(drawn if sampling.draws else {}),
         )
-        generated = self.model.generate(
-            ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer
-        )
+        options: dict[str, Any] = {"generation_config": settings, "streamer": streamer}
+        if not all(bool(judged_T.all()) for judged_T in judged) and self.head_names():
+            options["judged_mask"] = padded_left(judged, 0)[0]
+        generated = self.model.generate(ids_BT, attention_mask=mask_BT, **options)
         return [
             new[:room] for new, room in zip(generated[:, ids_BT.shape[1] :], rooms, strict=True)
         ]
 
-    def _continuation(self, prompt: str | Messages, row: Tensor, new: Tensor) -> Continuation:
+    def _continuation(
+        self, prompt: str | Messages, row: Tensor, judged: Tensor, new: Tensor
+    ) -> Continuation:
         new = before_end(self.ends, new)
-        shares = self._head_shares(torch.cat([row, new]))[len(row) - 1 :] if len(new) else []
+        of_all = self._head_shares(torch.cat([row, new]), judged) if len(new) else []
+        shares = of_all[len(row) - 1 :]
         added = text_pieces(self.tokenizer, row.tolist(), new.tolist())
         tokens = [SpokenToken(*spoken) for spoken in zip(added, shares, strict=True)]
         said = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
@@ -193,17 +211,26 @@ class Generator:
         names: list[str] = getattr(self.model.config, "head_names", [])
         return names
 
-    def _head_shares(self, ids_T: Tensor) -> Sequence[dict[str, float] | None]:
+    def shares_after(self, prompt: str | Messages) -> dict[str, float]:
+        """Return the shares of the heads in the first token after a prompt."""
+        row = self.prompt_ids(prompt)
+        ids_T = torch.cat([row, row[-1:]])
+        return self._head_shares(ids_T, self.judged(prompt, row))[-1] or {}
+
+    def _head_shares(self, ids_T: Tensor, judged_T: Tensor) -> Sequence[dict[str, float] | None]:
         model, names = self.model, self.head_names()
         if not names:
             return [None] * (len(ids_T) - 1)
+        num_new = len(ids_T) - len(judged_T)
+        evidence_T = torch.cat([judged_T, judged_T.new_ones(num_new)])
         if isinstance(model, RoutedModel):
-            log_weights_KBT = model.log_weights(ids_T[None, :-1])
+            log_weights_KBT = model.log_weights(ids_T[None, :-1], evidence_T[None, :-1])
         else:
             router = router_of(model)
-            log_weights_KBT = token_log_probs(model, ids_T[None, :-1], ids_T[None, 1:]).log_weights(
-                router.rule, router
-            )
+            scored = token_log_probs(model, ids_T[None, :-1], ids_T[None, 1:])
+            log_probs_KBT = torch.where(evidence_T[1:], scored.log_probs_KBT, 0.0)
+            scored = replace(scored, log_probs_KBT=log_probs_KBT)
+            log_weights_KBT = scored.log_weights(router.rule, router)
         return [
             dict(zip(names, shares_K, strict=True))
             for shares_K in log_weights_KBT[:, 0].exp().T.tolist()

@@ -175,10 +175,16 @@ class Answers(BaseStreamer):
     """The answers to one request: takes tokens from transformers, and passes on text that can no longer change."""
 
     def __init__(
-        self, generator: Generator, asked: Asked, prompts: Sequence[Tensor], most: int
+        self, generator: Generator, asked: Asked, prompts: Sequence[str | Messages], most: int
     ) -> None:
-        """Prepare `asked.n` answers to each prompt, whose ids are (T,)."""
-        self._prompts, self._rows = prompts, [row for row in prompts for _ in range(asked.n)]
+        """Prepare `asked.n` answers to each prompt."""
+        self._prompts = [generator.prompt_ids(prompt) for prompt in prompts]
+        judged = [
+            generator.judged(prompt, row)
+            for prompt, row in zip(prompts, self._prompts, strict=True)
+        ]
+        self._rows = [row for row in self._prompts for _ in range(asked.n)]
+        self._judged = [of_prompt for of_prompt in judged for _ in range(asked.n)]
         self._answers = [
             Answer(
                 Decoder(generator.tokenizer, row.tolist()),
@@ -216,7 +222,7 @@ class Answers(BaseStreamer):
 
     def _compute(self) -> None:
         try:
-            self._generator.generate(self._rows, self._sampling, self)
+            self._generator.generate(self._rows, self._judged, self._sampling, self)
         except _Enough:
             self._tell(None)
         except Exception as error:
@@ -264,9 +270,7 @@ class Endpoint:
             raise HTTPException(
                 400, f"prompt, n: {len(prompts) * asked.n:,} answers, but at most {_MOST_ANSWERS}"
             )
-        answers = Answers(
-            self._generator, asked, [self._generator.prompt_ids(prompt) for prompt in prompts], most
-        )
+        answers = Answers(self._generator, asked, prompts, most)
         if asked.stream:
             return StreamingResponse(self._events(asked, answers), media_type="text/event-stream")
         texts, finishes = ([""] * (len(prompts) * asked.n) for _ in range(2))

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.data.encoding import GUARD, Encoder, break_pattern
+from scale_cli.data.encoding import GUARD, Encoder, break_pattern, learned_tokens
 
 Messages = list[dict[str, Any]]
 
@@ -34,12 +34,7 @@ def write_conversation(
     Raises:
         Exception: a template is a program, which may fail in any way.
     """
-    special = [
-        token.content
-        for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-        if token.special
-    ]
-    guarded = _guard(messages, re.compile(break_pattern(special)))
+    guarded = _guard(messages, re.compile(break_pattern(special_tokens(tokenizer))))
     return str(tokenizer.apply_chat_template(guarded, tokenize=False, add_generation_prompt=asks))
 
 
@@ -64,6 +59,33 @@ def conversation_ids(
     """
     text = write_conversation(tokenizer, messages, asks=asks)
     return _encoder(tokenizer).encodings([text])[0].ids
+
+
+def said_tokens(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[bool]:
+    """Return for each of `conversation_ids` whether the user or the assistant said it.
+
+    The other tokens are the template's and a system message's, which do not tell the language of an
+    answer. If no message is found in the conversation as the template writes it, all tokens count.
+    """
+    text = write_conversation(tokenizer, messages, asks=True)
+    broken = re.compile(break_pattern(special_tokens(tokenizer)))
+    spans, end = list[tuple[int, int]](), 0
+    for message in messages:
+        said = _guard(message["content"], broken)
+        if not isinstance(said, str) or message["role"] == "system" or not said.strip():
+            continue
+        if (start := text.find(said.strip(), end)) >= 0:
+            end = start + len(said.strip())
+            spans.append((start, end))
+    encoding = _encoder(tokenizer).encodings([text])[0]
+    if not spans:
+        return [True] * len(encoding.ids)
+    return learned_tokens(text, tuple(spans), encoding.offsets, len(encoding.ids)).tolist()
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    return [token.content for token in added if token.special]
 
 
 @lru_cache(maxsize=2)

@@ -184,7 +184,7 @@ class Encoder:
             lengths.append(len(framed))
             if document.learned is not None:
                 learned.append(
-                    _learned(document.text, document.learned, encoding.offsets, len(framed))
+                    learned_tokens(document.text, document.learned, encoding.offsets, len(framed))
                 )
         num_bytes = [document.num_bytes for document in documents]
         hashes = [
@@ -332,7 +332,7 @@ def _plain(character: str) -> str:
     return character
 
 
-def _learned(
+def learned_tokens(
     text: str, spans: Spans, offsets: list[tuple[int, int]], num_tokens: int
 ) -> npt.NDArray[np.bool_]:
     """Return (tokens,): whether any character of each token is learned; tokens after the text are

@@ -24,7 +24,14 @@ from .cache_scale import CACHE, named, require_state
 from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion
 from .head_loss import IGNORED, trained_head_cross_entropy
-from .routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
+from .routing import (
+    cosine_serves_base,
+    evidence_of,
+    evidence_of_words,
+    log_prior,
+    logit_cosine,
+    route,
+)
 
 
 class WidenedModel(PreTrainedModel, GenerationMixin):
@@ -127,6 +134,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cache: ScaleCache | None = None,
+        evidence_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits (training: the last head's; evaluation: as served), a loss for `labels`,
@@ -134,7 +142,8 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
 
         The arguments are transformers' own: (B, T) ids, positions and labels, which are shifted
         here; a mask of (B, past + T) with left padding; `cache` and `past_key_values` are two names
-        of one argument. In training mode, `labels` give a loss without logits, which then never
+        of one argument. `evidence_mask` (B, T) says by which tokens the router judges; by default,
+        by all but padding. In training mode, `labels` give a loss without logits, which then never
         exist whole, and `kwargs` are the arguments of `_training_loss`.
         """
         for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
@@ -168,13 +177,15 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
             serves_base = cosine_serves_base(cosine, self.config.router_threshold)
             logits = torch.where(serves_base.unsqueeze(-1), base.to(trained.dtype), trained)
         else:
+            if evidence_mask is None:
+                evidence_mask = evidence_of(attention_mask, input_ids.shape[1])
             mixed = route(
                 lambda at: self.routed_logits(states.at(at)),
                 input_ids,
                 self.config.vocab_size,
                 prior_K=self.log_prior(input_ids.device),
                 memory=None if cache is None else cache.router,
-                evidence_BT=evidence_of(attention_mask, input_ids.shape[1]),
+                evidence_BT=evidence_mask,
                 logits_to_keep=logits_to_keep,
             )
             logits = mixed.scores_BTV
@@ -186,6 +197,23 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
         return CausalLMOutputWithPast(loss=loss, logits=logits, **named(cache))
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, *args: Any, judged_mask: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """Return the inputs of a step, with `evidence_mask` if a mask of the prompt is given.
+
+        `judged_mask` (B, prompt) is False for tokens by which the router shall not judge, such as a
+        chat template's.
+        """
+        generation: Any = super()
+        inputs = generation.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        if judged_mask is not None:
+            mask, num_positions = kwargs.get("attention_mask"), inputs["input_ids"].shape[1]
+            inputs["evidence_mask"] = evidence_of_words(
+                judged_mask, mask, input_ids.shape[1], num_positions
+            )
+        return inputs
 
     def final_states(
         self,

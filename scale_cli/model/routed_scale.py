@@ -36,7 +36,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from .cache_scale import CACHE, require_state
-from .routing import RouterMemory, evidence_of, log_prior, route, shares_of_router
+from .routing import (
+    RouterMemory,
+    evidence_of,
+    evidence_of_words,
+    log_prior,
+    route,
+    shares_of_router,
+)
 
 
 class RouterLayer:
@@ -157,10 +164,11 @@ class RoutedModel(nn.Module):
     def num_heads(self) -> int:
         return len(self._columns)
 
-    def log_weights(self, input_ids: Tensor) -> Tensor:
+    def log_weights(self, input_ids: Tensor, evidence_mask: Tensor | None = None) -> Tensor:
         """Return (K, B, T): the log-weight of each head after each of `input_ids` (B, T)."""
         cache: Any = DynamicCache()
-        self(input_ids=input_ids, cache=cache, use_cache=True, logits_to_keep=1)
+        options: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+        self(input_ids=input_ids, cache=cache, evidence_mask=evidence_mask, **options)
         weights_KBT: Tensor = cache.layers[-1].call[1]
         return weights_KBT
 
@@ -297,10 +305,18 @@ class RoutedModel(nn.Module):
         )
 
     def prepare_inputs_for_generation(
-        self, input_ids: Any, *args: Any, inputs_embeds: Any = None, **kwargs: Any
+        self,
+        input_ids: Any,
+        *args: Any,
+        inputs_embeds: Any = None,
+        judged_mask: Tensor | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Add `evidence_mask`: for a static cache, the prepared mask has four dimensions and does
         not show padding.
+
+        `judged_mask` (B, prompt) is False for tokens by which the router shall not judge, such as a
+        chat template's.
         """
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
@@ -313,6 +329,10 @@ class RoutedModel(nn.Module):
             if layer is None or layer.is_empty:
                 require_state(mask, None, ids.shape[1])
             inputs["evidence_mask"] = evidence_of(mask, ids.shape[1])
+        if judged_mask is not None:
+            inputs["evidence_mask"] = evidence_of_words(
+                judged_mask, mask, input_ids.shape[1], inputs["input_ids"].shape[1]
+            )
         return inputs
 
     def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:

@@ -389,6 +389,18 @@ def token_log_probs(
     return torch.cat([of_first_KB1, of_others], dim=-1)
 
 
+def evidence_of_words(
+    judged_BP: Tensor, attention_mask: Any, num_tokens: int, num_positions: int
+) -> Tensor:
+    """Return (B, T): `evidence_of` the last T of a number of tokens, without the prompt's tokens by
+    which the router shall not judge: those not in `judged_BP` (B, prompt).
+    """
+    judged_BL = F.pad(judged_BP.bool(), (0, num_tokens - judged_BP.shape[1]), value=True)
+    judged_BT = judged_BL[:, -num_positions:]
+    evidence_BT = evidence_of(attention_mask, num_positions)
+    return judged_BT if evidence_BT is None else judged_BT & evidence_BT
+
+
 def evidence_of(attention_mask: Any, num_positions: int) -> Tensor | None:
     """Return (B, T), False for padding and a token predicted from it; None without a mask.
     ValueError: not 2-D.

@@ -101,12 +101,22 @@ def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_the_conv
         generator.prompt_ids(turns).tolist()
         == generator.prompt_ids(f"[user]{PROMPTS[0]}\n[assistant]").tolist()
     )
-    assert (answer.prompt, answer.completion) == (PROMPTS[0], text.completion)
+    assert answer.prompt == text.prompt.removeprefix("[user]").removesuffix("\n[assistant]")
+    # The router judges by the user's words alone, in generation as in the shares that it reports.
+    row = generator.prompt_ids(turns)
+    judged = generator.judged(turns, row)
+    said = str(generator.tokenizer.decode(row[judged]))
+    assert said.strip(" []\n") == PROMPTS[0]
+    assert not judged[-1] and not judged[0]
+    alone = torch.zeros_like(judged)
+    with torch.no_grad():
+        unjudged = generator._head_shares(row, alone)
+    assert all(share["base"] == 0.5 for share in unjudged if share)
     # A mark that a user writes is text: it ends no turn.
     mark = generator.tokenizer.eos_token
-    said = generator.prompt_ids([{"role": "user", "content": f"a{mark}b"}]).tolist()
-    assert generator.tokenizer.eos_token_id not in said
-    assert mark in generator.tokenizer.decode(said)
+    asked = generator.prompt_ids([{"role": "user", "content": f"a{mark}b"}])
+    assert generator.tokenizer.eos_token_id not in asked.tolist()
+    assert mark in str(generator.tokenizer.decode(asked))
     for template, told in (
         ("{{ raise_exception('no') }}", "the chat template refuses .*: no$"),
         (None, "has no chat template"),

@@ -139,3 +139,19 @@ def test_pyproject_allows_no_transformers_that_the_code_refuses() -> None:
     written = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     (allowed,) = (one for one in written["project"]["dependencies"] if "transformers" in one)
     assert allowed.endswith("<{}.{}".format(*cache_scale.FIRST_UNTESTED))
+
+
+def test_a_step_judges_the_heads_by_the_tokens_that_it_is_told_to(model: Any) -> None:
+    if model.config.model_type == "scale" and model.config.router_rule != "posterior":
+        model = as_if_trained(widen(tiny_llama(), "route"))
+    prompts, judged = some_ids(2, 9), torch.ones(2, 9, dtype=torch.bool)
+    judged[:, :4] = False
+    options = {"output_logits": True, "return_dict_in_generate": True}
+    generated = model.generate(
+        prompts, judged_mask=judged, max_new_tokens=4, do_sample=False, pad_token_id=0, **options
+    )
+    whole = generated.sequences
+    evidence = torch.cat([judged, torch.ones(2, whole.shape[1] - 9, dtype=torch.bool)], dim=1)
+    with torch.no_grad():
+        scored = model(whole, use_cache=False, evidence_mask=evidence).logits[:, 8:-1]
+    torch.testing.assert_close(torch.stack(generated.logits, 1), scored, rtol=1e-4, atol=1e-4)
