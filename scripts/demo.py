@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from scale_cli.console import quieten_libraries
 
 quieten_libraries()
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaConfig
 
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import load_config
@@ -26,16 +24,13 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.corpora import cache_dir
 from scale_cli.data.tokens import TokenCache
-from scale_cli.export.plain_folder import routed_class
 from scale_cli.processes import cpu_precision
 from scale_cli.report import aligned
 from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import write_text
-from scale_cli.terminal import printable
-from scale_cli.upscale.base import load_written
-from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scripts.from_scratch import train_base, train_tokenizer
 from scripts.research.biography.people import Language, biography, generate_people
+from scripts.three_answers import MODELS, three_answers
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 NUM_TRAIN, NUM_VALID = 5000, 200
@@ -105,38 +100,23 @@ def make_base(config: RunConfig, texts: dict[str, list[str]]) -> None:
 
 def show_answers(config: RunConfig, texts: dict[str, list[str]]) -> None:
     """Print how the base, the trained head alone and the routed model continue unseen biographies."""
-    folder = RunFolder(config.output_dir).export("llama", config.export.dtype)
-    tokenizer = load_tokenizer(config.model)
-    models = [
-        LlamaForCausalLM.from_pretrained(config.model.base),
-        LlamaForCausalLM.from_pretrained(folder),
-        load_written(routed_class(folder), folder),
-    ]
-    rows = [["", "base", "trained", "routed"]]
+    export = RunFolder(config.output_dir).export("llama", config.export.dtype)
     prompts = [
         text.split(". ")[0] + "."
         for name in ("english-valid", "korean-valid")
         for text in texts[name][:2]
     ]
-    for number, prompt in enumerate(prompts, 1):
-        print(f"  {number}  {prompt}")
-        ids = torch.tensor(
-            [[tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids]]
-        )
-        rows.append(
-            [f"  {number}", *(next_sentence(model.eval(), tokenizer, ids) for model in models)]
-        )
+    rows = [["", *MODELS]]
+    for number, answer in enumerate(three_answers(Path(config.model.base), export, prompts), 1):
+        print(f"  {number}  {answer.prompt}")
+        rows.append([f"  {number}", *(first_sentence(said) for said in answer.by_model.values())])
     print("\n".join(aligned(rows, "llll")))
 
 
-def next_sentence(model: Any, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> str:
-    """Return the next sentence of a model, or the beginning of a longer one."""
-    said = model.generate(ids, min_new_tokens=24, max_new_tokens=24, do_sample=False)[
-        0, ids.shape[1] :
-    ]
-    text = str(tokenizer.decode(said, skip_special_tokens=True))
-    sentence, end, _ = text.strip().partition(".")
-    return printable(sentence[:ANSWER_WIDTH] + (end if len(sentence) <= ANSWER_WIDTH else "..."))
+def first_sentence(said: str) -> str:
+    """Return the first sentence, or the beginning of a longer one."""
+    sentence, end, _ = said.partition(".")
+    return sentence[:ANSWER_WIDTH] + (end if len(sentence) <= ANSWER_WIDTH else "...")
 
 
 def main() -> None:
