@@ -77,7 +77,7 @@ def continuation(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) ->
     )[0]
     before = tokenizer.decode(ids[0], skip_special_tokens=True)
     whole = tokenizer.decode(said, skip_special_tokens=True)  # a character may begin in the prompt
-    return " ".join(printable(whole[len(before) :]).split())
+    return " ".join(printable(str(whole)[len(before) :]).split())
 
 
 def wrap(text: str) -> list[str]:
