@@ -178,14 +178,16 @@ def option_of(run: ComparedRun, head: str, untouched: Report) -> Option:
     elif head != "adapted":
         label, served, passes, num_models = f"{run.name} + base", "beside the base, mixed", "2", 2
     lost, change = (
-        mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role(role)])
+        mean_interval(
+            [interval_beside_base(untouched, corpus, head) for corpus in report.with_role(role)]
+        )
         for role in ROLES
     )
     share = None if head == "adapted" else report.base_share_by_language(head)
     return Option(run, untouched, head, label, served, num_models, passes, lost, -change, share)
 
 
-def beside_base(untouched: Report, corpus: CorpusResult, head: str) -> Interval:
+def interval_beside_base(untouched: Report, corpus: CorpusResult, head: str) -> Interval:
     """Return a head's bits/byte minus the base's; there is no interval if their tokens differ."""
     base, result = untouched.corpus(corpus.name), corpus.heads[head]
     if base.num_tokens == corpus.num_tokens:

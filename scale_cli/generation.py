@@ -28,7 +28,7 @@ from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import RoutedModel
-from scale_cli.processes import placed
+from scale_cli.processes import move_to_device
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.method_folder import router_of
 from scale_cli.runs.opened import open_folder
@@ -88,7 +88,7 @@ class Generator:
         """Open a model; `plainly` opens an export as its trained head alone."""
         self.model: Any
         if isinstance(source, ModelConfig):
-            self.model, self.tokenizer = placed(load_base(source)), load_tokenizer(source)
+            self.model, self.tokenizer = move_to_device(load_base(source)), load_tokenizer(source)
         else:
             self.model, self.tokenizer = _opened(source, plainly=plainly)
         self.ends = ends_of(self.model.generation_config, self.tokenizer)
@@ -251,7 +251,7 @@ def _opened(path: Path, *, plainly: bool) -> tuple[Any, Any]:
         kind, AutoModelForCausalLM
     )
     routed = None if plainly else routed_class(folder)
-    return placed(load_written(routed or loader, folder)).eval(), load_tokenizer(
+    return move_to_device(load_written(routed or loader, folder)).eval(), load_tokenizer(
         ModelConfig(base=str(folder))
     )
 

@@ -151,7 +151,7 @@ def slow_in_bfloat16(device_type: str, avoided_by: dict[str, bool]) -> list[str]
     return [words.format(setting) for setting, is_used in avoided_by.items() if is_used]
 
 
-def placed(module: AnyModule) -> AnyModule:
+def move_to_device(module: AnyModule) -> AnyModule:
     """Move a module to the device of this process, and return it."""
     module.to(device())
     return module
@@ -249,7 +249,7 @@ def main_first(work: Callable[[], Result]) -> Result:
     return work() if result is None else result
 
 
-def shared_out(
+def map_over_processes(
     batches: Sequence[Sequence[Item]],
     share: Share,
     compute: Callable[[Sequence[Item]], Sequence[Tensor]],

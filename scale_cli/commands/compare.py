@@ -16,8 +16,8 @@ from pydantic_core import to_jsonable_python
 from scale_cli.comparison import (
     ComparedRun,
     Option,
-    beside_base,
     front,
+    interval_beside_base,
     load_runs,
     option_of,
     side_names,
@@ -297,13 +297,13 @@ def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
                 option.label,
                 result,
                 option.head,
-                beside_base(option.untouched, result, option.head),
+                interval_beside_base(option.untouched, result, option.head),
             )
         )
         own = f"base, tokens of {option.run.name}"
         bases.setdefault(
             result.num_tokens,
-            row(own, result, "base", beside_base(option.untouched, result, "base")),
+            row(own, result, "base", interval_beside_base(option.untouched, result, "base")),
         )
     name = f"{corpus.name}: {language_name(corpus.language)}, {corpus.role} ({ROLES[corpus.role]})"
     marks = ["base"] * len(bases) + [option.run.method.variant for option in options]

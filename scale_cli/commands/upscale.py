@@ -16,7 +16,7 @@ from scale_cli.config.schema import (
 from scale_cli.data.corpora import open_sources, training_sources
 from scale_cli.errors import RunFolderError
 from scale_cli.export.sizes import served_size
-from scale_cli.processes import placed
+from scale_cli.processes import move_to_device
 from scale_cli.runs.method_folder import describe_method, write_trained
 from scale_cli.runs.new_tokens import prove_vocabulary, write_grown_tokenizer
 from scale_cli.runs.opened import MethodFolder, Run
@@ -62,9 +62,9 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
         base.float()  # training uses a float32 master copy: compare in that precision
     definition = method.definition
     prompts = sample_ids(of_base)
-    base_logits = own_logits(placed(base), prompts)
+    base_logits = own_logits(move_to_device(base), prompts)
     new = new_pieces(config, of_base, tokenizer)
-    model = placed(start_model(base, method, config.seed, new))
+    model = move_to_device(start_model(base, method, config.seed, new))
     check_preservation(definition.as_base(model), prompts, base_logits)
     with new_folder(upscaled) as partial:
         if definition.widens or method.vocabulary is not None:

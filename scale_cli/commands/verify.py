@@ -30,7 +30,7 @@ from scale_cli.export.records import ExportRecord
 from scale_cli.joining.checks import check_plain_join
 from scale_cli.joining.report import KIND, JoinReport
 from scale_cli.model.joined_scale import JoinedForCausalLM
-from scale_cli.processes import placed
+from scale_cli.processes import move_to_device
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.opened import MethodFolder
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder
@@ -150,7 +150,7 @@ def _check_export(folder: Path) -> None:
 def _check_joined(folder: Path) -> None:
     """Check the hash of a joined model's base, and that its base logits equal the base's, bit for bit."""
     report = JoinReport.load(folder)
-    model = placed(load_written(JoinedForCausalLM, folder)).eval()
+    model = move_to_device(load_written(JoinedForCausalLM, folder)).eval()
     now = record_base(model.base, ModelConfig(base=report.base)).content_sha256
     if now != report.base_sha256:
         raise CheckFailed(

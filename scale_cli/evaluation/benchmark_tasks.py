@@ -55,7 +55,7 @@ from scale_cli.evaluation.scoring import Passes, observe, routed_rows, tokens_ba
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel
-from scale_cli.processes import ALONE, Share, is_main, lowered_dtype, shared_out
+from scale_cli.processes import ALONE, Share, is_main, lowered_dtype, map_over_processes
 from scale_cli.terminal import progress_bar
 
 _FORMS = (
@@ -205,7 +205,7 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
 
         batches, answers = self._generation_batches(requests), [""] * len(requests)
         with self._bar(len(requests), f" answers of {self.head}") as bar:
-            for at, encoded in shared_out(batches, self._share, answer, bar.update):
+            for at, encoded in map_over_processes(batches, self._share, answer, bar.update):
                 answers[at] = bytes(encoded.tolist()).decode("utf-8", "surrogatepass")
         return answers
 

@@ -26,7 +26,7 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
 from scale_cli.model.heads import HeadedModel, RouterSettings, TokenLogProbs, token_log_probs
 from scale_cli.model.routing import mix_log_probs
-from scale_cli.processes import ALONE, Share, autocast, shared_out
+from scale_cli.processes import ALONE, Share, autocast, map_over_processes
 from scale_cli.terminal import progress_bar
 
 TWO_HEADS = ("base", "adapted")
@@ -247,7 +247,7 @@ def observe(
 
     lengths = [len(row) - 1 for row in rows]
     batches = batches_of(lengths, passes.batch_size * passes.sequence_length)
-    observed = dict(shared_out(batches, share, observe_batch))
+    observed = dict(map_over_processes(batches, share, observe_batch))
     return [observed[place].T for place in range(len(rows))]
 
 

@@ -30,7 +30,7 @@ from scale_cli.export.plain_folder import (
 )
 from scale_cli.export.records import Parity
 from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
-from scale_cli.processes import placed
+from scale_cli.processes import move_to_device
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.method_folder import describe_method, load_onto_base, write_peft, write_trained
 from scale_cli.runs.opened import MethodFolder
@@ -232,7 +232,7 @@ class Format:
         """
         parities = []
         for loaded, expected in self.load(folder):
-            parities.append(measure_parity(placed(loaded).eval(), model, expected, prompts))
+            parities.append(measure_parity(move_to_device(loaded).eval(), model, expected, prompts))
             check_parity(parities[-1], str(loaded.dtype).removeprefix("torch."))
             check_cached_decoding(loaded, prompts)
             del loaded  # freed before the next is loaded

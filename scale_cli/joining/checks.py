@@ -16,7 +16,7 @@ from scale_cli.joining.members import JoinedRuns, join_runs
 from scale_cli.joining.report import JoinReport
 from scale_cli.model.family_scale import family_of
 from scale_cli.model.joined_scale import JoinedForCausalLM
-from scale_cli.processes import placed
+from scale_cli.processes import move_to_device
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.preservation import sample_ids
 from scale_cli.vocabulary.tokenizer import check_size
@@ -86,7 +86,7 @@ def _prompts(joined: JoinedRuns) -> list[Tensor]:
 @torch.no_grad()
 def check_written(folder: Path, joined: JoinedRuns) -> None:
     """Check that the heads of the written model equal those that were measured, bit for bit."""
-    loaded = placed(load_written(JoinedForCausalLM, folder)).eval()
+    loaded = move_to_device(load_written(JoinedForCausalLM, folder)).eval()
     for ids in _prompts(joined):
         written, measured = (
             model.routed_logits(model.final_states(ids, preserved=True))
@@ -100,7 +100,7 @@ def check_written(folder: Path, joined: JoinedRuns) -> None:
 
 def check_written_plainly(folder: Path, joined: JoinedRuns) -> None:
     """Check that the written plain model, with its router, computes what was measured."""
-    loaded = placed(load_written(routed_class(folder), folder)).eval()
+    loaded = move_to_device(load_written(routed_class(folder), folder)).eval()
     check_parity(measure_parity(loaded, joined.model, served_logits, _prompts(joined)), "float32")
 
 

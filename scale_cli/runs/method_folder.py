@@ -165,7 +165,7 @@ def router_of(model: WidenedModel) -> RouterConfig:
     )
 
 
-def beside_base(model: Any, untouched: PreTrainedModel) -> HeadedModel:
+def model_with_base(model: Any, untouched: PreTrainedModel) -> HeadedModel:
     """Return a plain model and its untouched base, a second model in memory, as one model with two heads."""
     beside: BaseAndTrained = BaseAndTrained(beside_new_tokens(untouched, model), model).to(
         model.device

@@ -41,12 +41,12 @@ from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.model.heads import HeadedModel
-from scale_cli.processes import Share, placed, share_of_machine
+from scale_cli.processes import Share, move_to_device, share_of_machine
 from scale_cli.runs.folder import RunFolder, check_folder
 from scale_cli.runs.method_folder import (
-    beside_base,
     load_onto_base,
     load_recorded_base,
+    model_with_base,
     put_on_base,
     read_method,
     set_router,
@@ -243,7 +243,7 @@ class MethodFolder:
     # With the router that the config asks for now, on this process's device.
     def _with_router_placed(self, model: MethodModel) -> MethodModel:
         set_router(model, self.run.config.method.router)
-        return placed(model)
+        return move_to_device(model)
 
     def load_two_headed(self) -> HeadedModel:
         """Return one model with two heads, the base's and the trained one; the base is read once.
@@ -255,7 +255,7 @@ class MethodFolder:
             widened: Any = self.load(share_of_machine())
             return widened
         model, untouched = self.load_beside_base()
-        return beside_base(placed(model), untouched)
+        return model_with_base(move_to_device(model), untouched)
 
     def load_to_train(self) -> MethodModel:
         """Return the model on the device it was read to, not yet placed or sharded; all processes must call this."""

@@ -31,7 +31,7 @@ from scale_cli.processes import (
     on_main,
     share,
 )
-from scale_cli.runs.method_folder import beside_base, beside_new_tokens, load_trained
+from scale_cli.runs.method_folder import beside_new_tokens, load_trained, model_with_base
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import (
     read_json,
@@ -258,7 +258,7 @@ def _observed(
     if untouched is None:
         return model
     if not is_sharded(model) or train.sharding == "expansion":
-        return beside_base(model, untouched)
+        return model_with_base(model, untouched)
     beside = beside_new_tokens(untouched, model)
     shard_for_evaluation(untouched, accelerator)
     return BaseAndTrained(beside, model)

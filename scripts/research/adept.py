@@ -123,7 +123,7 @@ def layers_to_copy(
 def layers_of_run(config: RunConfig) -> list[int]:
     """Return the layers that a run's base and known text ask to copy."""
     from scale_cli.data.corpora import open_sources, windows_of
-    from scale_cli.processes import placed
+    from scale_cli.processes import move_to_device
     from scale_cli.runs.opened import Run
     from scale_cli.upscale.base import load_base
 
@@ -131,7 +131,7 @@ def layers_of_run(config: RunConfig) -> list[int]:
     known = [windows_of(config.corpus, corpus) for corpus in corpora]
     settings = config.method.settings
     probe = known_windows(known, config.seed, settings.probe_windows)
-    return layers_to_copy(placed(load_base(config.model)), probe, settings)
+    return layers_to_copy(move_to_device(load_base(config.model)), probe, settings)
 
 
 def bypass_losses(base: Any, probe: Sequence[Any]) -> list[float]:

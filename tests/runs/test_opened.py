@@ -19,6 +19,7 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import training_sources
+from scale_cli.data.encoding import num_ids
 from scale_cli.errors import CorpusError, ScaleError
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.opened import Run, open_folder
@@ -171,7 +172,7 @@ def test_a_tokenizer_that_drops_a_script_is_found_before_anything_is_written(
     configured: Configured, tmp_path: Path, broken: Callable[[], Tokenizer]
 ) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=broken(), eos_token="</s>")
-    write_base(tmp_path / "base", tiny_llama(vocab_size=len(tokenizer)), tokenizer)
+    write_base(tmp_path / "base", tiny_llama(vocab_size=num_ids(tokenizer)), tokenizer)
     for name, text in (("ko", KOREAN), ("en", ENGLISH)):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     before = sorted(tmp_path.rglob("*"))

@@ -20,9 +20,9 @@ from scale_cli.errors import ConfigError, RunFolderError, StorageError, require
 from scale_cli.evaluation.results import HEADS
 from scale_cli.model.heads import HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.processes import placed
+from scale_cli.processes import move_to_device
 from scale_cli.report import percent
-from scale_cli.runs.method_folder import beside_base
+from scale_cli.runs.method_folder import model_with_base
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
 from scale_cli.upscale.base import base_without_weights, load_base
 from scale_cli.upscale.building import MethodModel, build_model, start_model
@@ -194,7 +194,7 @@ def _learn_task_1(
             observed = (
                 model
                 if isinstance(model, ScaleForCausalLM)
-                else beside_base(model, load_base(base))
+                else model_with_base(model, load_base(base))
             )
             num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         steps.append(step)
@@ -225,7 +225,7 @@ def _learning(
         curriculum.sequences(questions) for questions in (curriculum.task_0, curriculum.task_1)
     )
     train, method = compared.training(config.task_1, config.mixed_precision), compared.method
-    plain = placed(load_base(base))
+    plain = move_to_device(load_base(base))
     if isinstance(method.settings, AdeptConfig) and method.settings.layers is None:
         probe = known_windows([SequenceWindows(known)], config.seed, method.settings.probe_windows)
         layers = layers_to_copy(plain, probe, method.settings)
