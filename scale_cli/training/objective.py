@@ -66,6 +66,9 @@ class ChunkedLossModel(nn.Module):
         return CausalLMOutputWithPast(loss=loss / num_items_in_batch)
 
 
+_FLEX_HEAD_DIM = 16  # the kernel takes no smaller heads
+
+
 def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     """Return the module that a training step calls; its parameters are the model's own.
 
@@ -73,6 +76,12 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     head is more than a matrix (adapters in it, a bias): then it keeps transformers' loss over whole logits.
     """
     if train.attention is not None:
+        sizes = (getattr(module, "head_dim", _FLEX_HEAD_DIM) for module in model.modules())
+        if train.attention == "flex_attention" and (head_dim := min(sizes)) < _FLEX_HEAD_DIM:
+            raise ConfigError(
+                f"train.attention: flex_attention (which corpus.isolate_documents takes on a GPU) needs heads of "
+                f"{_FLEX_HEAD_DIM} dimensions or more, and this model's have {head_dim}; set train.attention=sdpa"
+            )
         _set_attention(model, train.attention)
     if train.compile:
         _compile_layers(model)

@@ -183,6 +183,15 @@ def test_an_attention_that_is_not_to_be_had_is_refused_by_name() -> None:
         settings_on("cpu", load_text(SMALLEST, "train.attention=flex_attention"))
 
 
+def test_heads_too_small_for_flex_attention_are_refused_in_one_line() -> None:
+    model = start("route")
+    train = TrainConfig.model_validate({"max_steps": 1, "attention": "flex_attention"})
+    with pytest.raises(
+        ConfigError, match=r"^train\.attention: flex_attention.*have 8; set [^\n]+$"
+    ):
+        for_training(model, train)
+
+
 @pytest.mark.parametrize(
     ("device", "overrides", "expected", "masked"),
     [
