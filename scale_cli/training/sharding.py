@@ -74,8 +74,12 @@ def shard_model(model: MethodModel, train: TrainConfig, accelerator: Accelerator
     """
     within = _processes_within(train, accelerator.num_processes)
     replicas = accelerator.num_processes // within
-    shape = (within,) if replicas == 1 else (replicas, within)
-    mesh = init_device_mesh(accelerator.device.type, shape)
+    device_type = accelerator.device.type
+    if replicas == 1:
+        mesh = init_device_mesh(device_type, (within,))
+    else:
+        names = ("machines", "within")
+        mesh = init_device_mesh(device_type, (replicas, within), mesh_dim_names=names)
     root = for_training(model, train)
     lowered = MixedPrecisionPolicy()
     if (
