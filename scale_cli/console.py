@@ -31,6 +31,7 @@ from scale_cli.errors import (
 )
 from scale_cli.processes import (
     Share,
+    are_several,
     check_launch,
     is_first_to_end,
     is_main,
@@ -91,9 +92,13 @@ def read(path: Path, overrides: Sequence[str] | None) -> RunConfig:
 def load(
     path: Path, overrides: Sequence[str] | None, check: Callable[[RunConfig], None]
 ) -> RunConfig:
-    """Return a config like `read`, after one of the checks in runs/early.py, which import no torch."""
+    """Return a config like `read`, after one of the checks in runs/early.py, which import no torch.
+
+    Processes of a launch skip it: the verb's own check comes when they have joined, so that one says why they end.
+    """
     config = read(path, overrides)
-    check(config)
+    if not are_several():
+        check(config)
     quieten_libraries()
     return config
 
