@@ -5,7 +5,8 @@ routing rules. The router reads the context, as it does when the model is served
 
 Every head is asked as lm-eval's `hf` model asks the folder that serves it. The base's tokenizer encodes for the base's
 head. For every other head it is the export's tokenizer, which puts the boundary before a text that stood before a
-document in training. Where the two give the same ids, a request passes the model once for all heads.
+document in training. Where the two give the same ids, a request passes the model once for all heads; else the base
+alone reads its own.
 
 Shapes: C numbers of a token (`scoring.py`), B requests of a batch, T positions.
 """
@@ -51,7 +52,14 @@ from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import ConfigError, RunError, one_line
 from scale_cli.evaluation.benchmarks import BenchmarkItems, Item, ItemOutcome, check_task_file
 from scale_cli.evaluation.results import HEADS, SkippedBenchmark
-from scale_cli.evaluation.scoring import Passes, observe, routed_rows, tokens_bar
+from scale_cli.evaluation.scoring import (
+    TWO_HEADS,
+    BaseAlone,
+    Passes,
+    observe,
+    routed_rows,
+    tokens_bar,
+)
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel
@@ -143,7 +151,9 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         self._of_base: Any = self.tokenizer
         self._of_export = framed(self.tokenizer)
         # By tokenizer, and by context and continuation: a log-likelihood of each head and rule.
-        self._scores: dict[int, dict[tuple[str, str], dict[str, float]]] = defaultdict(dict)
+        self._scores: dict[int, dict[tuple[str, str], dict[str, float]]] = defaultdict(
+            lambda: defaultdict(dict)
+        )
         self.answer_with("base")
 
     def answer_with(self, head: str) -> None:
@@ -174,23 +184,26 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
             # What is too long loses its beginning, as in lm-eval.
             rows.append(torch.tensor((context_ids + continuation_ids)[-self.max_length - 1 :]))
 
+        # Only the base's head is asked with the base's ids, unless an export reads the same.
+        reads_alone = self.tokenizer is not self._of_export
+        heads = ("base",) if reads_alone else TWO_HEADS
+        model = BaseAlone(self._headed) if reads_alone else self._headed
         with (
             redirect_stderr(self._stderr),
             tokens_bar(sum(len(row) - 1 for row in rows), self._progress) as bar,
         ):
-            observed = observe(self._headed, rows, self._passes, self._share, bar)
+            observed = observe(model, rows, self._passes, self._share, bar)
 
         scores = self._scores[id(self.tokenizer)]
-        for batch in routed_rows(observed, self._router):
+        for batch in routed_rows(observed, self._router, heads):
             ends_B = torch.tensor([observed[place].shape[1] for place in batch.places])
             lengths_B = torch.tensor([len(requests[place][2]) for place in batch.places])
             at_T = torch.arange(batch.is_token_BT.shape[1])
             is_scored_BT = batch.is_token_BT & (at_T >= (ends_B - lengths_B)[:, None])
-            said_BH = torch.stack(
-                [batch.log_probs[head].where(is_scored_BT, 0.0).sum(dim=1) for head in HEADS], dim=1
-            )
-            for place, said_H in zip(batch.places, said_BH.tolist(), strict=True):
-                scores[requests[place][0]] = dict(zip(HEADS, said_H, strict=True))
+            for head, log_probs_BT in batch.log_probs.items():
+                said_B = log_probs_BT.where(is_scored_BT, 0.0).sum(dim=1)
+                for place, said in zip(batch.places, said_B.tolist(), strict=True):
+                    scores[requests[place][0]][head] = said
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
         self.model.head = self.head

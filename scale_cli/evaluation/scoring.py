@@ -18,13 +18,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
-from scale_cli.model.heads import HeadedModel, RouterSettings, TokenLogProbs, token_log_probs
+from scale_cli.model.heads import (
+    BaseOfNewTokens,
+    HeadedModel,
+    HeadLogits,
+    RouterSettings,
+    TokenLogProbs,
+    token_log_probs,
+)
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import mix_log_probs
 from scale_cli.processes import ALONE, Share, autocast, map_over_processes
 from scale_cli.terminal import progress_bar
@@ -75,8 +83,23 @@ class Passes:
         )
 
 
+class BaseAlone(nn.Module):
+    """The base of a model with several heads: its plain forward pass and its one head."""
+
+    def __init__(self, model: HeadedModel) -> None:
+        super().__init__()
+        new = model.expansion.new_tokens if isinstance(model, ScaleForCausalLM) else None
+        self.base = model.base if new is None else BaseOfNewTokens(model.base, new, model.config)
+        self.config = model.config
+
+    def head_logits(self, input_ids: Tensor) -> HeadLogits:
+        states = self.base.get_decoder()(input_ids, use_cache=False).last_hidden_state
+        head = self.base.get_output_embeddings()
+        return lambda positions: [head(states[:, positions].contiguous())]
+
+
 @dataclass(frozen=True)
-class RoutedRows:
+class RoutedScores:
     """Some rows of tokens under every head and rule, padded on the right."""
 
     places: list[int]  # of the rows
@@ -223,7 +246,7 @@ def batches_of(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def observe(
-    model: HeadedModel,
+    model: Any,  # a HeadedModel, or `BaseAlone`
     rows: Sequence[Tensor],  # of token ids
     passes: Passes,
     share: Share = ALONE,
@@ -253,9 +276,12 @@ def observe(
 
 def routed_rows(
     observed: Sequence[Tensor], router: RouterSettings, heads: Sequence[str] = TWO_HEADS
-) -> Iterator[RoutedRows]:
-    """Apply the routing rules to (C, T) numbers of rows, many rows at once; the cosine rule needs two heads."""
-    rules = ("posterior", "cosine") if len(heads) == 2 else ("posterior",)
+) -> Iterator[RoutedScores]:
+    """Apply the routing rules to (C, T) numbers of rows, many rows at once.
+
+    A single head is not routed, and the cosine rule needs two.
+    """
+    rules = {1: (), 2: ("posterior", "cosine")}.get(len(heads), ("posterior",))
     lengths = [row_CT.shape[1] for row_CT in observed]
     for places in batches_of(lengths, _TOKENS_ROUTED_AT_ONCE):
         padded_BTC = pad_sequence([observed[place].T for place in places], batch_first=True)
@@ -270,4 +296,4 @@ def routed_rows(
         lengths_B = torch.tensor([lengths[place] for place in places])
         is_token_BT = torch.arange(padded_CBT.shape[2]) < lengths_B[:, None]
         by_name = dict(zip(heads, log_probs_KBT, strict=True)) | routed
-        yield RoutedRows(places, is_token_BT, by_name, log_weights)
+        yield RoutedScores(places, is_token_BT, by_name, log_weights)

@@ -1,7 +1,6 @@
 """What every head says of a request of lm-eval, and what it answers, is what lm-eval's own model of that head does."""
 
 import copy
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
-from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers import AutoTokenizer
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import RunError
@@ -24,7 +22,6 @@ from scale_cli.evaluation.scoring import Passes
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import HeadLogits
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE, Share
 from scale_cli.runs.method_folder import set_router
@@ -174,38 +171,45 @@ def test_the_router_judges_context_and_continuation_and_the_score_is_the_continu
             assert got == pytest.approx(said[:, -num_scored:].sum().item(), abs=1e-3)
 
 
-class CountingHeads(torch.nn.Module):
-    """Two heads, of which the trained one has broken: it gives nothing any probability."""
-
-    config, generation_config = LlamaConfig(vocab_size=512), GenerationConfig()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_rows, self.weight = 0, torch.nn.Parameter(torch.zeros(1))
-
-    def head_logits(self, input_ids: Tensor) -> HeadLogits:
-        self.num_rows += len(input_ids)
-        even = torch.zeros(*input_ids.shape, self.config.vocab_size)
-        return lambda at: [even[:, at], torch.full_like(even[:, at], math.nan)]
-
-
-def test_a_request_is_observed_once_for_all_heads_that_read_the_same_ids(
-    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("adds_boundary", [True, False])
+def test_the_base_alone_reads_the_ids_that_are_its_own(
+    shared_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    models: dict[str, ScaleForCausalLM],
+    adds_boundary: bool,
 ) -> None:
+    """A request passes all heads once; where an export's ids are others, the base's alone pass the plain base."""
     know_only(tmp_path, monkeypatch)
     add_task(tmp_path, "sums", SUMS)
-    model = CountingHeads()
-    measure_items(opened({"name": "sums", "num_fewshot": 2}), answering(shared_data, model))
-    assert model.num_rows == 4 * len(SUMS), (
-        "two choices each, as the base and as an export reads them"
-    )
+    model = models[STORIES]
+    tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / STORIES / "hf")))
+    reads = framed(tokenizer) if adds_boundary else tokenizer
+    answers = ObservedHeads(model, reads, ROUTER, Passes(64, 8, "no"), max_length=512)
+    num_rows = {"whole": 0, "expansion": 0}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _module, given, name=name: num_rows.update(
+                {name: num_rows[name] + len(given[0])}
+            )
+        )
+        for name, module in (
+            ("whole", model.base.model.embed_tokens),
+            ("expansion", model.expansion.embed_tokens),
+        )
+    ]
+    measure_items(opened({"name": "sums", "num_fewshot": 2}), answers)
+    for hook in hooks:
+        hook.remove()
+    of_each = 2 * len(SUMS)  # two choices
+    assert num_rows == {"whole": of_each if adds_boundary else 2 * of_each, "expansion": of_each}
 
 
 @pytest.mark.parametrize(("max_length", "continuation"), [(2, " a long day it was"), (64, "")])
 def test_a_continuation_that_cannot_be_scored_is_named(
-    shared_data: Path, max_length: int, continuation: str
+    shared_data: Path, models: dict[str, ScaleForCausalLM], max_length: int, continuation: str
 ) -> None:
-    answers = answering(shared_data, CountingHeads(), max_length=max_length)
+    answers = answering(shared_data, models[STORIES], max_length=max_length)
     with pytest.raises(RunError, match=f"{continuation!r} after 'One'"):
         answers.loglikelihood(asked(("One", continuation)))
 
