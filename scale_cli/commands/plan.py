@@ -83,10 +83,6 @@ def plan(
 ) -> Plan:
     """Plan a run, and with `compared` every other method beside it; no weights are read."""
     base = read_config_file(config.model)
-    if base.get("model_type") == "scale" or (Path(config.model.base) / "final").is_dir():
-        raise ConfigError(
-            f"model.base: {config.model.base} is already widened; `scale plan` takes plain bases"
-        )
     sizes = BaseSizes.of(base, config.model.base)
     _check_sizes(config, sizes, num_processes)
     growth = None if config.method.vocabulary is None else growth_of(config)

@@ -23,7 +23,8 @@ from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import claimed, new_folder, write_text
 from scale_cli.terminal import Log, log
 from scale_cli.upscale.base import check_finite, dtype_of_files, load_base
-from scale_cli.upscale.base_record import BaseRecord, check_same_base, record_base
+from scale_cli.upscale.base_hashes import check_same_base, record_base
+from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import check_tokenizer
 from scale_cli.upscale.building import new_pieces, start_model
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, check_preservation, own_logits, sample_ids

@@ -24,7 +24,8 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import composed
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.opened import open_folder
-from scale_cli.upscale.base_record import BaseRecord, check_same_base, record_base, tensor_sha256
+from scale_cli.upscale.base_hashes import check_same_base, record_base, tensor_sha256
+from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import check_tokenizer
 from scale_cli.upscale.preservation import own_logits, sample_ids
 

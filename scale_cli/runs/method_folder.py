@@ -36,7 +36,8 @@ from scale_cli.storage.atomic import (
 )
 from scale_cli.storage.shards import has_shards, load_shards
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.base_record import BaseRecord, check_same_base
+from scale_cli.upscale.base_hashes import check_same_base
+from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.building import MethodModel, NewPieces, grow_plainly
 
 # PEFT's own files, which `PeftModel.from_pretrained` and adapter servers load. The config has rank, alpha, targets and

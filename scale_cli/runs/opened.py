@@ -53,7 +53,8 @@ from scale_cli.runs.method_folder import (
 )
 from scale_cli.runs.new_tokens import learned_on
 from scale_cli.storage.atomic import is_whole, read_json, verify_folder
-from scale_cli.upscale.base import base_without_weights, check_weights, load_base_config
+from scale_cli.upscale.base import base_without_weights, load_base_config
+from scale_cli.upscale.base_files import check_weight_files
 from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import check_tokenizer, load_tokenizer
 from scale_cli.upscale.building import MethodModel, build_model
@@ -140,7 +141,7 @@ class Run:
         if config.corpus.cache_dir is not None and not config.corpus.cache_dir.is_dir():
             check_folder("corpus.cache_dir", config.corpus.cache_dir)
         base = base_without_weights(self.base_config, config.model.dtype, config.model.quantisation)
-        check_weights(config.model)
+        check_weight_files(config.model)
         check_context(config, base.config)
         check_processes(config.train, num_processes)
         with torch.device("meta"):

@@ -55,7 +55,7 @@ from scale_cli.training.sharding import (
     shard_model,
 )
 from scale_cli.training.training_run import TrainingRun
-from scale_cli.upscale.base_record import tensor_sha256
+from scale_cli.upscale.base_hashes import tensor_sha256
 from scale_cli.upscale.building import MethodModel
 
 if TYPE_CHECKING:

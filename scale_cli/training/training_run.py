@@ -46,7 +46,7 @@ from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import optimiser_tensors
 from scale_cli.training.records import BranchPoint, Cost, TrainState
 from scale_cli.training.sharding import parts_here
-from scale_cli.upscale.base_record import changed_tensors, tensor_sha256
+from scale_cli.upscale.base_hashes import changed_tensors, tensor_sha256
 from scale_cli.upscale.building import MethodModel
 
 

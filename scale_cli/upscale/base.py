@@ -1,29 +1,20 @@
-"""The base model: load it, refuse an unsupported one, and prove by hashes that it has not changed."""
+"""The base model: load it, and refuse one that cannot be widened."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    TorchAoConfig,
-)
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, StorageError, one_line, require
 from scale_cli.model.family_scale import FAMILIES, family_of
 from scale_cli.processes import device
-from scale_cli.storage.atomic import read_json
-from scale_cli.upscale.base_record import BaseRecord
+from scale_cli.upscale.base_files import NAME_THE_ORIGINAL, check_config_file
 from scale_cli.upscale.quantised_base import parts_of, quantise, torchao_settings
 
 _LARGEST = 2**24  # far above any size in an existing model
@@ -40,8 +31,6 @@ _SIZES = (
 # Tensors that old checkpoints hold although they are computed anew.
 _LEFTOVERS = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|position_ids|masked_bias)$")
 _DROPOUTS = ("attention_dropout", "embd_pdrop", "resid_pdrop")
-
-_FROM_WHICH_IT_WAS_MADE = "name the transformers model from which it was made"
 
 # Options for loading a base or an export: no pickle, no code from its folder, and no prompt.
 _PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
@@ -107,21 +96,6 @@ def _quantising(model: ModelConfig) -> dict[str, Any]:
     return {"quantization_config": TorchAoConfig(torchao_settings()), "device_map": {"": device()}}
 
 
-def check_weights(model: ModelConfig) -> None:
-    """Raise BaseModelError if a local base's weight files are missing or damaged; only their headers are read."""
-    folder = Path(model.base)
-    if not folder.is_dir():  # on the hub: not known before the download
-        return
-    for name in _shards(folder) or [SAFE_WEIGHTS_NAME]:
-        try:
-            with safe_open(folder / name, framework="pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise BaseModelError(
-                f"model.base: {folder / name} cannot be loaded: {one_line(error)}"
-            ) from None
-
-
 def load_written(loader: Any, folder: Path) -> Any:
     """Load a model that scale wrote; StorageError if a weight is missing, or is read into nothing."""
     try:
@@ -152,9 +126,7 @@ def base_without_weights(
 def load_base_config(model: ModelConfig) -> Any:
     """Load the configuration of a base; BaseModelError says why it cannot be widened."""
     supported = f"supported: {', '.join(FAMILIES)}"
-    _check_is_plain(model)
-    if looks_local(model.base):
-        _check_folder(model.base)
+    check_config_file(model)
     try:
         config = AutoConfig.from_pretrained(
             model.base, revision=model.revision, trust_remote_code=False
@@ -191,58 +163,19 @@ def dtype_of_files(model: ModelConfig) -> str:
     return "float32" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _check_folder(name: str) -> None:
-    """Raise BaseModelError for what is not a transformers model with safetensors; it says what it is instead."""
-    base = Path(name)
-    adapter = base / "adapter_config.json"
-    if base.suffix == ".gguf" or (
-        any(base.glob("*.gguf")) and not (base / "config.json").is_file()
-    ):
-        problem = (
-            f"is in llama.cpp's format (GGUF), which cannot be trained; {_FROM_WHICH_IT_WAS_MADE}"
-        )
-    elif adapter.is_file():
-        named = read_json(adapter).get("base_model_name_or_path") or "not named there"
-        problem = (
-            f"is a PEFT adapter (its base: {named}), not a whole model; merge it into that base in PEFT "
-            "(merge_and_unload, then save_pretrained), and name the folder that this writes"
-        )
-    elif not (base / "config.json").is_file():
-        place = "" if base.is_absolute() else f" in {Path.cwd()}"
-        problem = f"is not a folder with a config.json{place}"
-    elif (pickles := sorted(base.glob("pytorch_model*.bin"))) and not any(
-        base.glob("*.safetensors")
-    ):
-        problem = (
-            f"has only pickled weights ({pickles[0].name}), which may run code and are not loaded; convert them in "
-            "transformers: load the model, then save_pretrained writes model.safetensors"
-        )
-    else:
-        _shards(base)
-        return
-    raise BaseModelError(f"model.base: {name} {problem}")
-
-
 def _not_loaded(name: str, error: Exception) -> str:
     """Say why the configuration of a base cannot be loaded; the name may be meant as a folder or as a hub id."""
     if Path(name).is_dir():
         return f"{name} cannot be loaded: {one_line(error)}"
     if "gguf" in name.lower():
-        return f"{name} is in llama.cpp's format (GGUF), which cannot be trained; {_FROM_WHICH_IT_WAS_MADE}"
+        return (
+            f"{name} is in llama.cpp's format (GGUF), which cannot be trained; {NAME_THE_ORIGINAL}"
+        )
     unreached = "couldn't connect" in str(error)
     reason = (
         "it is not in the hub's cache, and the hub is not reached" if unreached else one_line(error)
     )
     return f"{name} is neither a folder in {Path.cwd()} nor a model that the hub gives: {reason}"
-
-
-def _check_is_plain(model: ModelConfig) -> None:
-    root = Path(model.base)
-    if any(map(BaseRecord.is_in, (root, root / "final", root / "upscaled"))):
-        raise BaseModelError(
-            f"model.base: {model.base} is a run, which cannot be widened again; export it as llama and widen that "
-            "export, or train another run on its base and put both together with `scale join`"
-        )
 
 
 def _check_sizes(config: Any, name: str) -> None:
@@ -260,28 +193,6 @@ def _check_sizes(config: Any, name: str) -> None:
             f"model.base: {name}: {config.num_attention_heads} num_attention_heads cannot share "
             f"{config.num_key_value_heads} num_key_value_heads"
         )
-
-
-def _shards(folder: Path) -> list[str]:
-    """Return the files that an index of weights names; BaseModelError if one of them is outside the folder."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if not index.is_file():
-        return []
-    try:
-        shards = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise BaseModelError(f"model.base: {index} is not a valid index of weights") from None
-    if odd := [
-        shard for shard in shards if not isinstance(shard, str) or Path(shard).name != shard
-    ]:
-        raise BaseModelError(
-            f"model.base: {index} names {odd[0]!r}, which is not a file in the folder"
-        )
-    return sorted(set(shards))
-
-
-def looks_local(name: str) -> bool:  # rather than a hub id
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
 def check_finite(base: PreTrainedModel, name: str) -> None:

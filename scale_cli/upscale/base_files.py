@@ -10,8 +10,12 @@ from safetensors import SafetensorError, safe_open
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, one_line
+from scale_cli.storage.atomic import read_json
+from scale_cli.upscale.base_record import BaseRecord
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+NAME_THE_ORIGINAL = "name the transformers model from which it was made"
 
 
 def looks_local(name: str) -> bool:
@@ -20,23 +24,47 @@ def looks_local(name: str) -> bool:
 
 
 def check_config_file(model: ModelConfig) -> None:
-    """Raise BaseModelError if a local base has no config.json."""
-    folder = Path(model.base)
-    if not looks_local(model.base) or (folder / "final").is_dir():
-        return
-    if (folder / "adapter_config.json").exists():
+    """Raise BaseModelError if a base is a run, or a local base is no transformers model with safetensors."""
+    name, base = model.base, Path(model.base)
+    if any(BaseRecord.is_in(folder) for folder in (base, base / "final", base / "upscaled")):
         raise BaseModelError(
-            f"model.base: {model.base} holds an adapter (adapter_config.json), not a whole model"
+            f"model.base: {name} is a run, which cannot be widened again; export it as llama and "
+            "widen that export, or train another run on its base and put both together with "
+            "`scale join`"
         )
-    if not (folder / "config.json").is_file():
-        place = "" if folder.is_absolute() else f" in {Path.cwd()}"
-        raise BaseModelError(f"model.base: {model.base} is not a folder with a config.json{place}")
+    if not looks_local(name):
+        return
+    has_config = (base / "config.json").is_file()
+    adapter = base / "adapter_config.json"
+    if base.suffix == ".gguf" or (not has_config and any(base.glob("*.gguf"))):
+        problem = f"is in llama.cpp's format (GGUF), which cannot be trained; {NAME_THE_ORIGINAL}"
+    elif adapter.is_file():
+        named = read_json(adapter).get("base_model_name_or_path") or "not named there"
+        problem = (
+            f"is a PEFT adapter (its base: {named}), not a whole model; merge it into that base in "
+            "PEFT (merge_and_unload, then save_pretrained), and name the folder that this writes"
+        )
+    elif not has_config:
+        place = "" if base.is_absolute() else f" in {Path.cwd()}"
+        problem = f"is not a folder with a config.json{place}"
+    elif (pickles := sorted(base.glob("pytorch_model*.bin"))) and not any(
+        base.glob("*.safetensors")
+    ):
+        problem = (
+            f"has only pickled weights ({pickles[0].name}), which may run code and are not loaded; "
+            "convert them in transformers: load the model, then save_pretrained writes "
+            "model.safetensors"
+        )
+    else:
+        shards_of(base)
+        return
+    raise BaseModelError(f"model.base: {name} {problem}")
 
 
 def check_weight_files(model: ModelConfig) -> None:
     """Raise BaseModelError if a local base's weight files are missing or damaged; reads headers."""
     folder = Path(model.base)
-    if not folder.is_dir() or (folder / "final").is_dir():
+    if not folder.is_dir():  # on the hub: not known before the download
         return
     for name in shards_of(folder) or [WEIGHTS]:
         try:

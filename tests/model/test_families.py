@@ -18,7 +18,7 @@ from scale_cli.export.dense import dense_model
 from scale_cli.export.formats import check_parity, measure_parity
 from scale_cli.model.family_scale import FAMILIES
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.base_record import changed_tensors, record_base
+from scale_cli.upscale.base_hashes import changed_tensors, record_base
 from scale_cli.upscale.building import start_model
 from scale_cli.upscale.preservation import trained_logits
 from tests.widening import (

@@ -16,7 +16,7 @@ from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import MANIFEST, file_sha256, read_json, verify_folder
-from scale_cli.upscale.base_record import tensor_sha256
+from scale_cli.upscale.base_hashes import tensor_sha256
 from scripts.from_scratch import train_tokenizer, write_base
 from tests.torture.faults import Fault
 from tests.torture.verbs import Ended, Hook, Verb, run_verb, start_group

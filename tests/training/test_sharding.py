@@ -36,7 +36,7 @@ from scale_cli.training.objective import for_training
 from scale_cli.training.records import TrainState
 from scale_cli.training.sharding import parts_here, shard_model, whole_tensor
 from scale_cli.training.training_run import TrainingRun
-from scale_cli.upscale.base_record import tensor_sha256
+from scale_cli.upscale.base_hashes import tensor_sha256
 from scale_cli.upscale.building import MethodModel, start_model
 from tests.evaluation.task_files import task_of
 from tests.torture.verbs import ended_group, start_group

@@ -19,15 +19,16 @@ from scale_cli.errors import BaseModelError, StorageError
 from scale_cli.processes import ALONE, Share
 from scale_cli.storage.atomic import write_json
 from scale_cli.upscale import base as base_module
-from scale_cli.upscale import base_record
-from scale_cli.upscale.base import load_base, load_base_config, load_written, looks_local
-from scale_cli.upscale.base_record import (
-    BaseRecord,
+from scale_cli.upscale import base_hashes
+from scale_cli.upscale.base import load_base, load_base_config, load_written
+from scale_cli.upscale.base_files import looks_local
+from scale_cli.upscale.base_hashes import (
     changed_tensors,
     check_same_base,
     record_base,
     tensor_sha256,
 )
+from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.threads_as_processes import in_processes
 from tests.widening import tiny_llama
@@ -301,11 +302,11 @@ def test_processes_of_a_machine_hash_a_base_once_between_them_and_all_are_told_w
         hashed.append(tensor.data_ptr())
         return hash_of(tensor)
 
-    monkeypatch.setattr(base_record, "tensor_sha256", counting)
+    monkeypatch.setattr(base_hashes, "tensor_sha256", counting)
     monkeypatch.setattr(
-        base_record, "gathered", lambda mine, _: processes.gathered(mine, current.place)
+        base_hashes, "gathered", lambda mine, _: processes.gathered(mine, current.place)
     )
-    monkeypatch.setattr(base_record, "share", lambda: ALONE)
+    monkeypatch.setattr(base_hashes, "share", lambda: ALONE)
 
     def changed(place: Share) -> list[str]:
         current.place = place

@@ -26,7 +26,7 @@ from scale_cli.upscale.base import (
     load_base,
     load_base_config,
 )
-from scale_cli.upscale.base_record import changed_tensors, record_base
+from scale_cli.upscale.base_hashes import changed_tensors, record_base
 from scale_cli.upscale.building import start_model
 from scale_cli.upscale.preservation import trained_logits
 from scale_cli.upscale.quantised_base import (

@@ -1,0 +1,88 @@
+"""The hashes of a base: what a record of it holds, and the proof that it has not changed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from scale_cli.config.schema import ModelConfig
+from scale_cli.data.tokens import tokenizer_sha256
+from scale_cli.errors import ChangedBaseError
+from scale_cli.processes import ALONE, Share, gathered, share
+from scale_cli.storage.atomic import json_sha256
+from scale_cli.upscale.base_record import REMEDY, BaseRecord
+from scale_cli.upscale.quantised_base import is_quantised, parts_of
+
+# Configuration fields that do not change the computation.
+_NOT_COMPUTING = re.compile(
+    r"_name_or_path|architectures|attn_implementation|dtype|transformers_version|use_cache"
+    r"|(bos|eos|pad)_token_id"
+)
+
+
+def tensor_sha256(tensor: Tensor) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    if is_quantised(tensor):
+        digest.update("".join(map(tensor_sha256, parts_of(tensor))).encode())
+        return digest.hexdigest()
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    return digest.hexdigest()
+
+
+def config_sha256(base: PreTrainedModel) -> str:
+    """Return one hash over the configuration fields that affect the computation: no names, versions or token ids."""
+    fields = base.config.to_diff_dict().items()
+    return json_sha256({key: value for key, value in fields if not _NOT_COMPUTING.fullmatch(key)})
+
+
+def record_base(
+    base: PreTrainedModel, model: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> BaseRecord:
+    """Hash every tensor of a base model (a tied one once), its configuration and its tokenizer."""
+    return BaseRecord(
+        name=model.base,
+        revision=getattr(base.config, "_commit_hash", None),
+        dtype=model.held_in,
+        tensors={name: tensor_sha256(parameter) for name, parameter in base.named_parameters()},
+        config_sha256=config_sha256(base),
+        tokenizer_sha256="" if tokenizer is None else tokenizer_sha256(tokenizer),
+    )
+
+
+def changed_tensors(
+    base: PreTrainedModel, record: BaseRecord, of_machine: Share | None = None
+) -> list[str]:
+    """Return the names of the tensors that differ from the record: changed, missing or new.
+
+    With `of_machine`, each process hashes its share of the tensors and all get every name, so all must call this.
+    """
+    tensors, mine = dict(base.named_parameters()), of_machine or ALONE
+    names = sorted(tensors.keys() | record.tensors.keys())[mine.index :: mine.num_processes]
+    found = [
+        name
+        for name in names
+        if name not in tensors or tensor_sha256(tensors[name]) != record.tensors.get(name)
+    ]
+    return (
+        found
+        if of_machine is None
+        else sorted({name for some in gathered(found, share()) for name in some})
+    )
+
+
+def check_same_base(
+    base: PreTrainedModel, record: BaseRecord, where: str, of_machine: Share | None = None
+) -> None:
+    """Check that a base model is the one that was recorded; ChangedBaseError names the first tensor that differs."""
+    changed = changed_tensors(base, record, of_machine)
+    if record.config_sha256 and config_sha256(base) != record.config_sha256:
+        changed.append("its config.json")
+    if changed:
+        raise ChangedBaseError(
+            f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs; {REMEDY}"
+        )
