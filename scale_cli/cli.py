@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -240,10 +241,9 @@ def evaluate(
     """
     from scale_cli.runs.early import check_measured
 
-    checked = load(config, overrides, check_measured)
-    from scale_cli.commands.evaluate import check_forgetting, check_gate, evaluate
+    checked = load(config, overrides, partial(check_measured, fail_above=fail_above))
+    from scale_cli.commands.evaluate import check_forgetting, evaluate
 
-    check_gate(checked.evaluation, fail_above)
     report = evaluate(checked, log)
     print_json(report.to_json())
     check_forgetting(report, fail_above)
@@ -443,11 +443,10 @@ def run_all(
     """Upscale, train, evaluate and export; skip what is done."""
     from scale_cli.runs.early import check_all
 
-    checked = load(config, overrides, check_all)
-    from scale_cli.commands.evaluate import check_forgetting, check_gate
+    checked = load(config, overrides, partial(check_all, fail_above=fail_above))
+    from scale_cli.commands.evaluate import check_forgetting
     from scale_cli.commands.run import run_pipeline
 
-    check_gate(checked.evaluation, fail_above)
     report = run_pipeline(checked, log, accept or ())
     if report is not None:  # may be None on processes other than the main one
         print_json(report.to_json())

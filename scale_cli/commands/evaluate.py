@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scale_cli.config.load import dump_config
-from scale_cli.config.schema import EvaluationConfig, RunConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import CheckFailed, ConfigError
 from scale_cli.evaluation.benchmarks import BenchmarkItems, open_benchmarks_of, summarise_benchmarks
@@ -99,16 +99,6 @@ def _write(
         write_text(partial / "report.md", markdown(report, config))
         write_text(partial / "report.html", html(report, config))
         write_text(partial / "scale.yaml", dump_config(config))
-
-
-def check_gate(evaluation: EvaluationConfig, fail_above: float | None) -> None:
-    """Raise ConfigError if --fail-above is given but no corpus has the role retention."""
-    if fail_above is not None and not any(
-        source.role == "retention" for source in evaluation.perplexity
-    ):
-        raise ConfigError(
-            "--fail-above: evaluation.perplexity has no corpus of role retention; add one"
-        )
 
 
 def check_forgetting(report: Report, fail_above: float | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
-from scale_cli.errors import RunFolderError
+from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.runs.folder import RunFolder
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
 
@@ -46,18 +46,29 @@ def check_finished(config: RunConfig) -> None:
     _check_base(config)
 
 
-def check_measured(config: RunConfig) -> None:
-    """Check what `scale evaluate` reads."""
+def check_measured(config: RunConfig, fail_above: float | None = None) -> None:
+    """Check what `scale evaluate` reads, and that its gate has something to judge."""
+    _check_gate(config, fail_above)
     check_finished(config)
     _check_sources(config.evaluation.perplexity)
 
 
-def check_all(config: RunConfig) -> None:
+def check_all(config: RunConfig, fail_above: float | None = None) -> None:
     """Check what `scale run` reads; a finished run does not need its training text any more."""
+    _check_gate(config, fail_above)
     _check_base(config)
     is_finished = RunFolder(config.output_dir).final.is_dir()
     trained_on = [] if is_finished else config.corpus.sources
     _check_sources([*trained_on, *config.evaluation.perplexity])
+
+
+def _check_gate(config: RunConfig, fail_above: float | None) -> None:
+    """Raise ConfigError if --fail-above is given but no corpus has the role retention."""
+    roles = {source.role for source in config.evaluation.perplexity}
+    if fail_above is not None and "retention" not in roles:
+        raise ConfigError(
+            "--fail-above: evaluation.perplexity has no corpus of role retention; add one"
+        )
 
 
 def _check_base(config: RunConfig) -> None:

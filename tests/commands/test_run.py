@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from scale_cli.commands import plan
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
@@ -113,10 +112,9 @@ def test_a_finished_run_is_measured_again_where_the_held_out_text_has_changed(
 
 
 def test_the_folder_of_a_run_stands_for_its_config_wherever_it_lies(
-    finished: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    finished: RunConfig, scale: Scale, tmp_path: Path
 ) -> None:
     moved = finished.output_dir.rename(tmp_path / "moved")
-    monkeypatch.setattr(plan, "methods_beside", lambda _: [])
     for verb, *options in (
         ["evaluate"],
         ["export", "export.format=adapter"],
