@@ -22,7 +22,7 @@ from scale_cli.runs.new_tokens import prove_vocabulary, write_grown_tokenizer
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import claimed, new_folder, write_text
 from scale_cli.terminal import Log, log
-from scale_cli.upscale.base import check_finite, dtype_of_files, load_base
+from scale_cli.upscale.base import check_finite, dtype_of_files, load_hashed_base
 from scale_cli.upscale.base_hashes import check_same_base, record_base
 from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import check_tokenizer
@@ -56,9 +56,9 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
         config, training_sources(config), tokenizer
     )  # errors in a text are found before weights load
     num_texts = prove_vocabulary(config, of_base, tokenizer) if method.vocabulary else 0
-    base = load_base(config.model)
+    base, known = load_hashed_base(config.model)
     check_finite(base, config.model.base)
-    record = record_base(base, config.model, tokenizer)
+    record = record_base(base, config.model, tokenizer, known)
     if method.trains_base_weights:
         base.float()  # training uses a float32 master copy: compare in that precision
     definition = method.definition
@@ -130,8 +130,8 @@ def upscale_is_finished(run: Run) -> bool:
     ):
         return False
     if differences(upscaled.config, config, UPSCALE_SECTIONS):  # the base has moved
-        check_same_base(
-            load_base(config.model), upscaled.record, where=f"model.base {config.model.base}"
-        )
+        base, known = load_hashed_base(config.model)
+        where = f"model.base {config.model.base}"
+        check_same_base(base, upscaled.record, where, known=known)
         check_tokenizer(run.tokenizer, upscaled.record)
     return True

@@ -1,7 +1,7 @@
 """The verb `scale verify`: check offline that a folder is as scale wrote it.
 
 The contents of the folder decide which of `_CHECKS` are done. A check that needs a base or a trained model that is not
-at hand does not fail.
+at hand is not made; that is no pass, so the verb ends with exit code 3 then too.
 """
 
 from __future__ import annotations
@@ -55,17 +55,23 @@ class FolderCheck:
 
 
 def verify(path: Path) -> None:
-    """Log what is found; raise CheckFailed if a folder is not as it was written."""
+    """Log what is found.
+
+    Raises:
+        CheckFailed: a folder is not as it was written, or a check could not be made.
+    """
     checks = check_folders(path)
     for check in checks:
-        held = ", ".join(check.held) or ("" if check.failed else "nothing could be checked")
-        log(f"{'BAD ' if check.failed else 'good'}  {check.folder}: {held}".removesuffix(": "))
+        verdict = "BAD " if check.failed else "part" if check.unchecked else "good"
+        log(f"{verdict}  {check.folder}: {', '.join(check.held)}".removesuffix(": "))
         for kind, lines in (("wrong", check.failed), ("not checked", check.unchecked)):
             for line in lines:
                 log(f"      {kind}: {line}")
     print_json({"checks": checks})
     if bad := [str(check.folder) for check in checks if check.failed]:
         raise CheckFailed(f"not as scale wrote them: {', '.join(bad)}")
+    if unchecked := [line for check in checks for line in check.unchecked]:
+        raise CheckFailed(f"not everything could be checked: {unchecked[0]}")
 
 
 def check_folders(path: Path) -> list[FolderCheck]:

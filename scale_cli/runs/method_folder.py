@@ -35,7 +35,7 @@ from scale_cli.storage.atomic import (
     write_json,
 )
 from scale_cli.storage.shards import has_shards, load_shards
-from scale_cli.upscale.base import load_base
+from scale_cli.upscale.base import load_hashed_base
 from scale_cli.upscale.base_hashes import check_same_base
 from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.building import MethodModel, NewPieces, grow_plainly
@@ -85,8 +85,9 @@ def load_recorded_base(
 
     With `of_machine`, all processes of the launch must call this: each hashes a part of the base.
     """
-    loaded = load_base(base)
-    check_same_base(loaded, BaseRecord.load(folder), f"model.base {base.base}", of_machine)
+    loaded, known = load_hashed_base(base)
+    record = BaseRecord.load(folder)
+    check_same_base(loaded, record, f"model.base {base.base}", of_machine, known=known)
     return loaded
 
 

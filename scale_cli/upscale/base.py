@@ -14,7 +14,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, StorageError, one_line, require
 from scale_cli.model.family_scale import FAMILIES, family_of
 from scale_cli.processes import device
-from scale_cli.upscale.base_files import NAME_THE_ORIGINAL, check_config_file
+from scale_cli.upscale.base_files import NAME_THE_ORIGINAL, check_config_file, file_marks
 from scale_cli.upscale.quantised_base import parts_of, quantise, torchao_settings
 
 _LARGEST = 2**24  # far above any size in an existing model
@@ -34,6 +34,23 @@ _DROPOUTS = ("attention_dropout", "embd_pdrop", "resid_pdrop")
 
 # Options for loading a base or an export: no pickle, no code from its folder, and no prompt.
 _PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
+
+
+# SHA-256 of the tensors that this process has loaded: by dtype and marks of the files, then by name.
+_HASHES: dict[tuple[Any, ...], dict[str, str]] = {}
+
+
+def load_hashed_base(model: ModelConfig) -> tuple[PreTrainedModel, dict[str, str]]:
+    """Load a base, with the hashes that this process already has of tensors from the same files.
+
+    Files are the same if their sizes, inodes and times of change are, before and after loading.
+    `record_base` and `check_same_base` read the hashes, and add what they compute.
+    """
+    marks = file_marks(model)
+    base = load_base(model)
+    if not marks or file_marks(model) != marks:
+        return base, {}
+    return base, _HASHES.setdefault((model.held_in, marks), {})
 
 
 def load_base(model: ModelConfig) -> PreTrainedModel:

@@ -92,6 +92,26 @@ def shards_of(folder: Path) -> list[str]:
     return sorted(set(shards))
 
 
+def file_marks(model: ModelConfig) -> tuple[tuple[str, int, int, int], ...]:
+    """Return name, size, inode and time of change (ns) of each file that a base's tensors come from.
+
+    A base from the hub is looked up in the hub's cache; what is not there yet has no marks.
+    """
+    folder = Path(model.base)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(model.base, "config.json", revision=model.revision)
+        if not isinstance(cached, str):
+            return ()
+        folder = Path(cached).parent
+    marks = []
+    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors*")]):
+        at = path.stat()
+        marks.append((str(path), at.st_size, at.st_ino, at.st_mtime_ns))
+    return tuple(marks)
+
+
 def read_config_file(model: ModelConfig) -> dict[str, Any]:
     """Return a base's config.json, from its folder or from the hub."""
     check_config_file(model)

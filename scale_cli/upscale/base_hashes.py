@@ -41,45 +41,68 @@ def config_sha256(base: PreTrainedModel) -> str:
 
 
 def record_base(
-    base: PreTrainedModel, model: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None
+    base: PreTrainedModel,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    known: dict[str, str] | None = None,  # by `load_hashed_base`
 ) -> BaseRecord:
     """Hash every tensor of a base model (a tied one once), its configuration and its tokenizer."""
+    hashes = {} if known is None else known
+    tensors = dict(base.named_parameters())
     return BaseRecord(
         name=model.base,
         revision=getattr(base.config, "_commit_hash", None),
         dtype=model.held_in,
-        tensors={name: tensor_sha256(parameter) for name, parameter in base.named_parameters()},
+        tensors={name: _sha256_of(name, tensor, hashes) for name, tensor in tensors.items()},
         config_sha256=config_sha256(base),
         tokenizer_sha256="" if tokenizer is None else tokenizer_sha256(tokenizer),
     )
 
 
+def _sha256_of(name: str, tensor: Tensor, known: dict[str, str]) -> str:
+    if name not in known:
+        known[name] = tensor_sha256(tensor)
+    return known[name]
+
+
 def changed_tensors(
-    base: PreTrainedModel, record: BaseRecord, of_machine: Share | None = None
+    base: PreTrainedModel,
+    record: BaseRecord,
+    of_machine: Share | None = None,
+    known: dict[str, str] | None = None,  # by `load_hashed_base`
 ) -> list[str]:
     """Return the names of the tensors that differ from the record: changed, missing or new.
 
     With `of_machine`, each process hashes its share of the tensors and all get every name, so all must call this.
     """
-    tensors, mine = dict(base.named_parameters()), of_machine or ALONE
+    hashes = {} if known is None else known
+    tensors = dict(base.named_parameters())
+    mine = of_machine or ALONE
     names = sorted(tensors.keys() | record.tensors.keys())[mine.index :: mine.num_processes]
     found = [
         name
         for name in names
-        if name not in tensors or tensor_sha256(tensors[name]) != record.tensors.get(name)
+        if name not in tensors
+        or _sha256_of(name, tensors[name], hashes) != record.tensors.get(name)
     ]
-    return (
-        found
-        if of_machine is None
-        else sorted({name for some in gathered(found, share()) for name in some})
-    )
+    if of_machine is None:
+        return found
+    return sorted({name for some in gathered(found, share()) for name in some})
 
 
 def check_same_base(
-    base: PreTrainedModel, record: BaseRecord, where: str, of_machine: Share | None = None
+    base: PreTrainedModel,
+    record: BaseRecord,
+    where: str,
+    of_machine: Share | None = None,
+    known: dict[str, str] | None = None,  # by `load_hashed_base`
 ) -> None:
-    """Check that a base model is the one that was recorded; ChangedBaseError names the first tensor that differs."""
-    changed = changed_tensors(base, record, of_machine)
+    """Check that a base model is the one that was recorded.
+
+    Raises:
+        ChangedBaseError: it names the first tensor that differs.
+    """
+    changed = changed_tensors(base, record, of_machine, known)
     if record.config_sha256 and config_sha256(base) != record.config_sha256:
         changed.append("its config.json")
     if changed:

@@ -13,9 +13,10 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import FolderCheck, check_folders, verify
 from scale_cli.config.load import dump, load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import ExportParityError, RunFolderError
+from scale_cli.errors import CheckFailed, ExportParityError, RunFolderError
 from scale_cli.model.cache_scale import CACHE
 from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, write_json
+from tests.command_line import Scale
 from tests.config.small_config import changed
 from tests.export.conftest import configured
 from tests.torture.attacker import reseal
@@ -74,9 +75,7 @@ def test_a_whole_folder_is_good_wherever_it_lies(run: Path, tmp_path: Path, name
     verify(Path(moved))
 
 
-def test_another_tokenizer_or_base_is_found_and_a_base_not_at_hand_is_no_failure(
-    run: Path, base: Path
-) -> None:
+def test_another_tokenizer_or_base_is_found(run: Path, base: Path) -> None:
     tokenizer = read_json(base / "tokenizer.json")
     fewer = tokenizer["model"] | {"merges": tokenizer["model"]["merges"][:-1]}
     write_json(base / "tokenizer.json", {**tokenizer, "model": fewer})
@@ -86,9 +85,23 @@ def test_another_tokenizer_or_base_is_found_and_a_base_not_at_hand_is_no_failure
     tensors["model.norm.weight"][0] += 1e-3
     save_tensors(base / "model.safetensors", tensors)
     assert "model.norm.weight differs" in found(run / "final")["final"].failed[0]
+
+
+def test_a_run_whose_base_is_gone_does_not_pass(run: Path, base: Path, scale: Scale) -> None:
     shutil.rmtree(base)
-    check = found(run / "final")["final"]
-    assert not check.failed and "base and its preservation" in check.unchecked[0]
+    done = scale("verify", run)
+    assert f"part  {run / 'final'}: hashes, log\n" in done.stdout
+    assert done.error(exit_code=3) == (
+        "not everything could be checked: parity: model.base: "
+        f"{base} is not a folder with a config.json"
+    )
+
+
+def test_an_export_away_from_its_run_does_not_pass(run: Path, tmp_path: Path) -> None:
+    alone = shutil.copytree(run / "export" / "llama", tmp_path / "alone")
+    with pytest.raises(CheckFailed, match="final/") as refused:
+        verify(Path(alone))
+    assert refused.value.exit_code == 3
 
 
 def test_a_moved_run_of_relative_paths_holds_from_any_folder(

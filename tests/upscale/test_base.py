@@ -20,7 +20,7 @@ from scale_cli.processes import ALONE, Share
 from scale_cli.storage.atomic import write_json
 from scale_cli.upscale import base as base_module
 from scale_cli.upscale import base_hashes
-from scale_cli.upscale.base import load_base, load_base_config, load_written
+from scale_cli.upscale.base import load_base, load_base_config, load_hashed_base, load_written
 from scale_cli.upscale.base_files import looks_local
 from scale_cli.upscale.base_hashes import (
     changed_tensors,
@@ -314,6 +314,48 @@ def test_processes_of_a_machine_hash_a_base_once_between_them_and_all_are_told_w
 
     assert in_processes(monkeypatch, 3, changed) == [["model.layers.2.mlp.down_proj.weight"]] * 3
     assert sorted(hashed) == sorted(parameter.data_ptr() for parameter in base.parameters())
+
+
+def test_a_base_is_hashed_once_in_a_process_and_again_when_its_files_change(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, known = load_hashed_base(named(checkpoint))
+    record = record_base(base, named(checkpoint), known=known)
+
+    def refuse(_: Tensor) -> str:
+        raise AssertionError("hashed again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(base_hashes, "tensor_sha256", refuse)
+        again, known = load_hashed_base(named(checkpoint))
+        check_same_base(again, record, "here", known=known)
+        with pytest.raises(AssertionError, match="hashed again"):
+            check_same_base(again, record, "here")
+
+    assert load_hashed_base(named(checkpoint, "bfloat16"))[1] == {}
+
+    def flip(tensors: dict[str, Tensor]) -> None:
+        flip_bit(tensors["model.norm.weight"])
+
+    edit_tensors(checkpoint, flip)
+    changed, known = load_hashed_base(named(checkpoint))
+    with pytest.raises(BaseModelError, match=r"model\.norm\.weight differs"):
+        check_same_base(changed, record, "here", known=known)
+
+
+def test_hashes_are_not_kept_where_files_change_while_they_are_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_and_touch(model: ModelConfig) -> Any:
+        loaded = load_base(model)
+        edit_tensors(checkpoint, len)
+        return loaded
+
+    monkeypatch.setattr(base_module, "load_base", load_and_touch)
+    base, known = load_hashed_base(named(checkpoint))
+    record_base(base, named(checkpoint), known=known)
+    monkeypatch.undo()
+    assert load_hashed_base(named(checkpoint))[1] == {}
 
 
 @pytest.mark.parametrize("place", ["", "final", "upscaled"])
