@@ -45,7 +45,7 @@ def config(tmp_path: Path, stories: Path) -> Path:
         ("corpus.sources.0.path=nowhere/*.txt", "news: no file matches nowhere/*.txt"),
         (
             "corpus.sources.0.path=cp949.txt",
-            "not UTF-8: cp949.txt:1, cp949.txt:3 (text is read as UTF-8",
+            "cp949.txt:3 (text is read as UTF-8",
         ),
         ("corpus.sources.0.path=utf16.txt", "iconv"),
         (
