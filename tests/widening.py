@@ -18,6 +18,7 @@ from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.joining.members import Member, put_together
 from scale_cli.methods.recipes import trainable_parameters
+from scale_cli.methods.starts import TextToLearn
 from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, RouterConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -115,20 +116,19 @@ def widen(
     layers: str | list[int] | None = None,
     *,
     ratio: float = 0.25,
-    start: Any = "svd",
-    embedding_scale: float | None = 1.4,
     seed: int = 0,
     new: NewPieces | None = None,
+    text: TextToLearn | None = None,
     **router: Any,
 ) -> ScaleForCausalLM:
     """A freshly initialised widened model, in evaluation mode."""
     method = MethodConfig(
         variant=variant,
-        expansion=ExpansionConfig(ratio=ratio, init=start, embedding_scale=embedding_scale),
+        expansion=ExpansionConfig(ratio=ratio),
         collaboration=CollaborationConfig(layers=layers),
         router=RouterConfig(**router),
     )
-    model = start_model(base, method, seed, new)
+    model = start_model(base, method, seed, new, text)
     assert isinstance(model, ScaleForCausalLM)
     return model.eval()
 

@@ -13,7 +13,7 @@ from scale_cli.config.schema import (
     RunConfig,
     differences,
 )
-from scale_cli.data.corpora import open_sources, training_sources
+from scale_cli.data.corpora import open_sources, text_to_learn, training_sources
 from scale_cli.errors import RunFolderError
 from scale_cli.export.sizes import served_size
 from scale_cli.processes import move_to_device
@@ -52,9 +52,8 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
     tokenizer = run.make_tokenizer()
     if run.added_tokens is not None and (note := run.added_tokens.note):
         log(f"note           {note}")
-    open_sources(
-        config, training_sources(config), tokenizer
-    )  # errors in a text are found before weights load
+    # Errors in a text are found before weights load.
+    corpora = open_sources(config, training_sources(config), tokenizer)
     num_texts = prove_vocabulary(config, of_base, tokenizer) if method.vocabulary else 0
     base, known = load_hashed_base(config.model)
     check_finite(base, config.model.base)
@@ -65,7 +64,10 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
     prompts = sample_ids(of_base)
     base_logits = own_logits(move_to_device(base), prompts)
     new = new_pieces(config, of_base, tokenizer)
-    model = move_to_device(start_model(base, method, config.seed, new))
+    vocab_size = run.base_config.vocab_size + (0 if new is None else len(new.new_tokens))
+    sources = config.corpus.sources
+    text = text_to_learn(sources, corpora[: len(sources)], vocab_size)
+    model = move_to_device(start_model(base, method, config.seed, new, text))
     check_preservation(definition.as_base(model), prompts, base_logits)
     with new_folder(upscaled) as partial:
         if definition.widens or method.vocabulary is not None:

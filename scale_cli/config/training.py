@@ -34,11 +34,11 @@ _MAX_SEQUENCES = 10**9
 
 def _left_out(key: str) -> str:
     """Return, in words, the defaults of a `train` key that differ by method."""
-    by_value: dict[float, list[str]] = {}
+    by_value: dict[float | str, list[str]] = {}
     for method in METHODS.values():
         if key in method.left_out:
             by_value.setdefault(method.left_out[key], []).append(method.name)
-    return ", ".join(f"{value:g} with {' and '.join(names)}" for value, names in by_value.items())
+    return ", ".join(f"{value} with {' and '.join(names)}" for value, names in by_value.items())
 
 
 # A type checker accepts no computed Literal; pydantic takes the names from the table.
@@ -49,7 +49,7 @@ else:
 
 
 class LrMultipliers(Section):
-    """Learning rates by kind of tensor, relative to `train.lr`, the matrices' rate; null: depends on how E' starts."""
+    """Learning rates by kind of tensor, relative to `train.lr`; null: the method's own (docs/training.md)."""
 
     embedding: float | None = Field(
         default=None, gt=0.0, le=1e6, description="E', or a baseline's token embedding"
@@ -91,7 +91,7 @@ class _AnyTraining(Section):
     )
     lr: Accepted[LearningRate] = Field(
         default=1.0e-3,
-        description=f"learning rate of the matrices; if left out, {_left_out('lr')}",
+        description=f"learning rate, which every kind of tensor has a multiple of; if left out, {_left_out('lr')}",
     )
     lr_multipliers: LrMultipliers = LrMultipliers()
     min_lr_ratio: Accepted[Fraction] = Field(

@@ -8,17 +8,19 @@ from itertools import islice
 from pathlib import Path, PurePath
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.idle import idle_settings
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import CorpusConfig, ReadingConfig, TextSource
+from scale_cli.config.sources import CorpusConfig, CorpusSource, ReadingConfig, TextSource
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Encoder
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.errors import CorpusError, RunFolderError
+from scale_cli.methods.starts import TextToLearn
 from scale_cli.processes import is_main
 from scale_cli.report import percent
 from scale_cli.storage.atomic import read_json
@@ -31,6 +33,8 @@ _PLAINLY_LOST = 0.1
 _SAMPLE_RECORDS = 1 << 10
 _SAMPLE_CHARACTERS = 1 << 17
 _HASHES_AT_ONCE = 1 << 20
+# Of each source: tokens whose shares the start asks for, and tokens that the base is tried on.
+_TOKENS_COUNTED, _TOKENS_SAMPLED = 1 << 20, 512
 TOKENS = "tokens"  # folder of a run for tokenised corpora, unless corpus.cache_dir names another
 CORPORA = "corpora.json"  # beside a state: the names of the text that was trained on
 _LEAST_SHARED = 0.01  # of a held-out text; less is headings that many documents have
@@ -65,6 +69,22 @@ def open_sources(
 ) -> list[TokenisedCorpus]:
     cache = cache_of(config, tokenizer)
     return [cache.open(source) for source in sources]
+
+
+def text_to_learn(
+    sources: Sequence[CorpusSource], corpora: Sequence[TokenisedCorpus], vocab_size: int
+) -> TextToLearn:
+    """Return what a start asks of the new sources: how each begins, and how often it has each token."""
+    shares = torch.zeros(vocab_size, dtype=torch.float64)
+    beginnings = []
+    for source, corpus in zip(sources, corpora, strict=True):
+        if source.role == "new":
+            ids = torch.from_numpy(corpus.ids[:_TOKENS_COUNTED].astype(np.int64))
+            counts = ids.bincount(minlength=vocab_size).double()
+            shares += source.weight * counts / counts.sum()
+            beginnings.append((source.weight, ids[:_TOKENS_SAMPLED]))
+    _, sample = max(beginnings, key=lambda beginning: beginning[0])
+    return TextToLearn(shares / shares.sum(), sample[None])
 
 
 def held_out_in_cache(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from scale_cli.methods.recipes import Hook, Training
+    from scale_cli.methods.starts import TextToLearn
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -42,7 +43,7 @@ class Method(Generic[Settings]):
         None  # the section of `method` with its settings; None: all of `method`
     )
     settings: ClassVar[type[Section]] = MethodSection
-    left_out: ClassVar[Mapping[str, float]] = {
+    left_out: ClassVar[Mapping[str, float | str]] = {
         "lr": 1.0e-5
     }  # values of `train` keys that the config leaves out
 
@@ -84,8 +85,13 @@ class Method(Generic[Settings]):
         """
         raise NotImplementedError
 
-    def start(self, model: Any, settings: Settings, seed: int) -> None:
-        """Fill the parameters that `build` added, except rows of new tokens."""
+    def start(
+        self, model: Any, settings: Settings, seed: int, text: TextToLearn | None = None
+    ) -> None:
+        """Fill the parameters that `build` added, except rows of new tokens.
+
+        `text` is the text to be learned; None: not known.
+        """
 
     def restore(self, folder: Path, base: PreTrainedModel, settings: Settings, seed: int) -> Any:
         """Return the model of a method folder, before its trained parameters are loaded."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from scale_cli.errors import ConfigError
 from scale_cli.values import Change
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class Recipe(Hook):
 
 
 class BoundedRows(Recipe):
-    """Keeps every row of E' at or below its initial rms (docs/training.md).
+    """Keeps every row of E' at or below its initial rms, if E' starts as codes (docs/training.md).
 
     u is divided by rms(x), never by its own rms. So the rows of frequent tokens, which grow most,
     would look larger at every layer. Source: ours.
@@ -113,7 +112,7 @@ class BoundedRows(Recipe):
         Annotated[Literal["free", "bounded"], Change.ACCEPTED],
         Field(
             default="free",
-            description="rms of each token's row of E'; bounded: at most the initial rms, which helps long runs learn",
+            description="rms of each token's row of E' that starts as a code; bounded: at most the initial rms",
         ),
     )
 
@@ -124,13 +123,8 @@ class BoundedRows(Recipe):
             for name, parameter in trainable_parameters(training.model).items()
             if name.endswith("expansion.embed_tokens.weight")
         ]
-        rms: float | None = getattr(training.model.config, "expansion_embedding_rms", None)
-        if rms is None:
-            raise ConfigError(
-                "train.embedding_norm: this run started E' without embedding_scale, so its rows have no bound; "
-                "set train.embedding_norm=free"
-            )
-        self._rms = rms
+        # None: E' started at 0, because the base knows the text.
+        self._rms: float | None = getattr(training.model.config, "expansion_embedding_rms", None)
 
     @classmethod
     def is_asked_for(cls, train: Any) -> bool:
@@ -140,15 +134,12 @@ class BoundedRows(Recipe):
     def problems(cls, config: Any) -> Iterator[str]:
         if not config.method.definition.widens:
             yield f"train.embedding_norm: {config.method.variant} has no E' to bound; set it to free"
-        elif config.method.expansion.embedding_scale is None:
-            yield (
-                "train.embedding_norm: bounded needs a size of E', but method.expansion.embedding_scale is null; "
-                "set it, or train.embedding_norm=free"
-            )
 
     def after(self, update: Update) -> None:
         import torch
 
+        if self._rms is None:
+            return
         for parameter in self._codes:
             rows = local_part(parameter.detach())  # a sharded tensor is split by rows
             rms = rows.float().pow(2).mean(dim=-1, keepdim=True).sqrt()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,118 +14,239 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from scale_cli.errors import BaseModelError
-from scale_cli.methods.widened import STARTS
-from scale_cli.model.expansion_scale import Expansion, ExpansionLinear, ExpansionNorm
-from scale_cli.model.family_scale import OWNERS, STEPS, family_of, linear_of
+from scale_cli.model.expansion_scale import ExpansionNorm
+from scale_cli.model.family_scale import STEPS, family_of, linear_of
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 
+# The rms of the codes, relative to the base's stream before its last norm.
+_CODES = 1.4
 # Random tokens on which the size of the base's stream is measured.
 _NUM_MEASURED = 256
-# Of the randomised SVD: most directions per block of rows, extra dimensions of the random subspace, power iterations.
-_OF_BLOCK = 64
+# Most tokens whose rows of the head decide the directions: the most frequent ones.
+_NUM_TOKENS = 4096
+# Share of the MLP channels that are too large to copy.
+_SHARE_OF_HUGE = 0.05
+# Of the randomised SVD: extra dimensions of the random subspace, power iterations.
 _OVERSAMPLED = 16
-_PASSES = 2
+_PASSES = 4
+
+
+@dataclass(frozen=True)
+class TextToLearn:
+    """What the start asks of the text to be learned."""
+
+    token_shares: Tensor  # (V,) of the new tokens too, float64
+    sample_ids: Tensor  # (1, T), how it begins
 
 
 @torch.no_grad()
 def initialise_expansion(
-    model: ScaleForCausalLM, start: str, seed: int, embedding_scale: float | None = None
+    model: ScaleForCausalLM, seed: int, text: TextToLearn | None = None
 ) -> None:
     """Fill every added block; the base is only read.
 
-    | block | reads -> writes       | svd                         | normal    |
-    |-------|-----------------------|-----------------------------|-----------|
-    | W21   | x -> u                | S_k V_k^T of W, k = rows    | N(0, s^2) |
-    | W22   | u -> u                | N(0, s^2)                   | N(0, s^2) |
-    | W12   | u -> x (if it exists) | 0                           | 0         |
-    | E'    | token -> u            | U_k S_k of E, k = columns   | N(0, s^2) |
-    | H'    | u -> logits           | 0                           | 0         |
-    | g'    | gain of an input norm | 1                           | 1         |
-    | g'    | of an output norm     | rms(g)                      | rms(g)    |
-    | b2    | bias, if W has one    | 0                           | 0         |
+    The added heads and MLP channels are copies of the base's: those with the largest weights. They
+    read x as the originals do. What u is depends on whether the base knows the text (`knows`).
 
-    Some families have output norms (over a layer's output, or its queries and keys): g are the base's gains there.
-    s is the base's initializer_range. If W has fewer directions than are needed, the remaining rows are N(0, s^2). If
-    more than 64 are needed, blocks of W's rows give 64 each at most.
-    Numbers are drawn on the CPU in float32, so they are the same for every device and dtype.
+    If it does, u is a difference stream, u = P dx, where dx is what training changes in x. The rows
+    of P are orthonormal directions in which the vocabulary head tells the text's tokens apart best.
+    The copies read x + P^T u. What they write is P times what they compute, less what the originals
+    compute: 0 at the start. H' reads u as H reads P^T u. So from the first step on, the gradient is
+    that of full fine-tuning, within P and the copied parts.
 
-    With an `embedding_scale`, E' starts as random codes whose size is relative to the base's stream. Since u is divided
-    by rms(x), which grows from norm to norm, the gains bring u to the size of a normalised stream at every norm.
+    If it does not, x says little, and u begins as codes: random rows of E', as large as x becomes.
+    They tell every layer which token stands where, and E' learns fast.
 
-    | E'    | token -> u            | N(0, e^2), e = embedding_scale x rms(x) before the last norm                  |
-    | g'    | gain of norm k        | min(1, rms(x) before norm k / e); without a norm, W22 is multiplied by it     |
+    | block          | reads -> writes | difference stream   | codes                                |
+    |----------------|-----------------|---------------------|--------------------------------------|
+    | E'             | token -> u      | 0                   | N(0, e^2), e = 1.4 rms(x) at the end |
+    | W21 of q to up | x -> heads, MLP | W                   | W                                    |
+    | W22 of q to up | u -> heads, MLP | W diag(g) P^T       | 0                                    |
+    | W21 of o, down | x -> u          | -P W                | 0                                    |
+    | W22 of o, down | heads, MLP -> u | P W                 | 0                                    |
+    | W12            | u -> x          | 0                   | 0                                    |
+    | H'             | u -> logits     | H diag(g) P^T       | 0                                    |
+    | g'             | of norm k       | 1                   | min(1, rms(x) before norm k / e)     |
 
-    `start` applies to W21, and to E' without an `embedding_scale`. The model's configuration stores e.
+    W are the copied rows or columns; biases of rows are copied too. g are the gains of the base's
+    norm before W or H. A norm over a layer's output folds its gains g into W likewise: g' is the rms
+    of g, and W above stands for diag(g / g') W. Norms over all queries or keys have the copied
+    heads' gains.
 
-    Source: SCALE, arXiv 2511.03270 (an SVD start for W21 and W22 is recommended; H' = 0 and W12 = 0 keep the function).
+    Numbers are drawn on the CPU in float32, and products are computed there in float64 on one
+    thread, so the start does not depend on device, dtype or number of threads. The model's
+    configuration stores e; None: there are no codes.
+
+    Args:
+        model: the widened model, with its new tokens' rows filled.
+        seed: of the random numbers.
+        text: the text to be learned; None: the base knows it, and all tokens count alike.
+
+    Source: ours (docs/results/real-base.md). H' u = 0 and W12 = 0 keep the function, as in SCALE,
+    arXiv 2511.03270.
     """
-    generator = torch.Generator().manual_seed(seed)
-    std = float(model.base.config.initializer_range)
     base, expansion = model.base, model.expansion
-    codes, family = expansion.embed_tokens.weight, family_of(base.config)
-    if embedding_scale is None:
-        rows = [family.token_rows(base)]
-        if expansion.new_tokens is not None:
-            rows.append(expansion.new_tokens.embed_tokens.weight)
-        embedding = torch.cat([of_tokens.float() for of_tokens in rows])
-        codes.copy_(_start_from(embedding.T, codes.T.shape, start, std, generator).T)
-    expansion.lm_head.weight.zero_()
-    for base_layer, layer in zip(base.model.layers, expansion.layers, strict=True):
-        for name in OWNERS:
-            frozen, widened = linear_of(base_layer, name), getattr(layer, name)
-            # The numbers of a quantised weight too, in float32, in which directions are computed.
-            weight = frozen.weight.dequantize()
-            widened.weight_21.copy_(
-                _start_from(weight, widened.weight_21.shape, start, std, generator)
-            )
-            widened.weight_22.copy_(_normal(widened.weight_22.shape, std, generator))
-            for zero in (widened.weight_12, widened.bias_2):
-                if zero is not None:
-                    zero.zero_()
-    _start_gains(base, expansion)
-    if embedding_scale is not None:
-        _start_codes(model, seed, embedding_scale, generator)
+    config: Any = model.config
+    for name, parameter in expansion.named_parameters():
+        if not name.startswith("new_tokens."):
+            parameter.zero_()
+    for norm in expansion.modules():
+        if isinstance(norm, ExpansionNorm):
+            norm.weight.fill_(1.0)
+
+    config.expansion_embedding_rms = None
+    directions = None
+    with _one_thread():
+        if text is None or knows(base, text):
+            head = _whole_head(base, expansion.new_tokens)
+            count = min(base.config.hidden_size, config.expansion_hidden_size)
+            directions = _head_directions(head, text, count)
+            expansion.lm_head.weight[:, :count].copy_(head @ directions.T)
+        for base_layer, layer in zip(base.model.layers, expansion.layers, strict=True):
+            _start_layer(base.config, base_layer, layer, directions)
+    if directions is None:
+        _start_codes(model, seed)
 
 
-def _start_gains(base: Any, expansion: Expansion) -> None:
-    """Fill the gains: 1 for input norms; the rms of the base's gains for output norms, which no norm follows."""
-    family = family_of(base.config)
-    for module in expansion.modules():
-        if isinstance(module, ExpansionNorm):
-            nn.init.ones_(module.weight)
-    for base_layer, layer in zip(base.model.layers, expansion.layers, strict=True):
-        written = [after for _, after in map(family.norms_around, STEPS) if after is not None]
-        made = [(base_layer, name) for name in written]
-        made += [(base_layer.self_attn, name) for name in family.width_norms if name is not None]
-        for owner, name in made:
-            gains = family.norm_form.gains(getattr(owner, name).weight.float())
-            getattr(layer, name).weight.fill_(gains.square().mean().sqrt())
+def knows(base: Any, text: TextToLearn) -> bool:
+    """Return whether a base predicts a text better than the frequencies of its tokens do.
+
+    Text with new tokens counts as unknown: the base has no row for them.
+    """
+    if text.sample_ids.max() >= base.config.vocab_size:
+        return False
+    ids = text.sample_ids.to(base.device)
+    logits = base(ids, use_cache=False).logits[0, :-1].float()
+    of_base = torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item()
+    return of_base < torch.special.entr(text.token_shares).sum().item()
 
 
-def _start_codes(
-    model: ScaleForCausalLM, seed: int, embedding_scale: float, generator: torch.Generator
-) -> None:
-    """Fill E' with random codes of their own size, and set the gains so that u has rms 1 at most after each norm."""
-    stream_rms = measured_stream_rms(model.base, seed)
-    embedding_rms = _rounded(embedding_scale * stream_rms["norm"])
+def _start_codes(model: ScaleForCausalLM, seed: int) -> None:
+    """Fill E' with random codes, and set the gains so that u has rms 1 at most after each norm."""
+    expansion, stream_rms = model.expansion, measured_stream_rms(model.base, seed)
+    embedding_rms = _rounded(_CODES * stream_rms["norm"])
     if not 0.0 < embedding_rms < math.inf:
         raise BaseModelError(
-            f"model.base: rms(x) before its last norm is {stream_rms['norm']:g} on random tokens, but E' starts in "
-            "proportion to it; set method.expansion.embedding_scale=null"
+            f"model.base: rms(x) before its last norm is {stream_rms['norm']:g} on random tokens, but "
+            "E' starts in proportion to it; these are no weights of a trained model"
         )
-    codes = model.expansion.embed_tokens.weight
-    codes.copy_(_normal(codes.shape, embedding_rms, generator))
+    codes = expansion.embed_tokens.weight
+    generator = torch.Generator().manual_seed(seed)
+    # In place: E' is the largest tensor made here.
+    codes.copy_(torch.randn(codes.shape, generator=generator).mul_(embedding_rms))
     for name, base_rms in stream_rms.items():
-        size, module = (
-            min(1.0, _rounded(base_rms) / embedding_rms),
-            model.expansion.get_submodule(name),
-        )
-        assert isinstance(module, ExpansionNorm | ExpansionLinear), "what reads the stream"
-        if isinstance(module, ExpansionNorm):
-            module.weight.fill_(size)
-        else:
-            module.weight_22.mul_(size)
-    model.config.expansion_embedding_rms = embedding_rms
+        reader = expansion.get_submodule(name)
+        if isinstance(reader, ExpansionNorm):  # some families read the stream without a norm
+            reader.weight.fill_(min(1.0, _rounded(base_rms) / embedding_rms))
+    config: Any = model.config
+    config.expansion_embedding_rms = embedding_rms
+
+
+def _whole_head(base: Any, new_tokens: Any) -> Tensor:
+    """Return H diag(g), (V, D) in float64, new tokens included; g are the gains of the last norm."""
+    heads = [base.lm_head] if new_tokens is None else [base.lm_head, new_tokens.lm_head]
+    rows = torch.cat([head.weight.detach().double().cpu() for head in heads])
+    return rows * _gains(base.config, base.model, "norm")
+
+
+def _gains(config: Any, owner: Any, norm: str | None) -> Tensor:
+    """Return the gains of a module's norm, in float64 on the CPU; without a norm, one 1."""
+    if norm is None:
+        return torch.ones(1, dtype=torch.float64)
+    weight = getattr(owner, norm).weight.detach()
+    return family_of(config).norm_form.gains(weight).double().cpu()
+
+
+def _head_directions(head: Tensor, text: TextToLearn | None, count: int) -> Tensor:
+    """Return (count, D) orthonormal directions in which the rows of the head differ most, weighted by frequency.
+
+    The mean row does not count: what all logits share, no probability shows.
+    """
+    shares = torch.ones(len(head)) if text is None else text.token_shares
+    most = min(_NUM_TOKENS, len(head))
+    shares, chosen = shares.double().sort(descending=True, stable=True)
+    shares, rows = shares[:most], head[chosen[:most]]
+    shares = (shares / shares.sum())[:, None]
+    return leading_directions((rows - (shares * rows).sum(dim=0)) * shares.sqrt(), count)
+
+
+def _start_layer(config: Any, base_layer: Any, layer: Any, directions: Tensor | None) -> None:
+    """Fill one layer's maps, and the gains of what it writes; without directions, nothing of u."""
+    family, attention = family_of(config), base_layer.self_attn
+    queries, keys = _copied_heads(base_layer, len(layer.k_proj.weight_22))
+    channels = _copied_channels(base_layer, len(layer.gate_proj.weight_22))
+    copied = {"q_proj": queries, "o_proj": queries, "k_proj": keys, "v_proj": keys}
+
+    for step in STEPS:
+        before, after = family.norms_around(step)
+        gains = _gains(config, base_layer, before)
+        for name in step.reading:
+            places, added = copied.get(name, channels), getattr(layer, name)
+            rows = _numbers(base_layer, name)[places]
+            added.weight_21.copy_(rows)
+            if added.bias_2 is not None:
+                added.bias_2.copy_(linear_of(base_layer, name).bias.cpu()[places])
+            if directions is not None:
+                added.weight_22[:, : len(directions)].copy_((rows * gains) @ directions.T)
+
+        gains = _gains(config, base_layer, after)
+        size = gains.square().mean().sqrt()
+        if after is not None:
+            getattr(layer, after).weight.fill_(size.item())
+        if directions is not None:
+            places, added = copied.get(step.writing, channels), getattr(layer, step.writing)
+            columns = _numbers(base_layer, step.writing)[:, places]
+            written = (directions * gains / size) @ columns
+            added.weight_22[: len(directions)].copy_(written)
+            subtracted = torch.zeros(len(directions), added.weight_21.shape[1]).double()
+            subtracted.index_add_(1, places, -written)
+            added.weight_21[: len(directions)].copy_(subtracted)
+
+    for width_norm, places in zip(family.width_norms, (queries, keys), strict=True):
+        if width_norm is not None:
+            gains = _gains(config, attention, width_norm)
+            getattr(layer, width_norm).weight.copy_(gains[places])
+
+
+def _numbers(base_layer: Any, name: str) -> Tensor:
+    """Return a map's W in float64 on the CPU; of a quantised one, the numbers that it stands for."""
+    return linear_of(base_layer, name).weight.detach().dequantize().double().cpu()
+
+
+def _copied_heads(base_layer: Any, num_added: int) -> tuple[Tensor, Tensor]:
+    """Return the channels of the copied query heads and of the copied key/value heads.
+
+    A key/value head is copied with the query heads that share it: first those whose maps v and o
+    are largest. `num_added` counts channels of keys.
+    """
+    head_dim = base_layer.self_attn.head_dim
+    values = _numbers(base_layer, "v_proj").unflatten(0, (-1, head_dim))
+    outputs = _numbers(base_layer, "o_proj").unflatten(1, (len(values), -1))
+    sizes = values.square().sum(dim=(1, 2)) * outputs.square().sum(dim=(0, 2))
+    heads = _largest(sizes, num_added // head_dim)[:, None]
+    of_one = outputs.shape[2]  # channels of the queries that share a head
+    return (
+        (heads * of_one + torch.arange(of_one)).flatten(),
+        (heads * head_dim + torch.arange(head_dim)).flatten(),
+    )
+
+
+def _copied_channels(base_layer: Any, count: int) -> Tensor:
+    """Return the MLP channels to copy: those whose gate, up and down are largest, but for the very largest.
+
+    Those make the huge values of a first token's stream. Copies of them would feed a change of that
+    token's stream back to itself, layer after layer.
+    """
+    gate, up, down = (_numbers(base_layer, name) for name in ("gate_proj", "up_proj", "down_proj"))
+    sizes = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+    left_out = min(round(_SHARE_OF_HUGE * len(sizes)), max(0, len(sizes) - count))
+    return _largest(sizes, count + left_out, left_out)
+
+
+def _largest(sizes: Tensor, count: int, left_out: int = 0) -> Tensor:
+    """Return the places of the largest sizes up to `count`; if there are fewer, all again and again."""
+    order = sizes.argsort(descending=True, stable=True)
+    return order.repeat(-(-count // len(order)))[left_out:count].sort().values
 
 
 @torch.no_grad()
@@ -170,62 +292,28 @@ def _rounded(size: float) -> float:
     return float(f"{size:.2g}")
 
 
-def _start_from(
-    base_weight: Tensor, shape: torch.Size, start: str, std: float, generator: torch.Generator
-) -> Tensor:
-    started = _normal(shape, std, generator)
-    rows = STARTS[start](base_weight, started)
-    started[: len(rows)] = rows
-    return started
-
-
-def _normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator).mul_(
-        std
-    )  # in place: E' is the largest tensor made here
-
-
 def leading_directions(weight: Tensor, count: int) -> Tensor:
-    """Return `count` leading right singular directions of W (out, in), each times its singular value: S_k V_k^T.
+    """Return `count` leading right singular directions of a float64 matrix (rows, D): orthonormal rows, largest first.
 
-    For more than `_OF_BLOCK` directions, W is cut into blocks of rows that give about equally many, so the cost per
-    direction stays the same. The computation is in float32, a block at a time, on W's device. No decomposition is
-    larger than a block's directions plus `_OVERSAMPLED`; if a block has no more than that, the result is exact. The
-    random draw, the signs (the largest entry of each row is positive) and the number of threads are fixed, so on one
-    machine W alone determines the bits.
+    They are found in a random subspace, whose draw is fixed; the largest entry of each is positive.
 
-    Source: Halko, Martinsson & Tropp 2011, "Finding structure with randomness"; the blocks are ours
-    (docs/results/reference-size.md).
+    Source: Halko, Martinsson & Tropp 2011, "Finding structure with randomness".
     """
-    count = min(count, *weight.shape)
-    num_blocks = -(-count // _OF_BLOCK)
-    counts = [len(places) for places in torch.arange(count).tensor_split(num_blocks)]
-    with _one_thread():
-        blocks = zip(weight.tensor_split(num_blocks), counts, strict=True)
-        rows = torch.cat(
-            [_directions_of_block(block.float(), of_block) for block, of_block in blocks]
-        )
-    largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
-    return rows * torch.where(largest < 0, -1.0, 1.0)
-
-
-def _directions_of_block(block: Tensor, count: int) -> Tensor:
-    """Return S_k V_k^T of some rows of a matrix, found in a random subspace."""
-    drawn = min(count + _OVERSAMPLED, *block.shape)
-    is_tall = block.shape[0] > block.shape[1]
-    short = block.T if is_tall else block  # fewer rows than columns
-    basis = torch.eye(len(short), device=block.device)
-    if drawn < len(short):
-        basis = torch.randn(len(short), drawn, generator=torch.Generator().manual_seed(0)).to(
-            block.device
-        )
-        for _ in range(_PASSES):
-            basis, _ = torch.linalg.qr(short @ (short.T @ basis))
-    projected = basis.T @ short
-    values, vectors = torch.linalg.eigh(projected @ projected.T)
-    leading = vectors[:, -count:].flip(1)
-    scales = values[-count:].flip(0).clamp_min(0.0).sqrt()
-    return scales[:, None] * (basis @ leading).T if is_tall else leading.T @ projected
+    num_drawn = min(count + _OVERSAMPLED, weight.shape[1])
+    drawn = torch.randn(
+        weight.shape[1],
+        num_drawn,
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float64,
+    )
+    basis, _ = torch.linalg.qr(drawn)
+    for _ in range(_PASSES if num_drawn < weight.shape[1] else 0):
+        basis, _ = torch.linalg.qr(weight.T @ (weight @ basis))
+    projected = weight @ basis
+    _, vectors = torch.linalg.eigh(projected.T @ projected)
+    found = (basis @ vectors[:, -count:].flip(1)).T
+    largest = found.gather(1, found.abs().argmax(dim=1, keepdim=True))
+    return found * torch.where(largest < 0, -1.0, 1.0)
 
 
 @contextmanager

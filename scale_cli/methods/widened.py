@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -16,30 +15,9 @@ from scale_cli.values import Accepted, Section
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
-
+    from scale_cli.methods.starts import TextToLearn
     from scale_cli.model.configuration_scale import ScaleConfig
     from scale_cli.model.modeling_scale import ScaleForCausalLM
-
-
-def _leading_directions(weight: Tensor, drawn: Tensor) -> Tensor:
-    from scale_cli.methods.starts import leading_directions
-
-    return leading_directions(weight.detach(), len(drawn))
-
-
-# A start takes W (out, in), which may be on any device in any dtype, and the block's rows (k, in), drawn in float32 on
-# the CPU from N(0, s^2). It returns rows that replace the first of these. For E', W is E transposed. The bits must not
-# depend on the number of threads. What computes with torch lies in `methods/starts.py`, with the table of starts.
-STARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "svd": _leading_directions,
-    "normal": lambda _, drawn: drawn,
-}
-# A type checker rejects a computed Literal; pydantic takes the names from the table.
-if TYPE_CHECKING:
-    Start = str
-else:
-    Start = Literal[tuple(STARTS)]
 
 
 # Tokens per parameter of the base from which full fine-tuning learned as much or more for the same work.
@@ -47,7 +25,7 @@ _LEVEL_WITH_FULL = 0.5
 
 
 class ExpansionConfig(Section):
-    """Size of the expansion and its initial values (`methods/starts.py` has the table)."""
+    """Size of the expansion."""
 
     ratio: float = Field(
         default=0.25,
@@ -66,15 +44,6 @@ class ExpansionConfig(Section):
         gt=0.0,
         le=4.0,
         description="added width of the MLP; null: same ratio as the heads",
-    )
-    init: Start = Field(
-        default="svd", description="initial values of the added blocks: docs/training.md"
-    )
-    embedding_scale: float | None = Field(
-        default=1.4,
-        gt=0.0,
-        le=1e3,
-        description="initial rms of E', relative to the base's stream before its last norm; null: as `init` says",
     )
 
 
@@ -154,7 +123,7 @@ class WideningConfig(MethodSection):
 
 class _Widened(Method[WideningConfig]):
     settings = WideningConfig
-    left_out: ClassVar[dict[str, float]] = {}
+    left_out = {"optimiser": "muon"}
     widens = takes_new_tokens = True
     adapter = "scale"
     default_layers: ClassVar[str] = "none"  # collaborating layers, if the config does not say
@@ -173,7 +142,6 @@ class _Widened(Method[WideningConfig]):
         words = f", ratio {expansion.ratio:g}"
         for part, ratio in (("stream", expansion.hidden_ratio), ("MLP", expansion.mlp_ratio)):
             words += "" if ratio is None else f", {part} ratio {ratio:g}"
-        words += f", {expansion.init} start"
         return words + (
             f", distilled on replay (weight {settings.distillation.weight:g})"
             if settings.distils
@@ -208,12 +176,12 @@ class _Widened(Method[WideningConfig]):
             "(method.expansion.hidden_ratio: 0.5, mlp_ratio: 0.05) narrows the gap; a larger ratio does not."
         )
 
-    def start(self, model: Any, settings: WideningConfig, seed: int) -> None:
+    def start(
+        self, model: Any, settings: WideningConfig, seed: int, text: TextToLearn | None = None
+    ) -> None:
         from scale_cli.methods.starts import initialise_expansion
 
-        initialise_expansion(
-            model, settings.expansion.init, seed, settings.expansion.embedding_scale
-        )
+        initialise_expansion(model, seed, text)
 
 
 class Preserve(_Widened):

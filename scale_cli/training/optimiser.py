@@ -13,10 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import Hook, local_part, trainable_parameters
+from scale_cli.model.configuration_scale import ScaleConfig
 
-# Rates relative to train.lr if E' starts with a size of its own; the rate of E' is relative to that size too. At a rate
-# of 5e-3, a step moves E' by a fifth of itself. Source: ours (docs/training.md).
-_EMBEDDING_PER_RMS, _HEAD, _GAINS = 40.0, 2.0, 0.1
+# Rates of a widened model's tensors, relative to train.lr. Which hold depends on how u starts
+# (`methods/starts.py`); the rate of codes is relative to their size too. Source: ours
+# (docs/results/real-base.md).
+_OF_A_DIFFERENCE_STREAM = {"embedding": 4.0, "head": 1.0, "gains": 1.0, "matrix": 1.5}
+_OF_CODES = {"embedding": 200.0, "head": 10.0, "gains": 0.5, "matrix": 16.0}
 
 # Muon's updates times this and the root of a matrix's longer side have the size of AdamW's (arXiv 2502.16982).
 _SIZE_OF_ADAMW = 0.2
@@ -26,12 +29,14 @@ _ENTRIES_AT_ONCE, _ENTRIES_AT_ONCE_ON_CPU = 1 << 23, 1 << 20
 
 
 def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:
-    """Return the learning rates by kind of tensor, relative to `train.lr`: the config's, or defaults by E's start."""
+    """Return the learning rates by kind of tensor, relative to `train.lr`: the config's, or defaults by the start."""
     rates = {"embedding": 1.0, "head": 1.0, "gains": 1.0, "matrix": 1.0}
-    # The rms that E' started with; None if there is no E', or if `init` set it.
-    embedding_rms = getattr(getattr(model, "config", None), "expansion_embedding_rms", None)
-    if embedding_rms is not None:
-        rates |= {"embedding": _EMBEDDING_PER_RMS * embedding_rms, "head": _HEAD, "gains": _GAINS}
+    config = getattr(model, "config", None)
+    if isinstance(config, ScaleConfig):
+        embedding_rms = config.expansion_embedding_rms
+        rates = _OF_A_DIFFERENCE_STREAM
+        if embedding_rms is not None:
+            rates = _OF_CODES | {"embedding": _OF_CODES["embedding"] * embedding_rms}
     given: dict[str, float] = train.lr_multipliers.model_dump(exclude_none=True)
     return rates | given
 

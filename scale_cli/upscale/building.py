@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.vocabulary import Script
 from scale_cli.errors import ConfigError
-from scale_cli.methods.starts import random_ids
+from scale_cli.methods.starts import TextToLearn, random_ids
 from scale_cli.model.family_scale import family_of
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import NewTokens
@@ -83,6 +83,7 @@ def start_model(
     method: MethodConfig,
     seed: int,
     new: NewPieces | None = None,  # tokens that are added
+    text: TextToLearn | None = None,
 ) -> MethodModel:
     """Return a method's model before any training; `base` becomes a part of it."""
     if method.vocabulary is not None and new is None:
@@ -92,7 +93,7 @@ def start_model(
     if new is not None:
         head = model.expansion.new_tokens.lm_head if method.definition.widens else model.lm_head
         _start_new_head(head.weight[-len(new.new_tokens) :], base, new, ids)
-    method.definition.start(model, method.settings, seed)
+    method.definition.start(model, method.settings, seed, text)
     return model
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from scale_cli.commands.upscale import upscale, upscale_is_finished
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.corpora import open_sources, text_to_learn
 from scale_cli.errors import BaseModelError, PreservationError, RunFolderError
 from scale_cli.model.branches_scale import FinalStates
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -55,7 +56,11 @@ def test_what_is_loaded_is_what_was_made_bit_for_bit(
 ) -> None:
     config = configured(*overrides)
     loaded = load_model(upscale(config).path, config.model)
-    model = start_model(load_base(config.model), config.method, config.seed)
+    sources = config.corpus.sources
+    corpora = open_sources(config, sources, Run(config).tokenizer)
+    base = load_base(config.model)
+    text = text_to_learn(sources, corpora, base.config.vocab_size)
+    model = start_model(base, config.method, config.seed, text=text)
     made, read = model.state_dict(), loaded.state_dict()
     assert made.keys() == read.keys()
     assert all(

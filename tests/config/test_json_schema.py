@@ -48,9 +48,7 @@ VALUES: Any = st.one_of(
     st.booleans(),
     st.integers(-2, 2**33),
     st.floats(allow_nan=False, allow_infinity=False, width=32),
-    st.sampled_from(
-        ["", "no", "bf16", "ko", "svd", "route", "llama", "top:2", "all", "1-sqrt", "wsd"]
-    ),
+    st.sampled_from(["", "no", "bf16", "ko", "route", "llama", "top:2", "all", "1-sqrt", "wsd"]),
     st.lists(st.sampled_from(["kobest", "llama", "adapter", "mlp", "q_proj"]), max_size=2),
 )
 

@@ -65,10 +65,6 @@ FLASH = (
         ),
         ([BOUNDED, "method.variant=full"], "train.embedding_norm: full has no E'"),
         (
-            [BOUNDED, "method.expansion.embedding_scale=null"],
-            "train.embedding_norm: bounded needs a size",
-        ),
-        (
             [DISTILS, REPLAY, "method.variant=full"],
             "distillation.weight: full does not keep the base",
         ),

@@ -2,16 +2,15 @@
 
 from typing import Any
 
-import pytest
 import torch
 from accelerate import Accelerator
 
 from scale_cli.config.training import TrainConfig
-from scale_cli.errors import ConfigError
-from scale_cli.methods.recipes import BoundedRows
+from scale_cli.methods.recipes import BoundedRows, Update
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
 from tests.hooks import hooks_for, training_of
+from tests.methods.test_starts import UNKNOWN
 from tests.training.test_step import batches_of
 from tests.widening import tiny_llama, widen
 
@@ -21,7 +20,7 @@ def bounded() -> TrainConfig:
 
 
 def test_a_step_that_is_not_finite_leaves_rows_beyond_their_bound_too() -> None:
-    model: Any = widen(tiny_llama(vocab_size=64), "route")
+    model: Any = widen(tiny_llama(vocab_size=64), "route", text=UNKNOWN)
     model.expansion.norm.weight.data.fill_(torch.nan)
     before = model.expansion.embed_tokens.weight.detach().clone()
     assert before.square().mean(dim=1).sqrt().max() > model.config.expansion_embedding_rms
@@ -32,9 +31,9 @@ def test_a_step_that_is_not_finite_leaves_rows_beyond_their_bound_too() -> None:
     assert torch.equal(model.expansion.embed_tokens.weight, before)
 
 
-def test_an_embedding_that_began_before_it_had_a_size_is_not_bounded() -> None:
-    model = widen(tiny_llama(vocab_size=64), "route", embedding_scale=None)
-    with pytest.raises(
-        ConfigError, match=r"train\.embedding_norm: this run started E' without embedding_scale"
-    ):
-        BoundedRows(training_of(bounded(), model))
+def test_an_embedding_that_starts_at_zero_is_not_bounded() -> None:
+    model: Any = widen(tiny_llama(vocab_size=64), "route")
+    model.expansion.embed_tokens.weight.data.fill_(7.0)
+    finite = torch.tensor(True)
+    BoundedRows(training_of(bounded(), model)).after(Update(0, None, finite))
+    assert (model.expansion.embed_tokens.weight == 7.0).all()

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import scale_cli.commands.plan
 from scale_cli.config.schedule import SCHEDULES
 from scale_cli.methods import METHODS
-from scale_cli.methods.widened import STARTS
 from scale_cli.runs.opened import Run
 from tests.command_line import Outcome, Scale, model_loads
 from tests.one_step import write_config
@@ -197,7 +196,6 @@ def good_overrides(draw: st.DrawFn) -> list[str]:
     values = {
         "seed": st.integers(0, 2**32 - 1),
         "method.variant": st.sampled_from([*METHODS]),
-        "method.expansion.init": st.sampled_from([*STARTS]),
         "method.expansion.ratio": st.floats(1e-3, 1.0),
         "method.expansion.hidden_ratio": st.floats(1e-3, 1.0),
         "method.expansion.mlp_ratio": st.floats(1e-3, 1.0),

@@ -15,6 +15,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, MicroBatch, PackedWindows
 from scale_cli.methods.recipes import trainable_parameters
+from scale_cli.methods.starts import TextToLearn
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
@@ -31,6 +32,7 @@ DISTILLED = 1.5
 EPSILON = 1e-3
 WIDENED: dict[str, Any] = {
     "embedding_norm": "bounded",
+    "lr": 1e-3,
     "lr_multipliers": {"embedding": 3.0, "gains": 0.3},
     "activation_checkpointing": True,
 }
@@ -86,8 +88,8 @@ class InPlainTorch:
                 "embedding" if "embed_tokens" in name else "head" if "lm_head" in name else "matrix"
             )
             kind = "gains" if leaf.ndim == 1 else kind
-            # Of codes that have a size: E' learns in proportion to it and H' twice as fast, unless the config says.
-            rate = {"head": 2.0} if widened else {}
+            # The rates of codes, unless the config says.
+            rate = {"head": 10.0, "matrix": 16.0} if widened else {}
             rate |= train.lr_multipliers.model_dump(exclude_none=True)
             decay = 0.0 if kind in ("embedding", "gains") else train.weight_decay
             groups.append({"params": [leaf], "weight_decay": decay, "rate": rate.get(kind, 1.0)})
@@ -152,8 +154,15 @@ def test_steps_with_everything_asked_for_are_adamws_on_one_big_batch(widened: bo
         if widened
         else {"variant": "full"}
     )
+    with_new_tokens = TextToLearn(
+        torch.ones(OLD + 4).double() / (OLD + 4), torch.tensor([[OLD, 3]])
+    )
     model: Any = start_model(
-        tiny_llama(vocab_size=OLD), MethodConfig.model_validate(method), 0, NEW
+        tiny_llama(vocab_size=OLD),
+        MethodConfig.model_validate(method),
+        seed=0,
+        new=NEW,
+        text=with_new_tokens,
     )
     if widened:
         of_tokens = (model.expansion.new_tokens.embed_tokens, model.expansion.embed_tokens)
