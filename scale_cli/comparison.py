@@ -68,7 +68,7 @@ class Option:
 
     run: ComparedRun
     untouched: Report  # compared with the base of this report
-    head: str  # of its own report: adapted | posterior | cosine
+    head: str  # of its own report: trained | posterior | cosine
     label: str  # distinct, for the figure and the tables
     served: str  # in words
     num_models: int  # held in memory: 1 or 2
@@ -171,11 +171,11 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
 def option_of(run: ComparedRun, head: str, untouched: Report) -> Option:
     report, method = run.report, run.method.definition
     label, served, passes, num_models = run.name, "alone", "1", 1
-    if head != "adapted" and method.widens:
+    if head != "trained" and method.widens:
         served, passes = f"routed, {head}", run.passes
         if head != report.served:
             label = f"{run.name}, {'posterior' if method.routes else 'routed'}"
-    elif head != "adapted":
+    elif head != "trained":
         label, served, passes, num_models = f"{run.name} + base", "beside the base, mixed", "2", 2
     lost, change = (
         mean_interval(
@@ -183,7 +183,7 @@ def option_of(run: ComparedRun, head: str, untouched: Report) -> Option:
         )
         for role in ROLES
     )
-    share = None if head == "adapted" else report.base_share_by_language(head)
+    share = None if head == "trained" else report.base_share_by_language(head)
     return Option(run, untouched, head, label, served, num_models, passes, lost, -change, share)
 
 

@@ -96,13 +96,13 @@ def report_of(made: Made) -> Report:
         ("청원", "ko", "acquisition", None if made.gained is None else -made.gained),
     ):
         mixed = 0.0007 if role == "retention" else None if change is None else change + 0.0005
-        changes = {"base": 0.0, "adapted": change, "posterior": mixed, "cosine": change}
+        changes = {"base": 0.0, "trained": change, "posterior": mixed, "cosine": change}
         base_bits = made.base_bits if language == "ko" else BASE_BITS[language]
         heads = {head: _head(base_bits, changes[head], head, language, made) for head in HEADS}
         num_tokens = 5_000 if made.new_tokens and language == "ko" else 20_000
         corpora.append(CorpusResult(name, language, role, 50, num_tokens, 80_000, heads))
     benchmarks = [_benchmark(name, *outcome) for name, outcome in made.benchmarks.items()]
-    served = "posterior" if made.variant == "route" else "adapted"
+    served = "posterior" if made.variant == "route" else "trained"
     return Report(made.variant, served, 100, 102_400, "t" * 64, corpora, benchmarks)
 
 

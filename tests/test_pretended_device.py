@@ -191,7 +191,7 @@ def test_the_scores_of_documents_and_benchmarks(
             Instance("loglikelihood", {}, text, 0) for text in (("1 2", " 3"), ("30 31 32", " 4 5"))
         ]
         told: list[float] = []
-        for head in ("base", "adapted", "posterior", "cosine"):
+        for head in ("base", "trained", "posterior", "cosine"):
             answers.answer_with(head)
             told.extend(score for score, _ in answers.loglikelihood(asked))
             told.extend(ord(letter) for text in answers.generate_until(until) for letter in text)

@@ -12,7 +12,7 @@ from scale_cli.errors import CheckFailed, ConfigError
 from scale_cli.evaluation.benchmarks import BenchmarkItems, open_benchmarks_of, summarise_benchmarks
 from scale_cli.evaluation.render import html, markdown, terminal_lines
 from scale_cli.evaluation.results import Report, summarise
-from scale_cli.evaluation.scoring import Passes, score_corpus, tokens_bar, tokens_scored
+from scale_cli.evaluation.scoring import Passes, score_corpus, scored_lengths, tokens_bar
 from scale_cli.processes import (
     device,
     device_name,
@@ -46,7 +46,7 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
     model = final.load_two_headed()
     corpora = main_first(lambda: open_sources(config, asked.perplexity, final.tokenizer))
     resampling, results = {"num_resamples": asked.bootstrap_resamples, "seed": config.seed}, []
-    num_tokens = sum(tokens_scored(corpus, passes.sequence_length) for corpus in corpora)
+    num_tokens = sum(int(scored_lengths(c, passes.sequence_length).sum()) for c in corpora)
     num_items = 0 if benchmarks is None else benchmarks.num_items
     log(f"evaluating on {num_tokens:,} tokens of text and {num_items:,} items of benchmarks")
     with tokens_bar(num_tokens, "evaluating" if is_main() else None) as bar:

@@ -1,12 +1,12 @@
-"""Benchmarks of lm-eval: every head answers the items of its tasks, and lm-eval's metrics mark the answers.
+"""Benchmarks of lm-eval: every head answers a task's items, and lm-eval's metrics mark them.
 
-A request is a context and a continuation. Both pass the model once, which gives the scores of every head and of both
-routing rules. The router reads the context, as it does when the model is served.
+A request is a context and a continuation. Both pass the model once, which gives the scores of every
+head and of both routing rules. The router reads the context, as it does when the model is served.
 
-Every head is asked as lm-eval's `hf` model asks the folder that serves it. The base's tokenizer encodes for the base's
-head. For every other head it is the export's tokenizer, which puts the boundary before a text that stood before a
-document in training. Where the two give the same ids, a request passes the model once for all heads; else the base
-alone reads its own.
+Every head is asked as lm-eval's `hf` model asks the folder that serves it. The base's tokenizer
+encodes for the base's head. For every other head it is the export's tokenizer, which puts the
+boundary before a text that stood before a document in training. Where the two give the same ids, a
+request passes the model once for all heads; else the base alone reads its own.
 
 Shapes: C numbers of a token (`scoring.py`), B requests of a batch, T positions.
 """
@@ -20,8 +20,8 @@ import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,16 +49,14 @@ from scale_cli.config.load import parse, read_text
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.data.encoding import DocumentMarkers, prompt_ids
-from scale_cli.errors import ConfigError, RunError, one_line
-from scale_cli.evaluation.benchmarks import BenchmarkItems, Item, ItemOutcome, check_task_file
+from scale_cli.errors import ConfigError, CorpusError, RunError, one_line
+from scale_cli.evaluation.benchmarks import BenchmarkItems, Item, ItemOutcome
 from scale_cli.evaluation.results import HEADS, SkippedBenchmark
 from scale_cli.evaluation.scoring import (
-    TWO_HEADS,
     BaseAlone,
     Passes,
     observe,
     routed_rows,
-    tokens_bar,
 )
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.methods.widened import RouterConfig
@@ -66,13 +64,9 @@ from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import ALONE, Share, is_main, lowered_dtype, map_over_processes
 from scale_cli.terminal import progress_bar
 
-_FORMS = (
-    "arrow",
-    "csv",
-    "json",
-    "parquet",
-    "text",
-)  # of local files; datasets has other formats, pickles among them
+# Formats of local files; datasets has others, pickles among them.
+_FORMS = ("arrow", "csv", "json", "parquet", "text")
+_FOREIGN_METRIC = "{} is not one of lm-eval's own metrics, and scale fetches no code from the hub"
 # lm-eval's own seed for few-shot examples, and for tasks that sample their answers.
 _SEED = 1234
 # A context and a continuation, as text and as token ids, as lm-eval passes them.
@@ -110,7 +104,7 @@ logging.getLogger("lm_eval").setLevel(logging.CRITICAL)  # the report says what 
 
 
 def framed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a tokenizer that begins a text as an export's does: with what stood before a document in training."""
+    """Return a tokenizer that begins a text as an export's: with the boundary of documents."""
     boundary = DocumentMarkers.of(tokenizer).context
     if boundary is None or tokenizer("a").input_ids == prompt_ids(tokenizer, "a"):
         return tokenizer
@@ -125,6 +119,8 @@ def framed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
     """An lm-eval model that answers with one head, which may be changed between two evaluations."""
 
+    tokenizer: Any
+
     def __init__(
         self,
         model: HeadedModel,  # in evaluation mode
@@ -133,8 +129,7 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         passes: Passes,
         *,
         max_length: int,  # tokens that the model reads at once
-        progress: str | None = None,  # label of the progress bar; None for no bar
-        share: Share = ALONE,  # this process's share of the batches; each process returns all answers
+        share: Share = ALONE,  # of the batches; each process returns all answers
     ) -> None:
         super().__init__(
             SelectableHeads(model, router),
@@ -144,36 +139,37 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
             batch_size=passes.batch_size,
             mixed_precision_dtype=lowered_dtype(passes.mixed_precision),
         )
-        self._headed, self._router, self._passes = model, router, passes
-        self._progress, self._share = progress, share
-        self.tokenizer: Any
-        self._stderr = sys.stderr  # for the bar; lm-eval's own output there is discarded
-        self._of_base: Any = self.tokenizer
+        self.bar = progress_bar(total=0, disable=True)  # of tokens that are scored, or of answers
+        self._headed = model
+        self._router = router
+        self._passes = passes
+        self._share = share
+        self._of_base = self.tokenizer
         self._of_export = framed(self.tokenizer)
-        # By tokenizer, and by context and continuation: a log-likelihood of each head and rule.
+        # By tokenizer, then by context and continuation: a log-likelihood of each head and rule.
         self._scores: dict[int, dict[tuple[str, str], dict[str, float]]] = defaultdict(
             lambda: defaultdict(dict)
         )
         self.answer_with("base")
 
     def answer_with(self, head: str) -> None:
-        self.head = head
+        self.model.head = head
         self.tokenizer = self._of_base if head == "base" else self._of_export
 
     def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Return the chosen head's log-likelihood of each continuation; `is_greedy` is always False."""
+        """Return the chosen head's log-likelihoods of continuations; `is_greedy` is False."""
         scores = self._scores[id(self.tokenizer)]
         if unseen := {request.args: request for request in requests if request.args not in scores}:
             super().loglikelihood(list(unseen.values()), disable_tqdm=True)
-        return [(scores[request.args][self.head], False) for request in requests]
+        return [(scores[request.args][self.model.head], False) for request in requests]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the ids of both; white space that ends a context goes to the continuation, and may be all of it."""
+        """Return the ids of both; white space that ends a context goes to the continuation."""
         context_ids, continuation_ids = super()._encode_pair(context, continuation)
         return context_ids or [self.prefix_token_id], continuation_ids
 
     def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> None:
-        """Score requests by every head and rule, and keep the scores."""
+        """Score requests by every head and rule that reads such ids, and keep the scores."""
         rows = []
         for (context, continuation), context_ids, continuation_ids in requests:
             if not 0 < len(continuation_ids) <= self.max_length:
@@ -183,76 +179,57 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
                 )
             # What is too long loses its beginning, as in lm-eval.
             rows.append(torch.tensor((context_ids + continuation_ids)[-self.max_length - 1 :]))
+        self.bar.total += sum(len(row) - 1 for row in rows)
 
         # Only the base's head is asked with the base's ids, unless an export reads the same.
-        reads_alone = self.tokenizer is not self._of_export
-        heads = ("base",) if reads_alone else TWO_HEADS
-        model = BaseAlone(self._headed) if reads_alone else self._headed
-        with (
-            redirect_stderr(self._stderr),
-            tokens_bar(sum(len(row) - 1 for row in rows), self._progress) as bar,
-        ):
-            observed = observe(model, rows, self._passes, self._share, bar)
+        if self.tokenizer is self._of_export:
+            observed = observe(self._headed, rows, self._passes, self._share, self.bar)
+            scored = routed_rows(observed, self._router)
+        else:
+            base = BaseAlone(self._headed)
+            observed = observe(base, rows, self._passes, self._share, self.bar)
+            scored = routed_rows(observed, self._router, ["base"])
 
         scores = self._scores[id(self.tokenizer)]
-        for batch in routed_rows(observed, self._router, heads):
-            ends_B = torch.tensor([observed[place].shape[1] for place in batch.places])
-            lengths_B = torch.tensor([len(requests[place][2]) for place in batch.places])
-            at_T = torch.arange(batch.is_token_BT.shape[1])
-            is_scored_BT = batch.is_token_BT & (at_T >= (ends_B - lengths_B)[:, None])
-            for head, log_probs_BT in batch.log_probs.items():
-                said_B = log_probs_BT.where(is_scored_BT, 0.0).sum(dim=1)
-                for place, said in zip(batch.places, said_B.tolist(), strict=True):
-                    scores[requests[place][0]][head] = said
+        for batch in scored:
+            for row, place in enumerate(batch.places):
+                text, _, continuation_ids = requests[place]
+                end = observed[place].shape[1]
+                for head, log_probs_BT in batch.log_probs.items():
+                    said_T = log_probs_BT[row, end - len(continuation_ids) : end]
+                    scores[text][head] = float(said_T.sum())
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-        self.model.head = self.head
+        """Return the chosen head's answers; batches are cut before processes share them."""
+        by_options = defaultdict(list)
+        for index, request in enumerate(requests):
+            by_options[repr(request.args[1])].append(index)
+
+        batches = []
+        for alike in by_options.values():
+            options = normalize_gen_kwargs(requests[alike[0]].args[1], self.max_gen_toks)
+            if options["max_gen_toks"] >= self.max_length:
+                raise RunError(
+                    f"it asks for answers of {options['max_gen_toks']:,} tokens, "
+                    f"but the model's context is {self.max_length:,}"
+                )
+            contexts = {index: requests[index].args[0] for index in alike}
+            alike.sort(key=lambda index: (-len(self.tok_encode(contexts[index])), contexts[index]))
+            size = self.batch_size
+            batches += [alike[first : first + size] for first in range(0, len(alike), size)]
 
         def answer(batch: Sequence[int]) -> list[Tensor]:
             torch.manual_seed(_SEED)
             texts = HFLM.generate_until(self, [requests[at] for at in batch], disable_tqdm=True)
-            return [
-                torch.tensor(list(text.encode("utf-8", "surrogatepass")), dtype=torch.uint8)
-                for text in texts
-            ]
+            encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+            return [torch.tensor(list(text), dtype=torch.uint8) for text in encoded]
 
-        batches, answers = self._generation_batches(requests), [""] * len(requests)
-        with self._bar(len(requests), f" answers of {self.head}") as bar:
-            for at, encoded in map_over_processes(batches, self._share, answer, bar.update):
-                answers[at] = bytes(encoded.tolist()).decode("utf-8", "surrogatepass")
-        return answers
-
-    def _generation_batches(self, requests: list[Any]) -> list[list[int]]:
-        """Return batches of request indices, cut before they are shared: the number of processes changes no answer."""
-        by_options = defaultdict(list)
-        for at, request in enumerate(requests):
-            by_options[repr(request.args[1])].append(at)
-        batches = []
-        for alike in by_options.values():
-            length = normalize_gen_kwargs(requests[alike[0]].args[1], self.max_gen_toks)[
-                "max_gen_toks"
-            ]
-            if length >= self.max_length:
-                raise RunError(
-                    f"it asks for answers of {length:,} tokens, but the model's context is {self.max_length:,}"
-                )
-            contexts = {at: requests[at].args[0] for at in alike}
-            alike.sort(key=lambda at: (-len(self.tok_encode(contexts[at])), contexts[at]))
-            batches += [
-                alike[at : at + self.batch_size] for at in range(0, len(alike), self.batch_size)
-            ]
-        return batches
-
-    @contextmanager
-    def _bar(self, total: int, unit: str) -> Iterator[Any]:
-        shown = self._progress is not None
-        with (
-            redirect_stderr(self._stderr),
-            progress_bar(
-                total=total, desc=self._progress, unit=unit, disable=not shown, leave=False
-            ) as bar,
-        ):
-            yield bar
+        self.bar.total += len(requests)
+        answered = dict(map_over_processes(batches, self._share, answer, self.bar.update))
+        return [
+            bytes(answered[index].tolist()).decode("utf-8", "surrogatepass")
+            for index in range(len(requests))
+        ]
 
 
 @dataclass(frozen=True)
@@ -264,16 +241,14 @@ class Benchmark:
     tasks: dict[str, Any]  # lm-eval's tasks by name; several if the name is a group's
 
     @property
-    def num_items(self) -> int:
-        limit = self.source.limit or sys.maxsize
-        return sum(min(limit, len(task.eval_docs)) for task in self.tasks.values())
+    def is_generated(self) -> bool:
+        return all(task.OUTPUT_TYPE == "generate_until" for task in self.tasks.values())
 
     @property
     def reports_macro_f1(self) -> bool:
         """Whether lm-eval reports macro-F1 for its tasks, as for KoBEST's."""
-        return any(
-            task.OUTPUT_TYPE == "multiple_choice" and task.aggregation().get("f1") is macro_f1_score
-            for task in self.tasks.values()
+        return not self.is_generated and any(
+            task.aggregation().get("f1") is macro_f1_score for task in self.tasks.values()
         )
 
 
@@ -286,7 +261,11 @@ class OpenedBenchmarks:
 
     @property
     def num_items(self) -> int:
-        return sum(benchmark.num_items for benchmark in self.ready)
+        return sum(
+            min(benchmark.source.limit or sys.maxsize, len(task.eval_docs))
+            for benchmark in self.ready
+            for task in benchmark.tasks.values()
+        )
 
     def measure(
         self,
@@ -296,8 +275,9 @@ class OpenedBenchmarks:
         share: Share,
         max_items: int | None = None,  # per task
     ) -> tuple[list[BenchmarkItems], list[SkippedBenchmark]]:
-        """Return each benchmark's items under every head, and the benchmarks that could not be measured."""
-        measured, skipped = [], list(self.skipped)
+        """Return each benchmark's items under every head, and what could not be measured."""
+        measured = []
+        skipped = list(self.skipped)
         for benchmark in self.ready:
             answers = ObservedHeads(
                 model,
@@ -305,7 +285,6 @@ class OpenedBenchmarks:
                 config.method.router,
                 Passes.of(config),
                 max_length=resolve_max_length(model.config, tokenizer),
-                progress=f"evaluating {benchmark.name}" if is_main() else None,
                 share=share,
             )
             try:
@@ -316,44 +295,48 @@ class OpenedBenchmarks:
 
 
 def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
-    """Open the benchmarks, and list those that cannot be measured; a mistake of the config raises ConfigError."""
+    """Open the benchmarks, and list those that cannot be measured.
+
+    Raises ConfigError for a mistake in the config.
+    """
     opened = OpenedBenchmarks([], [])
     for source in sources:
-        check_task_file(source)
-    # The bar keeps the terminal's stderr. lm-eval and datasets get none, since they draw a bar for every task.
+        if source.path is not None and not Path(source.path).is_file():
+            raise CorpusError(f"{source.name}: no such file: {source.path}")
+
+    # The bar keeps the terminal's stderr. lm-eval and datasets get none: they draw many bars.
     bar = progress_bar(iterable=sources, desc="opening benchmarks", unit=" benchmarks", leave=False)
     with redirect_stderr(io.StringIO()):
         for source in bar:
             try:
-                tasks = (
-                    _find_tasks(source)
-                    if source.path is None
-                    else {source.name: _read_task(source, source.path)}
-                )
+                tasks = _named_tasks(source) if source.path is None else _read_task(source)
                 _check_measurable(tasks)
             except RunError as error:
                 opened.skipped.append(SkippedBenchmark(source.name, str(error)))
                 continue
             for task in tasks.values():
-                # As in lm-eval, a task that says 0 stays at 0.
-                if source.num_fewshot is not None and task.get_config("num_fewshot") != 0:
-                    task.set_config("num_fewshot", source.num_fewshot)
-                if task.get_config("num_fewshot") is None:
-                    task.set_config("num_fewshot", 0)
-            # A group's items are pooled, as lm-eval weights its tasks by size. F1 over different classes cannot be.
+                shown = task.get_config("num_fewshot")
+                if shown != 0 and source.num_fewshot is not None:  # 0 stays 0, as in lm-eval
+                    shown = source.num_fewshot
+                task.set_config("num_fewshot", shown or 0)
+            # A group's items are pooled, as lm-eval weights its tasks by size. F1 over different
+            # classes cannot be.
             whole = Benchmark(source.name, source, tasks)
             parts = [Benchmark(name, source, {name: task}) for name, task in tasks.items()]
             opened.ready.extend(parts if whole.reports_macro_f1 else [whole])
+
     names = [benchmark.name for benchmark in opened.ready]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(
-            f"evaluation.benchmarks: {twice[0]} is named twice, once within a group; remove one"
-        )
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"evaluation.benchmarks: {name} is named twice, once within a group; remove one"
+            )
     return opened
 
 
-def _read_task(source: BenchmarkSource, path: str) -> Any:
-    """Return a task that a user wrote for lm-eval; its data are local files, and it runs no code."""
+def _read_task(source: BenchmarkSource) -> dict[str, Any]:
+    """Return a task that a user wrote; its data are local files, and it runs no code."""
+    path = str(source.path)
     config = parse(read_text(Path(path)), path)
     if not isinstance(config, dict) or {"group", "include"} & config.keys():
         raise ConfigError(
@@ -376,28 +359,27 @@ def _read_task(source: BenchmarkSource, path: str) -> Any:
     try:
         has_choices = config.get("doc_to_choice") is not None
         for key in _TEMPLATES:
+            template = config.get(key)
             # What has no brace is a column's name or plain text, which lm-eval does not compute.
-            if "{" in str(template := config.get(key)) and isinstance(template, str):
+            if isinstance(template, str) and "{" in template:
                 config[key] = _filled(template, key, has_choices=has_choices)
         for metric in config.get("metric_list") or []:
             metric.pop("hf_evaluate", None)  # it asks for the hub's code in place of lm-eval's own
             if metric.get("metric") not in metric_registry:
-                raise RunError(
-                    f"{metric.get('metric')} is not one of lm-eval's own metrics, and scale fetches "
-                    "no code from the hub"
-                )
+                raise RunError(_FOREIGN_METRIC.format(metric.get("metric")))
             if metric.get("aggregation") == "macro_f1":  # lm-eval's own YAML names a function
                 metric["aggregation"] = macro_f1_score
         config.pop("metadata", None)  # lm-eval would pass it to `load`
-        return ConfigurableTask(config=config | {"task": source.name, "custom_dataset": load})
+        task = ConfigurableTask(config=config | {"task": source.name, "custom_dataset": load})
     except RunError:
         raise
     except Exception as error:  # from lm-eval, datasets or a template
         raise ConfigError(f"{path}: {one_line(error)}") from None
+    return {source.name: task}
 
 
 def _filled(template: str, key: str, *, has_choices: bool) -> Callable[[Mapping[str, Any]], Any]:
-    """Return a function that fills a template from an item, in the sandbox, and reads values as lm-eval reads them."""
+    """Return a function that fills a template in the sandbox, and reads values as lm-eval does."""
     compiled = _SANDBOX.from_string(template)
 
     def fill(item: Mapping[str, Any]) -> Any:
@@ -405,39 +387,43 @@ def _filled(template: str, key: str, *, has_choices: bool) -> Callable[[Mapping[
         if key == "doc_to_choice" or (text.isdigit() and has_choices):
             return ast.literal_eval(text)
         if key == "doc_to_target" and len(text) >= 2 and text[0] + text[-1] == "[]":
-            try:
+            with suppress(SyntaxError, ValueError):
                 return ast.literal_eval(text)
-            except (SyntaxError, ValueError):
-                return text
         return text
 
     return fill
 
 
-def _find_tasks(source: BenchmarkSource) -> dict[str, Any]:
-    """Return lm-eval's tasks of a name; ConfigError if there are none, RunError if they cannot be opened."""
-    if source.name not in _all_tasks().task_index:
-        raise ConfigError(f"evaluation.benchmarks: lm-eval has no task {source.name!r}")
-    try:
-        tasks: dict[str, Any] = _all_tasks().load([source.name])["tasks"]
-    except Exception as error:  # a task is YAML, Python and a download: it may fail in any way, and others still run
-        raise RunError(one_line(error)) from None
-    return tasks
-
-
 @cache
 def _all_tasks() -> Any:
-    return (
-        TaskManager()
-    )  # reads 14,000 files, which takes seconds: only for a task by name, and once
+    """Return all of lm-eval's tasks: 14,000 files, which take seconds to read."""
+    return TaskManager()
+
+
+def _named_tasks(source: BenchmarkSource) -> dict[str, Any]:
+    """Return lm-eval's tasks of a name; RunError if they cannot be opened."""
+    if source.name not in _all_tasks().task_index:
+        raise ConfigError(f"evaluation.benchmarks: lm-eval has no task {source.name!r}")
+    # A task may load a metric by its name, for which this folder's code would be taken.
+    for script in sorted(Path().glob("*/*.py")):
+        if script.stem == script.parent.name:
+            raise RunError(
+                f"lm-eval might run {script} of this folder as a metric; "
+                "start scale in another folder"
+            )
+    try:
+        tasks: dict[str, Any] = _all_tasks().load([source.name])["tasks"]
+    except Exception as error:  # a task is YAML, Python and a download: it may fail in any way
+        raise RunError(one_line(error)) from None
+    return tasks
 
 
 def _check_measurable(tasks: dict[str, Any]) -> None:
     kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
     if kinds not in (["multiple_choice"], ["generate_until"]):
-        named = ", ".join(kinds)
         raise RunError(
-            f"only multiple_choice and generate_until are measured, one kind per benchmark; this is {named}"
+            "only multiple_choice and generate_until are measured, one kind per benchmark; "
+            f"this is {', '.join(kinds)}"
         )
     for task in tasks.values():
         if getattr(task, "UNSAFE_CODE", False):
@@ -445,43 +431,48 @@ def _check_measurable(tasks: dict[str, Any]) -> None:
         for name, metric in getattr(task, "_metric_fn_list", {}).items():
             # lm-eval does not call this function for multiple choice.
             if metric is None and kinds == ["generate_until"]:
-                raise RunError(
-                    f"{name} is not one of lm-eval's own metrics, and scale fetches no code from the hub"
-                )
+                raise RunError(_FOREIGN_METRIC.format(name))
 
 
 def measure_items(
     benchmark: Benchmark, answers: ObservedHeads, max_items: int | None = None
 ) -> BenchmarkItems:
-    """Return a benchmark's items, at most `max_items` per task, with lm-eval's metrics for each under every head.
+    """Return a benchmark's items, at most `max_items` per task, marked under every head.
 
     Raises:
-        RunError: lm-eval cannot score a request, or reports no metric by which an item is right or wrong.
+        RunError: lm-eval cannot score a request, or says of no item whether it is right.
     """
     limit = min(benchmark.source.limit or sys.maxsize, max_items or sys.maxsize)
     # What lm-eval logged by task and item, then by head: one sample for each filter.
     logged: dict[tuple[str, int], dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
-    for head in HEADS:
-        answers.answer_with(head)
-        for task in benchmark.tasks.values():
-            task.set_fewshot_seed(_SEED)  # all heads get the same examples
-        try:
-            with redirect_stderr(io.StringIO()):
+    answers.bar = progress_bar(
+        total=0,
+        desc=f"evaluating {benchmark.name}",
+        unit=" answers" if benchmark.is_generated else " tokens",
+        unit_scale=not benchmark.is_generated,
+        disable=not is_main(),
+        leave=False,
+    )
+    with answers.bar, redirect_stderr(io.StringIO()):
+        for head in HEADS:
+            answers.answer_with(head)
+            for task in benchmark.tasks.values():
+                task.set_fewshot_seed(_SEED)  # all heads get the same examples
+            try:
                 found: Any = evaluate(
                     answers, {"tasks": benchmark.tasks}, limit=limit, bootstrap_iters=0
                 )
-        except (TemplateError, LookupError, SyntaxError, TypeError, ValueError) as error:
-            raise RunError(one_line(error)) from None  # of an item that its task does not fit
-        for name in benchmark.tasks:
-            for sample in found["samples"][name]:
-                logged[name, sample["doc_id"]][head].append(sample)
-    items = []
-    for (name, doc_id), by_head in logged.items():
-        task = benchmark.tasks[name]
-        gold, outcomes = (_chosen if task.OUTPUT_TYPE == "multiple_choice" else _generated)(
-            task, by_head
-        )
-        items.append(Item(name, doc_id, gold, outcomes))
+            except (TemplateError, LookupError, SyntaxError, TypeError, ValueError) as error:
+                raise RunError(one_line(error)) from None  # of an item that its task does not fit
+            for name in benchmark.tasks:
+                for sample in found["samples"][name]:
+                    logged[name, sample["doc_id"]][head].append(sample)
+
+    outcomes_of = _generated if benchmark.is_generated else _chosen
+    items = [
+        Item(name, doc_id, *outcomes_of(benchmark.tasks[name], by_head))
+        for (name, doc_id), by_head in logged.items()
+    ]
     measured = BenchmarkItems(benchmark.source, benchmark.name, items, benchmark.reports_macro_f1)
     if measured.judged_by is None:
         raise RunError("lm-eval reports no metric that says whether an item is right")
@@ -499,9 +490,8 @@ def _chosen(
     # If the choices are in the context (winogrande), lm-eval's text is the index of the right one.
     gold = task.doc_to_text(sample["doc"]) if task.multiple_input else sample["target"]
     if isinstance(gold, str):
-        gold = (
-            choices.index(gold) if gold in choices else -100
-        )  # lm-eval's own mark for an answer that is not a choice
+        # lm-eval's own mark for an answer that is not a choice
+        gold = choices.index(gold) if gold in choices else -100
     outcomes = {}
     for head, (of_head, *_) in by_head.items():
         said = [float(response[0]) for response in of_head["filtered_resps"][: len(choices)]]
@@ -511,12 +501,12 @@ def _chosen(
 
 
 def _generated(task: Any, by_head: dict[str, list[Any]]) -> tuple[str, dict[str, ItemOutcome]]:
-    """Return the expected answer, and every head's outcome with the metrics that are means and better if higher."""
+    """Return the expected answer, and every head's outcome by metrics that are means."""
+    higher_is_better = task.higher_is_better()
     means = [
         metric
         for metric, aggregated in task.aggregation().items()
-        if getattr(aggregated, "__name__", "") == "mean"
-        and task.higher_is_better().get(metric, True)
+        if getattr(aggregated, "__name__", "") == "mean" and higher_is_better.get(metric, True)
     ]
     outcomes = {}
     for head, samples in by_head.items():

@@ -1,11 +1,12 @@
 """Figures, intervals, tests and averages from the items of benchmarks.
 
-`benchmark_tasks.py` measures the items. It imports lm-eval, an extra that takes seconds to import, so it is imported
-only if a config names benchmarks.
+`benchmark_tasks.py` measures the items. It imports lm-eval, an extra that takes seconds to import,
+so it is imported only if a config names benchmarks.
 
-The bootstrap resamples whole items, so the difficulty that heads share cancels in a difference. Outcomes repeat: four
-heads, right or wrong, have sixteen distinct rows. To draw n of n items with replacement, counted by distinct row, is
-one draw from a multinomial. It is the same bootstrap, and its cost does not grow with the number of items.
+The bootstrap resamples whole items, so the difficulty that heads share cancels in a difference.
+Outcomes repeat: four heads, right or wrong, have sixteen distinct rows. To draw n of n items with
+replacement, counted by distinct row, is one draw from a multinomial. It is the same bootstrap, and
+its cost does not grow with the number of items.
 
 Shapes: N items, H heads (in the order of HEADS), C columns, U distinct rows, R resamples.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from scale_cli.config.schema import EvaluationConfig
 from scale_cli.config.sources import BenchmarkSource
-from scale_cli.errors import CorpusError, require
+from scale_cli.errors import require
 from scale_cli.evaluation.results import (
     HEADS,
     BenchmarkHead,
@@ -31,6 +31,7 @@ from scale_cli.evaluation.results import (
     LanguageAverage,
     Values,
     finite,
+    resampled_interval,
 )
 from scale_cli.report import Interval
 
@@ -43,11 +44,6 @@ Statistic = Callable[[Indices, Values], Values]
 
 _VALUES_AT_ONCE = 2**23  # numbers held at once, over all resamples of one batch
 _SIGN_FLIPS = 9999
-
-
-def check_task_file(source: BenchmarkSource) -> None:
-    if source.path is not None and not Path(source.path).is_file():
-        raise CorpusError(f"{source.name}: no such file: {source.path}")
 
 
 def open_benchmarks_of(evaluation: EvaluationConfig) -> OpenedBenchmarks | None:
@@ -98,32 +94,28 @@ class BenchmarkItems:
 
     def scores(self) -> dict[str, Values]:
         """Return (N, H) scores by every metric that all items have."""
-        first, *others = (item.heads["base"].metrics for item in self.items)
-        names = [name for name in first if all(name in metrics for metrics in others)]
+        of_base = [item.heads["base"].metrics for item in self.items]
         return {
             name: np.array(
                 [[item.heads[head].metrics[name] for head in HEADS] for item in self.items]
             )
-            for name in names
+            for name in of_base[0]
+            if all(name in metrics for metrics in of_base)
         }
 
     @property
     def judged_by(self) -> str | None:
         """The first metric with scores from 0 to 1 for all items: `acc` for multiple choice."""
-        return next(
-            (
-                name
-                for name, values in self.scores().items()
-                if ((values >= 0.0) & (values <= 1.0)).all()
-            ),
-            None,
-        )
+        for name, scores_NH in self.scores().items():
+            if ((scores_NH >= 0.0) & (scores_NH <= 1.0)).all():
+                return name
+        return None
 
     def mean_scores(self) -> dict[str, float | None]:
         """Return every head's mean of the judging metric."""
         assert self.judged_by is not None, "such items are not measured"
-        columns = zip(HEADS, self.scores()[self.judged_by].T, strict=True)
-        return {head: finite(np.mean(scores_N)) for head, scores_N in columns}
+        means_H = self.scores()[self.judged_by].mean(axis=0)
+        return {head: finite(mean) for head, mean in zip(HEADS, means_H, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -134,125 +126,109 @@ class _Metric:
     resampled_RH: Values
     num_items: int
 
-    @classmethod
-    def of(
-        cls, rows_NC: Values, statistic: Statistic, num_resamples: int, rng: np.random.Generator
-    ) -> _Metric:
-        """Draw items with replacement, the same for every head."""
-        rows_UC, counts_U = np.unique(rows_NC, axis=0, return_counts=True)
-        num_items, at_once = len(rows_NC), max(1, _VALUES_AT_ONCE // len(counts_U))
-        sizes = [min(at_once, num_resamples - first) for first in range(0, num_resamples, at_once)]
-        drawn = [
-            statistic(rng.multinomial(num_items, counts_U / num_items, size=size), rows_UC)
-            for size in sizes
-        ]
-        return cls(
-            statistic(np.ones(num_items, dtype=np.int64), rows_NC), np.concatenate(drawn), num_items
-        )
-
     def intervals(self) -> dict[str, Interval]:
-        """Return every head's value with the middle 95 % of its resamples; one item alone gives no interval."""
-        intervals = {}
-        for head, value, drawn_R in zip(HEADS, self.value_H, self.resampled_RH.T, strict=True):
-            low = high = None
-            if self.num_items > 1 and np.isfinite(value) and np.isfinite(drawn_R).all():
-                low, high = map(float, np.percentile(drawn_R, [2.5, 97.5]))
-            intervals[head] = Interval(finite(value), low, high)
-        return intervals
+        columns = zip(HEADS, self.value_H, self.resampled_RH.T, strict=True)
+        return {
+            head: resampled_interval(value, drawn_R, self.num_items)
+            for head, value, drawn_R in columns
+        }
 
     def differences(self) -> dict[str, Interval]:
-        from_base = self.value_H - self.value_H[0], self.resampled_RH - self.resampled_RH[:, :1]
-        intervals = _Metric(*from_base, self.num_items).intervals()
+        """Return the intervals of every other head's difference from the base's head."""
+        value_H = self.value_H - self.value_H[0]
+        resampled_RH = self.resampled_RH - self.resampled_RH[:, :1]
+        intervals = _Metric(value_H, resampled_RH, self.num_items).intervals()
         return {head: intervals[head] for head in HEADS[1:]}
 
 
 def summarise_benchmarks(
     measured: list[BenchmarkItems], *, num_resamples: int, seed: int
 ) -> tuple[list[BenchmarkResult], list[LanguageAverage]]:
-    """Return the figures of every benchmark, p-values adjusted over all of them, and the averages per language."""
-    results, judging = [], []
+    """Return every benchmark's figures, p-values adjusted over all, and averages per language."""
+    results: list[BenchmarkResult] = []
+    judging: dict[str, list[_Metric]] = {}  # of every benchmark, by language
     for index, benchmark in enumerate(measured):
-        # Each has its own random numbers, since an average over benchmarks needs independent resamples.
+        # An average over benchmarks needs independent resamples of each.
         rng = np.random.default_rng([seed, index])
-        metrics = _resample(benchmark, num_resamples, rng)
-        results.append(_test(benchmark, metrics, rng))
-        judging.append(metrics[results[-1].judged_by])
-    p_holm = {head: holm([result.heads[head].p_value for result in results]) for head in HEADS}
-    adjusted = [
-        replace(
-            result,
-            heads={
-                name: replace(head, p_holm=p_holm[name][index])
-                for name, head in result.heads.items()
-            },
-        )
-        for index, result in enumerate(results)
-    ]
-    averages = [
-        _average(
-            language,
-            [
-                metric
-                for metric, one in zip(judging, results, strict=True)
-                if one.language == language
-            ],
-        )
-        for language in dict.fromkeys(result.language for result in results)
-    ]
-    return adjusted, averages
-
-
-def _resample(
-    benchmark: BenchmarkItems, num_resamples: int, rng: np.random.Generator
-) -> dict[str, _Metric]:
-    metrics = {
-        name: _Metric.of(scores_NH, means, num_resamples, rng)
-        for name, scores_NH in benchmark.scores().items()
-    }
-    if benchmark.reports_macro_f1:
-        classes_NC = np.array(
-            [
+        metrics = {
+            name: _resample(scores_NH, means, num_resamples, rng)
+            for name, scores_NH in benchmark.scores().items()
+        }
+        if benchmark.reports_macro_f1:
+            classes = [
                 [item.gold, *(item.heads[head].prediction for head in HEADS)]
                 for item in benchmark.items
             ]
+            metrics["macro_f1"] = _resample(np.array(classes), macro_f1, num_resamples, rng)
+        result = _test(benchmark, metrics, rng)
+        results.append(result)
+        judging.setdefault(result.language, []).append(metrics[result.judged_by])
+
+    for head in HEADS[1:]:
+        p_values = [result.heads[head].p_value for result in results]
+        for result, p_holm in zip(results, holm(p_values), strict=True):
+            result.heads[head] = replace(result.heads[head], p_holm=p_holm)
+
+    averages = []
+    for language, of_language in judging.items():
+        mean = _Metric(
+            np.mean([metric.value_H for metric in of_language], axis=0),
+            np.mean([metric.resampled_RH for metric in of_language], axis=0),
+            min(metric.num_items for metric in of_language),
         )
-        metrics["macro_f1"] = _Metric.of(classes_NC, macro_f1, num_resamples, rng)
-    return metrics
+        averages.append(
+            LanguageAverage(language, len(of_language), mean.intervals(), mean.differences())
+        )
+    return results, averages
+
+
+def _resample(
+    rows_NC: Values, statistic: Statistic, num_resamples: int, rng: np.random.Generator
+) -> _Metric:
+    """Draw items with replacement, the same for every head."""
+    rows_UC, counts_U = np.unique(rows_NC, axis=0, return_counts=True)
+    num_items = len(rows_NC)
+    at_once = max(1, _VALUES_AT_ONCE // len(counts_U))
+    resampled = []
+    for first in range(0, num_resamples, at_once):
+        size = min(at_once, num_resamples - first)
+        drawn_RU = rng.multinomial(num_items, counts_U / num_items, size=size)
+        resampled.append(statistic(drawn_RU, rows_UC))
+    return _Metric(statistic(counts_U, rows_UC), np.concatenate(resampled), num_items)
 
 
 def _test(
     benchmark: BenchmarkItems, metrics: dict[str, _Metric], rng: np.random.Generator
 ) -> BenchmarkResult:
-    judged_by = benchmark.judged_by
-    assert judged_by is not None, "a benchmark without one is not measured"
-    scores_NH = benchmark.scores()[judged_by]
+    """Return the figures of every head, and the test of each head beside the base's."""
+    assert benchmark.judged_by is not None, "a benchmark without one is not measured"
+    scores_NH = benchmark.scores()[benchmark.judged_by]
     right_or_wrong = bool(np.isin(scores_NH, (0.0, 1.0)).all())
     intervals = {name: metric.intervals() for name, metric in metrics.items()}
     differences = {name: metric.differences() for name, metric in metrics.items()}
-    heads = {
-        "base": BenchmarkHead({name: of_heads["base"] for name, of_heads in intervals.items()}, {})
-    }
-    for head, after_N in zip(HEADS[1:], scores_NH.T[1:], strict=True):
+
+    heads = {}
+    base_N = scores_NH[:, 0]
+    for head, scores_N in zip(HEADS, scores_NH.T, strict=True):
+        figures = {name: of_heads[head] for name, of_heads in intervals.items()}
+        if head == "base":
+            heads[head] = BenchmarkHead(figures, {})
+            continue
         heads[head] = BenchmarkHead(
-            metrics={name: of_heads[head] for name, of_heads in intervals.items()},
+            metrics=figures,
             differences={name: of_heads[head] for name, of_heads in differences.items()},
-            gained=int((after_N > scores_NH[:, 0]).sum()) if right_or_wrong else None,
-            lost=int((after_N < scores_NH[:, 0]).sum()) if right_or_wrong else None,
-            p_value=paired_p(scores_NH[:, 0], after_N, rng),
+            gained=int((scores_N > base_N).sum()) if right_or_wrong else None,
+            lost=int((scores_N < base_N).sum()) if right_or_wrong else None,
+            p_value=paired_p(base_N, scores_N, rng),
         )
-    source = benchmark.source
     return BenchmarkResult(
-        benchmark.name, source.language, source.role, len(benchmark.items), heads, judged_by
+        name=benchmark.name,
+        language=benchmark.source.language,
+        role=benchmark.source.role,
+        num_items=len(benchmark.items),
+        heads=heads,
+        judged_by=benchmark.judged_by,
     )
-
-
-def _average(language: str, metrics: list[_Metric]) -> LanguageAverage:
-    mean = _Metric(
-        np.mean([metric.value_H for metric in metrics], axis=0),
-        np.mean([metric.resampled_RH for metric in metrics], axis=0),
-        min(metric.num_items for metric in metrics),
-    )
-    return LanguageAverage(language, len(metrics), mean.intervals(), mean.differences())
 
 
 def means(counts: Indices, scores_UH: Values) -> Values:
@@ -263,7 +239,8 @@ def means(counts: Indices, scores_UH: Values) -> Values:
 def macro_f1(counts: Indices, classes_UC: Values) -> Values:
     """Return (..., H), the heads' means over classes of F1 = 2 tp / (2 tp + fp + fn).
 
-    A row holds the right class and every head's class. A class that neither side names does not count.
+    A row holds the right class and every head's class. A class that neither side names does not
+    count.
     """
     gold_U1, said_UH = classes_UC[:, :1], classes_UC[:, 1:]
     total, num_classes = np.zeros(()), np.zeros(())
@@ -278,9 +255,9 @@ def macro_f1(counts: Indices, classes_UC: Values) -> Values:
 def paired_p(before_N: Values, after_N: Values, rng: np.random.Generator) -> float | None:
     """Return the p-value of a paired difference of scores; None if one is not finite.
 
-    For items that are right or wrong, this is McNemar's exact test: a fair coin for every item on which the heads
-    disagree. For scores in between (truthfulqa_mc2 gives a share of probability), the signs of the differences are
-    flipped at random, which is the same test for such scores.
+    For items that are right or wrong, this is McNemar's exact test: a fair coin for every item on
+    which the heads disagree. For scores in between (truthfulqa_mc2 gives a share of probability),
+    the signs of the differences are flipped at random, which is the same test for such scores.
     """
     from scipy import stats
 
@@ -303,9 +280,10 @@ def paired_p(before_N: Values, after_N: Values, rng: np.random.Generator) -> flo
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Return Holm's adjusted p-values: below 5 %, the chance of any false difference among them is at most 5 %.
+    """Return Holm's adjusted p-values; None stays None: not tested.
 
-    None stays None: not tested. Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
+    Below 5 %, the chance of any false difference among them is at most 5 %. Source: Holm 1979, "A
+    simple sequentially rejective multiple test procedure".
     """
     tested = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
     adjusted: list[float | None] = [None] * len(p_values)

@@ -1,4 +1,4 @@
-"""A forgetting report as text: the lines that `scale evaluate` prints, report.md and report.html."""
+"""A forgetting report as text: what `scale evaluate` prints, report.md and report.html."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _RULES = ("posterior", "cosine")
 _METRICS = {"acc": "accuracy", "acc_norm": "by length", "macro_f1": "macro-F1"}
 _TITLES = {
     "base": "base",
-    "adapted": "trained",
+    "trained": "trained",
     "posterior": "routed, posterior",
     "cosine": "routed, cosine",
 }
@@ -56,52 +56,49 @@ _BETTER = {"retention": "kept and improved", "acquisition": "learned"}
 
 
 def terminal_lines(report: Report) -> list[str]:
-    """Return what `scale evaluate` prints: the base, the trained and the served head, on text and benchmarks."""
-    heads = list(dict.fromkeys(("base", "adapted", report.served)))
+    """Return what `scale evaluate` prints: the base's, the trained and the served head."""
+    heads = list(dict.fromkeys(("base", "trained", report.served)))
     names = ["base", "trained", "routed"][: len(heads)]
+    titles = ["", *names, f"{names[-1]} - base [95 %]", ""]
+    corpora = [corpus for role in ROLES for corpus in report.with_role(role)]
     rows: list[Row] = []
-
-    def add_titles(title: str) -> None:
-        rows.append([title, "", *names, f"{names[-1]} - base [95 %]", ""])
-
-    for role, language in dict.fromkeys(
-        (c.role, c.language) for each in ROLES for c in report.with_role(each)
-    ):
-        add_titles(f"{language_name(language)}, {role}")
-        for corpus in (corpus for corpus in report.with_role(role) if corpus.language == language):
-            figures = [number(corpus.heads[head].bits_per_byte) for head in heads]
-            difference = with_interval(corpus.heads[report.served].bits_per_byte_difference, 4)
-            per_token = f"{corpus.bytes_per_token:.2f} bytes/token"
-            rows.append([f"  {corpus.name}", "bits/byte", *figures, difference, per_token])
+    for role, language in dict.fromkeys((corpus.role, corpus.language) for corpus in corpora):
+        rows.append([f"{language_name(language)}, {role}", *titles])
+        for corpus in corpora:
+            if (corpus.role, corpus.language) == (role, language):
+                figures = [number(corpus.heads[head].bits_per_byte) for head in heads]
+                difference = with_interval(corpus.heads[report.served].bits_per_byte_difference, 4)
+                per_token = f"{corpus.bytes_per_token:.2f} bytes/token"
+                rows.append([f"  {corpus.name}", "bits/byte", *figures, difference, per_token])
     num_texts = len(rows)
     for average in report.benchmark_averages:
-        add_titles(f"{language_name(average.language)}, benchmarks")
+        rows.append([f"{language_name(average.language)}, benchmarks", *titles])
         for name, _items, *measured, _changed, verdict in _benchmark_rows(
             report, average, heads, 4
         ):
             rows.append([f"  {name}", *measured, verdict])
+
     lines = aligned(rows, "ll" + "r" * len(heads) + "ll") if rows else []
     if report.corpora and report.served in _RULES:
-        served = report.base_share_by_language(report.served)
-        listed = ", ".join(
-            f"{percent(share)} of {language_name(code)}" for code, share in served.items()
-        )
+        shares = report.base_share_by_language(report.served).items()
+        listed = ", ".join(f"{percent(share)} of {language_name(code)}" for code, share in shares)
         lines.insert(num_texts, f"base head served {listed} tokens")
-    return [
-        *lines,
-        *(f"skipped {skipped.name}: {skipped.reason}" for skipped in report.skipped_benchmarks),
-    ]
+    return lines + [f"skipped {each.name}: {each.reason}" for each in report.skipped_benchmarks]
 
 
 def _benchmark_rows(
     report: Report, average: LanguageAverage, heads: Sequence[str], digits: int
 ) -> list[Row]:
-    """Return a row per metric: benchmark, items, metric, each head, served - base, items gained and lost, verdict."""
-    benchmarks, rows = [b for b in report.benchmarks if b.language == average.language], list[Row]()
+    """Return a row for each metric, and one for the average.
+
+    Columns: benchmark, items, metric, each head, served - base, items gained and lost, verdict.
+    """
+    benchmarks = [b for b in report.benchmarks if b.language == average.language]
+    rows: list[Row] = []
     for benchmark in benchmarks:
         served = benchmark.heads[report.served]
         for metric in benchmark.heads["base"].metrics:
-            name, items, changed, verdict = "", "", "", ""
+            name = items = changed = verdict = ""
             if metric == benchmark.judged_by:
                 name, items = benchmark.name, f"{benchmark.num_items:,}"
                 changed = "" if served.gained is None else f"{served.gained:,}, {served.lost:,}"
@@ -133,28 +130,25 @@ def html(report: Report, config: RunConfig) -> str:
 
 def _values(report: Report, config: RunConfig) -> dict[str, Any]:
     shares = {rule: report.base_share_by_language(rule) for rule in _RULES}
-    router, has_own_tokens = config.method.router, config.method.vocabulary is not None
+    corpora = [corpus for role in ROLES for corpus in report.with_role(role)]
+    has_own_tokens = config.method.vocabulary is not None
+    routed = f"both heads, routed by the {report.served} rule"
     return {
         "report": report,
-        "became": " ".join(
-            _became(corpus, report.served) for role in ROLES for corpus in report.with_role(role)
-        ),
+        "became": " ".join(_became(corpus, report.served) for corpus in corpora),
         "run": config.output_dir.name,
         "base": config.model.base,
         "trained_by": METHODS[report.variant].label,
-        "served": "the trained head"
-        if report.served == "adapted"
-        else f"both heads, routed by the {report.served} rule",
+        "served": "the trained head" if report.served == "trained" else routed,
         "has_own_tokens": has_own_tokens,
         "corpora": [
             (
                 corpus,
                 language_name(corpus.language),
-                meaning,
+                ROLES[corpus.role],
                 _corpus_table(corpus, report.served, has_own_tokens),
             )
-            for role, meaning in ROLES.items()
-            for corpus in report.with_role(role)
+            for corpus in corpora
         ],
         "benchmarks": [
             (
@@ -171,16 +165,17 @@ def _values(report: Report, config: RunConfig) -> dict[str, Any]:
             ],
             "lrr",
         ),
-        "bound": -math.log(router.prior),
-        "prior": f"{router.prior:g}",
+        "bound": -math.log(config.method.router.prior),
+        "prior": f"{config.method.router.prior:g}",
         "not_covered": NOT_COVERED,
     }
 
 
 def _became(corpus: CorpusResult, served: str) -> str:
-    """Return a sentence on what was served on a corpus: the figures before and after, and whether that is a loss."""
+    """Return a sentence: what was served on a corpus, before and after, and a verdict."""
     ends = corpus.heads[served].bits_per_byte_difference.ends
-    before, after = (number(corpus.heads[head].bits_per_byte) for head in ("base", served))
+    before = number(corpus.heads["base"].bits_per_byte)
+    after = number(corpus.heads[served].bits_per_byte)
     if not ends:
         verdict = NOT_FINITE
     elif min(ends) <= 0 <= max(ends):
@@ -191,7 +186,8 @@ def _became(corpus: CorpusResult, served: str) -> str:
         most = worst_document(corpus.heads[served].worst_document_nats).removeprefix("+")
         lost = f"worse than the base, by at most {most} nats in a document"
         verdict = _BETTER[corpus.role] if max(ends) < 0 else lost
-    return f"{language_name(corpus.language)} ({corpus.name}) went from {before} to {after} bits/byte: {verdict}."
+    named = f"{language_name(corpus.language)} ({corpus.name})"
+    return f"{named} went from {before} to {after} bits/byte: {verdict}."
 
 
 def _corpus_table(corpus: CorpusResult, served: str, has_own_tokens: bool) -> Table:

@@ -1,4 +1,4 @@
-"""The figures of a forgetting report: as plain data, computed from losses by bootstrap, and read from disk."""
+"""The figures of a forgetting report: plain data, computed by bootstrap, and read from disk."""
 
 from __future__ import annotations
 
@@ -29,24 +29,22 @@ from scale_cli.storage.atomic import file_sha256, is_whole
 from scale_cli.storage.records import RunRecord
 
 if TYPE_CHECKING:
-    from scale_cli.evaluation.scoring import (
-        DocumentLosses,
-    )  # imports torch, which a finished report does not need
+    # It imports torch, which a finished report does not need.
+    from scale_cli.evaluation.scoring import DocumentLosses
 
 Values = npt.NDArray[np.float64]
 
 _VALUES_AT_ONCE = 2**23  # numbers held at once, over all resamples of one batch
 _MAX_EXPONENT = 700.0  # the exponential of more overflows
-HEADS = ("base", "adapted", "posterior", "cosine")
-ROLES = {
-    "retention": "what the base knew",
-    "acquisition": "what it was taught",
-}  # of corpora, in words
+HEADS = ("base", "trained", "posterior", "cosine")
+# Of corpora, in words.
+ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}
 # What the guarantee of the posterior rule leaves out.
 NOT_COVERED = (
-    "This bound holds for whole documents, scored from their first token. It does not cover text scored after a "
-    "context that favours another head, such as the choices of a benchmark. It does not cover generation either: "
-    "a head must first win back the nats by which a long prompt favours another."
+    "This bound holds for whole documents, scored from their first token. It does not cover text "
+    "scored after a context that favours another head, such as the choices of a benchmark. It does "
+    "not cover generation either: a head must first win back the nats by which a long prompt "
+    "favours another."
 )
 
 
@@ -56,9 +54,8 @@ class HeadResult:
 
     nats_per_token: float | None  # cross-entropy
     perplexity: float | None  # its exponential
-    bits_per_byte: (
-        float | None
-    )  # the same loss per UTF-8 byte of text, comparable between tokenizers
+    # The same loss per UTF-8 byte of text, comparable between tokenizers.
+    bits_per_byte: float | None
     bits_per_byte_difference: Interval  # from the base head
     # the most that any one document lost against the base head, over the whole document
     worst_document_nats: float | None
@@ -71,14 +68,12 @@ class Figure:
 
     title: str
     unit: str  # and other text below the title
-    cell: Callable[
-        [HeadResult], str | Cell
-    ]  # a dash if there is no figure; a column of dashes is left out
+    # A dash if there is no figure; a column of dashes is left out.
+    cell: Callable[[HeadResult], str | Cell]
     of_base: bool = True  # whether it is shown for the base's head too
     per_token: bool = False  # comparable only between runs with the same tokens
-    of_own_base: bool = (
-        False  # against the run's own base: comparable only between runs with the same tokens
-    )
+    # Against the run's own base: comparable only between runs with the same tokens.
+    of_own_base: bool = False
     compared: bool = True  # whether the comparison has it
 
 
@@ -136,16 +131,15 @@ class CorpusResult:
 class BenchmarkHead:
     """One head, or one routing rule, on one benchmark."""
 
-    # `acc`, and `acc_norm` and `macro_f1` if lm-eval reports them, with intervals; for a generative task, lm-eval's own
-    # metrics, with the filter's name if there are several: `exact_match, strict-match`
+    # `acc`, and `acc_norm` and `macro_f1` if lm-eval reports them. For a generative task, lm-eval's
+    # own metrics, with the filter's name if there are several: `exact_match, strict-match`.
     metrics: dict[str, Interval]
-    differences: dict[
-        str, Interval
-    ]  # of the same metrics from the base head; empty for the base head itself
+    # Of the same metrics from the base head; empty for the base head itself.
+    differences: dict[str, Interval]
     # items that this head has right and the base head wrong; None if scores lie in between
     gained: int | None = None
     lost: int | None = None  # the opposite
-    # of the difference in the judging metric: McNemar's exact test, or random sign flips if scores lie in between
+    # Of the difference in the judging metric: McNemar's exact test, or random sign flips.
     p_value: float | None = None
     p_holm: float | None = None  # the same, adjusted over all benchmarks of the report
 
@@ -193,12 +187,9 @@ class Report(RunRecord):
     corpora: list[CorpusResult]  # results, in the config's order
     benchmarks: list[BenchmarkResult] = field(default_factory=list)  # likewise
     benchmark_averages: list[LanguageAverage] = field(default_factory=list)  # per language
-    skipped_benchmarks: list[SkippedBenchmark] = field(
-        default_factory=list
-    )  # what could not be measured, and why
-    texts: list[str] = field(
-        default_factory=list
-    )  # names of the corpora, which contain hashes of their text
+    skipped_benchmarks: list[SkippedBenchmark] = field(default_factory=list)
+    # Names of the corpora, which contain hashes of their text.
+    texts: list[str] = field(default_factory=list)
     dtype: str = ""  # of the base's weights
     mixed_precision: str = ""  # of the passes: `no`, or what autocast computes products in
     device: str = ""  # that computed them, by its name
@@ -224,7 +215,7 @@ class Report(RunRecord):
         return next((result for result in self.benchmarks if result.name == name), None)
 
     def base_share_by_language(self, rule: str) -> dict[str, float]:
-        """Return the share of tokens that the base head served under a routing rule, per language."""
+        """Return the base head's share of tokens under a routing rule, per language."""
         shares = {}
         for language in dict.fromkeys(corpus.language for corpus in self.corpora):
             corpora = [corpus for corpus in self.corpora if corpus.language == language]
@@ -245,6 +236,14 @@ def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def resampled_interval(value: float, drawn_R: Values, num_drawn: int) -> Interval:
+    """Return a figure with the middle 95 % of its resamples; one item has no interval."""
+    if num_drawn < 2 or not (np.isfinite(value) and np.isfinite(drawn_R).all()):
+        return Interval(finite(value), None, None)
+    low, high = np.percentile(drawn_R, [2.5, 97.5])
+    return Interval(float(value), float(low), float(high))
+
+
 def paired_differences(
     before_N: Values,
     after_NH: Values,
@@ -253,36 +252,30 @@ def paired_differences(
     num_resamples: int,
     seed: int,
 ) -> list[Interval]:
-    """Return (sum after - sum before) / sum units of each column, with paired bootstrap intervals over documents.
+    """Return (sum after - sum before) / sum units of each column, with bootstrap intervals.
 
-    Before and after are nats under two heads; units are tokens, or bytes times ln 2 for bits per byte. The interval is
-    of the corpus-level figure (a ratio of sums), not of a mean of per-document figures. A resample is how often each
-    document was drawn, the same for all columns, so all sums are one product.
+    Before and after are nats under two heads; units are tokens, or bytes times ln 2 for bits per
+    byte. The interval is of the corpus-level figure (a ratio of sums), not of a mean of
+    per-document figures. A resample is how often each document was drawn, the same for all columns,
+    so all sums are one product.
     """
-    difference_NH = after_NH - before_N[:, None]
-    values = difference_NH.sum(axis=0) / units_N.sum()
-    finite_H = np.atleast_1d(np.isfinite(difference_NH).all(axis=0))
+    columns_NC = np.column_stack([after_NH - before_N[:, None], units_N])
+    total_C = columns_NC.sum(axis=0)
     num_documents = len(units_N)
-    if num_documents < 2:
-        return [Interval(finite(value), None, None) for value in values]
-
-    columns_NC = np.column_stack([np.where(finite_H, difference_NH, 0.0), units_N])
     rng = np.random.default_rng(seed)
     at_once = max(1, _VALUES_AT_ONCE // num_documents)
     sums = []
     for first in range(0, num_resamples, at_once):
-        drawn_RN = rng.integers(
-            num_documents, size=(min(at_once, num_resamples - first), num_documents)
-        )
+        size = (min(at_once, num_resamples - first), num_documents)
+        drawn_RN = rng.integers(num_documents, size=size)
         counts_RN = [np.bincount(drawn_N, minlength=num_documents) for drawn_N in drawn_RN]
-        sums.append(np.stack(counts_RN).astype(np.float64) @ columns_NC)
+        with np.errstate(invalid="ignore"):  # a loss that is not finite spoils its own column alone
+            sums.append(np.stack(counts_RN).astype(np.float64) @ columns_NC)
     sums_RC = np.concatenate(sums)
-    low_H, high_H = np.percentile(sums_RC[:, :-1] / sums_RC[:, -1:], [2.5, 97.5], axis=0)
+    drawn_RH = sums_RC[:, :-1] / sums_RC[:, -1:]
     return [
-        Interval(float(value), float(low), float(high))
-        if is_finite
-        else Interval(finite(value), None, None)
-        for value, low, high, is_finite in zip(values, low_H, high_H, finite_H, strict=True)
+        resampled_interval(value, drawn_R, num_documents)
+        for value, drawn_R in zip(total_C[:-1] / total_C[-1], drawn_RH.T, strict=True)
     ]
 
 
@@ -336,11 +329,8 @@ def finished_report(config: RunConfig) -> Report | None:
 
 
 def report_sha256(config: RunConfig, report: Report | None) -> str | None:
-    return (
-        None
-        if report is None
-        else file_sha256(RunFolder(config.output_dir).evaluation / Report.FILE)
-    )
+    path = RunFolder(config.output_dir).evaluation / Report.FILE
+    return None if report is None else file_sha256(path)
 
 
 def guarantee(router: RouterConfig) -> str:
@@ -351,6 +341,9 @@ def guarantee(router: RouterConfig) -> str:
     over_trained = -math.log(1.0 - router.prior)
     what = f"{over_base:.3f} nats over the better of the two heads"
     if over_base != over_trained:
-        what = f"{over_base:.3f} nats over the base head, nor more than {over_trained:.3f} over the trained head"
+        what = (
+            f"{over_base:.3f} nats over the base head, "
+            f"nor more than {over_trained:.3f} over the trained head"
+        )
     weight = "-ln of that head's weight at the start"
     return f"Whatever was trained, no document costs more than {what} ({weight}). {NOT_COVERED}"

@@ -1,11 +1,13 @@
-"""The loss of each head and each routing rule, on every token of a text and every document of a corpus.
+"""The loss of each head and each routing rule, on every token and document of a corpus.
 
-One pass of a model gives each token's log-probability under every head, and the cosine of the logits of the first and
-the last head. The routing rules follow from these numbers: they cost nothing more, and are compared on the same pass.
-A document longer than the context is scored in windows, each starting with the last token of the window before. The
-router's weight carries over, so the posterior bound holds for the whole document.
+One pass of a model gives each token's log-probability under every head, and the cosine of the
+logits of the first and the last head. The routing rules follow from these numbers: they cost
+nothing more, and are compared on the same pass. A document longer than the context is scored in
+windows, each starting with the last token of the window before. The router's weight carries over,
+so the posterior bound holds for the whole document.
 
-Shapes: K heads, C = K + 1 numbers of a token (its log-probabilities and the cosine), B batch, T tokens, N documents.
+Shapes: K heads, C = K + 1 numbers of a token (its log-probabilities and the cosine), B batch, T
+tokens, N documents.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from scale_cli.model.routing import mix_log_probs
 from scale_cli.processes import ALONE, Share, autocast, map_over_processes
 from scale_cli.terminal import progress_bar
 
-TWO_HEADS = ("base", "adapted")
-# Tokens of documents that are held in memory together; their windows are sorted by length, to limit padding.
+TWO_HEADS = ("base", "trained")
+# Tokens of documents held in memory together; windows are sorted by length, to limit padding.
 _TOKENS_AT_ONCE = 2**20
 # Tokens that the routing rules, which are computed in float64 on the CPU, see at once.
 _TOKENS_ROUTED_AT_ONCE = 2**16
@@ -108,16 +110,21 @@ class RoutedScores:
     log_weights: dict[str, Tensor]  # (K, B, T) that a rule gives the heads, by rule
 
 
-def tokens_scored(
+def scored_lengths(
     corpus: TokenisedCorpus, sequence_length: int, max_tokens: int | None = None
-) -> int:
-    """Return the tokens of a corpus that an evaluation scores: all of them, or as `score_corpus` cuts them."""
-    lengths_N = np.diff(corpus.offsets)
+) -> npt.NDArray[np.int64]:
+    """Return (N,) tokens of each document that an evaluation scores.
+
+    With `max_tokens`, the first documents are read, of each at most one window, its beginning. So a
+    long document does not take the place of many.
+    """
+    lengths_N = np.diff(corpus.offsets).astype(np.int64)
     if corpus.markers.bos is not None or corpus.markers.context is None:
         lengths_N = np.maximum(lengths_N - 1, 0)  # nothing precedes the first token
     if max_tokens is None:
-        return int(lengths_N.sum())
-    return min(max_tokens, int(lengths_N.clip(max=sequence_length).sum()))
+        return lengths_N
+    cut_N = lengths_N.clip(max=sequence_length)
+    return (max_tokens - (cut_N.cumsum() - cut_N)).clip(0, cut_N)
 
 
 def tokens_bar(total: int, label: str | None) -> Any:
@@ -143,77 +150,43 @@ def score_corpus(
     bar: Any = None,  # `tokens_bar`, which moves with every batch of windows
     share: Share = ALONE,  # this process's share of the work; each process returns the whole
 ) -> DocumentLosses:
-    """Score a corpus by a model in evaluation mode.
-
-    With `max_tokens`, the first documents are read, of each at most one window, its beginning. So a long document
-    does not take the place of many.
-    """
-    num_tokens: list[int] = []
-    num_bytes: list[float] = []
-    nats: dict[str, list[Values]] = {}
-    served: dict[str, list[Values]] = {}
-
-    for documents, sizes in _groups_of_documents(corpus, passes, max_tokens):
-        observed = _observe_documents(model, documents, passes, share, bar)
-        nats_N = dict[str, Values]()
-        served_KN = dict[str, Values]()
-        for rows in routed_rows(observed, router, heads):
-            for name, log_probs_BT in rows.log_probs.items():
-                of_all_N = nats_N.setdefault(name, np.empty(len(documents)))
-                of_all_N[rows.places] = -log_probs_BT.where(rows.is_token_BT, 0.0).sum(dim=1)
-            for rule, log_weights_KBT in rows.log_weights.items():
-                of_all_KN = served_KN.setdefault(rule, np.empty((len(heads), len(documents))))
-                weights_KBT = log_weights_KBT.exp().where(rows.is_token_BT, 0.0)
-                of_all_KN[:, rows.places] = weights_KBT.sum(dim=2)
-        num_tokens += [len(ids) - 1 for ids in documents]
-        num_bytes += sizes
-        for name, group_N in nats_N.items():
-            nats.setdefault(name, []).append(group_N)
-        for rule, group_KN in served_KN.items():
-            served.setdefault(rule, []).append(group_KN)
-
-    if not num_tokens:
+    """Score a corpus, or as much of it as `scored_lengths` says, by a model in evaluation mode."""
+    whole_N = scored_lengths(corpus, passes.sequence_length)
+    lengths_N = scored_lengths(corpus, passes.sequence_length, max_tokens)
+    scored = np.flatnonzero(lengths_N)
+    if len(scored) == 0:
         raise CorpusError(f"{corpus.folder.name}: no document has a token that could be scored")
+
+    starts_alone = corpus.markers.bos is not None or corpus.markers.context is None
+    before = [] if starts_alone else [corpus.markers.context]
+    nats: dict[str, Values] = {}
+    served: dict[str, Values] = {}
+    group_of = lengths_N[scored].cumsum() // _TOKENS_AT_ONCE
+    for group in np.split(scored, np.flatnonzero(np.diff(group_of)) + 1):
+        documents = []
+        for index in group:
+            ids = np.concatenate([before, corpus.document(index)]).astype(np.int64)
+            documents.append(torch.from_numpy(ids[: lengths_N[index] + 1]))
+        observed = _observe_documents(model, documents, passes, share, bar)
+
+        for rows in routed_rows(observed, router, heads):
+            places = group[rows.places]
+            for name, log_probs_BT in rows.log_probs.items():
+                nats_N = nats.setdefault(name, np.zeros(len(corpus)))
+                nats_N[places] = -log_probs_BT.where(rows.is_token_BT, 0.0).sum(dim=1)
+            for rule, log_weights_KBT in rows.log_weights.items():
+                served_KN = served.setdefault(rule, np.zeros((len(heads), len(corpus))))
+                weights_KBT = log_weights_KBT.exp().where(rows.is_token_BT, 0.0)
+                served_KN[:, places] = weights_KBT.sum(dim=2)
+
+    # A document that is cut stands for its bytes in proportion to its tokens.
+    num_bytes_N = np.asarray(corpus.num_bytes)[scored] * lengths_N[scored] / whole_N[scored]
     return DocumentLosses(
-        num_tokens=np.asarray(num_tokens, dtype=np.float64),
-        num_bytes=np.asarray(num_bytes, dtype=np.float64),
-        nats={name: np.concatenate(groups) for name, groups in nats.items()},
-        served={rule: np.concatenate(groups, axis=1) for rule, groups in served.items()},
+        num_tokens=lengths_N[scored].astype(np.float64),
+        num_bytes=num_bytes_N,
+        nats={name: nats_N[scored] for name, nats_N in nats.items()},
+        served={rule: served_KN[:, scored] for rule, served_KN in served.items()},
     )
-
-
-def _groups_of_documents(
-    corpus: TokenisedCorpus, passes: Passes, max_tokens: int | None
-) -> Iterator[tuple[list[Tensor], list[float]]]:
-    """Yield ids of some documents with the token before them, and the bytes that each stands for.
-
-    A document that is cut stands for its bytes in proportion to its tokens.
-    """
-    markers = corpus.markers
-    before = [] if markers.bos is not None or markers.context is None else [markers.context]
-    documents: list[Tensor] = []
-    sizes: list[float] = []
-    held = 0
-    left = math.inf if max_tokens is None else max_tokens
-    for index in range(len(corpus)):
-        if left <= 0:
-            break
-        ids = np.concatenate([before, corpus.document(index)]).astype(np.int64)
-        num_tokens = len(ids) - 1
-        if num_tokens < 1:
-            continue
-        if max_tokens is not None:
-            ids = ids[: int(min(passes.sequence_length, left)) + 1]
-            left -= len(ids) - 1
-        documents.append(torch.from_numpy(ids))
-        sizes.append(float(corpus.num_bytes[index]) * (len(ids) - 1) / num_tokens)
-        held += len(ids)
-        if held >= _TOKENS_AT_ONCE:
-            yield documents, sizes
-            documents, sizes = [], []
-            held = 0
-    if documents:
-        yield documents, sizes
 
 
 def _observe_documents(
@@ -235,7 +208,7 @@ def _observe_documents(
 
 
 def batches_of(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return the places of rows in batches, the longest first, of at most `max_tokens` with their padding."""
+    """Return places of rows in batches, longest first, of at most `max_tokens` with padding."""
     batches: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
@@ -252,7 +225,7 @@ def observe(
     share: Share = ALONE,
     bar: Any = None,  # `tokens_bar`
 ) -> list[Tensor]:
-    """Return (C, T) on the CPU for each row, of its tokens from the second on, in the order of the rows."""
+    """Return (C, T) on the CPU for each row, of its tokens from the second on."""
     device = next(model.parameters()).device
 
     def observe_batch(batch: Sequence[int]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A model with several heads that answers with one of them, as a model for transformers' `generate`.
+"""A model with several heads that answers with one of them, for transformers' `generate`.
 
 Shapes: K heads, B batch, T positions, V vocabulary.
 """
@@ -23,7 +23,7 @@ from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, 
 
 
 def ends_of(settings: GenerationConfig, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a text: the end of a training document, and those of the generation settings."""
+    """Return the tokens that end a text: a document's end, and the generation settings'."""
     named = settings.eos_token_id
     ends = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
     return [end for end in dict.fromkeys(ends) if end is not None]
@@ -46,9 +46,10 @@ def padded_left(prompts: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor
 
 
 class SelectableHeads(PreTrainedModel, GenerationMixin):
-    """A model in evaluation mode that answers with `head`, which may be changed between two generations.
+    """A model in evaluation mode that answers with `head`, which may be changed.
 
-    It computes all heads whichever one answers, as scoring does, so the choice does not change what a head says.
+    It computes all heads whichever one answers, as scoring does, so the choice does not change what
+    a head says.
     """
 
     # It supports whatever attention the model has.
@@ -79,7 +80,7 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,  # (B, past + T), 1 for tokens; padding is on the left
         position_ids: Tensor | None = None,  # (B, T); counted from the cache's length if not given
         logits_to_keep: int = 0,  # for the last positions only; 0 for all
-        **others: Any,  # the cache: of this class, or an empty one of transformers, which is replaced
+        **others: Any,  # the cache; an empty one of transformers is replaced
     ) -> CausalLMOutputWithPast:
         cache = others.get(CACHE)
         cache = cache if isinstance(cache, ScaleCache) else self._model.new_cache()

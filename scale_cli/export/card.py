@@ -100,7 +100,7 @@ def model_card(
     """Return the README.md of an export; `architecture` is the class that its config.json names."""
     stage = Stage(config, RunFolder(config.output_dir).final)
     routes = config.method.definition.routes and export.answers_as_served
-    served = "adapted" if report is None or not export.answers_as_served else report.served
+    served = "trained" if report is None or not export.answers_as_served else report.served
     return card(
         "export_card.md.j2",
         [stage],

@@ -17,7 +17,7 @@ from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.corpora import open_sources
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.results import NOT_COVERED, finite
-from scale_cli.evaluation.scoring import Passes, score_corpus, tokens_bar, tokens_scored
+from scale_cli.evaluation.scoring import Passes, score_corpus, scored_lengths, tokens_bar
 from scale_cli.export.card import Licence, Stage, card
 from scale_cli.joining.members import JoinedRuns, free_name
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -129,7 +129,8 @@ def _score(
     run: RunConfig,
 ) -> JoinedCorpus:
     names, passes = model.config.head_names, Passes.of(run)
-    with tokens_bar(tokens_scored(corpus, passes.sequence_length), f"scoring {name}") as bar:
+    num_tokens = int(scored_lengths(corpus, passes.sequence_length).sum())
+    with tokens_bar(num_tokens, f"scoring {name}") as bar:
         losses = score_corpus(model, corpus, router_of(model), passes, heads=names, bar=bar)
 
     def figures(head: str, share: float | None = None) -> HeadFigures:

@@ -63,7 +63,7 @@ class Method(Generic[Settings]):
 
     def served(self, settings: Settings) -> str:
         """Return the head that answers: the trained one, or the rule of a router."""
-        return "adapted"
+        return "trained"
 
     def served_in_words(self, settings: Settings) -> str:
         """Return the router's rule in words, to follow the settings."""

@@ -13,7 +13,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.decoding import before_cut_character, text_pieces
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.results import finite
-from scale_cli.evaluation.scoring import Passes, score_corpus, tokens_bar, tokens_scored
+from scale_cli.evaluation.scoring import Passes, score_corpus, scored_lengths, tokens_bar
 from scale_cli.evaluation.selectable_heads import SelectableHeads, before_end, ends_of
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import ALONE, autocast, is_main, share
@@ -71,9 +71,10 @@ class Observer:
         """
         of_each = max(1, self.config.eval_tokens // len(self.held_out))
         passes = Passes.of(self.config)
-        total = sum(tokens_scored(c, passes.sequence_length, of_each) for c in self.held_out)
+        length = passes.sequence_length
+        total = sum(int(scored_lengths(c, length, of_each).sum()) for c in self.held_out)
         bar = tokens_bar(total, "evaluating" if is_main() else None)
-        heads = {"base": "base", "adapted": "adapted", "routed": self.config.method.router.rule}
+        heads = {"base": "base", "trained": "trained", "routed": self.config.method.router.rule}
         record[EVALUATION], record[BITS], record[SHARES] = {}, {}, {}
         for source, corpus in zip(self.config.evaluation.perplexity, self.held_out, strict=True):
             scored = score_corpus(
@@ -148,7 +149,7 @@ class Observer:
 
     def score(self, step: int, bits_per_byte: Losses) -> Score | None:
         """Return the served head's score; None if a loss is not finite."""
-        served = "routed" if self.config.method.definition.routes else "adapted"
+        served = "routed" if self.config.method.definition.routes else "trained"
         learned, lost = [], []
         for source in self.config.evaluation.perplexity:
             of_base, of_served = (bits_per_byte[source.name][head] for head in ("base", served))

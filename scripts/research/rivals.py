@@ -274,7 +274,7 @@ def table(runs: dict[tuple[str, str], list[Path]], configs: dict[str, RunConfig]
         ]
         if not (reports := [Report.from_json(read_json(file)) for file in files]):
             continue
-        learned = [report.with_role("acquisition")[0].heads["adapted"] for report in reports]
+        learned = [report.with_role("acquisition")[0].heads["trained"] for report in reports]
         steps = budgets(configs, name)[budget]
         row = [name, budget, str(len(reports)), str(steps)]
         row += [number(steps * flops_per_token(configs[name]) / unit, 2)]
@@ -282,7 +282,7 @@ def table(runs: dict[tuple[str, str], list[Path]], configs: dict[str, RunConfig]
             spread([head.nats_per_token for head in learned]),
             spread([head.bits_per_byte for head in learned]),
         ]
-        for served in ("adapted", "posterior"):
+        for served in ("trained", "posterior"):
             kept = [report.with_role("retention")[0].heads[served] for report in reports]
             row += [spread([head.bits_per_byte_difference.value for head in kept], 4)]
             row += [spread([head.worst_document_nats for head in kept], 1)]

@@ -239,9 +239,9 @@ def options(tmp_path: Path, *made: Made) -> list[Option]:
 @pytest.mark.parametrize(
     ("variant", "expected"),
     [
-        ("full", [("adapted", 1, "1"), ("posterior", 2, "2")]),
-        ("preserve", [("adapted", 1, "1"), ("posterior", 1, "1")]),
-        ("adapt", [("adapted", 1, "1"), ("posterior", 1, "1 + 4/4")]),
+        ("full", [("trained", 1, "1"), ("posterior", 2, "2")]),
+        ("preserve", [("trained", 1, "1"), ("posterior", 1, "1")]),
+        ("adapt", [("trained", 1, "1"), ("posterior", 1, "1 + 4/4")]),
         ("route", [("posterior", 1, "1 + 1/4")]),
     ],
 )

@@ -161,7 +161,7 @@ def test_an_export_is_finished_until_the_report_is_another_and_its_card_tells_of
         card = (folder / "README.md").read_text(encoding="utf-8")
         for corpus in report.corpora:
             assert f"| {corpus.name} | " in card and f"| {corpus.num_documents} | " in card
-            assert f"{corpus.heads['adapted'].bits_per_byte:.3f}" in card
+            assert f"{corpus.heads['trained'].bits_per_byte:.3f}" in card
         assert load_config(folder / "scale.yaml") == now
     assert not is_finished(config), "its report is not there any more"
     check_written_export(fewer, folder)

@@ -64,7 +64,7 @@ def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
         generating == f"next           scale generate {run.root} --prompt '...' --temperature 0.8"
     )
     assert serving == f"scale serve {run.root} --plain"
-    heads = {run.export("llama"): "adapted", run.export("transformers"): "posterior"}
+    heads = {run.export("llama"): "trained", run.export("transformers"): "posterior"}
     assert [*heads] == sorted((run.root / "export").iterdir())
     assert of_config("run", *asked, "evaluation.perplexity.0.max_documents=3").exit_code == 0
     kept = read_json(run.evaluation / "report.json")["corpora"][0]

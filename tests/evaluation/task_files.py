@@ -1,4 +1,4 @@
-"""Tasks of lm-eval on data that is here: those of configs/benchmarks, and small ones by the names of a folder."""
+"""Tasks of lm-eval on data that is here: those of configs/benchmarks, and small ones."""
 
 import json
 import zipfile
@@ -60,7 +60,7 @@ def opened(task: Any) -> Benchmark:
 
 
 def know_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the YAML files of a folder all the tasks that lm-eval knows by name (its own take seconds), offline."""
+    """Make a folder's YAML files all the tasks that lm-eval knows (its own take seconds)."""
     for constants in (huggingface_hub.constants, datasets.config):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What every head says of a request of lm-eval, and what it answers, is what lm-eval's own model of that head does."""
+"""What every head says and answers is what lm-eval's own model of that head does."""
 
 import copy
 import shutil
@@ -72,7 +72,7 @@ def test_each_head_scores_as_lm_evals_own_model_of_the_folder_that_serves_it(
     checkpoint: str,
     adds_boundary: bool,
 ) -> None:
-    """The trained head as the plain export, whose tokenizer begins a text, and the base's head as the base."""
+    """The trained head as the plain export, and the base's head as the base."""
     model = models[checkpoint]
     base, export = tmp_path / "base", tmp_path / "export"
     shutil.copytree(shared_data / checkpoint / "hf", base)
@@ -95,7 +95,7 @@ def test_each_head_scores_as_lm_evals_own_model_of_the_folder_that_serves_it(
     )
     theirs = {
         head: HFLM(str(folder), device="cpu", dtype="float32", batch_size=8)
-        for head, folder in (("adapted", export), ("base", base))
+        for head, folder in (("trained", export), ("base", base))
     }
     sources = [
         task_of(shared_data, tmp_path, "arc_easy", limit=10, doc_to_text="{{query}}\nAnswer:"),
@@ -138,7 +138,7 @@ def test_what_is_too_long_loses_the_tokens_that_it_loses_in_lm_eval(
 def test_a_context_of_white_space_alone_loses_no_token(
     shared_data: Path, models: dict[str, ScaleForCausalLM]
 ) -> None:
-    """A tokenizer without BOS puts nothing before a text, and lm-eval the white space before the continuation."""
+    """lm-eval puts the white space before the continuation."""
     answers = answering(shared_data, models["ckpt-eltec"], "ckpt-eltec")
     assert not answers.tok_encode("")
     requests = asked(
@@ -179,7 +179,7 @@ def test_the_base_alone_reads_the_ids_that_are_its_own(
     models: dict[str, ScaleForCausalLM],
     adds_boundary: bool,
 ) -> None:
-    """A request passes all heads once; where an export's ids are others, the base's alone pass the plain base."""
+    """A request passes all heads once; ids that are the base's alone pass the plain base."""
     know_only(tmp_path, monkeypatch)
     add_task(tmp_path, "sums", SUMS)
     model = models[STORIES]
@@ -260,7 +260,7 @@ def texts_of(items: list[Item], head: str) -> list[int | str]:
 def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(
     make_task: Any, shared_data: Path
 ) -> None:
-    """The base, and the model as it serves, each by lm-eval's `hf` model as if nobody had heard of heads."""
+    """The base, and the model as it serves, each by lm-eval's `hf` model."""
     model = as_if_trained(widen(real_base(shared_data, STORIES), "route", "top:1"), std=0.15)
     benchmark = make_task()
     tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / STORIES / "hf")))

@@ -1,12 +1,9 @@
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lm_eval.utils
 import pytest
 import yaml
-from jinja2 import Environment
 from lm_eval.tasks.kobest import utils as kobest
 
 from scale_cli.config.sources import BenchmarkSource
@@ -30,7 +27,7 @@ def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# Lines of the TSVs without their header, and the choices, as the HF card has them; lm-eval's prompts, of its columns.
+# Lines of the TSVs and the choices, as the HF card has them; lm-eval's own prompts.
 KOBEST: dict[str, tuple[int, int, Callable[[dict[str, Any]], str]]] = {
     "boolq": (1404, 2, lambda doc: f"{doc['Text']} 질문: {doc['Question']} 답변: "),
     "hellaswag": (500, 4, lambda doc: f"문장: {doc['context']}"),
@@ -75,14 +72,6 @@ def test_a_task_that_cannot_be_opened_is_one_line_that_names_its_file(
         opened(task)
     message = str(caught.value)
     assert message.startswith(f"{task['path']}: ") and told in message and "\n" not in message
-
-
-def test_opening_benchmarks_leaves_lm_eval_as_it_was(shared_data: Path, tmp_path: Path) -> None:
-    task = task_of(shared_data, tmp_path, "arc_easy", doc_to_text="{{query}}?")
-    (made,) = opened(task).tasks.values()
-    assert made.doc_to_text({"query": "Why"}) == "Why?"
-    assert type(lm_eval.utils.env) is Environment
-    assert sys.modules.get("evaluate", lm_eval) is not None
 
 
 def test_a_name_or_a_file_that_is_not_there_is_named(own_tasks: Path) -> None:

@@ -33,7 +33,7 @@ from tests.export.conftest import configured
 
 
 def answered(right: list[list[float]]) -> list[Item]:
-    """Items of two choices, the first one right; `right` has one row an item and one column a head."""
+    """Items of two choices, the first one right: one row an item, one column a head."""
     items = []
     for doc_id, row in enumerate(right):
         outcomes = [ItemOutcome([-1.0, -math.inf], int(not score), {"acc": score}) for score in row]
@@ -105,10 +105,10 @@ def test_a_run_is_measured_on_every_kind_of_benchmark_and_its_report_is_what_its
 def test_holm_runs_over_the_benchmarks_of_one_head() -> None:
     alike, better = [[1.0, 1.0, 1.0, 0.0]] * 10, [[0.0, 1.0, 0.0, 0.0]] * 10
     first, second = summarised(measured("a", answered(better)), measured("b", answered(alike)))
-    assert first.heads["adapted"].p_value == pytest.approx(2 / 1024)
-    assert first.heads["adapted"].p_holm == pytest.approx(4 / 1024)
-    assert second.heads["adapted"].p_holm == 1.0
-    assert (first.heads["adapted"].gained, first.heads["adapted"].lost) == (10, 0)
+    assert first.heads["trained"].p_value == pytest.approx(2 / 1024)
+    assert first.heads["trained"].p_holm == pytest.approx(4 / 1024)
+    assert second.heads["trained"].p_holm == 1.0
+    assert (first.heads["trained"].gained, first.heads["trained"].lost) == (10, 0)
     assert (second.heads["cosine"].gained, second.heads["cosine"].lost) == (0, 10)
     assert first.heads["base"].p_value is None and first.heads["base"].differences == {}
 
@@ -125,7 +125,7 @@ def test_averages_weigh_benchmarks_alike_and_their_intervals_hold_the_items_of_e
     )
     assert (english.language, english.num_benchmarks) == ("en", 2)
     assert english.acc["base"].value == pytest.approx((0.5 + 0.25) / 2)
-    difference = english.acc_difference["adapted"]
+    difference = english.acc_difference["trained"]
     assert difference.value == pytest.approx((0.5 + 0.75) / 2)
     assert difference.low is not None and difference.high is not None
     standard_error = 0.5 * math.sqrt(0.25 / 100 + 0.1875 / 20)

@@ -1,4 +1,4 @@
-"""The forgetting report: its figures are the documents' own, and what is shown is what was measured."""
+"""The forgetting report: its figures are the documents' own, and what is measured is shown."""
 
 import dataclasses
 import json
@@ -47,12 +47,12 @@ def losses(seed: int, gain: float, count: int = 12, broken: bool = False) -> Doc
     rng = np.random.default_rng(seed)
     num_tokens = rng.integers(50, 500, count).astype(np.float64)
     base = num_tokens * rng.normal(4.0, 0.3, count)
-    adapted = base - num_tokens * rng.normal(gain, 0.1, count)
+    trained = base - num_tokens * rng.normal(gain, 0.1, count)
     if broken:
-        adapted[0] = math.inf
-    posterior = np.minimum(base, adapted) + math.log(2)
+        trained[0] = math.inf
+    posterior = np.minimum(base, trained) + math.log(2)
     served = {"posterior": num_tokens * [[0.25], [0.75]], "cosine": num_tokens * [[1.0], [0.0]]}
-    nats = {"base": base, "adapted": adapted, "posterior": posterior, "cosine": base}
+    nats = {"base": base, "trained": trained, "posterior": posterior, "cosine": base}
     return DocumentLosses(num_tokens, 4.0 * num_tokens, nats, served)
 
 
@@ -115,7 +115,7 @@ def test_figures_are_the_documents_own() -> None:
 
 def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
     heads = corpus("petitions", "ko", "acquisition", broken=True).heads
-    broken = heads["adapted"]
+    broken = heads["trained"]
     assert (
         broken.nats_per_token,
         broken.perplexity,
@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
     assert broken.bits_per_byte_difference == Interval(None, None, None)
     assert heads["posterior"].bits_per_byte_difference.low is not None
     source = EvaluationSource(name="x", path="x.txt", language="ko", role="acquisition")
-    far = summarise(source, losses(0, -1e4), num_resamples=100, seed=0).heads["adapted"]
+    far = summarise(source, losses(0, -1e4), num_resamples=100, seed=0).heads["trained"]
     assert far.nats_per_token == pytest.approx(1e4, rel=0.01) and far.perplexity is None, (
         "beyond floating point"
     )

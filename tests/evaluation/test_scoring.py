@@ -1,4 +1,4 @@
-"""What documents cost is transformers' own arithmetic, whatever the windows, batches and processes."""
+"""Losses are transformers' own arithmetic, whatever the windows, batches and processes."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from scale_cli.evaluation.scoring import (
     Passes,
     batches_of,
     score_corpus,
-    tokens_scored,
+    scored_lengths,
 )
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -55,7 +55,7 @@ def open_corpus(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def model(shared_data: Path) -> ScaleForCausalLM:
-    """A head that is a little better here and a little worse there, so that routing has something to decide."""
+    """A head that is better here and worse there, so that routing has something to decide."""
     return as_if_trained(
         widen(real_base(shared_data, "ckpt-stories260K"), "route", "top:1"), std=0.05
     )
@@ -69,7 +69,7 @@ def score(model: ScaleForCausalLM, corpus: TokenisedCorpus, **settings: Any) -> 
 
 
 def windows(corpus: TokenisedCorpus, index: int, length: int) -> list[torch.Tensor]:
-    """A document after its boundary, cut; each window begins with the last token of the one before."""
+    """A document after its boundary, in windows that share one token."""
     markers, ids = corpus.markers, corpus.document(index).astype(np.int64)
     whole = torch.from_numpy(
         ids if markers.bos is not None else np.concatenate([[markers.eos], ids])
@@ -107,11 +107,11 @@ def test_the_bases_loss_is_transformers_own_document_by_document(
     ]
 
 
-def recursion(base: np.ndarray, adapted: np.ndarray, prior: float) -> tuple[float, float]:
+def recursion(base: np.ndarray, trained: np.ndarray, prior: float) -> tuple[float, float]:
     """Routed loss and the base's share of a document, one token at a time."""
     weight, loss, share = prior, 0.0, 0.0
-    for said_base, said_adapted in zip(np.exp(base), np.exp(adapted), strict=True):
-        mixed = weight * said_base + (1.0 - weight) * said_adapted
+    for said_base, said_trained in zip(np.exp(base), np.exp(trained), strict=True):
+        mixed = weight * said_base + (1.0 - weight) * said_trained
         loss -= math.log(mixed)
         share += weight
         weight = weight * said_base / mixed
@@ -136,15 +136,15 @@ def test_the_routers_weight_carries_over_from_window_to_window(
                 ]
                 said[head].append(log_probs.numpy())
             cosines.append(torch.cosine_similarity(heads[0], heads[1], dim=-1)[0].numpy())
-        base, adapted = (np.concatenate(parts) for parts in said)
-        loss, share = recursion(base, adapted, 0.3)
-        assert losses.nats["adapted"][index] == pytest.approx(-adapted.sum(), rel=1e-5)
+        base, trained = (np.concatenate(parts) for parts in said)
+        loss, share = recursion(base, trained, 0.3)
+        assert losses.nats["trained"][index] == pytest.approx(-trained.sum(), rel=1e-5)
         assert losses.nats["posterior"][index] == pytest.approx(loss, rel=1e-5)
         assert losses.served["posterior"][0][index] == pytest.approx(share, rel=1e-3)
         serves_base = np.concatenate(cosines) >= 0.97
         assert losses.served["cosine"][0][index] == pytest.approx(serves_base.sum(), abs=1)
         assert losses.nats["cosine"][index] == pytest.approx(
-            -np.where(serves_base, base, adapted).sum(), rel=1e-2
+            -np.where(serves_base, base, trained).sum(), rel=1e-2
         )
 
 
@@ -154,7 +154,7 @@ def test_scores_do_not_depend_on_how_windows_are_batched(
     corpus = open_corpus("ckpt-stories260K", "en")
     many = score(model, corpus, batch_size=13)
     for fewer in (score(model, corpus, batch_size=1), score(model, corpus, batch_size=5)):
-        for name in ("base", "adapted", "posterior"):
+        for name in ("base", "trained", "posterior"):
             apart = (
                 np.abs(many.nats[name][: len(fewer.num_tokens)] - fewer.nats[name])
                 / fewer.num_tokens
@@ -164,15 +164,19 @@ def test_scores_do_not_depend_on_how_windows_are_batched(
 
 
 def test_a_bounded_evaluation_reads_one_window_of_each_document_and_what_it_said_it_would(
-    model: ScaleForCausalLM, open_corpus: OpenCorpus
+    model: ScaleForCausalLM, open_corpus: OpenCorpus, shared_data: Path
 ) -> None:
-    corpus, length = open_corpus("ckpt-stories260K", "en"), 16
+    corpus = open_corpus("ckpt-stories260K", "en")
+    length = 16
     whole = score(model, corpus, sequence_length=length)
-    assert tokens_scored(corpus, length) == whole.num_tokens.sum()
+    documents = CorpusReader(source(shared_data, "en"), 10**6)
+    texts = [document.text for document in documents if isinstance(document, Document)]
+    assert whole.num_bytes.tolist() == [len(text.encode()) for text in texts]
+    assert scored_lengths(corpus, length).sum() == whole.num_tokens.sum()
     cut = score(model, corpus, sequence_length=length, max_tokens=40)
     assert cut.num_tokens.tolist() == [16, 16, 8]
-    assert tokens_scored(corpus, length, 40) == 40
-    assert tokens_scored(corpus, length, 10**6) == 16 * NUM_DOCUMENTS
+    assert scored_lengths(corpus, length, 40).sum() == 40
+    assert scored_lengths(corpus, length, 10**6).sum() == 16 * NUM_DOCUMENTS
     np.testing.assert_allclose(
         cut.num_bytes, whole.num_bytes[:3] * cut.num_tokens / whole.num_tokens[:3]
     )
@@ -188,18 +192,7 @@ def test_batches_hold_as_many_rows_as_have_so_many_tokens() -> None:
     assert batches_of(lengths, 1) == [[5], [1], [3], [0], [4], [2]]
 
 
-def test_bytes_are_those_of_the_text(
-    model: ScaleForCausalLM, open_corpus: OpenCorpus, shared_data: Path
-) -> None:
-    corpus = open_corpus("ckpt-stories260K", "ko")
-    losses = score(model, corpus)
-    texts = [
-        d.text for d in CorpusReader(source(shared_data, "ko"), 10**6) if isinstance(d, Document)
-    ]
-    assert losses.num_bytes.tolist() == [len(text.encode()) for text in texts]
-
-
-def test_a_broken_adaptation_head_costs_the_prior_once_a_document_and_no_more(
+def test_a_broken_trained_head_costs_the_prior_once_a_document_and_no_more(
     shared_data: Path, open_corpus: OpenCorpus
 ) -> None:
     model = widen(real_base(shared_data, "ckpt-stories260K"), "route", "top:1")
@@ -211,7 +204,7 @@ def test_a_broken_adaptation_head_costs_the_prior_once_a_document_and_no_more(
         losses.nats["posterior"], losses.nats["base"] + math.log(2), rtol=1e-12
     )
     np.testing.assert_array_equal(losses.nats["cosine"], losses.nats["base"])
-    assert np.isposinf(losses.nats["adapted"]).all()
+    assert np.isposinf(losses.nats["trained"]).all()
     np.testing.assert_array_equal(losses.served["posterior"][0], losses.num_tokens - 0.5)
 
 

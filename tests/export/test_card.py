@@ -93,7 +93,7 @@ def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_
     tiny = report.corpora[0].heads
     first = first_line(card_of(config, report))
     assert (
-        f"from {tiny['base'].bits_per_byte:.3f} to {tiny['adapted'].bits_per_byte:.3f} bits/byte"
+        f"from {tiny['base'].bits_per_byte:.3f} to {tiny['trained'].bits_per_byte:.3f} bits/byte"
         in first
     )
     assert "`trust_remote_code=True`" in first and "`scale serve`" in first

@@ -66,12 +66,12 @@ def test_no_english_document_loses_more_than_ln_2_nats_when_routed(report: Repor
 
 def test_korean_is_learned_and_routing_gives_up_less_than_one_percent_of_it(report: Report) -> None:
     (korean,) = report.with_role("acquisition")
-    base, adapted, routed = (
-        korean.heads[head].nats_per_token for head in ("base", "adapted", "posterior")
+    base, trained, routed = (
+        korean.heads[head].nats_per_token for head in ("base", "trained", "posterior")
     )
-    assert base is not None and adapted is not None and routed is not None
-    assert adapted < 0.6 * base
-    assert routed <= 1.01 * adapted
+    assert base is not None and trained is not None and routed is not None
+    assert trained < 0.6 * base
+    assert routed <= 1.01 * trained
 
 
 def test_the_intervals_of_a_real_gain_exclude_zero(report: Report) -> None:

@@ -106,7 +106,7 @@ def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
             wanted.heads["base"].nats_per_token
         )
         assert got.heads["writer"].bits_per_byte == pytest.approx(
-            wanted.heads["adapted"].bits_per_byte
+            wanted.heads["trained"].bits_per_byte
         )
         assert got.routed.nats_per_token == pytest.approx(wanted.heads["posterior"].nats_per_token)
         assert got.heads["base"].share == pytest.approx(wanted.heads["posterior"].base_share)

@@ -11,7 +11,10 @@ import pytest
 
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import load_config
+from scale_cli.config.sources import BenchmarkSource
+from scale_cli.evaluation.benchmark_tasks import open_benchmarks
 from tests.command_line import Scale
+from tests.evaluation.task_files import add_task, know_only
 from tests.one_step import write_config
 from tests.torture.attacker import (
     REMOTE_MODEL,
@@ -109,6 +112,22 @@ def test_the_template_of_a_benchmark_runs_in_a_sandbox(
         f"{tmp_path / 'mine.yaml'}: "
         in scale("evaluate", finished(evaluation={"benchmarks": [benchmark]})).error()
     )
+    assert not canary.exists()
+
+
+def test_a_metric_of_lm_evals_that_lies_in_the_folder_is_not_run(
+    tmp_path: Path, canary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task of lm-eval asks `evaluate` for f1 by its name, which would first look for f1/f1.py here."""
+    (tmp_path / "f1").mkdir()
+    (tmp_path / "f1" / "f1.py").write_bytes(evil_python(canary))
+    f1 = {"metric": "f1", "aggregation": "mean", "higher_is_better": True, "hf_evaluate": True}
+    know_only(tmp_path, monkeypatch)
+    item = {"question": "One", "choices": ["cat", "dog"], "answer": 0}
+    add_task(tmp_path, "words", [item], metric_list=[f1])
+    monkeypatch.chdir(tmp_path)
+    (skipped,) = open_benchmarks([BenchmarkSource.model_validate("words")]).skipped
+    assert "f1/f1.py" in skipped.reason
     assert not canary.exists()
 
 

@@ -66,8 +66,8 @@ def test_the_best_has_learned_most_within_the_bound_and_where_none_keeps_within_
 
 
 def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> None:
-    def bits(base: float, adapted: float, routed: float | None) -> dict[str, float | None]:
-        return {"base": base, "adapted": adapted, "routed": routed}
+    def bits(base: float, trained: float, routed: float | None) -> dict[str, float | None]:
+        return {"base": base, "trained": trained, "routed": routed}
 
     roles = {"a": "retention", "b": "retention", "c": "acquisition", "d": "acquisition"}
     sources = [
@@ -84,7 +84,7 @@ def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> N
         assert score is not None and score.step == 7
         assert (score.acquisition, score.forgetting) == pytest.approx((acquisition, forgetting))
         assert (
-            observer.score(7, losses | {"c": {"base": 1.0, "adapted": None, "routed": None}})
+            observer.score(7, losses | {"c": {"base": 1.0, "trained": None, "routed": None}})
             is None
         )
 
@@ -183,7 +183,7 @@ def check_is_of_final(record: MetricsRecord, config: RunConfig) -> None:
     for corpus in report.corpora:
         heads = {
             head: corpus.heads["posterior" if head == "routed" else head]
-            for head in ("base", "adapted", "routed")
+            for head in ("base", "trained", "routed")
         }
         assert record[EVALUATION][corpus.name] == {
             head: of_one.nats_per_token for head, of_one in heads.items()

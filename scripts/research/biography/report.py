@@ -67,7 +67,7 @@ def served_lines(results: list[MethodResult]) -> list[Line]:
                 for rule in ("cosine", "posterior")
             ]
         else:
-            lines.append(Line(result.name, result.variant, result, "adapted"))
+            lines.append(Line(result.name, result.variant, result, "trained"))
     return lines
 
 

@@ -39,7 +39,7 @@ def answer_by_hand(
     heads = [int(lg[-1].argmax()) for lg in logits]
     return {
         "base": heads[0],
-        "adapted": heads[1],
+        "trained": heads[1],
         "posterior": int(mixed.argmax()),
         "cosine": heads[0] if cosine >= threshold else heads[1],
     }
@@ -52,7 +52,7 @@ def test_accuracy_is_what_one_question_at_a_time_gives_for_heads_and_rules() -> 
     by_hand = [answer_by_hand(base, trained, asked, router.threshold) for asked in unanswered]
     questions = []
     for index, (asked, said) in enumerate(zip(unanswered, by_hand, strict=True)):
-        right = said[("base", "adapted", "posterior", "cosine")[index % 4]]
+        right = said[("base", "trained", "posterior", "cosine")[index % 4]]
         questions.append(Question(asked.prompt, [right, 0]))
     shares = first_token_accuracy(BaseAndTrained(base, trained), questions, router, "no")
     for name, share in shares.items():

@@ -21,7 +21,7 @@ def a_result(variant: str, task_0: list[float], task_1: list[float]) -> MethodRe
 def test_route_is_shown_under_both_rules_and_every_other_method_once() -> None:
     results = [a_result(variant, [1.0], [0.0]) for variant in ("full", "preserve", "route")]
     lines = [(line.label, line.served) for line in served_lines(results)]
-    assert lines[:2] == [("full", "adapted"), ("preserve", "adapted")]
+    assert lines[:2] == [("full", "trained"), ("preserve", "trained")]
     assert lines[2:] == [("route (cosine)", "cosine"), ("route (posterior)", "posterior")]
 
 
