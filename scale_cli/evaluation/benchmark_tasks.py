@@ -193,11 +193,10 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         scores = self._scores[id(self.tokenizer)]
         for batch in scored:
             for row, place in enumerate(batch.places):
-                text, _, continuation_ids = requests[place]
                 end = observed[place].shape[1]
+                begin = end - len(requests[place][2])
                 for head, log_probs_BT in batch.log_probs.items():
-                    said_T = log_probs_BT[row, end - len(continuation_ids) : end]
-                    scores[text][head] = float(said_T.sum())
+                    scores[requests[place][0]][head] = float(log_probs_BT[row, begin:end].sum())
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
         """Return the chosen head's answers; batches are cut before processes share them."""
