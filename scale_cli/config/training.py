@@ -33,12 +33,13 @@ _MAX_SEQUENCES = 10**9
 
 
 def _left_out(key: str) -> str:
-    """Return, in words, the defaults of a `train` key that differ by method."""
+    """Return, to follow a key's description, its defaults that differ by method; "" if none do."""
     by_value: dict[float | str, list[str]] = {}
     for method in METHODS.values():
         if key in method.left_out:
             by_value.setdefault(method.left_out[key], []).append(method.name)
-    return ", ".join(f"{value} with {' and '.join(names)}" for value, names in by_value.items())
+    defaults = [f"{value} with {' and '.join(names)}" for value, names in by_value.items()]
+    return f"; if left out, {', '.join(defaults)}" if defaults else ""
 
 
 # A type checker accepts no computed Literal; pydantic takes the names from the table.
@@ -87,11 +88,12 @@ class _AnyTraining(Section):
     )
     optimiser: Literal["adamw", "muon"] = Field(
         default="adamw",
-        description="muon: Muon on each block of the matrices, with updates of AdamW's size, and AdamW on the rest",
+        description="muon: Muon on each block of the matrices, with updates of AdamW's size, and AdamW on the rest"
+        + _left_out("optimiser"),
     )
     lr: Accepted[LearningRate] = Field(
         default=1.0e-3,
-        description=f"learning rate, which every kind of tensor has a multiple of; if left out, {_left_out('lr')}",
+        description=f"learning rate, which every kind of tensor has a multiple of{_left_out('lr')}",
     )
     lr_multipliers: LrMultipliers = LrMultipliers()
     min_lr_ratio: Accepted[Fraction] = Field(
@@ -114,7 +116,7 @@ class _AnyTraining(Section):
         default=0.1,
         ge=0.0,
         le=100.0,
-        description=f"of either optimiser; if left out, {_left_out('weight_decay')}",
+        description=f"of either optimiser{_left_out('weight_decay')}",
     )
     adam_beta1: Accepted[float] = Field(
         default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's average"
