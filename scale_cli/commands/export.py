@@ -89,6 +89,7 @@ def _export(
         parity = made.prove(partial, model, prompts)
         licence = base_licence(config.model)
         licence.copy_files(partial)
+        size = served_size(model, final.run.base_config, made.dtype)
         architectures = read_json(partial / "config.json").get("architectures") or [""]
         card = model_card(
             config,
@@ -97,15 +98,17 @@ def _export(
             parity=parity,
             licence=licence,
             architecture=architectures[0],
-            size=served_size(model, final.run.base_config, made.dtype),
+            size=size,
         )
         write_text(partial / "README.md", card)
         write_text(partial / "scale.yaml", dump_config(config))
-        made_of = {
-            "trained_sha256": trained_sha256(final.path),
-            "report_sha256": report_sha256(config, report),
-        }
-        ExportRecord(**vars(parity) | made_of).save(partial)
+        record = ExportRecord(
+            **vars(parity),
+            trained_sha256=trained_sha256(final.path),
+            report_sha256=report_sha256(config, report),
+            size=size,
+        )
+        record.save(partial)
     num_bytes = sum(file.stat().st_size for file in made.folder.iterdir() if file.is_file())
     log(f"format         {made.name}: {made.description}")
     if parity.routed is not None:

@@ -17,6 +17,7 @@ from scale_cli.errors import ConfigError
 from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.export.formats import formats_of
+from scale_cli.export.records import ExportRecord
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.report import quantity
 from scale_cli.runs.folder import RunFolder, folder_bytes
@@ -90,13 +91,17 @@ def _report_of_same_text(run: Run) -> Report | None:
 def _export(config: RunConfig, log: Log) -> None:
     """Write the exports that are missing, and log what can be done with a finished run."""
     log("== export")
+    formats = formats_of(config)
     missing = []
-    for one in formats_of(config):
+    for one in formats:
         if export_is_finished(one):
             log(f"done already   {one.folder}")
         else:
             missing.append(one)
     export_each(missing, log)
+    for one in formats:
+        if (size := ExportRecord.load(one.folder).size) is not None:
+            log(f"served         {one.name}: {size}")
     _log_disk_use(RunFolder(config.output_dir), log)
     folder, method = shlex.quote(str(config.output_dir)), config.method
     ways = [f"scale generate {folder} --prompt '...' --temperature 0.8"]

@@ -20,8 +20,7 @@ from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.evaluation.results import Report, guarantee
 from scale_cli.export.formats import Format, parity_in_words
-from scale_cli.export.records import Parity
-from scale_cli.export.sizes import ServedSize
+from scale_cli.export.records import Parity, ServedSize
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report import render
 from scale_cli.runs.folder import RunFolder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scale_cli.report import quantity
 from scale_cli.storage.records import RunRecord
 
 
@@ -23,9 +24,28 @@ class Parity:
 
 
 @dataclass(frozen=True)
+class ServedSize:
+    """The size of a plain export, beside the base's."""
+
+    parameters: int
+    num_bytes: int
+    base_parameters: int
+    base_bytes: int
+    # added channels of the stream, as a share of the base's; None: nothing is widened
+    ratio: float | None
+
+    def __str__(self) -> str:
+        return (
+            f"{quantity(self.parameters)} parameters, {quantity(self.num_bytes, 'B')} as a plain export (the base: "
+            f"{quantity(self.base_parameters)}, {quantity(self.base_bytes, 'B')})"
+        )
+
+
+@dataclass(frozen=True)
 class ExportRecord(Parity, RunRecord):
     """What an export was made from, and how far it is from that."""
 
     FILE = "parity.json"
     trained_sha256: str | None = None  # of the trained tensors
     report_sha256: str | None = None  # of the report that its card cites; None: none
+    size: ServedSize | None = None

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from scale_cli.export.dense import SAME_SCALES, dense_config
+from scale_cli.export.records import ServedSize
 from scale_cli.model.modeling_scale import WidenedModel
-from scale_cli.report import quantity
-
-
-@dataclass(frozen=True)
-class ServedSize:
-    """The size of a plain export, beside the base's."""
-
-    parameters: int
-    num_bytes: int
-    base_parameters: int
-    base_bytes: int
-    ratio: (
-        float | None
-    )  # added channels of the stream, as a share of the base's; None: nothing is widened
-
-    def __str__(self) -> str:
-        return (
-            f"{quantity(self.parameters)} parameters, {quantity(self.num_bytes, 'B')} as a plain export (the base: "
-            f"{quantity(self.base_parameters)}, {quantity(self.base_bytes, 'B')})"
-        )
 
 
 def served_size(model: Any, base_config: Any, dtype: str) -> ServedSize:

@@ -4,12 +4,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.runs.folder import RunFolder
-from scale_cli.storage.atomic import read_json, write_json
+from scale_cli.export.records import ExportRecord
+from scale_cli.report import quantity
+from scale_cli.runs.folder import RunFolder, folder_bytes
+from scale_cli.storage.atomic import load_tensors, read_json, write_json
 from tests.command_line import Scale
 from tests.export.conftest import configured
 
@@ -64,6 +67,15 @@ def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
         generating == f"next           scale generate {run.root} --prompt '...' --temperature 0.8"
     )
     assert serving == f"scale serve {run.root} --plain"
+    *_, plainly, with_code, disk, _ = done.stdout.splitlines()
+    for line, one in ((plainly, "llama"), (with_code, "transformers")):
+        size = ExportRecord.load(run.export(one)).size
+        assert line == f"served         {one}: {size}"
+    assert disk.startswith(
+        f"on disk        {quantity(folder_bytes(run.root), 'B')} in {run.root}; "
+    )
+    checkpoints = f"{run.checkpoints} ({quantity(folder_bytes(run.checkpoints), 'B')}: "
+    assert f"may be deleted: {checkpoints}only to train further)" in disk
     heads = {run.export("llama"): "trained", run.export("transformers"): "posterior"}
     assert [*heads] == sorted((run.root / "export").iterdir())
     assert of_config("run", *asked, "evaluation.perplexity.0.max_documents=3").exit_code == 0
@@ -126,6 +138,17 @@ def test_the_folder_of_a_run_stands_for_its_config_wherever_it_lies(
     assert (moved / "export" / "adapter").is_dir()
     assert not finished.output_dir.exists()
     assert scale("evaluate", tmp_path).error(), "no run"
+
+
+def test_the_dtype_of_an_export_is_the_one_asked_for_on_the_command_line(
+    finished: RunConfig, of_config: Scale
+) -> None:
+    done = of_config("export", "export.format=llama", "--dtype", "bfloat16")
+    assert done.exit_code == 0
+    folder = RunFolder(finished.output_dir).export("llama", "bfloat16")
+    dtypes = {tensor.dtype for tensor in load_tensors(folder / "model.safetensors").values()}
+    assert dtypes == {torch.bfloat16}
+    assert "'float32', 'bfloat16', 'float16'" in of_config("export", "--dtype", "int8").stderr
 
 
 def test_another_tokenizer_is_refused_by_every_verb(

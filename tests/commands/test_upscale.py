@@ -12,14 +12,17 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources, text_to_learn
 from scale_cli.errors import BaseModelError, PreservationError, RunFolderError
+from scale_cli.export.sizes import served_size
 from scale_cli.model.branches_scale import FinalStates
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.report import quantity
 from scale_cli.runs.opened import Run
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.building import MethodModel, start_model
+from scripts.from_scratch import train_tokenizer, write_base
 from tests.one_step import write_config
-from tests.widening import load_model
+from tests.widening import load_model, tiny_llama
 
 
 @pytest.fixture
@@ -105,6 +108,31 @@ def test_the_folder_holds_the_expansion_and_what_it_belongs_to_and_the_base_is_a
         == f"{sum(parameter.numel() for parameter in trained.values()):,} parameters"
     )
     assert told["sizes"] == "hidden 64 + 16, MLP 172 + 43, heads 8 + 2, KV heads 4 + 1"
+
+
+def test_the_real_ratio_and_the_size_served_are_told(tmp_path: Path) -> None:
+    """Nine heads in groups of three: 0.25 of the channels becomes one group, a third."""
+    tokenizer = train_tokenizer(["Once upon a time there was a cat."], 280)
+    nine_heads = tiny_llama(
+        vocab_size=len(tokenizer), hidden_size=72, num_attention_heads=9, num_key_value_heads=3
+    )
+    write_base(tmp_path / "base", nine_heads, tokenizer)
+
+    def told(ratio: float) -> dict[str, str]:
+        lines: list[str] = []
+        config = load_config(
+            write_config(tmp_path, tmp_path / "base"), [f"method.expansion.ratio={ratio:.17g}"]
+        )
+        made = upscale(config, lines.append)
+        size = served_size(made.load(), made.run.base_config, "float32")
+        assert f"served         {size}" in lines
+        return dict(line.split(maxsplit=1) for line in lines)
+
+    rounded = told(0.25)
+    assert rounded["ratio"] == "0.333: 0.25, rounded to whole heads"
+    base_bytes = 4 * nine_heads.num_parameters()
+    assert f"the base: {quantity(base_bytes / 4)}, {quantity(base_bytes, 'B')}" in rounded["served"]
+    assert "ratio" not in told(1 / 3)
 
 
 def test_the_same_config_makes_the_same_files(configured: Callable[..., RunConfig]) -> None:

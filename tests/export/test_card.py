@@ -13,8 +13,7 @@ from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.evaluation.results import Report
 from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import FORMATS
-from scale_cli.export.records import Parity
-from scale_cli.export.sizes import ServedSize
+from scale_cli.export.records import Parity, ServedSize
 from scale_cli.methods.widened import CollaborationConfig
 from scale_cli.storage.atomic import read_json
 from tests.export.conftest import TrainedRun
