@@ -23,6 +23,7 @@ class Full(Method[MethodSection]):
     name, label = "full", "full fine-tuning"
     colour, mark = "#d55e00", ("o", "●")
     takes_new_tokens = True
+    left_out = {"lr": 4.0e-4}  # docs/results/real-base.md
 
     def build(
         self, base: PreTrainedModel, settings: MethodSection, seed: int, new: Any = None
@@ -44,6 +45,7 @@ class Freeze(Method[FreezeConfig]):
     name, label = "freeze", "partial fine-tuning"
     colour, mark = "#bf5f95", ("^", "▲")
     section, settings = "freeze", FreezeConfig
+    left_out = {"lr": 4.0e-4}  # as full fine-tuning's
 
     def in_words(self, settings: FreezeConfig) -> str:
         return f", bottom {settings.num_layers} layers frozen"

@@ -47,6 +47,7 @@ class LlamaPro(Deeper[LlamaProConfig]):
     name, label = "llama-pro", "LLaMA-Pro"
     colour, mark = "#7a4a1e", ("D", "◆")
     section, settings = "llama_pro", LlamaProConfig
+    left_out = {"lr": 3.0e-3}  # docs/results/real-base.md
 
     def in_words(self, settings: LlamaProConfig) -> str:
         return ", new blocks only"

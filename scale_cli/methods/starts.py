@@ -61,15 +61,16 @@ def initialise_expansion(
     |----------------|-----------------|---------------------|--------------------------------------|
     | E'             | token -> u      | 0                   | N(0, e^2), e = 1.4 rms(x) at the end |
     | W21 of q to up | x -> heads, MLP | W                   | W                                    |
-    | W22 of q to up | u -> heads, MLP | W diag(g) P^T       | 0                                    |
+    | W22 of q to up | u -> heads, MLP | W diag(g / g') P^T  | 0                                    |
     | W21 of o, down | x -> u          | -P W                | 0                                    |
     | W22 of o, down | heads, MLP -> u | P W                 | 0                                    |
     | W12            | u -> x          | 0                   | 0                                    |
-    | H'             | u -> logits     | H diag(g) P^T       | 0                                    |
-    | g'             | of norm k       | 1                   | min(1, rms(x) before norm k / e)     |
+    | H'             | u -> logits     | H diag(g / g') P^T  | 0                                    |
+    | g'             | of norm k       | rms(g)              | min(1, rms(x) before norm k / e)     |
 
     W are the copied rows or columns; biases of rows are copied too. g are the gains of the base's
-    norm before W or H. A norm over a layer's output folds its gains g into W likewise: g' is the rms
+    norm before W or H; were they folded into W22 whole, it would learn too fast by 1 / rms(g), and u
+    would grow without bound. A norm over a layer's output folds its gains g into W likewise: g' is the rms
     of g, and W above stands for diag(g / g') W. Norms over all queries or keys have the copied
     heads' gains.
 
@@ -101,7 +102,9 @@ def initialise_expansion(
             head = _whole_head(base, expansion.new_tokens)
             count = min(base.config.hidden_size, config.expansion_hidden_size)
             directions = _head_directions(head, text, count)
-            expansion.lm_head.weight[:, :count].copy_(head @ directions.T)
+            size = _rms(_gains(base.config, base.model, "norm"))
+            expansion.norm.weight.fill_(size)
+            expansion.lm_head.weight[:, :count].copy_(head @ directions.T / size)
         for base_layer, layer in zip(base.model.layers, expansion.layers, strict=True):
             _start_layer(base.config, base_layer, layer, directions)
     if directions is None:
@@ -149,6 +152,10 @@ def _whole_head(base: Any, new_tokens: Any) -> Tensor:
     return rows * _gains(base.config, base.model, "norm")
 
 
+def _rms(gains: Tensor) -> float:
+    return gains.square().mean().sqrt().item()
+
+
 def _gains(config: Any, owner: Any, norm: str | None) -> Tensor:
     """Return the gains of a module's norm, in float64 on the CPU; without a norm, one 1."""
     if norm is None:
@@ -180,6 +187,9 @@ def _start_layer(config: Any, base_layer: Any, layer: Any, directions: Tensor | 
     for step in STEPS:
         before, after = family.norms_around(step)
         gains = _gains(config, base_layer, before)
+        size = _rms(gains)
+        if before is not None and directions is not None:
+            getattr(layer, before).weight.fill_(size)
         for name in step.reading:
             places, added = copied.get(name, channels), getattr(layer, name)
             rows = _numbers(base_layer, name)[places]
@@ -187,12 +197,12 @@ def _start_layer(config: Any, base_layer: Any, layer: Any, directions: Tensor | 
             if added.bias_2 is not None:
                 added.bias_2.copy_(linear_of(base_layer, name).bias.cpu()[places])
             if directions is not None:
-                added.weight_22[:, : len(directions)].copy_((rows * gains) @ directions.T)
+                added.weight_22[:, : len(directions)].copy_((rows * gains / size) @ directions.T)
 
         gains = _gains(config, base_layer, after)
-        size = gains.square().mean().sqrt()
+        size = _rms(gains)
         if after is not None:
-            getattr(layer, after).weight.fill_(size.item())
+            getattr(layer, after).weight.fill_(size)
         if directions is not None:
             places, added = copied.get(step.writing, channels), getattr(layer, step.writing)
             columns = _numbers(base_layer, step.writing)[:, places]

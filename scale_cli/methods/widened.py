@@ -170,10 +170,9 @@ class _Widened(Method[WideningConfig]):
         if tokens_per_parameter < _LEVEL_WITH_FULL:
             return ""
         return (
-            f"{tokens_per_parameter:,.1f} tokens per parameter of the base. From about {_LEVEL_WITH_FULL:g} on, full "
-            "fine-tuning of small bases learned as much or more for the same work (docs/results/known-language.md). "
-            "Its model, served beside the untouched base, forgets as little. A wider stream "
-            "(method.expansion.hidden_ratio: 0.5, mlp_ratio: 0.05) narrows the gap; a larger ratio does not."
+            f"{tokens_per_parameter:,.1f} tokens per parameter of the base. From about {_LEVEL_WITH_FULL:g} on, "
+            "full fine-tuning of small bases learned as much or more for the same work "
+            "(docs/results/known-language.md). Its model, served beside the untouched base, forgets as little."
         )
 
     def start(
