@@ -377,6 +377,7 @@ def generate(
     quieten_libraries()
     from scale_cli.commands import generate as verb
     from scale_cli.generation import Sampling
+    from scale_cli.runs.precision import with_precision
 
     length, usual_temperature = (
         (128, 0.0) if config is None else (config.corpus.sequence_length, 1.0)
@@ -384,7 +385,8 @@ def generate(
     chosen = usual_temperature if temperature is None else temperature
     sampling = Sampling(max_new_tokens or length, chosen, top_p, seed)
     if config is not None and samples and output:
-        on_main(lambda: verb.write_samples(config.model, samples, output, sampling, prompt or [""]))
+        base = with_precision(config).model
+        on_main(lambda: verb.write_samples(base, samples, output, sampling, prompt or [""]))
     else:
         on_main(
             lambda: verb.generate(

@@ -134,6 +134,18 @@ def autocast(device_type: str, mixed_precision: str) -> torch.autocast:
     return torch.autocast(device_type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
+def computes_in_bfloat16() -> bool:
+    """Return whether this process's device is an accelerator with instructions for bfloat16."""
+    import torch
+
+    if device().type == "cpu":
+        return False
+    module = torch.get_device_module(device())
+    if hasattr(module, "is_bf16_supported"):  # CUDA's and Intel's
+        return bool(module.is_bf16_supported(including_emulation=False))
+    return torch.bfloat16 in module.get_amp_supported_dtype()
+
+
 def cpu_precision() -> Literal["no", "bf16"]:
     """Return the `mixed_precision` that is fast on this CPU: without AVX-512, say, bfloat16 takes ten times as long."""
     import torch

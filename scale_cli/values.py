@@ -93,7 +93,8 @@ Name = Annotated[
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 # YAML 1.1 reads a bare `no` as false.
 MixedPrecision = Annotated[
-    Literal["no", "bf16", "fp16"], BeforeValidator(lambda value: "no" if value is False else value)
+    Literal["auto", "no", "bf16", "fp16"],
+    BeforeValidator(lambda value: "no" if value is False else value),
 ]
 # Limits far beyond any run, yet low enough that sizes, times and files computed from them stay finite.
 Steps = Annotated[int, Field(ge=1, le=10_000_000)]

@@ -262,6 +262,31 @@ def test_every_verb_of_a_run_computes_on_the_device(
     check_all_on(device, verbs)
 
 
+def test_a_precision_that_a_device_has_decided_is_kept_where_there_is_none(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    config = shortened(config, tmp_path / "run")
+    assert (config.model.dtype, config.train.mixed_precision) == ("auto", "auto")
+    said: list[str] = []
+    with pretended_device() as device, accelerate_on(device):
+        upscale(config)
+    with accelerate_on(CPU):
+        train(config, None, said.append)
+        report = evaluate(config)
+        export(config)
+    assert "1 x cpu, bf16 autocast, base in bfloat16" in "\n".join(said)
+    assert (report.dtype, report.mixed_precision) == ("bfloat16", "bf16")
+    run = RunFolder(config.output_dir)
+    for folder in (run.upscaled, run.final, run.evaluation, run.export("llama")):
+        written = load_config(folder / "scale.yaml")
+        precisions = (
+            written.model.dtype,
+            written.train.mixed_precision,
+            written.evaluation.mixed_precision,
+        )
+        assert precisions == ("bfloat16", "bf16", "bf16")
+
+
 def test_two_runs_are_made_and_joined_on_the_device(
     device: torch.device, config: RunConfig, tmp_path: Path
 ) -> None:

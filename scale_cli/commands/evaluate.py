@@ -31,12 +31,14 @@ from scale_cli.training.records import TrainState
 
 def evaluate(config: RunConfig, log: Log = log) -> Report:
     """Score base and trained model on every held-out corpus, and write `evaluation/`; all processes share the work."""
+    run = Run(config)
+    config = run.config
     asked, router = config.evaluation, config.method.router
     if not asked.perplexity and not asked.benchmarks:
         raise ConfigError(
             "evaluation.perplexity: names no corpus to evaluate on; add one, or add evaluation.benchmarks"
         )
-    run, passes = Run(config), Passes.of(config)
+    passes = Passes.of(config)
     final = run.open_final()
     for warning in slow_in_bfloat16(
         device().type, {"evaluation.mixed_precision=no": asked.mixed_precision == "bf16"}

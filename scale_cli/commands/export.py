@@ -56,7 +56,7 @@ def export_all(config: RunConfig, repository: str | None, *, dry_run: bool) -> l
     """Write every format of a config, and send it to a repository of the hub, if one is named."""
     if repository is not None:
         check_repository(repository, config.export.formats)
-    exports = export_each(formats_of(config))
+    exports = export_each(formats_of(Run(config).config))
     if repository is not None:
         for line in publish(exports[0].folder, repository, dry_run=dry_run):
             log(line)
@@ -65,7 +65,7 @@ def export_all(config: RunConfig, repository: str | None, *, dry_run: bool) -> l
 
 def export(config: RunConfig) -> Exported:
     """Write the trained model in the config's only format; a failed export leaves no folder."""
-    (exported,) = export_each(formats_of(config))
+    (exported,) = export_each(formats_of(Run(config).config))
     return exported
 
 

@@ -126,7 +126,7 @@ def init(
     """Write a config that `scale run` accepts unchanged; `learned` and `known` are the texts' entries in it."""
     if file.exists():
         raise UsageError(f"{file}: already exists; give another name")
-    model = {"base": base, "dtype": "float32"}
+    model = {"base": base}
     named = checked(ModelConfig, model, "--base")
     base_config, tokenizer = load_base_config(named), load_tokenizer(named)
     text, retention = look_into(learned, tokenizer), look_into(known, tokenizer)
@@ -151,8 +151,6 @@ def init(
         kept = Parted({}, measured_on, "too little to train on: all of it is held out")
     else:
         kept = part(retention, "retention", file, replayed)
-    if sizes.device.type != "cpu" and str(base_config.dtype) == "torch.bfloat16":
-        model["dtype"] = "bfloat16"
     files = {path: _as_lines(documents) for path, documents in (corpus.files | kept.files).items()}
     chat: list[dict[str, Any]] = []
     if tokenizer.chat_template:

@@ -18,6 +18,7 @@ from scale_cli.planning.memory import Memory, memory_of_run, num_served, step_of
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.walk import ITEMSIZES, PLANNED
 from scale_cli.report import Table, duration, quantity
+from scale_cli.runs.precision import with_precision
 from scale_cli.upscale.base_files import read_config_file
 
 _WIDTH, _LABEL = 100, 15  # of terminal lines, and of the labels before them
@@ -89,6 +90,7 @@ def plan(
     warnings = [*_absent(config), *idle_settings(config)]
 
     device = Device("cuda", flops or 0.0, "as stated")
+    config = with_precision(config, in_bfloat16=None if flops is None else True)
     step_of(config, sizes)  # refuses before anything is measured
     if flops is None:
         device = measure_device(sizes, config.train.mixed_precision)

@@ -31,6 +31,7 @@ from scale_cli.training.tracking import check_trackers
 def run_pipeline(config: RunConfig, log: Log, accepted: Collection[str] = ()) -> Report | None:
     """Upscale, train or resume, evaluate and export; return the report, on the main process."""
     run = Run(config)
+    config = run.config
     on_main(lambda: _check(run))
     with ExitStack() as held:
         on_main(lambda: held.enter_context(claimed(run.folder.root)))

@@ -23,6 +23,7 @@ from scale_cli.processes import (
     slow_in_bfloat16,
 )
 from scale_cli.runs.opened import MethodFolder, Run
+from scale_cli.runs.precision import slower_than_here
 from scale_cli.storage.atomic import (
     claimed,
     remove_leftovers,
@@ -51,6 +52,7 @@ def train(
     """
     process_state()  # joins the process group, with our own time-out
     run = Run(config)
+    config = run.config
     # `no`, whatever the launcher was told: each step uses autocast itself, as the config says.
     accelerator = Accelerator(
         mixed_precision="no",
@@ -88,7 +90,7 @@ def train(
         on_main(lambda: remove_leftovers(run.folder.checkpoints))  # what a killed launch has left
         resumed_from = starting_point(run, resume, log, accepted)
         held.enter_context(_explaining_out_of_memory(config, accelerator))
-        _log_processes(config, accelerator, log)
+        _log_processes(run, accelerator, log)
         name, num_processes = device_name(accelerator.device), accelerator.num_processes
         sizes = BaseSizes.of(run.base_config.to_dict(), config.model.base)
         num_new = max(0, len(run.tokenizer) - sizes.vocab_size)
@@ -119,8 +121,9 @@ def _explaining_out_of_memory(config: RunConfig, accelerator: Accelerator) -> It
         ) from None
 
 
-def _log_processes(config: RunConfig, accelerator: Accelerator, log: Log) -> None:
+def _log_processes(run: Run, accelerator: Accelerator, log: Log) -> None:
     """Log the devices and the precision, and warn if a precision is slow."""
+    config = run.config
     device_type = accelerator.device.type
     avoided_by = {
         "train.mixed_precision=no": config.train.mixed_precision == "bf16",
@@ -129,9 +132,11 @@ def _log_processes(config: RunConfig, accelerator: Accelerator, log: Log) -> Non
         "train.optimiser=adamw": config.train.optimiser == "muon",  # its products are in bfloat16
     }
     log(
-        f"processes      {accelerator.num_processes} x {device_type}, {config.train.mixed_precision} autocast"
+        f"processes      {accelerator.num_processes} x {device_type}, {config.train.mixed_precision} autocast, "
+        f"base in {config.model.dtype}"
     )
-    for warning in slow_in_bfloat16(device_type, avoided_by):
+    slow = [*slow_in_bfloat16(device_type, avoided_by), *slower_than_here(run.given, config)]
+    for warning in slow:
         log(f"warning: {warning}")
 
 

@@ -37,6 +37,7 @@ from scale_cli.values import (
 )
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float16"]
 Quantised = Literal["int8"]
 ExportFormat = Literal["llama", "transformers", "adapter"]
 
@@ -53,7 +54,10 @@ class ModelConfig(Section):
     tokenizer: PathText | None = Field(
         default=None, description="hub id or local folder; null: the base's own"
     )
-    dtype: Dtype = Field(default="float32", description="dtype of the frozen base")
+    dtype: DtypeOrAuto = Field(
+        default="auto",
+        description="dtype of the frozen base; auto: bfloat16 on a GPU that trains in bf16, else float32",
+    )
     quantisation: Quantised | None = Field(
         default=None,
         description="int8: hold the base's linear maps in 8 bits; they compute in dtype; null: off",
@@ -155,9 +159,7 @@ class EvaluationConfig(Section):
     batch_size: BatchSize = Field(
         default=8, description="windows evaluated at once; of shorter texts, as many tokens"
     )
-    mixed_precision: MixedPrecision = Field(
-        default="no", description="autocast; if left out, train's"
-    )
+    mixed_precision: MixedPrecision = Field(default="auto", description="autocast; auto: train's")
     bootstrap_resamples: int = Field(
         default=2000, ge=100, le=1_000_000, description="resamples per interval"
     )
@@ -212,13 +214,13 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, tree: Any) -> Any:
-        """Fill in defaults that depend on another section: the method's rates, precisions, export formats."""
-        sections = ("method", "train", "evaluation", "export")
+        """Fill in defaults that depend on another section: the method's rates, export formats."""
+        sections = ("method", "train", "export")
         if not isinstance(tree, dict) or "train" not in tree:
             return tree
         if not all(isinstance(tree.get(name, {}), dict) for name in sections):
             return tree
-        method, train, evaluation, export = (tree.get(name, {}) for name in sections)
+        method, train, export = (tree.get(name, {}) for name in sections)
         try:
             checked = MethodConfig.model_validate(method)
         except ValidationError:  # reported when the method is validated
@@ -226,12 +228,9 @@ class RunConfig(Section):
         is_routed_apart = checked.definition.routes and not checked.definition.routes_plainly(
             checked.settings
         )
-        autocasts = train.get("mixed_precision") in ("bf16", "fp16")
-        precision = {"mixed_precision": train["mixed_precision"]} if autocasts else {}
         formats = {"format": ["llama", "transformers"]} if is_routed_apart else {}
         return tree | {
             "train": {**checked.definition.left_out, **train},
-            "evaluation": precision | evaluation,
             "export": formats | export,
         }
 
@@ -316,7 +315,9 @@ class RunConfig(Section):
         computes = {"train": train.mixed_precision}
         if train.observes:
             computes["evaluation"] = self.evaluation.mixed_precision
-        if self.model.dtype == "float32" or self.method.trains_base_weights:
+        dtype = self.model.dtype
+        is_float32 = dtype == "float32" or (dtype == "auto" and train.mixed_precision == "no")
+        if is_float32 or self.method.trains_base_weights:
             for section in (
                 section for section, precision in computes.items() if precision == "no"
             ):

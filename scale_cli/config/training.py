@@ -131,7 +131,9 @@ class _AnyTraining(Section):
         default=1.0, gt=0.0, description="a larger gradient is scaled down to it"
     )
     mixed_precision: Accepted[MixedPrecision] = Field(
-        default="no", description="autocast; fp16, for GPUs without bfloat16, scales the loss"
+        default="auto",
+        description="autocast; auto: bf16 on a GPU that computes in bfloat16, else no; fp16, for GPUs without it, "
+        "scales the loss",
     )
     on_nonfinite: Accepted[Literal["stop", "skip"]] = Field(
         default="stop",

@@ -128,7 +128,7 @@ def peak_tokens_per_s(
 
 def peak_flops_per_s(named: str, mixed_precision: str) -> float | None:
     """Return the FLOP/s that a maker states for the run's precision; None if no figure is known."""
-    if mixed_precision == "no":
+    if mixed_precision not in ("bf16", "fp16"):
         return None
     known = (
         peak for name, peak in _PEAK_FLOPS_PER_S.items() if re.search(rf"\b{name}\b(?! NVL)", named)

@@ -40,7 +40,8 @@ class Memory:
 
 def base_of(config: RunConfig, sizes: BaseSizes) -> Base:
     model = config.model
-    return Base(sizes, ITEMSIZES[model.dtype], model.quantisation == "int8")
+    # `auto` is float32 until a run decides it, as for `load_base`.
+    return Base(sizes, ITEMSIZES.get(model.dtype, FLOAT32), model.quantisation == "int8")
 
 
 def step_of(

@@ -59,7 +59,7 @@ def walk(
         )
     if method.trains_base_weights:
         base = replace(base, itemsize=FLOAT32)
-    step = Step(None if mixed_precision == "no" else 2, masked)
+    step = Step(2 if mixed_precision in ("bf16", "fp16") else None, masked)
     if method.definition.widens:
         _Widened(step, base, method, num_new).walk()
     else:

@@ -42,10 +42,15 @@ class RunFolder:
         return self.exports / (export_format if dtype is None else f"{export_format}-{dtype}")
 
     @property
+    def newest_first(self) -> list[Path]:
+        """The method folders that may be there, the newest first."""
+        checkpoints = sorted(self.checkpoints.glob("step-*"), reverse=True)
+        return [self.final, *checkpoints, self.upscaled]
+
+    @property
     def config(self) -> Path:
         """The config file of the run's newest folder."""
-        newest_first = sorted(self.checkpoints.glob("step-*"), reverse=True)
-        for folder in (self.root, self.final, *newest_first, self.upscaled):
+        for folder in (self.root, *self.newest_first):
             if (folder / "scale.yaml").is_file():
                 return folder / "scale.yaml"
         raise RunFolderError(

@@ -52,6 +52,7 @@ from scale_cli.runs.method_folder import (
     set_router,
 )
 from scale_cli.runs.new_tokens import learned_on
+from scale_cli.runs.precision import with_precision
 from scale_cli.storage.atomic import is_whole, read_json, verify_folder
 from scale_cli.upscale.base import base_without_weights, load_base_config
 from scale_cli.upscale.base_files import check_weight_files
@@ -70,7 +71,12 @@ from scale_cli.vocabulary.tokenizer import (
 class Run:
     """A run, given by its config; everything that the config names is read at first use."""
 
-    config: RunConfig
+    given: RunConfig
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The config, with the precisions that `auto` stands for in this run."""
+        return with_precision(self.given)
 
     @cached_property
     def folder(self) -> RunFolder:

@@ -39,6 +39,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
 from scale_cli.methods.recipes import local_part, trainable_parameters
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.processes import lowered_dtype
 from scale_cli.training.objective import ChunkedLossModel, for_training, plain_of
 from scale_cli.upscale.building import MethodModel
 
@@ -82,9 +83,8 @@ def shard_model(model: MethodModel, train: TrainConfig, accelerator: Accelerator
         mesh = init_device_mesh(device_type, (replicas, within), mesh_dim_names=names)
     root = for_training(model, train)
     lowered = MixedPrecisionPolicy()
-    if (
-        train.mixed_precision != "no"
-    ):  # gather matrices as autocast would lower them before every product
+    # Gather matrices as autocast would lower them before every product.
+    if lowered_dtype(train.mixed_precision) is not None:
         lowered = MixedPrecisionPolicy(
             torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )

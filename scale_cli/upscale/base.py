@@ -54,7 +54,9 @@ def load_hashed_base(model: ModelConfig) -> tuple[PreTrainedModel, dict[str, str
 
 
 def load_base(model: ModelConfig) -> PreTrainedModel:
-    config, dtype = load_base_config(model), getattr(torch, model.dtype)
+    """Return a frozen base in `model.dtype`; `auto` is float32 here, since a run decides what it is there."""
+    config = load_base_config(model)
+    dtype = torch.float32 if model.dtype == "auto" else getattr(torch, model.dtype)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model.base,

@@ -105,7 +105,12 @@ FLASH = (
         ),
         ([*FLASH, "train.mixed_precision=no"], "set train.mixed_precision"),
         (
-            [*FLASH, "evaluation.mixed_precision=no", "train.eval_every_steps=5"],
+            [
+                *FLASH,
+                "model.dtype=float32",
+                "evaluation.mixed_precision=no",
+                "train.eval_every_steps=5",
+            ],
             "set evaluation.mixed_precision",
         ),
         (

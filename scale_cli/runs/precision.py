@@ -1,0 +1,72 @@
+"""What `auto` stands for in a run: decided once, when the run is upscaled, and kept wherever it goes on."""
+
+from __future__ import annotations
+
+from scale_cli.config.load import checked, load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.processes import computes_in_bfloat16
+from scale_cli.runs.folder import RunFolder
+
+
+def with_precision(config: RunConfig, *, in_bfloat16: bool | None = None) -> RunConfig:
+    """Return a run's config in which no precision is `auto`.
+
+    | key                          | stands for                                                          |
+    |------------------------------|---------------------------------------------------------------------|
+    | `train.mixed_precision`      | what the run has recorded; at first bf16 on a device that computes  |
+    |                              | in bfloat16 (never on a CPU), unless the base is float16; else no   |
+    | `model.dtype`                | what the run has recorded; at first bfloat16 on such a device if    |
+    |                              | training is in bf16; else float32                                   |
+    | `evaluation.mixed_precision` | `train.mixed_precision`                                             |
+
+    Args:
+        config: as a user wrote it.
+        in_bfloat16: whether the device computes in bfloat16, for a device that is not this process's.
+
+    Raises:
+        ConfigError: the device's precision does not go with another key.
+    """
+    dtype = config.model.dtype
+    precision = config.train.mixed_precision
+    if "auto" not in (dtype, precision, config.evaluation.mixed_precision):
+        return config
+
+    recorded = _recorded(config) if "auto" in (dtype, precision) else None
+    if recorded is None and "auto" in (dtype, precision) and in_bfloat16 is None:
+        in_bfloat16 = computes_in_bfloat16()
+    if precision == "auto":
+        precision = "bf16" if in_bfloat16 and dtype != "float16" else "no"
+        if recorded is not None:
+            precision = recorded.train.mixed_precision
+    if dtype == "auto":
+        dtype = "bfloat16" if in_bfloat16 and precision == "bf16" else "float32"
+        if recorded is not None:
+            dtype = recorded.model.dtype
+
+    tree = config.model_dump(mode="json")
+    tree["model"]["dtype"] = dtype
+    tree["train"]["mixed_precision"] = precision
+    if config.evaluation.mixed_precision == "auto":
+        tree["evaluation"]["mixed_precision"] = precision
+    where = f"{config.output_dir}: with model.dtype {dtype} and train.mixed_precision {precision}"
+    return checked(RunConfig, tree, where)
+
+
+def slower_than_here(given: RunConfig, kept: RunConfig) -> list[str]:
+    """Return a warning if `auto` was decided on a CPU, and this process's device would train in bfloat16."""
+    if given.train.mixed_precision != "auto" or kept.train.mixed_precision != "no":
+        return []
+    if kept.model.dtype == "float16" or not computes_in_bfloat16():
+        return []
+    return [
+        "train.mixed_precision: auto is `no` since `scale upscale` ran on another device; set it to bf16, which is "
+        "faster here"
+    ]
+
+
+def _recorded(config: RunConfig) -> RunConfig | None:
+    """Return the config in the run's newest folder; None if nothing is upscaled yet."""
+    for folder in RunFolder(config.output_dir).newest_first:
+        if (folder / "scale.yaml").is_file():
+            return load_config(folder / "scale.yaml")
+    return None
