@@ -273,11 +273,12 @@ def test_a_precision_that_a_device_has_decided_is_kept_where_there_is_none(
     with accelerate_on(CPU):
         train(config, None, said.append)
         report = evaluate(config)
-        export(config)
+        for export_format in ("llama", "adapter"):
+            export(changed(config, f"export.format={export_format}"))
     assert "1 x cpu, bf16 autocast, base in bfloat16" in "\n".join(said)
     assert (report.dtype, report.mixed_precision) == ("bfloat16", "bf16")
     run = RunFolder(config.output_dir)
-    for folder in (run.upscaled, run.final, run.evaluation, run.export("llama")):
+    for folder in (run.upscaled, run.final, run.evaluation, run.export("adapter")):
         written = load_config(folder / "scale.yaml")
         precisions = (
             written.model.dtype,
