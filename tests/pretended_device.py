@@ -110,6 +110,16 @@ class PretendedTensor(Tensor):
         """Undo `__tensor_flatten__`."""
         return PretendedTensor(tensors["held"])
 
+    @property
+    def data(self) -> Any:
+        """Return the same tensor without its history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        cast(Any, Tensor).data.__set__(self, value)
+        self.held = value.held
+
     def tolist(self) -> Any:
         """Return the numbers, which PyTorch will not read out of a wrapper."""
         return self.held.tolist()
