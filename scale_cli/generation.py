@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from scale_cli.config.schema import ModelConfig
+from scale_cli.config.vocabulary import Script
 from scale_cli.data.conversations import Messages, conversation_ids, said_tokens
 from scale_cli.data.decoding import Decoder, text_pieces
 from scale_cli.data.encoding import prompt_ids
@@ -63,6 +64,30 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class PriorByScript:
+    """The base head's weight at the start of a prompt, by the script of the user's words."""
+
+    otherwise: float  # where the script does not tell
+    in_script: float | None = None  # where it is the new language's; None: it never tells
+    script: Script = field(default_factory=lambda: Script(()))
+
+    def __call__(self, words: str) -> float:
+        share = self.script.share(words)
+        if self.in_script is None or share is None or 0.0 < share < 0.5:
+            return self.otherwise
+        return self.in_script if share else 1.0 - self.in_script
+
+
+@dataclass(frozen=True)
+class FramedPrompt:
+    """A prompt as the model and its router read it."""
+
+    ids_T: Tensor
+    judged_T: Tensor  # whether the router judges by a token: not by a chat template's
+    base_prior: float | None  # weight of the base's head before it; None: one head serves
+
+
+@dataclass(frozen=True)
 class SpokenToken:
     """One generated token."""
 
@@ -91,6 +116,7 @@ class Generator:
             self.model, self.tokenizer = move_to_device(load_base(source)), load_tokenizer(source)
         else:
             self.model, self.tokenizer = _opened(source, plainly=plainly)
+        self.prior = _prior_of(self.model)
         self.ends = ends_of(self.model.generation_config, self.tokenizer)
         self.model.generation_config = (
             GenerationConfig()
@@ -130,11 +156,16 @@ class Generator:
                 f"the chat template refuses these messages: {one_line(error)}"
             ) from None
 
-    def judged(self, prompt: str | Messages, row: Tensor) -> Tensor:
-        """Return (T,), by which of a prompt's ids the router judges: not by a chat template's."""
+    def framed(self, prompt: str | Messages) -> FramedPrompt:
+        """Return a prompt as it is read: of a conversation, the router judges what was said alone."""
+        ids_T = self.prompt_ids(prompt)
         if isinstance(prompt, str):
-            return torch.ones_like(row, dtype=torch.bool)
-        return torch.tensor(said_tokens(self.tokenizer, prompt), device=row.device)
+            words, judged = prompt, [True] * len(ids_T)
+        else:
+            words = "\n".join(str(turn["content"]) for turn in prompt if turn["role"] == "user")
+            judged = said_tokens(self.tokenizer, prompt)
+        base_prior = self.prior(words) if self.head_names() else None
+        return FramedPrompt(ids_T, torch.tensor(judged, device=ids_T.device), base_prior)
 
     @property
     def num_positions(self) -> int:
@@ -148,30 +179,25 @@ class Generator:
         streamer: BaseStreamer | None = None,
     ) -> list[Continuation]:
         """Continue texts or conversations in one batch; a streamer gets each token as it comes."""
-        rows = [self.prompt_ids(prompt) for prompt in prompts]
-        judged = [self.judged(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
-        generated = self.generate(rows, judged, sampling, streamer)
+        framed = [self.framed(prompt) for prompt in prompts]
+        generated = self.generate(framed, sampling, streamer)
         return [
             self._continuation(*of_prompt)
-            for of_prompt in zip(prompts, rows, judged, generated, strict=True)
+            for of_prompt in zip(prompts, framed, generated, strict=True)
         ]
 
     def generate(
         self,
-        rows: Sequence[Tensor],
-        judged: Sequence[Tensor],
+        prompts: Sequence[FramedPrompt],
         sampling: Sampling,
         streamer: BaseStreamer | None = None,
     ) -> list[Tensor]:
-        """Return the new ids after each prompt's ids; a text ends at the latest where the context does.
-
-        `judged` says by which of the ids the router judges.
-        """
-        rooms = [self.num_positions - len(row) for row in rows]
+        """Return the new ids after each prompt; a text ends at the latest where the context does."""
+        rooms = [self.num_positions - len(prompt.ids_T) for prompt in prompts]
         padding = self.tokenizer.pad_token_id
         padding = next(iter(self.ends), 0) if padding is None else padding
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-        ids_BT, mask_BT = padded_left(rows, padding)
+        ids_BT, mask_BT = padded_left([prompt.ids_T for prompt in prompts], padding)
         torch.manual_seed(sampling.seed)
         settings = GenerationConfig(
             max_new_tokens=min(sampling.max_new_tokens, max(rooms)),
@@ -181,20 +207,22 @@ class Generator:
             **(drawn if sampling.draws else {}),
         )
         options: dict[str, Any] = {"generation_config": settings, "streamer": streamer}
-        if not all(bool(judged_T.all()) for judged_T in judged) and self.head_names():
-            options["judged_mask"] = padded_left(judged, 0)[0]
+        if self.head_names():
+            priors = [prompt.base_prior for prompt in prompts]
+            options["router_prior"] = torch.tensor(priors, dtype=torch.float64)
+            if not all(bool(prompt.judged_T.all()) for prompt in prompts):
+                options["judged_mask"] = padded_left([prompt.judged_T for prompt in prompts], 0)[0]
         generated = self.model.generate(ids_BT, attention_mask=mask_BT, **options)
         return [
             new[:room] for new, room in zip(generated[:, ids_BT.shape[1] :], rooms, strict=True)
         ]
 
     def _continuation(
-        self, prompt: str | Messages, row: Tensor, judged: Tensor, new: Tensor
+        self, prompt: str | Messages, framed: FramedPrompt, new: Tensor
     ) -> Continuation:
         new = before_end(self.ends, new)
-        of_all = self._head_shares(torch.cat([row, new]), judged) if len(new) else []
-        shares = of_all[len(row) - 1 :]
-        added = text_pieces(self.tokenizer, row.tolist(), new.tolist())
+        shares = self.head_shares(framed, new)[len(framed.ids_T) - 1 :] if len(new) else []
+        added = text_pieces(self.tokenizer, framed.ids_T.tolist(), new.tolist())
         tokens = [SpokenToken(*spoken) for spoken in zip(added, shares, strict=True)]
         said = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
         return Continuation(said, "".join(added), tokens)
@@ -211,23 +239,21 @@ class Generator:
         names: list[str] = getattr(self.model.config, "head_names", [])
         return names
 
-    def shares_after(self, prompt: str | Messages) -> dict[str, float]:
-        """Return the shares of the heads in the first token after a prompt."""
-        row = self.prompt_ids(prompt)
-        ids_T = torch.cat([row, row[-1:]])
-        return self._head_shares(ids_T, self.judged(prompt, row))[-1] or {}
-
-    def _head_shares(self, ids_T: Tensor, judged_T: Tensor) -> Sequence[dict[str, float] | None]:
-        model, names = self.model, self.head_names()
+    def head_shares(self, prompt: FramedPrompt, new_T: Tensor) -> Sequence[dict[str, float] | None]:
+        """Return each head's share in the prediction of every token but the first, by name."""
+        names, ids_T = self.head_names(), torch.cat([prompt.ids_T, new_T])
         if not names:
             return [None] * (len(ids_T) - 1)
-        num_new = len(ids_T) - len(judged_T)
-        evidence_T = torch.cat([judged_T, judged_T.new_ones(num_new)])
-        if isinstance(model, RoutedModel):
-            log_weights_KBT = model.log_weights(ids_T[None, :-1], evidence_T[None, :-1])
+        evidence_T = torch.cat([prompt.judged_T, torch.ones_like(new_T, dtype=torch.bool)])
+        if isinstance(self.model, RoutedModel):
+            log_weights_KBT = self.model.log_weights(
+                ids_T[None, :-1],
+                evidence_mask=evidence_T[None, :-1],
+                router_prior=prompt.base_prior,
+            )
         else:
-            router = router_of(model)
-            scored = token_log_probs(model, ids_T[None, :-1], ids_T[None, 1:])
+            router = router_of(self.model).model_copy(update={"prior": prompt.base_prior})
+            scored = token_log_probs(self.model, ids_T[None, :-1], ids_T[None, 1:])
             log_probs_KBT = torch.where(evidence_T[1:], scored.log_probs_KBT, 0.0)
             scored = replace(scored, log_probs_KBT=log_probs_KBT)
             log_weights_KBT = scored.log_weights(router.rule, router)
@@ -235,6 +261,20 @@ class Generator:
             dict(zip(names, shares_K, strict=True))
             for shares_K in log_weights_KBT[:, 0].exp().T.tolist()
         ]
+
+
+def _prior_of(model: Any) -> PriorByScript:
+    """Return the prior of a model that is served: as its config says, whichever config it has."""
+    if isinstance(model, RoutedModel):
+        router = model.config.scale_router
+        ranges = router.get("script", [])
+        prior, in_script = router["prior"], router.get("script_prior")
+    else:
+        ranges = getattr(model.config, "router_script", [])
+        prior = getattr(model.config, "router_prior", 0.5)
+        in_script = getattr(model.config, "router_script_prior", None)
+    script = Script(tuple((first, last) for first, last in ranges))
+    return PriorByScript(prior, in_script if ranges else None, script)
 
 
 def _opened(path: Path, *, plainly: bool) -> tuple[Any, Any]:

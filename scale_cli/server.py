@@ -178,21 +178,16 @@ class Answers(BaseStreamer):
         self, generator: Generator, asked: Asked, prompts: Sequence[str | Messages], most: int
     ) -> None:
         """Prepare `asked.n` answers to each prompt."""
-        self._prompts = [generator.prompt_ids(prompt) for prompt in prompts]
-        judged = [
-            generator.judged(prompt, row)
-            for prompt, row in zip(prompts, self._prompts, strict=True)
-        ]
-        self._rows = [row for row in self._prompts for _ in range(asked.n)]
-        self._judged = [of_prompt for of_prompt in judged for _ in range(asked.n)]
+        self._prompts = [generator.framed(prompt) for prompt in prompts]
+        self._asked = [prompt for prompt in self._prompts for _ in range(asked.n)]
         self._answers = [
             Answer(
-                Decoder(generator.tokenizer, row.tolist()),
+                Decoder(generator.tokenizer, prompt.ids_T.tolist()),
                 generator.ends,
                 asked.stops(),
-                min(most, generator.num_positions - len(row)),
+                min(most, generator.num_positions - len(prompt.ids_T)),
             )
-            for row in self._rows
+            for prompt in self._asked
         ]
         self._generator, self._sampling = generator, asked.sampling(most)
         self._loop, self._told = (
@@ -203,10 +198,8 @@ class Answers(BaseStreamer):
 
     @property
     def usage(self) -> dict[str, int]:
-        read, written = (
-            sum(map(len, self._prompts)),
-            sum(answer.num_tokens for answer in self._answers),
-        )
+        read = sum(len(prompt.ids_T) for prompt in self._prompts)
+        written = sum(answer.num_tokens for answer in self._answers)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     async def pieces(self, worker: ThreadPoolExecutor) -> AsyncGenerator[Piece, None]:
@@ -222,7 +215,7 @@ class Answers(BaseStreamer):
 
     def _compute(self) -> None:
         try:
-            self._generator.generate(self._rows, self._judged, self._sampling, self)
+            self._generator.generate(self._asked, self._sampling, self)
         except _Enough:
             self._tell(None)
         except Exception as error:

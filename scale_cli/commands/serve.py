@@ -93,9 +93,16 @@ def _promise(folder: Path, config: dict[str, Any], engine: Engine, *, plainly: b
         return f"serving        {folder}, without a router, in {engine}: {of}"
     router = config[KEY]
     smallest = min(router["prior"], (1.0 - router["prior"]) / (len(router["stream_sizes"]) - 1))
-    return (
+    told = (
         f"serving        {folder}, with its router, in {engine}: the trained model's answers, up to rounding; "
         f"no document costs more than {-math.log(smallest):.3f} nats over its best head"
+    )
+    by_script = router.get("script_prior") if engine == "transformers" else None
+    if by_script is None or by_script >= smallest:
+        return told
+    return (
+        f"{told}, or {-math.log(by_script):.3f} where the prompt's script speaks for the other head "
+        f"(method.router.script_prior {by_script:g})"
     )
 
 

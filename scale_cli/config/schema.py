@@ -20,7 +20,7 @@ from pydantic import (
 
 from scale_cli.config.sources import DISTINCT, BenchmarkSource, CorpusConfig, EvaluationSource
 from scale_cli.config.training import TrainConfig
-from scale_cli.config.vocabulary import VocabularyConfig
+from scale_cli.config.vocabulary import LANGUAGE_SCRIPTS, Script, VocabularyConfig
 from scale_cli.methods import METHODS
 from scale_cli.methods.method import Method
 from scale_cli.methods.recipes import recipes_of
@@ -235,6 +235,21 @@ class RunConfig(Section):
         }
 
     @property
+    def new_script(self) -> Script | None:
+        """The script of the new languages and tokens; None if it tells nothing: one of the languages
+        has another, such as Latin, or the replay has the same.
+        """
+        vocabulary, languages = self.method.vocabulary, dict[str, set[str]](new=set(), replay=set())
+        for source in self.corpus.sources:
+            languages[source.role].add(source.language)
+        if vocabulary is None and not languages["new"] <= LANGUAGE_SCRIPTS.keys():
+            return None
+        script = Script.of_languages(languages["new"])
+        if vocabulary is not None:
+            script = Script((*script.ranges, *Script.named(vocabulary.script).ranges))
+        return None if script.meets(Script.of_languages(languages["replay"])) else script
+
+    @property
     def eval_tokens(self) -> int:
         """The most tokens that an evaluation during training scores; 0 if there is none."""
         train = self.train
@@ -331,7 +346,7 @@ LOCATION_KEYS = BASE_KEYS + r"|corpus\.sources\.\d+\.(path(\.\d+)?|revision)"
 _TRAINED_FOR_EACH_EVALUATED = 10
 # Keys that change the scores of periodic evaluations.
 _SCORED_BY = (
-    r"method\.router\..+"
+    r"method\.router\.(?!script_prior).+"
     r"|evaluation\.(sequence_length|mixed_precision|perplexity\.\d+\.(?!path|revision).+)"
 )
 # The router acts in evaluation and generation only, so it may be set after training; here it is its own section.

@@ -6,6 +6,8 @@ A script is ranges of code points; `Script` also tells from UTF-8 bytes whether 
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pydantic import Field, field_validator
@@ -40,6 +42,29 @@ SCRIPTS: dict[str, tuple[tuple[int, int], ...]] = {
     "thai": ((0x0E00, 0x0E7F),),
     "tibetan": ((0x0F00, 0x0FFF),),
 }
+# The scripts of languages, by ISO 639 code; those that are not here have Latin letters, or are not known.
+LANGUAGE_SCRIPTS: dict[str, tuple[str, ...]] = {
+    "ko": ("hangul", "1100-11FF"),  # letters of syllables too
+    "ja": ("kana", "han"),
+    "zh": ("han",),
+    **dict.fromkeys(("ar", "fa", "ur", "ps"), ("arabic",)),
+    **dict.fromkeys(("ru", "uk", "be", "bg", "mk", "kk", "ky", "tg", "mn"), ("cyrillic",)),
+    **dict.fromkeys(("hi", "mr", "ne"), ("devanagari",)),
+    **dict.fromkeys(("am", "ti"), ("ethiopic",)),
+    **dict.fromkeys(("he", "yi"), ("hebrew",)),
+    "bn": ("bengali",),
+    "bo": ("tibetan",),
+    "el": ("greek",),
+    "hy": ("armenian",),
+    "ka": ("georgian",),
+    "km": ("khmer",),
+    "lo": ("lao",),
+    "my": ("myanmar",),
+    "si": ("sinhala",),
+    "ta": ("tamil",),
+    "te": ("telugu",),
+    "th": ("thai",),
+}
 # UTF-8 lead bytes that narrow the second byte's range, to exclude overlong forms, surrogates and > U+10FFFF.
 _SECOND_BYTES = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
 _LAST_CODE_POINT, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
@@ -72,6 +97,22 @@ class Script:
             ):
                 raise ValueError(f"{first:X}-{last:X} is not a range of letters beyond ASCII")
         return cls(ranges)
+
+    @classmethod
+    def of_languages(cls, codes: Iterable[str]) -> Script:
+        """Return the scripts of languages together; nothing of a language that has none here."""
+        names = [name for code in sorted(codes) for name in LANGUAGE_SCRIPTS.get(code, ())]
+        return cls(tuple(span for name in names for span in cls.named(name).ranges))
+
+    def share(self, text: str) -> float | None:
+        """Return the share of the script's letters in all letters of a text; None if it has none.
+
+        The text is put together first (NFKC), so that a letter counts the same however it is written.
+        """
+        letters = [ord(c) for c in unicodedata.normalize("NFKC", text) if c.isalpha()]
+        if not letters:
+            return None
+        return sum(self.holds(letter, letter) for letter in letters) / len(letters)
 
     @property
     def characters(self) -> str:

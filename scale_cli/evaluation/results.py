@@ -333,8 +333,11 @@ def report_sha256(config: RunConfig, report: Report | None) -> str | None:
     return None if report is None else file_sha256(path)
 
 
-def guarantee(router: RouterConfig) -> str:
-    """Return the guarantee of a router of two heads in words; empty if there is none."""
+def guarantee(router: RouterConfig, *, knows_script: bool) -> str:
+    """Return the guarantee of a router of two heads in words; empty if there is none.
+
+    With `knows_script`, the first weights of `scale serve` are those of the prompt's script.
+    """
     if router.rule != "posterior":
         return ""
     over_base = -math.log(router.prior)
@@ -346,4 +349,10 @@ def guarantee(router: RouterConfig) -> str:
             f"nor more than {over_trained:.3f} over the trained head"
         )
     weight = "-ln of that head's weight at the start"
-    return f"Whatever was trained, no document costs more than {what} ({weight}). {NOT_COVERED}"
+    served = ""
+    if knows_script and router.script_prior is not None:
+        served = (
+            "`scale generate`, and `scale serve` with transformers, weigh the heads at the start by the "
+            f"script of the prompt: there the bound is {-math.log(router.script_prior):.3f} nats. "
+        )
+    return f"Whatever was trained, no document costs more than {what} ({weight}). {served}{NOT_COVERED}"

@@ -115,7 +115,9 @@ def model_card(
         parity_in_words=parity_in_words,
         report=report,
         answers=served,
-        guarantee=guarantee(config.method.router) if routes else "",
+        guarantee=guarantee(config.method.router, knows_script=config.new_script is not None)
+        if routes
+        else "",
     )
 
 

@@ -45,6 +45,7 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     Returns:
         `stream_sizes`: channels of the hidden row by stream, the base's first;
         `prior` of the base head, while the others share the rest evenly;
+        `script_prior` and `script`, if the config has both, as in ScaleConfig;
         `new_tokens`, if the base lacks some (`PieceShares`): the `first` of the pieces of each, the pieces that are the
         scripts' `own`, and the range that is `known` by each head.
     """
@@ -56,6 +57,9 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     added = [expansion.lm_head.in_features for expansion in model.expansions]
     sizes = [model.base.config.hidden_size, *added]
     keys = {"stream_sizes": sizes, "prior": model.config.router_prior}
+    if model.config.router_script_prior is not None and model.config.router_script:
+        script = {"script_prior": model.config.router_script_prior}
+        keys |= script | {"script": model.config.router_script}
     if first := [pieces[0] for pieces in model.config.pieces()]:
         known = [(0, 0), (0, len(first))] if len(sizes) == 2 else model.config.known_by_heads()
         keys["new_tokens"] = {"first": first, "own": model.config.own_pieces, "known": known}

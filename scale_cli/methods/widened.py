@@ -93,6 +93,13 @@ class RouterConfig(Section):
     prior: float = Field(
         default=0.5, gt=0.0, lt=1.0, description="weight of the base head at the first token"
     )
+    script_prior: float | None = Field(
+        default=0.02,
+        gt=0.0,
+        le=0.5,
+        description="generate and serve: weight of the base head after a prompt in the new language's script, and of "
+        "the trained head after one without it; null: `prior` for every prompt",
+    )
     threshold: float = Field(default=0.5, ge=-1.0, le=1.0, description="tau of the cosine rule")
 
 

@@ -72,6 +72,10 @@ class ScaleConfig(_OverABase):
     router_rule: str = "posterior"  # posterior | cosine; only the variant `route` reads it
     router_prior: float = 0.5  # weight of the base head at the first token
     router_threshold: float = 0.5  # tau of the cosine rule
+    # Of the base head when a prompt is in the run's new script, and that script's code points, as
+    # first and last of each range. `scale` computes a prompt's prior from them. No script: never.
+    router_script_prior: float | None = None
+    router_script: list[list[int]] = field(default_factory=list)
     # For each token that the base lacks: the old ids that stand for it, separated by spaces.
     new_tokens: list[str] = field(default_factory=list)
     # The first ids of those that only ever begin text in the new tokens' script.
@@ -106,6 +110,7 @@ class JoinedConfig(_OverABase):
     routes = True
     router_rule = "posterior"
     router_threshold = 0.5
+    router_script_prior = None  # no language is the new one
 
     base_config: dict[str, Any] = field(default_factory=dict)  # `model_type` included
     # For each expansion: its `name`, and its `expansion`: sizes and new tokens as fields of

@@ -135,6 +135,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         cache: ScaleCache | None = None,
         evidence_mask: Tensor | None = None,
+        router_prior: float | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits (training: the last head's; evaluation: as served), a loss for `labels`,
@@ -142,9 +143,12 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
 
         The arguments are transformers' own: (B, T) ids, positions and labels, which are shifted
         here; a mask of (B, past + T) with left padding; `cache` and `past_key_values` are two names
-        of one argument. `evidence_mask` (B, T) says by which tokens the router judges; by default,
-        by all but padding. In training mode, `labels` give a loss without logits, which then never
+        of one argument. In training mode, `labels` give a loss without logits, which then never
         exist whole, and `kwargs` are the arguments of `_training_loss`.
+
+        `evidence_mask` (B, T) says by which tokens the router judges; by default, by all but
+        padding. `router_prior`, a number or (B,), is the base head's weight at the first token; by
+        default, the config's. `generate` takes it too, and `judged_mask` for the mask.
         """
         for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
             asked = kwargs.get(name)
@@ -183,7 +187,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
                 lambda at: self.routed_logits(states.at(at)),
                 input_ids,
                 self.config.vocab_size,
-                prior_K=self.log_prior(input_ids.device),
+                prior_K=self.log_prior(input_ids.device, router_prior),
                 memory=None if cache is None else cache.router,
                 evidence_BT=evidence_mask,
                 logits_to_keep=logits_to_keep,
@@ -262,8 +266,11 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     def new_cache(self) -> ScaleCache:
         return ScaleCache()
 
-    def log_prior(self, device: torch.device | None = None) -> Tensor:
-        return log_prior(self.config.router_prior, len(self.expansions) + 1, device=device)
+    def log_prior(
+        self, device: torch.device | None = None, base_prior: float | Tensor | None = None
+    ) -> Tensor:
+        base_prior = self.config.router_prior if base_prior is None else base_prior
+        return log_prior(base_prior, len(self.expansions) + 1, device=device)
 
     def trained_logits(self, states: FinalStates) -> Tensor:
         """Return the last head's logits: H x_a + H' u."""

@@ -164,11 +164,10 @@ class RoutedModel(nn.Module):
     def num_heads(self) -> int:
         return len(self._columns)
 
-    def log_weights(self, input_ids: Tensor, evidence_mask: Tensor | None = None) -> Tensor:
+    def log_weights(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
         """Return (K, B, T): the log-weight of each head after each of `input_ids` (B, T)."""
         cache: Any = DynamicCache()
-        options: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
-        self(input_ids=input_ids, cache=cache, evidence_mask=evidence_mask, **options)
+        self(input_ids=input_ids, cache=cache, use_cache=True, logits_to_keep=1, **kwargs)
         weights_KBT: Tensor = cache.layers[-1].call[1]
         return weights_KBT
 
@@ -184,6 +183,7 @@ class RoutedModel(nn.Module):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         evidence_mask: Tensor | None = None,
+        router_prior: float | Tensor | None = None,
         cache: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -194,7 +194,8 @@ class RoutedModel(nn.Module):
 
         `evidence_mask` (B, T) is True if neither a token nor the one before it is padding. By
         default it is derived from `attention_mask`; ValueError if that does not have two
-        dimensions, or for `inputs_embeds`.
+        dimensions, or for `inputs_embeds`. `router_prior`, a number or (B,), is the base head's
+        weight at the first token; by default, the export's. `generate` takes it too.
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError(
@@ -223,7 +224,11 @@ class RoutedModel(nn.Module):
             lambda at: self._head_logits(rows_BTD[:, at]),
             input_ids,
             self.config.vocab_size,
-            prior_K=log_prior(self._prior, self.num_heads, rows_BTD.device),
+            prior_K=log_prior(
+                self._prior if router_prior is None else router_prior,
+                self.num_heads,
+                rows_BTD.device,
+            ),
             memory=self._last(layer),
             evidence_BT=evidence_mask,
             logits_to_keep=logits_to_keep,

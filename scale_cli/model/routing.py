@@ -61,12 +61,16 @@ def observed_log_probs(logits_BTV: Tensor, next_ids_BT: Tensor) -> Tensor:
     return torch.where(torch.isnan(said), -torch.inf, said)
 
 
-def log_prior(base_prior: float, num_heads: int = 2, device: torch.device | None = None) -> Tensor:
-    """Return (K,) log-weights: `base_prior` for the base head, the rest shared evenly by the
-    others.
+def log_prior(
+    base_prior: float | Tensor, num_heads: int = 2, device: torch.device | None = None
+) -> Tensor:
+    """Return log-weights: `base_prior` for the base head, the rest shared evenly by the others.
+
+    They are (K,), or (K, B) for a tensor (B,) with a prior for each document.
     """
-    weights = [base_prior] + [(1.0 - base_prior) / (num_heads - 1)] * (num_heads - 1)
-    return torch.tensor(weights, dtype=torch.float64, device=device).log()
+    base = torch.as_tensor(base_prior, dtype=torch.float64, device=device)
+    others = (1.0 - base) / (num_heads - 1)
+    return torch.stack([base] + [others] * (num_heads - 1)).log()
 
 
 def posterior_log_weights(
@@ -76,8 +80,8 @@ def posterior_log_weights(
 
     Args: log_probs_KBT: each head's log-probability of the observed token, in nats; -inf and NaN
         are allowed and count as probability zero. A token to which every head gives zero is no
-        evidence and is skipped. prior_K: log-weights of a new document; the weights start over from
-        them once every head has given probability zero. start_KB: log-weights before the first
+        evidence and is skipped. prior_K: log-weights of a new document, or (K, B) of each; the
+        weights start over from them once every head has given probability zero. start_KB: log-weights before the first
         token, if the document began earlier: the last column of the last result.
 
     Returns:
@@ -86,7 +90,8 @@ def posterior_log_weights(
     evidence_KBT = log_probs_KBT.double()
     evidence_KBT = torch.where(torch.isnan(evidence_KBT), -torch.inf, evidence_KBT)
     evidence_KBT = torch.where((evidence_KBT == -torch.inf).all(dim=0), 0.0, evidence_KBT)
-    prior_KB = prior_K[:, None].expand(-1, log_probs_KBT.shape[1])
+    prior_KB = prior_K if prior_K.ndim == 2 else prior_K[:, None]
+    prior_KB = prior_KB.expand(-1, log_probs_KBT.shape[1])
     start_KB = (prior_KB if start_KB is None else start_KB).double()
 
     if evidence_KBT.shape[-1] > 1:
@@ -94,7 +99,7 @@ def posterior_log_weights(
         # Once every head has failed, each at its own token, a sum cannot start over; the loop below
         # can.
         if not (sums_KBS == -torch.inf).all(dim=0).any():
-            return _normalise(sums_KBS, prior_K[:, None, None])
+            return _normalise(sums_KBS, prior_KB[..., None])
 
     weights = [_normalise(start_KB, prior_KB)]
     for evidence_KB in evidence_KBT.unbind(dim=-1):
@@ -336,7 +341,7 @@ def route(
 
     Args: logits_at: returns (K, B, positions, V): the heads' logits after the tokens at some
         positions. ids_BT: the tokens. vocab_size: V. prior_K: log-weights before the first token of
-        a document. memory: state after the tokens before these; None if there are none.
+        a document, or (K, B) of each. memory: state after the tokens before these; None if there are none.
         evidence_BT: whether a token counts as evidence (`evidence_of`); None: every token does.
         logits_to_keep: return the scores of so many last positions, 0 for all, or of the positions
         in a tensor.

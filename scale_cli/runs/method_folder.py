@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.config.vocabulary import Script
 from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.widened import RouterConfig
@@ -154,11 +155,17 @@ def _adapters(model: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def set_router(model: MethodModel, router: RouterConfig) -> None:
-    """Give a widened model the router that a config asks for now; it may differ from the one it was trained under."""
+def set_router(model: MethodModel, router: RouterConfig, script: Script | None = None) -> None:
+    """Give a widened model the router that a config asks for now, and the new language's script.
+
+    It may differ from the one that the model was trained under.
+    """
     if isinstance(model, ScaleForCausalLM):
         for name, value in router:
             setattr(model.config, f"router_{name}", value)
+        model.config.router_script = (
+            [] if script is None else [list(span) for span in script.ranges]
+        )
 
 
 def router_of(model: WidenedModel) -> RouterConfig:

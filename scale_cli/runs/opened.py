@@ -249,7 +249,7 @@ class MethodFolder:
 
     # With the router that the config asks for now, on this process's device.
     def _with_router_placed(self, model: MethodModel) -> MethodModel:
-        set_router(model, self.run.config.method.router)
+        set_router(model, self.run.config.method.router, self.run.config.new_script)
         return move_to_device(model)
 
     def load_two_headed(self) -> HeadedModel:

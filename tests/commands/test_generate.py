@@ -23,6 +23,7 @@ from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import ConfigError
 from scale_cli.generation import Continuation, Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.terminal import printable
 from tests.command_line import Scale
 from tests.config.small_config import changed
@@ -103,15 +104,15 @@ def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_the_conv
     )
     assert answer.prompt == text.prompt.removeprefix("[user]").removesuffix("\n[assistant]")
     # The router judges by the user's words alone, in generation as in the shares that it reports.
-    row = generator.prompt_ids(turns)
-    judged = generator.judged(turns, row)
-    said = str(generator.tokenizer.decode(row[judged]))
+    prompt = generator.framed(turns)
+    judged = prompt.judged_T
+    said = str(generator.tokenizer.decode(prompt.ids_T[judged]))
     assert said.strip(" []\n") == PROMPTS[0]
     assert not judged[-1] and not judged[0]
-    alone = torch.zeros_like(judged)
+    unjudged = replace(prompt, judged_T=torch.zeros_like(judged), base_prior=0.75)
     with torch.no_grad():
-        unjudged = generator._head_shares(row, alone)
-    assert all(share["base"] == 0.5 for share in unjudged if share)
+        shares = generator.head_shares(unjudged, prompt.ids_T[:0])
+    assert all(share["base"] == pytest.approx(0.75) for share in shares if share)
     # A mark that a user writes is text: it ends no turn.
     mark = generator.tokenizer.eos_token
     asked = generator.prompt_ids([{"role": "user", "content": f"a{mark}b"}])
@@ -124,6 +125,22 @@ def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_the_conv
         generator.tokenizer.chat_template = template
         with pytest.raises(ConfigError, match=told):
             generator.continue_all([turns], GREEDY)
+
+
+def test_a_prompt_in_the_new_script_begins_with_the_trained_head(
+    run: RunConfig, generator: Generator
+) -> None:
+    for of in (generator, Generator(run.output_dir / "export/transformers")):
+        framed = [of.framed(prompt) for prompt in PROMPTS]
+        assert [prompt.base_prior for prompt in framed] == [0.98, 0.98, 0.02]
+        assert of.framed([{"role": "user", "content": PROMPTS[2]}]).base_prior == 0.02
+        with torch.no_grad():
+            first = [of.head_shares(prompt, prompt.ids_T[:1])[0] for prompt in framed]
+        assert [share["base"] for share in first if share] == pytest.approx([0.98, 0.98, 0.02])
+    model = MethodFolder(
+        run.output_dir / "final", Run(changed(run, "method.router.script_prior=null"))
+    ).load()
+    assert model.config.router_script_prior is None
 
 
 def test_at_a_terminal_a_conversation_goes_on(
@@ -167,7 +184,7 @@ def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(
         heads = [
             logits[0].double().log_softmax(-1) for logits in generator.model.routed_logits(states)
         ]
-    weight = 0.5
+    weight = 0.98  # the prompt has no letter of the new script
     for position, token in enumerate(ids[1 : len(prompt)]):
         said = [math.exp(head[position, token]) for head in heads]
         weight = weight * said[0] / (weight * said[0] + (1 - weight) * said[1])
@@ -183,10 +200,10 @@ def test_the_tokens_add_up_to_the_completion_and_prompt_and_completion_to_the_te
         assert "".join(token.text for token in c.tokens) == c.completion
     for of in (generator, Generator(run.output_dir / "export/llama")):
         (begun,) = of.continue_all(["Once upon"], GREEDY)
-        row = of.prompt_ids("Once upon")
-        generated = of.model.generate(
-            row[None], do_sample=False, max_new_tokens=GREEDY.max_new_tokens
-        )[0]
+        asked = {"do_sample": False, "max_new_tokens": GREEDY.max_new_tokens}
+        if of.head_names():
+            asked["router_prior"] = 0.98
+        generated = of.model.generate(of.prompt_ids("Once upon")[None], **asked)[0]
         assert str(of.tokenizer.decode(generated)).endswith(f"Once upon{begun.completion}")
         assert begun.completion[0] == " "
 
@@ -224,12 +241,13 @@ def test_only_what_is_asked_for_decides_the_text_whatever_the_base_would_generat
 def test_every_end_that_the_bases_settings_name_ends_a_text(
     run: RunConfig, generator: Generator, continued: list[Continuation]
 ) -> None:
-    prompts = [generator.prompt_ids(prompt) for prompt in PROMPTS]
-    ids = [
-        generator.model.generate(prompt[None], max_new_tokens=8, do_sample=False)[0]
-        for prompt in prompts
+    framed = [generator.framed(prompt) for prompt in PROMPTS]
+    new = [
+        generator.model.generate(
+            prompt.ids_T[None], max_new_tokens=8, do_sample=False, router_prior=prompt.base_prior
+        )[0, len(prompt.ids_T) :].tolist()
+        for prompt in framed
     ]
-    new = [row[len(prompt) :].tolist() for row, prompt in zip(ids, prompts, strict=True)]
     ends = [generator.tokenizer.eos_token_id, new[0][4], new[1][5]]
     many = shutil.copytree(
         run.output_dir / "export" / "transformers", run.output_dir.parent / "many-ends"

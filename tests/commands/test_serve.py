@@ -12,9 +12,12 @@ import pytest
 
 from scale_cli.commands.serve import serve
 from scale_cli.config.schema import ModelConfig
+from scale_cli.config.vocabulary import Script
 from scale_cli.errors import ScaleError
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import router_keys, write_plain
+from scale_cli.methods.widened import RouterConfig
+from scale_cli.runs.method_folder import set_router
 from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
@@ -27,6 +30,7 @@ def write_routed(checkpoint: Path, folder: Path) -> None:
     """Write the plain export of a real small model, widened as if it had been trained, with its router."""
     base = ModelConfig(base=str(checkpoint))
     model = as_if_trained(widen(load_base(base), "route"))
+    set_router(model, RouterConfig(), Script.named("hangul"))
     write_plain(
         dense_model(model, "float32"), load_tokenizer(base), base, folder, router_keys(model)
     )
@@ -123,6 +127,13 @@ def test_the_bound_of_a_prior_is_promised(
     keys = read_json(folder / "config.json")["scale_router"]
     leaning = changed(folder, tmp_path / "leaning", scale_router={**keys, "prior": 0.9})
     assert "2.303 nats" in said(leaning)[0][0]
+    assert keys["script"] == [[0xAC00, 0xD7A3]]
+    assert "0.693 nats over its best head, or 3.912 where" in said(folder)[0][0]
+    unknown = {name: value for name, value in keys.items() if not name.startswith("script")}
+    of_one_prior = changed(folder, tmp_path / "one prior", scale_router=unknown)
+    assert "3.912" not in said(of_one_prior)[0][0]
+    installed.add("vllm")
+    assert "3.912" not in said(folder)[0][0]  # vLLM has one prior for every prompt
 
 
 def test_what_cannot_be_served_routed_is_refused_in_one_line(

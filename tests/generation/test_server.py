@@ -118,6 +118,23 @@ def test_a_prompt_is_continued_as_by_scale_generate_and_framed_as_by_the_folders
         assert text_of(client, prompt, stream=True) == text_of(client, prompt)
 
 
+def test_every_prompt_of_a_request_begins_with_the_prior_of_its_script(
+    client: openai.OpenAI, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[float]] = []
+    forward = routed_class(folders["without BOS"]).forward
+
+    @wraps(forward)
+    def noting(self: Any, *args: Any, **options: Any) -> Any:
+        given.append(options["router_prior"].tolist())
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(routed_class(folders["without BOS"]), "forward", noting)
+    asked: Any = {"model": NAME, "prompt": ["안녕하세요.", "Once", "1"], "max_tokens": 2, "n": 2}
+    client.completions.create(**asked)
+    assert given and all(priors == [0.02, 0.02, 0.98, 0.98, 0.5, 0.5] for priors in given)
+
+
 def test_it_samples_where_a_temperature_is_asked_for_and_the_seed_alone_decides(
     client: openai.OpenAI,
 ) -> None:

@@ -141,17 +141,38 @@ def test_pyproject_allows_no_transformers_that_the_code_refuses() -> None:
     assert allowed.endswith("<{}.{}".format(*cache_scale.FIRST_UNTESTED))
 
 
-def test_a_step_judges_the_heads_by_the_tokens_that_it_is_told_to(model: Any) -> None:
-    if model.config.model_type == "scale" and model.config.router_rule != "posterior":
+@pytest.mark.parametrize("router_prior", [0.02, torch.tensor([0.98, 0.02])])
+def test_a_step_judges_by_the_tokens_and_begins_from_the_prior_that_it_is_told(
+    model: Any, router_prior: Any
+) -> None:
+    config = model.config
+    if config.model_type == "scale" and (config.router_rule != "posterior" or not config.routes):
         model = as_if_trained(widen(tiny_llama(), "route"))
     prompts, judged = some_ids(2, 9), torch.ones(2, 9, dtype=torch.bool)
     judged[:, :4] = False
-    options = {"output_logits": True, "return_dict_in_generate": True}
-    generated = model.generate(
-        prompts, judged_mask=judged, max_new_tokens=4, do_sample=False, pad_token_id=0, **options
-    )
-    whole = generated.sequences
-    evidence = torch.cat([judged, torch.ones(2, whole.shape[1] - 9, dtype=torch.bool)], dim=1)
-    with torch.no_grad():
-        scored = model(whole, use_cache=False, evidence_mask=evidence).logits[:, 8:-1]
-    torch.testing.assert_close(torch.stack(generated.logits, 1), scored, rtol=1e-4, atol=1e-4)
+    options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 4}
+    told = {"judged_mask": judged, "router_prior": router_prior}
+    for use_cache in (True, False):
+        generated = generate(model, prompts, use_cache=use_cache, **options, **told)
+        whole: Tensor = generated.sequences
+        evidence = torch.cat([judged, torch.ones(2, whole.shape[1] - 9, dtype=torch.bool)], dim=1)
+        asked = {"evidence_mask": evidence, "use_cache": False}
+        with torch.no_grad():
+            scored = model(whole, router_prior=router_prior, **asked).logits[:, 8:-1]
+            by_default = model(whole, **asked).logits[:, 8:-1]
+        logits = torch.stack(generated.logits, 1)
+        torch.testing.assert_close(logits, scored, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(logits, by_default, rtol=1e-4, atol=1e-4)
+    beams = generate(model, prompts, num_beams=2, max_new_tokens=3, **told)
+    alone = [
+        generate(
+            model,
+            prompts[row : row + 1],
+            num_beams=2,
+            max_new_tokens=3,
+            judged_mask=judged[row : row + 1],
+            router_prior=float(torch.as_tensor(router_prior).expand(2)[row]),
+        )
+        for row in range(2)
+    ]
+    assert torch.equal(beams, torch.cat(alone))

@@ -159,6 +159,21 @@ def test_however_it_generates_the_tokens_are_the_same(pair: Pair, way: str) -> N
         assert torch.equal(one_row.generate(ids, **options, **ways[way]), expected)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_it_goes_on_as_the_two_streams_do_from_any_prior(pair: Pair, cache: str) -> None:
+    two_streams, one_row = pair
+    options: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "attention_mask": PADDED}
+    said = []
+    for prior in (1e-9, 0.5, torch.tensor([0.98, 0.02])):
+        generated = two_streams.generate(IDS, router_prior=prior, **options)
+        options_of_row = options | {"cache_implementation": cache}
+        assert torch.equal(one_row.generate(IDS, router_prior=prior, **options_of_row), generated)
+        said.append(generated)
+    with torch.no_grad():
+        weights = one_row.log_weights(IDS[:, :1], router_prior=0.02).exp()
+    assert weights[0].flatten().tolist() == pytest.approx([0.02, 0.02])
+
+
 def test_a_step_with_a_static_cache_is_one_graph(two: Pair) -> None:
     one_row = two[1]
     expected = one_row.generate(IDS, attention_mask=PADDED, max_new_tokens=8)

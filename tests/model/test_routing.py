@@ -135,6 +135,24 @@ def test_documents_of_a_batch_do_not_touch_each_other() -> None:
 
 
 @unhurried
+@given(st.lists(documents(), min_size=1, max_size=4))
+def test_every_document_of_a_batch_is_held_to_the_bound_of_its_own_prior(
+    batch: list[Said],
+) -> None:
+    shape = [min(said.log_probs_KT.shape[axis] for said in batch) for axis in (0, 1)]
+    batch = [Said(said.log_probs_KT[: shape[0], : shape[1]], said.base_prior) for said in batch]
+    log_probs_KBT = torch.from_numpy(np.stack([said.log_probs_KT for said in batch], axis=1))
+    priors_B = torch.tensor([said.base_prior for said in batch], dtype=torch.float64)
+    prior_KB = log_prior(priors_B, shape[0])
+    weights_KBS = posterior_log_weights(log_probs_KBT, prior_KB)
+    routed_B = -mix_log_probs(weights_KBS[..., :-1], log_probs_KBT).sum(dim=-1)
+    for said, routed, weights_KS in zip(batch, routed_B, weights_KBS.unbind(1), strict=True):
+        torch.testing.assert_close(weights_KS.exp(), said.weights().exp(), rtol=0.0, atol=1e-10)
+        for loss, prior in zip(said.head_losses(), said.prior_K.tolist(), strict=True):
+            assert float(routed) <= loss - prior + 1e-9 * (1.0 + abs(loss))
+
+
+@unhurried
 @given(st.floats(1e-6, 1.0 - 1e-6), st.integers(2, 5))
 def test_the_prior_is_the_bases_share_and_the_rest_evenly(
     base_prior: float, num_heads: int
