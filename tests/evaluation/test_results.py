@@ -199,13 +199,18 @@ def test_the_verdict_is_right_for_gains_losses_and_no_difference(
 def test_what_is_guaranteed_has_the_figures_of_the_router_and_nothing_is_where_nothing_holds() -> (
     None
 ):
-    assert f"{math.log(2):.3f} nats over the better" in guarantee(RouterConfig())
-    told = guarantee(RouterConfig(prior=0.9))
+    assert f"{math.log(2):.3f} nats over the better" in guarantee(
+        RouterConfig(), knows_script=False
+    )
+    served = guarantee(RouterConfig(), knows_script=True)
+    assert "0.693 nats over" in served and "bound is 3.912 nats" in served
+    assert "3.912" not in guarantee(RouterConfig(script_prior=None), knows_script=True)
+    told = guarantee(RouterConfig(prior=0.9), knows_script=False)
     assert (
         "0.105 nats over the base head, nor more than 2.303 over the trained head" in told
         and "does not cover" in told
     )
-    assert guarantee(RouterConfig(rule="cosine")) == ""
+    assert guarantee(RouterConfig(rule="cosine"), knows_script=True) == ""
     told = markdown(report(), run_of(router={"prior": 0.9}))
     assert "at most 0.105 nats (" in told and "does not cover" in told
 
