@@ -200,7 +200,7 @@ def test_the_tokens_add_up_to_the_completion_and_prompt_and_completion_to_the_te
         assert "".join(token.text for token in c.tokens) == c.completion
     for of in (generator, Generator(run.output_dir / "export/llama")):
         (begun,) = of.continue_all(["Once upon"], GREEDY)
-        asked = {"do_sample": False, "max_new_tokens": GREEDY.max_new_tokens}
+        asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": GREEDY.max_new_tokens}
         if of.head_names():
             asked["router_prior"] = 0.98
         generated = of.model.generate(of.prompt_ids("Once upon")[None], **asked)[0]

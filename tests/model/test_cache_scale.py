@@ -42,10 +42,9 @@ def model(request: pytest.FixtureRequest) -> Any:
     return joined(base, first=first, second=second)
 
 
-def generate(model: Any, input_ids: Tensor, **options: Any) -> Tensor:
+def generate(model: Any, input_ids: Tensor, **options: Any) -> Any:
     settings = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
-    generated: Tensor = model.generate(input_ids, **{**settings, **options})
-    return generated
+    return model.generate(input_ids, **{**settings, **options})
 
 
 def test_a_left_padded_batch_generates_what_its_prompts_do_one_by_one(model: Any) -> None:
