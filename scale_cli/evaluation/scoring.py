@@ -151,8 +151,9 @@ def score_corpus(
     share: Share = ALONE,  # this process's share of the work; each process returns the whole
 ) -> DocumentLosses:
     """Score a corpus, or as much of it as `scored_lengths` says, by a model in evaluation mode."""
-    whole_N = scored_lengths(corpus, passes.sequence_length)
-    lengths_N = scored_lengths(corpus, passes.sequence_length, max_tokens)
+    length = passes.sequence_length
+    whole_N = scored_lengths(corpus, length)
+    lengths_N = scored_lengths(corpus, length, max_tokens)
     scored = np.flatnonzero(lengths_N)
     if len(scored) == 0:
         raise CorpusError(f"{corpus.folder.name}: no document has a token that could be scored")
@@ -167,7 +168,14 @@ def score_corpus(
         for index in group:
             ids = np.concatenate([before, corpus.document(index)]).astype(np.int64)
             documents.append(torch.from_numpy(ids[: lengths_N[index] + 1]))
-        observed = _observe_documents(model, documents, passes, share, bar)
+        num_tokens = [len(ids) - 1 for ids in documents]
+        windows = [
+            ids[first : first + length + 1]
+            for ids in documents
+            for first in range(0, len(ids) - 1, length)
+        ]
+        observed_CT = torch.cat(observe(model, windows, passes, share, bar), dim=1)
+        observed = observed_CT.split(num_tokens, dim=1)
 
         for rows in routed_rows(observed, router, heads):
             places = group[rows.places]
@@ -187,24 +195,6 @@ def score_corpus(
         nats={name: nats_N[scored] for name, nats_N in nats.items()},
         served={rule: served_KN[:, scored] for rule, served_KN in served.items()},
     )
-
-
-def _observe_documents(
-    model: HeadedModel, documents: Sequence[Tensor], passes: Passes, share: Share, bar: Any
-) -> list[Tensor]:
-    """Return (C, T) for each document, scored in windows."""
-    length = passes.sequence_length
-    windows = [
-        (document, start)
-        for document, ids in enumerate(documents)
-        for start in range(0, len(ids) - 1, length)
-    ]
-    rows = [documents[document][start : start + length + 1] for document, start in windows]
-    parts: list[list[Tensor]] = [[] for _ in documents]
-    observed = observe(model, rows, passes, share, bar)
-    for (document, _), part_CT in zip(windows, observed, strict=True):
-        parts[document].append(part_CT)
-    return [torch.cat(of_one, dim=1) for of_one in parts]
 
 
 def batches_of(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -61,9 +61,10 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
         super().__init__(copy.deepcopy(model.config))
         self.head = heads[0]
         of_two: Any = getattr(model, "trained", model)
-        self.own_generation_config = of_two.generation_config
-        self.generation_config = copy.deepcopy(self.own_generation_config)
-        self._model, self._router, self._heads = model, router, list(heads)
+        self.generation_config = copy.deepcopy(of_two.generation_config)
+        self._model = model
+        self._router = router
+        self._heads = list(heads)
 
     def answers(self, ids_BT: Tensor, mask_BT: Tensor, **options: Any) -> Tensor:
         """Return (B, new) ids: what `generate` adds to prompts that are padded on the left."""

@@ -124,7 +124,7 @@ class Observer:
         """Return the beginning of a document, and the served head's greedy continuation of it."""
         answers = SelectableHeads(self.observed, self.config.method.router)
         answers.head = self.config.method.definition.served(self.config.method.settings)
-        ends = ends_of(answers.own_generation_config, self.tokenizer)
+        ends = ends_of(answers.generation_config, self.tokenizer)
         answers.generation_config = GenerationConfig(
             max_new_tokens=_NEW_TOKENS,
             do_sample=False,
