@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
+
 
 class ModelLoads(BaseException):
     """Raised in place of loading a model: whatever came so far was taken."""
@@ -32,6 +34,14 @@ class Outcome:
 
 
 Scale = Callable[..., Outcome]
+
+
+@contextmanager
+def refused(kind: type[Exception] | tuple[type[Exception], ...], told: str) -> Iterator[None]:
+    """Expect an error whose message is one line, and what is in it."""
+    with pytest.raises(kind, match=told) as caught:
+        yield
+    assert "\n" not in str(caught.value)
 
 
 @contextmanager

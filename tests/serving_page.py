@@ -19,7 +19,7 @@ _SHELL = frozenset("$|&;<>`*~\\")  # what only a shell understands
 
 def commands(section: str) -> list[str]:
     """Return the blocks of one section, in its order."""
-    text = PAGE.read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
+    text = PAGE.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
     assert blocks, section
     return blocks
@@ -27,7 +27,7 @@ def commands(section: str) -> list[str]:
 
 def write_small_config(folder: Path, shared_data: Path) -> None:
     """Write the page's config as it is shipped, but for the base, the corpora and the sizes of the run."""
-    config = yaml.safe_load((PAGE.parents[1] / CONFIG).read_text(encoding="utf-8"))
+    config = yaml.safe_load((PAGE.parents[1] / CONFIG).read_text())
     korean = {"path": str(shared_data / "ko-petitions" / "valid.txt.xz"), "language": "ko"}
     english = {
         "path": str(shared_data / "en-tinystories" / "tinystories_val.txt"),
@@ -60,7 +60,7 @@ def write_small_config(folder: Path, shared_data: Path) -> None:
     config["evaluation"]["benchmarks"] = []
     path = folder / CONFIG
     path.parent.mkdir()
-    path.write_text(yaml.safe_dump(config, allow_unicode=True), encoding="utf-8")
+    path.write_text(yaml.safe_dump(config, allow_unicode=True))
 
 
 def run(command: str, folder: Path, **environment: str) -> str:

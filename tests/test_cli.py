@@ -12,12 +12,11 @@ from typer.main import get_command_name
 
 from scale_cli.cli import app
 from scale_cli.commands.upscale import upscale
-from scale_cli.config.load import load_config
 from scale_cli.console import ended_in_one_message, parse_share
 from scale_cli.errors import StorageError, UsageError
 from scale_cli.processes import Share
 from tests.command_line import Outcome, Scale, handlers_put_back
-from tests.one_step import write_config
+from tests.small_runs import small_run, write_config
 
 VERBS = ("plan", "upscale", "prepare", "train", "evaluate", "export", "run", "eval")
 
@@ -81,7 +80,7 @@ def test_training_without_upscaling_says_what_to_run_first(config: Path, scale: 
 @pytest.fixture(scope="module")
 def upscaled_once(tmp_path_factory: pytest.TempPathFactory, stories: Path) -> Path:
     folder = tmp_path_factory.mktemp("cli")
-    upscale(load_config(write_config(folder, stories)))
+    upscale(small_run(folder, stories))
     return folder
 
 

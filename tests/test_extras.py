@@ -27,7 +27,7 @@ def config(shared_data: Path, tmp_path: Path) -> RunConfig:
 
 
 def test_every_library_is_in_the_extra_that_its_line_names_and_in_all() -> None:
-    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
     extras = project["optional-dependencies"]
     for module, extra in EXTRA_OF.items():
         names = {re.split(r"[^\w-]", requirement)[0] for requirement in extras[extra]}

@@ -8,19 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import Scale
-from tests.one_step import write_config
+from tests.small_runs import held_out, write_config
 
 
 @pytest.fixture
 def config(tmp_path: Path, stories: Path) -> Path:
     """A config that runs, beside its text."""
-    held_out = {
-        "name": "held-out",
-        "role": "acquisition",
-        "path": str(tmp_path / "news.txt"),
-        "language": "en",
-    }
-    return write_config(tmp_path, stories, evaluation={"perplexity": [held_out]})
+    kept = held_out("held-out", tmp_path / "news.txt", "acquisition")
+    return write_config(tmp_path, stories, evaluation={"perplexity": [kept]})
 
 
 @pytest.mark.parametrize(
@@ -62,6 +57,6 @@ def test_a_natural_mistake_is_one_line_that_says_what_to_do(
     korean = "안녕하세요 여러분.\n\n다시 만나요 우리.\n"
     Path("cp949.txt").write_text(korean, encoding="cp949")
     Path("utf16.txt").write_text(korean, encoding="utf-16")
-    Path("other.jsonl").write_text('{"title": "x", "body": "y"}\n', encoding="utf-8")
+    Path("other.jsonl").write_text('{"title": "x", "body": "y"}\n')
     assert told in scale("run", config, override).error()
     assert not (config.parent / "run/upscaled").exists()

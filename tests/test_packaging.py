@@ -10,9 +10,7 @@ import yaml
 from setuptools import Distribution
 
 ROOT = Path(__file__).parents[1]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
-    "project"
-]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_a_wheel_holds_every_file_of_the_package(monkeypatch: Any) -> None:
@@ -34,7 +32,7 @@ def test_a_wheel_holds_every_file_of_the_package(monkeypatch: Any) -> None:
 
 
 def test_the_page_of_the_index_leads_nowhere_that_only_a_checkout_has() -> None:
-    page = (ROOT / PROJECT["readme"]).read_text(encoding="utf-8")
+    page = (ROOT / PROJECT["readme"]).read_text()
     assert all(link.startswith("https://") for link in re.findall(r"\]\((.*?)\)", page))
     assert set(PROJECT["optional-dependencies"]) - {"dev"} == set(
         re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
@@ -42,8 +40,8 @@ def test_the_page_of_the_index_leads_nowhere_that_only_a_checkout_has() -> None:
 
 
 def test_every_dependency_has_its_reason_and_a_version_that_is_tested() -> None:
-    reasons = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Dependencies")[2]
-    locked = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower().replace("_", "-")
+    reasons = (ROOT / "CONTRIBUTING.md").read_text().partition("## Dependencies")[2]
+    locked = (ROOT / "constraints.txt").read_text().lower().replace("_", "-")
     extras = PROJECT["optional-dependencies"]
     installed = [
         *PROJECT["dependencies"],
@@ -59,6 +57,6 @@ def test_every_dependency_has_its_reason_and_a_version_that_is_tested() -> None:
 
 
 def test_the_citation_is_of_this_version() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
     assert citation["authors"] and "arXiv:2511.03270" in str(citation["identifiers"])

@@ -222,7 +222,7 @@ def shortened(config: RunConfig, output_dir: Path, *overrides: str) -> RunConfig
 
 def korean(folder: Path) -> str:
     """Return the keys of a text of letters, which no other here is."""
-    (folder / "ko.txt").write_text("\n\n".join([KOREAN] * 3), encoding="utf-8")
+    (folder / "ko.txt").write_text("\n\n".join([KOREAN] * 3))
     return f"name: ko, path: {folder / 'ko.txt'}, language: ko"
 
 

@@ -76,7 +76,7 @@ def test_two_processes_run_all_verbs_as_one_does(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     write_base_and_texts(tmp_path, num_hidden_layers=2)
-    (tmp_path / "one.txt").write_text("\n\n".join([KOREAN[:90], KOREAN[90:]] * 3), encoding="utf-8")
+    (tmp_path / "one.txt").write_text("\n\n".join([KOREAN[:90], KOREAN[90:]] * 3))
     runs = Runs(tmp_path)
     run_pipeline(load_config(runs.config("one"), list(overrides)), lambda _: None)
     ends = ended_group(start_group("run", str(runs.config("two")), *overrides, num_processes=2))

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from transformers import LlamaConfig
 
-from tests.one_step import write_config
+from tests.small_runs import write_config
 
 HEAVY = {
     "torch",
@@ -148,7 +148,7 @@ def test_every_verb_refuses_what_is_missing_before_torch_is_imported(tmp_path: P
 
 def test_a_pattern_without_quotes_gets_the_hint(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt", "c.txt"):
-        (tmp_path / name).write_text("x", encoding="utf-8")
+        (tmp_path / name).write_text("x")
     words = ["init", "new.yaml", "--corpus", "a.txt", "b.txt", "c.txt"]
     done = subprocess.run(
         [sys.executable, "-m", "scale_cli", *words],

@@ -38,7 +38,7 @@ def test_a_log_gets_whole_lines_seldom_and_nothing_that_moves_a_cursor(
     monkeypatch.setattr(
         terminal, "_form", "lines"
     )  # a verb before this test may have chosen another
-    with (tmp_path / "log").open("w", encoding="utf-8") as log:
+    with (tmp_path / "log").open("w") as log:
         monkeypatch.setattr(sys, "stderr", log)
         with progress_bar(total=4, desc="training", unit="step") as outer:
             for _ in range(4):

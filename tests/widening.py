@@ -72,11 +72,7 @@ def real_ids(shared_data: Path, checkpoint: str) -> Tensor:
     streams = []
     for name in CORPORA:
         path = shared_data / name
-        with (
-            lzma.open(path, "rt", encoding="utf-8")
-            if path.suffix == ".xz"
-            else path.open(encoding="utf-8") as file
-        ):
+        with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as file:
             text = file.read(30_000)
         streams.append(
             torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
@@ -98,6 +94,11 @@ TINY: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+
+
+def random_ids(*shape: int, below: int = 61, lowest: int = 0, seed: int = 0) -> Tensor:
+    """Token ids of TINY's vocabulary, or of another."""
+    return torch.randint(lowest, below, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def tiny_llama(seed: int = 0, **sizes: Any) -> LlamaForCausalLM:

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -6,6 +5,7 @@ import pytest
 from scale_cli.config.schema import MethodConfig
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.walk import Base, walk
+from scale_cli.storage.atomic import read_json
 from scripts.benchmark.__main__ import run_benchmark
 from scripts.benchmark.algebra import ideal_flops_per_token
 from scripts.benchmark.cases import cases, ours
@@ -21,7 +21,7 @@ def test_a_run_times_every_method_in_every_round_and_writes_what_it_prints(tmp_p
     names = ["full", "hf full", "hf lora", "preserve r=0.25"]
     results = run_benchmark(TINY, names, 2, tmp_path, lines.append)
     assert list(results) == names
-    written = json.loads((tmp_path / "tiny.json").read_text())
+    written = read_json(tmp_path / "tiny.json")
     for name, result in results.items():
         assert len(result.tokens_per_s) == 2 and min(result.tokens_per_s) > 0
         assert sum(result.shares().values()) == pytest.approx(1.0)

@@ -18,11 +18,11 @@ from scale_cli.export.formats import formats_of
 from scale_cli.runs.method_folder import load_onto_base
 from scale_cli.storage.atomic import load_tensors, read_json
 from tests.config.small_config import changed
-from tests.widening import load_model, load_widened, trained_head
+from tests.widening import load_model, load_widened, random_ids, trained_head
 
 TrainedRun = Callable[..., RunConfig]
 ROUTE = {"variant": "route", "collaboration": {"layers": "top:1"}}
-IDS = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
+IDS = random_ids(2, 40, below=512, lowest=3)
 
 
 def is_finished(config: RunConfig) -> bool:
@@ -47,7 +47,7 @@ def test_a_trained_run_exports_to_a_plain_model_that_answers_the_same(
         for file in summary.folder.rglob("*")
         if file.suffix in (".py", ".bin", ".pt", ".pkl")
     ]
-    assert "auto_map" not in (summary.folder / "config.json").read_text(encoding="utf-8")
+    assert "auto_map" not in (summary.folder / "config.json").read_text()
     plain = AutoModelForCausalLM.from_pretrained(summary.folder, trust_remote_code=False)
     trained = load_widened(config.output_dir / "final", config.model)
     expected = trained_head(trained, IDS)
@@ -102,7 +102,7 @@ def test_a_lora_adapter_is_loaded_by_peft_and_by_us_as_what_was_trained(
     (tensors,) = folder.glob("*.safetensors")
     assert tensors.name == "adapter_model.safetensors"
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in load_tensors(tensors)
-    assert "library_name: peft" in (folder / "README.md").read_text(encoding="utf-8")
+    assert "library_name: peft" in (folder / "README.md").read_text()
 
 
 def corrupted(model: PreTrainedModel) -> PreTrainedModel:
@@ -123,7 +123,7 @@ def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
     assert list((config.output_dir / "export").iterdir()) == []
 
 
-def test_an_export_in_another_dtype_lies_beside_the_first_and_both_are_finished_until_another_training(
+def test_an_export_has_the_dtype_of_the_base_and_those_of_others_lie_beside_it(
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run(ROUTE)
@@ -143,48 +143,33 @@ def test_an_export_in_another_dtype_lies_beside_the_first_and_both_are_finished_
         assert read_json(folder / "config.json")["dtype"] == dtype
     with pytest.raises(ConfigError, match=r"^export\.dtype: float16: an adapter is always written"):
         export(changed(config, "export.format=adapter", "export.dtype=float16"))
+    with monkeypatch.context() as patch:
+        patch.setattr("scale_cli.export.formats.dtype_of_files", lambda _: "bfloat16")
+        of_base = export(config).folder
+    assert of_base.name == "llama" and read_json(of_base / "config.json")["dtype"] == "bfloat16"
     monkeypatch.setattr("scale_cli.commands.export.trained_sha256", lambda _: "of another training")
     assert not is_finished(config)
 
 
-def test_an_export_is_finished_until_the_report_is_another_and_its_card_tells_of_that(
+def test_an_export_is_finished_until_its_report_is_another_and_can_be_checked_without_the_text(
     trained_run: TrainedRun,
 ) -> None:
     config = trained_run(ROUTE)
     folder = export(config).folder
-    assert "Not measured" in (folder / "README.md").read_text(encoding="utf-8")
+    assert "Not measured" in (folder / "README.md").read_text()
     fewer = changed(config, "evaluation.perplexity.1.max_documents=1")
     for now in (config, fewer):
         report = evaluate(now)
         assert not is_finished(now)
         assert export(now).folder == folder and is_finished(now)
-        card = (folder / "README.md").read_text(encoding="utf-8")
+        card = (folder / "README.md").read_text()
         for corpus in report.corpora:
             assert f"| {corpus.name} | " in card and f"| {corpus.num_documents} | " in card
             assert f"{corpus.heads['trained'].bits_per_byte:.3f}" in card
         assert load_config(folder / "scale.yaml") == now
     assert not is_finished(config), "its report is not there any more"
     check_written_export(fewer, folder)
-
-
-def test_an_export_is_in_the_dtype_of_the_base_s_own_files(
-    trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = trained_run(ROUTE)
-    monkeypatch.setattr("scale_cli.export.formats.dtype_of_files", lambda _: "bfloat16")
-    folder = export(config).folder
-    assert folder.name == "llama" and read_json(folder / "config.json")["dtype"] == "bfloat16"
-
-
-def test_an_export_can_be_checked_where_the_held_out_text_is_not_at_hand(
-    trained_run: TrainedRun,
-) -> None:
-    config = trained_run(ROUTE)
-    folder = export(config).folder
-    check_written_export(changed(config, "evaluation.perplexity.0.path=nowhere.txt"), folder)
-
-
-def test_without_held_out_corpora_sample_sentences_are_compared(trained_run: TrainedRun) -> None:
-    assert (
-        export(changed(trained_run(ROUTE), "evaluation.perplexity=[]")).parity.num_positions > 100
-    )
+    absent = changed(fewer, "evaluation.perplexity.0.path=nowhere.txt")
+    check_written_export(absent, folder)
+    without = changed(config, "evaluation.perplexity=[]")
+    assert export(without).parity.num_positions > 100, "of sample sentences"

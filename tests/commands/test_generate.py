@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoTokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from scale_cli.commands.export import export
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource
-from scale_cli.data.decoding import Decoder
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import ConfigError
 from scale_cli.generation import Continuation, Generator, Sampling
@@ -41,7 +39,7 @@ TEMPLATE = """{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }
 def run(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("generating") / "run"
     base = shutil.copytree(lower_stories(shared_data), folder.parent / "base")
-    (base / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (base / "chat_template.jinja").write_text(TEMPLATE)
     config = configured(
         shared_data, folder, {"variant": "route", "collaboration": {"layers": "top:1"}}
     )
@@ -208,19 +206,6 @@ def test_the_tokens_add_up_to_the_completion_and_prompt_and_completion_to_the_te
         assert begun.completion[0] == " "
 
 
-def test_the_verb_prints_json_with_every_tokens_heads_for_lines_that_may_end_as_windows_ends_them(
-    run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", ["Once\r\n", "\r\n", "Lily"])
-    done = scale("generate", run.output_dir, "--max-new-tokens", "4", "--json")
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [one["prompt"] for one in told] == ["Once", "Lily"]
-    assert all(
-        len(one["tokens"]) == 4 and set(one["tokens"][0]["shares"]) == {"base", "trained"}
-        for one in told
-    )
-
-
 def test_only_what_is_asked_for_decides_the_text_whatever_the_base_would_generate_with(
     run: RunConfig, continued: list[Continuation]
 ) -> None:
@@ -262,62 +247,29 @@ def test_every_end_that_the_bases_settings_name_ends_a_text(
         assert len(cut.tokens) == expected and text.completion.startswith(cut.completion)
 
 
-def test_the_text_is_on_standard_output_the_summary_on_standard_error_and_a_rule_between_prompts(
-    run: RunConfig, scale: Scale, continued: list[Continuation]
+def test_text_is_on_standard_output_with_its_heads_where_asked_and_as_json_of_lines(
+    run: RunConfig,
+    scale: Scale,
+    continued: list[Continuation],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     texts = [printable(c.prompt + c.completion) for c in continued[:2]]
+    command = ("generate", run.output_dir, "--max-new-tokens", "12", "--prompt", PROMPTS[0])
     for number in (1, 2):  # one prompt is printed as it comes
-        prompts = [part for prompt in PROMPTS[:number] for part in ("--prompt", prompt)]
-        done = scale("generate", run.output_dir, *prompts, "--max-new-tokens", "12")
+        done = scale(*command, *("--prompt", PROMPTS[1])[: 2 * number - 2])
         assert done.stdout == "\n--------\n".join(texts[:number]) + "\n"
         assert done.stderr.startswith("shares of the heads in ") and done.stderr.count("\n") == 1
-
-
-def test_heads_are_shown_by_their_names_where_they_take_over(
-    run: RunConfig, scale: Scale, continued: list[Continuation]
-) -> None:
-    command = (
-        "generate",
-        run.output_dir,
-        "--prompt",
-        PROMPTS[0],
-        "--show-heads",
-        "--max-new-tokens",
-        "12",
+    spoken = re.split(
+        r"\[(base|trained)\]", scale(*command, "--show-heads").stdout.removesuffix("\n")
     )
-    spoken = re.split(r"\[(base|trained)\]", scale(*command).stdout.removesuffix("\n"))
     assert "".join(spoken[::2]) == f"{PROMPTS[0]}{continued[0].completion}" and len(spoken) > 1
     assert all(before != after for before, after in pairwise(spoken[1::2]))
-
-
-@pytest.mark.parametrize("checkpoint", ["ckpt-stories260K", "ckpt-novels-en"])
-@pytest.mark.parametrize(
-    "written",
-    [
-        "x 학교 ends whole",
-        "x 학교에서",
-        b"half: \xed\x95",
-        b"\xed\x95 half in the middle",
-        b"x \xed\x95\x9c\xea\xb5 half after a whole one",
-    ],
-)
-def test_text_that_is_told_token_by_token_has_its_whole_characters_and_no_others(
-    shared_data: Path, checkpoint: str, written: str | bytes
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(shared_data / checkpoint / "hf")
-    if isinstance(written, bytes):
-        spelled = bytes_to_unicode()
-        if checkpoint == "ckpt-stories260K":
-            spelled = {
-                byte: chr(byte) if byte < 128 else f"<0x{byte:02X}>" for byte in range(256)
-            } | {32: "▁"}
-        ids: Any = tokenizer.convert_tokens_to_ids([spelled[byte] for byte in written])
-        expected = written.decode(errors="ignore")
-    else:
-        ids, expected = tokenizer(written, add_special_tokens=False).input_ids, written
-    decoder = Decoder(tokenizer, [tokenizer.eos_token_id])
-    told = "".join([decoder.add(token) for token in ids] + [decoder.finish()])
-    assert told == expected
+    monkeypatch.setattr("sys.stdin", ["Once\r\n", "\r\n", "Lily"])
+    told = [json.loads(line) for line in scale(*command[:4], "--json").stdout.splitlines()]
+    assert [one["prompt"] for one in told] == ["Once", "Lily"]
+    for one in told:
+        assert len(one["tokens"]) == 12
+        assert set(one["tokens"][0]["shares"]) == {"base", "trained"}
 
 
 def test_a_prompt_that_leaves_no_room_in_the_context_is_one_line_and_an_answer_ends_where_the_context_does(
@@ -368,24 +320,16 @@ def test_what_cannot_be_had_is_one_line(
     assert told in done.error()
 
 
-@pytest.mark.parametrize(
-    ("stdin", "told"),
-    [
+def test_standard_input_that_holds_no_text_is_one_line(
+    run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stdin, told in (
         (None, "no prompt given"),
         ([], "no prompt given"),
         (["good\n", "\udcff\udcfe\n"], "not UTF-8"),
-    ],
-)
-def test_standard_input_that_holds_no_text_is_one_line(
-    run: RunConfig,
-    scale: Scale,
-    stdin: list[str] | None,
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("sys.stdin", stdin)
-    done = scale("generate", run.output_dir)
-    assert told in done.error()
+    ):
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert told in scale("generate", run.output_dir).error()
 
 
 def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_replay(
@@ -404,10 +348,7 @@ def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_repl
         )
         options = ("--max-new-tokens", "16", *options)
         assert scale(*command, *options).exit_code == 0
-        return [
-            json.loads(line)["text"]
-            for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()
-        ]
+        return [json.loads(line)["text"] for line in (tmp_path / name).read_text().splitlines()]
 
     texts = drawn("one.jsonl")
     assert len(set(texts)) == 5 == len(texts)

@@ -14,7 +14,7 @@ from scale_cli.report import quantity
 from scripts.benchmark.algebra import ideal_flops_per_token
 from tests.benchmark.test_algebra import LLAMA_3_2_1B
 from tests.command_line import Scale
-from tests.one_step import write_config
+from tests.small_runs import write_config
 
 SMALL = LlamaConfig(
     vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4

@@ -1,34 +1,25 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scale_cli.commands.prepare import prepare, prepare_part
-from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data import tokens
 from scale_cli.errors import CorpusError
 from scale_cli.processes import Share
-from tests.one_step import write_config
+from tests.small_runs import held_out, small_run
 
 GOOD = ['{"text": "A cat sat."}'] * 3
 
 
 def prepared_from(folder: Path, stories: Path, lines: list[str]) -> RunConfig:
     """Return a config of a .jsonl to train on, and of two documents held out."""
-    (folder / "news.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "news.jsonl").write_text("\n".join(lines) + "\n")
     news = {"name": "news", "path": str(folder / "news.jsonl"), "language": "en"}
-    held_out = {
-        "name": "tales",
-        "path": str(folder / "news.txt"),
-        "language": "en",
-        "role": "retention",
-    }
-    sections: dict[str, Any] = {
-        "corpus": {"sources": [news]},
-        "evaluation": {"perplexity": [held_out]},
-    }
-    return load_config(write_config(folder, stories, **sections))
+    tales = held_out("tales", folder / "news.txt")
+    return small_run(
+        folder, stories, corpus={"sources": [news]}, evaluation={"perplexity": [tales]}
+    )
 
 
 def test_shares_of_the_files_are_prepared_one_by_one_then_joined_and_not_tokenised_again(

@@ -14,9 +14,9 @@ from scale_cli.errors import RunError, UsageError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "README.md").write_text("card", encoding="utf-8")
+    (tmp_path / "README.md").write_text("card")
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "x.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "sub" / "x.json").write_text("{}")
     return tmp_path
 
 
@@ -32,11 +32,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_dry_run_lists_what_would_be_sent_and_touches_no_hub(folder: Path, hub: Any) -> None:
     """What tells of this machine stays here, but for what an adapter needs."""
     for name in ("scale.yaml", "parity.json", "manifest.json"):
-        (folder / name).write_text("output_dir: /home/me", encoding="utf-8")
+        (folder / name).write_text("output_dir: /home/me")
     lines = export.publish(folder, "me/model", dry_run=True)
     assert [line.split()[-1] for line in lines[1:-2]] == ["README.md", "sub/x.json"]
     assert "nothing was sent" in lines[-1]
-    (folder / "base.json").write_text("{}", encoding="utf-8")
+    (folder / "base.json").write_text("{}")
     adapter = "\n".join(export.publish(folder, "me/model", dry_run=True))
     assert "scale.yaml\n" in adapter and "base.json\n" in adapter
     assert not hub.mock_calls

@@ -42,7 +42,7 @@ def finished(config: RunConfig, finished_once: Path) -> RunConfig:
 def of_config(config: RunConfig, tmp_path: Path, scale: Scale) -> Scale:
     """Run a verb on the config."""
     path = tmp_path / "config.yaml"
-    path.write_text(dump_config(config), encoding="utf-8")
+    path.write_text(dump_config(config))
     return lambda verb, *arguments: scale(verb, path, *arguments)
 
 
@@ -85,7 +85,7 @@ def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
         figures = (kept["heads"][name]["bits_per_byte"] for name in ("base", head))
         bytes_per_token = kept["num_bytes"] / kept["num_tokens"]
         row = "| 3 | {:.2f} | {:.3f} | {:.3f} |".format(bytes_per_token, *figures)
-        assert row in (folder / "README.md").read_text(encoding="utf-8")
+        assert row in (folder / "README.md").read_text()
     assert "choose one" in of_config("export", *asked, "--push-to-hub", "me/model").error()
 
 
@@ -117,9 +117,9 @@ def test_a_finished_run_is_measured_again_where_the_held_out_text_has_changed(
             ]
         )
 
-    text.write_text("Once upon a time.\n\nThe end.\n", encoding="utf-8")
+    text.write_text("Once upon a time.\n\nThe end.\n")
     assert documents_in_report() == 2
-    text.write_text("Once upon a time.\n\nThe end.\n\nAnd once more.\n", encoding="utf-8")
+    text.write_text("Once upon a time.\n\nThe end.\n\nAnd once more.\n")
     assert documents_in_report() == 3
 
 

@@ -21,6 +21,7 @@ from scale_cli.runs.method_folder import set_router
 from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
+from tests.command_line import refused
 from tests.widening import as_if_trained, widen
 
 FREE = ["--port", "0"]
@@ -144,7 +145,7 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(
     several = tmp_path / "several"
     for name in ("llama", "llama-bfloat16"):
         shutil.copytree(folder, several / "export" / name)
-    refused: list[tuple[Path, Any, list[str], str]] = [
+    cases: list[tuple[Path, Any, list[str], str]] = [
         (plain, None, [], "has no scale_router, .*--plain"),
         (several, None, [], "several exports"),
         (tmp_path, None, [], "contains no plain export"),
@@ -168,12 +169,11 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(
     with socket.create_server(("127.0.0.1", 0)) as listening:
         taken = ["--port", str(listening.getsockname()[1]), "--host", "127.0.0.1"]
         for path, engine, options, told in [
-            *refused,
+            *cases,
             (folder, None, taken, "Address already in use"),
         ]:
-            with pytest.raises(ScaleError, match=told) as error:
+            with refused(ScaleError, told):
                 serve(path, engine, options, lambda line: pytest.fail(line), plainly=False)
-            assert "\n" not in str(error.value)
     installed.discard("uvicorn")
     with pytest.raises(ScaleError, match=r"uvicorn: pip install 'scale-cli\[serve\]'"):
         serve(folder, None, [], print, plainly=False)

@@ -110,11 +110,9 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
 def everything(tmp_path: Path, shared_data: Path) -> tuple[str, ...]:
     """Keys that a run of AdamW can have at once: new tokens, conversations, replay, a choice among its weights, ..."""
     base = shutil.copytree(lower_stories(shared_data), tmp_path / "base")
-    (base / "chat_template.jinja").write_text(PLAIN, encoding="utf-8")
+    (base / "chat_template.jinja").write_text(PLAIN)
     talks = [{"m": talk([(f"ask {n}", f"say {n * n}")] * (n % 3 + 1))} for n in range(30)]
-    (tmp_path / "talks.jsonl").write_text(
-        "".join(json.dumps(one) + "\n" for one in talks), encoding="utf-8"
-    )
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in talks))
     petitions = f"{shared_data}/ko-petitions/valid.txt.xz, language: ko"
     stories = f"{shared_data}/en-tinystories/tinystories_val.txt, language: en"
     sources = (

@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scale_cli.commands.upscale import upscale, upscale_is_finished
-from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources, text_to_learn
 from scale_cli.errors import BaseModelError, PreservationError, RunFolderError
@@ -21,17 +20,15 @@ from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.building import MethodModel, start_model
 from scripts.from_scratch import train_tokenizer, write_base
-from tests.one_step import write_config
-from tests.widening import load_model, tiny_llama
+from tests.small_runs import small_run
+from tests.widening import load_model, random_ids, tiny_llama
 
 
 @pytest.fixture
 def configured(base: Path, tmp_path: Path) -> Callable[..., RunConfig]:
     """A function from overrides to a config."""
-    path = write_config(
-        tmp_path, base, method={"variant": "route", "collaboration": {"layers": "top:1"}}
-    )
-    return lambda *overrides: load_config(path, overrides)
+    route = {"variant": "route", "collaboration": {"layers": "top:1"}}
+    return lambda *overrides: small_run(tmp_path, base, *overrides, method=route)
 
 
 @pytest.fixture
@@ -40,7 +37,7 @@ def config(configured: Callable[..., RunConfig]) -> RunConfig:
 
 
 def served(model: MethodModel) -> Tensor:
-    ids = torch.randint(0, 512, (2, 20), generator=torch.Generator().manual_seed(0))
+    ids = random_ids(2, 20, below=512)
     with torch.no_grad():
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits
@@ -120,9 +117,7 @@ def test_the_real_ratio_and_the_size_served_are_told(tmp_path: Path) -> None:
 
     def told(ratio: float) -> dict[str, str]:
         lines: list[str] = []
-        config = load_config(
-            write_config(tmp_path, tmp_path / "base"), [f"method.expansion.ratio={ratio:.17g}"]
-        )
+        config = small_run(tmp_path, tmp_path / "base", f"method.expansion.ratio={ratio:.17g}")
         made = upscale(config, lines.append)
         size = served_size(made.load(), made.run.base_config, "float32")
         assert f"served         {size}" in lines
@@ -180,7 +175,7 @@ def test_a_base_with_a_weight_that_is_not_finite_or_too_many_ids_is_refused(
 
 def test_upscaling_again_replaces_the_folder_until_training_has_begun(config: RunConfig) -> None:
     folder = upscale(config).path
-    (folder / "left-over").write_text("", encoding="utf-8")
+    (folder / "left-over").write_text("")
     assert upscale(config).path == folder
     assert not (folder / "left-over").exists()
     (config.output_dir / "checkpoints").mkdir()

@@ -109,7 +109,7 @@ def test_a_moved_run_of_relative_paths_holds_from_any_folder(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished.model.base, "base")
     tree = finished.model_dump(mode="json") | {"output_dir": "run", "model": {"base": "base"}}
-    Path("mine.yaml").write_text(dump(tree), encoding="utf-8")
+    Path("mine.yaml").write_text(dump(tree))
     upscale(load_config(Path("mine.yaml")))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -133,11 +133,9 @@ def test_a_moved_run_of_relative_paths_holds_from_any_folder(
 def test_a_log_with_a_step_missing_or_twice_is_found_whatever_its_cadence(
     run: Path, logged: list[tuple[int, int]], good: bool
 ) -> None:
-    last = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     records = [{**last, "step": step, "log_every_steps": cadence} for step, cadence in logged]
-    (run / "metrics.jsonl").write_text(
-        "".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8"
-    )
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     assert ("log" in found(run / "final")["final"].held) is good
 
 

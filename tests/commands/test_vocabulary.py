@@ -14,7 +14,7 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import BaseModelError, ConfigError, PreservationError
+from scale_cli.errors import ConfigError, PreservationError
 from scale_cli.export.plain_folder import routed_class
 from scale_cli.planning import device as speed
 from scale_cli.planning.sizes import BaseSizes
@@ -35,33 +35,24 @@ def trained(config: RunConfig) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def below(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+def grown(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A widened run with new tokens, trained; no test changes it but by an evaluation and an export."""
-    return trained(config_of(shared_data, tmp_path_factory.mktemp("below")))
-
-
-def upon(config: RunConfig, folder: Path, *overrides: str) -> RunConfig:
-    """A run upon another run."""
-    return changed(
-        config, f"output_dir={folder / 'upon'}", f"model.base={config.output_dir}", *overrides
-    )
+    return trained(config_of(shared_data, tmp_path_factory.mktemp("grown")))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["route", "full", "upon a run"])
+@pytest.mark.parametrize("kind", ["route", "full"])
 def test_every_verb_of_a_run_has_its_tokens(
-    shared_data: Path, tmp_path: Path, below: RunConfig, kind: str
+    shared_data: Path, tmp_path: Path, grown: RunConfig, kind: str
 ) -> None:
-    config = below
+    config = grown
     with torch.enable_grad():
         if kind == "full":
             config = trained(config_of(shared_data, tmp_path, kind))
-        elif kind == "upon a run":
-            config = trained(upon(below, tmp_path, "method.vocabulary=null"))
     evaluate(config)
     session, folder = Run(config).open_final(), export(config).folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    vocabulary = Run(below).open_final().tokenizer.get_vocab()
+    vocabulary = Run(grown).open_final().tokenizer.get_vocab()
     assert (
         tokenizer.get_vocab() == session.tokenizer.get_vocab() == vocabulary
         and len(tokenizer) == 576
@@ -82,26 +73,24 @@ def test_every_verb_of_a_run_has_its_tokens(
 
 
 def test_what_new_tokens_cannot_do_is_refused_in_one_line(
-    shared_data: Path, tmp_path: Path, below: RunConfig, monkeypatch: pytest.MonkeyPatch
+    shared_data: Path, tmp_path: Path, grown: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="lora takes no new tokens"):
+    with pytest.raises(ConfigError, match="lora takes no new tokens"):
         config_of(shared_data, tmp_path, "lora")
-    with pytest.raises(BaseModelError, match=r"^method\.vocabulary: .* is widened"):
-        upscale(upon(below, tmp_path))
 
     def moved(*_: object) -> int:
         raise PreservationError("method.vocabulary: the tokens of 'x' have changed")
 
     monkeypatch.setattr("scale_cli.runs.new_tokens.check_added_tokens", moved)
     with pytest.raises(PreservationError):
-        upscale(changed(below, f"output_dir={tmp_path / 'again'}"))
+        upscale(changed(grown, f"output_dir={tmp_path / 'again'}"))
     assert not (tmp_path / "again/upscaled").exists()
 
 
 def test_a_plan_refuses_more_tokens_than_the_text_gives_and_what_it_says_instead_can_be_had(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scale_cli.commands.upscale.load_any_base", model_loads)
+    monkeypatch.setattr("scale_cli.commands.upscale.load_base", model_loads)
     config = config_of(shared_data, tmp_path, vocabulary={"new_tokens": 20_000, "min_count": 2})
     with pytest.raises(
         ConfigError, match=r"method\.vocabulary\.new_tokens: 20,000, but the text gives"
@@ -135,7 +124,7 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
         assert planned.new_tokens.num_new == 64
         assert told["num_tokens_before"] > 1.5 * told["num_tokens_after"]
     old, new = Run(config).base_tokenizer, Run(config).tokenizer
-    texts = (tmp_path / "ko.txt").read_text(encoding="utf-8").split("\n\n")
+    texts = (tmp_path / "ko.txt").read_text().split("\n\n")
     counts = [
         sum(len(of(text, add_special_tokens=False).input_ids) for text in texts)
         for of in (old, new)

@@ -31,7 +31,7 @@ evaluation:
 def load_text(text: str, *overrides: str) -> RunConfig:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
-        path.write_text(text, encoding="utf-8", newline="")
+        path.write_text(text, newline="")
         return load_config(path, list(overrides))
 
 

@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 
 from scale_cli.config.load import json_schema, load_config
 from scale_cli.config.schema import RunConfig, leaves
+from scale_cli.storage.atomic import read_json
 from scripts.config_reference import files
 from tests.config.small_config import SMALLEST, error_of, load_text
 
@@ -22,16 +23,16 @@ VALIDATOR: Any = Draft202012Validator(json_schema())
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
 def test_docs_hold_the_schema_that_the_code_has(path: Path) -> None:
-    assert path.read_text(encoding="utf-8") == files()[path], "make reference"
+    assert path.read_text() == files()[path], "make reference"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_of_ours_names_its_schema_and_is_valid_by_it_as_written_and_as_resolved(
     path: Path,
 ) -> None:
-    named = re.match(r"# yaml-language-server: \$schema=(.*)\n", path.read_text(encoding="utf-8"))
+    named = re.match(r"# yaml-language-server: \$schema=(.*)\n", path.read_text())
     assert named is not None
-    assert json.loads((path.parent / named[1]).read_text(encoding="utf-8")) == json_schema()
+    assert read_json(path.parent / named[1]) == json_schema()
     VALIDATOR.validate(json.loads(load_config(path).model_dump_json()))
 
 

@@ -167,7 +167,7 @@ def test_what_is_refused_is_named_by_its_line(text: str, told: str) -> None:
 
 
 def test_no_more_is_read_than_a_config_can_be(tmp_path: Path) -> None:
-    (tmp_path / "large.yaml").write_text("#" * (1 << 18) + "\n", encoding="utf-8")
+    (tmp_path / "large.yaml").write_text("#" * (1 << 18) + "\n")
     for path in (tmp_path / "large.yaml", Path("/dev/zero")):
         with pytest.raises(ConfigError, match=r"more than 262,144 bytes"):
             read_text(path)

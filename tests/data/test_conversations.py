@@ -78,7 +78,7 @@ def test_the_mask_is_the_assistants_turns_and_the_ids_are_transformers_own(
     all_messages = [talk(turns, system=system) for turns in talks]
     folder = tmp_path_factory.mktemp("talks")
     lines = [json.dumps({"messages": messages}) + "\n" for messages in all_messages]
-    (folder / "talks.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "talks.jsonl").write_text("".join(lines))
     corpus: Any = tokenised(
         folder / "talks.jsonl", tokenizer, folder, ReadingConfig(), messages_field="messages"
     )
@@ -128,7 +128,7 @@ def test_the_mask_is_the_assistants_turns_and_the_ids_are_transformers_own(
 def test_what_cannot_be_learned_of_is_dropped_for_a_reason(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, template: str, messages: Any, reason: str
 ) -> None:
-    (tmp_path / "x.jsonl").write_text(json.dumps({"talk": messages}) + "\n", encoding="utf-8")
+    (tmp_path / "x.jsonl").write_text(json.dumps({"talk": messages}) + "\n")
     source = source_of(tmp_path / "x.jsonl", messages_field="talk")
     (record,) = CorpusReader(source, 10_000, with_template(tokenizer, template))
     assert isinstance(record, Rejected) and reason in record.reason.value
@@ -140,7 +140,7 @@ def test_a_mark_that_somebody_spells_ends_no_turn_and_is_learned_as_text(
 ) -> None:
     spelt = "ab<|im_end|>\n<|im_start|>assistant\ncd</s>"
     messages = talk([(spelt, spelt), ("a", "b")])
-    (tmp_path / "x.jsonl").write_text(json.dumps({"talk": messages}) + "\n", encoding="utf-8")
+    (tmp_path / "x.jsonl").write_text(json.dumps({"talk": messages}) + "\n")
     corpus: Any = tokenised(
         tmp_path / "x.jsonl", tokenizer, tmp_path, ReadingConfig(), messages_field="talk"
     )

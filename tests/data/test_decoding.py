@@ -4,12 +4,14 @@ is cut.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from scale_cli.data.decoding import before_cut_character, text_pieces
 from tests.vocabulary.tokenizers_at_hand import llama_2, llama_3
@@ -59,3 +61,16 @@ def test_hangul_after_hangul_is_kept_and_a_cut_character_is_left_out(
     assert tokenizer.decode(before_cut_character(tokenizer, [*prompt, new[-2]])) == (
         tokenizer.decode(prompt)
     )
+
+
+@pytest.mark.parametrize("make", [llama_3, llama_2, unigram])
+def test_half_a_character_is_left_out_wherever_it_stands(make: Callable[[], Tokenizer]) -> None:
+    tokenizer = opened(make)
+    spelling = bytes_to_unicode() if make is llama_3 else {b: f"<0x{b:02X}>" for b in range(256)}
+    half: Any = tokenizer.convert_tokens_to_ids([spelling[byte] for byte in b"\xed\x95"])
+    prompt, new = (
+        tokenizer(text, add_special_tokens=False).input_ids for text in ("국민 a", " 은 법")
+    )
+    told = "".join(text_pieces(tokenizer, prompt, new))
+    for ids, times in (([*new, *half], 1), ([*half, *new], 1), ([*new, *half, *new], 2)):
+        assert "".join(text_pieces(tokenizer, prompt, ids)) == told * times

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from scale_cli.data import files
 from scale_cli.data.files import SourceFile, check_source, content_hashes, source_files
 from scale_cli.errors import CorpusError
-from scale_cli.storage.atomic import file_sha256
+from scale_cli.storage.atomic import file_sha256, read_json
 from tests.data.corpus_files import (
     COMPRESSORS,
     DOCUMENTS,
@@ -63,7 +63,7 @@ def test_a_store_gives_what_the_same_file_here_gives(store: Store) -> None:
 
 def test_patterns_are_read_in_their_order_and_no_file_twice(tmp_path: Path, store: Store) -> None:
     for name in ("b", "a", "c::한글 2024"):
-        (tmp_path / f"{name}.txt").write_text(f"of {name}", encoding="utf-8")
+        (tmp_path / f"{name}.txt").write_text(f"of {name}")
     store.pipe(f"{BUCKET}/d.txt", b"of d")
     several = [str(tmp_path / "c*.txt"), f"{BUCKET}/d.txt", str(tmp_path / "*.txt")]
     assert read(several) == ["of c::한글 2024", "of d", "of a", "of b"]
@@ -226,7 +226,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    (tmp_path / "corpus.txt").write_text("a large corpus", encoding="utf-8")
+    (tmp_path / "corpus.txt").write_text("a large corpus")
     return tmp_path / "corpus.txt"
 
 
@@ -244,7 +244,7 @@ def test_a_source_is_read_through_again_only_where_it_has_changed_even_where_its
     ):
         if text == "replaced":
             large.rename(large.with_name("kept"))
-        large.write_text(text, encoding="utf-8")
+        large.write_text(text)
         os.utime(large, ns=(status.st_atime_ns, status.st_mtime_ns))
         check_hash(large)
         check_hash(large)
@@ -268,9 +268,9 @@ def test_a_record_that_is_damaged_or_cannot_be_written_is_none(
 ) -> None:
     record = large.parent / "cache" / ".sources.json"
     check_hash(large)
-    all_null = json.dumps(dict.fromkeys(json.loads(record.read_text(encoding="utf-8"))))
+    all_null = json.dumps(dict.fromkeys(read_json(record)))
     for damaged in ("{", "[]", "null", all_null):
-        record.write_text(damaged, encoding="utf-8")
+        record.write_text(damaged)
         check_hash(large)
     record.unlink()
     record.parent.rmdir()

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data import encoding, files, tokens
 from scale_cli.data.encoding import Document, Encoded, Encoder, encode_all
-from scale_cli.data.tokens import PARTS, TokenCache, TokenisedCorpus, is_tokenised
+from scale_cli.data.tokens import PARTS, TokenCache, TokenisedCorpus
 from scale_cli.errors import CorpusError, RunError
 from scale_cli.processes import Share
 from scale_cli.storage import atomic
-from scale_cli.storage.atomic import verify_folder
+from scale_cli.storage.atomic import read_json, verify_folder
 from tests.data.corpus_files import source_of
 
 Written = tuple[TextSource, dict[str, bytes]]
@@ -205,9 +204,7 @@ def documents_written(act: Callable[[], object]) -> int:
 
 def documents_recorded(cache: Path, kind: str) -> int:
     """Return how many documents of an unfinished source are certain."""
-    return sum(
-        json.loads(record.read_text())["documents"] for record in cache.glob(f".*.{kind}.json")
-    )
+    return sum(read_json(record)["documents"] for record in cache.glob(f".*.{kind}.json"))
 
 
 @settings(
@@ -299,19 +296,6 @@ def test_a_task_reads_its_own_files_alone_and_what_all_have_made_is_joined_and_n
     assert len({corpus.ids.tobytes() for corpus in made}) == 1
 
 
-def test_a_part_that_goes_while_one_looks_at_it_is_not_there(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process has joined it, and removes it between its description and its files."""
-    make_part(write_files(tmp_path), tokenizer, tmp_path / "cache", 0, 1)
-    part = next((tmp_path / "cache" / PARTS).glob("[!.]*"))
-    assert is_tokenised(part)
-    described = atomic.described_files(part)
-    monkeypatch.setattr(tokens, "described_files", lambda _: described)
-    shutil.rmtree(part)
-    assert not is_tokenised(part)
-
-
 @pytest.mark.parametrize("counted", [{"skip_documents": 7}, {"max_documents": 20}])
 def test_where_documents_are_counted_one_process_reads_all(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, counted: dict[str, int]
@@ -366,25 +350,3 @@ def test_a_worker_that_fails_or_dies_is_one_error_here(tokenizer: PreTrainedToke
         os.kill(child.pid, signal.SIGKILL)
     with pytest.raises(RunError, match=re.escape("corpus.num_workers")):
         list(encoded)
-
-
-def test_a_chunk_ends_at_its_bytes_whatever_the_script_and_few_are_read_ahead(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(encoding, "_CHUNK_DOCUMENTS", 10)
-    encoder = Encoder(tokenizer, conversations=False)
-    read = 0
-
-    def reading() -> Iterator[Document]:
-        nonlocal read
-        for document in documents_of(TEXTS):
-            read += 1
-            yield document
-
-    ahead = [read - 10 * done for done, _ in enumerate(encode_all(reading(), encoder, 2))]
-    assert len(ahead) == 40 and max(ahead) <= 80
-    assert max(ahead[8:]) <= 10 * (2 * 2 + 1)
-    monkeypatch.setattr(encoding, "_CHUNK_BYTES", 150)
-    for text in ("a" * 30, "가" * 10):
-        encoded = encode_all(documents_of([text] * 12), encoder, 1)
-        assert [len(part.num_bytes) for part in encoded] == [5, 5, 2]

@@ -10,6 +10,7 @@ import pytest
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
+from tests.small_runs import held_out
 from tests.widening import lower_stories
 
 TrainedRun = Callable[..., RunConfig]
@@ -18,11 +19,10 @@ TrainedRun = Callable[..., RunConfig]
 def configured(
     shared_data: Path, output_dir: Path, method: dict[str, Any], dtype: str = "float32"
 ) -> RunConfig:
-    english = {
-        "path": str(shared_data / "en-tinystories" / "tinystories_val.txt"),
-        "language": "en",
-    }
+    english = shared_data / "en-tinystories" / "tinystories_val.txt"
     korean = {"path": str(shared_data / "ko-petitions" / "valid.txt.xz"), "language": "ko"}
+    petitions = {"name": "petitions", **korean, "max_documents": 8}
+    learned = {**korean, "name": "petitions-held-out", "role": "acquisition", "max_documents": 2}
     return RunConfig.model_validate(
         {
             "output_dir": output_dir,
@@ -31,20 +31,10 @@ def configured(
             "corpus": {
                 "sequence_length": 64,
                 "cache_dir": output_dir.parent / "tokens",
-                "sources": [{"name": "petitions", **korean, "max_documents": 8}],
+                "sources": [petitions],
             },
             "train": {"max_steps": 12, "global_batch_size": 4, "micro_batch_size": 4, "lr": 2e-3},
-            "evaluation": {
-                "perplexity": [
-                    {"name": "tiny", **english, "role": "retention", "max_documents": 2},
-                    {
-                        "name": "petitions-held-out",
-                        **korean,
-                        "role": "acquisition",
-                        "max_documents": 2,
-                    },
-                ]
-            },
+            "evaluation": {"perplexity": [held_out("tiny", english, max_documents=2), learned]},
             "export": {"format": "llama"},
         }
     )

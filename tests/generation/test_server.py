@@ -289,7 +289,6 @@ def test_a_chat_is_framed_by_its_template_alone(
     folder = shutil.copytree(folders[kind], tmp_path / "chat")
     (folder / "chat_template.jinja").write_text(
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
-        encoding="utf-8",
     )
     client, generator = openai.OpenAI(base_url=served(folder), api_key="none"), Generator(folder)
     turns: Any = [
@@ -350,7 +349,7 @@ def test_the_verb_serves_what_it_says_until_a_signal_comes_and_runs_no_code_of_t
     folder = shutil.copytree(folders["without BOS"], tmp_path / "it's 한글")
     ran = tmp_path / "ran"
     for file in folder.glob("*.py"):
-        file.write_text(f"open({str(ran)!r}, 'w')\n", encoding="utf-8")
+        file.write_text(f"open({str(ran)!r}, 'w')\n")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,9 +1,9 @@
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from scale_cli.storage.atomic import read_json
 from scripts.gpu import checks, speed
 from scripts.gpu.parts import Part, run_parts
 
@@ -17,7 +17,7 @@ def test_a_part_that_fails_or_hangs_does_not_end_the_rest(tmp_path: Path) -> Non
     outcomes = run_parts(parts, tmp_path, budget_s=60)
     assert [outcome.exit_code for outcome in outcomes] == [3, None, 0]
     assert (tmp_path / "fails.log").read_text() == "why\n"
-    written = json.loads((tmp_path / "summary.json").read_text())["parts"]
+    written = read_json(tmp_path / "summary.json")["parts"]
     assert [part["name"] for part in written] == ["fails", "hangs", "works"]
 
 

@@ -21,9 +21,9 @@ def small_data(shared_data: Path, folder: Path) -> Path:
         ("ko-mixed", "valid"),
     ):
         (folder / corpus).mkdir(exist_ok=True)
-        with lzma.open(shared_data / corpus / f"{part}.txt.xz", "rt", encoding="utf-8") as file:
+        with lzma.open(shared_data / corpus / f"{part}.txt.xz", "rt") as file:
             text = "\n\n".join(file.read(60_000).split("\n\n")[:6])
-        with lzma.open(folder / corpus / f"{part}.txt.xz", "wt", encoding="utf-8") as file:
+        with lzma.open(folder / corpus / f"{part}.txt.xz", "wt") as file:
             file.write(text)
     (folder / "ko-mixed/train.txt.xz").symlink_to(folder / "ko-mixed/valid.txt.xz")
     return folder

@@ -10,7 +10,7 @@ from torch import Tensor
 from scale_cli.training.objective import compiled
 from tests.model.test_families import tiny
 from tests.training.test_objective import losses, start
-from tests.widening import as_if_trained, tiny_llama, widen
+from tests.widening import as_if_trained, random_ids, tiny_llama, widen
 
 
 @pytest.mark.parametrize(("name", "num_layers"), [("route", 2), ("lora", 1)])
@@ -28,7 +28,7 @@ def test_compiled_training_has_the_losses_of_plain_training(name: str, num_layer
 @torch.no_grad()
 def test_the_compiled_widened_model_has_the_compiled_bases_logits_bit_for_bit(family: str) -> None:
     base: Any = tiny_llama(num_hidden_layers=2) if family == "llama" else tiny(family)
-    ids = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(0))
+    ids = random_ids(2, 16)
     alone = copy.deepcopy(base)
     model = as_if_trained(widen(base, "route", "top:1"))
 

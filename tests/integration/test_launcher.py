@@ -15,7 +15,7 @@ from scale_cli.config.load import load_config
 from scale_cli.data.tokens import PARTS
 from scale_cli.runs.folder import RunFolder
 from scale_cli.training.records import TrainState
-from tests.one_step import write_config
+from tests.small_runs import write_config
 from tests.test_processes import files, losses
 from tests.training.conftest import configs_in
 

@@ -116,7 +116,7 @@ def test_machines_with_caches_of_their_own_train_and_wait_for_one_that_works_lon
 
 
 def test_machines_whose_text_is_not_the_same_are_refused_in_one_line(runs: Runs) -> None:
-    (runs.root / "machine-1" / "two.txt").write_text("1 2 3\n\n4 5\n", encoding="utf-8")
+    (runs.root / "machine-1" / "two.txt").write_text("1 2 3\n\n4 5\n")
     ends = trained(runs, "run")
     said = [
         line for ended in ends for line in ended.printed.splitlines() if line.startswith("error: ")

@@ -1,6 +1,5 @@
 """The whole loop on real text: a model of English novels learns Korean from 512,000 tokens of petitions."""
 
-import json
 import math
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from scale_cli.errors import CheckFailed
 from scale_cli.evaluation.results import Report
 from scale_cli.processes import cpu_precision
 from scale_cli.runs.folder import RunFolder
+from scale_cli.storage.atomic import read_json
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_hashes import changed_tensors
 from scale_cli.upscale.base_record import BaseRecord
@@ -83,10 +83,8 @@ def test_the_intervals_of_a_real_gain_exclude_zero(report: Report) -> None:
 
 def test_the_written_report_shows_both_rules(config: RunConfig, report: Report) -> None:
     folder = RunFolder(config.output_dir).evaluation
-    assert (
-        Report.from_json(json.loads((folder / "report.json").read_text(encoding="utf-8"))) == report
-    )
-    page = (folder / "report.md").read_text(encoding="utf-8")
+    assert Report.from_json(read_json(folder / "report.json")) == report
+    page = (folder / "report.md").read_text()
     assert "routed, posterior" in page and "routed, cosine" in page
 
 
@@ -101,7 +99,7 @@ def test_the_base_is_untouched_and_the_export_is_a_plain_model(
     assert type(exported).__name__ == "LlamaForCausalLM"
     with torch.no_grad():
         assert torch.isfinite(exported(torch.tensor([[0, 5, 7]])).logits).all()
-    parity = json.loads((folder / "parity.json").read_text())
+    parity = read_json(folder / "parity.json")
     # Against float64. Where training made logits large, float32 rounds the trained model itself by more than 1e-4.
     assert parity["max_logit_difference"] <= max(1e-4, parity["own_max_difference"])
     assert parity["mean_logit_difference"] <= 1e-5

@@ -39,15 +39,11 @@ def test_every_command_of_the_page_runs_as_written(folder: Path, shared_data: Pa
     for block in commands("transformers"):
         assert "Once upon a time" in run(block, folder)
     (evaluate,) = commands("lm-eval")
-    rows = (
-        (shared_data / "eval-arc-easy" / "arc_easy.jsonl")
-        .read_text(encoding="utf-8")
-        .splitlines()[:8]
-    )
+    rows = (shared_data / "eval-arc-easy" / "arc_easy.jsonl").read_text().splitlines()[:8]
     assert {"query", "choices", "gold"} <= json.loads(rows[0]).keys()
-    (folder / "arc_easy.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    (folder / "arc_easy.jsonl").write_text("\n".join(rows))
     task = LOCAL_TASK | {"dataset_kwargs": {"data_files": {"test": str(folder / "arc_easy.jsonl")}}}
     (folder / "tasks").mkdir()
-    (folder / "tasks" / "arc_easy.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+    (folder / "tasks" / "arc_easy.yaml").write_text(yaml.safe_dump(task))
     told = run(f"{evaluate.strip()} --include_path tasks", folder, HF_HOME=str(folder / "hub"))
     assert "|arc_easy|" in told

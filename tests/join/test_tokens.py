@@ -24,6 +24,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.runs.opened import Run
 from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
 from scale_cli.vocabulary.added_tokens import new_tokens
+from tests.command_line import refused
 from tests.join.conftest import at_its_start
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
@@ -74,9 +75,10 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
 ) -> None:
     output = tmp_path / "out"
     report = join(folders(runs, "korean", "plain", "russian"), output, None)
-    assert "on text with such tokens, it differs from the head alone." in (
-        output / "README.md"
-    ).read_text(encoding="utf-8")
+    assert (
+        "on text with such tokens, it differs from the head alone."
+        in (output / "README.md").read_text()
+    )
     assert report.max_cost_nats == pytest.approx(math.log(4))
     for corpus in report.corpora:
         assert (
@@ -119,11 +121,10 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
 
 
 def test_other_tokens_of_one_script_are_refused_in_one_line(runs: dict[str, RunConfig]) -> None:
-    with pytest.raises(
-        RunFolderError, match=r"other-korean and .*korean add different tokens for the same script"
-    ) as refused:
+    with refused(
+        RunFolderError, r"other-korean and .*korean add different tokens for the same script"
+    ):
         join_runs(folders(runs, "korean", "other-korean"), None)
-    assert "\n" not in str(refused.value)
 
 
 def test_one_plain_model_has_one_row_for_each_token_and_no_size_that_is_taken_for_another_models(

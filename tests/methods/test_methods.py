@@ -15,10 +15,10 @@ from scale_cli.methods.llama_pro import LlamaPro, LlamaProConfig, order_of
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.upscale.building import MethodModel, build_model
 from tests.model.test_families import answered
-from tests.widening import move, real_base
+from tests.widening import move, random_ids, real_base
 
 STORIES = "ckpt-stories260K"
-IDS = torch.randint(0, 512, (3, 40), generator=torch.Generator().manual_seed(0))
+IDS = random_ids(3, 40, below=512)
 # The embedding that is the head too, as PEFT names what it trains whole.
 _PEFTS_TIED = "base_model.model.model.embed_tokens.modules_to_save.default.weight"
 

@@ -35,7 +35,7 @@ def test_methods_are_told_apart_by_name_label_colour_and_mark_and_each_has_its_o
 
 
 def test_the_docs_name_every_method() -> None:
-    concepts = (Path(__file__).parents[2] / "docs" / "concepts.md").read_text(encoding="utf-8")
+    concepts = (Path(__file__).parents[2] / "docs" / "concepts.md").read_text()
     assert not [name for name in METHODS if f"`{name}`" not in concepts]
 
 
@@ -49,8 +49,7 @@ def test_no_module_but_the_methods_asks_which_method_one_is() -> None:
     asking = [
         file
         for file in files
-        if file.parent.name not in ("methods", "research")
-        and asks.search(file.read_text(encoding="utf-8"))
+        if file.parent.name not in ("methods", "research") and asks.search(file.read_text())
     ]
     assert not asking
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_cli.model import routing
 from scale_cli.model.fused_scale import cast_for_products
-from tests.widening import tiny_llama, widen
+from tests.widening import random_ids, tiny_llama, widen
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -53,7 +53,7 @@ def test_a_training_forward_of_sixteen_layers_launches_at_most_1500_kernels(
         routing, "FEWEST_ROWS", 8
     )  # 16 chunks of the loss, as a GPU has of 8,192 tokens
     model = widen(tiny_llama(num_hidden_layers=16).bfloat16(), "preserve")
-    ids = torch.randint(0, 61, (1, 128), generator=torch.Generator().manual_seed(0))
+    ids = random_ids(1, 128)
     with torch.autocast("cpu", torch.bfloat16), _Kernels() as kernels:
         model.train()(
             ids,

@@ -1,13 +1,7 @@
-from collections import Counter
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from scale_cli.model import routing
 from scale_cli.model.head_loss import IGNORED, plain_cross_entropy, trained_head_cross_entropy
@@ -106,52 +100,3 @@ def test_under_autocast_it_is_as_near_to_float32_as_whole_logits_are() -> None:
         )
     (whole,) = torch.autograd.grad(whole_loss, u)
     assert (chunked - exact).norm() <= 1.2 * (whole - exact).norm()
-
-
-class BytesMoved(TorchDispatchMode):
-    """What every operator but products and views reads and writes; of what is indexed, the indexed
-    elements alone.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_name = Counter[str]()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made, name = op(*args, **(kwargs or {})), op._schema.name.removeprefix("aten::")
-        if op.is_view or name in ("mm", "addmm", "addmm_", "empty", "empty_like", "prim::device"):
-            return made
-        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "out"}
-        read, written = tree_leaves((args, kwargs)), tree_leaves(made)
-        if name in ("gather", "scatter", "scatter_", "scatter_add_", "index_put_"):
-            read = written = [args[2]]
-        in_place = (
-            op._schema.arguments[0].alias_info is not None and not op._schema.arguments[0].is_out
-        )
-        if name in ("copy_", "zero_", "fill_") and in_place:
-            read = read[1:]
-        self.by_name[name] += sum(
-            value.nbytes for value in [*read, *written] if isinstance(value, Tensor)
-        )
-        return made
-
-
-def test_of_a_model_of_1_b_the_loss_moves_at_most_25_gb_a_micro_batch_of_8192_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", routing.LOGITS_AT_ONCE["cuda"])
-    with FakeTensorMode():
-        x, base_head = (
-            torch.empty(1, 8192, 2048, dtype=torch.bfloat16),
-            torch.empty(128256, 2048, dtype=torch.bfloat16),
-        )
-        u, head = (
-            torch.empty(1, 8192, 256, requires_grad=True),
-            torch.empty(128256, 256, requires_grad=True),
-        )
-        targets = torch.zeros(1, 8192, dtype=torch.long)
-        with torch.autocast("cpu", torch.bfloat16), BytesMoved() as moved:
-            trained_head_cross_entropy(
-                x, u, base_head, head, targets, token_losses_BT=torch.empty(1, 8192)
-            )
-    assert moved.by_name.total() <= 25e9, moved.by_name

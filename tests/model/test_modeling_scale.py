@@ -18,6 +18,7 @@ from torch import Tensor
 
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from tests.command_line import refused
 from tests.widening import as_if_trained, joined, routed_heads, tiny_llama, trained_head, widen
 
 
@@ -150,6 +151,5 @@ def test_what_a_widened_model_cannot_do_is_refused_in_one_line_at_the_call(
     model: Any, name: str
 ) -> None:
     call, told = CALLS[name]
-    with pytest.raises((ValueError, NotImplementedError), match=told) as refused:
+    with refused((ValueError, NotImplementedError), told):
         call(model)
-    assert "\n" not in str(refused.value)

@@ -22,10 +22,11 @@ from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import WidenedModel
 from scale_cli.model.routed_scale import RoutedModel, RouterLayer
 from scale_cli.upscale.building import NewPieces
+from tests.command_line import refused
 from tests.model.test_families import BASES, tiny
-from tests.widening import as_if_trained, joined, tiny_llama, widen
+from tests.widening import as_if_trained, joined, random_ids, tiny_llama, widen
 
-IDS = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
+IDS = random_ids(2, 20)
 PADDED = torch.ones_like(IDS)
 PADDED[0, :5] = 0
 Pair = tuple[Any, Any]
@@ -243,14 +244,6 @@ def test_one_token_in_16_bits_asks_the_head_once_and_so_does_any_head_that_is_no
     assert (answered(quantised).log_softmax(-1) - wanted).abs().mean() < 0.05
 
 
-def test_a_broken_head_has_no_say(two: Pair) -> None:
-    broken = copy.deepcopy(two[0])
-    with torch.no_grad():
-        broken.expansion.lm_head.weight.fill_(float("nan"))
-        expected = broken.base(IDS, use_cache=False).logits
-    close(answered(routed(broken)).log_softmax(-1), expected.log_softmax(-1))
-
-
 def _filled_by_another(model: Any) -> None:
     cache = super(RoutedModel, model).forward(IDS, use_cache=True)[CACHE]
     model(IDS, cache=cache)
@@ -288,6 +281,5 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_cannot_do_is_refused_in_one_line(two: Pair, name: str) -> None:
     call, told = REFUSED[name]
-    with pytest.raises((ValueError, NotImplementedError), match=told) as refused:
+    with refused((ValueError, NotImplementedError), told):
         call(two[1])
-    assert "\n" not in str(refused.value)

@@ -14,7 +14,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.building import NewPieces, start_model
 from tests.model.test_families import tiny
 from tests.plain_torch import composed_rows
-from tests.widening import TINY, as_if_trained, widen
+from tests.widening import TINY, as_if_trained, random_ids, widen
 
 OLD = TINY["vocab_size"]
 PIECES = NewPieces(
@@ -40,8 +40,8 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
     family: str, variant: str, layers: str | None
 ) -> None:
     model = grown(variant, family, layers)
-    old_ids = torch.randint(OLD, (2, 11), generator=torch.Generator().manual_seed(1))
-    ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(2))
+    old_ids = random_ids(2, 11, below=OLD, seed=1)
+    ids = random_ids(2, 11, below=ALL, seed=2)
     states = model.final_states(old_ids, preserved=True)
     assert torch.equal(model.base_logits(states), model.base(input_ids=old_ids).logits)
     new: Any = model.expansion.new_tokens
@@ -87,7 +87,7 @@ def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base(family: s
     )
     plain = widened.base
     beside = BaseAndTrained(BaseOfNewTokens(plain, PIECES.rows(plain), widened.config), plain)
-    ids = torch.randint(ALL, (1, 9), generator=torch.Generator().manual_seed(4))
+    ids = random_ids(1, 9, below=ALL, seed=4)
     states = beside.base.get_decoder()(ids, use_cache=False).last_hidden_state
     logits = beside.base.get_output_embeddings()(states)
     routed = widened.head_logits(ids)(slice(None))[0]

@@ -1,6 +1,5 @@
 """All that can be known is known before the first write, whichever verb is asked."""
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +25,7 @@ from scale_cli.runs.opened import Run, open_folder
 from scale_cli.storage.atomic import write_text
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scripts.from_scratch import train_tokenizer, write_base
+from tests.small_runs import held_out, write_config
 from tests.vocabulary.tokenizers_at_hand import BROKEN, ENGLISH, KOREAN
 from tests.widening import tiny_llama
 
@@ -39,12 +39,10 @@ def say_nothing(_: str) -> None: ...
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("inputs")
     for name in ("trained", "held-out"):
-        (root / f"{name}.txt").write_text(
-            "One, two, three.\n\nFour, five, six.\n", encoding="utf-8"
-        )
+        (root / f"{name}.txt").write_text("One, two, three.\n\nFour, five, six.\n")
     dataset = root / "rows"
     dataset.mkdir()
-    (dataset / "train.jsonl").write_text('{"text": "One."}\n', encoding="utf-8")
+    (dataset / "train.jsonl").write_text('{"text": "One."}\n')
     tokenizer = train_tokenizer(["One, two, three."], 280)
     write_base(root / "base", tiny_llama(vocab_size=len(tokenizer)), tokenizer)
     return root
@@ -54,44 +52,18 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def configured(inputs: Path, tmp_path: Path) -> Configured:
     """Return a function from overrides, in which {here} is the folder of the inputs, to a config."""
 
-    def make(*overrides: str) -> RunConfig:
-        tree: dict[str, Any] = {
-            "output_dir": str(tmp_path / "run"),
-            "model": {"base": str(inputs / "base")},
-            "corpus": {
-                "sequence_length": 16,
-                "cache_dir": str(tmp_path / "cache"),
-                "sources": [{"name": "one", "path": str(inputs / "trained.txt"), "language": "en"}],
-            },
-            "train": {
-                "max_steps": 1,
-                "global_batch_size": 1,
-                "micro_batch_size": 1,
-                "eval_every_steps": 1,
-            },
-            "evaluation": {
-                "perplexity": [
-                    {
-                        "name": "kept",
-                        "path": str(inputs / "held-out.txt"),
-                        "language": "en",
-                        "role": "retention",
-                    },
-                    {
-                        "name": "new",
-                        "path": str(inputs / "held-out.txt"),
-                        "language": "ko",
-                        "role": "acquisition",
-                    },
-                ]
-            },
-        }
-        (tmp_path / "config.yaml").write_text(json.dumps(tree), encoding="utf-8")
-        return load_config(
-            tmp_path / "config.yaml", [override.format(here=inputs) for override in overrides]
-        )
-
-    return make
+    kept = held_out("kept", inputs / "held-out.txt")
+    new = held_out("new", inputs / "held-out.txt", "acquisition", language="ko")
+    source = {"name": "one", "path": str(inputs / "trained.txt"), "language": "en"}
+    path = write_config(
+        tmp_path,
+        inputs / "base",
+        corpus={"cache_dir": str(tmp_path / "cache"), "sources": [source]},
+        train={"micro_batch_size": 1, "eval_every_steps": 1},
+        evaluation={"perplexity": [kept, new]},
+    )
+    (tmp_path / "news.txt").unlink()
+    return lambda *overrides: load_config(path, [each.format(here=inputs) for each in overrides])
 
 
 OF_THE_BASE = [
@@ -174,7 +146,7 @@ def test_a_tokenizer_that_drops_a_script_is_found_before_anything_is_written(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=broken(), eos_token="</s>")
     write_base(tmp_path / "base", tiny_llama(vocab_size=num_ids(tokenizer)), tokenizer)
     for name, text in (("ko", KOREAN), ("en", ENGLISH)):
-        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+        (tmp_path / f"{name}.txt").write_text(text)
     before = sorted(tmp_path.rglob("*"))
     places = (
         "corpus.sources.0.path",
@@ -190,7 +162,7 @@ def test_a_tokenizer_that_drops_a_script_is_found_before_anything_is_written(
             CorpusError, match=r"(one|kept|new) \(.*ko\.txt\): the tokenizer loses .* '안녕하세요'"
         ):
             upscale(config)
-    assert sorted({*tmp_path.rglob("*")} - {tmp_path / "config.yaml"}) == before
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_training_does_not_begin_without_its_texts(configured: Configured, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 @torch.no_grad()
 def main() -> None:
     for folder in map(Path, sys.argv[1:]):
-        questions = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
+        questions = json.loads((folder / "questions.json").read_text())
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", trust_remote_code=False
         ).eval()

@@ -102,7 +102,7 @@ def write_base(name: str, shared_data: Path, folder: Path) -> None:
     config = AutoConfig.for_model(family, **given)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    told = json.loads((folder / "config.json").read_text())
     for new in ("dtype", "rope_parameters"):
         del told[new]
     told |= {
@@ -111,10 +111,8 @@ def write_base(name: str, shared_data: Path, folder: Path) -> None:
         "rope_scaling": scaling,
         "transformers_version": "4.45.0",
     }
-    (folder / "config.json").write_text(json.dumps(told), encoding="utf-8")
-    (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": EOS}), encoding="utf-8"
-    )
+    (folder / "config.json").write_text(json.dumps(told))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(shared_data / "ckpt-novels-en" / "hf" / file, folder / file)
 
@@ -145,7 +143,7 @@ def expected(
             plain = plain_model(model, "float32", [IDS])
             write_plain(plain, load_tokenizer(base), base, folder, router_keys(model))
             questions = {"ids": IDS.tolist(), "texts": TEXTS}
-            (folder / "questions.json").write_text(json.dumps(questions), encoding="utf-8")
+            (folder / "questions.json").write_text(json.dumps(questions))
             with torch.no_grad():
                 found[folder.name] = folder, trained_logits(model, IDS)
                 if variant == "route":
@@ -219,9 +217,9 @@ def test_an_export_with_new_tokens_answers_there_as_it_does_here(
     transformers_4: Path, shared_data: Path, tmp_path: Path
 ) -> None:
     base = lower_stories(shared_data)  # whose tokenizer has a list of special tokens, as many have
-    settings = json.loads((base / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings = json.loads((base / "tokenizer_config.json").read_text())
     settings["additional_special_tokens"] = ["<s>", "</s>"]
-    (base / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
     config = config_of(shared_data, tmp_path, base=base)
     upscale(config)
     train(config, None, print)
@@ -229,9 +227,7 @@ def test_an_export_with_new_tokens_answers_there_as_it_does_here(
     texts, model = [*TEXTS, ENGLISH, KOREAN], cast(Any, session.load())
     ids = torch.tensor([session.tokenizer(text).input_ids[:50] for text in (ENGLISH, KOREAN)])
     assert [row.max() >= 512 for row in ids] == [False, True]
-    (folder / "questions.json").write_text(
-        json.dumps({"ids": ids.tolist(), "texts": texts}), encoding="utf-8"
-    )
+    (folder / "questions.json").write_text(json.dumps({"ids": ids.tolist(), "texts": texts}))
     let_answer(transformers_4, [folder])
     answers = load_file(folder / "answers.safetensors")
     assert answers["ids"].tolist() == [

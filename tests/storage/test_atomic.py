@@ -232,7 +232,7 @@ def test_one_flipped_bit_in_any_file_is_detected(whole: Path, data: st.DataObjec
 
 def test_a_manifest_of_another_shape_is_damage(tmp_path: Path) -> None:
     for manifest in ("[]", "{}", '{"files": 3, "versions": 3}', ""):
-        (tmp_path / MANIFEST).write_text(manifest, encoding="utf-8")
+        (tmp_path / MANIFEST).write_text(manifest)
         with pytest.raises(StorageError, match="damaged"):
             verify_folder(tmp_path)
 

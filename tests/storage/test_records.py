@@ -48,7 +48,7 @@ def test_what_is_no_record_is_an_error_that_names_the_file(
     kind: type[RunRecord], tmp_path: Path
 ) -> None:
     for content in ("[]", "null", '{"tensors": 1, "step": "x", "read": 2, "sources": []}', "{"):
-        (tmp_path / kind.FILE).write_text(content, encoding="utf-8")
+        (tmp_path / kind.FILE).write_text(content)
         with pytest.raises(StorageError, match=kind.FILE):
             kind.load(tmp_path)
 
@@ -127,7 +127,7 @@ def record(step: int) -> MetricsRecord:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text()
     assert text == "" or text.endswith("\n")
     return [json.loads(line) for line in text.split("\n")[:-1]]
 

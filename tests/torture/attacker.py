@@ -37,9 +37,7 @@ def write_benchmark(folder: Path, **changes: Any) -> dict[str, str]:
     """Write a task of one item; return the entry of evaluation.benchmarks that names it."""
     items = folder / "items.jsonl"
     if not items.exists():
-        items.write_text(
-            '{"query": "One", "choices": ["cat", "dog"], "gold": 0}\n', encoding="utf-8"
-        )
+        items.write_text('{"query": "One", "choices": ["cat", "dog"], "gold": 0}\n')
     task = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(items)}},
@@ -51,7 +49,7 @@ def write_benchmark(folder: Path, **changes: Any) -> dict[str, str]:
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
         **changes,
     }
-    (folder / "mine.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+    (folder / "mine.yaml").write_text(yaml.safe_dump(task))
     return {"name": "mine", "path": str(folder / "mine.yaml"), "language": "en"}
 
 

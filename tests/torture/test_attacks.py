@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from scale_cli.commands.run import run_pipeline
-from scale_cli.config.load import load_config
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.evaluation.benchmark_tasks import open_benchmarks
 from tests.command_line import Scale
 from tests.evaluation.task_files import add_task, know_only
-from tests.one_step import write_config
+from tests.small_runs import held_out, small_run, write_config
 from tests.torture.attacker import (
     REMOTE_MODEL,
     edit_json,
@@ -33,15 +32,9 @@ Configured = Callable[..., Path]
 def finished_once(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished run of the four verbs, beside its text."""
     folder = tmp_path_factory.mktemp("finished")
-    held_out = {
-        "name": "news",
-        "path": str(folder / "news.txt"),
-        "language": "en",
-        "role": "retention",
-    }
-    evaluation = {"perplexity": [held_out], "bootstrap_resamples": 100}
-    config = write_config(folder, stories, train=TWO_STEPS, evaluation=evaluation)
-    run_pipeline(load_config(config), lambda _: None)
+    kept = held_out("news", folder / "news.txt")
+    evaluation = {"perplexity": [kept], "bootstrap_resamples": 100}
+    run_pipeline(small_run(folder, stories, train=TWO_STEPS, evaluation=evaluation), lambda _: None)
     return folder
 
 
@@ -62,7 +55,7 @@ def finished(finished_once: Path, tmp_path: Path, stories: Path) -> Configured:
 
 def test_a_yaml_tag_runs_nothing(scale: Scale, base: Path, tmp_path: Path, canary: Path) -> None:
     config = write_config(tmp_path, base)
-    good = config.read_text(encoding="utf-8")
+    good = config.read_text()
     for tag in (
         "!!python/object/apply:os.mkdir [{}]",
         "!!python/object/new:os.mkdir [[{}]]",
@@ -70,9 +63,9 @@ def test_a_yaml_tag_runs_nothing(scale: Scale, base: Path, tmp_path: Path, canar
     ):
         evil = tag.format(canary)
         assert "not valid YAML" in scale("upscale", config, f"seed={evil}").error()
-        config.write_text(f"seed: {evil}\n" + good, encoding="utf-8")
+        config.write_text(f"seed: {evil}\n" + good)
         assert scale("upscale", config).error().startswith(f"{config}:1: not valid YAML")
-        config.write_text(good, encoding="utf-8")
+        config.write_text(good)
     assert not canary.exists()
 
 
@@ -85,9 +78,9 @@ def test_a_yaml_tag_in_a_run_or_in_a_task_of_a_benchmark_runs_nothing(
         tmp_path / "run" / "final",
     )
     for tagged in (evil, "doc_to_text: !function os.getcwd\n"):
-        (tmp_path / "mine.yaml").write_text(tagged, encoding="utf-8")
+        (tmp_path / "mine.yaml").write_text(tagged)
         assert re.search(r"mine\.yaml(:1)?: not valid YAML", scale("evaluate", config).error())
-    (final / "scale.yaml").write_text(evil, encoding="utf-8")
+    (final / "scale.yaml").write_text(evil)
     reseal(final)
     for arguments in (("generate", final, "--prompt", "x"), ("verify", final)):
         done = scale(*arguments)
@@ -205,7 +198,7 @@ def test_a_manifest_does_not_lead_out_of_its_folder(scale: Scale, tmp_path: Path
     final, outside = tmp_path / "run" / "final", tmp_path / "outside"
     outside.mkdir()
     for secret in (tmp_path / "run" / "secret", outside / "file"):
-        secret.write_text("secret", encoding="utf-8")
+        secret.write_text("secret")
     (final / "link").symlink_to(tmp_path / "run" / "secret")
     (final / "linked").symlink_to(outside)
     assert f"{final / 'link'}: is not a file that scale wrote" in scale("verify", final).stdout
@@ -238,7 +231,7 @@ def test_a_link_out_of_output_dir_is_refused_before_anything_is_written(
 ) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    (outside / "precious").write_text("precious", encoding="utf-8")
+    (outside / "precious").write_text("precious")
     link = tmp_path / "run" / place
     link.parent.mkdir(parents=True)
     link.symlink_to(outside / "precious" if place in FILES.split() else outside)
@@ -247,9 +240,7 @@ def test_a_link_out_of_output_dir_is_refused_before_anything_is_written(
         .error()
         .startswith(f"{link}: points outside output_dir")
     )
-    assert {file.name: file.read_text(encoding="utf-8") for file in outside.iterdir()} == {
-        "precious": "precious"
-    }
+    assert {file.name: file.read_text() for file in outside.iterdir()} == {"precious": "precious"}
 
 
 def test_a_link_that_stays_inside_is_no_escape(scale: Scale, base: Path, tmp_path: Path) -> None:
@@ -285,7 +276,7 @@ RED = "\x1b[31mred\x1b]0;title\x07\x9b2J"
 def test_control_characters_of_a_file_name_do_not_reach_the_terminal(
     scale: Scale, base: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / f"{RED}.jsonl").write_text('{"text": "One."}\n' * 3 + "{\n", encoding="utf-8")
+    (tmp_path / f"{RED}.jsonl").write_text('{"text": "One."}\n' * 3 + "{\n")
     config = write_config(tmp_path, base)
     path = f"corpus.sources.0.path={json.dumps(str(tmp_path / '*.jsonl'))}"
     refused = scale("prepare", config, path)

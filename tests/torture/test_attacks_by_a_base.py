@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.command_line import Scale
-from tests.one_step import write_config
+from tests.small_runs import write_config
 from tests.torture.attacker import REMOTE_MODEL, Evil, edit_json, evil_pickle, evil_python
 
 

@@ -236,7 +236,7 @@ def test_one_of_several_processes_is_killed_beside_steps_or_where_it_writes_and_
             count = OfProcess(rank, Fault(whole.root, 0, counted=counted))
             assert not any(train_together(several, "whole-of-several", num_processes, count))
             num_calls, killed = (
-                len(counted.read_text(encoding="utf-8").splitlines()),
+                len(counted.read_text().splitlines()),
                 several.folder("killed"),
             )
             calls = range(1, num_calls, 1 + num_calls // 12) if in_full else (num_calls // 2,)

@@ -17,15 +17,13 @@ from scale_cli.config.schedule import SCHEDULES
 from scale_cli.methods import METHODS
 from scale_cli.runs.opened import Run
 from tests.command_line import Outcome, Scale, model_loads
-from tests.one_step import write_config
+from tests.small_runs import held_out, write_config
 
 Record = Callable[[str, object], None]
 Examples = Callable[[int, int], settings]
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHIPPED = [
-    path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "configs").glob("*.yaml"))
-]
-OF_A_RUN = (REPOSITORY / "configs" / "petitions.yaml").read_text(encoding="utf-8")
+SHIPPED = [path.read_text() for path in sorted((REPOSITORY / "configs").glob("*.yaml"))]
+OF_A_RUN = (REPOSITORY / "configs" / "petitions.yaml").read_text()
 TREES: list[dict[str, Any]] = [yaml.safe_load(text) for text in SHIPPED]
 # What takes a config, and what of it is called first with the base: from there on it is a run.
 VERBS = ("plan", "prepare", "run", "upscale")
@@ -230,14 +228,8 @@ def test_configs_that_are_taken_run_to_their_end(
         nonlocal num_runs
         with tempfile.TemporaryDirectory() as name:
             news = Path(name) / "news.txt"
-            news.write_text("Once upon a time.\n\nThe cat was happy.\n" * 5, encoding="utf-8")
-            held_out = {
-                "name": "held-out",
-                "path": str(news),
-                "language": "en",
-                "role": "retention",
-            }
-            evaluation = {"perplexity": [held_out], "bootstrap_resamples": 100}
+            news.write_text("Once upon a time.\n\nThe cat was happy.\n" * 5)
+            evaluation = {"perplexity": [held_out("kept", news)], "bootstrap_resamples": 100}
             config = write_config(Path(name), stories, train=steps, evaluation=evaluation)
             done = scale("run", config, "corpus.num_workers=1", *overrides)
             assert done.exit_code == 0, (overrides, done.stderr)

@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from scale_cli.storage.atomic import read_json
 from tests.command_line import Scale
 from tests.data.corpus_files import COMPRESSORS, dropped, kept, records
-from tests.one_step import write_config
+from tests.small_runs import write_config
 from tests.torture.verbs import FORKS, PATIENCE_S
 
 LIMIT = 2000  # corpus.max_document_bytes
@@ -161,7 +162,7 @@ def check_cache(cache: Path) -> dict[str, Any] | None:
         return None
     (folder,) = cache.iterdir()
     assert not folder.name.startswith("."), "something half-written was left"
-    ledger: dict[str, Any] = json.loads((folder / "ledger.json").read_text(encoding="utf-8"))
+    ledger: dict[str, Any] = json.loads((folder / "ledger.json").read_text())
     sizes, offsets = (
         np.fromfile(folder / f"{name}.bin", np.int64) for name in ("num_bytes", "offsets")
     )
@@ -278,6 +279,6 @@ def test_bombs_are_dropped_in_little_memory(tmp_path: Path, in_full: bool) -> No
     process = FORKS.Process(target=read_bombs, args=(bombs, tmp_path / "told.json"))
     process.start()
     process.join(PATIENCE_S)
-    reasons, growth_kib = json.loads((tmp_path / "told.json").read_text(encoding="utf-8"))
+    reasons, growth_kib = read_json(tmp_path / "told.json")
     assert reasons == ["too large"] * 3
     assert growth_kib < 64 * 1024

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.command_line import Scale
-from tests.one_step import write_config
+from tests.small_runs import write_config
 from tests.torture.attacker import write_benchmark
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     planted = {name: f"hf_{secrets.token_hex(17)}" for name in NAMES}
     stored = f"hf_{secrets.token_hex(17)}"
     (folder / "hub").mkdir()
-    (folder / "hub" / "token").write_text(stored, encoding="utf-8")
+    (folder / "hub" / "token").write_text(stored)
     for name, value in (planted | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}).items():
         monkeypatch.setenv(name, value)
     return [*planted.values(), stored]
@@ -161,7 +161,7 @@ def test_a_whole_run_repeats_no_token_of_the_environment_and_neither_reads_nor_w
 def test_no_call_of_ours_asks_for_what_runs_code() -> None:
     """What ruff's rules in pyproject.toml do not see: pickles in arrays, code that comes with a model."""
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 given = {keyword.arg: keyword.value for keyword in node.keywords}
                 called = ast.unparse(node.func)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tests.torture.faults import SignalAt
 from tests.torture.tiny_run import MAX_STEPS, Runs, assert_same
-from tests.torture.verbs import Ended, ended_group, run_verb, start_group
+from tests.torture.verbs import Ended, ended_group, run_verb
 
 Record = Callable[[str, object], None]
 _GO_ON = "continue with: "
@@ -78,24 +78,6 @@ def test_a_signal_while_the_last_checkpoint_is_written_ends_the_verb_before_fina
         and not run.final.exists()
     )
     runs.finish_as("whole", "stopped")
-
-
-def test_a_signal_to_one_of_two_processes_while_the_last_checkpoint_is_written_ends_both(
-    runs: Runs,
-) -> None:
-    run, signalled = (
-        runs.upscaled("stopped"),
-        SignalAt("save", 4, signal.SIGTERM),
-    )  # one process writes
-    ends = ended_group(
-        start_group(*runs.arguments("train", "stopped"), num_processes=2, hook=signalled)
-    )
-    assert [ended.exit_code for ended in ends] == [143, 143], ends
-    assert run.checkpoint(MAX_STEPS).is_dir() and not run.final.exists()
-    assert (
-        all(ended.exit_code == 0 for ended in ended_group(runs.start_two("stopped")))
-        and run.final.is_dir()
-    )
 
 
 def test_a_signal_while_tokenising_leaves_nothing_that_blocks_the_same_command(runs: Runs) -> None:

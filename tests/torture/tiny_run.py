@@ -12,12 +12,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from scale_cli.commands.verify import verify
-from scale_cli.config.load import dump_config
-from scale_cli.config.schema import RunConfig
 from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import MANIFEST, file_sha256, read_json, verify_folder
 from scale_cli.upscale.base_hashes import tensor_sha256
 from scripts.from_scratch import train_tokenizer, write_base
+from tests.small_runs import held_out, write_config
 from tests.torture.faults import Fault
 from tests.torture.verbs import Ended, Hook, Verb, run_verb, start_group
 from tests.widening import tiny_llama
@@ -44,8 +43,8 @@ def write_base_and_texts(root: Path, **sizes: Any) -> None:
             " ".join(str(words.randrange(40)) for _ in range(words.randrange(3, 20)))
             for _ in range(num_documents)
         ]
-        (root / f"{name}.txt").write_text("\n\n".join(documents) + "\n", encoding="utf-8")
-    tokenizer = train_tokenizer([(root / "one.txt").read_text(encoding="utf-8")], 280)
+        (root / f"{name}.txt").write_text("\n\n".join(documents) + "\n")
+    tokenizer = train_tokenizer([(root / "one.txt").read_text()], 280)
     write_base(root / "base", tiny_llama(vocab_size=len(tokenizer), **sizes), tokenizer)
 
 
@@ -60,22 +59,20 @@ class Runs:
         return RunFolder(self.root / name)
 
     def config(self, name: str) -> Path:
-        path = self.root / f"{name}.yaml"
-        one, two, held_out = (
-            {"path": str(self.root / f"{file}.txt")} for file in ("one", "two", "held-out")
-        )
-        tree = {
-            "output_dir": self.root / name,
-            "model": {"base": str(self.root / "base")},
-            "method": {"variant": "route", "collaboration": {"layers": "top:1"}},
-            "corpus": {
-                "sequence_length": 16,
+        one, two, kept = (str(self.root / f"{file}.txt") for file in ("one", "two", "held-out"))
+        return write_config(
+            self.root,
+            self.root / "base",
+            name,
+            output_dir=str(self.root / name),
+            method={"variant": "route", "collaboration": {"layers": "top:1"}},
+            corpus={
                 "sources": [
-                    {"name": "one", "language": "ko", **one},
-                    {"name": "two", "language": "ko", "weight": 0.5, **two},
+                    {"name": "one", "language": "ko", "path": one},
+                    {"name": "two", "language": "ko", "path": two, "weight": 0.5},
                 ],
             },
-            "train": {
+            train={
                 "max_steps": MAX_STEPS,
                 "global_batch_size": 4,
                 "micro_batch_size": 1,
@@ -86,17 +83,15 @@ class Runs:
                 "keep_checkpoints": 2,
                 "eval_every_steps": 4,
             },
-            "evaluation": {
+            evaluation={
                 "bootstrap_resamples": 100,
                 "perplexity": [
-                    {"name": "held", "language": "ko", "role": "acquisition", **held_out},
-                    {"name": "kept", "language": "ko", "role": "retention", **one},
+                    held_out("held", kept, "acquisition", language="ko"),
+                    held_out("kept", one, language="ko"),
                 ],
             },
-            "export": {"format": "llama"},
-        }
-        path.write_text(dump_config(RunConfig.model_validate(tree)), encoding="utf-8")
-        return path
+            export={"format": "llama"},
+        )
 
     def arguments(self, verb: str, name: str) -> list[str]:
         resume = ["--resume", "auto"] if verb == "train" else []
@@ -141,7 +136,7 @@ class Runs:
 
 def outcome(run: RunFolder) -> dict[str, Any]:
     """Return all that has to be the same in two runs, whatever happened to them on the way."""
-    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     position = read_json(run.final / "position.json")
     names = ("trained.safetensors", "token_ledger.json", "corpora.json")
     last = sorted(run.checkpoint(MAX_STEPS).rglob("*.safetensors"))
@@ -209,7 +204,7 @@ def undisturbed(runs: Runs, verb: str) -> list[str]:
     run, counted = beginning(runs, verb), runs.root / "calls.jsonl"
     runs.do(verb, "failing", Fault(run.root, 0, counted=counted))
     runs.copy("failing", "undisturbed")
-    return [json.loads(line)[0] for line in counted.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line)[0] for line in counted.read_text().splitlines()]
 
 
 def assert_as_undisturbed(runs: Runs, verb: str) -> None:

@@ -111,7 +111,7 @@ def _run(
 ) -> None:
     """Do what `python -m scale_cli ARGUMENTS` does, after a hook."""
     os.environ.update(environment)
-    with Path(printed).open("w", encoding="utf-8", buffering=1) as log:
+    with Path(printed).open("w", buffering=1) as log:
         sys.stdout = sys.stderr = log
         code: object = 0
         try:

@@ -60,7 +60,7 @@ def configs_in(folder: Path, shared_data: Path, cache: Path) -> MakeConfig:
         path = folder / f"{name}.yaml"
         base = lower_stories(shared_data)
         text = _YAML.format(base=base, shared=shared_data, output=folder / name, cache=cache)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text)
         return load_config(path, list(overrides))
 
     return make

@@ -1,11 +1,6 @@
-import signal
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
 
-from scale_cli.training.interruption import StopRequest, command_to_go_on
+from scale_cli.training.interruption import command_to_go_on
 
 
 @pytest.mark.parametrize(
@@ -32,14 +27,3 @@ def test_the_command_to_go_on_is_the_one_that_was_given(
 ) -> None:
     environment = {} if num_processes is None else {"WORLD_SIZE": num_processes}
     assert command_to_go_on(arguments, environment) == expected
-
-
-def test_what_one_of_several_processes_was_asked_by_is_agreed_on_a_step_later() -> None:
-    accelerator: Any = SimpleNamespace(
-        device="cpu", gather=lambda mine: torch.cat([mine, torch.tensor([0])])
-    )
-    stop = StopRequest(None, alone=False)
-    nobody, somebody = torch.zeros(()), torch.tensor(float(signal.SIGTERM))
-    assert [stop.agreed(accelerator, nobody) for _ in range(2)] == [0, 0]
-    stop.catch(signal.SIGTERM, None)
-    assert [stop.agreed(accelerator, somebody) for _ in range(2)] == [0, signal.SIGTERM]

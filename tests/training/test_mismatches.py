@@ -15,7 +15,7 @@ from scale_cli.runs.folder import TRAINED, RunFolder
 from scale_cli.runs.opened import Run, check_processes
 from scale_cli.storage.atomic import file_sha256
 from scale_cli.training.records import TrainState
-from tests.one_step import write_config
+from tests.small_runs import small_run
 from tests.training.conftest import finished, go_on
 from tests.widening import lower_stories
 
@@ -27,20 +27,13 @@ def begun_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     """A run of two steps that is not finished: `final/` is still to be written."""
     folder = tmp_path_factory.mktemp("begun")
     shutil.copytree(lower_stories(shared_data), folder / "base")
-    steps = {
-        "max_steps": 2,
-        "global_batch_size": 2,
-        "lr": 1e-3,
-        "schedule": "constant",
-        "save_every_steps": 1,
-    }
-    path = write_config(
-        folder, folder / "base", corpus={"cache_dir": str(folder / "tokens")}, train=steps
-    )
     (folder / "news.txt").write_text(
-        "Once upon a time there was a cat.\n\nThe cat was happy.\n" * 9, encoding="utf-8"
+        "Once upon a time there was a cat.\n\nThe cat was happy.\n" * 9
     )
-    finished(load_config(path))
+    steps = {"max_steps": 2, "global_batch_size": 2, "save_every_steps": 1}
+    rate = {"lr": 1e-3, "schedule": "constant"}
+    cache = {"cache_dir": str(folder / "tokens")}
+    finished(small_run(folder, folder / "base", corpus=cache, train=steps | rate))
     return folder
 
 
@@ -133,6 +126,7 @@ def test_a_base_and_a_corpus_may_lie_elsewhere(make: Make, begun_once: Path, fol
     shutil.copy(begun_once / "news.txt", folder / "moved.txt")
     before = file_sha256(folder / "run" / "final" / TRAINED)
     moved = make(f"model.base={folder / 'moved'}", f"corpus.sources.0.path={folder / 'moved.txt'}")
+    assert upscale_is_finished(Run(moved))
     go_on(moved)  # it is finished, and the same
     said = resumed(moved)
     assert [line for line in said if line.startswith("changed        model.base: ")]
@@ -140,23 +134,12 @@ def test_a_base_and_a_corpus_may_lie_elsewhere(make: Make, begun_once: Path, fol
     assert file_sha256(folder / "run" / "final" / TRAINED) == before
 
 
-def test_what_was_upscaled_is_not_made_again_where_its_base_has_moved(
-    make: Make, begun_once: Path, folder: Path, shared_data: Path
-) -> None:
-    shutil.copytree(begun_once / "base", folder / "moved")
-    assert upscale_is_finished(Run(make(f"model.base={folder / 'moved'}")))
-    with pytest.raises(BaseModelError, match="not the base that was widened"):
-        upscale_is_finished(Run(make(f"model.base={shared_data / 'ckpt-eltec' / 'hf'}")))
-
-
 @pytest.mark.parametrize("finished", [False, True])
 def test_another_base_and_another_text_are_named(
     make: Make, shared_data: Path, folder: Path, finished: bool
 ) -> None:
     other = shared_data / "ckpt-eltec" / "hf"
-    (folder / "other.txt").write_text(
-        "Another text altogether, of some length.\n" * 9, encoding="utf-8"
-    )
+    (folder / "other.txt").write_text("Another text altogether, of some length.\n" * 9)
     if not finished:
         shutil.rmtree(folder / "run" / "final")
     with pytest.raises(BaseModelError, match=rf"{re.escape(str(other))}.* in another output_dir"):

@@ -12,7 +12,6 @@ from scale_cli.export.dense import largest_stream_ratio
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.training.objective import (
     ChunkedLossModel,
-    attending_by_sdpa,
     attends_by_mask,
     compiled,
     for_training,
@@ -23,8 +22,9 @@ from scale_cli.training.step import train_step
 from scale_cli.upscale.building import MethodModel, NewPieces, start_model
 from scale_cli.upscale.stream_ratios import layer_ratios, measured_stream_ratios
 from scripts.benchmark.counting import peak_bytes
+from tests.command_line import refused
 from tests.config.small_config import SMALLEST, load_text
-from tests.widening import as_if_trained, tiny_llama, widen
+from tests.widening import as_if_trained, random_ids, tiny_llama, widen
 
 pytestmark = pytest.mark.long
 
@@ -46,7 +46,7 @@ def start(name: str, **sizes: Any) -> MethodModel:
 
 
 def some_batches() -> Batches:
-    ids = torch.randint(0, 61, (500,), generator=torch.Generator().manual_seed(1)).numpy()
+    ids = random_ids(500, seed=1).numpy()
     return Batches(
         [PackedWindows(ids, 16)],
         [1.0],
@@ -100,16 +100,11 @@ def test_adapters_learn_and_only_those_in_the_head_need_logits_of_all_positions(
     assert not still
 
 
-@pytest.mark.parametrize("name", ["route", "lora, whole embeddings", "preserve"])
-def test_activation_checkpointing_changes_no_loss(name: str) -> None:
-    assert losses(start(name), activation_checkpointing=True) == losses(start(name))
-
-
 def step_peak(name: str, **settings: Any) -> int:
     base = tiny_llama(hidden_size=64, intermediate_size=256, num_hidden_layers=6)
     model = start_model(base, MethodConfig.model_validate(METHODS[name]), seed=0).train()
     wrapped = for_training(model, TrainConfig(max_steps=1, **settings))
-    ids = torch.randint(0, 61, (8, 64), generator=torch.Generator().manual_seed(0))
+    ids = random_ids(8, 64)
 
     def forward_and_backward() -> None:
         wrapped(
@@ -166,11 +161,8 @@ def test_compiled_training_is_traced_whole_and_has_the_losses_of_plain_training(
 
 
 def test_what_cannot_be_compiled_whole_is_refused_in_one_line() -> None:
-    with pytest.raises(
-        TrainingError, match=r"^train\.compile: cannot compile a layer here: .+"
-    ) as caught:
+    with refused(TrainingError, r"^train\.compile: cannot compile a layer here: .+"):
         compiled(lambda x: x if x.sum() > 0 else -x)(torch.ones(3))
-    assert "\n" not in str(caught.value)
 
 
 def test_an_attention_that_is_not_to_be_had_is_refused_by_name() -> None:
@@ -207,14 +199,6 @@ def test_isolated_documents_attend_without_a_mask_where_kernels_skip_what_is_mas
     config = load_text(SMALLEST, *overrides)
     assert settings_on(device, config).attention == expected
     assert attends_by_mask(config, device) == masked
-
-
-def test_an_evaluation_attends_by_sdpa_where_training_compiles_for_one_shape() -> None:
-    model: Any = start("route")
-    model.base.set_attn_implementation("flex_attention")
-    with attending_by_sdpa(model):
-        assert model.base.config._attn_implementation == "sdpa"
-    assert model.base.config._attn_implementation == "flex_attention"
 
 
 @torch.no_grad()

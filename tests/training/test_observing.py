@@ -294,7 +294,7 @@ def test_a_best_that_does_not_compare_any_more_or_is_gone_is_left_and_the_last_s
     whole, _ = chosen
     run = RunFolder(shutil.copytree(whole.output_dir, tmp_path / "run"))
     remove_folder(run.final)
-    (tmp_path / "other.txt").write_text("Another text, at another place.\n", encoding="utf-8")
+    (tmp_path / "other.txt").write_text("Another text, at another place.\n")
     first, *rest = whole.evaluation.perplexity
     evaluation, of_train = whole.evaluation, whole.train
     if changed == "the text":

@@ -41,7 +41,7 @@ from scale_cli.upscale.building import MethodModel, start_model
 from tests.evaluation.task_files import task_of
 from tests.torture.verbs import ended_group, start_group
 from tests.training.conftest import MakeConfig, configs_in
-from tests.widening import load_model, tiny_llama
+from tests.widening import load_model, random_ids, tiny_llama
 
 pytestmark = pytest.mark.long
 
@@ -118,7 +118,7 @@ class Runs:
         for name, config in self.configs.items():
             if name.endswith({2: "two", 4: "four"}[num_processes]):
                 paths.append(self.root / f"{name}-in-processes.yaml")
-                paths[-1].write_text(dump_config(config), encoding="utf-8")
+                paths[-1].write_text(dump_config(config))
         group = start_group("-h", num_processes=num_processes, hook=partial(train_each, paths))
         yield
         for ended in ended_group(group):
@@ -305,7 +305,7 @@ def test_what_is_frozen_is_gathered_forward_alone_and_gradients_are_reduced_once
     )
     upscale(config)
     path = tmp_path / "resolved.yaml"
-    path.write_text(dump_config(config), encoding="utf-8")
+    path.write_text(dump_config(config))
     for ended in ended_group(
         start_group("train", str(path), num_processes=2, hook=count_exchanges)
     ):
@@ -332,7 +332,7 @@ def start(variant: str) -> MethodModel:
 
 
 def go_back(trained: Any) -> None:
-    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids = random_ids(2, 9)
     trained(
         input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=18, use_cache=False
     ).loss.backward()

@@ -23,7 +23,6 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.errors import GradientOverflow, NonFiniteError
 from scale_cli.methods.recipes import trainable_parameters
-from scale_cli.training import optimiser as optimiser_module
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import (
     build_optimiser,
@@ -35,11 +34,11 @@ from scale_cli.training.step import train_step
 from scale_cli.upscale.building import start_model
 from tests.hooks import hooks_for
 from tests.training.conftest import are_equal
-from tests.widening import tiny_llama
+from tests.widening import random_ids, tiny_llama
 
 
 def batches_of(micro_batch_size: int) -> Batches:
-    ids = torch.randint(0, 64, (301,), generator=torch.Generator().manual_seed(1)).numpy()
+    ids = random_ids(301, below=64, seed=1).numpy()
     return Batches(
         # 300 targets in windows of 16: the last window has 12, so micro-batches differ in their number of targets.
         [PackedWindows(ids, 16)],
@@ -137,24 +136,6 @@ def test_sharded_matrices_have_the_bits_that_muon_gives_whole_ones() -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-
-
-def test_a_piece_of_matrices_has_one_shape_and_bounded_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shapes = [(4, 8)] * 7 + [(8, 4)] * 2 + [(64, 64)]
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    monkeypatch.setattr(optimiser_module, "_ENTRIES_AT_ONCE_ON_CPU", 3 * 32)
-    pieces = optimiser_module._pieces(parameters)
-    assert [[tuple(p.shape) for p in piece] for piece in pieces] == [
-        [(4, 8)] * 3,
-        [(4, 8)] * 3,
-        [(4, 8)],
-        [(8, 4)] * 2,
-        [(64, 64)],
-    ]
 
 
 @pytest.mark.parametrize("optimiser_name", ["adamw", "muon"])
@@ -281,7 +262,7 @@ def test_a_frozen_base_in_16_bits_is_never_copied_and_what_trains_is_held_in_flo
         global_batch_size=4,
         micro_batch_size=2,
     )
-    ids = torch.randint(0, 61, (400,), generator=torch.Generator().manual_seed(1)).numpy()
+    ids = random_ids(400, seed=1).numpy()
     batches = Batches(
         [PackedWindows(ids, 7)], [1.0], num_steps=2, seed=0, global_batch_size=4, micro_batch_size=2
     )

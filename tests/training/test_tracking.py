@@ -76,7 +76,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_log_goes_on(
     with tracked(log, config, accelerator):
         for step in (1, 2, 3):
             log.append({"step": step, "loss": 1.0})
-    assert len(log.path.read_text(encoding="utf-8").splitlines()) == 3 and finished
+    assert len(log.path.read_text().splitlines()) == 3 and finished
     error = capsys.readouterr().err
     assert error.count("warning: train.trackers: no network; the run goes on without them") == 1
     accelerator.init_trackers = failing

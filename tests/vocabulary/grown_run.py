@@ -9,6 +9,7 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.joining.members import join_runs
 from scale_cli.model.joined_scale import JoinedForCausalLM
+from tests.small_runs import held_out, small_run
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 from tests.widening import lower_stories
 
@@ -22,45 +23,21 @@ def config_of(
     **method: Any,
 ) -> RunConfig:
     for name, text in (("ko", "\n\n".join([new_text] * 8)), ("en", ENGLISH)):
-        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-    return RunConfig.model_validate(
-        {
-            "output_dir": str(folder / "run"),
-            "model": {"base": str(base or lower_stories(shared_data))},
-            "method": {
-                "variant": variant,
-                "vocabulary": {"new_tokens": 64, "min_count": 2},
-                **method,
-            },
-            "corpus": {
-                "sequence_length": 32,
-                "num_workers": 1,
-                "sources": [{"name": "ko", "path": str(folder / "ko.txt"), "language": "ko"}],
-            },
-            "train": {
-                "max_steps": 2,
-                "global_batch_size": 2,
-                "micro_batch_size": 2,
-                "warmup_steps": 1,
-                "lr": 1e-3,
-            },
-            "evaluation": {
-                "perplexity": [
-                    {
-                        "name": "en",
-                        "path": str(folder / "en.txt"),
-                        "language": "en",
-                        "role": "retention",
-                    },
-                    {
-                        "name": "ko",
-                        "path": str(folder / "ko.txt"),
-                        "language": "ko",
-                        "role": "acquisition",
-                    },
-                ]
-            },
-        }
+        (folder / f"{name}.txt").write_text(text)
+    korean = {"name": "ko", "path": str(folder / "ko.txt"), "language": "ko"}
+    vocabulary = {"new_tokens": 64, "min_count": 2}
+    return small_run(
+        folder,
+        base or lower_stories(shared_data),
+        "train={max_steps: 2, global_batch_size: 2, micro_batch_size: 2, warmup_steps: 1, lr: 1e-3}",
+        method={"variant": variant, "vocabulary": vocabulary, **method},
+        corpus={"sequence_length": 32, "num_workers": 1, "sources": [korean]},
+        evaluation={
+            "perplexity": [
+                held_out("en", folder / "en.txt"),
+                {**korean, "role": "acquisition"},
+            ]
+        },
     )
 
 

@@ -28,6 +28,7 @@ from scale_cli.vocabulary.added_tokens import (
     with_new_pieces,
 )
 from scale_cli.vocabulary.checks import check_added_tokens, check_union
+from tests.command_line import refused
 from tests.vocabulary.sweeps import characters_outside, random_strings
 from tests.vocabulary.tokenizers_at_hand import (
     ENGLISH,
@@ -275,11 +276,8 @@ def test_each_token_occurs_as_often_as_a_plain_learner_counts() -> None:
     ],
 )
 def test_a_tokenizer_of_another_kind_is_refused_by_name_in_one_line(model: Any) -> None:
-    with pytest.raises(
-        BaseModelError, match=rf"the tokenizer of a base \({type(model).__name__}\) is neither"
-    ) as refused:
+    with refused(BaseModelError, rf"the tokenizer of a base \({type(model).__name__}\) is neither"):
         Spelling.of(Tokenizer(model), "a base")
-    assert "\n" not in str(refused.value)
 
 
 @settings(max_examples=100, deadline=None)

@@ -19,12 +19,9 @@ from scripts.research.adept import (
     TensorRates,
     bypass_losses,
     known_windows,
-    layers_of_run,
     layers_to_copy,
-    rates_by,
 )
 from tests.model.test_families import tiny
-from tests.training.conftest import MakeConfig
 from tests.widening import TINY, move, tiny_llama
 
 ADEPT = (
@@ -111,15 +108,3 @@ def test_every_tensor_changes_by_the_rate_that_the_official_steps_give_it(optimi
         torch.testing.assert_close(
             parameter.detach(), before[name] + rate * changes[name], rtol=1e-3, atol=1e-4, msg=name
         )
-
-
-def test_where_all_tensors_matter_the_same_or_one_is_not_finite_all_have_the_rate_of_the_run() -> (
-    None
-):
-    assert rates_by([2.0, 2.0]) == [1.0, 1.0]
-    assert rates_by([2.0, 1.0, float("nan")]) == [1.0] * 3
-
-
-def test_the_layers_of_a_run_are_found_on_its_replay(make_config: MakeConfig) -> None:
-    layers = layers_of_run(make_config("run", *ADEPT))
-    assert len(layers) == 2 and layers == sorted(layers) and max(layers) < 5

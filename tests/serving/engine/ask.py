@@ -75,9 +75,9 @@ def main() -> None:
     """Read the questions, write the answers; what each job has answered is there before the next."""
     questions, answers = map(Path, sys.argv[1:])
     found = {}
-    for name, job in json.loads(questions.read_text(encoding="utf-8")).items():
+    for name, job in json.loads(questions.read_text()).items():
         found[name] = answers_of(job)
-        answers.write_text(json.dumps(found), encoding="utf-8")
+        answers.write_text(json.dumps(found))
         print(f"{name}: answered after {time.process_time():.0f} s of processor time", flush=True)
 
 

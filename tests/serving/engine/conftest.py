@@ -53,13 +53,13 @@ def ask(vllm: Path) -> Ask:
         questions, answers, log = (
             folder / name for name in ("questions.json", "answers.json", "log.txt")
         )
-        questions.write_text(json.dumps(jobs), encoding="utf-8")
+        questions.write_text(json.dumps(jobs))
         command = [vllm, Path(__file__).parent / "ask.py", questions, answers]
-        with log.open("w", encoding="utf-8") as told:
+        with log.open("w") as told:
             environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": ""}
             ran = subprocess.run(command, stdout=told, stderr=subprocess.STDOUT, env=environment)
-        assert ran.returncode == 0, log.read_text(encoding="utf-8")
-        found: dict[str, Any] = json.loads(answers.read_text(encoding="utf-8"))
+        assert ran.returncode == 0, log.read_text()
+        found: dict[str, Any] = json.loads(answers.read_text())
         return found
 
     return answers_to
@@ -77,7 +77,7 @@ class Trained:
 def ids_of(
     shared_data: Path, tokenizer: PreTrainedTokenizerBase, file: str, characters: int
 ) -> Tensor:
-    with lzma.open(shared_data / file, "rt", encoding="utf-8") as text:
+    with lzma.open(shared_data / file, "rt") as text:
         return torch.tensor(
             tokenizer(text.read(characters), add_special_tokens=False, verbose=False).input_ids
         )

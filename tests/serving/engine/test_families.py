@@ -121,9 +121,9 @@ def served_and_expected(
 
 
 def tell_of_the_router(folder: Path) -> None:
-    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    told = json.loads((folder / "config.json").read_text())
     told["scale_router"] = ROUTER
-    (folder / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(told))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, SHARED, LACKING, COMPILED])

@@ -41,13 +41,13 @@ def test_the_commands_of_the_page_serve_the_router(
         "vllm serve", f"exec {vllm} -m vllm.entrypoints.openai.api_server --model"
     )
     command = ["bash", "-euc", f"{served} --port {port} {SMALLER}"]
-    log = (tmp_path / "log.txt").open("w", encoding="utf-8")
+    log = (tmp_path / "log.txt").open("w")
     server = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True
     )
     try:
         for _ in range(600):
-            assert server.poll() is None, (tmp_path / "log.txt").read_text(encoding="utf-8")
+            assert server.poll() is None, (tmp_path / "log.txt").read_text()
             try:
                 urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5)
                 break

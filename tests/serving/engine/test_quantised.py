@@ -48,10 +48,8 @@ def quantise_head(folder: Path, values_KN: Tensor, scales_GN: Tensor) -> None:
     )
     tensors["lm_head.g_idx"] = (torch.arange(WIDTH) // GROUP).int()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(
-        json.dumps({**told, "quantization_config": SCHEME}), encoding="utf-8"
-    )
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**told, "quantization_config": SCHEME}))
 
 
 def test_a_quantised_head_routes_as_the_head_that_it_stands_for(ask: Ask, tmp_path: Path) -> None:

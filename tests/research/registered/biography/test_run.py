@@ -8,6 +8,7 @@ from scale_cli.evaluation.results import HEADS
 from scale_cli.storage.atomic import read_json
 from scripts.research.biography.config import BiographyConfig, ComparedMethod
 from scripts.research.biography.run import run_biography
+from tests.command_line import refused
 
 RIVALS: list[dict[str, Any]] = [
     {"name": "adept", "method": {"variant": "adept", "adept": {"every_steps": 2, "num_blocks": 1}}},
@@ -48,8 +49,8 @@ def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(
         small.output_dir / "report",
         ["full", "route", *(rival["name"] for rival in RIVALS)],
     )
-    assert "| route (posterior) |" in (report / "report.md").read_text(encoding="utf-8")
-    assert (report / "accuracy.svg").read_text(encoding="utf-8").count("route (cosine)") == 1
+    assert "| route (posterior) |" in (report / "report.md").read_text()
+    assert (report / "accuracy.svg").read_text().count("route (cosine)") == 1
     assert [method["name"] for method in read_json(report / "report.json")["methods"]] == names
 
     before = {
@@ -75,7 +76,6 @@ def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(
 def test_a_method_that_the_base_cannot_have_is_refused_before_the_base_is_learned(
     small: BiographyConfig, method: dict[str, Any], told: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"^methods: rival: {told}") as caught:
+    with refused(ConfigError, f"^methods: rival: {told}"):
         run_biography(with_rival(small, name="rival", method=method), quietly)
-    assert "\n" not in str(caught.value)
     assert not small.output_dir.exists()

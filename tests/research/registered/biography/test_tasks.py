@@ -18,11 +18,3 @@ def test_every_question_is_asked_once_as_it_was_worded_and_task_1_is_about_peopl
     told = " ".join(curriculum.tokenizer.batch_decode(curriculum.biographies))
     assert all(person.name.en in told for person in people[:6])
     assert not any(person.name.en in told for person in people[6:])
-
-
-def test_korean_people_are_told_of_and_asked_about_in_korean(small: BiographyConfig) -> None:
-    curriculum = write_curriculum(small.model_copy(update={"language": "ko"}))
-    person = generate_people(9, small.seed)[0]
-    assert curriculum.tokenizer.decode(curriculum.task_0[0].prompt[1:]) == question(
-        person, "birth_date", "ko"
-    )
