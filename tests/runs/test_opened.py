@@ -22,6 +22,7 @@ from scale_cli.data.encoding import num_ids
 from scale_cli.errors import CorpusError, ScaleError
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.opened import Run, open_folder
+from scale_cli.runs.precision import with_precision
 from scale_cli.storage.atomic import write_text
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scripts.from_scratch import train_tokenizer, write_base
@@ -134,6 +135,7 @@ def test_what_is_trained_is_not_loaded_before_what_is_certain_to_fail(
     config = configured("export.format=llama", override)
     trained = config.model_copy(update={"evaluation": configured().evaluation})
     # A folder that is empty but for its config: loading it would be another error.
+    trained = with_precision(trained)  # as every run writes it
     write_text(RunFolder(config.output_dir).final / "scale.yaml", dump_config(trained))
     with pytest.raises(ScaleError, match=message):
         verb(config)
