@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from scale_cli.commands import plan as plan_module
 from scale_cli.commands.compare import compare
 from scale_cli.commands.plan import plan
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.upscale import upscale
-from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.errors import EXTRA_OF, MissingExtraError
 from tests.export.conftest import configured
 
@@ -74,13 +73,9 @@ def test_what_needs_a_library_that_is_absent_is_refused_before_anything_is_writt
     assert not config.output_dir.exists()
 
 
-def test_a_plan_without_peft_says_so_of_lora_and_plans_the_rest(
+def test_a_plan_counts_lora_where_peft_is_absent(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside = [MethodConfig(variant="full"), MethodConfig(variant="lora")]
-    monkeypatch.setattr(plan_module, "methods_beside", lambda _: beside)
     monkeypatch.setitem(sys.modules, "peft", None)
-    planned = plan(config, flops=1e12, num_processes=1)
-    assert list(planned.refused) == ["lora"]
-    assert "scale-cli[lora]" in planned.refused["lora"]
-    assert [method.variant for method in planned.methods] == ["route", "full"]
+    planned = plan(config, flops=1e12, num_processes=1, compared=True)
+    assert "lora" in [method.variant for method in planned.methods]

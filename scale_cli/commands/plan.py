@@ -12,6 +12,7 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.data.files import check_source, source_files
 from scale_cli.errors import ConfigError, CorpusError
+from scale_cli.methods import METHODS
 from scale_cli.methods.widened import added_sizes
 from scale_cli.planning.device import Device, measure_device
 from scale_cli.planning.memory import Memory, memory_of_run, num_served, step_of
@@ -155,7 +156,7 @@ def _methods_beside(method: MethodConfig) -> list[MethodConfig]:
             sections
             | {
                 "variant": name,
-                "vocabulary": None if name in ("lora", "freeze", "llama-pro") else vocabulary,
+                "vocabulary": vocabulary if METHODS[name].takes_new_tokens else None,
             }
         )
         for name in PLANNED

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from scale_cli.errors import ConfigError
-from scale_cli.methods.method import Method, Settings
+from scale_cli.methods.method import Method, PlainTraining, Settings
 from scale_cli.values import Section
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class LlamaPro(Deeper[LlamaProConfig]):
     name, label = "llama-pro", "LLaMA-Pro"
     colour, mark = "#7a4a1e", ("D", "◆")
     section, settings = "llama_pro", LlamaProConfig
+    is_planned = True
     left_out = {"lr": 3.0e-3}  # docs/results/real-base.md
 
     def in_words(self, settings: LlamaProConfig) -> str:
@@ -54,6 +55,9 @@ class LlamaPro(Deeper[LlamaProConfig]):
 
     def copied(self, num_layers: int, settings: LlamaProConfig) -> list[int]:
         return evenly_spaced(num_layers, settings.num_blocks, "method.llama_pro.num_blocks")
+
+    def plain_training(self, settings: LlamaProConfig, num_layers: int) -> PlainTraining:
+        return PlainTraining(order_of(num_layers, self.copied(num_layers, settings)))
 
 
 def evenly_spaced(num_layers: int, num_blocks: int | None, key: str) -> list[int]:

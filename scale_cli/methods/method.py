@@ -5,7 +5,8 @@ The config's schema imports this package, so it loads without torch: functions i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from scale_cli.values import Section
@@ -30,6 +31,18 @@ class MethodSection(Section):
 Settings = TypeVar("Settings", bound=Section)
 
 
+@dataclass(frozen=True)
+class PlainTraining:
+    """What trains in a plain model, which has the base's layers, copies of some, and adapters."""
+
+    layers: Sequence[tuple[int, bool]]  # bottom up: a layer of the base, and whether it trains
+    trains_embedding: bool = False
+    trains_top: bool = False  # the last norm, and the head if it is not tied
+    rank: int = 0  # of adapters; 0: there are none
+    targets: Sequence[str] = ()  # the projections that have adapters
+    whole_copies: bool = False  # of embedding and head, which train beside the adapters
+
+
 class Method(Generic[Settings]):
     """Makes a model to train from a base. A subclass overrides what differs from these defaults."""
 
@@ -47,6 +60,7 @@ class Method(Generic[Settings]):
         "lr": 1.0e-5
     }  # values of `train` keys that the config leaves out
 
+    is_planned: ClassVar[bool] = False  # `scale plan` counts it in closed form
     widens: ClassVar[bool] = False  # the base stays in the model, bit for bit
     routes: ClassVar[bool] = False  # serving mixes the model with that base
     takes_new_tokens: ClassVar[bool] = False
@@ -76,6 +90,10 @@ class Method(Generic[Settings]):
     def trains_base_weights(self, settings: Settings) -> bool:
         """Return whether the base's own weights, or copies of them, train; the whole base is then held in float32."""
         return True
+
+    def plain_training(self, settings: Settings, num_layers: int) -> PlainTraining:
+        """Return what trains, for a planned method that does not widen; ConfigError as from `build`."""
+        raise NotImplementedError
 
     def build(self, base: PreTrainedModel, settings: Settings, seed: int, new: Any = None) -> Any:
         """Return the model to train, with `requires_grad` set; `base` may become a part of it.

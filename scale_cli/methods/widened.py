@@ -131,7 +131,7 @@ class WideningConfig(MethodSection):
 class _Widened(Method[WideningConfig]):
     settings = WideningConfig
     left_out = {"optimiser": "muon"}
-    widens = takes_new_tokens = True
+    widens = takes_new_tokens = is_planned = True
     adapter = "scale"
     default_layers: ClassVar[str] = "none"  # collaborating layers, if the config does not say
 

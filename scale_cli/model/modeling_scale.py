@@ -33,6 +33,8 @@ from .routing import (
     route,
 )
 
+_NO_ADAPTERS = "a widened model takes no PEFT adapters; add them to its plain export"
+
 
 class WidenedModel(PreTrainedModel, GenerationMixin):
     """A frozen causal language model, its expansions, and the heads that the router mixes.
@@ -100,6 +102,10 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
             "a widened model has no continuous batching; call generate() on a padded batch"
         )
 
+    def add_adapter(self, *_: Any, **__: Any) -> None:
+        """Raise NotImplementedError, before transformers looks at the version of PEFT."""
+        raise NotImplementedError(_NO_ADAPTERS)
+
     @property
     def peft_config(self) -> Any:
         """Raise AttributeError, so that the model seems to have no such attribute."""
@@ -110,9 +116,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         """Raise NotImplementedError: PEFT sets this when it adds adapters, which would not act on
         the forward pass.
         """
-        raise NotImplementedError(
-            "a widened model takes no PEFT adapters; add them to its plain export"
-        )
+        raise NotImplementedError(_NO_ADAPTERS)
 
     @staticmethod
     def _own_cache(cache: Any) -> ScaleCache:

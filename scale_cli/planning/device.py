@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from scale_cli.config.schema import RunConfig
 from scale_cli.planning.memory import step_of
 from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import PLANNED
 from scale_cli.terminal import log
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def peak_tokens_per_s(
     It uses the makers' figures; None if none is known. The share that training reaches is its MFU.
     """
     peak = peak_flops_per_s(named, config.train.mixed_precision)
-    if peak is None or config.method.variant not in PLANNED:
+    if peak is None or not config.method.definition.is_planned:
         return None
     step = step_of(config, sizes, num_new=num_new)
     return num_processes * peak / step.flops(config.corpus.sequence_length)

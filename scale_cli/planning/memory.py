@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
@@ -130,9 +129,9 @@ def num_served(sizes: BaseSizes, method: MethodConfig, num_new: int = 0) -> int:
     added = AddedSizes(0, 0, 0, 0)
     if method.definition.widens:
         added = added_sizes(sizes, method.expansion)
-    elif method.variant == "llama-pro":
-        definition: Any = method.definition
-        copies = len(definition.copied(num_layers, method.settings))
+    else:
+        training = method.definition.plain_training(method.settings, num_layers)
+        copies = len(training.layers) - num_layers
     width = sizes.hidden_size + added.hidden_size
     channels = sizes.intermediate_size + added.intermediate_size
     of_queries = sizes.query_size + added.num_attention_heads * sizes.head_dim

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.errors import ConfigError
-from scale_cli.methods.llama_pro import order_of
+from scale_cli.methods import METHODS
 from scale_cli.methods.method import PROJECTIONS
 from scale_cli.methods.widened import AddedSizes, added_sizes, collaborating_layers
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.step import FLOAT32, Kind, Step, Value, Weights, add, cast
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-PLANNED = ("preserve", "adapt", "route", "full", "lora", "freeze", "llama-pro")
+PLANNED = tuple(name for name, method in METHODS.items() if method.is_planned)
 _ATTENTION, _MLP = PROJECTIONS[:4], PROJECTIONS[4:]
 
 
@@ -48,7 +47,7 @@ def walk(
     Raises:
         ConfigError: the method has no closed form, or asks for what the base does not have.
     """
-    if method.variant not in PLANNED:
+    if not method.definition.is_planned:
         raise ConfigError(
             f"method.variant: {method.variant} has no plan; planned are {', '.join(PLANNED)}"
         )
@@ -107,34 +106,22 @@ class _Plain(_Decoder):
         super().__init__(step, base, num_new)
         settings = method.settings
         num_layers = base.sizes.num_hidden_layers
-        trains_all = method.variant in ("full", "freeze")
-        self.layers = [(layer, trains_all) for layer in range(num_layers)]
-        self.trains_embedding = method.variant == "full"
-        self.trains_top = trains_all
-        self.rank, self.targets, self.whole_copies = 0, [""], False
-        if method.variant == "freeze":
-            if settings.num_layers > num_layers:
-                raise ConfigError(
-                    f"method.freeze.num_layers: {settings.num_layers}, but the base has "
-                    f"{num_layers} layers"
-                )
-            self.layers = [(layer, layer >= settings.num_layers) for layer in range(num_layers)]
-        elif method.variant == "llama-pro":
-            definition: Any = method.definition
-            copied = definition.copied(num_layers, settings)
-            self.layers = order_of(num_layers, copied)
-        elif method.variant == "lora":
-            self.rank, self.targets = settings.rank, settings.targets
-            self.whole_copies = settings.embeddings
-            modules = [
-                f"layers.{layer}.{owner_of(name)}.{name}"
-                for layer in range(num_layers)
-                for name in PROJECTIONS
-            ]
-            if not any(map(self.has_adapter, (*modules, "embed_tokens", "lm_head"))):
-                raise ConfigError(
-                    f"method.lora.targets: the base has none of {', '.join(self.targets)}"
-                )
+        training = method.definition.plain_training(settings, num_layers)
+        self.layers = training.layers
+        self.trains_embedding = training.trains_embedding
+        self.trains_top = training.trains_top
+        self.rank = training.rank
+        self.targets = training.targets
+        self.whole_copies = training.whole_copies
+        modules = [
+            f"layers.{layer}.{owner_of(name)}.{name}"
+            for layer in range(num_layers)
+            for name in PROJECTIONS
+        ]
+        if self.rank and not any(map(self.has_adapter, (*modules, "embed_tokens", "lm_head"))):
+            raise ConfigError(
+                f"method.lora.targets: the base has none of {', '.join(self.targets)}"
+            )
 
     def has_adapter(self, path: str) -> bool:
         return self.rank > 0 and any(f".{path}".endswith(f".{target}") for target in self.targets)

@@ -16,6 +16,7 @@ from scale_cli.errors import BaseModelError, ConfigError, ExportParityError
 from scale_cli.export.dense import plain_model
 from scale_cli.export.formats import formats_of
 from scale_cli.runs.method_folder import load_onto_base
+from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import load_tensors, read_json
 from tests.config.small_config import changed
 from tests.widening import load_model, load_widened, random_ids, trained_head
@@ -26,7 +27,7 @@ IDS = random_ids(2, 40, below=512, lowest=3)
 
 
 def is_finished(config: RunConfig) -> bool:
-    (export_format,) = formats_of(config)
+    (export_format,) = formats_of(Run(config).config)
     return export_is_finished(export_format)
 
 
@@ -166,7 +167,7 @@ def test_an_export_is_finished_until_its_report_is_another_and_can_be_checked_wi
         for corpus in report.corpora:
             assert f"| {corpus.name} | " in card and f"| {corpus.num_documents} | " in card
             assert f"{corpus.heads['trained'].bits_per_byte:.3f}" in card
-        assert load_config(folder / "scale.yaml") == now
+        assert load_config(folder / "scale.yaml") == Run(now).config
     assert not is_finished(config), "its report is not there any more"
     check_written_export(fewer, folder)
     absent = changed(fewer, "evaluation.perplexity.0.path=nowhere.txt")

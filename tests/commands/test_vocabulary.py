@@ -90,7 +90,7 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
 def test_a_plan_refuses_more_tokens_than_the_text_gives_and_what_it_says_instead_can_be_had(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scale_cli.commands.upscale.load_base", model_loads)
+    monkeypatch.setattr("scale_cli.commands.upscale.load_hashed_base", model_loads)
     config = config_of(shared_data, tmp_path, vocabulary={"new_tokens": 20_000, "min_count": 2})
     with pytest.raises(
         ConfigError, match=r"method\.vocabulary\.new_tokens: 20,000, but the text gives"

@@ -134,7 +134,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "attentions": (lambda model: model(IDS, output_attentions=True), "output_attentions"),
     "embeddings": (
         lambda model: model.generate(inputs_embeds=model.get_input_embeddings()(IDS)),
-        "pass input_ids",
+        "inputs_embeds",
     ),
     "more tokens": (lambda model: model.resize_token_embeddings(70), "vocabulary"),
     "continuous batching": (

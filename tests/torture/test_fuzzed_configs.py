@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scale_cli.commands.plan
+import scale_cli.runs.early
 from scale_cli.config.schedule import SCHEDULES
 from scale_cli.methods import METHODS
 from scale_cli.runs.opened import Run
@@ -32,7 +33,9 @@ VERBS = ("plan", "prepare", "run", "upscale")
 @pytest.fixture
 def scale_here(monkeypatch: pytest.MonkeyPatch, scale: Scale) -> Scale:
     """The command line, up to the model."""
-    monkeypatch.setattr(scale_cli.commands.plan, "Run", model_loads)
+    monkeypatch.setattr(scale_cli.commands.plan, "read_config_file", model_loads)
+    monkeypatch.setattr(scale_cli.runs.early, "_check_base", model_loads)
+    monkeypatch.setattr(scale_cli.runs.early, "check_config_file", model_loads)
     monkeypatch.setattr(Run, "check", model_loads)
     return scale
 

@@ -11,6 +11,7 @@ from scale_cli.commands.train import train
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.errors import ConfigError, Interrupted, TrainingError
 from scale_cli.runs.folder import RunFolder
+from scale_cli.runs.opened import Run
 from scale_cli.training.metrics_log import read_records
 from scale_cli.training.records import TrainState
 from scale_cli.training.step import TakenStep
@@ -130,7 +131,7 @@ def test_overflows_lower_the_scale_are_left_out_and_a_resumed_run_ends_in_the_sa
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, cut = (make_config(name, *FP16) for name in ("whole", "cut"))
-    assert whole.evaluation.mixed_precision == "fp16"
+    assert Run(whole).config.evaluation.mixed_precision == "fp16"
     runs = [upscaled(config) for config in (whole, cut)]
     break_gradient_at(monkeypatch, 2, 5, by=torch.inf)
     state = train(whole, None, print)
