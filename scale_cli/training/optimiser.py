@@ -225,15 +225,27 @@ def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dic
     }
 
 
-def empty_optimiser_tensors(model: nn.Module, beside: Sequence[Hook] = ()) -> dict[str, Tensor]:
-    """Return AdamW's moments to be filled, named as by `optimiser_tensors`, sharded like the parameters."""
+def empty_optimiser_tensors(
+    optimiser: torch.optim.Optimizer, model: nn.Module, beside: Sequence[Hook] = ()
+) -> dict[str, Tensor]:
+    """Return an optimiser's state to be filled, named as by `optimiser_tensors`, sharded like the parameters."""
     tensors: dict[str, Tensor] = {}
+    moments = _moments_by_parameter(optimiser)
     for name, parameter in trainable_parameters(model).items():
-        for moment in moments_of("matrix", "adamw"):
+        for moment in moments[parameter]:
             tensors[f"{moment}.{name}"] = torch.zeros_like(parameter.detach())
         tensors |= {f"{hook.name}.{name}": hook.empty(parameter.detach()) for hook in beside}
-        tensors[f"step.{name}"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        if "exp_avg" in moments[parameter]:
+            tensors[f"step.{name}"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return tensors
+
+
+def _moments_by_parameter(optimiser: torch.optim.Optimizer) -> dict[nn.Parameter, tuple[str, ...]]:
+    return {
+        parameter: group["moments"]
+        for group in optimiser.param_groups
+        for parameter in group["params"]
+    }
 
 
 def load_optimiser_tensors(
@@ -245,14 +257,10 @@ def load_optimiser_tensors(
     """Load saved moments and the tensors of hooks; StorageError if one is missing or has another shape."""
     if not tensors:
         return  # no step had been taken
-    moments = {
-        id(parameter): group["moments"]
-        for group in optimiser.param_groups
-        for parameter in group["params"]
-    }
+    moments = _moments_by_parameter(optimiser)
     for name, parameter in trainable_parameters(model).items():
         state = {}
-        shapes = dict.fromkeys(moments[id(parameter)], parameter.shape)
+        shapes = dict.fromkeys(moments[parameter], parameter.shape)
         shapes |= {hook.name: hook.empty(parameter.detach()).shape for hook in beside}
         for moment, shape in shapes.items():
             tensor = tensors.get(f"{moment}.{name}")
