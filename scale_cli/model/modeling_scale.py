@@ -304,7 +304,7 @@ class ScaleForCausalLM(WidenedModel):
     """A frozen causal language model and its expansion.
 
     In training mode the logits are the trained head's, H x_a + H' u, and the router is off: at step
-    0 both heads agree everywhere, so a routed loss would never start. In evaluation mode the logits
+    0 both heads agree to rounding, so a routed loss would never start. In evaluation mode the logits
     are those that are served: the trained head's for `preserve` and `adapt`, the router's for
     `route`.
     """

@@ -19,7 +19,7 @@ from scale_cli.export.formats import check_parity, measure_parity
 from scale_cli.export.records import Parity
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.preservation import trained_logits
-from tests.widening import as_if_trained, tiny_llama, trained_head, widen
+from tests.widening import UNKNOWN, as_if_trained, tiny_llama, trained_head, widen
 
 
 def prompts() -> list[Tensor]:
@@ -134,7 +134,7 @@ def test_a_float16_export_holds_an_expansion_stream_that_is_hundreds_of_times_as
 ):
     base = tiny_llama()
     base.model.embed_tokens.weight.mul_(1e-3)
-    model = widen(base, "preserve")
+    model = widen(base, "preserve", text=UNKNOWN)  # u is codes as large as x becomes
     model.expansion.lm_head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.05)
     assert largest_stream_ratio(model, prompts()) > 600.0
     exported = dense_model(model, "float16", prompts())

@@ -10,9 +10,8 @@ from scale_cli.methods.recipes import BoundedRows, Update
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
 from tests.hooks import hooks_for, training_of
-from tests.methods.test_starts import UNKNOWN
 from tests.training.test_step import batches_of
-from tests.widening import tiny_llama, widen
+from tests.widening import UNKNOWN, tiny_llama, widen
 
 
 def bounded() -> TrainConfig:

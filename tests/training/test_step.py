@@ -28,6 +28,7 @@ from scale_cli.training.optimiser import (
     build_optimiser,
     optimiser_tensors,
     orthogonalised,
+    rates_of,
     set_learning_rate,
 )
 from scale_cli.training.step import train_step
@@ -84,7 +85,8 @@ def test_muon_moves_matrices_as_torchs_and_the_rest_as_adamw_and_a_first_step_th
     muon = torch.optim.Muon(
         matrices, weight_decay=MUON.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
-    adamw = build_optimiser(others[1], TrainConfig(max_steps=8, lr=1e-2))
+    muon.param_groups[0]["lr_multiplier"] = rates_of(model, MUON)["matrix"]
+    adamw = build_optimiser(others[1], TrainConfig(max_steps=8, optimiser="adamw", lr=1e-2))
     optimiser = build_optimiser(model, MUON)
 
     def take_step(found_inf: float) -> None:
