@@ -27,7 +27,7 @@ from scale_cli.processes import (
 )
 from scale_cli.runs.folder import TRAINED, RunFolder
 from scale_cli.storage.atomic import load_tensors, read_json
-from scale_cli.training import loop
+from scale_cli.training import loop, optimiser
 from scale_cli.training.interruption import StopRequest
 from scale_cli.training.metrics_log import read_records
 from scale_cli.training.records import TrainState
@@ -71,15 +71,27 @@ ASKING_THE_BASE = (
 )
 
 
+# Muon's products in bfloat16 would magnify the rounding of the gradients' sums.
+EXACT = torch.float64
+
+
+def multiply_exactly() -> None:
+    vars(optimiser)["_DTYPE_OF_PRODUCTS"] = EXACT
+
+
 @pytest.mark.parametrize("overrides", [ROUTE, ASKING_THE_BASE], ids=["route", "asking the base"])
 def test_two_processes_run_all_verbs_as_one_does(
-    tmp_path: Path, overrides: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
     write_base_and_texts(tmp_path, num_hidden_layers=2)
     (tmp_path / "one.txt").write_text("\n\n".join([KOREAN[:90], KOREAN[90:]] * 3))
     runs = Runs(tmp_path)
+    monkeypatch.setattr(optimiser, "_DTYPE_OF_PRODUCTS", EXACT)
     run_pipeline(load_config(runs.config("one"), list(overrides)), lambda _: None)
-    ends = ended_group(start_group("run", str(runs.config("two")), *overrides, num_processes=2))
+    group = start_group(
+        "run", str(runs.config("two")), *overrides, num_processes=2, hook=multiply_exactly
+    )
+    ends = ended_group(group)
     assert [ended.exit_code for ended in ends] == [0, 0], ends
     for said in ("== upscale", "processes      2 x cpu", "== evaluate", "== export"):
         assert sum(ended.printed.count(said) for ended in ends) == 1, "two work, one speaks"

@@ -23,6 +23,7 @@ _OF_CODES = {"embedding": 200.0, "head": 10.0, "gains": 0.5, "matrix": 16.0}
 
 # Muon's updates times this and the root of a matrix's longer side have the size of AdamW's (arXiv 2502.16982).
 _SIZE_OF_ADAMW = 0.2
+_DTYPE_OF_PRODUCTS = torch.bfloat16
 # Entries of matrices that Muon steps together: a few copies of 32 MiB in float32 on a GPU, where what counts is the
 # number of launches, and of 4 MiB on a CPU, whose caches they fit.
 _ENTRIES_AT_ONCE, _ENTRIES_AT_ONCE_ON_CPU = 1 << 23, 1 << 20
@@ -134,7 +135,7 @@ class BatchedMuon(torch.optim.Muon):
             updates = gradients.lerp(momenta_after, group["momentum"])
 
         like = matrices[0]
-        updates = updates.bfloat16()
+        updates = updates.to(_DTYPE_OF_PRODUCTS)
         if isinstance(like, DTensor):
             updates = torch.stack([_whole(update, like) for update in updates])
         directions = orthogonalised(
@@ -155,7 +156,7 @@ class BatchedMuon(torch.optim.Muon):
 def orthogonalised(
     matrices_BMN: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
 ) -> Tensor:
-    """Return matrices of the same singular directions, all of a size near 1, by Newton-Schulz steps in bfloat16.
+    """Return matrices of the same singular directions, all of a size near 1, by Newton-Schulz steps.
 
     Source: Keller Jordan's Muon, as in torch.optim.Muon, here with batched products.
     """

@@ -30,7 +30,7 @@ from scale_cli.processes import ALONE
 from scale_cli.runs.folder import TRAINED, RunFolder
 from scale_cli.storage.atomic import load_tensors, save_tensors, verify_folder
 from scale_cli.storage.shards import load_shards, shard_of
-from scale_cli.training import loop, observing
+from scale_cli.training import loop, observing, optimiser
 from scale_cli.training.metrics_log import BENCHMARKS, EVALUATION, read_records
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import kinds_of_parameters
@@ -68,6 +68,8 @@ PAIRS: dict[str, tuple[str, ...]] = {
         *_NEW_TOKENS,
     ),
 }
+# Muon's products in bfloat16 would magnify the rounding of the gradients' sums.
+EXACT = torch.float64
 GOES_ON = ("all-two-then-one", "lora-two-then-one")
 
 
@@ -129,6 +131,7 @@ class Runs:
 def train_each(configs: Iterable[Path]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # four processes are two machines of two
     observing._PROMPT_TOKENS, observing._NEW_TOKENS = 4, 1
+    optimiser._DTYPE_OF_PRODUCTS = EXACT
     for config in configs:
         train(load_config(config), "auto", print)
 
@@ -139,7 +142,14 @@ def no_runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs
 
 
 @pytest.fixture(scope="module")
-def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def exact_products() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimiser, "_DTYPE_OF_PRODUCTS", EXACT)
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory, exact_products: None) -> Runs:
     made = no_runs(shared_data, tmp_path_factory)
     arc = json.dumps(task_of(shared_data, made.root, "arc_easy", limit=8))
     asked = (
