@@ -141,15 +141,17 @@ def no_runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs
     return Runs(configs_in(root, shared_data, tmp_path_factory.getbasetemp() / "tokens"), root)
 
 
-@pytest.fixture(scope="module")
+@contextmanager
 def exact_products() -> Iterator[None]:
+    """Have this process's Muon multiply exactly, as `train_each` has the others' do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimiser, "_DTYPE_OF_PRODUCTS", EXACT)
         yield
 
 
 @pytest.fixture(scope="module")
-def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory, exact_products: None) -> Runs:
+@exact_products()
+def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made = no_runs(shared_data, tmp_path_factory)
     arc = json.dumps(task_of(shared_data, made.root, "arc_easy", limit=8))
     asked = (
