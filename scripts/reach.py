@@ -157,14 +157,12 @@ def least_bytes(folder: Path, precision: str) -> dict[str, int]:
         check=True,
     )
     method = json.loads(told.stdout)["methods"][0]
-    parameters, frozen_bytes = method["parameters"], 2 if precision == "bf16" else 4
-    model = frozen_bytes * parameters["num_frozen"] + 4 * parameters["num_trainable"]
+    memory, frozen_bytes = method["memory"], 2 if precision == "bf16" else 4
+    model = frozen_bytes * method["num_frozen"] + 4 * method["num_trainable"]
     written = sum(
         file.stat().st_size for file in (folder / "run" / "export").rglob("*.safetensors")
     )
-    train = (
-        sum(method["memory"].values()) + parameters["trainable_bytes"] + parameters["moments_bytes"]
-    )
+    train = sum(memory.values()) + memory["trainable"] + memory["moments"]
     return {
         "upscale": model,
         "train, killed after step 1": train,

@@ -32,7 +32,7 @@ _WORDS = {
     "trained": "trained, without the router",
     "routed": "trained, with the router",
 }
-_NUM_TOKENS = 40
+_NUM_TOKENS = 80
 _COLUMNS = 34  # of a card, in letters; a Hangul syllable counts as two
 _LINES_SHOWN = 6
 _LINE_PX = 20
@@ -77,7 +77,8 @@ def continuation(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) ->
     )[0]
     before = tokenizer.decode(ids[0], skip_special_tokens=True)
     whole = tokenizer.decode(said, skip_special_tokens=True)  # a character may begin in the prompt
-    return " ".join(printable(str(whole)[len(before) :]).split())
+    said_text = str(whole)[len(before) :].rstrip("\ufffd")  # half a character at the end
+    return " ".join(printable(said_text).split())
 
 
 def wrap(text: str) -> list[str]:

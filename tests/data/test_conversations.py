@@ -40,9 +40,10 @@ FORGETFUL = (
 THINKING = PLAIN.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
 STRICT = "{{ raise_exception('a system turn') if messages[0].role == 'system' }}" + PLAIN
 
+# Without marks: in a message they are text here, and marks in transformers (a test of its own).
 SAID = st.text(
     st.characters(codec="utf-8", exclude_characters="\0\u2581"), min_size=1, max_size=12
-).filter(str.strip)
+).filter(lambda said: said.strip() and "<|im_" not in said and "</s>" not in said)
 TURNS = st.lists(st.tuples(SAID, SAID), min_size=1, max_size=3)
 
 
