@@ -53,6 +53,7 @@ _SHOWN_SECTIONS = ("seed", "corpus", "train", "evaluation")
 _SOURCES = r"(corpus\.sources|evaluation\.(perplexity|benchmarks))(\..*)?"
 _LINEAR_BELOW = 0.01  # bits/byte forgotten; the axis is logarithmic above this
 _LINES = "#8a8a8a"
+_LABEL_WIDTH, _LABEL_HEIGHT = 28, 18  # of a number beside its point, in the figure's dots
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # the reader's font has Hangul, matplotlib's does not
     "svg.hashsalt": "scale",
@@ -367,7 +368,6 @@ def draw_trade_off(options: Sequence[Option]) -> str:
                 "mfc": colour if option.num_models == 1 else "white",
             }
             axes.errorbar(*place, _arms(option.gained), _arms(option.lost), label=label, **style)
-            axes.annotate(str(index), place, (6, 4), textcoords="offset points", color=colour)
         for most_models, line in ((1, "-"), (2, "--")):
             best = front(options, most_models)
             places = (
@@ -387,8 +387,32 @@ def draw_trade_off(options: Sequence[Option]) -> str:
             title="Against the base", xlabel=f"{lost}, bits/byte", ylabel=f"{gained}, bits/byte"
         )
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        figure.draw_without_rendering()  # the layout decides which points are close
+        for indices, place in _close_together(axes, shown):
+            variants = {shown[index - 1].run.method.variant for index in indices}
+            colour = COLOURS[variants.pop()] if len(variants) == 1 else COLOURS["base"]
+            named = ", ".join(map(str, indices))
+            axes.annotate(named, place, (6, 4), textcoords="offset points", color=colour)
         figure.savefig(written, format="svg", metadata={"Date": None})
     return written.getvalue()
+
+
+def _close_together(
+    axes: Any, shown: Sequence[Option]
+) -> list[tuple[list[int], tuple[float, float]]]:
+    """Return options' numbers in groups whose labels would overlap, each with its first place."""
+    groups: list[tuple[list[int], tuple[float, float]]] = []
+    for index, option in enumerate(shown, 1):
+        place: Any = (option.lost.value, option.gained.value)
+        x, y = axes.transData.transform(place)
+        for indices, first in groups:
+            first_x, first_y = axes.transData.transform(first)
+            if abs(x - first_x) < _LABEL_WIDTH and abs(y - first_y) < _LABEL_HEIGHT:
+                indices.append(index)
+                break
+        else:
+            groups.append(([index], place))
+    return groups
 
 
 def _arms(interval: Interval) -> list[list[float]] | None:

@@ -311,3 +311,17 @@ def test_runs_set_up_otherwise_are_told_in_a_line_a_key_and_sources_by_their_nam
         "train.attention: not set -> 'eager'",
         "corpus.sources: new, old",
     ]
+
+
+def test_points_that_lie_on_each_other_share_one_label(tmp_path: Path) -> None:
+    made = {
+        "a": Made("full", 0.3, 0.7),
+        "b": Made("full", 0.301, 0.701),
+        "c": Made("full", 0.1, 0.2),
+    }
+    folders = [write_run(tmp_path / "runs" / name, run) for name, run in made.items()]
+    compare(folders, tmp_path / "out")
+    root = ElementTree.parse(tmp_path / "out/trade-off.svg").getroot()
+    labels = [element.text for element in root.iter() if element.tag.endswith("}text")]
+    assert "1, 3" in labels and "5" in labels  # each run is shown beside its base too
+    assert "1" not in labels and "3" not in labels
