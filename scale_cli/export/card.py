@@ -101,11 +101,11 @@ def model_card(
     routes = config.method.definition.routes and export.answers_as_served
     served = "trained" if report is None or not export.answers_as_served else report.served
     return card(
-        "export_card.md.j2",
         [stage],
         licence,
         config.method.variant,
         export.loaded_as,
+        members=(),
         architecture=architecture,
         dtype=config.model.dtype,
         size=size,
@@ -122,24 +122,19 @@ def model_card(
 
 
 def card(
-    template: str,
     stages: Sequence[Stage],  # several if the model was joined
     licence: Licence,
     tag: str,  # the kind of model, for the hub
     loaded_as: str,  # the part of `card_loading.md.j2` that says how it is loaded
     **values: Any,
 ) -> str:
-    """Return a card from a template that extends `card.md.j2`."""
-    record, sources = (
-        stages[0].base,
-        [source for stage in stages for source in stage.config.corpus.sources],
-    )
-    kept = [
-        each
-        for stage in stages
-        for each in stage.config.evaluation.perplexity
-        if each.role == "retention"
-    ]
+    """Return a card; `values` are those that `card.md.j2` reads for one export, or for joined runs."""
+    record = stages[0].base
+    configs = [stage.config for stage in stages]
+    sources = [source for config in configs for source in config.corpus.sources]
+    measured = [source for config in configs for source in config.evaluation.perplexity]
+    kept = [source for source in measured if source.role == "retention"]
+    taught = [language_name(source.language) for source in sources if source.role == "new"]
     metadata = ModelCardData(
         language=list(dict.fromkeys(source.language for source in (*kept, *sources))),
         license=licence.identifier,
@@ -151,16 +146,12 @@ def card(
         tags=["scale", "continual-pretraining", tag],
     )
     return render(
-        template,
+        "card.md.j2",
         metadata=Markup(metadata.to_yaml()),
         base=base_title(record),
         record=record,
         stages=stages,
-        taught=list(
-            dict.fromkeys(
-                language_name(source.language) for source in sources if source.role == "new"
-            )
-        ),
+        taught=list(dict.fromkeys(taught)),
         licence=licence,
         kind=loaded_as,
         least_transformers=".".join(map(str, LEAST_TRANSFORMERS)),

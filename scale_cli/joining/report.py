@@ -160,7 +160,6 @@ def joined_card(joined: JoinedRuns, report: JoinReport, licence: Licence) -> str
     folders = [member.folder for member in joined.members]
     stages = [Stage(load_config(folder / "scale.yaml"), folder) for folder in folders]
     return card(
-        "joined_card.md.j2",
         stages,
         licence,
         "joined",
