@@ -112,13 +112,11 @@ def _export(
     num_bytes = sum(file.stat().st_size for file in made.folder.iterdir() if file.is_file())
     log(f"format         {made.name}: {made.description}")
     if parity.routed is not None:
-        log(
-            "routed         with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in"
-        )
+        ways = "with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in"
+        log(f"routed         {ways}")
     elif made.method.routes and not made.answers_as_served:
-        log(
-            "note           it holds only the trained head; for the router, set export.format=transformers"
-        )
+        note = "it holds only the trained head; for the router, set export.format=transformers"
+        log(f"note           {note}")
     log(f"parity         {parity_in_words(parity)}")
     if parity.routed is not None:
         log(f"parity, routed {parity_in_words(parity.routed)}")
@@ -167,12 +165,10 @@ def export_is_finished(export_format: Format) -> bool:
         load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS
     ):
         return False
-    of_training = trained_sha256(RunFolder(config.output_dir).final)
-    made, now = (
-        ExportRecord.load(folder),
-        (of_training, report_sha256(config, finished_report(config))),
-    )
-    return (made.trained_sha256, made.report_sha256) == now
+    made = ExportRecord.load(folder)
+    training = trained_sha256(RunFolder(config.output_dir).final)
+    report = report_sha256(config, finished_report(config))
+    return made.trained_sha256 == training and made.report_sha256 == report
 
 
 def check_repository(repository: str, formats: Sequence[str]) -> None:

@@ -64,9 +64,9 @@ def _check(run: Run) -> None:
 
 def _sources(run: Run) -> Sequence[TextSource]:
     """Return the sources that must exist; a finished run does not need its training text any more."""
-    return (
-        run.config.evaluation.perplexity if run.folder.final.is_dir() else every_source(run.config)
-    )
+    if run.folder.final.is_dir():
+        return run.config.evaluation.perplexity
+    return every_source(run.config)
 
 
 def _upscale(run: Run, log: Log) -> None:
@@ -82,11 +82,9 @@ def _report_of_same_text(run: Run) -> Report | None:
     """Return the report that is already there, unless the held-out text has changed since."""
     corpora = open_sources(run.config, run.config.evaluation.perplexity, run.tokenizer)
     report = finished_report(run.config)
-    return (
-        report
-        if report is not None and report.texts == [corpus.name for corpus in corpora]
-        else None
-    )
+    if report is None or report.texts != [corpus.name for corpus in corpora]:
+        return None
+    return report
 
 
 def _export(config: RunConfig, log: Log) -> None:

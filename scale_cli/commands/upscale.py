@@ -38,7 +38,9 @@ def upscale(config: RunConfig, log: Log = log) -> MethodFolder:
 
 
 def _upscale(run: Run, log: Log) -> MethodFolder:
-    config, method, upscaled = run.config, run.config.method, run.folder.upscaled
+    config = run.config
+    method = config.method
+    upscaled = run.folder.upscaled
     if run.folder.final.is_dir() or run.folder.checkpoints.is_dir():
         changed = []
         if (upscaled / "scale.yaml").is_file():

@@ -76,13 +76,11 @@ def verify(path: Path) -> None:
 
 def check_folders(path: Path) -> list[FolderCheck]:
     """Check one folder, or every folder of a run; skip half-written ones, whose names begin with a dot."""
-    places = (manifest.relative_to(path) for manifest in path.rglob(MANIFEST))
-    inside = (
-        path / place.parent
-        for place in places
-        if not any(part.startswith(".") for part in place.parts)
-    )
-    folders = [path] if (path / MANIFEST).is_file() else sorted(inside)
+    folders = [path]
+    if not (path / MANIFEST).is_file():
+        places = [manifest.relative_to(path).parent for manifest in path.rglob(MANIFEST)]
+        hidden = [place for place in places if any(part.startswith(".") for part in place.parts)]
+        folders = sorted(path / place for place in places if place not in hidden)
     if not folders:
         raise RunFolderError(
             f"{path}: scale did not write this folder: nothing in it has a {MANIFEST}"
@@ -99,10 +97,10 @@ def _check(folder: Path) -> FolderCheck:
             prove(folder)
             check.held.append(name)
         except ScaleError as error:
-            not_at_hand = isinstance(error, BaseModelError) and not isinstance(
-                error, ChangedBaseError
-            )
-            (check.unchecked if not_at_hand else check.failed).append(f"{name}: {error}")
+            is_changed = isinstance(error, ChangedBaseError)
+            not_at_hand = isinstance(error, BaseModelError) and not is_changed
+            lines = check.unchecked if not_at_hand else check.failed
+            lines.append(f"{name}: {error}")
             if prove is _check_files:
                 break  # further checks of damaged files mean nothing
     return check
@@ -130,18 +128,21 @@ def _check_base(path: Path) -> None:
 
 def _check_log(folder: Path) -> None:
     """Check that the log leads up to `final/`: steps in order, with no gap larger than the logging interval."""
-    state, train = TrainState.load(folder), load_config(folder / "scale.yaml").train
-    metrics, before, every = RunFolder(folder.parent).metrics, 0, train.log_every_steps
+    train = load_config(folder / "scale.yaml").train
+    metrics = RunFolder(folder.parent).metrics
+    before = 0
+    every = train.log_every_steps
     for record in read_records(metrics):
-        step, now_every = record["step"], record.get("log_every_steps", every)
         if place_of(record)[1]:  # an evaluation
             continue
+        step = record["step"]
+        now_every = record.get("log_every_steps", every)
         if not 0 < step - before <= max(every, now_every):  # a resume may have changed it
             raise CheckFailed(f"{metrics}: steps after step {before} are missing or out of order")
-        before, every = step, now_every
-    last = (
-        state.step if train.max_forgetting is None else train.max_steps
-    )  # the log goes on after the best step
+        before = step
+        every = now_every
+    # After the best step the log goes on.
+    last = TrainState.load(folder).step if train.max_forgetting is None else train.max_steps
     if before != last:
         raise CheckFailed(f"{metrics}: step {last} is missing")
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -76,8 +75,6 @@ class _Exact(TorchDispatchMode):
         read = [
             value if kept else tree_map_only(Tensor, self._raised, value) for value, kept in pairs
         ]
-        if op is torch.ops.aten._grouped_mm.default:
-            return _grouped_product(*read)
         return op(*read, **tree_map_only(Tensor, self._raised, kwargs))
 
     def _raised_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -89,17 +86,6 @@ class _Exact(TorchDispatchMode):
 
     def _raised(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._raised_dtype(tensor.dtype))
-
-
-def _grouped_product(rows_SD: Tensor, weights_KDC: Tensor, ends_K: Tensor, *_: Any) -> Tensor:
-    """Return every expert's product with its rows; torch's own grouped product has at most float32."""
-    starts_and_ends = pairwise([0, *ends_K.tolist()])
-    return torch.cat(
-        [
-            rows_SD[slice(*at)] @ weight
-            for at, weight in zip(starts_and_ends, weights_KDC, strict=True)
-        ]
-    )
 
 
 @contextmanager
@@ -190,9 +176,8 @@ class Format:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.method = config, config.method.definition
         self.fits_method = True  # whether the method's models can be written in this format
-        self.loaded_as = (
-            self.name
-        )  # the part of the card that says how it is loaded (`card_loading.md.j2`)
+        # the part of the card that says how it is loaded (`card_loading.md.j2`)
+        self.loaded_as = self.name
         # False: it answers with the trained head alone. The run is then served otherwise only if its method routes.
         self.answers_as_served = False
 

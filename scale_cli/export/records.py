@@ -14,9 +14,8 @@ class Parity:
 
     max_logit_difference: float  # largest over all positions of all prompts
     mean_logit_difference: float
-    own_mean_difference: (
-        float  # mean change of the trained model's own logits when held in the export's dtype
-    )
+    # mean change of the trained model's own logits when it is held in the export's dtype
+    own_mean_difference: float
     num_positions: int  # compared
     own_max_difference: float = 0.0  # largest such change
     # the same figures for a plain export served with routing, against the trained model's router

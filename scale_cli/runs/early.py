@@ -78,9 +78,8 @@ def _check_base(config: RunConfig) -> None:
 
 def _check_sources(sources: Sequence[TextSource]) -> None:
     """Check local files alone: a store or the hub is asked later."""
-    from scale_cli.data.files import (
-        check_source,
-    )  # imports pyarrow, which a bad config does not need
+    # This imports pyarrow, which a bad config does not need.
+    from scale_cli.data.files import check_source
 
     for source in sources:
         if source.dataset is None and not any("://" in path for path in source.paths):

@@ -8,11 +8,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from scale_cli.errors import RunFolderError, StorageError
-from scale_cli.storage.atomic import (
-    MANIFEST,
-    described_files,
-    read_json,
-)
+from scale_cli.storage.atomic import MANIFEST, described_files, read_json
 
 TRAINED = "trained.safetensors"
 
@@ -30,9 +26,8 @@ class RunFolder:
         self.evaluation = root / "evaluation"  # the forgetting report
         self.exports = root / "export"  # a folder per format
         self.profile = root / "profile"  # traces of `train.profile_steps`
-        self.metrics = (
-            root / "metrics.jsonl"
-        )  # a line for every logged step and periodic evaluation
+        # a line for every logged step and periodic evaluation
+        self.metrics = root / "metrics.jsonl"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
@@ -96,9 +91,8 @@ def check_folder(key: str, folder: Path) -> None:
         if not os.access(there, os.W_OK | os.X_OK):
             raise PermissionError
         if not folder.exists():  # root passes os.access, but some file systems hold no folders
-            Path(
-                mkdtemp(dir=there)
-            ).rmdir()  # under a name of its own: other processes check the same folder
+            # Under a name of its own: other processes check the same folder.
+            Path(mkdtemp(dir=there)).rmdir()
     except OSError:
         raise RunFolderError(f"{key} {folder}: {there} cannot be written to") from None
 

@@ -29,12 +29,7 @@ from scale_cli.model.heads import BaseAndTrained, BaseOfNewTokens, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.processes import Share
 from scale_cli.runs.folder import TRAINED
-from scale_cli.storage.atomic import (
-    load_tensors,
-    read_json,
-    save_tensors,
-    write_json,
-)
+from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, write_json
 from scale_cli.storage.shards import has_shards, load_shards
 from scale_cli.upscale.base import load_hashed_base
 from scale_cli.upscale.base_hashes import check_same_base

@@ -9,10 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from scale_cli.config.schema import (
-    ModelConfig,
-    RunConfig,
-)
+from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.config.vocabulary import Script
 from scale_cli.runs.folder import RunFolder
@@ -20,26 +17,19 @@ from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.base_tokenizer import tokenizer_place
 from scale_cli.vocabulary.added_tokens import SENTENCEPIECE, Spelling, with_new_pieces
 from scale_cli.vocabulary.checks import check_added_tokens
-from scale_cli.vocabulary.tokenizer import (
-    TOKENIZER_FILES,
-    read_texts,
-    write_grown,
-)
+from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, read_texts, write_grown
 
-_BYTES_RETURNED = (
-    1 << 22
-)  # per source that new tokens are learned on: text that must survive encoding and decoding
+# Per source that new tokens are learned on: text that must survive encoding and decoding.
+_BYTES_RETURNED = 1 << 22
 
 
-# The sources that new tokens are learned on.
 def learned_on(config: RunConfig) -> list[CorpusSource]:
+    """Return the sources that new tokens are learned on."""
     assert config.method.vocabulary is not None
     named = config.method.vocabulary.sources
-    return (
-        [source for source in config.corpus.sources if source.name in named]
-        if named
-        else config.corpus.new
-    )
+    if not named:
+        return config.corpus.new
+    return [source for source in config.corpus.sources if source.name in named]
 
 
 def write_grown_tokenizer(
@@ -64,10 +54,10 @@ def copy_grown_tokenizer(config: RunConfig, folder: Path) -> None:
                 shutil.copyfile(file, folder / name)
 
 
-# PreservationError if new tokens change other text; returns how many texts were compared.
 def prove_vocabulary(
     config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase
 ) -> int:
+    """Return how many texts were compared; PreservationError if new tokens change other text."""
     assert config.method.vocabulary is not None
     kept: list[TextSource] = [
         source for source in config.evaluation.perplexity if source.role == "retention"

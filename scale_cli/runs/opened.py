@@ -60,11 +60,7 @@ from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import check_tokenizer, load_tokenizer
 from scale_cli.upscale.building import MethodModel, build_model
 from scale_cli.upscale.quantised_base import dequantise
-from scale_cli.vocabulary.tokenizer import (
-    AddedTokens,
-    check_ids,
-    load_grown,
-)
+from scale_cli.vocabulary.tokenizer import AddedTokens, check_ids, load_grown
 
 
 @dataclass(frozen=True)
@@ -93,11 +89,12 @@ class Run:
     @cached_property
     def added_tokens(self) -> AddedTokens | None:
         """The tokens that the run adds to the base's; None if it adds none."""
-        config, vocabulary = self.config, self.config.method.vocabulary
+        vocabulary = self.config.method.vocabulary
         if vocabulary is None:
             return None
-        cache = cache_of(config, self.base_tokenizer)
-        return AddedTokens(self.base_config.vocab_size, vocabulary, learned_on(config), cache)
+        sources = learned_on(self.config)
+        cache = cache_of(self.config, self.base_tokenizer)
+        return AddedTokens(self.base_config.vocab_size, vocabulary, sources, cache)
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer for a run that is about to be upscaled; any earlier `upscaled/` is ignored."""
@@ -117,15 +114,14 @@ class Run:
             return None  # decided without reading any text
         return load_grown(added_tokens.folder) if is_whole(added_tokens.folder) else None
 
-    # Whether `upscaled/` has the new tokens that the config asks for.
     @property
     def _has_grown(self) -> bool:
-        vocabulary, written = self.config.method.vocabulary, self.folder.upscaled / "scale.yaml"
-        return (
-            vocabulary is not None
-            and written.is_file()
-            and load_config(written).method.vocabulary == vocabulary
-        )
+        """Whether `upscaled/` has the new tokens that the config asks for."""
+        vocabulary = self.config.method.vocabulary
+        written = self.folder.upscaled / "scale.yaml"
+        if vocabulary is None or not written.is_file():
+            return False
+        return load_config(written).method.vocabulary == vocabulary
 
     def open_start(self) -> MethodFolder:
         start = open_folder(self.folder.upscaled, self)
@@ -180,13 +176,13 @@ class MethodFolder:
         return cls(path, Run(load_config(path / "scale.yaml")))
 
     @cached_property
-    def config(
-        self,
-    ) -> RunConfig:  # the one that made the folder; the run's own may have changed since
+    def config(self) -> RunConfig:
+        """The config that made the folder; the run's own may have changed since."""
         return load_config(self.path / "scale.yaml")
 
     @cached_property
-    def method(self) -> MethodConfig:  # likewise, completed by what `upscale` has found
+    def method(self) -> MethodConfig:
+        """The method of that config, completed by what `upscale` has found."""
         return read_method(self.path)
 
     @cached_property
@@ -218,11 +214,8 @@ class MethodFolder:
         refused = {key: line for key, line in refused.items() if key not in (accepted or ())}
         if refused:
             may_be_accepted = accepted is not None and refused.keys() <= ACCEPTABLE
-            way = (
-                f", allow the change ({' '.join(f'--accept {key}' for key in refused)})"
-                if may_be_accepted
-                else ""
-            )
+            flags = " ".join(f"--accept {key}" for key in refused)
+            way = f", allow the change ({flags})" if may_be_accepted else ""
             raise RunFolderError(
                 f"{self.path}: was made with another config ({'; '.join(refused.values())}); "
                 f"change it back{way}, or start anew in another output_dir"
@@ -238,17 +231,15 @@ class MethodFolder:
         check_tokenizer(self.tokenizer, self.record)
 
     def load(self, of_machine: Share | None = None) -> MethodModel:
-        return self._with_router_placed(
-            load_onto_base(self.path, self.run.config.model, of_machine=of_machine)
-        )
+        """Return the model with the router that the config asks for now, on this process's device."""
+        model = load_onto_base(self.path, self.run.config.model, of_machine=of_machine)
+        set_router(model, self.run.config.method.router, self.run.config.new_script)
+        return move_to_device(model)
 
     def load_to_export(self) -> MethodModel:
-        """Return the model on a dequantised base: the quantised weights as plain numbers."""
+        """Return what `load` does, on a dequantised base: the quantised weights as plain numbers."""
         base = load_recorded_base(self.path, self.run.config.model)
-        return self._with_router_placed(put_on_base(self.path, dequantise(base)))
-
-    # With the router that the config asks for now, on this process's device.
-    def _with_router_placed(self, model: MethodModel) -> MethodModel:
+        model = put_on_base(self.path, dequantise(base))
         set_router(model, self.run.config.method.router, self.run.config.new_script)
         return move_to_device(model)
 

@@ -77,9 +77,8 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
         raise BaseModelError(f"model.base: {model.base} {problem}")
     if model.quantisation is not None:
         hf_quantizer: Any = base.hf_quantizer
-        hf_quantizer.remove_quantization_config(
-            base
-        )  # an export copies the configuration, without quantised weights
+        # An export copies the configuration, without quantised weights.
+        hf_quantizer.remove_quantization_config(base)
     return base.requires_grad_(False).eval()
 
 
@@ -218,9 +217,8 @@ def check_finite(base: PreTrainedModel, name: str) -> None:
     """Raise BaseModelError if a weight is not finite: NaN logits equal nothing, not even themselves."""
     for tensor_name, tensor in base.named_parameters():
         for held in parts_of(tensor):
-            if all(
-                bound.isfinite() for bound in held.aminmax()
-            ):  # NaN gives NaN bounds; no copy is allocated
+            # NaN gives NaN bounds; no copy is allocated.
+            if all(bound.isfinite() for bound in held.aminmax()):
                 continue
             bad = held.numel() - int(held.isfinite().count_nonzero())
             raise BaseModelError(
