@@ -13,9 +13,11 @@ from scale_cli.errors import ExportParityError, one_line
 
 _NUM_PROMPTS = 2
 _NUM_STEPS = 4  # decoded for each prompt; the first already shows a lost cache
-# Of the largest logit. Cached products have other shapes, which in 16 bits round otherwise.
+# Of the largest logit. Cached products have other shapes, which in 16 bits round otherwise: the plain
+# SmolLM2-135M differs by 0.025 in bfloat16 and by 3e-6 in float32. A lost cache is 0.35 at least, on
+# a model of 5 M parameters; on SmolLM2 it is 0.63.
 _ALLOWED = {torch.float32: 1e-3}
-_ALLOWED_IN_16_BITS = 3e-2
+_ALLOWED_IN_16_BITS = 0.1
 
 
 def _next_of(ids: list[int], _row: int, so_far_T: Tensor) -> list[int]:
