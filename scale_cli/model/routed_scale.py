@@ -268,12 +268,10 @@ class RoutedModel(nn.Module):
         """Return (K, B, T, V) float32, reading the matrix only once.
 
         For many rows, and in float32, each stream is multiplied with its own columns. For one row
-        in 16 bits, reading
-        the matrix takes the time, not the arithmetic: the whole head is called with one row for
-          every head, in which
-        the streams that this head does not read are zero. In float32 a processor would read the
-        matrix once per row. A head that is no plain matrix (quantised, offloaded, split over
-        devices) is called as a whole too.
+        in 16 bits, reading the matrix takes the time, not the arithmetic: the whole head is called
+        with one row for every head, in which the streams that this head does not read are zero. In
+        float32 a processor would read the matrix once per row. A head that is no plain matrix
+        (quantised, offloaded, split over devices) is called as a whole too.
         """
         head = self.lm_head
         plain = (
@@ -293,9 +291,9 @@ class RoutedModel(nn.Module):
             )
             return self._of_all_tokens([base, *(base + own for own in added)])
         read_KBTD = rows_BTD.new_zeros(self.num_heads, *rows_BTD.shape)
-        for row_BTD, own in zip(read_KBTD, self._columns, strict=True):
+        for number, own in enumerate(self._columns):
             for at in (self._columns[0], own):  # every head reads x
-                row_BTD[..., at] = rows_BTD[..., at]
+                read_KBTD[number, ..., at] = rows_BTD[..., at]
         return self._of_all_tokens(head(read_KBTD).float())
 
     def _of_all_tokens(self, heads: Sequence[Tensor] | Tensor) -> Tensor:

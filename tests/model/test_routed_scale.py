@@ -244,6 +244,12 @@ def test_one_token_in_16_bits_asks_the_head_once_and_so_does_any_head_that_is_no
     assert (answered(quantised).log_softmax(-1) - wanted).abs().mean() < 0.05
 
 
+def test_one_token_in_16_bits_has_a_gradient(two: Pair) -> None:
+    model = copy.deepcopy(two[1]).bfloat16().requires_grad_(True)
+    model(input_ids=IDS[:1, :1], use_cache=False).logits.sum().backward()
+    assert model.lm_head.weight.grad.any()
+
+
 def _filled_by_another(model: Any) -> None:
     cache = super(RoutedModel, model).forward(IDS, use_cache=True)[CACHE]
     model(IDS, cache=cache)
