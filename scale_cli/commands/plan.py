@@ -63,6 +63,7 @@ class Plan:
     device: Device  # the times are for its speed
     methods: list[MethodPlan]  # the config's first
     refused: dict[str, str]  # methods that this base does not allow, and why
+    export_dtype: str
     evaluation_s: float  # all evaluations of the run
     evaluated_tokens: int
     disk_bytes: int  # of the finished run
@@ -90,6 +91,8 @@ def plan(
     growth = None if config.method.vocabulary is None else growth_of(config)
     warnings = [*_absent(config), *idle_settings(config)]
 
+    of_files = base.get("dtype") or base.get("torch_dtype") or "float32"
+    export_dtype = config.export.dtype or str(of_files)
     device = Device("cuda", flops or 0.0, "as stated")
     config = with_precision(config, in_bfloat16=None if flops is None else True)
     step_of(config, sizes)  # refuses before anything is measured
@@ -118,9 +121,10 @@ def plan(
         device=device,
         methods=planned,
         refused=refused,
+        export_dtype=export_dtype,
         evaluation_s=evaluated * 2.0 * (own.num_frozen + own.num_trainable) / speed,
         evaluated_tokens=evaluated,
-        disk_bytes=_disk_bytes(config, own),
+        disk_bytes=_disk_bytes(config, own, export_dtype),
         warnings=warnings,
         new_tokens=growth,
     )
@@ -251,7 +255,7 @@ def _evaluated_tokens(config: RunConfig) -> int:
     return total + times * min(total, config.eval_tokens)
 
 
-def _disk_bytes(config: RunConfig, own: MethodPlan) -> int:
+def _disk_bytes(config: RunConfig, own: MethodPlan, export_dtype: str) -> int:
     """Return the size of a finished run: its start, checkpoints, final weights and exports."""
     train, memory = config.train, own.memory
     num_kept = 1
@@ -260,7 +264,7 @@ def _disk_bytes(config: RunConfig, own: MethodPlan) -> int:
             train.keep_checkpoints or train.max_steps, -(-train.max_steps // train.save_every_steps)
         )
     num_bytes = 2 * memory.trainable + num_kept * memory.checkpoint
-    itemsize = ITEMSIZES[config.export.dtype or config.model.dtype]
+    itemsize = ITEMSIZES.get(export_dtype, 4)
     sizes = {"llama": own.num_served * itemsize, "transformers": memory.frozen + memory.trainable}
     return num_bytes + sum(sizes.get(name, memory.trainable) for name in config.export.formats)
 
@@ -270,10 +274,8 @@ def _heading(plan: Plan) -> list[str]:
     train, method = config.train, config.method
     growth = plan.new_tokens
     served = f"{quantity(own.num_served)} parameters as a plain model, "
-    itemsize = ITEMSIZES[config.export.dtype or config.model.dtype]
-    served += (
-        f"{quantity(own.num_served * itemsize, 'B')} in {config.export.dtype or config.model.dtype}"
-    )
+    num_bytes = own.num_served * ITEMSIZES.get(plan.export_dtype, 4)
+    served += f"{quantity(num_bytes, 'B')} in {plan.export_dtype}"
     if method.definition.widens:
         added = added_sizes(sizes, method.expansion)
         ratio = added.num_key_value_heads / sizes.num_key_value_heads
