@@ -79,6 +79,17 @@ def test_what_is_written_offers_new_tokens_and_replay_and_is_never_written_over(
     assert file.read_bytes() == before
 
 
+def test_new_tokens_are_a_comment_where_the_base_reads_the_script_by_its_own(
+    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "_BYTES_READ", 1 << 18)
+    monkeypatch.setattr(fitting, "_TAKEN_FROM", 10.0)
+    file = tmp_path / "mine.yaml"
+    assert scale("init", file, *flat(flags)).exit_code == 0
+    assert load_config(file).method.vocabulary is None
+    assert "# vocabulary: {new_tokens: " in file.read_text()
+
+
 def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
