@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -47,6 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "long: a file that begins first, so that no core is idle at the end"
     )
     let_nothing_wait_for_the_disk()
+    # A process imports all code that comes with models from one folder: the first one that it asks.
+    modules = tempfile.TemporaryDirectory(prefix="scale-tests-modules-")
+    config.add_cleanup(modules.cleanup)
+    os.environ["HF_MODULES_CACHE"] = modules.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -170,12 +170,9 @@ def test_a_joined_folder_whose_base_is_another_is_found(joined: Path, tmp_path: 
 
 
 def test_a_joined_model_and_a_run_open_by_the_code_that_lies_beside_them(
-    runs: Runs, joined: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, joined: Path
 ) -> None:
     """That code imports torch and transformers alone, as the contracts of `make layers` hold it to."""
-    monkeypatch.setattr(
-        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
-    )
     config = runs["wider"].model_copy(
         update={"export": runs["wider"].export.model_copy(update={"format": "transformers"})}
     )
