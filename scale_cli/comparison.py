@@ -15,7 +15,7 @@ from typing import Any
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.errors import RunFolderError, StorageError
-from scale_cli.evaluation.results import ROLES, CorpusResult, Report
+from scale_cli.evaluation.results import ROLES, Report
 from scale_cli.report import NO_INTERVAL, Interval
 from scale_cli.runs.folder import RunFolder, trained_sha256
 from scale_cli.storage.atomic import MANIFEST, read_json
@@ -44,14 +44,6 @@ class ComparedRun:
         return self.config.method
 
     @property
-    def new_tokens(self) -> list[str]:
-        """The tokens that its plain base does not have; a widened base may have brought them."""
-        config: dict[str, Any] | None = self.model_config
-        while config and not config.get("new_tokens"):
-            config = config.get("base_config")
-        return config["new_tokens"] if config else []
-
-    @property
     def passes(self) -> str:
         """How often a token passes the model when routed; layers from the first collaborating one on run twice."""
         num_layers = self.model_config["base_config"]["num_hidden_layers"]
@@ -67,7 +59,6 @@ class Option:
     """One trained model, served in one way."""
 
     run: ComparedRun
-    untouched: Report  # compared with the base of this report
     head: str  # of its own report: trained | posterior | cosine
     label: str  # distinct, for the figure and the tables
     served: str  # in words
@@ -137,10 +128,9 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
         raise RunFolderError(
             f"runs must be evaluated on the same corpora: only one of {both} has {odd[0]}"
         )
-    tokens = ("num_tokens",) if first.new_tokens == other.new_tokens else ()
     for name, one in measured[0].items():
         same = measured[1][name]
-        for key in ("language", "role", "num_documents", "num_bytes", *tokens):
+        for key in ("language", "role", "num_documents", "num_bytes", "num_base_tokens"):
             before, now = getattr(one, key), getattr(same, key)
             if before != now:
                 found = f"{name} has {key} {before} and {now}"
@@ -148,15 +138,9 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
                     f"runs must be evaluated on the same corpora: {found} in {both}"
                 )
         before, now = (corpus.heads["base"].nats_per_token for corpus in (one, same))
-        as_many = (
-            one.num_tokens == same.num_tokens
-        )  # with other tokens, the base's loss per token differs
-        if (
-            as_many
-            and before is not None
-            and now is not None
-            and abs(before - now) > _SAME_BASE_LOSS * abs(before)
-        ):
+        if before is None or now is None:
+            continue
+        if abs(before - now) > _SAME_BASE_LOSS * abs(before):
             raise RunFolderError(
                 f"runs must be evaluated with the same settings: on {name} the base has {before:.4f} and {now:.4f} "
                 f"nats/token in {both} (is evaluation.sequence_length the same?)"
@@ -168,7 +152,7 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
             raise RunFolderError(f"runs must be evaluated on the same items: {found} in {both}")
 
 
-def option_of(run: ComparedRun, head: str, untouched: Report) -> Option:
+def option_of(run: ComparedRun, head: str) -> Option:
     report, method = run.report, run.method.definition
     label, served, passes, num_models = run.name, "alone", "1", 1
     if head != "trained" and method.widens:
@@ -179,21 +163,12 @@ def option_of(run: ComparedRun, head: str, untouched: Report) -> Option:
         label, served, passes, num_models = f"{run.name} + base", "beside the base, mixed", "2", 2
     lost, change = (
         mean_interval(
-            [interval_beside_base(untouched, corpus, head) for corpus in report.with_role(role)]
+            [corpus.heads[head].bits_per_byte_difference for corpus in report.with_role(role)]
         )
         for role in ROLES
     )
     share = None if head == "trained" else report.base_share_by_language(head)
-    return Option(run, untouched, head, label, served, num_models, passes, lost, -change, share)
-
-
-def interval_beside_base(untouched: Report, corpus: CorpusResult, head: str) -> Interval:
-    """Return a head's bits/byte minus the base's; there is no interval if their tokens differ."""
-    base, result = untouched.corpus(corpus.name), corpus.heads[head]
-    if base.num_tokens == corpus.num_tokens:
-        return result.bits_per_byte_difference
-    before, now = base.heads["base"].bits_per_byte, result.bits_per_byte
-    return NO_INTERVAL if before is None or now is None else Interval(now - before, None, None)
+    return Option(run, head, label, served, num_models, passes, lost, -change, share)
 
 
 def mean_interval(intervals: Sequence[Interval]) -> Interval:

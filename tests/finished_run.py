@@ -45,7 +45,6 @@ class Made:
     base: str = "a" * 64  # hash of the base's only tensor
     train: dict[str, Any] = field(default_factory=dict)  # keys of the config's section
     new_tokens: int = 0  # with which Korean takes a quarter of the tokens
-    base_bits: float = BASE_BITS["ko"]  # of Korean, by the untouched base
 
 
 def write_run(folder: Path, made: Made) -> Path:
@@ -97,16 +96,26 @@ def report_of(made: Made) -> Report:
     ):
         mixed = 0.0007 if role == "retention" else None if change is None else change + 0.0005
         changes = {"base": 0.0, "trained": change, "posterior": mixed, "cosine": change}
-        base_bits = made.base_bits if language == "ko" else BASE_BITS[language]
-        heads = {head: _head(base_bits, changes[head], head, language, made) for head in HEADS}
-        num_tokens = 5_000 if made.new_tokens and language == "ko" else 20_000
-        corpora.append(CorpusResult(name, language, role, 50, num_tokens, 80_000, heads))
+        heads = {head: _head(BASE_BITS[language], changes[head], head, language) for head in HEADS}
+        corpora.append(
+            CorpusResult(
+                name,
+                language,
+                role,
+                num_documents=50,
+                num_tokens=5_000 if made.new_tokens and language == "ko" else 20_000,
+                num_base_tokens=20_000,
+                num_bytes=80_000,
+                heads=heads,
+                base_of_new_tokens=heads["base"] if made.new_tokens else None,
+            )
+        )
     benchmarks = [_benchmark(name, *outcome) for name, outcome in made.benchmarks.items()]
     served = "posterior" if made.variant == "route" else "trained"
     return Report(made.variant, served, 100, 102_400, "t" * 64, corpora, benchmarks)
 
 
-def _head(base: float, change: float | None, head: str, language: str, made: Made) -> HeadResult:
+def _head(base: float, change: float | None, head: str, language: str) -> HeadResult:
     share = {"en": 0.99, "ko": 0.01}[language] if head in ("posterior", "cosine") else None
     if change is None:
         nothing = Interval(None, None, None)

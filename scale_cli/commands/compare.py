@@ -17,14 +17,13 @@ from scale_cli.comparison import (
     ComparedRun,
     Option,
     front,
-    interval_beside_base,
     load_runs,
     option_of,
     side_names,
 )
 from scale_cli.config.schema import RunConfig, differences
 from scale_cli.errors import require
-from scale_cli.evaluation.results import FIGURES, INTERVAL_BESIDE_BASE, ROLES, CorpusResult, Figure
+from scale_cli.evaluation.results import FIGURES, ROLES, CorpusResult
 from scale_cli.report import (
     COLOURS,
     DASH,
@@ -150,15 +149,14 @@ def compare(folders: list[Path], output: Path) -> Comparison:
 
 
 def compare_runs(runs: list[ComparedRun], folder: Path) -> Comparison:
-    """Return the comparison of runs, in their order; base figures are those of a run without new tokens, if any."""
-    untouched = next((run for run in runs if not run.new_tokens), runs[0]).report
+    """Return the comparison of runs, in their order."""
     # Each model as it is configured to be served, then mixed.
     options = [
-        option_of(run, head, untouched)
+        option_of(run, head)
         for run in runs
         for head in dict.fromkeys((run.report.served, "posterior"))
     ]
-    best = front(options, 1) + front(options, 2) if untouched.has_trade_off else []
+    best = front(options, 1) + front(options, 2) if runs[0].report.has_trade_off else []
     return Comparison(folder, runs, options, best)
 
 
@@ -168,14 +166,12 @@ def notes(comparison: Comparison) -> list[str]:
     if len({run.report.num_tokens_trained for run in runs}) > 1:
         spent = ", ".join(f"{run.name} {run.report.num_tokens_trained:,}" for run in runs)
         lines.append(f"The runs were not trained on the same number of tokens: {spent}.")
-    if any(run.new_tokens != runs[0].new_tokens for run in runs):
-        held = ", ".join(
-            f"{run.name} {' '.join(number(corpus.bytes_per_token, 2) for corpus in run.report.corpora)}"
-            for run in runs
-        )
+    if grown := [
+        run.name for run in runs if any(corpus.has_new_tokens for corpus in run.report.corpora)
+    ]:
         lines.append(
-            "The runs have different tokens: compare their bits/byte, but not their figures per token. A difference "
-            f"between runs with different tokens has no interval. Bytes per token, by corpus: {held}."
+            f"{', '.join(grown)}: with new tokens. Every difference is from the base by its own tokens, "
+            "in bits/byte; figures per token are left out there."
         )
     for run in runs[1:]:
         if changed := setup_differences(runs[0].config, run.config):
@@ -261,54 +257,29 @@ def _methods_table(comparison: Comparison) -> Table:
 
 
 def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
-    """Return each base, once per tokenisation, and each option; a row with other tokens has no figures per token."""
+    """Return the base and each option; a run with new tokens has no figures per token."""
     shown = [figure for figure in FIGURES if figure.compared]
     titles = [
         Cell("method"),
         Cell("bytes", "a token"),
         *(Cell(figure.title, figure.unit) for figure in shown),
     ]
-    untouched = options[0].untouched.corpus(corpus.name)
-
-    def row(label: str, result: CorpusResult, head: str, difference: Interval | None) -> Row:
-        figures = result.heads[head]
-        if difference is not None:
-            figures = replace(figures, bits_per_byte_difference=difference)
-        alike = result.num_tokens == untouched.num_tokens
-
-        def cell(figure: Figure) -> str | Cell:
-            hidden = (
-                head == "base"
-                and not figure.of_base
-                and (difference is None or figure is not INTERVAL_BESIDE_BASE)
-            )
-            return (
-                DASH
-                if hidden or (not alike and (figure.per_token or figure.of_own_base))
-                else figure.cell(figures)
-            )
-
-        return [label, number(result.bytes_per_token, 2), *map(cell, shown)]
-
-    bases, rows = {untouched.num_tokens: row("base", untouched, "base", None)}, []
+    base = corpus.heads["base"]
+    of_base = (figure.cell(base) if figure.of_base else DASH for figure in shown)
+    rows: list[Row] = [["base", number(corpus.num_bytes / corpus.num_base_tokens, 2), *of_base]]
     for option in options:
         result = option.run.report.corpus(corpus.name)
-        rows.append(
-            row(
-                option.label,
-                result,
-                option.head,
-                interval_beside_base(option.untouched, result, option.head),
-            )
+        cells = (
+            DASH
+            if figure.per_token and result.has_new_tokens
+            else figure.cell(result.heads[option.head])
+            for figure in shown
         )
-        own = f"base, tokens of {option.run.name}"
-        bases.setdefault(
-            result.num_tokens,
-            row(own, result, "base", interval_beside_base(option.untouched, result, "base")),
-        )
+        rows.append([option.label, number(result.bytes_per_token, 2), *cells])
+
     name = f"{corpus.name}: {language_name(corpus.language)}, {corpus.role} ({ROLES[corpus.role]})"
-    marks = ["base"] * len(bases) + [option.run.method.variant for option in options]
-    table = Table(titles, [*bases.values(), *rows], "l" + "r" * (len(titles) - 1), name, marks)
+    marks = ["base", *(option.run.method.variant for option in options)]
+    table = Table(titles, rows, "l" + "r" * (len(titles) - 1), name, marks)
     return table.without_empty_columns()
 
 

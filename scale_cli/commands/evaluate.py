@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 from scale_cli.config.load import dump_config
@@ -11,8 +13,14 @@ from scale_cli.data.corpora import open_sources
 from scale_cli.errors import CheckFailed, ConfigError
 from scale_cli.evaluation.benchmarks import BenchmarkItems, open_benchmarks_of, summarise_benchmarks
 from scale_cli.evaluation.render import html, markdown, terminal_lines
-from scale_cli.evaluation.results import Report, summarise
-from scale_cli.evaluation.scoring import Passes, score_corpus, scored_lengths, tokens_bar
+from scale_cli.evaluation.results import Report, SkippedBenchmark, summarise
+from scale_cli.evaluation.scoring import (
+    BaseAlone,
+    Passes,
+    score_corpus,
+    scored_lengths,
+    tokens_bar,
+)
 from scale_cli.processes import (
     device,
     device_name,
@@ -30,13 +38,17 @@ from scale_cli.training.records import TrainState
 
 
 def evaluate(config: RunConfig, log: Log = log) -> Report:
-    """Score base and trained model on every held-out corpus, and write `evaluation/`; all processes share the work."""
+    """Score base and trained model on every held-out corpus, and write `evaluation/`.
+
+    All processes share the work.
+    """
     run = Run(config)
     config = run.config
-    asked, router = config.evaluation, config.method.router
+    asked = config.evaluation
     if not asked.perplexity and not asked.benchmarks:
         raise ConfigError(
-            "evaluation.perplexity: names no corpus to evaluate on; add one, or add evaluation.benchmarks"
+            "evaluation.perplexity: names no corpus to evaluate on; "
+            "add one, or add evaluation.benchmarks"
         )
     passes = Passes.of(config)
     final = run.open_final()
@@ -47,20 +59,36 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
     benchmarks = open_benchmarks_of(asked)  # early, since a file may be missing
     model = final.load_two_headed()
     corpora = main_first(lambda: open_sources(config, asked.perplexity, final.tokenizer))
-    resampling, results = {"num_resamples": asked.bootstrap_resamples, "seed": config.seed}, []
-    num_tokens = sum(int(scored_lengths(c, passes.sequence_length).sum()) for c in corpora)
+    by_base_tokens = []
+    if config.method.vocabulary is not None:
+        by_base_tokens = main_first(
+            lambda: open_sources(config, asked.perplexity, run.base_tokenizer)
+        )
+    num_tokens = sum(
+        int(scored_lengths(corpus, passes.sequence_length).sum())
+        for corpus in (*corpora, *by_base_tokens)
+    )
     num_items = 0 if benchmarks is None else benchmarks.num_items
     log(f"evaluating on {num_tokens:,} tokens of text and {num_items:,} items of benchmarks")
+
+    resampling = {"num_resamples": asked.bootstrap_resamples, "seed": config.seed}
+    results = []
     with tokens_bar(num_tokens, "evaluating" if is_main() else None) as bar:
-        for source, corpus in zip(asked.perplexity, corpora, strict=True):
-            losses = score_corpus(model, corpus, router, passes, bar=bar, share=share())
-            results.append(summarise(source, losses, **resampling))
-    items, skipped = (
-        ([], [])
-        if benchmarks is None
-        else benchmarks.measure(model, final.tokenizer, config, share())
-    )
+        score = partial(
+            score_corpus, router=config.method.router, passes=passes, bar=bar, share=share()
+        )
+        base = BaseAlone(model)
+        for source, corpus, of_base in zip_longest(asked.perplexity, corpora, by_base_tokens):
+            losses = score(model, corpus)
+            base_losses = None if of_base is None else score(base, of_base, heads=["base"])
+            results.append(summarise(source, losses, base_losses, **resampling))
+
+    items: list[BenchmarkItems] = []
+    skipped: list[SkippedBenchmark] = []
+    if benchmarks is not None:
+        items, skipped = benchmarks.measure(model, final.tokenizer, config, share())
     of_benchmarks, averages = summarise_benchmarks(items, **resampling)
+
     state = TrainState.load(final.path)
     report = Report(
         variant=config.method.variant,

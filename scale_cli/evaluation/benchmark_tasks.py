@@ -3,10 +3,11 @@
 A request is a context and a continuation. Both pass the model once, which gives the scores of every
 head and of both routing rules. The router reads the context, as it does when the model is served.
 
-Every head is asked as lm-eval's `hf` model asks the folder that serves it. The base's tokenizer
-encodes for the base's head. For every other head it is the export's tokenizer, which puts the
-boundary before a text that stood before a document in training. Where the two give the same ids, a
-request passes the model once for all heads; else the base alone reads its own.
+Every head is asked as lm-eval's `hf` model asks the folder that serves it. The base's head is the
+plain base with its own tokenizer. For every other head it is the export's tokenizer, which has the
+run's new tokens, and puts the boundary before a text that stood before a document in training.
+Where the two give the same ids, a request passes the model once for all heads; else the base alone
+reads its own.
 
 Shapes: C numbers of a token (`scoring.py`), B requests of a batch, T positions.
 """
@@ -38,7 +39,7 @@ from lm_eval.api.registry import metric_registry
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
+from lm_eval.models.utils import configure_pad_token, normalize_gen_kwargs, resolve_max_length
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.kobest.utils import macro_f1_score
 from tokenizers.processors import TemplateProcessing
@@ -63,6 +64,7 @@ from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import ALONE, Share, is_main, lowered_dtype, map_over_processes
 from scale_cli.terminal import progress_bar
+from scale_cli.upscale.base_tokenizer import load_tokenizer
 
 # Formats of local files; datasets has others, pickles among them.
 _FORMS = ("arrow", "csv", "json", "parquet", "text")
@@ -128,6 +130,7 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         router: RouterConfig,  # settings of both rules, whatever the model serves
         passes: Passes,
         *,
+        of_base: PreTrainedTokenizerBase | None = None,  # the base's, if the run has new tokens
         max_length: int,  # tokens that the model reads at once
         share: Share = ALONE,  # of the batches; each process returns all answers
     ) -> None:
@@ -144,8 +147,12 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         self._router = router
         self._passes = passes
         self._share = share
-        self._of_base = self.tokenizer
         self._of_export = framed(self.tokenizer)
+        self._of_base = self.tokenizer
+        if of_base is not None:
+            self._of_base = configure_pad_token(copy.deepcopy(of_base), model_config=self.config)
+        self._answering = self.model
+        self._base = BaseAlone(model)
         # By tokenizer, then by context and continuation: a log-likelihood of each head and rule.
         self._scores: dict[int, dict[tuple[str, str], dict[str, float]]] = defaultdict(
             lambda: defaultdict(dict)
@@ -153,7 +160,9 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         self.answer_with("base")
 
     def answer_with(self, head: str) -> None:
-        self.model.head = head
+        self.head = head
+        self._answering.head = head
+        self._model = self._base.base if head == "base" else self._answering
         self.tokenizer = self._of_base if head == "base" else self._of_export
 
     def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
@@ -161,7 +170,7 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         scores = self._scores[id(self.tokenizer)]
         if unseen := {request.args: request for request in requests if request.args not in scores}:
             super().loglikelihood(list(unseen.values()), disable_tqdm=True)
-        return [(scores[request.args][self.model.head], False) for request in requests]
+        return [(scores[request.args][self.head], False) for request in requests]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Return the ids of both; white space that ends a context goes to the continuation."""
@@ -186,8 +195,7 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
             observed = observe(self._headed, rows, self._passes, self._share, self.bar)
             scored = routed_rows(observed, self._router)
         else:
-            base = BaseAlone(self._headed)
-            observed = observe(base, rows, self._passes, self._share, self.bar)
+            observed = observe(self._base, rows, self._passes, self._share, self.bar)
             scored = routed_rows(observed, self._router, ["base"])
 
         scores = self._scores[id(self.tokenizer)]
@@ -277,12 +285,15 @@ class OpenedBenchmarks:
         """Return each benchmark's items under every head, and what could not be measured."""
         measured = []
         skipped = list(self.skipped)
+        has_new_tokens = config.method.vocabulary is not None
+        of_base = load_tokenizer(config.model) if has_new_tokens else None
         for benchmark in self.ready:
             answers = ObservedHeads(
                 model,
                 tokenizer,
                 config.method.router,
                 Passes.of(config),
+                of_base=of_base,
                 max_length=resolve_max_length(model.config, tokenizer),
                 share=share,
             )

@@ -13,6 +13,7 @@ from scale_cli.evaluation.results import (
     NOT_COVERED,
     ROLES,
     CorpusResult,
+    HeadResult,
     LanguageAverage,
     Report,
 )
@@ -58,7 +59,9 @@ _BETTER = {"retention": "kept and improved", "acquisition": "learned"}
 def terminal_lines(report: Report) -> list[str]:
     """Return what `scale evaluate` prints: the base's, the trained and the served head."""
     heads = list(dict.fromkeys(("base", "trained", report.served)))
-    names = ["base", "trained", "routed"][: len(heads)]
+    own_tokens = any(corpus.has_new_tokens for corpus in report.corpora)
+    base = "base, its own tokens" if own_tokens else "base"
+    names = [base, "trained", "routed"][: len(heads)]
     titles = ["", *names, f"{names[-1]} - base [95 %]", ""]
     corpora = [corpus for role in ROLES for corpus in report.with_role(role)]
     rows: list[Row] = []
@@ -131,7 +134,6 @@ def html(report: Report, config: RunConfig) -> str:
 def _values(report: Report, config: RunConfig) -> dict[str, Any]:
     shares = {rule: report.base_share_by_language(rule) for rule in _RULES}
     corpora = [corpus for role in ROLES for corpus in report.with_role(role)]
-    has_own_tokens = config.method.vocabulary is not None
     routed = f"both heads, routed by the {report.served} rule"
     return {
         "report": report,
@@ -140,13 +142,13 @@ def _values(report: Report, config: RunConfig) -> dict[str, Any]:
         "base": config.model.base,
         "trained_by": METHODS[report.variant].label,
         "served": "the trained head" if report.served == "trained" else routed,
-        "has_own_tokens": has_own_tokens,
+        "has_new_tokens": any(corpus.has_new_tokens for corpus in corpora),
         "corpora": [
             (
                 corpus,
                 language_name(corpus.language),
                 ROLES[corpus.role],
-                _corpus_table(corpus, report.served, has_own_tokens),
+                _corpus_table(corpus, report.served),
             )
             for corpus in corpora
         ],
@@ -190,14 +192,24 @@ def _became(corpus: CorpusResult, served: str) -> str:
     return f"{named} went from {before} to {after} bits/byte: {verdict}."
 
 
-def _corpus_table(corpus: CorpusResult, served: str, has_own_tokens: bool) -> Table:
-    """Return every head's figures; if the run has its own tokens, without figures per token."""
-    figures = [figure for figure in FIGURES if not (figure.per_token and has_own_tokens)]
-    rows: list[Row] = []
-    for head, title in _TITLES.items():
-        of_head = (
-            f.cell(corpus.heads[head]) if f.of_base or head != "base" else DASH for f in figures
+def _corpus_table(corpus: CorpusResult, served: str) -> Table:
+    """Return every head's figures; if the run has new tokens, without figures per token."""
+    figures = [figure for figure in FIGURES if not (figure.per_token and corpus.has_new_tokens)]
+    heads: list[tuple[Cell, HeadResult]] = []
+    for head, result in corpus.heads.items():
+        is_served = head == served
+        heads.append((Cell(_TITLES[head], "served" if is_served else "", is_served), result))
+    if corpus.base_of_new_tokens is not None:
+        heads[0] = Cell("base", "by its own tokens"), corpus.heads["base"]
+        heads.append(
+            (Cell("base", "by the run's tokens, in the router"), corpus.base_of_new_tokens)
         )
-        rows.append([Cell(title, "served", bold=True) if head == served else title, *of_head])
+
+    rows: list[Row] = []
+    for title, result in heads:
+        is_base = result is corpus.heads["base"]
+        rows.append(
+            [title, *(DASH if is_base and not f.of_base else f.cell(result) for f in figures)]
+        )
     titles: Row = ["head", *(Cell(figure.title, figure.unit) for figure in figures)]
     return Table(titles, rows, "l" + "r" * len(figures)).without_empty_columns()

@@ -37,6 +37,7 @@ Values = npt.NDArray[np.float64]
 _VALUES_AT_ONCE = 2**23  # numbers held at once, over all resamples of one batch
 _MAX_EXPONENT = 700.0  # the exponential of more overflows
 HEADS = ("base", "trained", "posterior", "cosine")
+_BASE_OF_NEW_TOKENS = "base of new tokens"
 # Of corpora, in words.
 ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}
 # What the guarantee of the posterior rule leaves out.
@@ -72,17 +73,9 @@ class Figure:
     cell: Callable[[HeadResult], str | Cell]
     of_base: bool = True  # whether it is shown for the base's head too
     per_token: bool = False  # comparable only between runs with the same tokens
-    # Against the run's own base: comparable only between runs with the same tokens.
-    of_own_base: bool = False
     compared: bool = True  # whether the comparison has it
 
 
-INTERVAL_BESIDE_BASE = Figure(
-    "bits/byte − base",
-    "95 % interval",
-    lambda head: difference_cell(head.bits_per_byte_difference),
-    of_base=False,
-)
 FIGURES = (
     Figure(
         "nats/token",
@@ -92,14 +85,18 @@ FIGURES = (
         compared=False,
     ),
     Figure("bits/byte", "", lambda head: number(head.bits_per_byte)),
-    INTERVAL_BESIDE_BASE,
+    Figure(
+        "bits/byte − base",
+        "95 % interval",
+        lambda head: difference_cell(head.bits_per_byte_difference),
+        of_base=False,
+    ),
     Figure("perplexity", "of a token", lambda head: perplexity(head.perplexity), per_token=True),
     Figure(
         "worst document",
         "nats − base",
         lambda head: worst_document(head.worst_document_nats),
         of_base=False,
-        of_own_base=True,
     ),
     Figure(
         "by base head",
@@ -118,9 +115,17 @@ class CorpusResult:
     language: str
     role: str
     num_documents: int
-    num_tokens: int
+    num_tokens: int  # by the run's tokenizer
+    num_base_tokens: int  # of the same text, by the base's own tokenizer
     num_bytes: int
+    # `base` is the base as it is served: by its own tokens.
     heads: dict[str, HeadResult]
+    # The base's head in the router, which reads the run's new tokens; None if the run adds none.
+    base_of_new_tokens: HeadResult | None = None
+
+    @property
+    def has_new_tokens(self) -> bool:
+        return self.base_of_new_tokens is not None
 
     @property
     def bytes_per_token(self) -> float:
@@ -282,28 +287,39 @@ def paired_differences(
 def summarise(
     source: EvaluationSource,
     losses: DocumentLosses,
+    of_base: DocumentLosses | None = None,  # by the base's own tokens, if the run has others
     *,
     num_resamples: int,
     seed: int,
 ) -> CorpusResult:
     """Return the figures of one corpus from its documents' losses."""
-    base_N = losses.nats["base"]
+    nats = dict(losses.nats)
+    num_tokens = num_base_tokens = float(losses.num_tokens.sum())
+    if of_base is not None:
+        # Without BOS and EOS, a document of one new token has nothing to score, but its pieces do.
+        scored_by_both = np.isin(of_base.places, losses.places)
+        nats[_BASE_OF_NEW_TOKENS] = nats["base"]
+        nats["base"] = of_base.nats["base"][scored_by_both]
+        num_base_tokens = float(of_base.num_tokens[scored_by_both].sum())
+
+    base_N = nats["base"]
+    num_bits = float((losses.num_bytes * math.log(2)).sum())
     differences = paired_differences(
         base_N,
-        np.column_stack([losses.nats[name] for name in HEADS]),
+        np.column_stack(list(nats.values())),
         losses.num_bytes * math.log(2),
         num_resamples=num_resamples,
         seed=seed,
     )
     heads = {}
-    for name, difference in zip(HEADS, differences, strict=True):
-        nats_per_token = losses.nats_per_token(name)
+    for (name, nats_N), difference in zip(nats.items(), differences, strict=True):
+        nats_per_token = nats_N.sum() / (num_base_tokens if name == "base" else num_tokens)
         heads[name] = HeadResult(
             nats_per_token=finite(nats_per_token),
             perplexity=math.exp(nats_per_token) if nats_per_token < _MAX_EXPONENT else None,
-            bits_per_byte=finite(losses.bits_per_byte(name)),
+            bits_per_byte=finite(nats_N.sum() / num_bits),
             bits_per_byte_difference=difference,
-            worst_document_nats=finite(np.max(losses.nats[name] - base_N)),
+            worst_document_nats=finite(np.max(nats_N - base_N)),
             base_share=losses.base_share(name) if name in losses.served else None,
         )
 
@@ -312,9 +328,11 @@ def summarise(
         language=source.language,
         role=source.role,
         num_documents=len(losses.num_tokens),
-        num_tokens=int(losses.num_tokens.sum()),
+        num_tokens=int(num_tokens),
+        num_base_tokens=int(num_base_tokens),
         num_bytes=int(losses.num_bytes.sum()),
-        heads=heads,
+        heads={name: heads[name] for name in HEADS},
+        base_of_new_tokens=heads.get(_BASE_OF_NEW_TOKENS),
     )
 
 

@@ -34,7 +34,6 @@ from scale_cli.model.heads import (
     TokenLogProbs,
     token_log_probs,
 )
-from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import mix_log_probs
 from scale_cli.processes import ALONE, Share, autocast, map_over_processes
 from scale_cli.terminal import progress_bar
@@ -52,6 +51,7 @@ Values = npt.NDArray[np.float64]
 class DocumentLosses:
     """Losses of every document."""
 
+    places: npt.NDArray[np.int64]  # (N,) of the documents in the corpus
     num_tokens: Values  # (N,) scored: the document's and its closing marker
     num_bytes: Values  # (N,) UTF-8 bytes of the text
     nats: dict[str, Values]  # (N,) of every head and rule, by name
@@ -86,13 +86,13 @@ class Passes:
 
 
 class BaseAlone(nn.Module):
-    """The base of a model with several heads: its plain forward pass and its one head."""
+    """The base of a model with several heads, as it is served: without new tokens, with one head."""
 
     def __init__(self, model: HeadedModel) -> None:
         super().__init__()
-        new = model.expansion.new_tokens if isinstance(model, ScaleForCausalLM) else None
-        self.base = model.base if new is None else BaseOfNewTokens(model.base, new, model.config)
-        self.config = model.config
+        of_router: Any = model.base
+        self.base = of_router.base if isinstance(of_router, BaseOfNewTokens) else of_router
+        self.config = self.base.config
 
     def head_logits(self, input_ids: Tensor) -> HeadLogits:
         states = self.base.get_decoder()(input_ids, use_cache=False).last_hidden_state
@@ -140,7 +140,7 @@ def tokens_bar(total: int, label: str | None) -> Any:
 
 
 def score_corpus(
-    model: HeadedModel,
+    model: HeadedModel | BaseAlone,
     corpus: TokenisedCorpus,
     router: RouterSettings,  # of both rules, whatever the model serves
     passes: Passes,
@@ -190,6 +190,7 @@ def score_corpus(
     # A document that is cut stands for its bytes in proportion to its tokens.
     num_bytes_N = np.asarray(corpus.num_bytes)[scored] * lengths_N[scored] / whole_N[scored]
     return DocumentLosses(
+        places=scored,
         num_tokens=lengths_N[scored].astype(np.float64),
         num_bytes=num_bytes_N,
         nats={name: nats_N[scored] for name, nats_N in nats.items()},
@@ -209,7 +210,7 @@ def batches_of(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def observe(
-    model: Any,  # a HeadedModel, or `BaseAlone`
+    model: Any,  # HeadedModel or BaseAlone
     rows: Sequence[Tensor],  # of token ids
     passes: Passes,
     share: Share = ALONE,

@@ -72,6 +72,27 @@ def test_every_verb_of_a_run_has_its_tokens(
     assert not told.keys() & {"backend", "is_local", "local_files_only"}
 
 
+@pytest.mark.parametrize("kind", ["route", "full"])
+def test_a_reports_base_is_the_base_by_its_own_tokens(
+    shared_data: Path, tmp_path: Path, grown: RunConfig, kind: str
+) -> None:
+    """Bits/byte of the base do not depend on the tokens that a run adds."""
+    config = grown if kind == "route" else trained(config_of(shared_data, tmp_path, kind))
+    report = evaluate(config)
+    plain = changed(config, "method.vocabulary=null", f"output_dir={tmp_path / 'plain'}")
+    expected = evaluate(trained(plain))
+    for found, alone in zip(report.corpora, expected.corpora, strict=True):
+        bits = alone.heads["base"].bits_per_byte
+        assert found.heads["base"].bits_per_byte == pytest.approx(bits, rel=1e-6)
+        assert found.num_base_tokens == alone.num_tokens
+        assert found.base_of_new_tokens is not None
+    korean = report.corpora[1]
+    assert korean.num_base_tokens > 1.5 * korean.num_tokens
+    mixed = korean.base_of_new_tokens
+    assert mixed is not None
+    assert mixed.bits_per_byte != pytest.approx(korean.heads["base"].bits_per_byte, rel=0.05)
+
+
 def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     shared_data: Path, tmp_path: Path, grown: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

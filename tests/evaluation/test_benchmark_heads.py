@@ -26,6 +26,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE, Share
 from scale_cli.runs.method_folder import set_router
 from scale_cli.upscale.base_tokenizer import TokenizerPlace, load_tokenizer
+from scale_cli.upscale.building import NewPieces
 from tests.evaluation.task_files import MEAN, add_task, know_only, opened, some_of_blimp, task_of
 from tests.evaluation.test_benchmark_tasks import SUMS
 from tests.threads_as_processes import in_processes
@@ -112,6 +113,35 @@ def test_each_head_scores_as_lm_evals_own_model_of_the_folder_that_serves_it(
             np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=2e-3)
             for outcome, gold in ((item.heads[head], item.gold) for item in items):
                 assert outcome.metrics["acc"] == float(np.argmax(outcome.log_likelihoods) == gold)
+
+
+def test_beside_new_tokens_the_base_scores_and_answers_as_its_own_folder_does(
+    shared_data: Path, tmp_path: Path, make_task: Any
+) -> None:
+    """lm-eval's `hf` model reads the base's own tokens, and so does the report's base."""
+    folder = shared_data / STORIES / "hf"
+    of_base = load_tokenizer(ModelConfig(base=str(folder)))
+    of_run = copy.deepcopy(of_base)
+    of_run.add_tokens(["the", " girl"])
+    new = NewPieces([" ".join(map(str, of_base(word).input_ids)) for word in ("the", " girl")], [])
+    model = as_if_trained(widen(real_base(shared_data, STORIES), "route", new=new))
+    answers = ObservedHeads(
+        model, of_run, ROUTER, Passes(64, 2, "no"), of_base=of_base, max_length=128
+    )
+    theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=2, max_length=128)
+    requests = asked(*BEGUN)
+    ours = [said for said, _ in answers.loglikelihood(requests)]
+    expected = [said for said, _ in theirs.loglikelihood(requests, disable_tqdm=True)]
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-4)
+    answers.answer_with("trained")
+    assert [said for said, _ in answers.loglikelihood(requests)] != ours
+
+    answers.answer_with("base")
+    (task,) = make_task().tasks.values()
+    task.build_all_requests()
+    assert answers.generate_until(task.instances) == theirs.generate_until(
+        task.instances, disable_tqdm=True
+    )
 
 
 def test_what_is_too_long_loses_the_tokens_that_it_loses_in_lm_eval(

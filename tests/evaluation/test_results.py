@@ -23,7 +23,7 @@ from scale_cli.evaluation.results import (
 )
 from scale_cli.evaluation.scoring import DocumentLosses
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.report import Interval, with_interval
+from scale_cli.report import Interval, number, with_interval
 
 
 def run_of(**method: Any) -> RunConfig:
@@ -53,7 +53,21 @@ def losses(seed: int, gain: float, count: int = 12, broken: bool = False) -> Doc
     posterior = np.minimum(base, trained) + math.log(2)
     served = {"posterior": num_tokens * [[0.25], [0.75]], "cosine": num_tokens * [[1.0], [0.0]]}
     nats = {"base": base, "trained": trained, "posterior": posterior, "cosine": base}
-    return DocumentLosses(num_tokens, 4.0 * num_tokens, nats, served)
+    return DocumentLosses(np.arange(count), num_tokens, 4.0 * num_tokens, nats, served)
+
+
+def by_own_tokens(scored: DocumentLosses) -> DocumentLosses:
+    """The same text by a base that cuts it into three times as many tokens, and is better by them.
+
+    It scores one document more: one of a single token that holds a whole word.
+    """
+    return DocumentLosses(
+        np.append(scored.places, len(scored.places)),
+        np.append(3 * scored.num_tokens, 2.0),
+        np.append(scored.num_bytes, 8.0),
+        {"base": np.append(0.5 * scored.nats["base"], 9.0)},
+        {},
+    )
 
 
 def corpus(
@@ -215,7 +229,44 @@ def test_what_is_guaranteed_has_the_figures_of_the_router_and_nothing_is_where_n
     assert "at most 0.105 nats (" in told and "does not cover" in told
 
 
-def test_of_tokens_of_its_own_a_run_shows_what_compares_alone() -> None:
-    for config, shows in ((ROUTE, True), (OWN_TOKENS, False)):
-        told = markdown(report(), config)
-        assert ("nats/token" in told) == ("perplexity" in told) == shows and "bits/byte" in told
+def of_new_tokens() -> CorpusResult:
+    source = EvaluationSource(name="petitions", path="x.txt", language="ko", role="acquisition")
+    scored = losses(0, 2.0)
+    return summarise(source, scored, by_own_tokens(scored), num_resamples=100, seed=0)
+
+
+def test_beside_new_tokens_every_difference_is_from_the_base_by_its_own_tokens() -> None:
+    scored = losses(0, 2.0)
+    usual, grown = corpus("petitions", "ko", "acquisition"), of_new_tokens()
+    assert grown.num_base_tokens == 3 * grown.num_tokens == 3 * usual.num_base_tokens
+    base = grown.heads["base"]
+    assert base.bits_per_byte == pytest.approx(0.5 * (usual.heads["base"].bits_per_byte or 0.0))
+    assert base.nats_per_token == pytest.approx(
+        0.5 * scored.nats["base"].sum() / (3 * scored.num_tokens.sum())
+    )
+    trained = grown.heads["trained"]
+    assert trained.bits_per_byte == usual.heads["trained"].bits_per_byte
+    lost = trained.bits_per_byte_difference
+    assert lost.value == pytest.approx((trained.bits_per_byte or 0.0) - (base.bits_per_byte or 0.0))
+    assert lost.low is not None and lost.high is not None and lost.low < 0.0 < lost.high
+    assert trained.worst_document_nats == pytest.approx(
+        (scored.nats["trained"] - 0.5 * scored.nats["base"]).max()
+    )
+    mixed = grown.base_of_new_tokens
+    assert mixed is not None and mixed.bits_per_byte == usual.heads["base"].bits_per_byte
+    assert usual.base_of_new_tokens is None
+
+
+def test_a_report_of_new_tokens_says_which_base_a_row_is_and_shows_no_figure_per_token() -> None:
+    grown = dataclasses.replace(report(), corpora=[of_new_tokens()])
+    assert read_back(grown) == grown
+    told, usual = markdown(grown, OWN_TOKENS), markdown(report(), ROUTE)
+    base, mixed = of_new_tokens().heads["base"], of_new_tokens().base_of_new_tokens
+    assert mixed is not None
+    assert f"| base, by its own tokens | {number(base.bits_per_byte)} |" in told
+    assert f"| base, by the run's tokens, in the router | {number(mixed.bits_per_byte)} |" in told
+    assert f"went from {number(base.bits_per_byte)} to" in told
+    assert "base, its own tokens" in "\n".join(terminal_lines(grown))
+    assert "own tokens" not in usual + "\n".join(terminal_lines(report()))
+    for words in ("nats/token", "perplexity"):
+        assert words not in told and words in usual
