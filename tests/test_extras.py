@@ -15,14 +15,14 @@ from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import EXTRA_OF, MissingExtraError
-from tests.export.conftest import configured
+from tests.small_runs import petitions_run
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 @pytest.fixture
 def config(shared_data: Path, tmp_path: Path) -> RunConfig:
-    return configured(shared_data, tmp_path / "run", {"variant": "route"})
+    return petitions_run(shared_data, tmp_path / "run")
 
 
 def test_every_library_is_in_the_extra_that_its_line_names_and_in_all() -> None:

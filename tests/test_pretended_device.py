@@ -35,8 +35,8 @@ from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale import preservation
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.building import start_model
-from tests.config.small_config import changed
 from tests.pretended_device import accelerate_on, pretended_device
+from tests.small_runs import changed
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 from tests.widening import as_if_trained, tiny_llama, widen

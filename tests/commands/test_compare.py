@@ -16,8 +16,8 @@ from scale_cli.config.load import dump_config, load_config
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.report import Interval
 from scale_cli.storage.atomic import read_json, verify_folder, write_json, write_text
-from tests.config.small_config import SMALLEST, changed, load_text
 from tests.finished_run import Made, write_run
+from tests.small_runs import SMALLEST, changed, load_text
 
 TASKS = {"blimp": (-0.06, 0.001), "kobest_copa": (0.04, 0.5)}
 SCRIPT = "<script>alert(1)<|script>"  # a folder's name cannot hold a slash

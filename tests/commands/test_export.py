@@ -18,7 +18,7 @@ from scale_cli.export.formats import formats_of
 from scale_cli.runs.method_folder import load_onto_base
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import load_tensors, read_json
-from tests.config.small_config import changed
+from tests.small_runs import changed
 from tests.widening import load_model, load_widened, random_ids, trained_head
 
 TrainedRun = Callable[..., RunConfig]

@@ -13,10 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from scale_cli.commands.export import export
-from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import CorpusSource
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import ConfigError
 from scale_cli.generation import Continuation, Generator, Sampling
@@ -24,8 +21,8 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.terminal import printable
 from tests.command_line import Scale
-from tests.config.small_config import changed
-from tests.export.conftest import configured
+from tests.data.corpus_files import source_of
+from tests.small_runs import changed, petitions_run, train_run
 from tests.torture.attacker import edit_json
 from tests.widening import lower_stories
 
@@ -40,12 +37,10 @@ def run(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfi
     folder = tmp_path_factory.mktemp("generating") / "run"
     base = shutil.copytree(lower_stories(shared_data), folder.parent / "base")
     (base / "chat_template.jinja").write_text(TEMPLATE)
-    config = configured(
-        shared_data, folder, {"variant": "route", "collaboration": {"layers": "top:1"}}
+    config = petitions_run(shared_data, folder, collaboration={"layers": "top:1"})
+    config = train_run(
+        changed(config, f"model.base={base}", "export.format=[llama, transformers, adapter]")
     )
-    config = changed(config, f"model.base={base}", "export.format=[llama, transformers, adapter]")
-    upscale(config)
-    train(config, None, print)
     for name in ("llama", "transformers", "adapter"):
         export(changed(config, f"export.format={name}"))
     return config
@@ -65,42 +60,34 @@ def completions(path: Path, sampling: Sampling = GREEDY) -> list[str]:
     return [c.completion for c in Generator(path).continue_all(PROMPTS, sampling)]
 
 
-def test_a_run_its_folders_and_its_exports_say_the_same_and_have_its_chat_template(
+def test_a_run_its_folders_and_its_exports_say_the_same(
     run: RunConfig, continued: list[Continuation]
 ) -> None:
     expected = [c.completion for c in continued]
     assert all(expected[:2])  # what it makes of Hangul is no whole character
     (checkpoint,) = (run.output_dir / "checkpoints").iterdir()
-    exports = {
-        name: run.output_dir / "export" / name for name in ("llama", "transformers", "adapter")
-    }
-    for folder in (
-        run.output_dir / "final",
-        checkpoint,
-        exports["transformers"],
-        exports["adapter"],
-    ):
+    plain, with_code, adapter = (
+        run.output_dir / "export" / name for name in ("llama", "transformers", "adapter")
+    )
+    for folder in (run.output_dir / "final", checkpoint, with_code, adapter):
         assert completions(folder) == expected
-    assert all(completions(exports["llama"])[:2])
-    for folder in (run.output_dir, *exports.values()):
+    assert all(completions(plain)[:2])
+    for folder in (run.output_dir, plain, with_code, adapter):
         assert Generator(folder).tokenizer.chat_template == TEMPLATE
-    for name in ("llama", "transformers"):  # by transformers alone
-        assert AutoTokenizer.from_pretrained(exports[name]).chat_template == TEMPLATE
+    for folder in (plain, with_code):  # by transformers alone
+        assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
 
 
-def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_the_conversation(
+def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_it(
     run: RunConfig,
 ) -> None:
     generator = Generator(run.output_dir)
     turns = [{"role": "user", "content": PROMPTS[0]}]
     # The template writes the mark that stands before a document itself, where a text gets it.
-    (text,) = generator.continue_all([f"[user]{PROMPTS[0]}\n[assistant]"], GREEDY)
+    framed = generator.prompt_ids(f"[user]{PROMPTS[0]}\n[assistant]")
+    assert torch.equal(generator.prompt_ids(turns), framed)
     (answer,) = generator.continue_all([turns], GREEDY)
-    assert (
-        generator.prompt_ids(turns).tolist()
-        == generator.prompt_ids(f"[user]{PROMPTS[0]}\n[assistant]").tolist()
-    )
-    assert answer.prompt == text.prompt.removeprefix("[user]").removesuffix("\n[assistant]")
+    assert answer.prompt == PROMPTS[0]
     # The router judges by the user's words alone, in generation as in the shares that it reports.
     prompt = generator.framed(turns)
     judged = prompt.judged_T
@@ -144,13 +131,12 @@ def test_a_prompt_in_the_new_script_begins_with_the_trained_head(
 def test_at_a_terminal_a_conversation_goes_on(
     run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = iter(["Once upon a time", "   ", "And then?"])
+    lines = ["Once upon a time", "   ", "And then?"]
 
     def one_line(_: str) -> str:
-        try:
-            return next(said)
-        except StopIteration:
-            raise EOFError from None
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
 
     seen: list[list[dict[str, str]]] = []
     continue_all = Generator.continue_all
@@ -164,11 +150,11 @@ def test_at_a_terminal_a_conversation_goes_on(
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     done = scale("generate", run.output_dir, "--chat", "--max-new-tokens", "6")
     assert done.exit_code == 0 and len(done.stdout.splitlines()) >= 2
-    assert [len(turns) for turns in seen] == [1, 3]
-    assert (
-        seen[1][0] == {"role": "user", "content": "Once upon a time"}
-        and seen[1][1]["role"] == "assistant"
-    )
+    assert [[turn["role"] for turn in turns] for turns in seen] == [
+        ["user"],
+        ["user", "assistant", "user"],
+    ]
+    assert seen[1][0] == seen[0][0] == {"role": "user", "content": "Once upon a time"}
 
 
 def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(
@@ -191,7 +177,7 @@ def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(
     assert all(sum(share.values()) == pytest.approx(1.0) for share in shares)
 
 
-def test_the_tokens_add_up_to_the_completion_and_prompt_and_completion_to_the_text_that_was_generated(
+def test_tokens_add_up_to_the_completion_and_with_the_prompt_to_what_was_generated(
     run: RunConfig, generator: Generator, continued: list[Continuation]
 ) -> None:
     for c in continued:
@@ -206,18 +192,13 @@ def test_the_tokens_add_up_to_the_completion_and_prompt_and_completion_to_the_te
         assert begun.completion[0] == " "
 
 
-def test_only_what_is_asked_for_decides_the_text_whatever_the_base_would_generate_with(
+def test_what_is_asked_for_alone_decides_the_text(
     run: RunConfig, continued: list[Continuation]
 ) -> None:
     penalised = shutil.copytree(
         run.output_dir / "export" / "transformers", run.output_dir.parent / "penalised"
     )
-    penalty = {
-        "repetition_penalty": 5.0,
-        "no_repeat_ngram_size": 1,
-        "num_beams": 3,
-        "do_sample": True,
-    }
+    penalty = {"repetition_penalty": 5.0, "num_beams": 3, "do_sample": True}
     edit_json(penalised / "generation_config.json", penalty)
     for settings in (GREEDY, replace(GREEDY, temperature=1e-39)):  # the second is the coldest
         assert completions(penalised, settings) == [text.completion for text in continued]
@@ -248,10 +229,7 @@ def test_every_end_that_the_bases_settings_name_ends_a_text(
 
 
 def test_text_is_on_standard_output_with_its_heads_where_asked_and_as_json_of_lines(
-    run: RunConfig,
-    scale: Scale,
-    continued: list[Continuation],
-    monkeypatch: pytest.MonkeyPatch,
+    run: RunConfig, scale: Scale, continued: list[Continuation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [printable(c.prompt + c.completion) for c in continued[:2]]
     command = ("generate", run.output_dir, "--max-new-tokens", "12", "--prompt", PROMPTS[0])
@@ -272,7 +250,7 @@ def test_text_is_on_standard_output_with_its_heads_where_asked_and_as_json_of_li
         assert set(one["tokens"][0]["shares"]) == {"base", "trained"}
 
 
-def test_a_prompt_that_leaves_no_room_in_the_context_is_one_line_and_an_answer_ends_where_the_context_does(
+def test_an_answer_ends_where_the_context_does_and_a_prompt_without_room_is_one_line(
     run: RunConfig, generator: Generator, scale: Scale
 ) -> None:
     most = generator.model.config.max_position_embeddings
@@ -282,27 +260,24 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_one_line_and_an_answer_e
     assert 0 < room < 8
     _, long = generator.continue_all(["Lily", fits], Sampling(max_new_tokens=12))
     assert len(long.tokens) <= room
-    assert (
-        f"the model's context of {most:,}"
-        in scale("generate", run.output_dir, "--prompt", fits * 2).error()
-    )
+    told = scale("generate", run.output_dir, "--prompt", fits * 2).error()
+    assert f"the model's context of {most:,}" in told
+
+
+ASKED = ["--prompt", "x"]
+DRAWN = [*ASKED, "--samples", "2", "--output"]
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--top-p", "0.9"], "--top-p 0.9: does nothing at temperature 0"),
-        (["--samples", "2"], "--samples, --output: give both or neither"),
-        (
-            ["--samples", "2", "--output", "x.jsonl", "--chat"],
-            "and without --chat, --show-heads and --json",
-        ),
-        (
-            ["--samples", "2", "--output", "x.jsonl", "--json"],
-            "and without --chat, --show-heads and --json",
-        ),
-        (["--samples", "2", "--output", "x.txt"], "must end in .jsonl"),
-        (["--samples", "2", "--output", "there.jsonl"], "already exists"),
+        ([*ASKED, "--top-p", "0.9"], "--top-p 0.9: does nothing at temperature 0"),
+        ([*ASKED, "--samples", "2"], "--samples, --output: give both or neither"),
+        ([*DRAWN, "x.jsonl", "--chat"], "without --chat, --show-heads and --json"),
+        ([*DRAWN, "x.jsonl", "--json"], "without --chat, --show-heads and --json"),
+        ([*DRAWN, "x.txt"], "must end in .jsonl"),
+        ([*DRAWN, "there.jsonl"], "already exists"),
+        ([], "no prompt given"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(
@@ -316,18 +291,14 @@ def test_what_cannot_be_had_is_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.jsonl").touch()
     path = run.output_dir / "final" / "scale.yaml" if "--samples" in options else run.output_dir
-    done = scale("generate", path, "--prompt", "x", *options)
-    assert told in done.error()
+    monkeypatch.setattr("sys.stdin", [])
+    assert told in scale("generate", path, *options).error()
 
 
-def test_standard_input_that_holds_no_text_is_one_line(
+def test_standard_input_that_is_closed_or_no_text_is_one_line(
     run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for stdin, told in (
-        (None, "no prompt given"),
-        ([], "no prompt given"),
-        (["good\n", "\udcff\udcfe\n"], "not UTF-8"),
-    ):
+    for stdin, told in ((None, "no prompt given"), (["good\n", "\udcff\n"], "not UTF-8")):
         monkeypatch.setattr("sys.stdin", stdin)
         assert told in scale("generate", run.output_dir).error()
 
@@ -338,32 +309,19 @@ def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_repl
     monkeypatch.setattr("scale_cli.commands.generate._AT_ONCE", 2)
 
     def drawn(name: str, *options: str) -> list[str]:
-        command = (
-            "generate",
-            run.output_dir / "final/scale.yaml",
-            "--samples",
-            "5",
-            "--output",
-            tmp_path / name,
-        )
-        options = ("--max-new-tokens", "16", *options)
-        assert scale(*command, *options).exit_code == 0
-        return [json.loads(line)["text"] for line in (tmp_path / name).read_text().splitlines()]
+        command = ("generate", run.output_dir / "final/scale.yaml", "--max-new-tokens", "16")
+        file = tmp_path / name
+        assert scale(*command, "--samples", "5", "--output", file, *options).exit_code == 0
+        return [json.loads(line)["text"] for line in file.read_text().splitlines()]
 
     texts = drawn("one.jsonl")
     assert len(set(texts)) == 5 == len(texts)
     assert drawn("again.jsonl") == texts
     assert not set(drawn("other.jsonl", "--seed", "1")) & set(texts)
-    assert {text[:4] for text in drawn("begun.jsonl", "--prompt", "Once", "--prompt", "Lily")} == {
-        "Once",
-        "Lily",
-    }
-    greedy, base = (
-        drawn("greedy.jsonl", "--temperature", "0", "--max-new-tokens", "8"),
-        Generator(run.model),
-    )
+    begun = drawn("begun.jsonl", "--prompt", "Once", "--prompt", "Lily")
+    assert {text[:4] for text in begun} == {"Once", "Lily"}
+    greedy = drawn("greedy.jsonl", "--temperature", "0", "--max-new-tokens", "8")
+    base = Generator(run.model)
     assert set(greedy) == {base.continue_all([""], Sampling(max_new_tokens=8))[0].completion}
-    source = CorpusSource(
-        name="drawn", language="en", role="replay", path=str(tmp_path / "one.jsonl")
-    )
+    source = source_of(tmp_path / "one.jsonl")
     assert len(TokenCache(tmp_path / "tokens", base.tokenizer).open(source)) == 5

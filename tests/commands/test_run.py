@@ -14,19 +14,17 @@ from scale_cli.report import quantity
 from scale_cli.runs.folder import RunFolder, folder_bytes
 from scale_cli.storage.atomic import load_tensors, read_json, write_json
 from tests.command_line import Scale
-from tests.export.conftest import configured
+from tests.small_runs import petitions_run
 
 
 @pytest.fixture
 def config(shared_data: Path, tmp_path: Path) -> RunConfig:
-    return configured(shared_data, tmp_path / "run", {"variant": "route"})
+    return petitions_run(shared_data, tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
 def finished_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = configured(
-        shared_data, tmp_path_factory.mktemp("finished") / "run", {"variant": "route"}
-    )
+    config = petitions_run(shared_data, tmp_path_factory.mktemp("finished") / "run")
     run_pipeline(config, lambda _: None)
     return config.output_dir
 

@@ -8,7 +8,6 @@ import pytest
 from transformers import GenerationMixin
 
 from scale_cli.commands.export import export
-from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import FolderCheck, check_folders, verify
 from scale_cli.config.load import dump, load_config
@@ -17,8 +16,7 @@ from scale_cli.errors import CheckFailed, ExportParityError, RunFolderError
 from scale_cli.model.cache_scale import CACHE
 from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, write_json
 from tests.command_line import Scale
-from tests.config.small_config import changed
-from tests.export.conftest import configured
+from tests.small_runs import changed, petitions_run, train_run
 from tests.torture.attacker import reseal
 from tests.widening import lower_stories
 
@@ -28,12 +26,8 @@ def finished(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     """A widened run with an export."""
     folder = tmp_path_factory.mktemp("verified")
     shutil.copytree(lower_stories(shared_data), folder / "base")
-    config = configured(
-        shared_data, folder / "run", {"variant": "route", "collaboration": {"layers": "top:1"}}
-    )
-    config = changed(config, f"model.base={folder / 'base'}", "corpus.cache_dir=null")
-    upscale(config)
-    train(config, None, print)
+    config = petitions_run(shared_data, folder / "run", collaboration={"layers": "top:1"})
+    config = train_run(changed(config, f"model.base={folder / 'base'}", "corpus.cache_dir=null"))
     export(config)
     return config
 

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import export
 from scale_cli.commands.plan import growth_of, plan
-from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
@@ -21,23 +20,17 @@ from scale_cli.planning.sizes import BaseSizes
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import read_json
 from tests.command_line import ModelLoads, model_loads
-from tests.config.small_config import changed
+from tests.small_runs import changed, train_run
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 
 SHARES = (("ko", 1.0), ("en", 0.6))
 
 
-def trained(config: RunConfig) -> RunConfig:
-    upscale(config)
-    train(config, None, lambda _: None)
-    return config
-
-
 @pytest.fixture(scope="module")
 def grown(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A widened run with new tokens, trained; no test changes it but by an evaluation and an export."""
-    return trained(config_of(shared_data, tmp_path_factory.mktemp("grown")))
+    return train_run(config_of(shared_data, tmp_path_factory.mktemp("grown")))
 
 
 @torch.no_grad()
@@ -48,7 +41,7 @@ def test_every_verb_of_a_run_has_its_tokens(
     config = grown
     with torch.enable_grad():
         if kind == "full":
-            config = trained(config_of(shared_data, tmp_path, kind))
+            config = train_run(config_of(shared_data, tmp_path, kind))
     evaluate(config)
     session, folder = Run(config).open_final(), export(config).folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -77,10 +70,10 @@ def test_a_reports_base_is_the_base_by_its_own_tokens(
     shared_data: Path, tmp_path: Path, grown: RunConfig, kind: str
 ) -> None:
     """Bits/byte of the base do not depend on the tokens that a run adds."""
-    config = grown if kind == "route" else trained(config_of(shared_data, tmp_path, kind))
+    config = grown if kind == "route" else train_run(config_of(shared_data, tmp_path, kind))
     report = evaluate(config)
     plain = changed(config, "method.vocabulary=null", f"output_dir={tmp_path / 'plain'}")
-    expected = evaluate(trained(plain))
+    expected = evaluate(train_run(plain))
     for found, alone in zip(report.corpora, expected.corpora, strict=True):
         bits = alone.heads["base"].bits_per_byte
         assert found.heads["base"].bits_per_byte == pytest.approx(bits, rel=1e-6)

@@ -14,7 +14,7 @@ from scale_cli.config.load import json_schema, load_config
 from scale_cli.config.schema import RunConfig, leaves
 from scale_cli.storage.atomic import read_json
 from scripts.config_reference import files
-from tests.config.small_config import SMALLEST, error_of, load_text
+from tests.small_runs import SMALLEST, error_of, load_text
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

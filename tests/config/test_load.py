@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from scale_cli.config.load import dump, dump_config, parse, read_text
 from scale_cli.errors import ConfigError
-from tests.config.small_config import EVALUATED, SMALLEST, error_of, load_text
+from tests.small_runs import EVALUATED, SMALLEST, error_of, load_text
 
 
 def test_every_spelling_of_a_float_is_a_number() -> None:

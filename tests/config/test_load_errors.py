@@ -7,7 +7,7 @@ import pytest
 
 from scale_cli.config.load import load_config
 from scale_cli.errors import ConfigError
-from tests.config.small_config import SMALLEST, error_of, load_text
+from tests.small_runs import SMALLEST, error_of, load_text
 
 REPLAY = "corpus.sources=[{name: a, path: a.txt, language: ko}, {name: b, path: b.txt, language: en, role: replay}]"
 INT8 = "model.quantisation=int8"

@@ -16,7 +16,7 @@ from scale_cli.config.schema import (
     scored_otherwise,
 )
 from scale_cli.values import Change, Section
-from tests.config.small_config import EVALUATED, SMALLEST, load_text
+from tests.small_runs import EVALUATED, SMALLEST, load_text
 
 NEWS, TALES = (
     "{name: news, path: news.txt, language: ko}",

@@ -27,7 +27,7 @@ from scale_cli.data.batches import (
 )
 from scale_cli.data.corpora import build_batches, open_sources
 from scale_cli.upscale.base_tokenizer import load_tokenizer
-from tests.config.small_config import SMALLEST, load_text
+from tests.small_runs import SMALLEST, load_text
 
 # A stream whose ids are their own positions says of every id in a batch where it came from.
 FAR = 2**15  # apart, so that the streams of several sources share no id

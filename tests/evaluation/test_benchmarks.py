@@ -11,8 +11,6 @@ from lm_eval.tasks.kobest.utils import macro_f1_score
 from sklearn.metrics import f1_score  # type: ignore[import-untyped]
 
 from scale_cli.commands.evaluate import evaluate
-from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.evaluation.benchmarks import (
@@ -29,7 +27,7 @@ from scale_cli.evaluation.results import HEADS, BenchmarkResult, Report
 from scale_cli.runs.folder import RunFolder
 from tests.evaluation.task_files import add_task, know_only, some_of_blimp, task_of
 from tests.evaluation.test_results import ROUTE
-from tests.export.conftest import configured
+from tests.small_runs import petitions_run, train_run
 
 
 def answered(right: list[list[float]]) -> list[Item]:
@@ -62,10 +60,8 @@ def test_a_run_is_measured_on_every_kind_of_benchmark_and_its_report_is_what_its
         "batch_size": 32,
         "bootstrap_resamples": 200,
     }
-    config = configured(shared_data, tmp_path / "run", {"variant": "route"})
-    config = RunConfig.model_validate(config.model_dump() | {"evaluation": asked})
-    upscale(config)
-    train(config, None, print)
+    config = petitions_run(shared_data, tmp_path / "run")
+    config = train_run(RunConfig.model_validate(config.model_dump() | {"evaluation": asked}))
     know_only(tmp_path, monkeypatch)
     lines: list[str] = []
     report = evaluate(config, lines.append)

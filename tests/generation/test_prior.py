@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from scale_cli.config.vocabulary import LANGUAGE_SCRIPTS, SCRIPTS, Script
 from scale_cli.generation import PriorByScript
-from tests.config.small_config import SMALLEST, load_text
+from tests.small_runs import SMALLEST, load_text
 
 HANGUL = Script.of_languages(["ko"])
 PRIOR = PriorByScript(0.5, 0.02, HANGUL)

@@ -9,8 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scale_cli.commands.join import join
-from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.encoding import prompt_ids
@@ -25,7 +23,7 @@ from scale_cli.runs.opened import Run
 from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
 from scale_cli.vocabulary.added_tokens import new_tokens
 from tests.command_line import refused
-from tests.join.conftest import at_its_start
+from tests.small_runs import at_its_start, changed, train_run
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 
@@ -40,22 +38,14 @@ VOCABULARIES = {
 
 @pytest.fixture(scope="module")
 def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
-    """Runs of two scripts, one with other tokens of the first, one without any, one with the
-    first's.
-    """
+    """Runs of two scripts, one with other tokens of the first, one without any, one with the first's."""
     folder, made = tmp_path_factory.mktemp("runs"), {}
     for name, vocabulary in VOCABULARIES.items():
-        config = made[name] = _configured(shared_data, folder / name, vocabulary)
-        if name == "other-korean":
-            at_its_start(config)
-        else:
-            upscale(config)
-            train(config, None, print)
+        make = at_its_start if name == "other-korean" else train_run
+        made[name] = make(_configured(shared_data, folder / name, vocabulary))
     given = {"new_tokens": NEW, "folder": str(made["korean"].output_dir / "final")}
-    made["again"] = at_its_start(
-        _configured(shared_data, folder / "again", given).model_copy(update={"seed": 1})
-    )
-    return made
+    again = _configured(shared_data, folder / "again", given)
+    return {**made, "again": at_its_start(changed(again, "seed=1"))}
 
 
 def _configured(shared_data: Path, folder: Path, vocabulary: object) -> RunConfig:
@@ -70,27 +60,19 @@ def folders(runs: dict[str, RunConfig], *names: str) -> list[Path]:
 
 
 @torch.no_grad()
-def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_of_both(
+def test_two_scripts_and_a_run_without_new_tokens_are_one_model(
     runs: dict[str, RunConfig], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
     report = join(folders(runs, "korean", "plain", "russian"), output, None)
-    assert (
-        "on text with such tokens, it differs from the head alone."
-        in (output / "README.md").read_text()
-    )
+    assert "it differs from the head alone" in (output / "README.md").read_text()
     assert report.max_cost_nats == pytest.approx(math.log(4))
-    for corpus in report.corpora:
-        assert (
-            corpus.worst_document_nats is not None
-            and corpus.worst_document_nats <= math.log(4) + 1e-3
-        )
+    worst = [corpus.worst_document_nats for corpus in report.corpora]
+    assert all(nats is not None and nats <= math.log(4) + 1e-3 for nats in worst)
     verify(output)
 
-    model, tokenizer = (
-        JoinedForCausalLM.from_pretrained(output).eval(),
-        AutoTokenizer.from_pretrained(output),
-    )
+    model = JoinedForCausalLM.from_pretrained(output).eval()
+    tokenizer = AutoTokenizer.from_pretrained(output)
     assert len(tokenizer) == model.config.vocab_size == OLD + 2 * NEW
     for name, text, head, before in (
         ("korean", KOREAN, 1, 0),
@@ -98,8 +80,10 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
         ("plain", ENGLISH, 2, 0),
     ):
         session = Run(runs[name]).open_final()
-        alone, ids = (of(text, add_special_tokens=False, return_tensors="pt").input_ids[:, :60] for of in
-                      (session.tokenizer, tokenizer))  # fmt: skip
+        alone, ids = (
+            of(text, add_special_tokens=False, return_tensors="pt").input_ids[:, :60]
+            for of in (session.tokenizer, tokenizer)
+        )
         assert torch.equal(torch.where(alone >= OLD, alone + before, alone), ids)
         assert (ids >= OLD).any() == (name != "plain")
         assert tokenizer.decode(ids[0]) == session.tokenizer.decode(alone[0])
@@ -107,15 +91,11 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
         assert isinstance(run, ScaleForCausalLM)
         own = run.trained_logits(run.final_states(alone, preserved=False)).log_softmax(-1)
         said = model.routed_logits(model.final_states(ids, preserved=True))[head].log_softmax(-1)
-        places = [
-            *range(OLD),
-            *(range(OLD + before, OLD + before + NEW) if name != "plain" else ()),
-        ]
-        near = said[..., places]
-        came = alone[:, 1:, None]
-        assert torch.allclose(
-            near[:, :-1].gather(-1, came), own[:, :-1].gather(-1, came), atol=1e-4
+        own, said = (
+            logits[:, :-1].gather(-1, came[:, 1:, None])
+            for logits, came in ((own, alone), (said, ids))
         )
+        assert torch.allclose(said, own, atol=1e-4)
     (continued,) = Generator(output).continue_all(["국민 люди"], Sampling(max_new_tokens=4))
     assert all(token.shares is not None and len(token.shares) == 4 for token in continued.tokens)
 
@@ -127,15 +107,14 @@ def test_other_tokens_of_one_script_are_refused_in_one_line(runs: dict[str, RunC
         join_runs(folders(runs, "korean", "other-korean"), None)
 
 
-def test_one_plain_model_has_one_row_for_each_token_and_no_size_that_is_taken_for_another_models(
+def test_one_plain_model_has_one_row_a_token_and_no_size_of_another_model(
     runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"^--format llama: again has its own rows"):
         join(folders(runs, "korean", "again"), tmp_path / "none", None, "llama")
     monkeypatch.setattr(vocabulary_tokenizer, "TAKEN_FOR_OTHERS", (OLD + 2 * NEW,))
-    with pytest.raises(
-        ConfigError, match="model of 640 tokens in all"
-    ):  # as 32,768 and twice 8,192 would be
+    # As 32,768 and twice 8,192 would be.
+    with pytest.raises(ConfigError, match="model of 640 tokens in all"):
         join(folders(runs, "korean", "russian"), tmp_path / "none", None, "llama")
 
 
@@ -145,17 +124,11 @@ def test_one_plain_model_of_several_scripts_routes_every_text_as_the_joined_one(
 ) -> None:
     names, output = ("korean", "plain", "russian"), tmp_path / "plain"
     join(folders(runs, *names), output, 0.4, "llama")
-    tokenizer, joined = (
-        AutoTokenizer.from_pretrained(output),
-        join_runs(folders(runs, *names), 0.4),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    joined = join_runs(folders(runs, *names), 0.4)
     routed: Any = routed_class(output).from_pretrained(output).eval()
-    for text in (
-        KOREAN,
-        RUSSIAN,
-        ENGLISH,
-        f"{ENGLISH[:40]}{RUSSIAN[:40]}{KOREAN[:40]}{RUSSIAN[40:80]}",
-    ):
+    mixed = f"{ENGLISH[:40]}{RUSSIAN[:40]}{KOREAN[:40]}{RUSSIAN[40:80]}"
+    for text in (KOREAN, RUSSIAN, ENGLISH, mixed):
         ids = tokenizer(text, return_tensors="pt").input_ids[:, :90]
         assert ids.tolist() == [prompt_ids(joined.tokenizer, text)[:90]]
         expected = joined.model(input_ids=ids).logits.log_softmax(-1)

@@ -9,7 +9,7 @@ from scale_cli.errors import ConfigError
 from scale_cli.runs import precision
 from scale_cli.runs.opened import Run
 from scale_cli.runs.precision import with_precision
-from tests.config.small_config import SMALLEST, load_text
+from tests.small_runs import SMALLEST, load_text
 
 
 def small_config(folder: Path, *overrides: str) -> RunConfig:

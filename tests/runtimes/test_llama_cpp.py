@@ -31,12 +31,11 @@ from transformers import (
 )
 
 from scale_cli.commands.export import export
-from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.processes import cpu_precision
 from tests.serving_page import commands, run, write_small_config
+from tests.small_runs import train_run
 from tests.vocabulary.grown_run import config_of, two_scripts_in_one
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 from tests.widening import TINY
@@ -78,9 +77,7 @@ def trained(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunC
             "train.max_steps=60",
         ],
     )
-    upscale(config)
-    train(config, None, print)
-    return config
+    return train_run(config)
 
 
 @pytest.fixture(scope="module")
@@ -295,9 +292,7 @@ def test_with_new_tokens_ids_and_greedy_continuations_are_the_same(
 ) -> None:
     base = shared_data / "ckpt-novels-en" / "hf" if kind == "byte-level" else sentencepiece_base
     if made == "one script":
-        config = config_of(shared_data, tmp_path, base=base)
-        upscale(config)
-        train(config, None, print)
+        config = train_run(config_of(shared_data, tmp_path, base=base))
         folder, in_new = export(config).folder, [KOREAN]
     else:
         folder, _ = two_scripts_in_one(shared_data, tmp_path, base)

@@ -17,8 +17,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scale_cli.commands.export import export
-from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.export.dense import plain_model
@@ -31,6 +29,7 @@ from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.building import MethodModel, start_model
 from scale_cli.upscale.preservation import trained_logits
+from tests.small_runs import train_run
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 from tests.widening import TINY, as_if_trained, lower_stories, move
@@ -220,9 +219,7 @@ def test_an_export_with_new_tokens_answers_there_as_it_does_here(
     settings = json.loads((base / "tokenizer_config.json").read_text())
     settings["additional_special_tokens"] = ["<s>", "</s>"]
     (base / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = config_of(shared_data, tmp_path, base=base)
-    upscale(config)
-    train(config, None, print)
+    config = train_run(config_of(shared_data, tmp_path, base=base))
     folder, session = export(config).folder, Run(config).open_final()
     texts, model = [*TEXTS, ENGLISH, KOREAN], cast(Any, session.load())
     ids = torch.tensor([session.tokenizer(text).input_ids[:50] for text in (ENGLISH, KOREAN)])

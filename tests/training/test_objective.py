@@ -23,7 +23,7 @@ from scale_cli.upscale.building import MethodModel, NewPieces, start_model
 from scale_cli.upscale.stream_ratios import layer_ratios, measured_stream_ratios
 from scripts.benchmark.counting import peak_bytes
 from tests.command_line import refused
-from tests.config.small_config import SMALLEST, load_text
+from tests.small_runs import SMALLEST, load_text
 from tests.widening import as_if_trained, random_ids, tiny_llama, widen
 
 pytestmark = pytest.mark.long

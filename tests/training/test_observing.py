@@ -39,8 +39,8 @@ from scale_cli.training.metrics_log import (
 from scale_cli.training.observing import Observer, better_of
 from scale_cli.training.records import Score, TrainState
 from scale_cli.training.training_run import write_checkpoint
-from tests.config.small_config import SMALLEST, load_text
 from tests.evaluation.task_files import task_of
+from tests.small_runs import SMALLEST, load_text
 from tests.training.conftest import MakeConfig, configs_in, finished, go_on, upscaled
 
 OF_BITS = st.floats(-2.0, 9.0).map(lambda bits: round(bits, 1))

@@ -34,7 +34,7 @@ from scale_cli.upscale.quantised_base import (
     torchao_settings,
 )
 from scripts.benchmark.counting import kept_for_backward, num_bytes
-from tests.export.conftest import configured
+from tests.small_runs import petitions_run, train_run
 from tests.widening import lower_layers, real_ids
 
 checkpoints = pytest.mark.parametrize("checkpoint", ["ckpt-stories260K", "ckpt-eltec"])
@@ -69,7 +69,7 @@ def run_config(
     dtype: Any = "bfloat16",
     **train: Any,
 ) -> RunConfig:
-    config = configured(shared_data, folder, {"variant": variant}).model_dump()
+    config = petitions_run(shared_data, folder, variant=variant).model_dump()
     base = lower_layers(shared_data, "ckpt-eltec", 2)
     config["model"] |= ModelConfig(base=str(base), dtype=dtype, quantisation="int8").model_dump()
     config["train"] |= {"max_steps": 4, "save_every_steps": 2, "keep_checkpoints": 2, **train}
@@ -118,9 +118,7 @@ def test_every_bit_that_a_quantised_weight_is_held_in_is_hashed_and_checked(
 def test_training_and_resuming_leave_a_quantised_base_as_it_was_and_an_export_holds_its_weights_as_numbers(
     shared_data: Path, tmp_path: Path, variant: str
 ) -> None:
-    config = run_config(shared_data, tmp_path / "run", variant, "float32")
-    upscale(config)
-    train(config, None, print)
+    config = train_run(run_config(shared_data, tmp_path / "run", variant, "float32"))
     broken_off = config.model_copy(update={"output_dir": tmp_path / "resumed"})
     shutil.copytree(config.output_dir, broken_off.output_dir)
     for later in ("final", "checkpoints/step-00000004"):
@@ -167,7 +165,7 @@ def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_kee
     shared_data: Path, variant: Any
 ) -> None:
     model, method = named(shared_data, "ckpt-eltec"), MethodConfig(variant=variant)
-    train_config = configured(shared_data, Path("unused"), {}).train
+    train_config = petitions_run(shared_data, Path("unused")).train
     base = load_base(model)
     sizes = BaseSizes.of(base.config.to_dict(), "base")
     planned = walk(Base(sizes, itemsize=2, in_8_bits=True), method, "bf16")

@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from scale_cli.commands.join import join
-from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.joining.members import join_runs
 from scale_cli.model.joined_scale import JoinedForCausalLM
-from tests.small_runs import held_out, small_run
+from tests.small_runs import held_out, small_run, train_run
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 from tests.widening import lower_stories
 
@@ -52,8 +50,6 @@ def two_scripts_in_one(
         (of_run := folder / script).mkdir()
         vocabulary = {"new_tokens": 64, "min_count": 2, "script": script}
         config = config_of(shared_data, of_run, base=base, new_text=text, vocabulary=vocabulary)
-        upscale(config)
-        train(config, None, print)
-        runs.append(config.output_dir)
+        runs.append(train_run(config).output_dir)
     join(runs, folder / "joined", None, "llama")
     return folder / "joined", join_runs(runs, None).model

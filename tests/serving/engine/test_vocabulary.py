@@ -10,12 +10,11 @@ import torch
 from transformers import AutoTokenizer
 
 from scale_cli.commands.export import export
-from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.runs.opened import Run
 from tests.serving.engine.conftest import Ask
 from tests.serving.engine.test_vllm import ENGINE, GREEDY, NEW, SCORED
+from tests.small_runs import train_run
 from tests.vocabulary.grown_run import config_of, two_scripts_in_one
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 
@@ -36,9 +35,7 @@ def test_texts_are_tokenised_continued_and_scored_as_in_transformers(
     base = shared_data / "ckpt-novels-en" / "hf"
     trained: Any
     if made == "one script":
-        config = config_of(shared_data, tmp_path, base=base)
-        upscale(config)
-        train(config, None, print)
+        config = train_run(config_of(shared_data, tmp_path, base=base))
         folder, trained = export(config).folder, Run(config).open_final().load()
     else:
         folder, trained = two_scripts_in_one(shared_data, tmp_path, base)
