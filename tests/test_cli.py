@@ -29,12 +29,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    """A good config, but for its base, which is not there."""
-    return write_config(tmp_path, tmp_path / "absent-base")
-
-
 def test_help_shows_every_verb_in_groups_in_a_line_that_is_whole(
     scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,11 +39,10 @@ def test_help_shows_every_verb_in_groups_in_a_line_that_is_whole(
     shown = dict(line.split(maxsplit=1) for line in commands.splitlines() if line.startswith("  "))
     assert titles == ["One verb at a time:", "Serving:", "Research:"]
     assert list(shown)[:3] == ["run", "init", "plan"]
-    named = [
-        command.name or str(getattr(command.callback, "__name__", ""))
+    names = {
+        get_command_name(command.name or str(getattr(command.callback, "__name__", "")))
         for command in app.registered_commands
-    ]
-    names = set(map(get_command_name, named))
+    }
     assert shown.keys() == names - {"eval"}, "an alias"
     assert all(line.endswith(".") and not line.endswith("...") for line in shown.values())
 
@@ -71,12 +64,6 @@ def test_a_command_line_that_makes_no_sense_exits_2_and_a_missing_config_is_name
         )
 
 
-def test_training_without_upscaling_says_what_to_run_first(config: Path, scale: Scale) -> None:
-    told = scale("train", config).error()
-    assert "scale upscale" in told and str(config.parent / "run") in told
-    assert not (config.parent / "run").exists()
-
-
 @pytest.fixture(scope="module")
 def upscaled_once(tmp_path_factory: pytest.TempPathFactory, stories: Path) -> Path:
     folder = tmp_path_factory.mktemp("cli")
@@ -92,18 +79,12 @@ def upscaled(upscaled_once: Path, tmp_path: Path, stories: Path) -> Path:
 
 
 def test_what_cannot_be_resumed_is_named_and_changes_nothing(upscaled: Path, scale: Scale) -> None:
-    def beside_tokens() -> dict[str, bytes]:
-        return {
-            name: content
-            for name, content in files_of(run).items()
-            if not name.startswith("tokens/")
-        }
-
     run = upscaled.parent / "run"
-    before = beside_tokens()
+    before = files_of(run / "upscaled")
     for place in ("nowhere", str(run)):
         assert place in scale("train", upscaled, "--resume", place).error()
-    assert beside_tokens() == before
+    assert files_of(run / "upscaled") == before
+    assert {entry.name for entry in run.iterdir()} <= {"upscaled", "tokens"}
 
 
 def test_a_run_that_is_there_is_not_trained_over(upscaled: Path, scale: Scale) -> None:
@@ -112,10 +93,7 @@ def test_a_run_that_is_there_is_not_trained_over(upscaled: Path, scale: Scale) -
     assert trained.exit_code == 0
     assert json.loads(trained.stdout)["step"] == 1
     finished = files_of(run)
-    assert (
-        scale("train", upscaled).error()
-        == f"{run}: holds a finished run; choose another output_dir"
-    )
+    assert scale("train", upscaled).error().startswith(f"{run}: holds a finished run")
     assert files_of(run) == finished
     shutil.rmtree(run / "final")
     told = scale("train", upscaled).error()
@@ -132,14 +110,9 @@ def test_quiet_verbs_warn_all_the_same_and_json_is_alone_on_standard_output(
     assert "warning: corpus news: " in shown.stdout
     for option in ("--quiet", "--json"):
         told = scale("prepare", upscaled, "train.max_steps=500", option)
-        assert (
-            all(line.startswith("warning: ") for line in told.stderr.splitlines()) and told.stderr
-        )
-        assert (
-            (json.loads(told.stdout)["corpora"] != {})
-            if option == "--json"
-            else (told.stdout == "")
-        )
+        lines = told.stderr.splitlines()
+        assert lines and all(line.startswith("warning: ") for line in lines)
+        assert told.stdout == "" if option == "--quiet" else json.loads(told.stdout)["corpora"]
 
 
 def test_a_signal_ends_any_verb_with_one_line_and_its_exit_code(tmp_path: Path) -> None:

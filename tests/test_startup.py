@@ -43,6 +43,12 @@ json.dump(after, sys.stdout)
 """
 
 
+def run_python(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=120, cwd=folder
+    )
+
+
 # What is missing, by verb, and what is told before torch is imported.
 MISSING = [
     ("plan", ["model.base=/absent"], "not a folder with a config.json"),
@@ -56,58 +62,17 @@ MISSING = [
     ("run", [], "model.safetensors"),
     ("run", ["train.lrr=1"], "unknown key"),
 ]
+INIT = "init new.yaml --corpus {} --language ko --retention b --base {}"
 ALONE = [
-    (["generate", "/absent"], "no such folder"),
-    (["serve", "/absent"], "no such folder"),
-    (["verify", "/absent"], "no such folder"),
-    (["join", "/absent", "/absent2", "--output", "/tmp/x"], "no such folder"),
-    (["compare", "/absent", "--output", "/tmp/x"], "no such folder"),
-    (
-        [
-            "init",
-            "new.yaml",
-            "--base",
-            "/absent",
-            "--corpus",
-            "a",
-            "--language",
-            "ko",
-            "--retention",
-            "b",
-        ],
-        "not a folder",
-    ),
-    (
-        [
-            "init",
-            "new.yaml",
-            "--base",
-            "base",
-            "--corpus",
-            "a",
-            "--language",
-            "ko",
-            "--retention",
-            "b",
-        ],
-        "model.safetensors",
-    ),
-    (
-        [
-            "init",
-            "new.yaml",
-            "--base",
-            "whole",
-            "--corpus",
-            "/a.txt",
-            "--language",
-            "ko",
-            "--retention",
-            "b",
-        ],
-        "no file matches /a.txt",
-    ),
-    (["init", "new.yaml", "--base", "whole", "--corpus", "news.txt"], "--language: not given"),
+    ("generate /absent", "no such folder"),
+    ("serve /absent", "no such folder"),
+    ("verify /absent", "no such folder"),
+    ("join /absent /absent2 --output /tmp/x", "no such folder"),
+    ("compare /absent --output /tmp/x", "no such folder"),
+    (INIT.format("a", "/absent"), "not a folder"),
+    (INIT.format("a", "base"), "model.safetensors"),
+    (INIT.format("/a.txt", "whole"), "no file matches /a.txt"),
+    ("init new.yaml --base whole --corpus news.txt", "--language: not given"),
 ]
 REFUSALS = """
 import json, sys
@@ -131,16 +96,10 @@ def test_every_verb_refuses_what_is_missing_before_torch_is_imported(tmp_path: P
     for folder in ("base", "whole"):
         LlamaConfig().save_pretrained(tmp_path / folder)
     save_file({"a": np.zeros(1)}, tmp_path / "whole" / "model.safetensors")
-    asked = [([verb, str(config), *more], told) for verb, more, told in MISSING] + ALONE
+    asked = [([verb, str(config), *more], told) for verb, more, told in MISSING]
+    asked += [(line.split(), told) for line, told in ALONE]
     words = json.dumps([arguments for arguments, _ in asked])
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSALS, words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        cwd=tmp_path,
-    )
+    done = run_python("-c", REFUSALS, words, folder=tmp_path)
     for (arguments, told), (error, heavy) in zip(asked, json.loads(done.stdout), strict=True):
         assert told in error, arguments
         assert not heavy, arguments
@@ -149,23 +108,14 @@ def test_every_verb_refuses_what_is_missing_before_torch_is_imported(tmp_path: P
 def test_a_pattern_without_quotes_gets_the_hint(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt", "c.txt"):
         (tmp_path / name).write_text("x")
-    words = ["init", "new.yaml", "--corpus", "a.txt", "b.txt", "c.txt"]
-    done = subprocess.run(
-        [sys.executable, "-m", "scale_cli", *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=tmp_path,
-    )
+    words = ["-m", "scale_cli", "init", "new.yaml", "--corpus", "a.txt", "b.txt", "c.txt"]
+    done = run_python(*words, folder=tmp_path)
     assert done.returncode == 2 and "quote it" in done.stderr
 
 
 def test_a_step_imports_nothing_that_it_does_not_use() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=120, check=True
-    )
-    after = {step: set(names) for step, names in json.loads(done.stdout).items()}
+    told = json.loads(run_python("-c", STEPS).stdout)
+    after = {step: set(names) for step, names in told.items()}
     unused = {
         "help": HEAVY,
         "a bad config": HEAVY,

@@ -7,7 +7,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data import tokens
 from scale_cli.errors import CorpusError
 from scale_cli.processes import Share
-from tests.small_runs import held_out, small_run
+from tests.small_runs import changed, held_out, small_run
 
 GOOD = ['{"text": "A cat sat."}'] * 3
 
@@ -49,12 +49,7 @@ def test_what_was_dropped_is_said(
     config = prepared_from(tmp_path, stories, [*GOOD, "{"])
     with pytest.raises(CorpusError, match=r"news\.jsonl:4"):
         prepare(config)
-    prepare(
-        config.model_copy(
-            update={"corpus": config.corpus.model_copy(update={"max_bad_fraction": 0.25})}
-        )
-    )
-    (dropped,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("dropped")
-    ]
+    prepare(changed(config, "corpus.max_bad_fraction=0.25"))
+    lines = capsys.readouterr().out.splitlines()
+    (dropped,) = [line for line in lines if line.startswith("dropped")]
     assert dropped.endswith(f"1 not JSON: {tmp_path / 'news.jsonl'}:4")

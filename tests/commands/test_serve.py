@@ -84,20 +84,11 @@ def test_vllm_is_taken_where_it_is_and_told_the_routed_class(
     folder: Path, installed: set[str], said: Callable[..., Any]
 ) -> None:
     installed.add("vllm")
-    (promise, model, ask), (command,) = said(
-        folder, None, ["--port", "9000", "--max-model-len", "64"]
-    )
+    options = ["--port", "9000", "--max-model-len", "64"]
+    (promise, model, ask), (command,) = said(folder, None, options)
     engine = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     override = json.dumps({"architectures": ["ScaleRoutedLlamaForCausalLM"]})
-    assert command == [
-        *engine,
-        "--hf-overrides",
-        override,
-        "--port",
-        "9000",
-        "--max-model-len",
-        "64",
-    ]
+    assert command == [*engine, "--hf-overrides", override, *options]
     assert said(folder, None, [], plainly=True)[1] == (engine,)
     assert "in vllm: the trained model's answers, up to rounding" in promise
     assert "0.693 nats over its best head" in promise
@@ -113,11 +104,11 @@ def test_else_transformers_and_a_run_stands_for_its_plain_export(
     assert "trained head alone" in lines[0] and not generator.head_names()
 
 
-def changed(folder: Path, copy: Path, **keys: Any) -> Path:
+def with_config(folder: Path, copy: Path, **keys: Any) -> Path:
     shutil.copytree(folder, copy)
     config = {**read_json(copy / "config.json"), **keys}
     write_json(
-        copy / "config.json", {name: value for name, value in config.items() if value is not None}
+        copy / "config.json", {name: config[name] for name in config if config[name] is not None}
     )
     return copy
 
@@ -126,12 +117,12 @@ def test_the_bound_of_a_prior_is_promised(
     folder: Path, tmp_path: Path, installed: set[str], said: Callable[..., Any]
 ) -> None:
     keys = read_json(folder / "config.json")["scale_router"]
-    leaning = changed(folder, tmp_path / "leaning", scale_router={**keys, "prior": 0.9})
+    leaning = with_config(folder, tmp_path / "leaning", scale_router={**keys, "prior": 0.9})
     assert "2.303 nats" in said(leaning)[0][0]
     assert keys["script"] == [[0xAC00, 0xD7A3]]
     assert "0.693 nats over its best head, or 3.912 where" in said(folder)[0][0]
     unknown = {name: value for name, value in keys.items() if not name.startswith("script")}
-    of_one_prior = changed(folder, tmp_path / "one prior", scale_router=unknown)
+    of_one_prior = with_config(folder, tmp_path / "one prior", scale_router=unknown)
     assert "3.912" not in said(of_one_prior)[0][0]
     installed.add("vllm")
     assert "3.912" not in said(folder)[0][0]  # vLLM has one prior for every prompt
@@ -140,38 +131,28 @@ def test_the_bound_of_a_prior_is_promised(
 def test_what_cannot_be_served_routed_is_refused_in_one_line(
     folder: Path, tmp_path: Path, installed: set[str]
 ) -> None:
-    plain = changed(folder, tmp_path / "plain", scale_router=None)
-    other = changed(folder, tmp_path / "other", architectures=["Olmo2ForCausalLM"])
+    plain = with_config(folder, tmp_path / "plain", scale_router=None)
+    other = with_config(folder, tmp_path / "other", architectures=["Olmo2ForCausalLM"])
     several = tmp_path / "several"
     for name in ("llama", "llama-bfloat16"):
         shutil.copytree(folder, several / "export" / name)
+    no_export = with_config(folder, tmp_path / "final", architectures=None)
+    listening = socket.create_server(("127.0.0.1", 0))
+    taken = ["--port", str(listening.getsockname()[1]), "--host", "127.0.0.1"]
     cases: list[tuple[Path, Any, list[str], str]] = [
         (plain, None, [], "has no scale_router, .*--plain"),
         (several, None, [], "several exports"),
         (tmp_path, None, [], "contains no plain export"),
-        (
-            changed(folder, tmp_path / "final", architectures=None),
-            None,
-            [],
-            "not a plain export; give the run",
-        ),
+        (no_export, None, [], "not a plain export; give the run"),
         (other, "vllm", [], "only transformers can route Olmo2ForCausalLM"),
         (folder, "vllm", [], r"needs vllm: pip install 'scale-cli\[vllm\]'"),
-        (
-            folder,
-            None,
-            ["--continuous-batching"],
-            "^--continuous-batching: .* or use --engine vllm",
-        ),
+        (folder, None, ["--continuous-batching"], "^--continuous-batching: .*--engine vllm"),
         (folder, None, ["--port", "many"], "^--port: "),
         (folder, None, ["--host", "no such host"], "^--host no such host, --port 8000: "),
+        (folder, None, taken, "Address already in use"),
     ]
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        taken = ["--port", str(listening.getsockname()[1]), "--host", "127.0.0.1"]
-        for path, engine, options, told in [
-            *cases,
-            (folder, None, taken, "Address already in use"),
-        ]:
+    with listening:
+        for path, engine, options, told in cases:
             with refused(ScaleError, told):
                 serve(path, engine, options, lambda line: pytest.fail(line), plainly=False)
     installed.discard("uvicorn")

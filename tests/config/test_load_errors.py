@@ -37,6 +37,7 @@ FLASH = (
         (["corpus.sources.0.weight=0"], ": corpus.sources.0.weight: "),
         (["corpus.sources.0.dataset=some/set"], ": corpus.sources.0: "),
         (["corpus.sources.0.path=~"], ": corpus.sources.0: "),
+        (["corpus.sources.0.language=no"], 'write it in quotes: "no"'),
         (
             ["corpus.sources.0={name: a, dataset: x, language: en, documents: file}"],
             ": corpus.sources.0: ",

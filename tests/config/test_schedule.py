@@ -52,19 +52,21 @@ def of_torch(
 
 ONE_STEP = TrainConfig(max_steps=1, lr=0.5)
 ALL_WARMUP = TrainConfig(max_steps=7, warmup_steps=7, lr=0.5)
+A_SHORT_TRIAL = TrainConfig(max_steps=4, warmup_steps=40, lr=0.5, schedule="wsd")
 
 
 @settings(deadline=None, max_examples=100)
 @given(trains())
 @example(ONE_STEP)
 @example(ALL_WARMUP)
+@example(A_SHORT_TRIAL)
 def test_the_rate_climbs_in_equal_steps_to_lr_never_rises_after_and_never_falls_below_its_minimum(
     train: TrainConfig,
 ) -> None:
     found = rates(train)
     warmup, after = found[: train.warmup_steps], found[train.warmup_steps :]
     assert warmup == pytest.approx(
-        [train.lr * (i + 1) / train.warmup_steps for i in range(train.warmup_steps)]
+        [train.lr * (i + 1) / train.warmup_steps for i in range(len(warmup))]
     )
     assert all(later > earlier for earlier, later in pairwise(warmup))
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(after))

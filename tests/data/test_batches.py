@@ -27,6 +27,7 @@ from scale_cli.data.batches import (
 )
 from scale_cli.data.corpora import build_batches, open_sources
 from scale_cli.upscale.base_tokenizer import load_tokenizer
+from tests.data.corpus_files import write_jsonl
 from tests.small_runs import SMALLEST, load_text
 
 # A stream whose ids are their own positions says of every id in a batch where it came from.
@@ -71,7 +72,7 @@ SEQUENCE_LENGTHS = st.integers(1, 33)
 
 @settings(deadline=None, max_examples=100)
 @given(LENGTHS, SEQUENCE_LENGTHS, st.none() | st.integers(0, 2**32 - 1))
-def test_every_token_but_the_first_or_every_learned_one_is_a_target_once_an_epoch_after_the_one_before_it(
+def test_every_token_to_learn_is_a_target_once_an_epoch_after_the_one_before_it(
     length: int, sequence_length: int, seed: int | None
 ) -> None:
     learned = None if seed is None else np.random.default_rng(seed).random(length) < 0.5
@@ -113,7 +114,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(deadline=None, max_examples=60)
 @given(plans(), st.data())
-def test_the_ranks_of_any_world_hold_the_global_batch_of_one_process_each_sequence_distilled_as_its_source(
+def test_the_ranks_of_any_world_hold_the_global_batch_of_one_process(
     plan: dict[str, Any], data: st.DataObject
 ) -> None:
     of = batches(**plan)
@@ -219,14 +220,9 @@ def test_another_source_does_not_reorder_the_first() -> None:
     alone = batches([60], 3, num_steps=6)
     beside = batches([60, 60], 3, num_steps=6)
     order = [inputs for step in range(6) for inputs, _ in rows(alone.micro_batches(step))]
-    mixed = [
-        inputs
-        for step in range(6)
-        for inputs, _ in rows(beside.micro_batches(step))
-        if inputs[0] < FAR
-    ]
-    assert mixed
-    assert mixed == order[: len(mixed)]
+    mixed = [inputs for step in range(6) for inputs, _ in rows(beside.micro_batches(step))]
+    mixed = [inputs for inputs in mixed if inputs[0] < FAR]
+    assert mixed and mixed == order[: len(mixed)]
 
 
 @settings(deadline=None, max_examples=40)
@@ -246,23 +242,15 @@ def test_sources_are_drawn_by_their_weights(seed: int, weights: list[int]) -> No
 # Isolated documents
 
 
-DOCUMENTS = st.lists(st.integers(1, 12), min_size=2, max_size=12)
-
-
-def isolated(lengths: list[int], sequence_length: int, lead: int = 0) -> PackedWindows:
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return PackedWindows(np.arange(1, offsets[-1] + 1), sequence_length, offsets=offsets, lead=lead)
-
-
-@given(DOCUMENTS, st.integers(2, 9), st.integers(0, 1))
+@given(st.lists(st.integers(1, 12), min_size=2, max_size=12), st.integers(2, 9), st.integers(0, 1))
 def test_a_position_counts_from_where_its_document_began_or_the_window_and_no_token_changes(
     lengths: list[int], sequence_length: int, lead: int
 ) -> None:
-    """Without a mark of its own (a lead of 1) a document begins with that which ended the one
-    before.
-    """
-    windows = isolated(lengths, sequence_length, lead)
-    packed = PackedWindows(windows.ids, sequence_length)
+    """Without a mark of its own (a lead of 1) a document begins with that which ended the one before."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.arange(1, offsets[-1] + 1)
+    windows = PackedWindows(ids, sequence_length, offsets=offsets, lead=lead)
+    packed = PackedWindows(ids, sequence_length)
     as_inputs = [lengths[0] - lead, *lengths[1:], lead]
     of_token = [place for length in as_inputs for place in range(length)]
     for index in range(len(windows)):
@@ -280,9 +268,7 @@ def test_a_position_counts_from_where_its_document_began_or_the_window_and_no_to
 def test_a_first_token_is_trained_after_exactly_what_it_is_scored_after(
     tmp_path: Path, shared_data: Path, checkpoint: str
 ) -> None:
-    (tmp_path / "corpus.jsonl").write_text(
-        "".join(f'{{"text": "{text}."}}\n' for text in ("One", "A cat", "It"))
-    )
+    write_jsonl(tmp_path / "corpus.jsonl", ["One.", "A cat.", "It."])
     source = f"corpus.sources.0.path={tmp_path}/*.jsonl"
     folders = f"model.base={shared_data / checkpoint / 'hf'}", f"corpus.cache_dir={tmp_path}/cache"
     config = load_text(SMALLEST, source, *folders, "corpus.isolate_documents=true")
@@ -379,11 +365,10 @@ def test_a_process_gets_the_batches_of_each_step_for_a_gpu_in_pinned_memory(
     assert [step.step for step in steps] == list(range(first, 20))
     for found in steps:
         assert found.num_targets == of.num_targets(found.step)
-        expected = of.micro_batches(found.step, rank, num_processes)
-        for micro_batch, same in zip(found.micro_batches, expected, strict=True):
-            assert torch.equal(micro_batch.input_ids, same.input_ids)
-            assert torch.equal(micro_batch.targets, same.targets)
-            assert micro_batch.distillation == same.distillation
+        expected = list(of.micro_batches(found.step, rank, num_processes))
+        assert rows(found.micro_batches) == rows(expected)
+        distilled = [batch.distillation for batch in expected]
+        assert [batch.distillation for batch in found.micro_batches] == distilled
     num_made = sum(len(step.micro_batches) for step in steps)
     assert len(pinned_by) == 3 * num_made * (device == "cuda")
     assert all(name.startswith("prefetch") for name in pinned_by)

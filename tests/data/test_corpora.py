@@ -4,17 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from scale_cli.config.idle import idle_settings
-from scale_cli.config.schedule import learning_rate
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import TextSource
 from scale_cli.data.corpora import build_batches, corpus_warnings, open_sources
 from tests.data.corpus_files import as_jsonl
+from tests.small_runs import small_run
 
 WORDS = [f"w{number}" for number in range(60)]
 HELD_OUT = ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9", "w10 w11"]
@@ -36,23 +32,17 @@ def configured(
     documents = keys.pop("documents", "paragraph")
     sources: list[dict[str, Any]] = []
     for number, texts in enumerate([*training, held_out]):
-        form, content = (
-            (".txt", texts.encode()) if isinstance(texts, str) else (".jsonl", as_jsonl(texts))
-        )
-        (folder / f"{number}{form}").write_bytes(content)
-        sources.append(
-            {"name": f"c{number}", "path": str(folder / f"{number}{form}"), "language": "en"}
-        )
+        path = folder / (f"{number}.txt" if isinstance(texts, str) else f"{number}.jsonl")
+        path.write_bytes(texts.encode() if isinstance(texts, str) else as_jsonl(texts))
+        sources.append({"name": f"c{number}", "path": str(path), "language": "en"})
     for number, source in enumerate(sources[:-1]):
         source |= {"weight": number + 1.0, "documents": documents}
-    return RunConfig.model_validate(
-        {
-            "output_dir": folder / "run",
-            "model": {"base": "none"},
-            "corpus": {"sequence_length": 8, "sources": sources[:-1], "num_workers": 1},
-            "train": {"max_steps": 4, "global_batch_size": 2, "micro_batch_size": 1, **keys},
-            "evaluation": {"perplexity": [sources[-1] | {"name": "held", "role": "retention"}]},
-        }
+    return small_run(
+        folder,
+        "none",
+        corpus={"sequence_length": 8, "sources": sources[:-1], "num_workers": 1},
+        train={"max_steps": 4, "global_batch_size": 2, "micro_batch_size": 1, **keys},
+        evaluation={"perplexity": [sources[-1] | {"name": "held", "role": "retention"}]},
     )
 
 
@@ -86,6 +76,7 @@ SENTENCES = "".join(f"w{number % 60} w{30 + number % 7}\n" for number in range(1
         ([WHOLE], {"held_out": HELD_OUT[:2]}, "held-out held: has only 2 documents,"),
         ([WHOLE], {"schedule": "cosine", "decay_steps": 1}, "train.decay_steps: has no effect"),
         ([WHOLE], {"schedule": "wsd", "decay_steps": 1}, ""),
+        ([WHOLE], {"warmup_steps": 40}, "train.warmup_steps 40: more than train.max_steps 4"),
         (SENTENCES, {}, "corpus c0: 1 document of "),
         (SENTENCES, {"documents": "line"}, ""),
         (SENTENCES, {"documents": "file"}, ""),
@@ -102,23 +93,6 @@ def test_what_is_doubtful_is_told_and_what_is_common_is_not(
 ) -> None:
     lines = warned(configured(tmp_path, texts, **keys), tokenizer)
     assert len(lines) == bool(line) and all(found.startswith(line) for found in lines)
-
-
-def test_a_language_that_yaml_reads_as_a_truth_value_is_told_in_quotes(tmp_path: Path) -> None:
-    source = {"name": "c0", "path": str(tmp_path / "x.txt"), "language": yaml.safe_load("no")}
-    with pytest.raises(ValidationError, match='write it in quotes: "no"'):
-        TextSource.model_validate(source)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_a_short_trial_of_a_long_config_ends_while_it_warms_up_and_says_so(
-    tmp_path: Path, schedule: str
-) -> None:
-    config = configured(tmp_path, [WHOLE], warmup_steps=40, schedule=schedule)
-    (line,) = idle_settings(config)
-    assert "train.warmup_steps 40: more than train.max_steps 4" in line
-    rates = [learning_rate(step, config.train) for step in range(4)]
-    assert rates == pytest.approx([config.train.lr * (step + 1) / 40 for step in range(4)])
 
 
 def test_a_corpus_that_is_read_many_times_over_is_named(

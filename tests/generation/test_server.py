@@ -31,15 +31,18 @@ from tests.commands.test_serve import write_routed
 from tests.vocabulary.tokenizers_at_hand import KOREAN, RUSSIAN
 
 PROMPTS = [
-    *(
-        "Once upon a time",
-        "Lily saw a big",
-        "안녕하세요.",
-        "В начале",
-        "3.14159 is",
-        "“Where,” she asked,",
-    ),
-    *(" A", "", "Once upon a time\n", "The dog </s> said", KOREAN[:30], RUSSIAN[:30]),
+    "Once upon a time",
+    "Lily saw a big",
+    "안녕하세요.",
+    "В начале",
+    "3.14159 is",
+    "“Where,” she asked,",
+    " A",
+    "",
+    "Once upon a time\n",
+    "The dog </s> said",
+    KOREAN[:30],
+    RUSSIAN[:30],
 ]
 NUM_NEW = 8
 NAME = "korean"
@@ -49,10 +52,9 @@ KINDS = {"with BOS": "ckpt-stories260K", "without BOS": "ckpt-novels-en"}
 @pytest.fixture(scope="module")
 def folders(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Plain exports with their routers."""
-    made: dict[str, Path] = {}
-    for kind, checkpoint in KINDS.items():
-        made[kind] = tmp_path_factory.mktemp("export")
-        write_routed(shared_data / checkpoint / "hf", made[kind])
+    made = {kind: tmp_path_factory.mktemp("export") for kind in KINDS}
+    for kind, folder in made.items():
+        write_routed(shared_data / KINDS[kind] / "hf", folder)
     return made
 
 
@@ -88,7 +90,23 @@ def client(folders: dict[str, Path], served: Callable[[Path], str]) -> openai.Op
     return openai.OpenAI(base_url=served(folders["without BOS"]), api_key="none", max_retries=0)
 
 
-def answer_of(client: openai.OpenAI, prompt: str, **options: Any) -> Any:
+@pytest.fixture
+def steps(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """The priors that every step of that base's is given."""
+    given: list[list[float]] = []
+    routed = routed_class(folders["without BOS"])
+    forward = routed.forward
+
+    @wraps(forward)
+    def noting(self: Any, *args: Any, **options: Any) -> Any:
+        given.append(options["router_prior"].tolist())
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(routed, "forward", noting)
+    return given
+
+
+def answer_of(client: openai.OpenAI, prompt: str | list[str], **options: Any) -> Any:
     asked = {"model": NAME, "max_tokens": NUM_NEW, "temperature": 0.0, **options}
     return client.completions.create(prompt=prompt, **asked)
 
@@ -103,7 +121,7 @@ def text_of(client: openai.OpenAI, prompt: str, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_is_continued_as_by_scale_generate_and_framed_as_by_the_folders_tokenizer(
+def test_a_prompt_is_continued_as_by_scale_generate_and_framed_as_by_its_tokenizer(
     folders: dict[str, Path], served: Callable[[Path], str], kind: str
 ) -> None:
     folder = folders[kind]
@@ -119,20 +137,10 @@ def test_a_prompt_is_continued_as_by_scale_generate_and_framed_as_by_the_folders
 
 
 def test_every_prompt_of_a_request_begins_with_the_prior_of_its_script(
-    client: openai.OpenAI, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, steps: list[list[float]]
 ) -> None:
-    given: list[list[float]] = []
-    forward = routed_class(folders["without BOS"]).forward
-
-    @wraps(forward)
-    def noting(self: Any, *args: Any, **options: Any) -> Any:
-        given.append(options["router_prior"].tolist())
-        return forward(self, *args, **options)
-
-    monkeypatch.setattr(routed_class(folders["without BOS"]), "forward", noting)
-    asked: Any = {"model": NAME, "prompt": ["안녕하세요.", "Once", "1"], "max_tokens": 2, "n": 2}
-    client.completions.create(**asked)
-    assert given and all(priors == [0.02, 0.02, 0.98, 0.98, 0.5, 0.5] for priors in given)
+    answer_of(client, ["안녕하세요.", "Once", "1"], n=2)
+    assert steps and all(priors == [0.02, 0.02, 0.98, 0.98, 0.5, 0.5] for priors in steps)
 
 
 def test_it_samples_where_a_temperature_is_asked_for_and_the_seed_alone_decides(
@@ -144,9 +152,7 @@ def test_it_samples_where_a_temperature_is_asked_for_and_the_seed_alone_decides(
     ]
     assert drawn[0] == drawn[1]
     assert len(set(drawn)) >= 4 and greedy not in drawn
-    assert len({text_of(client, PROMPTS[0], temperature=openai.omit) for _ in range(3)}) == 3, (
-        "1.0 where none is given"
-    )
+    assert len({text_of(client, PROMPTS[0], temperature=openai.omit) for _ in range(3)}) == 3
     assert {text_of(client, PROMPTS[0], seed=seed, top_p=0.5) for seed in range(3)} == {greedy}
     assert text_of(client, PROMPTS[0], temperature=1.0, top_p=1e-6, seed=7) == greedy
 
@@ -177,24 +183,13 @@ def test_n_answers_are_drawn_and_told_apart(client: openai.OpenAI) -> None:
 def test_several_prompts_of_one_request_are_each_answered_as_alone_in_their_order(
     client: openai.OpenAI,
 ) -> None:
-    prompts = [prompt for prompt in PROMPTS if prompt][:4]
-    alone = [text_of(client, prompt) for prompt in prompts]
-    asked: Any = {
-        "model": NAME,
-        "prompt": prompts,
-        "max_tokens": NUM_NEW,
-        "temperature": 0.0,
-        "n": 2,
-    }
-    whole = client.completions.create(**asked)
-    assert [choice.text for choice in whole.choices] == [text for text in alone for _ in range(2)]
-    assert [choice.index for choice in whole.choices] == list(range(8))
-    each = [
-        client.completions.create(**asked | {"prompt": prompt, "n": 1}).usage for prompt in prompts
+    prompts = PROMPTS[:4]
+    alone = [answer_of(client, prompt) for prompt in prompts]
+    whole = answer_of(client, prompts, n=2)
+    assert [(choice.index, choice.text) for choice in whole.choices] == [
+        (index, alone[index // 2].choices[0].text) for index in range(8)
     ]
-    assert whole.usage is not None and whole.usage.prompt_tokens == sum(
-        use.prompt_tokens for use in each if use
-    )
+    assert whole.usage.prompt_tokens == sum(answer.usage.prompt_tokens for answer in alone)
 
 
 def test_an_answer_ends_before_a_stop_however_it_is_cut_into_tokens(client: openai.OpenAI) -> None:
@@ -233,45 +228,27 @@ def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> N
             assert re.search(told, body["message"]) and "\n" not in body["message"]
     with pytest.raises(openai.NotFoundError, match=f"this server serves only {NAME}"):
         client.completions.create(**asked | {"model": "gpt"})
-    json_header, good = {"Content-Type": "application/json"}, b'{"prompt": "Once"}'
-    bad = (
-        b"{",
-        b"[]",
-        b"7",
-        b'{"prompt": "x", "temprature": 1}',
-        rb'{"prompt": "\ud800"}',
-        b'{"prompt": "\xff"}',
-    )
+    json_header = {"Content-Type": "application/json"}
     for path, sent, headers, code in (
-        *(("completions", body, json_header, 400) for body in bad),
-        ("completions", good, {}, 400),
+        ("completions", b"{", json_header, 400),
+        ("completions", b"[]", json_header, 400),
+        ("completions", b'{"prompt": "x", "temprature": 1}', json_header, 400),
+        ("completions", rb'{"prompt": "\ud800"}', json_header, 400),
+        ("completions", b'{"prompt": "\xff"}', json_header, 400),
+        ("completions", b'{"prompt": "Once"}', {}, 400),
         ("completions", None, {}, 405),
         ("nowhere", None, {}, 404),
         ("completions", rb'{"prompt": "x", "model": "\ud800"}', json_header, 404),
     ):
+        request = urllib.request.Request(f"{client.base_url}{path}", sent, headers)
         with pytest.raises(urllib.error.HTTPError) as answer:
-            urllib.request.urlopen(
-                urllib.request.Request(f"{client.base_url}{path}", sent, headers)
-            )
+            urllib.request.urlopen(request)
         told = json.loads(answer.value.read())["error"]["message"]
         assert answer.value.code == code and told and "\n" not in told
     # What many clients send with every request asks for nothing.
-    nothing: Any = {
-        "logprobs": None,
-        "echo": False,
-        "presence_penalty": 0.0,
-        "best_of": 1,
-        "user": "me",
-        "stop": None,
-        "logit_bias": {},
-        "suffix": "",
-        "extra_body": {
-            "tools": [],
-            "response_format": {"type": "text"},
-            "repetition_penalty": 1.0,
-        },
-    }
-    assert client.completions.create(**asked, **nothing).choices[0].text
+    nothing: Any = {"logprobs": None, "echo": False, "presence_penalty": 0.0, "logit_bias": {}}
+    more = {"tools": [], "response_format": {"type": "text"}, "repetition_penalty": 1.0}
+    assert client.completions.create(**asked, **nothing, user="me", extra_body=more).choices[0].text
 
 
 def test_the_model_is_listed_and_a_base_without_a_chat_template_is_no_model_to_talk_to(
@@ -291,44 +268,27 @@ def test_a_chat_is_framed_by_its_template_alone(
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
     )
     client, generator = openai.OpenAI(base_url=served(folder), api_key="none"), Generator(folder)
-    turns: Any = [
-        {"role": "user", "content": "Once upon"},
-        {"role": "assistant", "content": "a time"},
-    ]
+    said = {"user": "Once upon", "assistant": "a time"}
+    turns: Any = [{"role": role, "content": content} for role, content in said.items()]
     (wanted,) = generator.continue_all([turns], Sampling(max_new_tokens=NUM_NEW))
-    asked: Any = {
-        "model": NAME,
-        "messages": turns,
-        "temperature": 0.0,
-        "max_completion_tokens": NUM_NEW,
-    }
-    answer = client.chat.completions.create(**asked)
+    asked: Any = {"model": NAME, "temperature": 0.0, "max_completion_tokens": NUM_NEW}
+    answer = client.chat.completions.create(**asked, messages=turns)
     assert answer.choices[0].message.content == wanted.completion
     rendered = ("<s>" if kind == "with BOS" else "") + "[user]Once upon[assistant]a time"
     num_tokens = len(generator.tokenizer(rendered, add_special_tokens=False).input_ids)
     assert answer.usage is not None and answer.usage.prompt_tokens == num_tokens
-    asked["messages"] = [
-        {"role": t["role"], "content": [{"type": "text", "text": t["content"]}]} for t in turns
+    parts = [
+        {"role": role, "content": [{"type": "text", "text": text}]} for role, text in said.items()
     ]
-    told = list(
-        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    )
+    streamed: Any = {"messages": parts, "stream": True, "stream_options": {"include_usage": True}}
+    told = list(client.chat.completions.create(**asked, **streamed))
     assert "".join(part.choices[0].delta.content or "" for part in told[:-1]) == wanted.completion
     assert told[-1].usage == answer.usage
 
 
 def test_a_client_that_goes_ends_its_answer(
-    client: openai.OpenAI, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, steps: list[list[float]]
 ) -> None:
-    steps: list[int] = []
-    forward = routed_class(folders["without BOS"]).forward
-
-    @wraps(forward)
-    def counted(self: Any, *args: Any, **options: Any) -> Any:
-        steps.append(1)
-        return forward(self, *args, **options)
-
-    monkeypatch.setattr(routed_class(folders["without BOS"]), "forward", counted)
     asked: Any = {"model": NAME, "prompt": "Once", "max_tokens": 100, "temperature": 1.0, "seed": 0}
     assert list(client.completions.create(**asked, stream=True))
     whole = len(steps)
@@ -343,7 +303,7 @@ def test_a_client_that_goes_ends_its_answer(
     assert len(steps) < whole // 2
 
 
-def test_the_verb_serves_what_it_says_until_a_signal_comes_and_runs_no_code_of_the_folder(
+def test_the_verb_serves_until_a_signal_comes_and_runs_no_code_of_the_folder(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(folders["without BOS"], tmp_path / "it's 한글")
@@ -372,20 +332,12 @@ def test_the_verb_serves_what_it_says_until_a_signal_comes_and_runs_no_code_of_t
         finally:
             os.kill(os.getpid(), signal.SIGINT)
 
+    place = ["--port", str(port), "--host", "127.0.0.1"]
     with handlers_put_back(), ThreadPoolExecutor(1) as users, pytest.raises(SystemExit) as ended:
         asked = users.submit(ask)
-        serve(
-            folder,
-            "transformers",
-            ["--port", str(port), "--host", "127.0.0.1"],
-            lines.append,
-            plainly=False,
-        )
+        serve(folder, "transformers", place, lines.append, plainly=False)
     answer, listed = asked.result()
-    assert answer["choices"][0]["text"] and 0 < answer["usage"]["completion_tokens"] <= 16, (
-        "it is drawn"
-    )
-    assert lines[1] == f"model          {folder}" and [model["id"] for model in listed["data"]] == [
-        str(folder)
-    ]
+    assert answer["choices"][0]["text"] and 0 < answer["usage"]["completion_tokens"] <= 16
+    assert lines[1] == f"model          {folder}"
+    assert [model["id"] for model in listed["data"]] == [str(folder)]
     assert ended.value.code == 130 and not ran.exists()
