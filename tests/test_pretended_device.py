@@ -22,12 +22,13 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.corpora import open_sources
-from scale_cli.evaluation.benchmark_tasks import ObservedHeads
+from scale_cli.evaluation.lm_eval_heads import heads_of
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.generation import Generator, Sampling
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.processes import ALONE
 from scale_cli.runs.folder import RunFolder
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, load_optimiser_tensors, optimiser_tensors
@@ -182,7 +183,10 @@ def test_the_scores_of_documents_and_benchmarks(
 
     def scores(model: HeadedModel) -> list[Tensor]:
         losses = score_corpus(model, corpus, router, Passes(16, 4, "no"))
-        answers = ObservedHeads(model, tokenizer, router, Passes(16, 4, "no"), max_length=64)
+        passes = Passes(16, 4, "no")
+        answering = heads_of(
+            model, tokenizer, router=router, passes=passes, max_length=64, share=ALONE
+        )
         until = [
             Instance("generate_until", {}, (text, {"until": ["\n"], "max_gen_toks": 2}), 0)
             for text in PROMPTS
@@ -191,10 +195,10 @@ def test_the_scores_of_documents_and_benchmarks(
             Instance("loglikelihood", {}, text, 0) for text in (("1 2", " 3"), ("30 31 32", " 4 5"))
         ]
         told: list[float] = []
-        for head in ("base", "trained", "posterior", "cosine"):
-            answers.answer_with(head)
-            told.extend(score for score, _ in answers.loglikelihood(asked))
-            told.extend(ord(letter) for text in answers.generate_until(until) for letter in text)
+        for head, lm in answering.items():
+            lm.head = head
+            told.extend(score for score, _ in lm.loglikelihood(asked))
+            told.extend(ord(letter) for text in lm.generate_until(until) for letter in text)
         of_documents = [losses.num_tokens, *losses.nats.values(), *losses.served.values()]
         return [torch.tensor(told), *map(torch.from_numpy, of_documents)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
@@ -11,9 +12,9 @@ from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import CheckFailed, ConfigError
-from scale_cli.evaluation.benchmarks import BenchmarkItems, open_benchmarks_of, summarise_benchmarks
+from scale_cli.evaluation.benchmarks import open_benchmarks_of, summarise_benchmarks
 from scale_cli.evaluation.render import html, markdown, terminal_lines
-from scale_cli.evaluation.results import Report, SkippedBenchmark, summarise
+from scale_cli.evaluation.results import BenchmarkItems, Report, SkippedBenchmark, summarise
 from scale_cli.evaluation.scoring import (
     BaseAlone,
     Passes,
@@ -68,7 +69,9 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         int(scored_lengths(corpus, passes.sequence_length).sum())
         for corpus in (*corpora, *by_base_tokens)
     )
-    num_items = 0 if benchmarks is None else benchmarks.num_items
+    num_items = 0
+    if benchmarks is not None:
+        num_items = sum(benchmark.num_items for benchmark in benchmarks.ready)
     log(f"evaluating on {num_tokens:,} tokens of text and {num_items:,} items of benchmarks")
 
     resampling = {"num_resamples": asked.bootstrap_resamples, "seed": config.seed}
@@ -123,8 +126,11 @@ def _write(
     """Write report.{json,md,html}, and items/NAME.jsonl for each benchmark."""
     with new_folder(folder) as partial:
         for benchmark in benchmarks:
-            lines = "".join(item.to_json_line() for item in benchmark.items)
-            write_text(partial / "items" / f"{benchmark.name}.jsonl", lines)
+            lines = (
+                json.dumps(item, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+                for item in benchmark.items
+            )
+            write_text(partial / "items" / f"{benchmark.name}.jsonl", "".join(lines))
         report.save(partial)
         write_text(partial / "report.md", markdown(report, config))
         write_text(partial / "report.html", html(report, config))

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import EVALUATE_SECTIONS, RunConfig, differences
-from scale_cli.config.sources import EvaluationSource
+from scale_cli.config.sources import BenchmarkSource, EvaluationSource
+from scale_cli.errors import RunError
+from scale_cli.evaluation.intervals import Values, finite, paired_differences
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.report import (
     DASH,
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     # It imports torch, which a finished report does not need.
     from scale_cli.evaluation.scoring import DocumentLosses
 
-Values = npt.NDArray[np.float64]
-
-_VALUES_AT_ONCE = 2**23  # numbers held at once, over all resamples of one batch
 _MAX_EXPONENT = 700.0  # the exponential of more overflows
 HEADS = ("base", "trained", "posterior", "cosine")
 _BASE_OF_NEW_TOKENS = "base of new tokens"
@@ -162,6 +160,38 @@ class BenchmarkResult:
 
 
 @dataclass(frozen=True)
+class BenchmarkItems:
+    """All items of one benchmark, under every head. Shapes: N items, H heads."""
+
+    source: BenchmarkSource  # its entry in the config
+    name: str  # in the report: a task of a group may be a benchmark by itself
+    items: list[dict[str, Any]]  # as JSON has them
+    scores: dict[str, Values]  # (N, H) by every metric that all items have
+    # (N, 1 + H), the right class and every head's, if lm-eval reports macro-F1
+    classes: Values | None = None
+
+    @property
+    def metrics(self) -> list[str]:
+        return [*self.scores, *([] if self.classes is None else ["macro_f1"])]
+
+    @property
+    def judged_by(self) -> str:
+        """The first metric with scores from 0 to 1 for all items: `acc` for multiple choice.
+
+        Raises RunError if there is none.
+        """
+        for name, scores_NH in self.scores.items():
+            if ((scores_NH >= 0.0) & (scores_NH <= 1.0)).all():
+                return name
+        raise RunError("lm-eval reports no metric that says whether an item is right")
+
+    def mean_scores(self) -> dict[str, float | None]:
+        """Return every head's mean of the judging metric."""
+        means_H = self.scores[self.judged_by].mean(axis=0)
+        return {head: finite(mean) for head, mean in zip(HEADS, means_H, strict=True)}
+
+
+@dataclass(frozen=True)
 class SkippedBenchmark:
     """A benchmark that was asked for and not measured."""
 
@@ -234,54 +264,6 @@ class Report(RunRecord):
         """Return the report as JSON values, with the shares per language beside it."""
         shares = {rule: self.base_share_by_language(rule) for rule in ("posterior", "cosine")}
         return {**asdict(self), "base_share_by_language": shares}
-
-
-def finite(value: float) -> float | None:
-    """Return a figure, or None if it is not finite (JSON has no infinity)."""
-    return float(value) if math.isfinite(value) else None
-
-
-def resampled_interval(value: float, drawn_R: Values, num_drawn: int) -> Interval:
-    """Return a figure with the middle 95 % of its resamples; one item has no interval."""
-    if num_drawn < 2 or not (np.isfinite(value) and np.isfinite(drawn_R).all()):
-        return Interval(finite(value), None, None)
-    low, high = np.percentile(drawn_R, [2.5, 97.5])
-    return Interval(float(value), float(low), float(high))
-
-
-def paired_differences(
-    before_N: Values,
-    after_NH: Values,
-    units_N: Values,
-    *,
-    num_resamples: int,
-    seed: int,
-) -> list[Interval]:
-    """Return (sum after - sum before) / sum units of each column, with bootstrap intervals.
-
-    Before and after are nats under two heads; units are tokens, or bytes times ln 2 for bits per
-    byte. The interval is of the corpus-level figure (a ratio of sums), not of a mean of
-    per-document figures. A resample is how often each document was drawn, the same for all columns,
-    so all sums are one product.
-    """
-    columns_NC = np.column_stack([after_NH - before_N[:, None], units_N])
-    total_C = columns_NC.sum(axis=0)
-    num_documents = len(units_N)
-    rng = np.random.default_rng(seed)
-    at_once = max(1, _VALUES_AT_ONCE // num_documents)
-    sums = []
-    for first in range(0, num_resamples, at_once):
-        size = (min(at_once, num_resamples - first), num_documents)
-        drawn_RN = rng.integers(num_documents, size=size)
-        counts_RN = [np.bincount(drawn_N, minlength=num_documents) for drawn_N in drawn_RN]
-        with np.errstate(invalid="ignore"):  # a loss that is not finite spoils its own column alone
-            sums.append(np.stack(counts_RN).astype(np.float64) @ columns_NC)
-    sums_RC = np.concatenate(sums)
-    drawn_RH = sums_RC[:, :-1] / sums_RC[:, -1:]
-    return [
-        resampled_interval(value, drawn_R, num_documents)
-        for value, drawn_R in zip(total_C[:-1] / total_C[-1], drawn_RH.T, strict=True)
-    ]
 
 
 def summarise(

@@ -26,6 +26,8 @@ from torch.nn.utils.rnn import pad_sequence
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
+from scale_cli.model.branches_scale import ScaleCache
+from scale_cli.model.cache_scale import named
 from scale_cli.model.heads import (
     BaseOfNewTokens,
     HeadedModel,
@@ -93,11 +95,27 @@ class BaseAlone(nn.Module):
         of_router: Any = model.base
         self.base = of_router.base if isinstance(of_router, BaseOfNewTokens) else of_router
         self.config = self.base.config
+        self.generation_config = self.base.generation_config
 
-    def head_logits(self, input_ids: Tensor) -> HeadLogits:
-        states = self.base.get_decoder()(input_ids, use_cache=False).last_hidden_state
+    def head_logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Any = None,  # ScaleCache
+    ) -> HeadLogits:
+        states = self.base.get_decoder()(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=cache is not None,
+            **named(cache),
+        ).last_hidden_state
         head = self.base.get_output_embeddings()
         return lambda positions: [head(states[:, positions].contiguous())]
+
+    def new_cache(self) -> ScaleCache:
+        return ScaleCache()
 
 
 @dataclass(frozen=True)

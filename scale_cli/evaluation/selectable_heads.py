@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from scale_cli.evaluation.scoring import TWO_HEADS
+from scale_cli.evaluation.scoring import TWO_HEADS, BaseAlone
 from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.cache_scale import CACHE, named, require_state
 from scale_cli.model.heads import HeadedModel, RouterSettings
@@ -56,7 +56,10 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
     def __init__(
-        self, model: HeadedModel, router: RouterSettings, heads: Sequence[str] = TWO_HEADS
+        self,
+        model: HeadedModel | BaseAlone,
+        router: RouterSettings,
+        heads: Sequence[str] = TWO_HEADS,
     ) -> None:
         super().__init__(copy.deepcopy(model.config))
         self.head = heads[0]
@@ -73,7 +76,7 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
         return whole[:, ids_BT.shape[1] :]
 
     def tie_weights(self, *_args: Any, **_kwargs: Any) -> None:
-        """Do nothing; lm-eval calls it."""
+        """Do nothing: lm-eval calls it on a model that is already whole."""
 
     def forward(
         self,

@@ -16,7 +16,8 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.corpora import open_sources
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.evaluation.results import NOT_COVERED, finite
+from scale_cli.evaluation.intervals import finite
+from scale_cli.evaluation.results import NOT_COVERED
 from scale_cli.evaluation.scoring import Passes, score_corpus, scored_lengths, tokens_bar
 from scale_cli.export.card import Licence, Stage, card
 from scale_cli.joining.members import JoinedRuns, free_name

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.decoding import before_cut_character, text_pieces
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.evaluation.results import finite
+from scale_cli.evaluation.intervals import finite
 from scale_cli.evaluation.scoring import Passes, score_corpus, scored_lengths, tokens_bar
 from scale_cli.evaluation.selectable_heads import SelectableHeads, before_end, ends_of
 from scale_cli.model.heads import HeadedModel
@@ -32,7 +32,7 @@ from scale_cli.training.sharding import gathered_roots, is_sharded
 from scale_cli.upscale.building import MethodModel
 
 if TYPE_CHECKING:
-    from scale_cli.evaluation.benchmark_tasks import OpenedBenchmarks
+    from scale_cli.evaluation.lm_eval_heads import OpenedBenchmarks
 
 
 _PROMPT_TOKENS = _NEW_TOKENS = 32  # of a sample

@@ -61,7 +61,7 @@ from scale_cli.upscale.building import MethodModel
 if TYPE_CHECKING:
     from torch import nn
 
-    from scale_cli.evaluation.benchmark_tasks import OpenedBenchmarks
+    from scale_cli.evaluation.lm_eval_heads import OpenedBenchmarks
 
 
 def check_finished(final: MethodFolder, accepted: Collection[str]) -> None:

@@ -12,8 +12,9 @@ import yaml
 from lm_eval.tasks import TaskManager
 
 from scale_cli.config.sources import BenchmarkSource
-from scale_cli.evaluation import benchmark_tasks
-from scale_cli.evaluation.benchmark_tasks import Benchmark, open_benchmarks
+from scale_cli.evaluation import lm_eval_tasks
+from scale_cli.evaluation.lm_eval_heads import open_benchmarks
+from scale_cli.evaluation.lm_eval_tasks import Benchmark
 
 TASKS = Path(__file__).parents[2] / "configs" / "benchmarks"
 MEAN = {"aggregation": "mean", "higher_is_better": True}
@@ -64,7 +65,7 @@ def know_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for constants in (huggingface_hub.constants, datasets.config):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(
-        benchmark_tasks,
+        lm_eval_tasks,
         "_all_tasks",
         lambda: TaskManager(include_path=folder, include_defaults=False),
     )

@@ -13,39 +13,20 @@ from sklearn.metrics import f1_score  # type: ignore[import-untyped]
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import BenchmarkSource
-from scale_cli.evaluation.benchmarks import (
-    BenchmarkItems,
-    Item,
-    ItemOutcome,
-    holm,
-    macro_f1,
-    paired_p,
-    summarise_benchmarks,
-)
+from scale_cli.evaluation.benchmarks import macro_f1, summarise_benchmarks
+from scale_cli.evaluation.intervals import holm, paired_p
 from scale_cli.evaluation.render import markdown, terminal_lines
-from scale_cli.evaluation.results import HEADS, BenchmarkResult, Report
+from scale_cli.evaluation.results import HEADS, BenchmarkItems, Report
 from scale_cli.runs.folder import RunFolder
 from tests.evaluation.task_files import add_task, know_only, some_of_blimp, task_of
 from tests.evaluation.test_results import ROUTE
 from tests.small_runs import petitions_run, train_run
 
 
-def answered(right: list[list[float]]) -> list[Item]:
-    """Items of two choices, the first one right: one row an item, one column a head."""
-    items = []
-    for doc_id, row in enumerate(right):
-        outcomes = [ItemOutcome([-1.0, -math.inf], int(not score), {"acc": score}) for score in row]
-        items.append(Item("only", doc_id, 0, dict(zip(HEADS, outcomes, strict=True))))
-    return items
-
-
-def measured(name: str, items: list[Item], language: str = "en") -> BenchmarkItems:
+def measured(name: str, accuracies: list[list[float]], language: str = "en") -> BenchmarkItems:
+    """Items by their accuracies: one row an item, one column a head."""
     source = BenchmarkSource.model_validate({"name": name, "language": language})
-    return BenchmarkItems(source, name, items, reports_macro_f1=False)
-
-
-def summarised(*benchmarks: BenchmarkItems) -> list[BenchmarkResult]:
-    return summarise_benchmarks(list(benchmarks), num_resamples=100, seed=0)[0]
+    return BenchmarkItems(source, name, [{}] * len(accuracies), {"acc": np.array(accuracies)})
 
 
 def test_a_run_is_measured_on_every_kind_of_benchmark_and_its_report_is_what_its_items_give(
@@ -78,7 +59,7 @@ def test_a_run_is_measured_on_every_kind_of_benchmark_and_its_report_is_what_its
             metrics = {
                 name: interval.value for name, interval in result.heads[head].metrics.items()
             }
-            pairs = [(item["gold"], item["heads"][head]["prediction"]) for item in items]
+            pairs = [(item["target"], item["heads"][head]["prediction"]) for item in items]
             expected = {"acc": np.mean([gold == said for gold, said in pairs])}
             if "acc_norm" in metrics:
                 expected["acc_norm"] = np.mean(
@@ -99,21 +80,21 @@ def test_a_run_is_measured_on_every_kind_of_benchmark_and_its_report_is_what_its
 
 
 def test_holm_runs_over_the_benchmarks_of_one_head() -> None:
-    alike, better = [[1.0, 1.0, 1.0, 0.0]] * 10, [[0.0, 1.0, 0.0, 0.0]] * 10
-    first, second = summarised(measured("a", answered(better)), measured("b", answered(alike)))
-    assert first.heads["trained"].p_value == pytest.approx(2 / 1024)
-    assert first.heads["trained"].p_holm == pytest.approx(4 / 1024)
+    better = measured("a", [[0.0, 1.0, 0.0, 0.0]] * 10)
+    alike = measured("b", [[1.0, 1.0, 1.0, 0.0]] * 10)
+    (first, second), _ = summarise_benchmarks([better, alike], num_resamples=100, seed=0)
+    trained = first.heads["trained"]
+    assert trained.p_value == pytest.approx(2 / 1024)
+    assert trained.p_holm == pytest.approx(4 / 1024)
+    assert (trained.gained, trained.lost) == (10, 0)
     assert second.heads["trained"].p_holm == 1.0
-    assert (first.heads["trained"].gained, first.heads["trained"].lost) == (10, 0)
-    assert (second.heads["cosine"].gained, second.heads["cosine"].lost) == (0, 10)
     assert first.heads["base"].p_value is None and first.heads["base"].differences == {}
 
 
-def test_averages_weigh_benchmarks_alike_and_their_intervals_hold_the_items_of_each_together() -> (
-    None
-):
+def test_averages_weigh_benchmarks_alike_with_intervals_over_the_items_of_each() -> None:
     right, wrong = [1.0] * 4, [0.0, 1.0, 0.0, 0.0]
-    large, small = answered([right, wrong] * 50), answered([right, wrong, wrong, wrong] * 5)
+    large = [right, wrong] * 50
+    small = [right, wrong, wrong, wrong] * 5
     _, (english, korean) = summarise_benchmarks(
         [measured("a", large), measured("b", small), measured("c", small, "ko")],
         num_resamples=2000,
@@ -133,9 +114,8 @@ def test_averages_weigh_benchmarks_alike_and_their_intervals_hold_the_items_of_e
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
 def test_macro_f1_is_sklearns_however_the_items_are_counted(pairs: list[tuple[int, int]]) -> None:
     expected = f1_score(*np.array(pairs).T, average="macro", zero_division=0.0)
-    assert macro_f1(np.ones(len(pairs), dtype=np.int64), np.array(pairs)) == pytest.approx(expected)
     rows, counts = np.unique(pairs, axis=0, return_counts=True)
-    assert macro_f1(counts, rows) == pytest.approx(expected)
+    assert macro_f1(counts[None].astype(np.float64), rows)[0] == pytest.approx(expected)
 
 
 @given(st.integers(0, 40), st.integers(0, 40))
@@ -177,18 +157,10 @@ def test_holm_rejects_what_stepping_down_rejects(p_values: list[float]) -> None:
         } == rejected
 
 
-def test_a_log_likelihood_of_minus_infinity_is_null_in_the_items() -> None:
-    (item,) = answered([[1.0] * 4])
-    assert json.loads(item.to_json_line())["heads"]["base"]["log_likelihoods"] == [-1.0, None]
-
-
 def test_no_difference_shown_is_said_where_that_is_the_truth() -> None:
-    better, alike = [[0.0, 1.0, 1.0, 0.0]] * 20, [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]] * 10
-    results, averages = summarise_benchmarks(
-        [measured("better", answered(better)), measured("alike", answered(alike))],
-        num_resamples=300,
-        seed=0,
-    )
+    better = measured("better", [[0.0, 1.0, 1.0, 0.0]] * 20)
+    alike = measured("alike", [[1.0] * 4, [0.0] * 4] * 10)
+    results, averages = summarise_benchmarks([better, alike], num_resamples=300, seed=0)
     report = Report("route", "posterior", 3, 384, "0" * 64, [], results, averages)
     said = {line.split()[0]: line for line in terminal_lines(report) if "accuracy" in line}
     assert said["better"].endswith("+1.0000 [+1.0000, +1.0000]  p < 0.001")

@@ -12,13 +12,13 @@ import pytest
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
+from scale_cli.evaluation.intervals import paired_differences
 from scale_cli.evaluation.render import html, markdown, terminal_lines
 from scale_cli.evaluation.results import (
     HEADS,
     CorpusResult,
     Report,
     guarantee,
-    paired_differences,
     summarise,
 )
 from scale_cli.evaluation.scoring import DocumentLosses

@@ -11,7 +11,7 @@ import pytest
 
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.sources import BenchmarkSource
-from scale_cli.evaluation.benchmark_tasks import open_benchmarks
+from scale_cli.evaluation.lm_eval_heads import open_benchmarks
 from tests.command_line import Scale
 from tests.evaluation.task_files import add_task, know_only
 from tests.small_runs import held_out, small_run, write_config

@@ -8,7 +8,7 @@ from lm_eval.tasks.kobest import utils as kobest
 
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import ConfigError, CorpusError
-from scale_cli.evaluation.benchmark_tasks import open_benchmarks
+from scale_cli.evaluation.lm_eval_heads import open_benchmarks
 from tests.evaluation.task_files import ACCURACY, MEAN, add_task, know_only, opened, task_of
 
 SUMS = [

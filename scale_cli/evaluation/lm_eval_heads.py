@@ -1,0 +1,331 @@
+"""lm-eval's benchmarks under every head: one pass answers for all, and lm-eval marks each.
+
+A request is a context and a continuation. Both pass the model once, which gives the scores of every
+head and of both routing rules. The router reads the context, as it does when the model is served.
+
+Every head is asked as lm-eval's `hf` model asks the folder that serves it. The base's head is the
+plain base with its own tokenizer. For every other head it is the export's tokenizer, which has the
+run's new tokens, and puts the boundary before a text that stood before a document in training.
+Where the two give the same ids, the base's head answers with the others; else the base alone reads
+its own.
+
+`lm_eval.simple_evaluate` would also collect facts about the machine for every head, which takes
+seconds, and seed every random generator. So it is lm-eval's `evaluate` that runs the tasks.
+
+Shapes: B requests of a batch, T positions.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+from lm_eval import evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import resolve_max_length
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import BenchmarkSource
+from scale_cli.data.encoding import DocumentMarkers, prompt_ids
+from scale_cli.errors import ConfigError, RunError, one_line
+from scale_cli.evaluation.intervals import finite
+from scale_cli.evaluation.lm_eval_tasks import Benchmark, open_tasks
+from scale_cli.evaluation.results import HEADS, BenchmarkItems, SkippedBenchmark
+from scale_cli.evaluation.scoring import TWO_HEADS, BaseAlone, Passes, observe, routed_rows
+from scale_cli.evaluation.selectable_heads import SelectableHeads
+from scale_cli.methods.widened import RouterConfig
+from scale_cli.model.heads import HeadedModel
+from scale_cli.processes import Share, is_main, lowered_dtype, map_over_processes
+from scale_cli.terminal import progress_bar
+from scale_cli.upscale.base_tokenizer import load_tokenizer
+
+# lm-eval's own seed for few-shot examples, and for tasks that sample their answers.
+_SEED = 1234
+# A context and a continuation, as text and as token ids, as lm-eval passes them.
+Encoded = tuple[tuple[str, str], list[int], list[int]]
+logging.getLogger("lm_eval").setLevel(logging.CRITICAL)  # the report says what matters
+
+
+class HeadsLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
+    """An lm-eval model that scores requests for all its heads at once, and answers with one."""
+
+    head: str  # which answers; it may be changed between two evaluations
+
+    def __init__(
+        self,
+        model: HeadedModel | BaseAlone,  # in evaluation mode
+        tokenizer: PreTrainedTokenizerBase,
+        heads: Sequence[str],  # names of the model's heads
+        *,
+        router: RouterConfig,  # settings of both rules, whatever the model serves
+        passes: Passes,
+        max_length: int,  # tokens that the model reads at once
+        share: Share,  # of the batches; each process returns all answers
+    ) -> None:
+        super().__init__(
+            SelectableHeads(model, router, heads),
+            backend="causal",
+            tokenizer=copy.deepcopy(tokenizer),  # lm-eval adds a token for padding
+            max_length=max_length,
+            batch_size=passes.batch_size,
+            mixed_precision_dtype=lowered_dtype(passes.mixed_precision),
+        )
+        self.head = heads[0]
+        self.bar = progress_bar(total=0, disable=True)  # of tokens that are scored, or of answers
+        self._observe = partial(observe, model, passes=passes, share=share)
+        self._route = partial(routed_rows, router=router, heads=heads)
+        self._share = share
+        # By context and continuation: a log-likelihood of each head and rule.
+        self._known: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+
+    def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+        """Return the head's log-likelihoods of continuations; `is_greedy` is False."""
+        unseen = {request.args: request for request in requests if request.args not in self._known}
+        if unseen:
+            super().loglikelihood(list(unseen.values()), disable_tqdm=True)
+        return [(self._known[request.args][self.head], False) for request in requests]
+
+    def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> None:
+        """Score requests by every head and rule, and keep the scores."""
+        rows = []
+        for (context, continuation), context_ids, continuation_ids in requests:
+            if not context_ids or not 0 < len(continuation_ids) <= self.max_length:
+                raise RunError(
+                    f"{continuation!r} after {context[-40:]!r} has {len(continuation_ids)} tokens "
+                    f"after {len(context_ids)}, but lm-eval can score only 1 to {self.max_length} "
+                    "after 1 or more"
+                )
+            # What is too long loses its beginning, as in lm-eval.
+            rows.append(torch.tensor((context_ids + continuation_ids)[-self.max_length - 1 :]))
+        self.bar.total += sum(len(row) - 1 for row in rows)
+
+        observed = self._observe(rows, bar=self.bar)
+        for batch in self._route(observed):
+            for row, place in enumerate(batch.places):
+                args, _context_ids, continuation_ids = requests[place]
+                end = observed[place].shape[1]
+                scored = slice(end - len(continuation_ids), end)
+                for head, log_probs_BT in batch.log_probs.items():
+                    self._known[args][head] = float(log_probs_BT[row, scored].sum())
+
+    def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
+        """Return the head's answers; batches are cut as in lm-eval, before processes share them."""
+        self.model.head = self.head
+        contexts = [request.args[0] for request in requests]
+        in_order = sorted(
+            range(len(requests)), key=lambda at: (-len(self.tok_encode(contexts[at])), contexts[at])
+        )
+        size = self.batch_size
+        batches = [in_order[first : first + size] for first in range(0, len(in_order), size)]
+
+        def answer(batch: Sequence[int]) -> list[Tensor]:
+            torch.manual_seed(_SEED)
+            texts = HFLM.generate_until(self, [requests[at] for at in batch], disable_tqdm=True)
+            encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+            return [torch.tensor(list(text), dtype=torch.uint8) for text in encoded]
+
+        self.bar.total += len(requests)
+        answered = dict(map_over_processes(batches, self._share, answer, self.bar.update))
+        return [
+            bytes(answered[index].tolist()).decode("utf-8", "surrogatepass")
+            for index in range(len(requests))
+        ]
+
+
+def framed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that begins a text as an export's: with the boundary of documents."""
+    boundary = DocumentMarkers.of(tokenizer).context
+    if boundary is None or tokenizer("a").input_ids == prompt_ids(tokenizer, "a"):
+        return tokenizer
+    token = str(tokenizer.convert_ids_to_tokens(boundary))
+    exported = copy.deepcopy(tokenizer)
+    exported.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[token, "$A"], special_tokens=[(token, boundary)]
+    )
+    return exported
+
+
+def heads_of(
+    model: HeadedModel,  # in evaluation mode
+    tokenizer: PreTrainedTokenizerBase,  # the run's own, which begins a text as the base's does
+    of_base: PreTrainedTokenizerBase | None = None,  # the base's, if the run has new tokens
+    *,
+    router: RouterConfig,
+    passes: Passes,
+    max_length: int,
+    share: Share,
+) -> dict[str, HeadsLM]:
+    """Return the lm-eval model that answers with each head: one for all, or one for the base."""
+    make = partial(HeadsLM, router=router, passes=passes, max_length=max_length, share=share)
+    exported = framed(tokenizer)
+    answering = dict.fromkeys(HEADS, make(model, exported, TWO_HEADS))
+    if of_base is not None or exported is not tokenizer:
+        answering["base"] = make(BaseAlone(model), of_base or tokenizer, ["base"])
+    return answering
+
+
+@dataclass(frozen=True)
+class OpenedBenchmarks:
+    """The benchmarks of a config, opened."""
+
+    ready: list[Benchmark]  # what can be measured
+    skipped: list[SkippedBenchmark]  # what cannot, and why
+
+    def measure(
+        self,
+        model: HeadedModel,  # in evaluation mode
+        tokenizer: PreTrainedTokenizerBase,
+        config: RunConfig,
+        share: Share,
+        max_items: int | None = None,  # per task
+    ) -> tuple[list[BenchmarkItems], list[SkippedBenchmark]]:
+        """Return each benchmark's items under every head, and what could not be measured."""
+        has_new_tokens = config.method.vocabulary is not None
+        of_base = load_tokenizer(config.model) if has_new_tokens else None
+        measured = []
+        skipped = list(self.skipped)
+        for benchmark in self.ready:
+            answering = heads_of(
+                model,
+                tokenizer,
+                of_base,
+                router=config.method.router,
+                passes=Passes.of(config),
+                max_length=resolve_max_length(model.config, tokenizer),
+                share=share,
+            )
+            try:
+                measured.append(measure_items(benchmark, answering, max_items))
+            except RunError as error:
+                skipped.append(SkippedBenchmark(benchmark.name, str(error)))
+        return measured, skipped
+
+
+def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
+    """Open the benchmarks, and list those that cannot be measured.
+
+    Raises ConfigError for a mistake in the config.
+    """
+    opened = OpenedBenchmarks([], [])
+    # The bar keeps the terminal's stderr. lm-eval and datasets get none: they draw many bars.
+    bar = progress_bar(iterable=sources, desc="opening benchmarks", unit=" benchmarks", leave=False)
+    with redirect_stderr(io.StringIO()):
+        for source in bar:
+            try:
+                opened.ready.extend(open_tasks(source))
+            except RunError as error:
+                opened.skipped.append(SkippedBenchmark(source.name, str(error)))
+
+    names = [benchmark.name for benchmark in opened.ready]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"evaluation.benchmarks: {name} is named twice, once within a group; remove one"
+            )
+    return opened
+
+
+def measure_items(
+    benchmark: Benchmark, answering: Mapping[str, HeadsLM], max_items: int | None = None
+) -> BenchmarkItems:
+    """Return a benchmark's items, at most `max_items` per task, marked under every head.
+
+    Raises:
+        RunError: lm-eval cannot score a request, or says of no item whether it is right.
+    """
+    limit = min(benchmark.source.limit or sys.maxsize, max_items or sys.maxsize)
+    # What lm-eval logged by task and item, then by head: one sample for each filter.
+    logged: dict[tuple[str, int], dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    bar = progress_bar(
+        total=0,
+        desc=f"evaluating {benchmark.name}",
+        unit=" answers" if benchmark.is_generated else " tokens",
+        unit_scale=not benchmark.is_generated,
+        disable=not is_main(),
+        leave=False,
+    )
+    with bar, redirect_stderr(io.StringIO()):
+        for head, lm in answering.items():
+            lm.head = head
+            lm.bar = bar
+            for task in benchmark.tasks.values():
+                task.set_fewshot_seed(_SEED)  # all heads get the same examples
+            try:
+                found: Any = evaluate(
+                    lm, {"tasks": benchmark.tasks}, limit=limit, bootstrap_iters=0
+                )
+            except (
+                AssertionError,  # lm-eval's own, of answers that are longer than the model reads
+                LookupError,  # this and the others: of an item that its task does not fit
+                SyntaxError,
+                TemplateError,
+                TypeError,
+                ValueError,
+            ) as error:
+                raise RunError(one_line(error)) from None
+            for name, samples in found["samples"].items():
+                for sample in samples:
+                    logged[name, sample["doc_id"]][head].append(sample)
+
+    items = []
+    for (name, doc_id), by_head in logged.items():
+        task = benchmark.tasks[name]
+        heads = {head: _outcome(task, samples) for head, samples in by_head.items()}
+        target = by_head["base"][0]["target"]
+        items.append({"subtask": name, "doc_id": doc_id, "target": target, "heads": heads})
+    of_base = [item["heads"]["base"]["metrics"] for item in items]
+    scores = {
+        name: np.array(
+            [[head["metrics"][name] for head in item["heads"].values()] for item in items], float
+        )
+        for name in of_base[0]
+        if all(name in metrics for metrics in of_base)
+    }
+    classes = None
+    if benchmark.reports_macro_f1:  # each sample has the right class and the head's
+        pairs = [[head[0]["f1"] for head in by_head.values()] for by_head in logged.values()]
+        classes = np.array([[of_item[0][0], *(said for _, said in of_item)] for of_item in pairs])
+    measured = BenchmarkItems(benchmark.source, benchmark.name, items, scores, classes)
+    _ = measured.judged_by  # raises if there is none
+    return measured
+
+
+def _outcome(task: Any, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a head said of an item, and lm-eval's marks; a figure not finite is None."""
+    first = samples[0]
+    if task.OUTPUT_TYPE == "multiple_choice":
+        num_choices = len(task.doc_to_choice(first["doc"]))
+        said = [response[0] for response in first["filtered_resps"][:num_choices]]
+        return {
+            "log_likelihoods": [finite(of_choice) for of_choice in said],  # in nats
+            "prediction": int(np.argmax(said)),
+            "metrics": {name: finite(first[name]) for name in ("acc", "acc_norm") if name in first},
+        }
+
+    higher_is_better = task.higher_is_better()
+    means = [
+        metric
+        for metric, aggregated in task.aggregation().items()
+        if getattr(aggregated, "__name__", "") == "mean" and higher_is_better.get(metric, True)
+    ]
+    metrics = {
+        metric if len(samples) == 1 else f"{metric}, {sample['filter']}": finite(sample[metric])
+        for sample in samples
+        for metric in means
+        if isinstance(sample.get(metric), int | float | np.number)
+    }
+    return {"prediction": str(first["resps"][0][0]), "metrics": metrics}
