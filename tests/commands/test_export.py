@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from scale_cli.export.formats import formats_of
 from scale_cli.runs.method_folder import load_onto_base
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import load_tensors, read_json
+from tests.export.conftest import TrainedRun
 from tests.small_runs import changed
-from tests.widening import load_model, load_widened, random_ids, trained_head
+from tests.widening import load_model, load_widened, random_ids
 
-TrainedRun = Callable[..., RunConfig]
 ROUTE = {"variant": "route", "collaboration": {"layers": "top:1"}}
 IDS = random_ids(2, 40, below=512, lowest=3)
 
@@ -35,30 +34,6 @@ def is_finished(config: RunConfig) -> bool:
 def answered(model: Any) -> torch.Tensor:
     logits: torch.Tensor = model(input_ids=IDS, use_cache=False).logits
     return logits
-
-
-def test_a_trained_run_exports_to_a_plain_model_that_answers_the_same(
-    trained_run: TrainedRun,
-) -> None:
-    config = trained_run(ROUTE)
-    summary = export(config)
-    assert summary.parity.max_logit_difference <= 1e-4
-    assert not [
-        file.name
-        for file in summary.folder.rglob("*")
-        if file.suffix in (".py", ".bin", ".pt", ".pkl")
-    ]
-    assert "auto_map" not in (summary.folder / "config.json").read_text()
-    plain = AutoModelForCausalLM.from_pretrained(summary.folder, trust_remote_code=False)
-    trained = load_widened(config.output_dir / "final", config.model)
-    expected = trained_head(trained, IDS)
-    torch.testing.assert_close(answered(plain), expected, rtol=0.0, atol=1e-4)
-    assert (answered(plain) - answered(trained.base)).abs().max() > 0.1
-    text = "Once upon a time, 옛날에"
-    original = AutoTokenizer.from_pretrained(config.model.base)
-    assert AutoTokenizer.from_pretrained(summary.folder)(text).input_ids == prompt_ids(
-        original, text
-    )
 
 
 def test_an_adapter_holds_the_expansion_alone_and_loads_onto_its_base_alone(
@@ -94,12 +69,8 @@ def test_a_lora_adapter_is_loaded_by_peft_and_by_us_as_what_was_trained(
     text, original = "Once upon a time", AutoTokenizer.from_pretrained(config.model.base)
     assert AutoTokenizer.from_pretrained(folder)(text).input_ids == prompt_ids(original, text)
     told = read_json(folder / "adapter_config.json")
-    assert (told["base_model_name_or_path"], told["peft_type"], told["r"]) == (
-        config.model.base,
-        "LORA",
-        16,
-    )
-    assert told["target_modules"] == sorted(config.method.settings.targets)
+    assert (told["base_model_name_or_path"], told["peft_type"]) == (config.model.base, "LORA")
+    assert (told["r"], told["target_modules"]) == (16, sorted(config.method.settings.targets))
     (tensors,) = folder.glob("*.safetensors")
     assert tensors.name == "adapter_model.safetensors"
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in load_tensors(tensors)
@@ -128,19 +99,14 @@ def test_an_export_has_the_dtype_of_the_base_and_those_of_others_lie_beside_it(
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run(ROUTE)
-    for dtype, name in (
-        ("float32", "llama-float32"),
-        ("bfloat16", "llama-bfloat16"),
-        ("float16", "llama-float16"),
-    ):
+    for dtype in ("float32", "bfloat16", "float16"):
         each = changed(config, f"export.dtype={dtype}")
         assert not is_finished(each)
         folder = export(each).folder
-        assert folder.name == name and is_finished(each)
+        assert folder.name == f"llama-{dtype}" and is_finished(each)
         check_written_export(each, folder)
-        assert {tensor.dtype for tensor in load_tensors(folder / "model.safetensors").values()} == {
-            getattr(torch, dtype)
-        }
+        tensors = load_tensors(folder / "model.safetensors").values()
+        assert {tensor.dtype for tensor in tensors} == {getattr(torch, dtype)}
         assert read_json(folder / "config.json")["dtype"] == dtype
     with pytest.raises(ConfigError, match=r"^export\.dtype: float16: an adapter is always written"):
         export(changed(config, "export.format=adapter", "export.dtype=float16"))
@@ -152,7 +118,7 @@ def test_an_export_has_the_dtype_of_the_base_and_those_of_others_lie_beside_it(
     assert not is_finished(config)
 
 
-def test_an_export_is_finished_until_its_report_is_another_and_can_be_checked_without_the_text(
+def test_an_export_is_finished_until_its_report_is_another(
     trained_run: TrainedRun,
 ) -> None:
     config = trained_run(ROUTE)

@@ -1,8 +1,6 @@
 """What an export's card says: what the folder holds, what it lost, what it promises, and of whose licence it is."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -14,38 +12,26 @@ from scale_cli.evaluation.results import Report
 from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import FORMATS
 from scale_cli.export.records import Parity, ServedSize
-from scale_cli.methods.widened import CollaborationConfig
 from scale_cli.storage.atomic import read_json
 from tests.export.conftest import TrainedRun
+from tests.small_runs import changed
+from tests.torture.attacker import edit_json
 
 ROUTE = {"variant": "route"}
 BOUND = "no document costs more than"
 
 
 def card_of(config: RunConfig, report: Report | None, export_format: str = "llama") -> str:
-    config = RunConfig.model_validate(config.model_dump() | {"export": {"format": export_format}})
-    licence = base_licence(config.model)
+    config = changed(config, f"export.format={export_format}")
     return model_card(
         config,
         FORMATS[export_format](config),
         report=report,
         parity=Parity(0.0, 0.0, 0.0, 1),
-        licence=licence,
+        licence=base_licence(config.model),
         architecture="LlamaModel",
-        size=ServedSize(
-            parameters=264_000_000,
-            num_bytes=528_000_000,
-            base_parameters=135_000_000,
-            base_bytes=270_000_000,
-            ratio=1 / 3,
-        ),
+        size=ServedSize(264_000_000, 528_000_000, 135_000_000, 270_000_000, ratio=1 / 3),
     )
-
-
-def test_a_card_says_how_large_the_model_is_when_it_is_served(trained_run: TrainedRun) -> None:
-    card = card_of(trained_run(ROUTE), None)
-    assert "264 M parameters, 528 MB" in card and "(the base: 135 M, 270 MB)" in card
-    assert "widened by 0.333" in card
 
 
 def first_line(card: str) -> str:
@@ -53,14 +39,8 @@ def first_line(card: str) -> str:
     return [line for line in card.split("\n---\n")[1].splitlines() if line][1]
 
 
-def with_router(config: RunConfig, **router: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        config.model_dump() | {"method": {**config.method.model_dump(), "router": router}}
-    )
-
-
 @pytest.mark.parametrize("export_format", ["llama", "transformers", "adapter"])
-def test_every_export_has_a_card_with_the_data_the_budget_and_the_parity_and_no_place_of_this_machine(
+def test_every_export_has_a_card_with_data_budget_and_parity_and_no_place_of_this_machine(
     trained_run: TrainedRun, export_format: str
 ) -> None:
     config = trained_run(ROUTE, format=export_format)
@@ -72,15 +52,12 @@ def test_every_export_has_a_card_with_the_data_the_budget_and_the_parity_and_no_
     assert "12 steps of 4 sequences of 64 tokens" in card.text
     assert f"| {ledger['corpus']['num_tokens']:,} | {ledger['num_trained']:,} |" in card.text
     assert f"{summary.parity.max_logit_difference:.1e}" in card.text
-    assert ("## Training it further" in card.text) == (
-        export_format == "llama"
-    )  # whose rows of u are stored small
+    # Rows of u are stored small in a plain one.
+    assert ("## Training it further" in card.text) == (export_format == "llama")
     assert ("trust_remote_code=True" in card.text) is (export_format != "adapter")
     assert "ckpt-stories260K/hf" in card.text
-    assert (
-        str(Path(config.model.base).parent.parent) not in card.text
-        and str(config.output_dir) not in card.text
-    )
+    for place in (Path(config.model.base).parents[1], config.output_dir):
+        assert str(place) not in card.text
 
 
 def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_keeps_it(
@@ -91,15 +68,10 @@ def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_
     report = evaluate(config)
     tiny = report.corpora[0].heads
     first = first_line(card_of(config, report))
-    assert (
-        f"from {tiny['base'].bits_per_byte:.3f} to {tiny['trained'].bits_per_byte:.3f} bits/byte"
-        in first
-    )
+    before, after = (tiny[head].bits_per_byte for head in ("base", "trained"))
+    assert f"from {before:.3f} to {after:.3f} bits/byte" in first
     assert "`trust_remote_code=True`" in first and "`scale serve`" in first
-    collaborating = config.method.model_copy(
-        update={"collaboration": CollaborationConfig(layers="top:1")}
-    )
-    first = first_line(card_of(config.model_copy(update={"method": collaborating}), report))
+    first = first_line(card_of(changed(config, "method.collaboration.layers=top:1"), report))
     assert "`transformers`" in first and "trust_remote_code" not in first
     assert "variant `route`" in first_line(card_of(preserve, report))
     for served in (
@@ -109,11 +81,15 @@ def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_
         assert "without a router" not in served
 
 
-def test_a_card_promises_a_bound_where_its_router_has_one(trained_run: TrainedRun) -> None:
+def test_a_card_promises_a_bound_where_its_router_has_one_and_says_its_size(
+    trained_run: TrainedRun,
+) -> None:
     config, preserve = trained_run(ROUTE), trained_run({"variant": "preserve"})
     for of_two in ("llama", "transformers"):
-        assert BOUND in card_of(config, None, of_two)
-        for unbound in (with_router(config, rule="cosine"), preserve):
+        card = card_of(config, None, of_two)
+        assert BOUND in card and "widened by 0.333" in card
+        assert "264 M parameters, 528 MB" in card and "(the base: 135 M, 270 MB)" in card
+        for unbound in (changed(config, "method.router.rule=cosine"), preserve):
             assert BOUND not in card_of(unbound, None, of_two)
 
 
@@ -127,43 +103,34 @@ def test_replay_is_called_so_and_not_taught_and_what_began_a_run_is_told(
         "num_tokens": 8000,
         "moments": "kept",
     }
-    (config.output_dir / "final" / "init_from.json").write_text(json.dumps(begun), encoding="utf-8")
-    tree = config.model_dump()
-    stories = tree["corpus"]["sources"][0] | {"name": "stories", "language": "en", "role": "replay"}
-    tree["corpus"]["sources"].append(stories)
-    card = card_of(RunConfig.model_validate(tree), None)
+    edit_json(config.output_dir / "final" / "init_from.json", begun)
+    news, *_ = config.corpus.sources
+    sources = [
+        f"{{name: {name}, path: {news.path}, language: {language}, role: {role}}}"
+        for name, language, role in (("petitions", "ko", "new"), ("stories", "en", "replay"))
+    ]
+    card = card_of(changed(config, f"corpus.sources=[{', '.join(sources)}]"), None)
     assert "| petitions | Korean | new text |" in card and "taught Korean\n" in card
     assert "| stories | English | replay, to keep it | not known |" in card
     assert "; begun with step 70 of a run" in card
 
 
-def test_the_licence_of_the_base_is_carried_over_with_its_files_and_one_without_is_said_to_have_none(
+def test_the_licence_of_the_base_is_carried_over_or_said_to_be_unknown(
     tmp_path: Path, trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run(ROUTE)
     assert "Find out what it is before" in card_of(config, None)
-    metadata = (
-        "license: other\nlicense_name: ours\nlicense_link: https://example.org/licence\nlanguage: 7"
-    )
-    written = {
-        "README.md": f"---\n{metadata}\n---\n# Base\n",
-        "LICENSE.txt": "do as you like",
-        "USE_POLICY.md": "kind",
-    }
-    licensed = tmp_path / "licensed"
-    licensed.mkdir()
-    for name, text in written.items():
-        (licensed / name).write_text(text, encoding="utf-8")
+    metadata = "license: other\nlicense_name: ours\nlicense_link: https://x.org/y\nlanguage: 7"
+    (licensed := tmp_path / "licensed").mkdir()
+    (licensed / "README.md").write_text(f"---\n{metadata}\n---\n# Base\n")
+    for name in ("LICENSE.txt", "USE_POLICY.md"):
+        (licensed / name).write_text("do as you like")
     licence = base_licence(ModelConfig(base=str(licensed)))
-    assert (licence.identifier, licence.name, licence.link) == (
-        "other",
-        "ours",
-        "https://example.org/licence",
-    )
+    assert (licence.identifier, licence.link) == ("other", "https://x.org/y")
     monkeypatch.setattr("scale_cli.commands.export.base_licence", lambda _: licence)
     folder = export(config).folder
-    assert (folder / "LICENSE.txt").read_text(encoding="utf-8") == "do as you like"
-    assert (folder / "USE_POLICY.md").is_file()
+    for name in ("LICENSE.txt", "USE_POLICY.md"):
+        assert (folder / name).read_text() == "do as you like"
     card = ModelCard.load(folder / "README.md")
     assert "licence, ours, applies" in card.text and "`LICENSE.txt`, `USE_POLICY.md`." in card.text
     assert card.data.license_name == "ours"

@@ -19,7 +19,7 @@ from scale_cli.export.formats import check_parity, measure_parity
 from scale_cli.export.records import Parity
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.preservation import trained_logits
-from tests.widening import UNKNOWN, as_if_trained, tiny_llama, trained_head, widen
+from tests.widening import UNKNOWN, as_if_trained, random_ids, tiny_llama, trained_head, widen
 
 
 def prompts() -> list[Tensor]:
@@ -45,9 +45,7 @@ def test_an_export_with_one_wrong_matrix_is_refused(
     with torch.no_grad():
         exported.get_parameter(part).mul_(-1.0)
     parity = measure_parity(exported, trained, trained_logits, prompts())
-    with pytest.raises(
-        ExportParityError, match="the export does not compute what the trained model computes"
-    ):
+    with pytest.raises(ExportParityError):
         check_parity(parity, dtype)
 
 
@@ -57,7 +55,7 @@ def test_a_float16_export_with_one_matrix_a_hundredth_too_large_is_refused_on_a_
     trained = as_if_trained(widen(tiny_llama(max_position_embeddings=2048), "route", "top:1"))
     dense_model(trained, "float16").save_pretrained(tmp_path)
     exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
-    long = torch.randint(0, 61, (1, 1500), generator=torch.Generator().manual_seed(0))
+    long = random_ids(1, 1500)
     check_parity(measure_parity(exported, trained, trained_logits, [long]), "float16")
     with torch.no_grad():
         exported.model.layers[1].mlp.down_proj.weight.mul_(1.01)
@@ -82,11 +80,8 @@ def test_a_model_with_logits_that_are_not_finite_is_refused(
     [
         (Parity(1e-4, 1e-4, 0.0, 1), "float32", True),
         (Parity(1.1e-4, 1.1e-4, 1.0, 1), "float32", False),
-        (
-            Parity(9e-4, 1e-5, 6e-6, 1, own_max_difference=1e-4),
-            "float32",
-            True,
-        ),  # it rounds as the model itself does
+        # It rounds as the model itself does.
+        (Parity(9e-4, 1e-5, 6e-6, 1, own_max_difference=1e-4), "float32", True),
         (Parity(1.1e-3, 1e-5, 6e-6, 1, own_max_difference=1e-4), "float32", False),
         (Parity(9e-4, 1.3e-5, 6e-6, 1, own_max_difference=1e-4), "float32", False),
         (Parity(0.2, 0.2, 0.1, 1), "bfloat16", True),
@@ -129,9 +124,7 @@ def test_the_models_own_error_is_that_of_the_model_loaded_in_the_exports_dtype(
 
 
 @torch.no_grad()
-def test_a_float16_export_holds_an_expansion_stream_that_is_hundreds_of_times_as_large_as_the_embeddings() -> (
-    None
-):
+def test_a_float16_export_holds_a_stream_of_hundreds_of_times_the_embeddings() -> None:
     base = tiny_llama()
     base.model.embed_tokens.weight.mul_(1e-3)
     model = widen(base, "preserve", text=UNKNOWN)  # u is codes as large as x becomes

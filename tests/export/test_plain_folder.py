@@ -1,17 +1,12 @@
-import json
 import shutil
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from huggingface_hub import constants
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
-from scale_cli.config.sources import CorpusSource
 from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ExportParityError
@@ -28,8 +23,10 @@ from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.upscale.base import load_base, load_written
 from scale_cli.upscale.base_tokenizer import load_tokenizer, tokenizer_place
 from scale_cli.upscale.building import start_model
-from tests.model.test_families import BASES, IDS, answered, tiny, write_tiny
-from tests.widening import as_if_trained, joined, routed_heads, tiny_llama, widen
+from tests.data.corpus_files import source_of, write_jsonl
+from tests.model.test_families import BASES, IDS, answered, write_tiny
+from tests.torture.attacker import edit_json
+from tests.widening import as_if_trained, tiny_llama, widen
 
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -63,14 +60,9 @@ SPELLINGS = {
     "dtype",
 }
 # What a base's folder may hold; the last ones stay where they are.
-COPIED = ["tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"]
-COPIED += ["additional_chat_templates/tools.jinja"]
-LEFT = ["README.md", "notes.txt", ".env", "modeling_own.py"]
-LEFT += ["original/tokenizer.model", "additional_chat_templates/x.py"]
-TOKENIZER, MODEL = (
-    ["tokenizer.json", "tokenizer_config.json"],
-    ["config.json", "generation_config.json"],
-)
+COPIED = ["tokenizer.model", "special_tokens_map.json", "additional_chat_templates/tools.jinja"]
+LEFT = ["README.md", ".env", "modeling_own.py", "additional_chat_templates/x.py"]
+TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
 
 
 @pytest.fixture
@@ -123,33 +115,23 @@ def widened(base: Path | str, dtype: str = "float32") -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_config_json_is_the_bases_own_but_for_the_sizes_with_rope_and_dtype_spelled_for_both_transformers(
+def test_config_json_is_the_bases_own_but_for_the_sizes_and_spelled_for_both_transformers(
     base: Path, tmp_path: Path, kind: str
 ) -> None:
     spell(base, SCALINGS[kind])
-    config = read_json(
-        written(widened(base, "bfloat16"), base, tmp_path / "export") / "config.json"
-    )
-    before = read_json(base / "config.json")
-    changed = {
-        name for name in config.keys() | before.keys() if config.get(name) != before.get(name)
-    }
+    folder = written(widened(base, "bfloat16"), base, tmp_path / "export")
+    config, before = (read_json(place / "config.json") for place in (folder, base))
+    changed = {name for name in {**config, **before} if config.get(name) != before.get(name)}
     assert changed == WIDENED | {"torch_dtype", "dtype", "rope_parameters"}
     assert (config["rope_theta"], config["rope_scaling"]) == (500000.0, SCALINGS[kind])
-    assert config["rope_parameters"] == {
-        "rope_type": "default",
-        "rope_theta": 500000.0,
-        **(SCALINGS[kind] or {}),
-    }
+    rope = {"rope_type": "default", "rope_theta": 500000.0, **(SCALINGS[kind] or {})}
+    assert config["rope_parameters"] == AutoConfig.from_pretrained(folder).rope_parameters == rope
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
-    assert (
-        AutoConfig.from_pretrained(tmp_path / "export").rope_parameters == config["rope_parameters"]
-    )
 
 
 @pytest.mark.parametrize("family", BASES)
 @pytest.mark.parametrize("variant", ["adapt", "llama-pro"])
-def test_of_every_family_it_computes_what_was_trained_and_has_no_key_that_the_base_has_not(
+def test_of_every_family_it_computes_what_was_trained_and_adds_no_key(
     shared_data: Path, tmp_path: Path, family: str, variant: Any
 ) -> None:
     write_tiny(family, with_tokenizer(shared_data, tmp_path / "base"))
@@ -173,21 +155,17 @@ def test_of_every_family_it_computes_what_was_trained_and_has_no_key_that_the_ba
     assert all(config.get(name) == before.get(name) for name in unchanged[variant])
 
 
-def test_the_tokenizers_files_are_the_bases_byte_for_byte_and_nothing_else_of_its_folder_comes_along(
-    base: Path, tmp_path: Path
-) -> None:
+def test_the_tokenizers_files_alone_come_along_byte_for_byte(base: Path, tmp_path: Path) -> None:
     for name in (*COPIED, *LEFT):
         (base / name).parent.mkdir(exist_ok=True)
-        (base / name).write_text(
-            json.dumps({}) if name.endswith("json") else name, encoding="utf-8"
-        )
-    config = read_json(base / "config.json") | {"auto_map": {"AutoConfig": "modeling_own.Config"}}
-    write_json(base / "config.json", config)
+        (base / name).write_text("{}" if name.endswith("json") else name, encoding="utf-8")
+    edit_json(base / "config.json", {"auto_map": {"AutoConfig": "modeling_own.Config"}})
     folder = written(widened(base), base, tmp_path / "export")
     for name in (*TOKENIZER, *COPIED):
         assert (folder / name).read_bytes() == (base / name).read_bytes()
     files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-    assert files == {*COPIED, *TOKENIZER, *MODEL, "model.safetensors"}
+    made = {"config.json", "generation_config.json", "model.safetensors"}
+    assert files == {*COPIED, *TOKENIZER} | made
     assert "auto_map" not in read_json(folder / "config.json")
 
 
@@ -202,28 +180,22 @@ def test_of_a_base_from_the_hub_the_files_come_from_its_cache(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for revision in (None, commit):
-        folder, model = (
-            tmp_path / f"export-{revision}",
-            ModelConfig(base="someone/tiny", revision=revision),
-        )
+        folder = tmp_path / f"export-{revision}"
+        model = ModelConfig(base="someone/tiny", revision=revision)
         write_plain(widened(base), load_tokenizer(model), model, folder)
         for name in (*TOKENIZER, "chat_template.jinja", "generation_config.json"):
             assert (folder / name).read_bytes() == (base / name).read_bytes()
         assert read_json(folder / "config.json")["a_key_of_its_own"] == [1, 2]
-    elsewhere = ModelConfig(base="someone/else")
+    tokenizer, elsewhere = AutoTokenizer.from_pretrained(base), ModelConfig(base="someone/else")
     with pytest.raises(BaseModelError, match=r"^model\.base: .*someone/else"):
-        write_plain(
-            widened(base), AutoTokenizer.from_pretrained(base), elsewhere, tmp_path / "export-None"
-        )
+        write_plain(widened(base), tokenizer, elsewhere, folder)
 
 
 def test_files_that_tokenise_otherwise_than_the_base_did_are_refused(
     base: Path, tmp_path: Path
 ) -> None:
     tokenizer = load_tokenizer(ModelConfig(base=str(base)))
-    content = read_json(base / "tokenizer.json")
-    content["normalizer"] = {"type": "Lowercase"}
-    write_json(base / "tokenizer.json", content)
+    edit_json(base / "tokenizer.json", {"normalizer": {"type": "Lowercase"}})
     with pytest.raises(ExportParityError, match="nothing was written"):
         write_plain(widened(base), tokenizer, ModelConfig(base=str(base)), tmp_path / "export")
 
@@ -271,21 +243,13 @@ def test_whoever_tokenises_a_prompt_with_an_export_gets_what_stood_in_training(
 ) -> None:
     base, folder = tmp_path / "base", tmp_path / "export"
     shutil.copytree(shared_data / checkpoint / "hf", base)
-    told = (
-        read_json(base / "tokenizer_config.json")
-        | settings
-        | {"chat_template": "<|user|>{{ messages[0].content }}"}
-    )
-    write_json(base / "tokenizer_config.json", told)
-    model, trained = ModelConfig(base=str(base)), load_tokenizer(ModelConfig(base=str(base)))
+    template = {"chat_template": "<|user|>{{ messages[0].content }}"}
+    edit_json(base / "tokenizer_config.json", settings | template)
+    model = ModelConfig(base=str(base))
+    trained = load_tokenizer(model)
     folder.mkdir()
     copy_tokenizer(trained, tokenizer_place(model), folder)
-    (tmp_path / "corpus.jsonl").write_text(
-        "".join(f"{json.dumps({'text': text})}\n" for text in ["The end.", *TEXTS])
-    )
-    source = CorpusSource(
-        name="text", path=str(tmp_path / "corpus.jsonl"), language="en", weight=1.0
-    )
+    source = source_of(write_jsonl(tmp_path / "corpus.jsonl", ["The end.", *TEXTS]))
     corpus = TokenCache(tmp_path / "cache", trained).open(source)
     before = 0 if DocumentMarkers.of(trained).bos is not None else 1
     exported = AutoTokenizer.from_pretrained(folder)
@@ -295,37 +259,10 @@ def test_whoever_tokenises_a_prompt_with_an_export_gets_what_stood_in_training(
         # A template writes its own beginning, and training's tokenisation is what it was.
         asked = exported.apply_chat_template([{"role": "user", "content": text}], return_dict=False)
         assert asked == trained(f"<|user|>{text}", add_special_tokens=False).input_ids
-        assert (
-            exported(text, add_special_tokens=False).input_ids
-            == trained(text, add_special_tokens=False).input_ids
-        )
+        plain = trained(text, add_special_tokens=False).input_ids
+        assert exported(text, add_special_tokens=False).input_ids == plain
     again = TokenCache(tmp_path / "cache of the export", exported).open(source)
     assert again.ids.tolist() == corpus.ids.tolist()
-
-
-@torch.no_grad()
-def heads_of(plain: Any, router: dict[str, Any]) -> list[Tensor]:
-    """The logits of every head, read off a plain model as its keys say."""
-    rows_BTD = plain.model(IDS).last_hidden_state
-    ends = accumulate(router["stream_sizes"], initial=0)
-    columns = [slice(*pair) for pair in pairwise(ends)]
-    assert columns[-1].stop == plain.config.hidden_size
-    parts = [rows_BTD[..., at] @ plain.lm_head.weight[:, at].T for at in columns]
-    return [parts[0], *(parts[0] + part for part in parts[1:])]
-
-
-@pytest.mark.parametrize("family", ["mistral, gelu, linear rope", "qwen3"])
-@torch.no_grad()
-def test_of_several_expansions_one_dense_model_has_the_logits_of_every_head(family: str) -> None:
-    base = tiny(family)
-    one = as_if_trained(widen(base, "preserve"))
-    two = as_if_trained(widen(base, "preserve", ratio=0.75), seed=3)
-    model = joined(base, one=one, two=two)
-    router, wanted = router_keys(model), routed_heads(model, IDS)
-    assert router is not None
-    got = heads_of(dense_model(model, "float32", [IDS]), router)
-    for logits, expected in zip(got, wanted, strict=True):
-        torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -337,13 +274,13 @@ def test_of_several_expansions_one_dense_model_has_the_logits_of_every_head(fami
     ],
     ids=["one head", "collaborating above", "the cosine rule"],
 )
-def test_where_one_row_does_not_hold_both_heads_or_no_posterior_rule_mixes_them_there_are_no_keys(
+def test_where_one_row_does_not_hold_both_heads_or_no_posterior_mixes_them_there_are_no_keys(
     method: dict[str, Any],
 ) -> None:
     assert router_keys(as_if_trained(widen(tiny_llama(), **method))) is None
 
 
-def test_an_export_that_serves_as_a_base_hands_its_router_on_to_nothing_that_is_made_of_it(
+def test_an_export_that_serves_as_a_base_does_not_hand_its_router_on(
     base: Path, tmp_path: Path
 ) -> None:
     model = as_if_trained(widen(load_base(ModelConfig(base=str(base))), "route"))

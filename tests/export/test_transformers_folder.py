@@ -1,6 +1,5 @@
 """The folders that bring their own code, opened where this package is not: in a fresh process, somewhere else."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,11 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from scale_cli.commands.export import check_written_export, export
+from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ExportParityError
 from scale_cli.generation import Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import read_json
 from tests.export.conftest import TrainedRun
+from tests.torture.attacker import edit_json
 from tests.widening import load_widened, trained_head
 
 ONE_FOLDER = {"variant": "route"}
@@ -56,7 +57,7 @@ assert not [name for name in sys.modules if name.startswith("scale_cli.")]
 """
 
 
-def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_trained_model_does(
+def test_it_answers_as_trained_in_a_fresh_process_without_this_package(
     trained_run: TrainedRun, tmp_path: Path
 ) -> None:
     configs = {name: trained_run(method, format=kind) for name, (method, kind) in EXPORTED.items()}
@@ -91,15 +92,8 @@ def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_tra
         rounding = 1e-4 if name == "one-folder" else 1e-6
         torch.testing.assert_close(answers["logits"], expected, rtol=rounding, atol=rounding)
         assert torch.equal(answers["generated_True"], answers["generated_False"])
-        generated = trained.generate(
-            IDS[:, :12],
-            max_new_tokens=10,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-            use_cache=True,
-        )
-        assert torch.equal(answers["generated_True"], generated)
+        greedy = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        assert torch.equal(answers["generated_True"], trained.generate(IDS[:, :12], **greedy))
 
 
 def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bases(
@@ -112,51 +106,56 @@ def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bas
     loaded = ScaleForCausalLM.from_pretrained(folder, dtype="auto")
     trained = load_widened(config.output_dir / "final", config.model)
     base = dict(trained.base.named_parameters())
-    assert all(
-        torch.equal(parameter, base[name]) for name, parameter in loaded.base.named_parameters()
-    )
-    trains = {name for name, parameter in loaded.named_parameters() if parameter.requires_grad}
-    assert trains == {
-        name for name, _ in loaded.named_parameters() if name.startswith("expansion.")
-    }
+    for name, parameter in loaded.base.named_parameters():
+        assert torch.equal(parameter, base[name])
+    for name, parameter in loaded.named_parameters():
+        assert parameter.requires_grad == name.startswith("expansion.")
     assert loaded.generation_config.eos_token_id == trained.base.generation_config.eos_token_id
     assert loaded.base.lm_head.weight is loaded.base.model.embed_tokens.weight, "tied stays tied"
 
 
-def test_one_folder_is_the_plain_model_to_who_does_not_trust_its_code_and_nobody_is_asked(
-    trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("method", "code"),
+    [(WRITING, set()), (ONE_FOLDER, {"cache_scale.py", "routed_scale.py", "routing.py"})],
+)
+def test_a_plain_export_answers_as_trained_to_who_trusts_no_code_and_nobody_is_asked(
+    trained_run: TrainedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    method: dict[str, Any],
+    code: set[str],
 ) -> None:
-    config = trained_run(ONE_FOLDER, format="llama")
+    config = trained_run(method, format="llama")
     folder = export(config).folder
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     plain: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert type(plain) is LlamaForCausalLM
-    assert len(AutoTokenizer.from_pretrained(folder)("Once upon a time").input_ids) > 3
-    assert {file.stem for file in folder.glob("*.py")} == {"cache_scale", "routed_scale", "routing"}
-    expected = trained_head(load_widened(config.output_dir / "final", config.model), IDS)
+    files = [file for file in folder.rglob("*") if file.suffix in (".py", ".bin", ".pt", ".pkl")]
+    assert {file.name for file in files} == code
+    assert ("auto_map" in read_json(folder / "config.json")) == bool(code)
+    trained = load_widened(config.output_dir / "final", config.model)
+    expected = trained_head(trained, IDS)
     torch.testing.assert_close(plain(IDS).logits, expected, rtol=0.0, atol=1e-4)
+    assert (expected - trained.base(IDS).logits).abs().max() > 0.1
+    text, original = "Once upon a time, 옛날에", AutoTokenizer.from_pretrained(config.model.base)
+    ids = AutoTokenizer.from_pretrained(folder)(text).input_ids
+    assert ids == prompt_ids(original, text)
 
 
 def test_the_proof_of_an_export_is_of_its_router_too(trained_run: TrainedRun) -> None:
     config = trained_run(ONE_FOLDER, format="llama")
     summary = export(config)
-    told = read_json(summary.folder / "parity.json")
     assert summary.parity.routed is not None
-    assert (
-        0.0
-        < told["routed"]["max_logit_difference"]
-        == summary.parity.routed.max_logit_difference
-        <= 1e-4
-    )
+    largest = summary.parity.routed.max_logit_difference
+    told = read_json(summary.folder / "parity.json")
+    assert 0.0 < told["routed"]["max_logit_difference"] == largest <= 1e-4
     check_written_export(config, summary.folder)
-    written = read_json(summary.folder / "config.json")
-    changed = {**written, "scale_router": {**written["scale_router"], "prior": 0.7}}
-    (summary.folder / "config.json").write_text(json.dumps(changed), encoding="utf-8")
-    with pytest.raises(ExportParityError, match="does not compute what the trained model computes"):
+    router = read_json(summary.folder / "config.json")["scale_router"]
+    edit_json(summary.folder / "config.json", {"scale_router": {**router, "prior": 0.7}})
+    with pytest.raises(ExportParityError):
         check_written_export(config, summary.folder)
 
 
-def test_generate_routes_with_one_folder_and_shows_the_heads_as_the_run_itself_does(
+def test_generate_routes_with_one_folder_as_with_the_run(
     trained_run: TrainedRun,
 ) -> None:
     config = trained_run(ONE_FOLDER, format="llama")

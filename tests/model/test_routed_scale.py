@@ -100,12 +100,11 @@ def test_it_answers_as_the_two_streams_do_with_padding_and_without_and_has_their
     close(answered(one_row, **with_padding)[seen], answered(two_streams, **with_padding)[seen])
 
 
-@pytest.mark.parametrize(
-    "family",
-    [family for family in BASES if family not in ("mistral, gelu, linear rope", "qwen3, biases")],
-)
-def test_of_every_family_it_does_and_generates_the_same(family: str) -> None:
-    model: Any = as_if_trained(widen(tiny(family), "route"))
+@pytest.mark.parametrize("family", BASES)
+def test_two_expansions_of_every_family_answer_and_generate_the_same(family: str) -> None:
+    base = tiny(family)
+    one, two = (as_if_trained(widen(base, "route", ratio=ratio)) for ratio in (0.25, 0.75))
+    model: Any = joined(base, one=one, two=two)
     one_row = routed(model)
     close(answered(one_row), answered(model))
     options: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "attention_mask": PADDED}
