@@ -135,7 +135,7 @@ def init(
         str, Option(metavar="NAME", help="The same for --retention.")
     ] = "text",
     minutes: Annotated[
-        float, Option(metavar="N", min=0.1, max=1e6, help="Training time to plan for.")
+        float, Option(metavar="N", min=0.1, max=1e6, help="Time to plan for, of the whole run.")
     ] = 5.0,
     _form: Form = None,
 ) -> None:

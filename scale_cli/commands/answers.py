@@ -38,5 +38,5 @@ def check_answers(file: Path, base: str, learned: dict[str, Any], known: dict[st
     check_weight_files(model)
     for source in (learned, known):
         text = checked(CorpusSource, source, source["name"])
-        if text.dataset is None and not any("://" in path for path in text.paths):
+        if text.is_local:
             check_source(text)

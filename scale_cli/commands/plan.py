@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from scale_cli.config.idle import idle_settings
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import TextSource
-from scale_cli.data.files import check_source, source_files
+from scale_cli.data.files import check_source
 from scale_cli.errors import ConfigError, CorpusError
 from scale_cli.methods import METHODS
 from scale_cli.methods.widened import added_sizes
+from scale_cli.planning.beginnings import held_out_texts, tokenizer_at_hand
 from scale_cli.planning.device import Device, measure_device
+from scale_cli.planning.estimate import Estimate, estimate
 from scale_cli.planning.memory import Memory, memory_of_run, num_served, step_of
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.walk import ITEMSIZES, PLANNED
@@ -22,11 +26,11 @@ from scale_cli.report import Table, duration, quantity
 from scale_cli.runs.precision import with_precision
 from scale_cli.upscale.base_files import read_config_file
 
-_WIDTH, _LABEL = 100, 15  # of terminal lines, and of the labels before them
-_BYTES_PER_TOKEN = 3  # of held-out text that nobody has read yet
-_BYTES_COMPRESSED = 4  # of text for each byte of a compressed file
+_WIDTH = 100  # of terminal lines
+_LABEL = 15  # of what stands before them
 # Read from every source, to count new tokens and to learn them.
-_BYTES_COUNTED, _BYTES_LEARNED = 1 << 20, 1 << 24
+_BYTES_COUNTED = 1 << 20
+_BYTES_LEARNED = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,11 @@ class Growth:
     """The effect of new tokens on a run."""
 
     num_new: int
+    note: str  # on the base's tokenizer; empty if there is none
     is_learned: bool  # if not, they are estimated from the beginnings of the sources
     sources: list[dict[str, Any]]  # of each training source: its tokens before and after
     tokens_without: float  # tokens without them for each token of the run, on the same text
+    tokenizer: Tokenizer  # with them
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,10 @@ class Plan:
     config: RunConfig
     sizes: BaseSizes
     num_processes: int  # that share a step
-    device: Device  # the times are for its speed
     methods: list[MethodPlan]  # the config's first
     refused: dict[str, str]  # methods that this base does not allow, and why
     export_dtype: str
-    evaluation_s: float  # all evaluations of the run
-    evaluated_tokens: int
+    estimate: Estimate  # of the whole run
     disk_bytes: int  # of the finished run
     warnings: list[str]  # settings and sources that are likely mistakes
     new_tokens: Growth | None
@@ -75,10 +79,12 @@ class Plan:
         return [*_heading(self), "", *_tables(self), *_footnotes(self)]
 
     def to_json(self) -> dict[str, Any]:
-        hidden = ("config", "sizes", "methods")
-        return {name: value for name, value in vars(self).items() if name not in hidden} | {
-            "methods": [asdict(method) for method in self.methods]
-        }
+        hidden = ("config", "sizes", "new_tokens")
+        shown = {name: value for name, value in vars(self).items() if name not in hidden}
+        if self.new_tokens is None:
+            return shown | {"new_tokens": None}
+        grown = {name: of for name, of in vars(self.new_tokens).items() if name != "tokenizer"}
+        return shown | {"new_tokens": grown}
 
 
 def plan(
@@ -112,18 +118,23 @@ def plan(
         except ConfigError as error:
             refused[method.variant] = str(error)
 
-    evaluated = _evaluated_tokens(config)
-    speed = device.flops_per_s * num_processes
+    tokenizer = tokenizer_at_hand(config.model) if growth is None else growth.tokenizer
+    takes = estimate(
+        config,
+        sizes,
+        device,
+        held_out_texts(config, tokenizer),
+        num_processes=num_processes,
+        num_new=0 if growth is None else growth.num_new,
+    )
     return Plan(
         config=config,
         sizes=sizes,
         num_processes=num_processes,
-        device=device,
         methods=planned,
         refused=refused,
         export_dtype=export_dtype,
-        evaluation_s=evaluated * 2.0 * (own.num_frozen + own.num_trainable) / speed,
-        evaluated_tokens=evaluated,
+        estimate=takes,
         disk_bytes=_disk_bytes(config, own, export_dtype),
         warnings=warnings,
         new_tokens=growth,
@@ -220,7 +231,7 @@ def growth_of(config: RunConfig) -> Growth:
         sources.append(counted)
         tokens_without += share * before / max(after, 1)
     num_new = added_tokens.num_new if known is None else len(known) - added_tokens.first_id
-    return Growth(num_new, known is not None, sources, tokens_without)
+    return Growth(num_new, added_tokens.note, known is not None, sources, tokens_without, grown)
 
 
 def _absent(config: RunConfig) -> list[str]:
@@ -228,7 +239,7 @@ def _absent(config: RunConfig) -> list[str]:
     errors = []
     sources: list[TextSource] = [*config.corpus.sources, *config.evaluation.perplexity]
     for source in sources:
-        if source.dataset is None and not any("://" in path for path in source.paths):
+        if source.is_local:
             try:
                 check_source(source)
             except CorpusError as error:
@@ -237,22 +248,6 @@ def _absent(config: RunConfig) -> list[str]:
         if task.path is not None and not Path(task.path).is_file():
             errors.append(f"{task.name}: no such file: {task.path}")
     return [f"{error}; the plan needs no text, but `scale run` does" for error in errors]
-
-
-def _evaluated_tokens(config: RunConfig) -> int:
-    """Return about how many tokens of held-out text all evaluations of a run read."""
-    train, total = config.train, 0
-    times = 0 if train.eval_every_steps is None else train.max_steps // train.eval_every_steps
-    for source in config.evaluation.perplexity:
-        size = 0
-        if source.dataset is None and not any("://" in path for path in source.paths):
-            try:
-                for file in source_files(source):
-                    size += file.size * (_BYTES_COMPRESSED if file.compression else 1)
-            except CorpusError:
-                continue  # warned of already
-        total += size // _BYTES_PER_TOKEN
-    return total + times * min(total, config.eval_tokens)
 
 
 def _disk_bytes(config: RunConfig, own: MethodPlan, export_dtype: str) -> int:
@@ -288,9 +283,7 @@ def _heading(plan: Plan) -> list[str]:
         "run": f"{train.max_steps:,} steps x {train.global_batch_size:,} windows x "
         f"{config.corpus.sequence_length:,} tokens = {own.num_tokens:,} tokens",
         "served": served,
-        "device": f"{quantity(plan.device.flops_per_s, 'FLOP/s')} {plan.device.origin}",
-        "evaluation": f"about {plan.evaluated_tokens:,} tokens of held-out text in all, "
-        f"{duration(plan.evaluation_s)}",
+        "time": plan.estimate.in_words(),
         "disk": f"{quantity(plan.disk_bytes, 'B')} when it is finished: checkpoints, weights, exports",
     }
     if plan.num_processes > 1:
@@ -299,6 +292,8 @@ def _heading(plan: Plan) -> list[str]:
         origin = "" if growth.is_learned else "; estimated from the beginnings of the sources:"
         in_all = sizes.vocab_size + growth.num_new
         lines["new tokens"] = f"{growth.num_new:,}, {in_all:,} in all{origin}"
+        if growth.note:
+            lines["note"] = growth.note
     told = []
     for label, text in lines.items():
         told += _labelled(label, text)
@@ -352,9 +347,9 @@ def _footnotes(plan: Plan) -> list[str]:
         ]
     note = (
         "Parameters, FLOPs and memory are computed from config.json; only the device's speed is "
-        "measured. The time is that of the training FLOPs. memory: of one process; saved: for the "
+        "measured. The table's time is that of the training FLOPs. memory: of one process; saved: for the "
         f"backward pass of a micro-batch of {train.sequences_at_once(plan.num_processes):,}, "
-        f"{train.mixed_precision} autocast; head: logits held at once, on {plan.device.type}."
+        f"{train.mixed_precision} autocast; head: logits held at once, on {plan.estimate.device.type}."
     )
     if len(plan.methods) == 1:
         note += " --all shows every method beside this one."

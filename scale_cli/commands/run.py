@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from scale_cli.commands.evaluate import evaluate, log_report
 from scale_cli.commands.export import export_each, export_is_finished
@@ -18,6 +19,10 @@ from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.export.formats import formats_of
 from scale_cli.export.records import ExportRecord
+from scale_cli.planning.beginnings import held_out_texts
+from scale_cli.planning.device import measure_device
+from scale_cli.planning.estimate import estimate
+from scale_cli.planning.sizes import BaseSizes
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.report import quantity
 from scale_cli.runs.folder import RunFolder, folder_bytes
@@ -33,6 +38,8 @@ def run_pipeline(config: RunConfig, log: Log, accepted: Collection[str] = ()) ->
     run = Run(config)
     config = run.config
     on_main(lambda: _check(run))
+    if not run.folder.final.is_dir():
+        on_main(lambda: _log_estimate(run, log))
     with ExitStack() as held:
         on_main(lambda: held.enter_context(claimed(run.folder.root)))
         on_main(lambda: _upscale(run, log))
@@ -60,6 +67,24 @@ def _check(run: Run) -> None:
     check_trackers(config.train.trackers)
     if not run.folder.evaluation.is_dir():
         open_benchmarks_of(config.evaluation)
+
+
+def _log_estimate(run: Run, log: Log) -> None:
+    """Log how long all of it takes, as `scale plan` says it."""
+    config = run.config
+    if not config.method.definition.is_planned:
+        return
+    sizes = BaseSizes.of(run.base_config.to_dict(), config.model.base)
+    tokenizer: Any = run.known_tokenizer() or run.base_tokenizer
+    takes = estimate(
+        config,
+        sizes,
+        measure_device(sizes, config.train.mixed_precision),
+        held_out_texts(config, tokenizer.backend_tokenizer),
+        num_processes=share().num_processes,
+        num_new=0 if run.added_tokens is None else run.added_tokens.num_new,
+    )
+    log(f"time           {takes.in_words()}")
 
 
 def _sources(run: Run) -> Sequence[TextSource]:

@@ -83,6 +83,11 @@ class TextSource(Section):
         """The patterns of its files; empty for a dataset."""
         return [self.path] if isinstance(self.path, str) else self.path or []
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it is files of this machine, and not in a store or on the hub."""
+        return self.dataset is None and not any("://" in path for path in self.paths)
+
     @model_validator(mode="after")
     def _one_origin(self) -> TextSource:
         if (self.path is None) == (self.dataset is None):

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from scale_cli.data.encoding import GUARD, Encoder, break_pattern, learned_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, Any]]
 

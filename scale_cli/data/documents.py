@@ -21,11 +21,10 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet
-from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import TextSource
 from scale_cli.data.conversations import Messages, write_conversation
@@ -33,6 +32,9 @@ from scale_cli.data.encoding import GUARD, Document, Spans
 from scale_cli.data.files import SourceFile, dataset_errors, decompressed, source_files
 from scale_cli.data.ledger import Ledger, Reason, Record, Rejected
 from scale_cli.errors import one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NEWLINE = "\r\n"

@@ -88,6 +88,15 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids if boundary is None else [boundary, *ids]
 
 
+def forget_settings_of_calls(tokenizer: Tokenizer) -> None:
+    """Remove the truncation, padding and dropout that a tokenizer.json may hold."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    model: Any = tokenizer.model
+    if getattr(model, "dropout", None) is not None:
+        model.dropout = None
+
+
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of ids up to the largest; some between may belong to no token."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)

@@ -71,7 +71,6 @@ class Family:
     rotate: Callable[..., tuple[Tensor, Tensor]] = rotate
     # Whether its configuration requires hidden_size % num_attention_heads == 0.
     heads_divide_channels: bool = False
-    refused: tuple[str, ...] = ()  # keys of its config.json that must be null or false
 
     def norms_around(self, step: Step) -> tuple[str | None, str | None]:
         """Return the norms before and after a step."""
@@ -148,11 +147,6 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
         window_of=_own_window,
         rotary_kind=lambda attention: attention.layer_type,
         heads_divide_channels=True,
-        refused=(
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-            "use_bidirectional_attention",
-        ),
     ),
     "olmo2": Family("Olmo2", **_NORMED_AFTER, width_norms=_QUERIES_KEYS, rotate=rotate_in_float32),
     "olmo3": Family(

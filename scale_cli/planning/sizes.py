@@ -111,6 +111,12 @@ class BaseSizes:
         return self.num_key_value_heads * self.head_dim
 
     @property
+    def map_parameters(self) -> int:
+        """The weights of a layer's seven linear maps."""
+        of_attention = 2 * (self.query_size + self.key_value_size)
+        return self.hidden_size * (of_attention + 3 * self.intermediate_size)
+
+    @property
     def norm_sizes(self) -> list[int]:
         """The widths of a layer's norms that have gains for added channels too, by what they norm."""
         sizes = [self.hidden_size] * (4 if self.form.normed == "both" else 2)

@@ -82,5 +82,5 @@ def _check_sources(sources: Sequence[TextSource]) -> None:
     from scale_cli.data.files import check_source
 
     for source in sources:
-        if source.dataset is None and not any("://" in path for path in source.paths):
+        if source.is_local:
             check_source(source)

@@ -12,9 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Torc
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, StorageError, one_line, require
-from scale_cli.model.family_scale import FAMILIES, family_of
+from scale_cli.model.family_scale import FAMILIES
 from scale_cli.processes import device
-from scale_cli.upscale.base_files import NAME_THE_ORIGINAL, check_config_file, file_marks
+from scale_cli.upscale.base_files import (
+    NAME_THE_ORIGINAL,
+    check_config_file,
+    check_keys,
+    file_marks,
+)
 from scale_cli.upscale.quantised_base import parts_of, quantise, torchao_settings
 
 _LARGEST = 2**24  # far above any size in an existing model
@@ -157,11 +162,7 @@ def load_base_config(model: ModelConfig) -> Any:
         raise BaseModelError(
             f"model.base: {model.base} is of the family {config.model_type}, which is not supported ({supported})"
         )
-    for key in family_of(config).refused:
-        if value := getattr(config, key, None):
-            raise BaseModelError(
-                f"model.base: {model.base}: {key} in config.json is {value!r}; scale cannot widen such a model"
-            )
+    check_keys(config.to_dict(), model.base)
     if getattr(config, "quantization_config", None) is not None:
         raise BaseModelError(
             f"model.base: {model.base} is already quantised; name the unquantised model, and set model.quantisation"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,14 @@ from scale_cli.upscale.base_record import BaseRecord
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# By family: keys of config.json that must be null or false.
+_REFUSED = {
+    "gemma3_text": (
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    )
+}
 NAME_THE_ORIGINAL = "name the transformers model from which it was made"
 
 
@@ -136,4 +145,14 @@ def read_config_file(model: ModelConfig) -> dict[str, Any]:
             f"model.base: {model.base} is already quantised; name the unquantised model, and set "
             "model.quantisation"
         )
+    check_keys(read, model.base)
     return read
+
+
+def check_keys(config: Mapping[str, Any], name: str) -> None:
+    """Raise BaseModelError for a key of config.json that no widened model follows."""
+    for key in _REFUSED.get(config.get("model_type", ""), ()):
+        if value := config.get(key):
+            raise BaseModelError(
+                f"model.base: {name}: {key} in config.json is {value!r}; scale cannot widen such a model"
+            )

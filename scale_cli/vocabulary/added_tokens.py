@@ -38,6 +38,7 @@ _BYTE_OF: dict[str, int] = {
 _UNUSED = "\ue000unused {}\ue000"
 
 SENTENCEPIECE = "tokenizer.model"  # the file's name
+_MOST_OF_A_SCRIPT = 0.1  # share of a base's own tokens
 _BELOW_ALL = -1e6  # below every score of a SentencePiece BPE, which are -rank
 _NORMAL_KIND = 1
 _CONTROL_KIND = 3
@@ -96,6 +97,16 @@ class Spelling:
             raise BaseModelError(
                 f"method.vocabulary: the tokenizer of {name} has no token for the bytes {byte_names(lacking)}, which "
                 "letters of method.vocabulary.script need, so it loses them; choose another base"
+            )
+
+    def check_is_new(self, script: Script, tokenizer: Tokenizer, name: str) -> None:
+        """Raise BaseModelError if a tokenizer has many tokens of a script already."""
+        tokens = tokenizer.get_vocab()
+        of_script = sum(script.alone_begins(self.to_bytes(token)) for token in tokens)
+        if of_script > _MOST_OF_A_SCRIPT * len(tokens):
+            raise BaseModelError(
+                f"method.vocabulary.script: {of_script:,} of the {len(tokens):,} tokens of {name} are of this "
+                "script already; remove method.vocabulary"
             )
 
     @property

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.vocabulary import SCRIPTS, Script
 from scale_cli.vocabulary.added_tokens import Spelling, count_words, extended, learn
 
-_LEARNED_SHARE = 0.8  # of the sample; what the tokens save is measured on the rest
-_MIN_COUNT = 3
+LEARNED_SHARE = 0.8  # of the sample; what the tokens save is measured on the rest
+LEAST_COUNT = 3  # a token that is rarer in a sample may be a chance
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,16 @@ class Savings:
     tokens_per_character: float
     bytes_per_token: float
     bytes_per_token_with_new: float  # of text that the new tokens were not learned on
+    grown: Tokenizer  # the base's, with the new tokens
 
 
 def estimate_savings(
-    tokenizer: PreTrainedTokenizerBase, first_id: int, sample: str, most: int = 4096
+    tokenizer: PreTrainedTokenizerBase,
+    first_id: int,
+    sample: str,
+    *,
+    most: int = 4096,
+    min_count: int = LEAST_COUNT,
 ) -> Savings | None:
     """Estimate what new tokens for a text's script would save.
 
@@ -35,6 +42,7 @@ def estimate_savings(
         first_id: rows of the base's embedding.
         sample: a megabyte of the text tells the saving to a few percent.
         most: new tokens at the most.
+        min_count: a token that occurs less often in what is learned from, four fifths of the sample, is left out.
 
     Returns:
         The estimate; None if the sample has no letter of a known script.
@@ -49,14 +57,15 @@ def estimate_savings(
     script = Script.named(name)
     spelling = Spelling.of(backend, tokenizer.name_or_path)
     spelling.check_script(script, tokenizer.name_or_path)
+    spelling.check_is_new(script, backend, tokenizer.name_or_path)
 
-    cut = int(_LEARNED_SHARE * len(sample))
+    cut = int(LEARNED_SHARE * len(sample))
     words = count_words(sample[:cut], backend, script)
-    new = learn(words, backend, spelling, script, most=most, min_count=_MIN_COUNT)
+    new = learn(words, backend, spelling, script, most=most, min_count=min_count)
     held_out = sample[cut:]
+    grown = extended(backend, new, first_id)
     num_before, num_after = (
-        len(of.encode(held_out, add_special_tokens=False).ids)
-        for of in (backend, extended(backend, new, first_id))
+        len(of.encode(held_out, add_special_tokens=False).ids) for of in (backend, grown)
     )
     num_bytes = len(held_out.encode())
     return Savings(
@@ -65,6 +74,7 @@ def estimate_savings(
         tokens_per_character=num_before / len(held_out),
         bytes_per_token=num_bytes / num_before,
         bytes_per_token_with_new=num_bytes / num_after,
+        grown=grown,
     )
 
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.config.vocabulary import ROWS_MULTIPLE, TAKEN_FOR_OTHERS, Script, VocabularyConfig
 from scale_cli.data.documents import CorpusReader
-from scale_cli.data.encoding import Document, num_ids
+from scale_cli.data.encoding import Document, forget_settings_of_calls, num_ids
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, one_line
 from scale_cli.storage.atomic import (
@@ -42,7 +42,6 @@ _FORMAT_VERSION = 1
 # Limit per source: more text would hardly change a token, and its words are held in memory.
 _BYTES_READ = 1 << 28
 _MIN_COUNT_OF_BEGINNINGS = 10
-_MOST_OF_THE_SCRIPT = 0.1  # share of the base's own tokens
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -149,13 +148,7 @@ class AddedTokens:
         script = Script.named(self.vocabulary.script)
         spelling = Spelling.of(backend, self.base.name_or_path)
         spelling.check_script(script, self.base.name_or_path)
-        tokens = self.base.get_vocab()
-        of_script = sum(script.alone_begins(spelling.to_bytes(token)) for token in tokens)
-        if of_script > _MOST_OF_THE_SCRIPT * len(tokens):
-            raise BaseModelError(
-                f"method.vocabulary.script: {of_script:,} of the {len(tokens):,} tokens of {self.base.name_or_path} "
-                f"are {self.vocabulary.script} already; remove method.vocabulary"
-            )
+        spelling.check_is_new(script, backend, self.base.name_or_path)
         check_ids(self.base, self.first_id)
         check_size(self.first_id + self.num_new)
         words = Counter[str]()
@@ -270,11 +263,7 @@ def open_tokenizer(
             f"{place}: its tokenizer has no tokenizer.json form (a fast tokenizer); choose another in "
             "model.tokenizer"
         )
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    if getattr(backend.model, "dropout", None) is not None:
-        backend.model.dropout = None
+    forget_settings_of_calls(tokenizer.backend_tokenizer)
     return cast("PreTrainedTokenizerBase", tokenizer)
 
 

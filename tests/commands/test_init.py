@@ -1,6 +1,9 @@
 """`scale init`: what it writes runs as it is, fits what is there, and is never written over anything."""
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,29 +13,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from scale_cli.commands import init as fitting
+from scale_cli.commands import plan as verb_plan
+from scale_cli.commands import run as verb_run
 from scale_cli.commands.answers import source_of
-from scale_cli.commands.init import (
-    SCHEMA_FILE,
-    NewTokens,
-    Parted,
-    Sizes,
-    config_text,
-    fit_sizes,
-)
+from scale_cli.commands.init import SCHEMA_FILE, config_text
 from scale_cli.config.load import checked, load_config, parse
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.documents import CorpusReader
 from scale_cli.errors import ConfigError
 from scale_cli.planning.device import Device
 from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.walk import Base, walk
+from scale_cli.starter import fitting, offer, texts
+from scale_cli.starter.fitting import Sizes, fit_sizes
+from scale_cli.starter.offer import NewTokens
+from scale_cli.starter.parts import Parted
 from tests.command_line import Scale
 from tests.data.corpus_files import COMPRESSORS, as_jsonl, as_parquet, as_txt, kept, read
 from tests.vocabulary.tokenizers_at_hand import ENGLISH
 from tests.widening import TINY, lower_stories
 
 CPU = Device("cpu", 4e11, "measured on cpu")
-SIZES = Sizes(CPU, "bf16", 256, 16, 8, 200, 5.0, 2**30, 2**34)
+SIZES = Sizes("bf16", 256, 16, 8, 200, 2**30, 2**34)
 NO_NEW = NewTokens("1.2 a character")
 
 
@@ -58,7 +60,7 @@ def flat(flags: dict[str, Path | str]) -> list[Path | str]:
 def test_what_is_written_offers_new_tokens_and_replay_and_is_never_written_over(
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fitting, "_BYTES_READ", 1 << 18)
+    monkeypatch.setattr(texts, "BYTES_READ", 1 << 18)
     file = tmp_path / "mine.yaml"
     done = scale("init", file, *flat(flags))
     assert (done.exit_code, done.stderr) == (0, "")
@@ -82,8 +84,8 @@ def test_what_is_written_offers_new_tokens_and_replay_and_is_never_written_over(
 def test_new_tokens_are_a_comment_where_the_base_reads_the_script_by_its_own(
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fitting, "_BYTES_READ", 1 << 18)
-    monkeypatch.setattr(fitting, "_TAKEN_FROM", 10.0)
+    monkeypatch.setattr(texts, "BYTES_READ", 1 << 18)
+    monkeypatch.setattr(offer, "_TAKEN_FROM", 10.0)
     file = tmp_path / "mine.yaml"
     assert scale("init", file, *flat(flags)).exit_code == 0
     assert load_config(file).method.vocabulary is None
@@ -137,19 +139,23 @@ def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
 
 def written_for(base: str, corpus: str, language: str, sizes: Sizes = SIZES) -> Any:
     """Return the config that is written, parsed, for texts that nobody looks into."""
-    trained, held, kept = (
+    trained, held, known = (
         {"name": name, "path": f"{corpus}.txt", "language": language} for name in ("a", "b", "c")
     )
-    texts = {
-        "corpus": Parted(trained, held, ""),
-        "kept": Parted({}, kept, ""),
-        "retention_language": "en",
-    }
-    model = {"base": base}
-    return parse(
-        config_text(Path("mine.yaml"), model=model, **texts, new=NO_NEW, sizes=sizes, chat=[]),
-        "mine.yaml",
+    learned, kept = Parted(trained, held, "", []), Parted({}, known, "", [])
+    text = config_text(
+        Path("mine.yaml"),
+        model={"base": base},
+        corpus=learned,
+        kept=kept,
+        held_out={"acquisition": [learned], "retention": [kept]},
+        has_chat=False,
+        retention_language="en",
+        new=NO_NEW,
+        sizes=sizes,
+        takes="about 5 min",
     )
+    return parse(text, "mine.yaml")
 
 
 @settings(max_examples=50, deadline=None)
@@ -177,18 +183,24 @@ def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
 ) -> None:
     base = BaseSizes.of(LlamaConfig(**TINY).to_dict(), "tiny")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fitting, "measure_device", lambda *_: Device("cpu", flops, "measured on cpu"))
         patch.setattr(fitting, "_memory_bytes", lambda _: int(gib * 2**30))
+        device = Device("cpu", flops, "measured on cpu")
         try:
-            sizes = fit_sizes(base, 0, minutes, num_tokens)
+            sizes = fit_sizes(
+                base, device, "no", num_new=0, training_s=60 * minutes, num_tokens=num_tokens
+            )
         except ConfigError as error:
             assert str(error).startswith("--base: training needs ")
             return
     assert sizes.memory_bytes <= sizes.available_bytes
     assert sizes.sequence_length <= base.max_position_embeddings
     assert sizes.global_batch_size % sizes.micro_batch_size == 0
+    step = walk(
+        Base(base, itemsize=4), MethodConfig.model_validate({"distillation": {"weight": 4.0}})
+    )
+    training_s = sizes.num_tokens * step.flops(sizes.sequence_length) / flops
     assert sizes.max_steps == 10 or (
-        sizes.num_tokens <= 4 * num_tokens and sizes.minutes <= minutes * (1 + 1e-9)
+        sizes.num_tokens <= 4 * num_tokens and training_s <= 60 * minutes * (1 + 1e-9)
     )
     tree = written_for("b", "c", "ko", sizes)
     assert checked(RunConfig, tree, "m").train.max_steps == sizes.max_steps
@@ -222,19 +234,19 @@ def as_lines(documents: list[str]) -> bytes:
         (
             "a.jsonl",
             as_jsonl,
-            "60 documents: the first 6 held out, the rest to train on",
+            "60 documents: the first 4 held out, the rest to train on",
             "prepare",
         ),
         (
             "a.parquet",
             as_parquet,
-            "60 documents: the first 6 held out, the rest to train on",
+            "60 documents: the first 4 held out, the rest to train on",
             "prepare",
         ),
         (
             "a.txt.gz",
             as_txt,
-            "60 documents (text between blank lines): the first 6 held out",
+            "60 documents (text between blank lines): the first 4 held out",
             "prepare",
         ),
     ],
@@ -250,7 +262,7 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fitting, "_MIN_STEPS", 2)
+    monkeypatch.setattr(fitting, "MIN_STEPS", 2)
     monkeypatch.setattr(fitting, "measure_device", lambda *_: Device("cpu", 1e6, "measured on cpu"))
     petitions = read(shared_data / "ko-petitions/valid.txt.xz", max_documents=60)
     documents = [re.sub(r"\s*\n\s*", "\n", text)[:1500] for text in petitions]
@@ -317,3 +329,48 @@ def test_a_script_that_the_base_reads_gets_no_new_tokens(
     asked = {"--base": flags["--base"], **swapped, "--retention-language": "ko"}
     assert scale("init", tmp_path / "english.yaml", *flat(asked)).exit_code == 0
     assert load_config(tmp_path / "english.yaml").method.vocabulary is None
+
+
+def test_the_first_line_and_the_config_need_no_code_of_models(
+    flags: dict[str, Path | str], tmp_path: Path
+) -> None:
+    words = ["init", str(tmp_path / "mine.yaml"), *map(str, flat(flags)), "--minutes", "0.1"]
+    slow = ["transformers.modeling_utils", "scale_cli.upscale.base", "scale_cli.training"]
+    program = (
+        f"import sys; from scale_cli.cli import app; app({words!r}, standalone_mode=False);"
+        f"sys.exit([name for name in {slow} if name in sys.modules] or 0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    assert (tmp_path / "mine.yaml").is_file()
+
+
+def test_init_plan_and_run_print_one_estimate_of_the_whole_run(
+    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in (verb_plan, verb_run):
+        monkeypatch.setattr(place, "measure_device", lambda *_: CPU)
+    monkeypatch.setattr(offer, "_OFFERED_FROM", 10.0)
+    monkeypatch.setattr(fitting, "MIN_STEPS", 2)
+    file = tmp_path / "mine.yaml"
+    of_init = scale("init", file, *flat(flags), "--minutes", "0.1").stdout
+    (sentence,) = re.findall(r"time +(about .*)", of_init)
+    assert " of training, " in sentence and "of start and export" in sentence
+    assert sentence in file.read_text()
+    assert sentence in " ".join(scale("plan", file).stdout.split())
+    assert sentence in scale("run", file, f"output_dir={tmp_path}/run").stdout
+
+
+def test_minutes_are_those_of_the_whole_run_and_few_documents_are_measured_on(
+    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "measure_device", lambda *_: Device("cpu", 3e8, "measured on cpu"))
+    files = {minutes: tmp_path / f"{minutes}.yaml" for minutes in (1, 60)}
+    told = {}
+    for minutes, file in files.items():
+        done = scale("init", file, *flat(flags), "--minutes", str(minutes), "--json")
+        told[minutes] = json.loads(done.stdout)["estimate"]
+    in_all = told[60]["training_s"] + told[60]["evaluation_s"] + told[60]["rest_s"]
+    assert in_all <= 3600
+    few, many = (load_config(file).evaluation.perplexity[0] for file in files.values())
+    assert few.max_documents is not None and many.max_documents is not None
+    assert 4 <= few.max_documents < many.max_documents

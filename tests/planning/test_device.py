@@ -11,23 +11,26 @@ from scale_cli.planning.sizes import BaseSizes
 from tests.widening import TINY
 
 
-def test_the_rate_is_the_work_of_a_step_over_the_median_of_its_times(
+def test_the_rate_is_the_work_of_layers_and_head_at_the_medians_of_their_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken = iter([9.0, 0.2, 0.3, 0.3, 0.5, 40.0, 0.001])
+    taken = iter([9.0, 0.2, 0.3, 0.3, 0.5, 40.0, 0.001, 9.0, 0.2, 0.6, 0.1, 0.6, 40.0, 0.6])
     now = [0.0]
 
     def clock() -> float:
         now.append(now[-1] + (next(taken) if len(now) % 2 == 0 else 0.0))
         return now[-1]
 
-    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(speed, "time", SimpleNamespace(process_time=clock))
     sizes = BaseSizes.of(LlamaConfig(**TINY).to_dict(), "tiny")
     device = measure_device(sizes, "no")
     width = sizes.hidden_size
-    num_weights = 4 * width * width + 3 * width * min(sizes.intermediate_size, 4 * width)
-    work = 128 * (6 * num_weights + 12 * width * 129 / 2)
-    assert device.flops_per_s == pytest.approx(work / 0.3)
+    channels = min(sizes.intermediate_size, 4 * width)
+    of_layer = 6 * (4 * width * width + 3 * width * channels) + 12 * width * 129 / 2
+    of_head = 6 * width * sizes.vocab_size
+    in_layers = 6 * sizes.num_hidden_layers * sizes.map_parameters
+    time_s = in_layers * 0.3 / (128 * of_layer) + of_head * 0.6 / (128 * of_head)
+    assert device.flops_per_s / device.num_threads == pytest.approx((in_layers + of_head) / time_s)
     assert "float32" in device.origin and f"{device.num_threads} thread" in device.origin
 
 

@@ -1,0 +1,120 @@
+"""What the beginning of a text tells of the whole: read in a fraction of a second, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.config.sources import TextSource
+from scale_cli.data.documents import CorpusReader
+from scale_cli.data.encoding import Document, forget_settings_of_calls
+from scale_cli.data.ledger import Ledger
+from scale_cli.errors import CorpusError
+
+_LARGEST_DOCUMENT = 1 << 28  # bytes
+_OF_A_DATASET = 1 << 40  # bytes that a dataset is taken to have: more than a first run reads
+_BYTES_READ = 1 << 20  # of a held-out text
+_CHARACTERS_COUNTED = 20_000  # in tokens
+_CHARACTERS_OF_EACH = 2_000
+_BYTES_PER_TOKEN = 3  # where no tokenizer is at hand
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The first documents of a text."""
+
+    documents: list[str]
+    is_whole: bool  # whether those are all
+    bytes_read: int  # of these documents
+    num_bytes: int  # of the whole text, estimated if it was not read to the end
+    ledger: Ledger
+
+    @classmethod
+    def of(cls, source: TextSource, most_bytes: int) -> Beginning:
+        """Read documents until `most_bytes` are read."""
+        reader = CorpusReader(source, _LARGEST_DOCUMENT)
+        documents: list[str] = []
+        size = 0
+        for record in reader:
+            if isinstance(record, Document):
+                documents.append(record.text)
+                size += record.num_bytes
+            if size >= most_bytes:
+                # The place in a file is known only while the file is open.
+                place = reader.position_bytes
+                in_all = size * reader.total_bytes // place if place else _OF_A_DATASET
+                return cls(documents, False, size, in_all, reader.ledger)
+        return cls(documents, True, size, size, reader.ledger)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """About how many tokens of a held-out text evaluations read."""
+
+    num_tokens: int  # all
+    num_in_windows: int  # of every document's first window alone
+
+    @classmethod
+    def of(
+        cls,
+        documents: Sequence[str],
+        tokenizer: Tokenizer | None,  # None: three bytes are a token
+        window: int,
+        times: float = 1.0,  # as many documents as these
+    ) -> HeldOut:
+        sample = "".join(document[:_CHARACTERS_OF_EACH] for document in documents)
+        sample = sample[:_CHARACTERS_COUNTED]
+        tokens_per_byte = 1 / _BYTES_PER_TOKEN
+        if tokenizer is not None and sample:
+            num_tokens = len(tokenizer.encode(sample, add_special_tokens=False).ids)
+            tokens_per_byte = num_tokens / len(sample.encode())
+        lengths = [len(document.encode()) * tokens_per_byte for document in documents]
+        in_windows = sum(min(length, window) for length in lengths)
+        return cls(round(times * sum(lengths)), round(times * in_windows))
+
+
+def held_out_texts(config: RunConfig, tokenizer: Tokenizer | None) -> list[HeldOut]:
+    """Count what `skip_documents` and `max_documents` leave of each held-out text on this machine.
+
+    Text in a store or on the hub is not counted, nor is text that is not there.
+    """
+    window = config.evaluation.sequence_length or config.corpus.sequence_length
+    texts = []
+    for source in config.evaluation.perplexity:
+        unbounded = source.model_copy(update={"skip_documents": 0, "max_documents": None})
+        try:
+            text = Beginning.of(unbounded, _BYTES_READ) if source.is_local else None
+        except CorpusError:
+            continue
+        if text is None or not text.documents:
+            continue
+        num_read = len(text.documents) * text.num_bytes / text.bytes_read - source.skip_documents
+        if source.max_documents is not None:
+            num_read = min(num_read, source.max_documents)
+        first = source.skip_documents
+        typical = text.documents[first:][: source.max_documents] or text.documents
+        texts.append(HeldOut.of(typical, tokenizer, window, max(0.0, num_read) / len(typical)))
+    return texts
+
+
+def tokenizer_at_hand(model: ModelConfig) -> Tokenizer | None:
+    """Return a base's tokenizer as its tokenizer.json describes it; None if there is none.
+
+    It is good for counting: a run loads the tokenizer by transformers, which imports torch.
+    """
+    place, revision = model.tokenizer or model.base, None if model.tokenizer else model.revision
+    path = Path(place) / "tokenizer.json"
+    with suppress(Exception):  # a damaged file may raise anything, and the hub too
+        if not path.is_file():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(place, "tokenizer.json", revision=revision))
+        tokenizer = Tokenizer.from_file(str(path))
+        forget_settings_of_calls(tokenizer)
+        return tokenizer
+    return None

@@ -1,0 +1,94 @@
+"""How long a whole run takes: one estimate, and one sentence, for `init`, `plan` and `run`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.planning.beginnings import HeldOut
+from scale_cli.planning.device import Device
+from scale_cli.planning.memory import step_of
+from scale_cli.planning.sizes import BaseSizes
+from scale_cli.report import duration, quantity
+
+# What is no pass over text, in seconds and as tokens of forward passes: from a run of SmolLM2-135M on a CPU.
+_START_S = 10.0
+_TOKENS_OF_START_AND_EXPORT = 45_000  # proofs, and comparisons of the export with the model
+_TOKENS_OF_A_SAMPLE = 3_500  # a continuation, one token at a time
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The seconds of `scale run`, at a device's speed."""
+
+    device: Device
+    training_s: float
+    evaluation_s: float  # while training, and at the end
+    evaluated_tokens: int
+    rest_s: float  # of the start, the proof and the export
+    omitted: str  # what is not counted; empty if nothing
+
+    @property
+    def total_s(self) -> float:
+        return self.training_s + self.evaluation_s + self.rest_s
+
+    def in_words(self) -> str:
+        return (
+            f"about {duration(self.total_s)}{self.omitted}: {duration(self.training_s)} of training, "
+            f"{duration(self.evaluation_s)} of evaluation ({self.evaluated_tokens:,} tokens and samples), "
+            f"{duration(self.rest_s)} of start and export; by {quantity(self.device.flops_per_s, 'FLOP/s')} "
+            f"{self.device.origin}"
+        )
+
+
+def estimate(
+    config: RunConfig,
+    sizes: BaseSizes,
+    device: Device,
+    texts: Sequence[HeldOut],  # of the evaluations
+    *,
+    num_processes: int = 1,
+    num_new: int = 0,
+) -> Estimate:
+    """Estimate a run: its FLOPs at the device's speed, and what is no pass over text as one run had it.
+
+    Raises:
+        ConfigError: the method has no closed form, or asks for what the base does not have.
+    """
+    train = config.train
+    speed = device.flops_per_s * num_processes
+    step = step_of(config, sizes, device.type, num_new)
+    num_tokens = train.max_steps * train.global_batch_size * config.corpus.sequence_length
+    num_parameters = step.num_frozen + step.num_trainable
+    passes = 1 if config.method.definition.widens else 2  # else the base is a model of its own
+    per_token_s = passes * 2.0 * num_parameters / speed
+    evaluated_tokens = count_evaluated(config, texts)
+    num_samples = 0
+    if train.attention != "flex_attention":
+        languages = {source.language for source in config.evaluation.perplexity}
+        num_samples = len(languages) * _num_evaluations(config)
+    return Estimate(
+        device=device,
+        training_s=num_tokens * step.flops(config.corpus.sequence_length) / speed,
+        evaluation_s=per_token_s * (evaluated_tokens + num_samples * _TOKENS_OF_A_SAMPLE),
+        evaluated_tokens=evaluated_tokens,
+        rest_s=_START_S + per_token_s * _TOKENS_OF_START_AND_EXPORT,
+        omitted=" without benchmarks" if config.evaluation.benchmarks else "",
+    )
+
+
+def count_evaluated(config: RunConfig, texts: Sequence[HeldOut]) -> int:
+    """Return how many tokens of text all evaluations of a run read."""
+    of_each = config.eval_tokens // max(1, len(config.evaluation.perplexity))
+    on_the_way = sum(min(text.num_in_windows, of_each) for text in texts)
+    return _num_evaluations(config) * on_the_way + sum(text.num_tokens for text in texts)
+
+
+def _num_evaluations(config: RunConfig) -> int:
+    """Return how often text is measured on during training."""
+    train = config.train
+    if train.eval_every_steps is None:
+        return 0
+    number, steps_after = divmod(train.max_steps, train.eval_every_steps)
+    return number + (train.max_forgetting is not None and steps_after > 0)

@@ -1,0 +1,132 @@
+"""Sizes of a first run: the longest windows, and the largest micro-batch, that fit the device and the time."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.training import TrainConfig
+from scale_cli.errors import ConfigError
+from scale_cli.planning.device import Device, measure_device
+from scale_cli.planning.memory import memory_of
+from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.walk import Base, walk
+
+MIN_STEPS = 10
+LEAST_STEP_TOKENS = 2048  # a step of fewer is too noisy
+_MOST_STEP_TOKENS = 131_072
+_LENGTHS = (2048, 1024, 512, 256, 128, 64)
+_LEAST_BATCH_SIZE = 8
+_WANTED_STEPS = 100  # a schedule of fewer is too short, if there is time for more
+_MOST_STEPS = 100_000
+# Readings of a text; they teach nearly as much as new text (Muennighoff et al., arXiv 2305.16264).
+MOST_READINGS = 4
+# Of memory; the rest is for data, evaluation and other processes.
+_SHARE_OF_HOST = 0.5
+_SHARE_OF_DEVICE = 0.8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a run that fit the device and the time."""
+
+    mixed_precision: str
+    sequence_length: int
+    global_batch_size: int
+    micro_batch_size: int
+    max_steps: int
+    memory_bytes: int
+    available_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.max_steps * self.global_batch_size * self.sequence_length
+
+
+def faster_precision(base: BaseSizes) -> tuple[str, Device]:
+    """Return the precision in which steps of a layer are faster, and the device with that speed."""
+    devices = {precision: measure_device(base, precision) for precision in ("no", "bf16")}
+    return max(devices.items(), key=lambda item: item[1].flops_per_s)
+
+
+def fit_sizes(
+    base: BaseSizes,
+    device: Device,
+    mixed_precision: str,
+    *,
+    num_new: int,
+    training_s: float,
+    num_tokens: int,
+) -> Sizes:
+    """Return sizes that leave time for many steps.
+
+    Args:
+        base: sizes of the base.
+        device: with the speed of training in `mixed_precision`.
+        mixed_precision: no, bf16 or fp16.
+        num_new: tokens that the config adds.
+        training_s: seconds of training.
+        num_tokens: of the text, which is read four times at the most.
+
+    Raises:
+        ConfigError: the base does not fit the memory.
+    """
+    available = _memory_bytes(device.type)
+    method = MethodConfig.model_validate({"distillation": {"weight": 4.0}})
+    step = walk(Base(base, itemsize=4), method, mixed_precision, num_new=num_new)
+
+    def memory(length: int, at_once: int) -> int:
+        train = TrainConfig.model_validate(
+            {
+                "max_steps": 1,
+                "mixed_precision": mixed_precision,
+                "global_batch_size": at_once,
+                "micro_batch_size": at_once,
+            }
+        )
+        return memory_of(
+            step,
+            train,
+            sequence_length=length,
+            vocab_size=base.vocab_size + num_new,
+            device_type=device.type,
+            distils=True,
+        ).total
+
+    def tokens_of_run(length: int) -> float:
+        return min(training_s * device.flops_per_s / step.flops(length), MOST_READINGS * num_tokens)
+
+    step_tokens = tokens_of_run(_LENGTHS[-1]) / _WANTED_STEPS
+    step_tokens = min(max(step_tokens, LEAST_STEP_TOKENS), _MOST_STEP_TOKENS)
+    longest = min(base.max_position_embeddings, step_tokens // _LEAST_BATCH_SIZE)
+    fitting = [of for of in _LENGTHS if of <= longest and memory(of, 1) <= available]
+    if not fitting:
+        needed = memory(_LENGTHS[-1], 1)
+        raise ConfigError(
+            f"--base: training needs {needed / 2**30:.1f} GiB, but {device.type} has "
+            f"{available / 2**30:.1f} GiB available; choose a smaller base"
+        )
+    length = fitting[0]
+    batch_size = at_once = 2 ** int(step_tokens / length).bit_length() // 2
+    while at_once > 1 and memory(length, at_once) > available:
+        at_once //= 2
+    num_steps = int(tokens_of_run(length) / (batch_size * length))
+    return Sizes(
+        mixed_precision=mixed_precision,
+        sequence_length=length,
+        global_batch_size=batch_size,
+        micro_batch_size=at_once,
+        max_steps=min(max(MIN_STEPS, num_steps), _MOST_STEPS),
+        memory_bytes=memory(length, at_once),
+        available_bytes=available,
+    )
+
+
+def _memory_bytes(device_type: str) -> int:
+    """Return the bytes a run may use: a share of a CPU's whole memory, or of another device's free memory."""
+    if device_type == "cpu":
+        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SHARE_OF_HOST)
+    import torch
+
+    return int(torch.accelerator.get_memory_info()[0] * _SHARE_OF_DEVICE)

@@ -1,0 +1,150 @@
+"""A user's text in parts: to train on, to measure on, and as turns of a chat."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from scale_cli.errors import CorpusError
+from scale_cli.starter.texts import FEW_DOCUMENTS, Text
+
+# Held out are so many documents with so much text, if it does not take too long to measure on them.
+_DOCUMENTS = 32
+_BYTES = 1 << 16
+_FEWEST = 4  # with fewer, intervals mean nothing
+_PIECE = 2_000  # characters of a document that is cut
+_LARGEST_PIECE = 500_000
+_TURNS = 8  # of chat that is measured
+_TURN_CHARACTERS = 400
+
+
+@dataclass(frozen=True)
+class Parted:
+    """A text in two parts: one to train on, one held out."""
+
+    trained_on: dict[str, Any]  # entries of a config; empty: the text is too short to train on
+    held_out: dict[str, Any]
+    words: str  # how it was split
+    held_out_documents: Sequence[str]
+    files: dict[Path, str] = field(default_factory=dict)  # to write
+
+
+def part(text: Text, held_name: str, file: Path, num_tokens: int, most_held_out: float) -> Parted:
+    """Hold out a tenth of a text's documents, or fewer if these are 32 documents and 64 KiB.
+
+    Of fewer than ten documents, the end of each is held out.
+
+    Args:
+        text: what was read of it.
+        held_name: name of the part that is held out.
+        file: the config, beside which new files lie.
+        num_tokens: of the run. Of a large text, what the run does not read is left out.
+        most_held_out: tokens to hold out at the most, but for four documents.
+    """
+    number = len(text.documents)
+    if number < FEW_DOCUMENTS and text.is_whole:
+        return _cut(text, held_name, file)
+    num_bytes = list(accumulate(len(document.encode()) for document in text.documents))
+    enough = max(_DOCUMENTS, 1 + bisect_left(num_bytes, _BYTES))
+    bearable = max(_FEWEST, bisect_right(num_bytes, most_held_out / text.tokens_per_byte))
+    held = min(max(1, number // FEW_DOCUMENTS), enough, bearable)
+    source = {**text.source, "skip_documents": held}
+    counted, rest = f"{number:,}", "the rest to train on"
+    if not text.is_whole:  # twice what a run reads, and at least what was read here
+        most = max(number, ceil(2 * num_tokens / text.tokens_per_byte / text.bytes_read * number))
+        source["max_documents"] = most
+        counted = f"more than {number:,}"
+        rest = f"{most:,} to train on, which is enough for these steps"
+    each = ""
+    if text.is_txt:
+        each = " (a line each)" if "documents" in text.source else " (text between blank lines)"
+    return Parted(
+        trained_on=source,
+        held_out=_first(text, held_name, held),
+        words=f"{counted} documents{each}: the first {held:,} held out, {rest}",
+        held_out_documents=text.documents[:held],
+    )
+
+
+def measured_on_alone(text: Text, held_name: str) -> Parted:
+    """Hold out the beginning of a text that is too short to train on."""
+    return Parted(
+        trained_on={},
+        held_out=_first(text, held_name, _DOCUMENTS),
+        words="too little to train on: all of it is held out",
+        held_out_documents=text.documents[:_DOCUMENTS],
+    )
+
+
+def _first(text: Text, name: str, number: int) -> dict[str, Any]:
+    split = {"split": "train"} if "dataset" in text.source else {}
+    return {**split, **text.source, "name": name, "max_documents": number}
+
+
+def _cut(text: Text, held_name: str, file: Path) -> Parted:
+    """Hold out the last tenth of every document, in files of their own."""
+    name, number = text.source["name"], len(text.documents)
+    parts: dict[str, list[str]] = {name: [], held_name: []}
+    for document in text.documents:
+        pieces = _split(document, min(_PIECE, max(1, len(document) // FEW_DOCUMENTS)))
+        at = len(pieces) - max(1, len(pieces) // FEW_DOCUMENTS)
+        parts[name] += _split("".join(pieces[:at]), _LARGEST_PIECE)
+        parts[held_name] += pieces[at:]
+    sources, files = [], {}
+    for part_name, pieces in parts.items():
+        path = file.with_name(f"{file.stem}.{part_name}.jsonl")
+        parts[part_name] = [piece.strip() for piece in pieces if piece.strip()]
+        files[path] = as_lines([{"text": piece} for piece in parts[part_name]])
+        sources.append({"name": part_name, "path": str(path), "language": text.source["language"]})
+    if not all(parts.values()):
+        raise CorpusError(
+            f"{name}: {number} documents of {text.num_bytes:,} bytes are too little text to hold out a part; "
+            "give more text"
+        )
+    cut = "1 document: its last tenth"
+    if number > 1:
+        cut = f"{number} documents: the last tenth of each"
+    words = f"{cut} held out; written as {' and '.join(path.name for path in files)}"
+    trained_on, held_out = sources
+    return Parted(trained_on, held_out, words, parts[held_name], files)
+
+
+def _split(text: str, length: int) -> list[str]:
+    """Cut a text into pieces of at most `length` characters, after white space if there is any."""
+    return re.findall(rf".{{1,{length}}}(?:(?<=\s)|\Z)|.{{1,{length}}}", text, re.DOTALL)
+
+
+def as_lines(records: Sequence[object]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def chat_of(parted: Parted, role: str, file: Path) -> Parted:
+    """Return turns to measure: the user gives the beginning of a held-out document, and the
+    assistant the rest.
+    """
+    turns = []
+    for document in parted.held_out_documents[:_TURNS]:
+        text = document[: 2 * _TURN_CHARACTERS]
+        said = {"user": text[: len(text) // 2], "assistant": text[len(text) // 2 :]}
+        turns.append([{"role": speaker, "content": content} for speaker, content in said.items()])
+    path = file.with_name(f"{file.stem}.chat-{role}.jsonl")
+    source = {
+        "name": f"chat-{role}",
+        "path": str(path),
+        "messages_field": "messages",
+        "language": parted.held_out["language"],
+    }
+    return Parted(
+        trained_on={},
+        held_out=source,
+        words="",
+        held_out_documents=[json.dumps(messages, ensure_ascii=False) for messages in turns],
+        files={path: as_lines([{"messages": messages} for messages in turns])},
+    )

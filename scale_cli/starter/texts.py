@@ -1,0 +1,85 @@
+"""A user's text, and what its beginning shows."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+from scale_cli.config.load import checked
+from scale_cli.config.sources import CorpusSource, ReadingConfig
+from scale_cli.data.encoding import Document, Encoder
+from scale_cli.data.ledger import check_bad_fraction, check_unknown_fraction
+from scale_cli.planning.beginnings import Beginning
+
+BYTES_READ = 1 << 22
+FEW_DOCUMENTS = 10  # of fewer, the end of each is held out; of more, one of ten
+_SAMPLED = 100_000  # characters whose tokens are counted
+_SAMPLED_DOCUMENTS = 64
+_FEWEST_LINES = 100
+_UNEVEN = 1.5  # times the median: so long are some lines of a text whose lines are documents
+_PLAINLY_LOST = 0.1  # of a text's bytes: a sample does not show less
+
+
+@dataclass(frozen=True)
+class Text:
+    """A user's text, and what its beginning shows."""
+
+    source: dict[str, Any]  # an entry of a config
+    documents: list[str]  # the first
+    is_whole: bool  # whether those are all
+    bytes_read: int
+    num_bytes: int  # of the whole text, estimated if it was not read to the end
+    sample: str
+    tokens_per_byte: float
+
+    @property
+    def is_txt(self) -> bool:
+        return re.search(r"\.txt(\.\w+)?$", self.source.get("path", "")) is not None
+
+
+def look_into(source: dict[str, Any], encoder: Encoder) -> Text:
+    """Read the beginning of a user's text: files, or a dataset of the hub.
+
+    A .txt without blank lines is read line by line if its lines vary in length, like comments,
+    unlike those of a page.
+
+    Raises:
+        CorpusError: it has no document, too many bad ones, or characters that the tokenizer loses.
+    """
+    text = _read(source, encoder)
+    if len(text.documents) < FEW_DOCUMENTS and text.is_txt:
+        by_line = _read({**source, "documents": "line"}, encoder)
+        lengths = [len(line) for line in by_line.documents]
+        if len(lengths) >= _FEWEST_LINES and quantiles(lengths, n=20)[-1] > _UNEVEN * median(
+            lengths
+        ):
+            return by_line
+    return text
+
+
+def _read(source: dict[str, Any], encoder: Encoder) -> Text:
+    known = checked(CorpusSource, source, source["name"])
+    beginning = Beginning.of(known, BYTES_READ)
+    documents = beginning.documents
+    sample = "\n".join(documents[:: max(1, len(documents) // _SAMPLED_DOCUMENTS)])[:_SAMPLED]
+    num_bytes = len(sample.encode())
+    encoded = encoder.encode([Document(sample, num_bytes)])
+
+    reading = ReadingConfig()
+    beginning.ledger.num_tokens = len(encoded.ids) if documents else 0  # markers are no text
+    check_bad_fraction(known, beginning.ledger, reading.max_bad_fraction)
+    most_lost = reading.max_unknown_fraction
+    if not beginning.is_whole:
+        most_lost = max(most_lost, _PLAINLY_LOST)
+    check_unknown_fraction(known, encoded.round_trip, most_lost)
+    return Text(
+        source=source,
+        documents=documents,
+        is_whole=beginning.is_whole,
+        bytes_read=beginning.bytes_read,
+        num_bytes=beginning.num_bytes,
+        sample=sample,
+        tokens_per_byte=len(encoded.ids) / max(num_bytes, 1),
+    )
