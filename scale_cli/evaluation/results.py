@@ -238,11 +238,6 @@ class Report(RunRecord):
     def with_role(self, role: str) -> list[CorpusResult]:
         return [corpus for corpus in self.corpora if corpus.role == role]
 
-    @property
-    def has_trade_off(self) -> bool:
-        """Whether there are corpora of both roles, so that loss and gain can be compared."""
-        return bool(self.with_role("retention") and self.with_role("acquisition"))
-
     def corpus(self, name: str) -> CorpusResult:
         return next(corpus for corpus in self.corpora if corpus.name == name)
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scale_cli.commands.compare import compare, compare_runs, setup_differences
-from scale_cli.comparison import Option, front, load_runs, mean_interval
+from scale_cli.commands.compare import compare, notes
+from scale_cli.comparison import Option, front, load_runs, mean_interval, options_of
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.report import Interval
 from scale_cli.storage.atomic import read_json, verify_folder, write_json, write_text
 from tests.finished_run import Made, write_run
-from tests.small_runs import SMALLEST, changed, load_text
+from tests.small_runs import changed
 
 TASKS = {"blimp": (-0.06, 0.001), "kobest_copa": (0.04, 0.5)}
 SCRIPT = "<script>alert(1)<|script>"  # a folder's name cannot hold a slash
@@ -55,42 +55,31 @@ def test_the_page_is_whole_names_every_run_and_asks_for_nothing_from_outside(
     folders, out = compared
     page = (out / "report.html").read_text(encoding="utf-8")
     body = ElementTree.fromstring(re.search(r"<main>.*</main>", page, re.DOTALL)[0])  # type: ignore[index]
-    references = [
+    places = [
         value for element in body.iter() for key, value in element.items() if key in ("src", "href")
     ]
-    assert references and all(
-        place.startswith("data:image/svg+xml;base64,") for place in references
-    )
+    assert places and all(place.startswith("data:image/svg+xml;base64,") for place in places)
     assert not re.search(r"@import|url\(|<(script|link|iframe|object|base)\b", page)
     words = "".join(body.itertext())
-    for told in (
-        *(folder.name for folder in folders),
-        "청원",
-        "no difference shown",
-        "not finite",
-    ):
+    for told in (*(folder.name for folder in folders), "청원", "no difference shown", "not finite"):
         assert told in words
     assert "forgetting of English" in words and "bits/byte" in words
 
 
 def test_the_report_holds_its_inputs_unchanged(compared: tuple[list[Path], Path]) -> None:
     folders, out = compared
-    written, read = (
-        read_json(out / "report.json"),
-        [read_json(of / "evaluation/report.json") for of in folders],
-    )
+    written = read_json(out / "report.json")
+    read = [read_json(folder / "evaluation/report.json") for folder in folders]
     assert [run["report"] for run in written["runs"]] == read
+    names = [run["name"] for run in written["runs"]]
     for option in written["options"]:
-        report = read[[run["name"] for run in written["runs"]].index(option["run"])]
-        lost, gained = (
-            corpus["heads"][option["head"]]["bits_per_byte_difference"]
-            for corpus in report["corpora"]
-        )
+        english, korean = read[names.index(option["run"])]["corpora"]
+        head = option["head"]
+        lost = english["heads"][head]["bits_per_byte_difference"]
+        change = korean["heads"][head]["bits_per_byte_difference"]["value"]
         assert option["bits_per_byte_lost"] == pytest.approx(lost)
-        value = gained["value"]
-        assert option["bits_per_byte_gained"]["value"] == (
-            None if value is None else pytest.approx(-value)
-        )
+        gained = None if change is None else pytest.approx(-change)
+        assert option["bits_per_byte_gained"]["value"] == gained
     verify_folder(out)
 
 
@@ -99,10 +88,10 @@ def test_the_figure_and_the_tables_are_well_formed_and_a_name_is_text(
 ) -> None:
     _, out = compared
     text = (out / "report.md").read_text(encoding="utf-8")
-    root = ElementTree.parse(out / "trade-off.svg").getroot()
-    labels = "".join(element.text or "" for element in root.iter() if element.tag.endswith("}text"))
+    root = ElementTree.parse(out / "lost-and-gained.svg").getroot()
+    labels = [element.text for element in root.iter() if element.tag.endswith("}text")]
     assert SCRIPT in labels and "얼린 층 + base" in labels
-    assert "(trade-off.svg)" in text
+    assert "(lost-and-gained.svg)" in text
     assert "<script>" not in text.replace(r"\<script", "")
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
@@ -130,47 +119,23 @@ def quantised_base(folder: Path) -> None:
     write_text(config, dump_config(changed(load_config(config), "model.quantisation=int8")))
 
 
+def edited(edit: Callable[[Any], object]) -> Callable[[Path], None]:
+    return lambda folder: edit_report(folder, edit)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (
-            lambda folder: edit_report(
-                folder, lambda report: report["corpora"][0].update(num_bytes=1)
-            ),
-            "num_bytes",
-        ),
-        (
-            lambda folder: edit_report(
-                folder, lambda report: report["corpora"][0].update(name="others")
-            ),
-            "others",
-        ),
-        (
-            lambda folder: edit_report(
-                folder, lambda report: of_base(report).update(nats_per_token=9.0)
-            ),
-            "sequence_len",
-        ),
-        (
-            lambda folder: edit_report(
-                folder, lambda report: report["benchmarks"][0].update(num_items=7)
-            ),
-            "blimp",
-        ),
-        (
-            lambda folder: edit_report(folder, lambda report: report.update(trained_sha256="x")),
-            "scale evaluate",
-        ),
-        (
-            lambda folder: (folder / "final/manifest.json").unlink(),
-            r"manifest\.json is missing \(`scale train`",
-        ),
+        (edited(lambda report: report["corpora"][0].update(num_bytes=1)), "num_bytes"),
+        (edited(lambda report: report["corpora"][0].update(num_base_tokens=1)), "num_base_tokens"),
+        (edited(lambda report: report["corpora"][0].update(name="others")), "others"),
+        (edited(lambda report: of_base(report).update(nats_per_token=9.0)), "sequence_length"),
+        (edited(lambda report: report["benchmarks"][0].update(num_items=7)), "blimp"),
+        (edited(lambda report: report.update(trained_sha256="x")), "scale evaluate"),
+        (lambda folder: (folder / "final/manifest.json").unlink(), "scale train"),
         (another_base, "different base models"),
-        (quantised_base, r"\(some/base and some/base in int8\)"),
-        (
-            lambda folder: write_json(folder / "evaluation" / "report.json", {"variant": "full"}),
-            "damaged",
-        ),
+        (quantised_base, "in int8"),
+        (lambda folder: write_json(folder / "evaluation" / "report.json", {}), "damaged"),
     ],
 )
 def test_what_cannot_stand_beside_the_others_is_refused_by_its_name(
@@ -181,24 +146,29 @@ def test_what_cannot_stand_beside_the_others_is_refused_by_its_name(
         compare(folders, tmp_path / "out")
     assert str(folders[1]) in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_given_twice_is_refused(folders: list[Path], tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="given twice"):
         compare([folders[0], folders[0] / "." / "final" / ".."], tmp_path / "out")
 
 
-def test_runs_of_one_name_are_told_apart_by_their_parents_and_no_run_is_written_over(
+def test_runs_of_one_name_are_told_apart_by_their_parents_and_none_is_written_over(
     tmp_path: Path,
 ) -> None:
     folders = [write_run(tmp_path / parent / "full", Made()) for parent in ("seed0", "seed1")]
-    edit_report(folders[0], lambda report: report["corpora"].pop())
-    edit_report(folders[1], lambda report: report["corpora"].pop())
-    assert [run.name for run in compare(folders, tmp_path / "out").runs] == [
-        "seed0/full",
-        "seed1/full",
-    ]
-    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "A trade-off needs a retention and an acquisition corpus" in page
+    runs = compare(folders, tmp_path / "out").runs
+    assert [run.name for run in runs] == ["seed0/full", "seed1/full"]
     with pytest.raises(RunFolderError, match="--output"):
         compare(folders, folders[0])
+
+
+def test_of_one_role_alone_the_other_side_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Made())
+    edit_report(folder, lambda report: report["corpora"].pop())
+    compare([folder], tmp_path / "out")
+    told = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert "forgetting of English" in told and "gain in" not in told and "not finite" not in told
 
 
 def test_runs_of_other_tokens_compare_in_bytes_and_not_in_tokens(tmp_path: Path) -> None:
@@ -223,11 +193,6 @@ def test_runs_of_other_tokens_compare_in_bytes_and_not_in_tokens(tmp_path: Path)
 # How models can be served, and which of these ways no other beats
 
 
-def options(tmp_path: Path, *made: Made) -> list[Option]:
-    folders = [write_run(tmp_path / f"{index}-{m.variant}", m) for index, m in enumerate(made)]
-    return compare_runs(load_runs(folders), tmp_path / "out").options
-
-
 @pytest.mark.parametrize(
     ("variant", "expected"),
     [
@@ -240,9 +205,8 @@ def options(tmp_path: Path, *made: Made) -> list[Option]:
 def test_only_methods_that_widen_nothing_need_a_second_model_to_be_mixed(
     tmp_path: Path, variant: str, expected: list[tuple[str, int, str]]
 ) -> None:
-    assert [
-        (o.head, o.num_models, o.passes) for o in options(tmp_path, Made(variant=variant))
-    ] == expected
+    (run,) = load_runs([write_run(tmp_path / "run", Made(variant=variant))])
+    assert [(way.head, way.num_models, way.passes) for way in options_of(run)] == expected
 
 
 @given(
@@ -254,17 +218,22 @@ def test_the_front_is_what_neither_another_nor_the_base_beats(
     def beats(one: tuple[int, int], other: tuple[int, int]) -> bool:
         return one != other and one[0] <= other[0] and one[1] >= other[1]
 
-    def option(lost: float | None, gained: float | None) -> Any:
-        either = Interval(lost, None, None), Interval(gained, None, None)
+    def option(lost: float | None, gained: float | None, num_models: int = 1) -> Any:
         return SimpleNamespace(
-            num_models=1, lost=either[0], gained=either[1], is_finite=lost is not None
+            num_models=num_models,
+            bits_per_byte_lost=Interval(lost, None, None),
+            bits_per_byte_gained=Interval(gained, None, None),
         )
 
-    best = front([*(option(*point) for point in points), option(None, None)], 1)
-    kept = [(of.lost.value, of.gained.value) for of in best]
-    assert kept == sorted(
+    options: list[Option] = [*(option(*point) for point in points), option(None, None)]
+    better_of_two_models = option(-9, 9, num_models=2)
+    best = front([*options, better_of_two_models])
+    assert best.pop() is better_of_two_models
+    expected = [
         point for point in points if not any(beats(other, point) for other in [*points, (0, 0)])
-    )
+    ]
+    kept = [(of.bits_per_byte_lost.value, of.bits_per_byte_gained.value) for of in best]
+    assert kept == expected
 
 
 @given(
@@ -287,33 +256,9 @@ def test_a_mean_lies_in_its_interval_and_one_corpus_keeps_its_own(
     assert mean_interval([*intervals, nothing]) == mean_interval([]) == nothing
 
 
-def test_runs_set_up_otherwise_are_told_in_a_line_a_key_and_sources_by_their_names() -> None:
-    web, old, new = (
-        f"{{name: {name}, path: web.txt, language: ko}}" for name in ("web", "old", "new")
-    )
-    first, swapped = (
-        load_text(SMALLEST, f"corpus.sources=[{both}]")
-        for both in (f"{old}, {web}", f"{web}, {old}")
-    )
-    assert setup_differences(first, swapped) == []
-    more = changed(
-        first, f"corpus.sources=[{web}, {new}]", "train.max_hours=3", "train.attention=eager"
-    )
-    assert setup_differences(first, more) == [
-        "train.attention: not set -> 'eager'",
-        "corpus.sources: new, old",
+def test_runs_set_up_otherwise_are_told_key_by_key(tmp_path: Path) -> None:
+    made = {"one": Made(), "other": Made(train={"max_hours": 3.0, "attention": "eager"})}
+    runs = load_runs([write_run(tmp_path / name, run) for name, run in made.items()])
+    assert list(notes(runs)) == [
+        "other has other settings than one: train.attention: not set -> 'eager'."
     ]
-
-
-def test_points_that_lie_on_each_other_share_one_label(tmp_path: Path) -> None:
-    made = {
-        "a": Made("full", 0.3, 0.7),
-        "b": Made("full", 0.301, 0.701),
-        "c": Made("full", 0.1, 0.2),
-    }
-    folders = [write_run(tmp_path / "runs" / name, run) for name, run in made.items()]
-    compare(folders, tmp_path / "out")
-    root = ElementTree.parse(tmp_path / "out/trade-off.svg").getroot()
-    labels = [element.text for element in root.iter() if element.tag.endswith("}text")]
-    assert "1, 3" in labels and "5" in labels  # each run is shown beside its base too
-    assert "1" not in labels and "3" not in labels
