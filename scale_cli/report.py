@@ -18,15 +18,17 @@ from markupsafe import Markup
 from scale_cli.methods import METHODS
 from scale_cli.values import language_name
 
-NOT_FINITE, DASH = "not finite", "—"
+NOT_FINITE = "not finite"
+DASH = "—"
 NO_DIFFERENCE = "no difference shown"
 # A p-value adjusted by Holm's method shows a difference if it is below this.
 SIGNIFICANCE = 0.05
 # Beyond these, digits are noise: in a perplexity, and in the nats that one document lost.
-_LARGE, _LONG_DOCUMENT = 1e6, 100.0
+_LARGE_PERPLEXITY = 1e6
+_MANY_NATS = 100.0
 
-# Characters with a meaning in Markdown or its HTML. A bracket alone has none, nor has an underscore within a word:
-# [+0.1, +0.2] and kobest_copa stay.
+# Characters with a meaning in Markdown or its HTML. A bracket alone has none, nor has an underscore
+# within a word: [+0.1, +0.2] and kobest_copa stay.
 _SPECIAL = re.compile(r"([\\`*{}<>#|]|!(?=\[)|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_]))")
 
 
@@ -43,9 +45,8 @@ class Interval:
         return [end for end in (self.value, self.low, self.high) if end is not None]
 
     def __neg__(self) -> Interval:
-        return Interval(
-            *(None if end is None else -end + 0.0 for end in (self.value, self.high, self.low))
-        )
+        ends = (self.value, self.high, self.low)
+        return Interval(*(None if end is None else -end + 0.0 for end in ends))
 
 
 NO_INTERVAL = Interval(None, None, None)
@@ -69,13 +70,6 @@ def bounds(interval: Interval, digits: int = 3, sign: str = "+") -> str:
 def with_interval(interval: Interval, digits: int = 3) -> str:
     """Return a difference with its interval: +0.001 [+0.001, +0.002]."""
     return f"{number(interval.value, digits, '+')} {bounds(interval, digits)}".strip()
-
-
-def in_points(share: Interval) -> Interval:
-    """Return an accuracy, or a difference of two, in percentage points."""
-    return Interval(
-        *(None if end is None else 100 * end for end in (share.value, share.low, share.high))
-    )
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -104,29 +98,21 @@ def perplexity(value: float | None) -> str:
     """Return a perplexity, which has no upper limit, with a readable number of digits."""
     if value is None:
         return NOT_FINITE
-    return f"{value:,.2f}" if value < _LARGE else f"{value:.1e}"
+    return f"{value:,.2f}" if value < _LARGE_PERPLEXITY else f"{value:.1e}"
 
 
 def worst_document(value: float | None) -> str:
     """Return the most nats that a document lost; if negative, every document gained."""
-    return number(value, 3 if value is None or abs(value) < _LONG_DOCUMENT else 0, "+")
+    return number(value, 3 if value is None or abs(value) < _MANY_NATS else 0, "+")
 
 
-def p_value(p: float) -> str:
-    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
-
-
-def shows_difference(p_holm: float | None) -> bool:
-    return p_holm is not None and p_holm < SIGNIFICANCE
-
-
-def difference_in_words(difference: Interval, p_holm: float | None) -> str:
-    """Return in words what the test says of a difference in accuracy."""
-    if difference.value is None or p_holm is None:
+def verdict_of(p_holm: float | None) -> str:
+    """Return what the test of a difference in accuracy says."""
+    if p_holm is None:
         return "not tested"
-    if not shows_difference(p_holm):
+    if p_holm >= SIGNIFICANCE:
         return NO_DIFFERENCE
-    return "better" if difference.value > 0 else "worse"
+    return "p < 0.001" if p_holm < 0.001 else f"p = {p_holm:.3f}"
 
 
 @dataclass(frozen=True)
@@ -188,7 +174,10 @@ class Table:
 
 
 def aligned(rows: Sequence[Row], align: str) -> list[str]:
-    """Return rows as lines, their columns two spaces apart: words from the left (l), figures from the right (r)."""
+    """Return rows as lines, their columns two spaces apart.
+
+    Words stand on the left of their column (l), figures on the right (r).
+    """
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(num_columns, column)) for column in zip(*texts, strict=True)]
     lines = []
@@ -213,7 +202,10 @@ def _in_markdown(cell: Cell) -> str:
 
 
 def render(template: str, **values: object) -> str:
-    """Return a text from a template, whose name says how values are escaped: NAME.html.j2, NAME.md.j2, NAME.yaml.j2."""
+    """Return a text from a template.
+
+    Its name says how values are escaped: NAME.html.j2, NAME.md.j2, NAME.yaml.j2.
+    """
     return _environment(template.split(".")[1]).get_template(template).render(values)
 
 
@@ -237,14 +229,18 @@ def _environment(form: str) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    shown = (language_name, number, percent, with_interval, worst_document)
-    environment.globals |= {function.__name__: function for function in shown} | {
-        "COLOURS": COLOURS,
-        "MARKS": MARKS,
-    }
+    environment.globals.update(
+        COLOURS=COLOURS,
+        MARKS=MARKS,
+        language_name=language_name,
+        number=number,
+        percent=percent,
+        with_interval=with_interval,
+        worst_document=worst_document,
+    )
     return environment
 
 
 COLOURS = {"base": "#555555"} | {method.name: method.colour for method in METHODS.values()}
-# Shapes repeat what colours say, for print without colour: one for matplotlib, and a character for text.
+# Shapes repeat what colours say, for print without colour: matplotlib's name, and a character.
 MARKS = {"base": ("o", "●")} | {method.name: method.mark for method in METHODS.values()}

@@ -27,11 +27,10 @@ from scale_cli.report import (
     Table,
     aligned,
     difference_cell,
-    difference_in_words,
-    in_points,
     number,
     quantity,
     render,
+    verdict_of,
     with_interval,
 )
 from scale_cli.runs.folder import check_replaceable
@@ -242,27 +241,25 @@ def _corpus_table(options: list[Option], corpus: CorpusResult) -> Table:
 
 
 def _benchmark_table(comparison: Comparison) -> Table:
-    """Return the base's scores, and each option's difference in points."""
+    """Return the base's scores, and each option's difference from them."""
     measured = {result.name: result for run in comparison.runs for result in run.report.benchmarks}
     titles = [Cell("method")]
-    base: list[str | Cell] = [Cell("base", "%")]
+    base: list[str | Cell] = ["base"]
     for name, result in measured.items():
         titles.append(Cell(name, f"{language_name(result.language)}, {result.num_items:,} items"))
-        score = result.heads["base"].metrics[result.judged_by]
-        base.append(number(in_points(score).value, 1))
+        base.append(number(result.heads["base"].metrics[result.judged_by].value))
 
     rows = [base]
     for option in comparison.options:
-        row: list[str | Cell] = [Cell(option.label, "points")]
+        row: list[str | Cell] = [option.label]
         for name in measured:
             result_of_run = option.run.report.benchmark(name)
             if result_of_run is None:
                 row.append("not measured")
                 continue
             head = result_of_run.heads[option.head]
-            difference = head.differences[result_of_run.judged_by]
-            points = with_interval(in_points(difference), 1)
-            row.append(Cell(points, difference_in_words(difference, head.p_holm)))
+            difference = with_interval(head.differences[result_of_run.judged_by])
+            row.append(Cell(difference, verdict_of(head.p_holm)))
         rows.append(row)
     variants = ["base", *_variants(comparison.options)]
     return Table(titles, rows, "l" + "r" * len(measured), "Benchmarks", variants)

@@ -27,10 +27,9 @@ from scale_cli.report import (
     Table,
     aligned,
     number,
-    p_value,
     percent,
     render,
-    shows_difference,
+    verdict_of,
     with_interval,
     worst_document,
 )
@@ -103,12 +102,10 @@ def _benchmark_rows(
         for metric in benchmark.heads["base"].metrics:
             name = items = changed = verdict = ""
             if metric == benchmark.judged_by:
-                name, items = benchmark.name, f"{benchmark.num_items:,}"
+                name = benchmark.name
+                items = f"{benchmark.num_items:,}"
                 changed = "" if served.gained is None else f"{served.gained:,}, {served.lost:,}"
-                if served.p_holm is not None:  # corrected for all benchmarks
-                    verdict = (
-                        p_value(served.p_holm) if shows_difference(served.p_holm) else NO_DIFFERENCE
-                    )
+                verdict = verdict_of(served.p_holm)
             figures = [number(benchmark.heads[head].metrics[metric].value) for head in heads]
             difference = with_interval(served.differences[metric], digits)
             rows.append(
@@ -143,15 +140,8 @@ def _values(report: Report, config: RunConfig) -> dict[str, Any]:
         "trained_by": METHODS[report.variant].label,
         "served": "the trained head" if report.served == "trained" else routed,
         "has_new_tokens": any(corpus.has_new_tokens for corpus in corpora),
-        "corpora": [
-            (
-                corpus,
-                language_name(corpus.language),
-                ROLES[corpus.role],
-                _corpus_table(corpus, report.served),
-            )
-            for corpus in corpora
-        ],
+        "meanings": ROLES,
+        "corpora": [(corpus, _corpus_table(corpus, report.served)) for corpus in corpora],
         "benchmarks": [
             (
                 language_name(average.language),
