@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from scale_cli.data.encoding import Document, Encoder
 from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, CorpusError, UsageError
 from scale_cli.planning.beginnings import HeldOut
-from scale_cli.planning.estimate import estimate
+from scale_cli.planning.estimate import Estimate, estimate
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.runs.folder import RunFolder
 from scale_cli.starter.fitting import (
@@ -29,9 +30,9 @@ from scale_cli.starter.fitting import (
     faster_precision,
     fit_sizes,
 )
-from scale_cli.starter.offer import offer_tokens
-from scale_cli.starter.parts import chat_of, measured_on_alone, part
-from scale_cli.starter.texts import look_into
+from scale_cli.starter.offer import NewTokens, offer_tokens
+from scale_cli.starter.parts import Parted, chat_of, measured_on_alone, part
+from scale_cli.starter.texts import Text, look_into
 from scale_cli.storage.atomic import write_text
 from scale_cli.terminal import log, print_json
 from scale_cli.upscale.base_files import read_config_file
@@ -56,7 +57,8 @@ def init(
     tokenizer = load_tokenizer(model)
     check_ids(tokenizer, base_sizes.vocab_size)
     encoder = Encoder(tokenizer, conversations=False)
-    text, retention = look_into(learned, encoder), look_into(known, encoder)
+    text = look_into(learned, encoder)
+    retention = look_into(known, encoder)
     if text.documents == retention.documents:
         raise UsageError(
             "--retention: is the same text as --corpus; give text that the base already knows"
@@ -68,11 +70,53 @@ def init(
             f"--corpus: only about {num_tokens:,} tokens, but a step takes {LEAST_STEP_TOKENS:,}; "
             "give more text"
         )
+    draft = _fit(
+        file,
+        base,
+        base_sizes,
+        tokenizer,
+        text=text,
+        retention=retention,
+        new=new,
+        num_tokens=num_tokens,
+        minutes=minutes,
+    )
+    files = {path: content for of in draft.measured for path, content in of.files.items()}
+    with _new_files(files):
+        _check(draft.config, tokenizer)
+        write_text(file, config_text(file, takes=draft.takes.in_words(), **draft.found))
+    if not (schema := file.with_name(SCHEMA_FILE)).exists():
+        write_text(schema, json_schema_text())
+    _say(file, draft, minutes)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A config, and what it was made from."""
+
+    found: dict[str, Any]  # what the template shows
+    config: RunConfig
+    measured: list[Parted]  # the parts of texts that evaluations read
+    takes: Estimate
+
+
+def _fit(
+    file: Path,
+    base: str,
+    base_sizes: BaseSizes,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    text: Text,
+    retention: Text,
+    new: NewTokens,
+    num_tokens: int,  # of the whole text
+    minutes: float,
+) -> _Draft:
+    """Return sizes and parts of the texts with which the whole run takes the minutes."""
     mixed_precision, device = faster_precision(base_sizes)
-    counting = new.grown or tokenizer.backend_tokenizer
     training_s = 60 * minutes
     most_held_out = math.inf  # tokens, of each text
-    for _ in range(3):  # each time with what the others have left
+    for _ in range(3):  # each time with the time that evaluation, start and export have left
         sizes = fit_sizes(
             base_sizes,
             device,
@@ -92,57 +136,59 @@ def init(
             for role, parts in held_out.items():
                 parts.append(chat_of(parts[0], role, file))
         found = {
-            "file": file,
             "model": {"base": base},
             "corpus": corpus,
             "kept": kept,
             "held_out": held_out,
             "has_chat": bool(tokenizer.chat_template),
-            "retention_language": known["language"],
+            "retention_language": retention.source["language"],
             "new": new,
             "sizes": sizes,
         }
-        config = checked(RunConfig, parse(config_text(**found, takes=""), str(file)), str(file))
+        words = config_text(file, takes="", **found)
+        config = checked(RunConfig, parse(words, str(file)), str(file))
         measured = [of for parts in held_out.values() for of in parts]
+        counting = new.grown or tokenizer.backend_tokenizer
         texts = [
             HeldOut.of(of.held_out_documents, counting, sizes.sequence_length) for of in measured
         ]
         takes = estimate(config, base_sizes, device, texts, num_new=new.number)
         training_s = max(0.0, 60 * minutes - takes.total_s + takes.training_s)
-        most_held_out = 60 * minutes * _HELD_OUT_SHARE * takes.evaluated_tokens / takes.evaluation_s
+        most_held_out = 60 * minutes * _HELD_OUT_SHARE * takes.scored_per_s
+    return _Draft(found, config, measured, takes)
 
-    files = {path: content for of in measured for path, content in of.files.items()}
-    with _new_files(files):
-        _check(config, tokenizer)
-        write_text(file, config_text(**found, takes=takes.in_words()))
-    if not (schema := file.with_name(SCHEMA_FILE)).exists():
-        write_text(schema, json_schema_text())
 
-    told = {"corpus": corpus.words, "retention": kept.words, "tokens": new.words}
-    print_json({"file": file, **told, "sizes": sizes, "estimate": takes})
+def _say(file: Path, draft: _Draft, minutes: float) -> None:
+    sizes = draft.found["sizes"]
+    told = {
+        "corpus": draft.found["corpus"].words,
+        "retention": draft.found["kept"].words,
+        "tokens": draft.found["new"].words,
+    }
+    print_json({"file": file, **told, "sizes": sizes, "estimate": draft.takes})
+    if draft.found["has_chat"]:
+        told["chat"] = (
+            "the base has a chat template. Plain text makes the plain export forget to answer; so\n"
+            "               a turn in each language is measured, before and after. For a model that "
+            "answers, train on\n               conversations: messages_field in a source, and as "
+            "replay too (docs/training.md)"
+        )
+    told["sizes"] = (
+        f"{sizes.max_steps:,} steps of {sizes.global_batch_size} x {sizes.sequence_length:,} tokens, "
+        f"{sizes.micro_batch_size} at once"
+    )
+    told["time"] = draft.takes.in_words()
+    told[""] = (
+        "a run of minutes only shows that everything works; a model that writes well takes hours"
+    )
+    told["written"] = f"{file}, and {SCHEMA_FILE} beside it, with which an editor checks it"
+    told["next"] = f"scale plan {file}; scale run {file}"
     for name, words in told.items():
         log(f"{name:15}{words}")
-    if tokenizer.chat_template:
-        log(
-            "chat           the base has a chat template. Plain text makes the plain export forget to "
-            "answer; so\n               a turn in each language is measured, before and after. For a "
-            "model that answers, train on\n               conversations: messages_field in a source, "
-            "and as replay too (docs/training.md)"
-        )
-    log(
-        f"sizes          {sizes.max_steps:,} steps of {sizes.global_batch_size} x "
-        f"{sizes.sequence_length:,} tokens, {sizes.micro_batch_size} at once"
-    )
-    log(f"time           {takes.in_words()}")
-    if sizes.max_steps == MIN_STEPS and takes.total_s > 60 * minutes:
+    if sizes.max_steps == MIN_STEPS and draft.takes.total_s > 60 * minutes:
         log(
             f"warning: longer than --minutes {minutes:g}, since a run takes at least {MIN_STEPS} steps"
         )
-    log(
-        "               a run of minutes only shows that everything works; a model that writes well takes hours"
-    )
-    log(f"written        {file}, and {SCHEMA_FILE} beside it, with which an editor checks it")
-    log(f"next           scale plan {file}; scale run {file}")
 
 
 def config_text(file: Path, **found: object) -> str:
@@ -151,10 +197,6 @@ def config_text(file: Path, **found: object) -> str:
     return report.render(
         "starter.yaml.j2", file=file, **found, output_dir=output_dir, line=dump_line
     )
-
-
-def _parsed(file: Path, text: str) -> RunConfig:
-    return checked(RunConfig, parse(text, str(file)), str(file))
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from scale_cli.planning.memory import Memory, memory_of_run, num_served, step_of
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.walk import ITEMSIZES, PLANNED
 from scale_cli.report import Table, duration, quantity
+from scale_cli.runs.early import check_context, check_processes
 from scale_cli.runs.precision import with_precision
 from scale_cli.upscale.base_files import read_config_file
 
@@ -93,7 +94,8 @@ def plan(
     """Plan a run, and with `compared` every other method beside it; no weights are read."""
     base = read_config_file(config.model)
     sizes = BaseSizes.of(base, config.model.base)
-    _check_sizes(config, sizes, num_processes)
+    check_context(config, sizes.max_position_embeddings)
+    check_processes(config.train, num_processes)
     growth = None if config.method.vocabulary is None else growth_of(config)
     warnings = [*_absent(config), *idle_settings(config)]
 
@@ -105,7 +107,8 @@ def plan(
     if flops is None:
         device = measure_device(sizes, config.train.mixed_precision)
     own = _plan_method(config, sizes, device, num_processes, growth)
-    planned, refused = [own], dict[str, str]()
+    planned = [own]
+    refused = {}
     if compared and growth is not None:  # the same text in old tokens
         method = config.method.model_copy(update={"vocabulary": None})
         without = config.model_copy(update={"method": method})
@@ -141,25 +144,6 @@ def plan(
     )
 
 
-def _check_sizes(config: RunConfig, sizes: BaseSizes, num_processes: int) -> None:
-    lengths = {
-        "corpus.sequence_length": config.corpus.sequence_length,
-        "evaluation.sequence_length": config.evaluation.sequence_length or 0,
-    }
-    for key, length in lengths.items():
-        if length > sizes.max_position_embeddings:
-            raise ConfigError(
-                f"{key}: {length}, but the base has {sizes.max_position_embeddings} positions"
-            )
-    train = config.train
-    at_once = train.sequences_at_once(num_processes)
-    if train.global_batch_size % (at_once * num_processes):
-        raise ConfigError(
-            f"train.global_batch_size {train.global_batch_size} is not a multiple of "
-            f"train.micro_batch_size {at_once} x {num_processes} processes"
-        )
-
-
 def _methods_beside(method: MethodConfig) -> list[MethodConfig]:
     """Return every other method at the config's sizes, with its default collaboration layers."""
     sections = method.model_dump()
@@ -182,8 +166,9 @@ def _methods_beside(method: MethodConfig) -> list[MethodConfig]:
 def _plan_method(
     config: RunConfig, sizes: BaseSizes, device: Device, num_processes: int, growth: Growth | None
 ) -> MethodPlan:
-    train, length, num_new = config.train, config.corpus.sequence_length, 0
-    num_tokens = train.max_steps * train.global_batch_size * length
+    length = config.corpus.sequence_length
+    num_tokens = config.train.max_steps * config.train.global_batch_size * length
+    num_new = 0
     if growth is not None and config.method.vocabulary is not None:
         num_new = growth.num_new
     elif growth is not None:
@@ -212,24 +197,19 @@ def growth_of(config: RunConfig) -> Growth:
     assert added_tokens is not None
     known: Any = run.known_tokenizer()
     grown: Any = added_tokens.sketched(_BYTES_LEARNED) if known is None else known.backend_tokenizer
-    sources, tokens_without = [], 0.0
+    sources = []
+    tokens_without = 0.0
     for source, share in zip(config.corpus.sources, config.corpus.shares, strict=True):
         texts = list(read_texts([source], config.corpus, _BYTES_COUNTED))
-        before, after = (
-            sum(
-                len(encoded.ids)
-                for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)
-            )
-            for tokenizer in (run.base_tokenizer.backend_tokenizer, grown)
-        )
-        counted = {
+        counted: dict[str, Any] = {
             "name": source.name,
             "num_bytes": sum(len(text.encode()) for text in texts),
-            "num_tokens_before": before,
-            "num_tokens_after": after,
         }
+        for when, tokenizer in (("before", run.base_tokenizer.backend_tokenizer), ("after", grown)):
+            encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+            counted[f"num_tokens_{when}"] = sum(len(encoding.ids) for encoding in encodings)
         sources.append(counted)
-        tokens_without += share * before / max(after, 1)
+        tokens_without += share * counted["num_tokens_before"] / max(counted["num_tokens_after"], 1)
     num_new = added_tokens.num_new if known is None else len(known) - added_tokens.first_id
     return Growth(num_new, added_tokens.note, known is not None, sources, tokens_without, grown)
 
@@ -252,7 +232,8 @@ def _absent(config: RunConfig) -> list[str]:
 
 def _disk_bytes(config: RunConfig, own: MethodPlan, export_dtype: str) -> int:
     """Return the size of a finished run: its start, checkpoints, final weights and exports."""
-    train, memory = config.train, own.memory
+    train = config.train
+    memory = own.memory
     num_kept = 1
     if train.save_every_steps is not None:
         num_kept = min(
@@ -265,59 +246,66 @@ def _disk_bytes(config: RunConfig, own: MethodPlan, export_dtype: str) -> int:
 
 
 def _heading(plan: Plan) -> list[str]:
-    config, sizes, own = plan.config, plan.sizes, plan.methods[0]
-    train, method = config.train, config.method
-    growth = plan.new_tokens
-    served = f"{quantity(own.num_served)} parameters as a plain model, "
+    config = plan.config
+    train = config.train
+    sizes = plan.sizes
+    own = plan.methods[0]
     num_bytes = own.num_served * ITEMSIZES.get(plan.export_dtype, 4)
-    served += f"{quantity(num_bytes, 'B')} in {plan.export_dtype}"
-    if method.definition.widens:
-        added = added_sizes(sizes, method.expansion)
-        ratio = added.num_key_value_heads / sizes.num_key_value_heads
-        served += f"; ratio {method.expansion.ratio:g} is {ratio:.3g} in whole heads"
-    lines = {
-        "base": f"{config.model.base} ({config.model.held_in})",
-        "sizes": f"{sizes.num_hidden_layers} layers, hidden {sizes.hidden_size:,}, MLP "
-        f"{sizes.intermediate_size:,}, heads {sizes.num_attention_heads} over "
-        f"{sizes.num_key_value_heads}, vocabulary {sizes.vocab_size:,}",
-        "run": f"{train.max_steps:,} steps x {train.global_batch_size:,} windows x "
-        f"{config.corpus.sequence_length:,} tokens = {own.num_tokens:,} tokens",
-        "served": served,
-        "time": plan.estimate.in_words(),
-        "disk": f"{quantity(plan.disk_bytes, 'B')} when it is finished: checkpoints, weights, exports",
-    }
+    ratio = ""
+    if config.method.definition.widens:
+        asked = config.method.expansion
+        real = added_sizes(sizes, asked).num_key_value_heads / sizes.num_key_value_heads
+        ratio = f"; ratio {asked.ratio:g} is {real:.3g} in whole heads"
+    rows = [
+        ("base", f"{config.model.base} ({config.model.held_in})"),
+        (
+            "sizes",
+            f"{sizes.num_hidden_layers} layers, hidden {sizes.hidden_size:,}, MLP "
+            f"{sizes.intermediate_size:,}, heads {sizes.num_attention_heads} over "
+            f"{sizes.num_key_value_heads}, vocabulary {sizes.vocab_size:,}",
+        ),
+        (
+            "run",
+            f"{train.max_steps:,} steps x {train.global_batch_size:,} windows x "
+            f"{config.corpus.sequence_length:,} tokens = {own.num_tokens:,} tokens",
+        ),
+        (
+            "served",
+            f"{quantity(own.num_served)} parameters as a plain model, {quantity(num_bytes, 'B')} "
+            f"in {plan.export_dtype}{ratio}",
+        ),
+        ("time", plan.estimate.in_words()),
+        (
+            "disk",
+            f"{quantity(plan.disk_bytes, 'B')} when it is finished: checkpoints, weights, exports",
+        ),
+    ]
     if plan.num_processes > 1:
-        lines["processes"] = f"{plan.num_processes:,}, each on a device of its own"
-    if growth is not None:
+        rows.append(("processes", f"{plan.num_processes:,}, each on a device of its own"))
+    if (growth := plan.new_tokens) is not None:
         origin = "" if growth.is_learned else "; estimated from the beginnings of the sources:"
         in_all = sizes.vocab_size + growth.num_new
-        lines["new tokens"] = f"{growth.num_new:,}, {in_all:,} in all{origin}"
-        if growth.note:
-            lines["note"] = growth.note
-    told = []
-    for label, text in lines.items():
-        told += _labelled(label, text)
-    for of in [] if growth is None else growth.sources:
-        before, after = of["num_tokens_before"], of["num_tokens_after"]
-        each = f"{of['num_bytes'] / max(before, 1):.2f} -> {of['num_bytes'] / max(after, 1):.2f}"
-        told += _labelled(
-            "",
-            f"{of['name']}: {of['num_bytes']:,} bytes are {before:,} -> {after:,} tokens, "
-            f"{each} bytes each",
-        )
-    advice = method.definition.advice(own.num_tokens / max(own.num_frozen, 1))
-    told += _labelled("budget", advice) if advice else []
-    for warning in plan.warnings:
-        told += _labelled("warning", warning)
-    return told
-
-
-def _labelled(label: str, text: str) -> list[str]:
-    return wrap(text, _WIDTH, initial_indent=f"{label:{_LABEL}}", subsequent_indent=" " * _LABEL)
+        rows.append(("new tokens", f"{growth.num_new:,}, {in_all:,} in all{origin}"))
+        for of in growth.sources:
+            before, after = of["num_tokens_before"], of["num_tokens_after"]
+            each = [f"{of['num_bytes'] / max(number, 1):.2f}" for number in (before, after)]
+            text = f"{of['num_bytes']:,} bytes are {before:,} -> {after:,} tokens"
+            rows.append(("", f"{of['name']}: {text}, {' -> '.join(each)} bytes each"))
+        rows.append(("note", growth.note))
+    rows.append(
+        ("budget", config.method.definition.advice(own.num_tokens / max(own.num_frozen, 1)))
+    )
+    rows += [("warning", warning) for warning in plan.warnings]
+    lines = []
+    for label, text in rows:  # of no text there is no line
+        first = f"{label:{_LABEL}}"
+        lines += wrap(text, _WIDTH, initial_indent=first, subsequent_indent=" " * _LABEL)
+    return lines
 
 
 def _tables(plan: Plan) -> list[str]:
-    work, memory = [], []
+    work = []
+    memory = []
     for method in plan.methods:
         name = f"{'>' if method is plan.methods[0] else ' '} {method.variant:{_LABEL - 2}}"
         held = method.memory

@@ -107,7 +107,8 @@ def tokenizer_at_hand(model: ModelConfig) -> Tokenizer | None:
 
     It is good for counting: a run loads the tokenizer by transformers, which imports torch.
     """
-    place, revision = model.tokenizer or model.base, None if model.tokenizer else model.revision
+    place = model.tokenizer or model.base
+    revision = None if model.tokenizer else model.revision
     path = Path(place) / "tokenizer.json"
     with suppress(Exception):  # a damaged file may raise anything, and the hub too
         if not path.is_file():

@@ -89,11 +89,9 @@ def measure_device(sizes: BaseSizes, mixed_precision: str) -> Device:
     head_dim = min(sizes.head_dim, _MOST_HEAD_DIM)
     num_heads = max(1, width // head_dim)
     channels = min(sizes.intermediate_size, 4 * width)
+    num_rows = min(sizes.vocab_size, _MOST_ROWS)
     shapes = [(num_heads * head_dim, width)] * 3 + [(width, num_heads * head_dim)]
-    shapes += [(channels, width)] * 2 + [
-        (width, channels),
-        (min(sizes.vocab_size, _MOST_ROWS), width),
-    ]
+    shapes += [(channels, width)] * 2 + [(width, channels), (num_rows, width)]
     *weights, head = [
         torch.randn(shape, device=where).mul_(0.02).requires_grad_() for shape in shapes
     ]
@@ -102,7 +100,10 @@ def measure_device(sizes: BaseSizes, mixed_precision: str) -> Device:
     layer_speed = speed_of(lambda x_BTD: _layer(x_BTD, weights, num_heads), of_layer)
     head_speed = speed_of(lambda x_BTD: _head(x_BTD, head), 6.0 * head.numel())
 
-    in_layers = sizes.num_hidden_layers * sizes.map_parameters
+    of_heads = 2 * sizes.head_dim * (sizes.num_attention_heads + sizes.num_key_value_heads)
+    in_layers = (
+        sizes.num_hidden_layers * sizes.hidden_size * (of_heads + 3 * sizes.intermediate_size)
+    )
     in_head = sizes.hidden_size * sizes.vocab_size
     flops_per_s = (in_layers + in_head) / (in_layers / layer_speed + in_head / head_speed)
     origin = f"measured on {name}: steps of one layer and the head in {precision}"

@@ -26,6 +26,7 @@ class Estimate:
     training_s: float
     evaluation_s: float  # while training, and at the end
     evaluated_tokens: int
+    scored_per_s: float  # tokens of text
     rest_s: float  # of the start, the proof and the export
     omitted: str  # what is not counted; empty if nothing
 
@@ -73,6 +74,7 @@ def estimate(
         training_s=num_tokens * step.flops(config.corpus.sequence_length) / speed,
         evaluation_s=per_token_s * (evaluated_tokens + num_samples * _TOKENS_OF_A_SAMPLE),
         evaluated_tokens=evaluated_tokens,
+        scored_per_s=1 / per_token_s,
         rest_s=_START_S + per_token_s * _TOKENS_OF_START_AND_EXPORT,
         omitted=" without benchmarks" if config.evaluation.benchmarks else "",
     )

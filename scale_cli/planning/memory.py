@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.methods.widened import AddedSizes, added_sizes
+from scale_cli.methods.widened import added_sizes
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.step import FLOAT32, Step
 from scale_cli.planning.walk import ITEMSIZES, Base, walk
 
 # As `LOGITS_AT_ONCE` and `FEWEST_ROWS` of model/routing.py, which imports torch; a test compares.
-_LOGITS_AT_ONCE, _FEWEST_ROWS = {"cpu": 2**21, "cuda": 2**26}, 128
+_LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
+_FEWEST_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -37,24 +38,21 @@ class Memory:
         return self.trainable + self.moments
 
 
-def base_of(config: RunConfig, sizes: BaseSizes) -> Base:
-    model = config.model
-    # `auto` is float32 until a run decides it, as for `load_base`.
-    return Base(sizes, ITEMSIZES.get(model.dtype, FLOAT32), model.quantisation == "int8")
-
-
 def step_of(
     config: RunConfig, sizes: BaseSizes, device_type: str = "cpu", num_new: int = 0
 ) -> Step:
     """Return a step of a run."""
-    isolates, asked = config.corpus.isolate_documents, config.train.attention
-    masked = isolates and (asked == "sdpa" or (asked is None and device_type != "cuda"))
+    model = config.model
+    asked = config.train.attention
+    by_sdpa = asked == "sdpa" or (asked is None and device_type != "cuda")
+    # `auto` is float32 until a run decides it, as for `load_base`.
+    base = Base(sizes, ITEMSIZES.get(model.dtype, FLOAT32), model.quantisation == "int8")
     return walk(
-        base_of(config, sizes),
+        base,
         config.method,
         config.train.mixed_precision,
         num_new=num_new,
-        masked=masked,
+        masked=config.corpus.isolate_documents and by_sdpa,
     )
 
 
@@ -125,22 +123,11 @@ def memory_of_run(
 
 def num_served(sizes: BaseSizes, method: MethodConfig, num_new: int = 0) -> int:
     """Return the parameters of the plain model that a method's run is exported as."""
-    num_layers, copies = sizes.num_hidden_layers, 0
-    added = AddedSizes(0, 0, 0, 0)
     if method.definition.widens:
-        added = added_sizes(sizes, method.expansion)
+        added = vars(added_sizes(sizes, method.expansion))
+        widths = {name: getattr(sizes, name) + size for name, size in added.items()}
+        served = replace(sizes, **widths, tie_word_embeddings=False)
     else:
-        training = method.definition.plain_training(method.settings, num_layers)
-        copies = len(training.layers) - num_layers
-    width = sizes.hidden_size + added.hidden_size
-    channels = sizes.intermediate_size + added.intermediate_size
-    of_queries = sizes.query_size + added.num_attention_heads * sizes.head_dim
-    of_keys = sizes.key_value_size + added.num_key_value_heads * sizes.head_dim
-    layer = 2 * width * (of_queries + of_keys) + 3 * width * channels
-    layer += width * (4 if sizes.form.normed == "both" else 2)
-    layer += (of_queries + of_keys) * (sizes.qkv_bias + sizes.form.width_norms)
-    layer += (of_keys if sizes.qkv_bias else 0) + (width if sizes.o_bias else 0)
-    layer += (2 * channels + width) * sizes.mlp_bias + 2 * sizes.head_dim * sizes.form.head_norms
-    is_tied = sizes.tie_word_embeddings and not method.definition.widens and not num_new
-    rows = (sizes.vocab_size + num_new) * (1 if is_tied else 2)
-    return rows * width + (num_layers + copies) * layer + width
+        training = method.definition.plain_training(method.settings, sizes.num_hidden_layers)
+        served = replace(sizes, num_hidden_layers=len(training.layers))
+    return walk(Base(served, FLOAT32), MethodConfig(variant="full"), num_new=num_new).num_trainable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from scale_cli.errors import BaseModelError
@@ -40,13 +40,7 @@ FORMS = {  # by `model_type`
         is_tied=True,
     ),
     "olmo2": _OLMO,
-    "olmo3": Form(
-        "after",
-        width_norms=True,
-        gain="times gain, cast",
-        rotates_in_float32=True,
-        angles_by_kind=True,
-    ),
+    "olmo3": replace(_OLMO, angles_by_kind=True),
     "exaone4": Form("after", head_norms=True),
 }
 
@@ -103,21 +97,26 @@ class BaseSizes:
         )
 
     @property
-    def query_size(self) -> int:
-        return self.num_attention_heads * self.head_dim
+    def map_widths(self) -> dict[str, int]:
+        return map_widths(self, self.head_dim)
 
     @property
-    def key_value_size(self) -> int:
-        return self.num_key_value_heads * self.head_dim
+    def biased(self) -> set[str]:
+        """The names of the maps that have a bias."""
+        names = {"q_proj", "k_proj", "v_proj"} if self.qkv_bias else set()
+        names |= {"o_proj"} if self.o_bias else set()
+        return names | ({"gate_proj", "up_proj", "down_proj"} if self.mlp_bias else set())
 
-    @property
-    def map_parameters(self) -> int:
-        """The weights of a layer's seven linear maps."""
-        of_attention = 2 * (self.query_size + self.key_value_size)
-        return self.hidden_size * (of_attention + 3 * self.intermediate_size)
 
-    @property
-    def norm_sizes(self) -> list[int]:
-        """The widths of a layer's norms that have gains for added channels too, by what they norm."""
-        sizes = [self.hidden_size] * (4 if self.form.normed == "both" else 2)
-        return sizes + ([self.query_size, self.key_value_size] if self.form.width_norms else [])
+def map_widths(sizes: Any, head_dim: int) -> dict[str, int]:
+    """Return the width that each linear map of a layer writes: of a base, or of what widens it."""
+    of_keys = sizes.num_key_value_heads * head_dim
+    return {
+        "q_proj": sizes.num_attention_heads * head_dim,
+        "k_proj": of_keys,
+        "v_proj": of_keys,
+        "o_proj": sizes.hidden_size,
+        "gate_proj": sizes.intermediate_size,
+        "up_proj": sizes.intermediate_size,
+        "down_proj": sizes.hidden_size,
+    }

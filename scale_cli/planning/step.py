@@ -65,7 +65,6 @@ class Step:
     linear_flops: float = 0.0
     head_flops: float = 0.0
     attention_per_key: float = 0.0
-    fused_per_key: float = 0.0  # as counted for fused kernels: with Q K^T once more in backward
     kept: dict[Value, None] = field(default_factory=dict)
     copies_bytes: int = 0  # kept whatever the batch: lowered weights, the head's gradient
     bytes_per_pair: int = 0  # of masks
@@ -156,7 +155,6 @@ class Step:
         num_products += q.needs_grad + k.needs_grad + v.needs_grad
         any_grad = q.needs_grad or k.needs_grad or v.needs_grad
         self.attention_per_key += 2.0 * num_products * q.width
-        self.fused_per_key += 2.0 * (7 if any_grad else 2) * q.width
         itemsize = self.product_itemsize(v.itemsize)
         heads = Value(q.width, itemsize, any_grad)
         if any_grad:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.errors import ConfigError
 from scale_cli.methods import METHODS
 from scale_cli.methods.method import PROJECTIONS
-from scale_cli.methods.widened import AddedSizes, added_sizes, collaborating_layers
-from scale_cli.planning.sizes import BaseSizes
+from scale_cli.methods.widened import added_sizes, collaborating_layers
+from scale_cli.planning.sizes import BaseSizes, map_widths
 from scale_cli.planning.step import FLOAT32, Kind, Step, Value, Weights, add, cast
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PLANNED = tuple(name for name, method in METHODS.items() if method.is_planned)
-_ATTENTION, _MLP = PROJECTIONS[:4], PROJECTIONS[4:]
+_MLP = PROJECTIONS[4:]
+Stream = TypeVar("Stream")  # a value, or the base's value and the expansion's
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,30 @@ def walk(
     return step
 
 
-class _Decoder:
-    """What plain and widened decoders share."""
+class _Decoder(ABC, Generic[Stream]):
+    """The walk over a layer. Plain and widened decoders have their own steps."""
 
     def __init__(self, step: Step, base: Base, num_new: int) -> None:
-        self.step, self.base, self.sizes, self.num_new = step, base, base.sizes, num_new
-        self.frozen = Weights(base.itemsize)
-        self.frozen_map = Weights(base.itemsize, in_8_bits=base.in_8_bits)
+        self.step = step
+        self.base = base
+        self.sizes = base.sizes
+        self.num_new = num_new
         self.angles: dict[str, list[Value]] = {}
+
+    def layer(self, stream: Stream, layer: int) -> Stream:
+        """Return the stream after a layer, which may be a copy of `layer` of the base."""
+        form = self.sizes.form
+        read = self.lowered(stream) if form.normed == "after" else self.normed(stream)
+        q, k, v = (self.product(name, read) for name in PROJECTIONS[:3])
+        if form.width_norms:
+            q, k = self.normed(q), self.normed(k)
+        written = self.product("o_proj", self.attended(q, k, v, self.angles_of(layer)))
+        stream = self.sum(stream, written if form.normed == "before" else self.normed(written))
+
+        read = self.lowered(stream) if form.normed == "after" else self.normed(stream)
+        gate, up = (self.product(name, read) for name in _MLP[:2])
+        written = self.product("down_proj", self.gated(gate, up))
+        return self.sum(stream, written if form.normed == "before" else self.normed(written))
 
     def angles_of(self, layer: int) -> list[Value]:
         """Return the cosines and sines of a layer's rotation."""
@@ -83,71 +101,72 @@ class _Decoder:
         of_kind = [Value(self.sizes.head_dim, itemsize, False) for _ in range(2)]
         return self.angles.setdefault(kind, of_kind)
 
-    def map_width(self, name: str) -> int:
-        sizes = self.sizes
-        return {
-            "q_proj": sizes.query_size,
-            "k_proj": sizes.key_value_size,
-            "v_proj": sizes.key_value_size,
-            "gate_proj": sizes.intermediate_size,
-            "up_proj": sizes.intermediate_size,
-        }.get(name, sizes.hidden_size)
+    @abstractmethod
+    def lowered(self, stream: Stream) -> Stream:
+        """Return a stream as maps read it without a norm."""
 
-    def has_bias(self, name: str) -> bool:
-        if name in _MLP:
-            return self.sizes.mlp_bias
-        return self.sizes.o_bias if name == "o_proj" else self.sizes.qkv_bias
+    @abstractmethod
+    def normed(self, stream: Stream) -> Stream: ...
+
+    @abstractmethod
+    def product(self, name: str, read: Stream) -> Stream: ...
+
+    @abstractmethod
+    def attended(self, q: Stream, k: Stream, v: Stream, angles: list[Value]) -> Stream: ...
+
+    @abstractmethod
+    def gated(self, gate: Stream, up: Stream) -> Stream: ...
+
+    @abstractmethod
+    def sum(self, stream: Stream, written: Stream) -> Stream: ...
 
 
-class _Plain(_Decoder):
+class _Plain(_Decoder[Value]):
     """A plain model, as transformers computes it, with PEFT's adapters for LoRA."""
 
     def __init__(self, step: Step, base: Base, method: MethodConfig, num_new: int) -> None:
         super().__init__(step, base, num_new)
-        settings = method.settings
         num_layers = base.sizes.num_hidden_layers
-        training = method.definition.plain_training(settings, num_layers)
-        self.layers = training.layers
-        self.trains_embedding = training.trains_embedding
-        self.trains_top = training.trains_top
-        self.rank = training.rank
-        self.targets = training.targets
-        self.whole_copies = training.whole_copies
-        modules = [
-            f"layers.{layer}.{owner_of(name)}.{name}"
-            for layer in range(num_layers)
-            for name in PROJECTIONS
-        ]
-        if self.rank and not any(map(self.has_adapter, (*modules, "embed_tokens", "lm_head"))):
+        self.training = method.definition.plain_training(method.settings, num_layers)
+        self.place = 0  # of the layer in the model
+        self.weights = Weights(base.itemsize)  # of that layer
+        maps = [path_of(layer, name) for layer in range(num_layers) for name in PROJECTIONS]
+        paths = ("embed_tokens", "lm_head", *maps)
+        if self.training.rank and not any(map(self.has_adapter, paths)):
             raise ConfigError(
-                f"method.lora.targets: the base has none of {', '.join(self.targets)}"
+                f"method.lora.targets: the base has none of {', '.join(self.training.targets)}"
             )
 
     def has_adapter(self, path: str) -> bool:
-        return self.rank > 0 and any(f".{path}".endswith(f".{target}") for target in self.targets)
+        targets = self.training.targets if self.training.rank else ()
+        return any(f".{path}".endswith(f".{target}") for target in targets)
 
     def walk(self) -> None:
-        sizes, step = self.sizes, self.step
+        sizes, step, training = self.sizes, self.step, self.training
+        itemsize = self.base.itemsize
         num_rows = sizes.vocab_size + self.num_new
         is_tied = sizes.tie_word_embeddings and not self.num_new
-        of_embedding = Weights(self.base.itemsize, self.trains_embedding)
-        x = self.embed(num_rows, of_embedding)
-        for place, (layer, trains) in enumerate(self.layers):
-            x = self.layer(x, place, layer, Weights(self.base.itemsize, trains))
-        top = Weights(self.base.itemsize, self.trains_top)
-        x = step.norm(x, sizes, top)
-        head = Weights(self.base.itemsize, self.trains_embedding if is_tied else self.trains_top)
+        x = self.embed(num_rows, Weights(itemsize, training.trains_embedding))
+        for place, (layer, trains) in enumerate(training.layers):
+            self.place = place
+            self.weights = Weights(itemsize, trains)
+            x = self.layer(x, layer)
+        self.weights = Weights(itemsize, training.trains_top)
+        x = self.normed(x)
+        head = Weights(itemsize, training.trains_embedding if is_tied else training.trains_top)
         if not is_tied:
             step.hold(num_rows * sizes.hidden_size, head, "head")
         if self.has_adapter("lm_head"):
             before = step.linear_flops
-            self.adapted(x, num_rows, "lm_head", head, held=False)
+            step.linear(x, num_rows, head, held=False)
+            self.adapt(x, num_rows, "head")
             step.head_flops += step.linear_flops - before
-            step.linear_flops, step.keeps_logits = before, True
+            step.linear_flops = before
+            step.keeps_logits = True
             step.keep(Value(1, 8, False))  # the labels
             step.copies_bytes += FLOAT32  # their number
             return
-        if self.whole_copies:
+        if training.whole_copies:
             head = Weights(FLOAT32, True)
             if not is_tied:
                 step.hold(num_rows * sizes.hidden_size, head, "head")
@@ -156,89 +175,80 @@ class _Plain(_Decoder):
     def embed(self, num_rows: int, weights: Weights) -> Value:
         step, width = self.step, self.sizes.hidden_size
         step.hold(num_rows * width, weights, "embedding")
-        if self.whole_copies:
+        if self.training.whole_copies:
             weights = Weights(FLOAT32, True)
             step.hold(num_rows * width, weights, "embedding")
-        x = Value(width, weights.itemsize, weights.train)
         if weights.train:
             step.keep(Value(1, 8, False))  # the ids
-        if self.has_adapter("embed_tokens"):
-            adapter = Weights(FLOAT32, True)
-            step.hold(num_rows * self.rank, adapter, "matrix")
-            looked_up = Value(self.rank, FLOAT32, True)
-            step.keep(Value(1, 8, False))
-            step.linear(looked_up, width, adapter)
-            x = Value(width, x.itemsize, True)
-        return x
-
-    def layer(self, x: Value, place: int, layer: int, weights: Weights) -> Value:
-        sizes, step, form = self.sizes, self.step, self.sizes.form
-        before, after = form.normed != "after", form.normed != "before"
-        maps = Weights(weights.itemsize, weights.train, self.base.in_8_bits)
-
-        def product(name: str, read: Value) -> Value:
-            return self.adapted(
-                read, self.map_width(name), f"layers.{place}.{owner_of(name)}.{name}", maps
-            )
-
-        read = step.norm(x, sizes, weights) if before else x
-        q, k, v = (product(name, read) for name in _ATTENTION[:3])
-        if form.width_norms:
-            q, k = (step.norm(of, sizes, weights) for of in (q, k))
-        if form.head_norms:
-            heads = sizes.num_attention_heads, sizes.num_key_value_heads
-            q, k = (
-                step.norm(of, sizes, weights, times=times)
-                for of, times in zip((q, k), heads, strict=True)
-            )
-        q, k = step.rotate(q, k, sizes, self.angles_of(layer))
-        y = product("o_proj", step.attend(q, k, v, sizes))
-        x = add(x, step.norm(y, sizes, weights) if after else y)
-        read = step.norm(x, sizes, weights) if before else x
-        gate, up = (product(name, read) for name in _MLP[:2])
-        y = product("down_proj", step.gate(gate, up, fused=False))
-        return add(x, step.norm(y, sizes, weights) if after else y)
-
-    def adapted(
-        self, x: Value, width: int, path: str, weights: Weights, *, held: bool = True
-    ) -> Value:
-        """Return a map's product, with A and B beside it if LoRA has them there."""
-        bias = self.has_bias(path.rpartition(".")[2]) if held else False
-        y = self.step.linear(x, width, weights, bias=bias, held=held)
-        if not self.has_adapter(path):
-            return y
-        kind: Kind = "head" if path == "lm_head" else "matrix"
+        if not self.has_adapter("embed_tokens"):
+            return Value(width, weights.itemsize, weights.train)
         adapter = Weights(FLOAT32, True)
-        narrow = self.step.linear(cast(x, FLOAT32), self.rank, adapter, kind=kind)
-        self.step.linear(narrow, width, adapter, kind=kind)
+        step.hold(num_rows * self.training.rank, adapter, "matrix")
+        step.keep(Value(1, 8, False))
+        step.linear(Value(self.training.rank, FLOAT32, True), width, adapter)
+        return Value(width, weights.itemsize, True)
+
+    def lowered(self, stream: Value) -> Value:
+        return stream
+
+    def normed(self, stream: Value) -> Value:
+        return self.step.norm(stream, self.sizes, self.weights)
+
+    def product(self, name: str, read: Value) -> Value:
+        """Return a map's product, with A and B beside it if LoRA has them there."""
+        sizes = self.sizes
+        maps = Weights(self.weights.itemsize, self.weights.train, self.base.in_8_bits)
+        width = sizes.map_widths[name]
+        y = self.step.linear(read, width, maps, bias=name in sizes.biased)
+        if not self.has_adapter(path_of(self.place, name)):
+            return y
+        self.adapt(read, width, "matrix")
         return Value(width, y.itemsize, True)
 
+    def adapt(self, x: Value, width: int, kind: Kind) -> None:
+        """Add B A x."""
+        adapter = Weights(FLOAT32, True)
+        narrow = self.step.linear(cast(x, FLOAT32), self.training.rank, adapter, kind=kind)
+        self.step.linear(narrow, width, adapter, kind=kind)
 
-class _Widened(_Decoder):
+    def attended(self, q: Value, k: Value, v: Value, angles: list[Value]) -> Value:
+        sizes, step = self.sizes, self.step
+        if sizes.form.head_norms:
+            q = step.norm(q, sizes, self.weights, times=sizes.num_attention_heads)
+            k = step.norm(k, sizes, self.weights, times=sizes.num_key_value_heads)
+        q, k = step.rotate(q, k, sizes, angles)
+        return step.attend(q, k, v, sizes)
+
+    def gated(self, gate: Value, up: Value) -> Value:
+        return self.step.gate(gate, up, fused=False)
+
+    def sum(self, stream: Value, written: Value) -> Value:
+        return add(stream, written)
+
+
+Pair = tuple[Value, Value]  # what the base computes, and the expansion
+
+
+class _Widened(_Decoder[Pair]):
     """A widened model: a frozen base, and blocks that read it."""
 
     def __init__(self, step: Step, base: Base, method: MethodConfig, num_new: int) -> None:
         super().__init__(step, base, num_new)
-        settings = method.settings
-        self.added: AddedSizes = added_sizes(base.sizes, settings.expansion)
-        layers = collaborating_layers(
-            settings.collaboration, method.variant, base.sizes.num_hidden_layers
+        sizes, settings = base.sizes, method.settings
+        self.added = added_sizes(sizes, settings.expansion)
+        self.added_widths = map_widths(self.added, sizes.head_dim)
+        collaboration = settings.collaboration
+        self.collaborating = set(
+            collaborating_layers(collaboration, method.variant, sizes.num_hidden_layers)
         )
-        modules = settings.collaboration.modules
-        self.writing: Mapping[str, set[int]] = {
-            module: set(layers) if module in modules else set() for module in ("attention", "mlp")
+        # Maps whose W12 exists in those layers.
+        self.written_by = {
+            *(PROJECTIONS[:4] if "attention" in collaboration.modules else ()),
+            *(_MLP if "mlp" in collaboration.modules else ()),
         }
+        self.is_collaborating = False  # the layer
+        self.frozen = Weights(base.itemsize)
         self.trained = Weights(FLOAT32, True)
-
-    def added_width(self, name: str) -> int:
-        added, head_dim = self.added, self.sizes.head_dim
-        return {
-            "q_proj": added.num_attention_heads * head_dim,
-            "k_proj": added.num_key_value_heads * head_dim,
-            "v_proj": added.num_key_value_heads * head_dim,
-            "gate_proj": added.intermediate_size,
-            "up_proj": added.intermediate_size,
-        }.get(name, added.hidden_size)
 
     def walk(self) -> None:
         sizes, step = self.sizes, self.step
@@ -249,9 +259,9 @@ class _Widened(_Decoder):
         x = Value(width, self.base.itemsize, False)
         u = Value(self.added.hidden_size, FLOAT32, True)
         for layer in range(sizes.num_hidden_layers):
-            x, u = self.layer(x, u, layer)
-        x, inverse = self.frozen_norm(x)
-        u = self.norm(u, inverse)
+            self.is_collaborating = layer in self.collaborating
+            x, u = self.layer((x, u), layer)
+        x, u = self.normed((x, u))
         if not sizes.tie_word_embeddings:
             step.hold(sizes.vocab_size * width, self.frozen, "head")
         streams = [(x, sizes.vocab_size, self.frozen)]
@@ -262,92 +272,71 @@ class _Widened(_Decoder):
         step.hold(num_rows * self.added.hidden_size, self.trained, "head")
         step.cross_entropy([*streams, (u, num_rows, self.trained)])
 
-    def layer(self, x: Value, u: Value, layer: int) -> tuple[Value, Value]:
-        sizes, step, form = self.sizes, self.step, self.sizes.form
-        before, after = form.normed != "after", form.normed != "before"
-        read, own = self.read(x, u, normed=before)
-        writes = layer in self.writing["attention"]
-        q, k, v = (self.product(name, read, own, writes=writes) for name in _ATTENTION[:3])
-        own_q, own_k, own_v = (self.block(name, read, own) for name in _ATTENTION[:3])
-        if form.width_norms:
-            q, of_q = self.frozen_norm(q)
-            k, of_k = self.frozen_norm(k)
-            own_q, own_k = self.norm(own_q, of_q), self.norm(own_k, of_k)
-        heads = self.heads(q, k, v, layer, held=True)
-        own_heads = self.heads(own_q, own_k, own_v, layer, held=False)
-        written = self.product("o_proj", heads, own_heads, writes=writes)
-        x, u = self.written(x, u, written, self.block("o_proj", heads, own_heads), normed=after)
+    def lowered(self, stream: Pair) -> Pair:
+        x, u = stream
+        return x, cast(u, self.step.product_itemsize(u.itemsize))
 
-        read, own = self.read(x, u, normed=before)
-        writes = layer in self.writing["mlp"]
-        fused = sizes.gated_by_silu
-        gate, up = (self.product(name, read, own, writes=writes) for name in _MLP[:2])
-        own_gate, own_up = (self.block(name, read, own) for name in _MLP[:2])
-        channels = step.gate(gate, up, fused=fused)
-        own_channels = step.gate(own_gate, own_up, fused=fused)
-        written = self.product("down_proj", channels, own_channels, writes=writes)
-        added = self.block("down_proj", channels, own_channels)
-        return self.written(x, u, written, added, normed=after)
-
-    def read(self, x: Value, u: Value, *, normed: bool) -> tuple[Value, Value]:
-        """Return x^ and u^, which a layer's maps read."""
-        if not normed:
-            return x, cast(u, self.step.product_itemsize(u.itemsize))
-        read, inverse = self.frozen_norm(x)
-        return read, self.norm(u, inverse)
-
-    def written(
-        self, x: Value, u: Value, of_x: Value, of_u: Value, *, normed: bool
-    ) -> tuple[Value, Value]:
-        if normed:
-            of_x, inverse = self.frozen_norm(of_x)
-            of_u = self.norm(of_u, inverse)
-        return add(x, of_x), add(u, of_u)
-
-    def frozen_norm(self, x: Value) -> tuple[Value, Value]:
-        """Return x^ by the base's norm, and 1 / rms(x)."""
+    def normed(self, stream: Pair) -> Pair:
+        """Return x^ by the base's norm, and the added gains times u / rms(x)."""
+        x, u = stream
         step, form = self.step, self.sizes.form
         step.hold(x.width, self.frozen, "gains")
+        step.hold(u.width, self.trained, "gains")
         inverse = Value(1, FLOAT32, x.needs_grad)
+        step.keep(inverse, Value(u.width, FLOAT32, True))
         if x.needs_grad:
-            step.keep(x, inverse)
+            step.keep(x, cast(u, FLOAT32))
             if form.gain == "times 1 + gain, cast":
                 step.copies_bytes += x.width * FLOAT32
         of_gain = self.base.itemsize if form.gain == "cast, times gain" else 0
-        return Value(x.width, max(x.itemsize, of_gain), x.needs_grad), inverse
+        return (
+            Value(x.width, max(x.itemsize, of_gain), x.needs_grad),
+            Value(u.width, step.product_itemsize(u.itemsize), True),
+        )
 
-    def norm(self, u: Value, inverse: Value) -> Value:
-        """Return u^: the added gains times u / rms(x)."""
-        self.step.hold(u.width, self.trained, "gains")
-        self.step.keep(inverse, Value(u.width, FLOAT32, True))
-        if inverse.needs_grad:
-            self.step.keep(cast(u, FLOAT32))
-        return Value(u.width, self.step.product_itemsize(u.itemsize), True)
+    def product(self, name: str, read: Pair) -> Pair:
+        """Return W x, with W12 u where the expansion writes into x, and W21 x + W22 u."""
+        x, u = read
+        linear, bias = self.step.linear, name in self.sizes.biased
+        width, added_width = self.sizes.map_widths[name], self.added_widths[name]
+        maps = Weights(self.base.itemsize, in_8_bits=self.base.in_8_bits)
+        y = linear(x, width, maps, bias=bias)
+        if self.is_collaborating and name in self.written_by:
+            linear(u, width, self.trained)
+            y = Value(width, y.itemsize, True)
+        linear(x, added_width, self.trained, bias=bias)
+        return y, linear(u, added_width, self.trained)
 
-    def product(self, name: str, x: Value, u: Value, *, writes: bool) -> Value:
-        """Return W x, with W12 u added where the expansion writes into x."""
-        bias = self.has_bias(name)
-        y = self.step.linear(x, self.map_width(name), self.frozen_map, bias=bias)
-        if writes:
-            self.step.linear(u, self.map_width(name), self.trained)
-            y = Value(y.width, y.itemsize, True)
-        return y
-
-    def block(self, name: str, x: Value, u: Value) -> Value:
-        """Return W21 x + W22 u."""
-        self.step.linear(x, self.added_width(name), self.trained, bias=self.has_bias(name))
-        return self.step.linear(u, self.added_width(name), self.trained)
-
-    def heads(self, q: Value, k: Value, v: Value, layer: int, *, held: bool) -> Value:
+    def attended(self, q: Pair, k: Pair, v: Pair, angles: list[Value]) -> Pair:
         step, sizes = self.step, self.sizes
-        if sizes.form.head_norms:
-            q, k = (
-                step.norm(of, sizes, self.frozen, times=of.width // sizes.head_dim, held=held)
-                for of in (q, k)
-            )
-        q, k = step.rotate(q, k, sizes, self.angles_of(layer))
-        return step.attend(q, k, v, sizes, rotated_together=True)
+        heads = []
+        for is_added, (q_of, k_of, v_of) in enumerate(zip(q, k, v, strict=True)):
+            if sizes.form.head_norms:
+                q_of, k_of = (
+                    step.norm(
+                        of,
+                        sizes,
+                        self.frozen,
+                        times=of.width // sizes.head_dim,
+                        held=not is_added,
+                    )
+                    for of in (q_of, k_of)
+                )
+            q_of, k_of = step.rotate(q_of, k_of, sizes, angles)
+            heads.append(step.attend(q_of, k_of, v_of, sizes, rotated_together=True))
+        return heads[0], heads[1]
+
+    def gated(self, gate: Pair, up: Pair) -> Pair:
+        fused = self.sizes.gated_by_silu
+        of_base, of_added = (
+            self.step.gate(*both, fused=fused) for both in zip(gate, up, strict=True)
+        )
+        return of_base, of_added
+
+    def sum(self, stream: Pair, written: Pair) -> Pair:
+        x, u = (add(*both) for both in zip(stream, written, strict=True))
+        return x, u
 
 
-def owner_of(name: str) -> str:
-    return "mlp" if name in _MLP else "self_attn"
+def path_of(layer: int, name: str) -> str:
+    return f"layers.{layer}.{'mlp' if name in _MLP else 'self_attn'}.{name}"

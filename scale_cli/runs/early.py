@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
+from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.runs.folder import RunFolder
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
@@ -84,3 +85,22 @@ def _check_sources(sources: Sequence[TextSource]) -> None:
     for source in sources:
         if source.is_local:
             check_source(source)
+
+
+def check_context(config: RunConfig, num_positions: int) -> None:
+    lengths = {
+        "corpus.sequence_length": config.corpus.sequence_length,
+        "evaluation.sequence_length": config.evaluation.sequence_length or 0,
+    }
+    for key, length in lengths.items():
+        if length > num_positions:
+            raise ConfigError(f"{key}: {length}, but the base has {num_positions} positions")
+
+
+def check_processes(train: TrainConfig, num_processes: int) -> None:
+    at_once = train.sequences_at_once(num_processes)
+    if train.global_batch_size % (at_once * num_processes):
+        raise ConfigError(
+            f"train.global_batch_size {train.global_batch_size} is not a multiple of "
+            f"train.micro_batch_size {at_once} x {num_processes} processes"
+        )

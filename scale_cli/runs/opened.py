@@ -35,13 +35,13 @@ from scale_cli.config.schema import (
     differences,
 )
 from scale_cli.config.sources import TextSource
-from scale_cli.config.training import TrainConfig
 from scale_cli.data.corpora import cache_of, check_sample
 from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import Share, move_to_device, share_of_machine
+from scale_cli.runs.early import check_context, check_processes
 from scale_cli.runs.folder import RunFolder, check_folder
 from scale_cli.runs.method_folder import (
     load_onto_base,
@@ -144,7 +144,7 @@ class Run:
             check_folder("corpus.cache_dir", config.corpus.cache_dir)
         base = base_without_weights(self.base_config, config.model.dtype, config.model.quantisation)
         check_weight_files(config.model)
-        check_context(config, base.config)
+        check_context(config, base.config.max_position_embeddings)
         check_processes(config.train, num_processes)
         with torch.device("meta"):
             build_model(base, config.method, config.seed)
@@ -275,24 +275,3 @@ def open_folder(path: Path, run: Run | None = None) -> MethodFolder:
     folder = MethodFolder.at(path) if run is None else MethodFolder(path, run)
     folder.check_base()
     return folder
-
-
-def check_context(config: RunConfig, base_config: Any) -> None:
-    lengths = {
-        "corpus.sequence_length": config.corpus.sequence_length,
-        "evaluation.sequence_length": config.evaluation.sequence_length or 0,
-    }
-    for key, length in lengths.items():
-        if length > base_config.max_position_embeddings:
-            raise ConfigError(
-                f"{key}: {length}, but the base has {base_config.max_position_embeddings} positions"
-            )
-
-
-def check_processes(sizes: TrainConfig, num_processes: int) -> None:
-    at_once = sizes.sequences_at_once(num_processes)
-    if sizes.global_batch_size % (at_once * num_processes):
-        raise ConfigError(
-            f"train.global_batch_size {sizes.global_batch_size} is not a multiple of train.micro_batch_size "
-            f"{at_once} x {num_processes} processes"
-        )

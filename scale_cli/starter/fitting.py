@@ -77,14 +77,7 @@ def fit_sizes(
     step = walk(Base(base, itemsize=4), method, mixed_precision, num_new=num_new)
 
     def memory(length: int, at_once: int) -> int:
-        train = TrainConfig.model_validate(
-            {
-                "max_steps": 1,
-                "mixed_precision": mixed_precision,
-                "global_batch_size": at_once,
-                "micro_batch_size": at_once,
-            }
-        )
+        train = TrainConfig(max_steps=1, global_batch_size=at_once, micro_batch_size=at_once)
         return memory_of(
             step,
             train,

@@ -56,7 +56,8 @@ def part(text: Text, held_name: str, file: Path, num_tokens: int, most_held_out:
     bearable = max(_FEWEST, bisect_right(num_bytes, most_held_out / text.tokens_per_byte))
     held = min(max(1, number // FEW_DOCUMENTS), enough, bearable)
     source = {**text.source, "skip_documents": held}
-    counted, rest = f"{number:,}", "the rest to train on"
+    counted = f"{number:,}"
+    rest = "the rest to train on"
     if not text.is_whole:  # twice what a run reads, and at least what was read here
         most = max(number, ceil(2 * num_tokens / text.tokens_per_byte / text.bytes_read * number))
         source["max_documents"] = most
@@ -90,14 +91,16 @@ def _first(text: Text, name: str, number: int) -> dict[str, Any]:
 
 def _cut(text: Text, held_name: str, file: Path) -> Parted:
     """Hold out the last tenth of every document, in files of their own."""
-    name, number = text.source["name"], len(text.documents)
+    name = text.source["name"]
+    number = len(text.documents)
     parts: dict[str, list[str]] = {name: [], held_name: []}
     for document in text.documents:
         pieces = _split(document, min(_PIECE, max(1, len(document) // FEW_DOCUMENTS)))
         at = len(pieces) - max(1, len(pieces) // FEW_DOCUMENTS)
         parts[name] += _split("".join(pieces[:at]), _LARGEST_PIECE)
         parts[held_name] += pieces[at:]
-    sources, files = [], {}
+    sources = []
+    files = {}
     for part_name, pieces in parts.items():
         path = file.with_name(f"{file.stem}.{part_name}.jsonl")
         parts[part_name] = [piece.strip() for piece in pieces if piece.strip()]

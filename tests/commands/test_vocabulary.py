@@ -1,6 +1,7 @@
 """A run with new tokens, from `scale upscale` to every export, with SentencePiece's kind of tokenizer."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from scale_cli.planning import device as speed
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import read_json
+from scale_cli.vocabulary.added_tokens import Spelling
 from tests.command_line import ModelLoads, model_loads
 from tests.small_runs import changed, train_run
 from tests.vocabulary.grown_run import config_of
@@ -179,3 +181,15 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
     )
     mixed = growth_of(changed(config, f"corpus.sources=[{', '.join(sources)}]"))
     assert mixed.tokens_without == pytest.approx(0.625 * counts[0] / counts[1] + 0.375), "1 to 0.6"
+
+
+def test_the_plan_names_the_bytes_that_the_bases_tokenizer_lacks(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = Spelling.of
+    monkeypatch.setattr(
+        Spelling, "of", lambda *told: replace(of(*told), missing=frozenset({0xC0, 0xC1}))
+    )
+    lines = plan(config_of(shared_data, tmp_path), 1e12, 1).lines()
+    (note,) = (line for line in lines if line.startswith("note "))
+    assert "has no token for the bytes C0-C1" in note

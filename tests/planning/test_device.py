@@ -28,7 +28,8 @@ def test_the_rate_is_the_work_of_layers_and_head_at_the_medians_of_their_times(
     channels = min(sizes.intermediate_size, 4 * width)
     of_layer = 6 * (4 * width * width + 3 * width * channels) + 12 * width * 129 / 2
     of_head = 6 * width * sizes.vocab_size
-    in_layers = 6 * sizes.num_hidden_layers * sizes.map_parameters
+    heads = 2 * sizes.head_dim * (sizes.num_attention_heads + sizes.num_key_value_heads)
+    in_layers = 6 * sizes.num_hidden_layers * width * (heads + 3 * sizes.intermediate_size)
     time_s = in_layers * 0.3 / (128 * of_layer) + of_head * 0.6 / (128 * of_head)
     assert device.flops_per_s / device.num_threads == pytest.approx((in_layers + of_head) / time_s)
     assert "float32" in device.origin and f"{device.num_threads} thread" in device.origin

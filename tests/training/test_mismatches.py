@@ -11,8 +11,9 @@ from scale_cli.commands.upscale import upscale_is_finished
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ACCEPTABLE, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
+from scale_cli.runs.early import check_processes
 from scale_cli.runs.folder import TRAINED, RunFolder
-from scale_cli.runs.opened import Run, check_processes
+from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import file_sha256
 from scale_cli.training.records import TrainState
 from tests.small_runs import small_run
