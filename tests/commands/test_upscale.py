@@ -63,47 +63,34 @@ def test_what_is_loaded_is_what_was_made_bit_for_bit(
     model = start_model(base, config.method, config.seed, text=text)
     made, read = model.state_dict(), loaded.state_dict()
     assert made.keys() == read.keys()
-    assert all(
-        torch.equal(made[name], read[name]) and made[name].dtype == read[name].dtype
-        for name in made
-    )
+    for name, tensor in made.items():
+        assert torch.equal(tensor, read[name]) and tensor.dtype == read[name].dtype
     assert loaded.config.to_dict() | {"dtype": None} == model.config.to_dict() | {"dtype": None}
     assert torch.equal(served(loaded), served(model.eval()))
     assert not loaded.training
-    assert all(
-        parameter.requires_grad == name.startswith("expansion.")
-        for name, parameter in loaded.named_parameters()
-    )
+    for name, parameter in loaded.named_parameters():
+        assert parameter.requires_grad == name.startswith("expansion.")
 
 
-def test_the_folder_holds_the_expansion_and_what_it_belongs_to_and_the_base_is_as_it_was(
+def test_the_folder_holds_the_expansion_and_names_its_base_which_is_as_it_was(
     config: RunConfig, base: Path
 ) -> None:
     lines: list[str] = []
     made, before = upscale(config, lines.append), load_file(base / "model.safetensors")
     names = {file.name for file in made.path.iterdir()}
-    assert names >= {
-        "config.json",
-        "base.json",
-        "trained.safetensors",
-        "manifest.json",
-        "scale.yaml",
-        "tokenizer.json",
-    }
-    assert not any(file.suffix in (".bin", ".pt", ".pkl", ".py") for file in made.path.iterdir())
+    files = "config.json base.json trained.safetensors manifest.json scale.yaml tokenizer.json"
+    assert names >= {*files.split()}
+    assert not any(name.endswith((".bin", ".pt", ".pkl", ".py")) for name in names)
     parameters = dict(made.load_to_train().named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     assert load_file(made.path / "trained.safetensors").keys() == trained.keys()
     assert {f"base.{name}" for name in made.record.tensors} == parameters.keys() - trained.keys()
-    assert all(
-        torch.equal(parameters[f"base.{name}"], before[name]) for name in made.record.tensors
-    )
+    for name in made.record.tensors:
+        assert torch.equal(parameters[f"base.{name}"], before[name])
     told = dict(line.split(maxsplit=1) for line in lines if not line.startswith("base hash"))
     assert told["frozen"] == "260,032 parameters"
-    assert (
-        told["trainable"]
-        == f"{sum(parameter.numel() for parameter in trained.values()):,} parameters"
-    )
+    num_trained = sum(parameter.numel() for parameter in trained.values())
+    assert told["trainable"] == f"{num_trained:,} parameters"
     assert told["sizes"] == "hidden 64 + 16, MLP 172 + 43, heads 8 + 2, KV heads 4 + 1"
 
 
@@ -149,9 +136,7 @@ def test_base_logits_that_are_not_preserved_leave_nothing_behind(
         return logits
 
     monkeypatch.setattr(ScaleForCausalLM, "base_logits", off_by_a_bit)
-    with pytest.raises(
-        PreservationError, match="the base logits are not preserved on 'It was the best of times"
-    ):
+    with pytest.raises(PreservationError, match="not preserved on 'It was the best of times"):
         upscale(config)
     assert not (config.output_dir / "upscaled").exists()
 

@@ -9,26 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from scale_cli.data.decoding import before_cut_character, text_pieces
-from tests.vocabulary.tokenizers_at_hand import llama_2, llama_3
+from tests.vocabulary.tokenizers_at_hand import llama_2, llama_3, unigram
 
 # U+FFFD stands for bytes that are no character, so it cannot stand for itself.
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), min_size=1)
-
-
-def unigram() -> Tokenizer:
-    letters = [("\u2581", -2.0), ("a", -3.0), ("the", -3.0), ("\u2581the", -2.5), ("안", -4.0)]
-    pieces = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256)), *letters]
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    return tokenizer
 
 
 @functools.cache

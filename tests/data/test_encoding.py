@@ -12,24 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from scale_cli.data.conversations import conversation_ids
 from scale_cli.data.encoding import Encoder
-from tests.vocabulary.tokenizers_at_hand import KINDS
-
-MARKS = ["<s>", "</s>", "<unk>"]
-LETTERS = "<>/[]0xsunkSEPA_ab"
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+from tests.vocabulary.tokenizers_at_hand import BYTES, KINDS, LETTERS, MARKS, unigram
 
 
 def _with_marks(tokenizer: Tokenizer, marks: list[str]) -> Tokenizer:
     tokenizer.add_special_tokens(marks)
     return tokenizer
-
-
-def unigram() -> Tokenizer:
-    pieces = [*MARKS, *BYTES, "▁", *LETTERS, "▁a", "ab"]
-    scores = [(piece, -float(len(pieces) - len(piece))) for piece in pieces]
-    tokenizer = Tokenizer(models.Unigram(scores, unk_id=2, byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    return _with_marks(tokenizer, MARKS[:2])  # `<unk>` is known to the model alone
 
 
 def word_piece() -> Tokenizer:

@@ -52,22 +52,26 @@ class Grown:
     pieces: list[list[int]]
     tokens: list[NewToken]
 
-    def in_old_ids(self, text: str) -> list[int]:
-        ids = self.new.encode(text, add_special_tokens=False).ids
-        return [
-            old
-            for index in ids
-            for old in (self.pieces[index - FIRST_ID] if index >= FIRST_ID else [index])
-        ]
+
+def grown_by(old: Tokenizer, text: str, script: Script, most: int) -> Grown:
+    spelling = Spelling.of(old, "a base")
+    tokens = learn(count_words(text, old, script), old, spelling, script, most=most, min_count=1)
+    new = extended(old, tokens, FIRST_ID)
+    return Grown(old, new, pieces(new, spelling, FIRST_ID), tokens)
 
 
 @functools.cache
 def grown(kind: Callable[[], Tokenizer]) -> Grown:
-    old = kind()
-    spelling = Spelling.of(old, "a base")
-    tokens = learn(count_words(KOREAN, old, HANGUL), old, spelling, HANGUL, most=100, min_count=1)
-    new = extended(old, tokens, FIRST_ID)
-    return Grown(old, new, pieces(new, spelling, FIRST_ID), tokens)
+    return grown_by(kind(), KOREAN, HANGUL, most=100)
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def in_old_ids(ids: list[int], pieces: list[list[int]]) -> list[int]:
+    rows = (pieces[index - FIRST_ID] if index >= FIRST_ID else [index] for index in ids)
+    return [old for row in rows for old in row]
 
 
 any_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -95,15 +99,12 @@ texts = st.one_of(
 def test_what_is_merged_are_the_old_tokens_in_their_order_and_of_the_script_alone(
     kind: Callable[[], Tokenizer], text: str
 ) -> None:
-    tokenizers = grown(kind)
-
-    assert tokenizers.in_old_ids(text) == tokenizers.old.encode(text, add_special_tokens=False).ids
-    new = {token.token for token in tokenizers.tokens} & set(
-        tokenizers.new.encode(text, add_special_tokens=False).tokens
-    )
-    assert all(
-        HANGUL.alone_begins(Spelling.of(tokenizers.old, "a base").to_bytes(token)) for token in new
-    )
+    one = grown(kind)
+    encoded = one.new.encode(text, add_special_tokens=False)
+    assert in_old_ids(encoded.ids, one.pieces) == ids_of(one.old, text)
+    to_bytes = Spelling.of(one.old, "a base").to_bytes
+    new = {token.token for token in one.tokens} & {*encoded.tokens}
+    assert all(HANGUL.alone_begins(to_bytes(token)) for token in new)
 
 
 @any_kind
@@ -111,9 +112,7 @@ def test_new_tokens_save_tokens_and_what_is_written_is_read_back(
     kind: Callable[[], Tokenizer],
 ) -> None:
     tokenizers = grown(kind)
-    before, after = (
-        of.encode(KOREAN, add_special_tokens=False).ids for of in (tokenizers.old, tokenizers.new)
-    )
+    before, after = (ids_of(of, KOREAN) for of in (tokenizers.old, tokenizers.new))
     assert len(tokenizers.tokens) == 100
     assert len(after) < len(before) / 2.5
     assert tokenizers.new.decode(after) == tokenizers.old.decode(before) == KOREAN
@@ -122,24 +121,16 @@ def test_new_tokens_save_tokens_and_what_is_written_is_read_back(
     assert sorted(described["model"]["vocab"].values()) == list(range(FIRST_ID + 100))
     for index, token in tokenizers.old.get_added_tokens_decoder().items():
         assert tokenizers.new.token_to_id(token.content) == index
-        assert tokenizers.new.encode(token.content, add_special_tokens=False).ids == [index]
+        assert ids_of(tokenizers.new, token.content) == [index]
 
 
 @functools.cache
-def united(kind: Callable[[], Tokenizer]) -> tuple[Tokenizer, Tokenizer]:
+def united(kind: Callable[[], Tokenizer]) -> tuple[Grown, Tokenizer]:
     """One with the letters of another script in the place of Hangul, and one with both."""
     hangul = grown(kind)
-    spelling = Spelling.of(hangul.old, "a base")
-    tokens = learn(
-        count_words(RUSSIAN, hangul.old, CYRILLIC),
-        hangul.old,
-        spelling,
-        CYRILLIC,
-        most=60,
-        min_count=1,
-    )
-    cyrillic = extended(hangul.old, tokens, FIRST_ID)
-    return cyrillic, extended(hangul.new, new_tokens(cyrillic, FIRST_ID), FIRST_ID + 100)
+    cyrillic = grown_by(hangul.old, RUSSIAN, CYRILLIC, most=60)
+    more = new_tokens(cyrillic.new, FIRST_ID)
+    return cyrillic, extended(hangul.new, more, FIRST_ID + 100)
 
 
 @any_kind
@@ -156,28 +147,19 @@ def test_with_the_new_tokens_of_two_scripts_each_has_the_ids_that_it_has_alone(
     kind: Callable[[], Tokenizer], text: str, both: str
 ) -> None:
     hangul = grown(kind)
-    (cyrillic, together) = united(kind)
+    cyrillic, together = united(kind)
+    normalizer = hangul.old.normalizer
     for any_text in (text, both, text + both):
-        ids = together.encode(any_text, add_special_tokens=False).ids
-        old = hangul.old.encode(any_text, add_special_tokens=False).ids
-        of_all = [*hangul.pieces, *pieces(cyrillic, Spelling.of(hangul.old, "a base"), FIRST_ID)]
-        assert [
-            one
-            for index in ids
-            for one in (of_all[index - FIRST_ID] if index >= FIRST_ID else [index])
-        ] == old
+        ids, old = ids_of(together, any_text), ids_of(hangul.old, any_text)
+        assert in_old_ids(ids, [*hangul.pieces, *cyrillic.pieces]) == old
         assert together.decode(ids, skip_special_tokens=False) == hangul.old.decode(
             old, skip_special_tokens=False
         )
-        read = (
-            any_text
-            if hangul.old.normalizer is None
-            else hangul.old.normalizer.normalize_str(any_text)
-        )
+        read = any_text if normalizer is None else normalizer.normalize_str(any_text)
         if not re.search(f"[{CYRILLIC.characters}]", read):
-            assert ids == hangul.new.encode(any_text, add_special_tokens=False).ids
+            assert ids == ids_of(hangul.new, any_text)
         if not re.search(f"[{HANGUL.characters}]", read):
-            alone = cyrillic.encode(any_text, add_special_tokens=False).ids
+            alone = ids_of(cyrillic.new, any_text)
             assert ids == [index + 100 if index >= FIRST_ID else index for index in alone]
 
 
@@ -185,7 +167,7 @@ def test_with_the_new_tokens_of_two_scripts_each_has_the_ids_that_it_has_alone(
 def test_no_character_outside_the_script_has_other_ids(kind: Callable[[], Tokenizer]) -> None:
     """Every character of Unicode, and random strings of them."""
     one = grown(kind)
-    (cyrillic, together) = united(kind)
+    cyrillic, together = united(kind)
     outside = characters_outside(HANGUL)
     texts = [*outside, *random_strings(one.old, outside, seed=0)]
     num_compared = check_added_tokens(one.old, one.new, HANGUL, texts, [KOREAN])
@@ -194,13 +176,13 @@ def test_no_character_outside_the_script_has_other_ids(kind: Callable[[], Tokeni
     both = Script(HANGUL.ranges + CYRILLIC.ranges)
     letters = [chr(code) for first, last in both.ranges for code in range(first, last + 1)]
     of_letters = [*random_strings(one.old, letters, seed=0), KOREAN, RUSSIAN, ENGLISH]
-    check_union([(one.new, HANGUL), (cyrillic, CYRILLIC)], together, FIRST_ID, of_letters)
+    check_union([(one.new, HANGUL), (cyrillic.new, CYRILLIC)], together, FIRST_ID, of_letters)
 
 
 def test_the_checks_find_one_token_that_moved_or_that_other_texts_have() -> None:
     one = grown(llama_3)
-    (cyrillic, together) = united(llama_3)
-    parts = [(one.new, HANGUL), (cyrillic, CYRILLIC)]
+    cyrillic, together = united(llama_3)
+    parts = [(one.new, HANGUL), (cyrillic.new, CYRILLIC)]
     check_union(parts, together, FIRST_ID, [KOREAN, RUSSIAN, ENGLISH])
 
     left, right = one.old.encode("epoch", add_special_tokens=False).tokens[-2:]
@@ -214,7 +196,7 @@ def test_the_checks_find_one_token_that_moved_or_that_other_texts_have() -> None
     moved = Tokenizer.from_str(json.dumps(described))
     with pytest.raises(PreservationError, match="had the id"):
         check_added_tokens(one.old, moved, HANGUL, [], [])
-    fewer = extended(one.new, new_tokens(cyrillic, FIRST_ID)[:-1], FIRST_ID + 100)
+    fewer = extended(one.new, new_tokens(cyrillic.new, FIRST_ID)[:-1], FIRST_ID + 100)
     with pytest.raises(PreservationError, match="have changed"):
         check_union(parts, fewer, FIRST_ID, [RUSSIAN])
 
@@ -322,11 +304,8 @@ def test_a_model_with_new_pieces_has_the_old_ones_and_every_id_of_the_tokenizer(
     model.trainer_spec.vocab_size = 7
     model.normalizer_spec.name = "identity"
     between = ["<pad>", "unused"]
-    names = [
-        *(f"{index}" * 100 for index in range(len(old))),
-        *between,
-        *(f"new {text}" for text in new),
-    ]
+    names = [f"{index}" * 100 for index in range(len(old))]
+    names += [*between, *(f"new {text}" for text in new)]
     tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(names)}, []))
     tokenizer.add_special_tokens([AddedToken("<pad>")])
 
@@ -337,14 +316,10 @@ def test_a_model_with_new_pieces_has_the_old_ones_and_every_id_of_the_tokenizer(
     assert list(grown.pieces[: len(old)]) == list(model.pieces)
     assert [piece.piece for piece in added] == names[len(old) :]
     assert [piece.type for piece in added] == [3, 5] + [1] * len(new)
-    assert [piece.score for piece in added] == sorted(
-        (piece.score for piece in added), reverse=True
-    )
-    assert all(piece.score < -len(old) for piece in added)
-    assert (grown.trainer_spec, grown.normalizer_spec) == (
-        model.trainer_spec,
-        model.normalizer_spec,
-    )
+    scores = [piece.score for piece in added]
+    assert scores == sorted(scores, reverse=True) and scores[0] < -len(old)
+    assert grown.trainer_spec == model.trainer_spec
+    assert grown.normalizer_spec == model.normalizer_spec
 
 
 def test_half_a_model_is_refused() -> None:

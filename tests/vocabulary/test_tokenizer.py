@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from scale_cli.config.sources import TextSource
 from scale_cli.config.vocabulary import VocabularyConfig
 from scale_cli.data.encoding import id_dtype
 from scale_cli.data.tokens import TokenCache
@@ -25,6 +24,7 @@ from scale_cli.vocabulary.tokenizer import (
     write_grown,
 )
 from tests.command_line import refused
+from tests.data.corpus_files import source_of
 from tests.vocabulary.tokenizers_at_hand import KOREAN, llama_3
 
 ROWS = 8192
@@ -40,10 +40,8 @@ def added(
 ) -> AddedTokens:
     sources = []
     for number, text in enumerate(texts):
-        (tmp_path / f"{number}.txt").write_text(text)
-        sources.append(
-            TextSource(name=f"ko{number}", path=str(tmp_path / f"{number}.txt"), language="ko")
-        )
+        (path := tmp_path / f"{number}.txt").write_text(text)
+        sources.append(source_of(path, name=f"ko{number}"))
     vocabulary = VocabularyConfig(**{"new_tokens": 64, "min_count": 1, **keys})
     return AddedTokens(first_id, vocabulary, sources, TokenCache(tmp_path / "cache", base))
 
@@ -75,10 +73,8 @@ def test_special_tokens_of_a_list_are_written_as_every_version_of_transformers_r
     )
     write_grown(tmp_path, base)
     written = read_json(tmp_path / "tokenizer_config.json")
-    assert (
-        written["additional_special_tokens"] == ["<s>", "</s>"]
-        and "extra_special_tokens" not in written
-    )
+    assert written["additional_special_tokens"] == ["<s>", "</s>"]
+    assert "extra_special_tokens" not in written
     assert load_grown(tmp_path).all_special_ids == base.all_special_ids
 
 
@@ -130,15 +126,12 @@ def test_what_cannot_be_had_is_one_line(
 
 
 @pytest.mark.parametrize(("share", "is_refused"), [(1.5, True), (0.5, False)])
-def test_a_sketch_refuses_what_the_text_does_not_give_only_where_it_has_read_every_source_to_its_end(
+def test_a_sketch_refuses_too_many_tokens_only_where_it_has_read_every_source_to_its_end(
     base: PreTrainedTokenizerBase, tmp_path: Path, share: float, is_refused: bool
 ) -> None:
     asked = added(base, tmp_path, KOREAN, KOREAN, new_tokens=4096)
-    with (
-        pytest.raises(ConfigError, match="4,096, but the text gives")
-        if is_refused
-        else nullcontext()
-    ):
+    told = pytest.raises(ConfigError, match="4,096, but the text gives")
+    with told if is_refused else nullcontext():
         asked.sketched(int(share * len(KOREAN.encode())))
 
 

@@ -87,12 +87,29 @@ def smollm2() -> Tokenizer:
     return Tokenizer.from_str(json.dumps(described))
 
 
+MARKS = ["<s>", "</s>", "<unk>"]
+LETTERS = "<>/[]0xsunkSEPA_ab"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+_DECODED = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+
+
+def unigram() -> Tokenizer:
+    """SentencePiece's other model, of few pieces; the model alone knows its `<unk>`."""
+    pieces = [*MARKS, *BYTES, "▁", *LETTERS, "▁a", "ab"]
+    scores = [(piece, -float(len(pieces) - len(piece))) for piece in pieces]
+    tokenizer = Tokenizer(models.Unigram(scores, unk_id=2, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    tokenizer.decoder = decoders.Sequence(_DECODED)
+    tokenizer.add_special_tokens(MARKS[:2])
+    return tokenizer
+
+
 def _with_byte_fallback() -> Tokenizer:
     learned = Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.Metaspace()
     learned.train_from_iterator([ENGLISH], trainers.BpeTrainer(vocab_size=120, show_progress=False))
     model = json.loads(learned.to_str())["model"]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
+    tokens = ["<unk>", "<s>", "</s>", *BYTES, *model["vocab"]]
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
@@ -102,14 +119,7 @@ def _with_byte_fallback() -> Tokenizer:
             byte_fallback=True,
         )
     )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    tokenizer.decoder = decoders.Sequence([*_DECODED, decoders.Strip(" ", 1, 0)])
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer
 

@@ -22,41 +22,28 @@ PETITIONS = Path(__file__).parents[3] / "configs" / "petitions.yaml"
 
 
 @pytest.fixture(scope="module")
-def given(shared_data: Path) -> list[str]:
-    return [f"model.base={shared_data / 'ckpt-eltec' / 'hf'}"]
+def makes(shared_data: Path) -> dict[str, list[str]]:
+    base = [f"model.base={shared_data / 'ckpt-eltec' / 'hf'}"]
+    return {name: method.makes(PETITIONS, base) for name, method in METHODS.items()}
 
 
 @pytest.fixture(scope="module")
-def configs(given: list[str]) -> dict[str, RunConfig]:
-    return {
-        name: load_config(PETITIONS, method.makes(PETITIONS, given))
-        for name, method in METHODS.items()
-    }
+def configs(makes: dict[str, list[str]]) -> dict[str, RunConfig]:
+    return {name: load_config(PETITIONS, overrides) for name, overrides in makes.items()}
 
 
-def test_every_method_is_tuned_by_equally_many_runs_and_every_one_is_a_config(
-    configs: dict[str, RunConfig], given: list[str]
+def test_every_method_is_tuned_by_equally_many_runs_and_not_on_what_is_trained_on_or_reported(
+    configs: dict[str, RunConfig], makes: dict[str, list[str]]
 ) -> None:
     assert len({len(paired(method.tried)) for method in METHODS.values()}) == 1
-    for name, method in METHODS.items():
-        overrides = [*method.makes(PETITIONS, given), *tuning_overrides(configs[name])]
-        for values in paired(method.tried):
-            tried = load_config(
-                PETITIONS, [*overrides, *words_of_run(125, Path("runs/x"), TUNING_SEED), *values]
-            )
-            assert (
-                tried.method.variant == configs[name].method.variant
-                and tried.train.max_steps == 125
-            )
-
-
-def test_nothing_is_tuned_on_what_is_trained_on_or_reported(
-    configs: dict[str, RunConfig], given: list[str]
-) -> None:
+    of_run = words_of_run(125, Path("runs/x"), TUNING_SEED)
     for name, config in configs.items():
-        tuned = load_config(
-            PETITIONS, [*METHODS[name].makes(PETITIONS, given), *tuning_overrides(config)]
-        )
+        overrides = [*makes[name], *tuning_overrides(config)]
+        for values in paired(METHODS[name].tried):
+            tried = load_config(PETITIONS, [*overrides, *of_run, *values])
+            assert tried.method.variant == config.method.variant
+            assert tried.train.max_steps == 125
+        tuned = load_config(PETITIONS, overrides)
         (held_back,), trained = tuned.evaluation.perplexity, training_sources(tuned)[0]
         assert held_back.path == trained.path
         assert (held_back.skip_documents, held_back.max_documents) == (0, trained.skip_documents)
