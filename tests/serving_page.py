@@ -17,6 +17,36 @@ CONFIG = "configs/llama-3.2-1b-korean.yaml"
 _SHELL = frozenset("$|&;<>`*~\\")  # what only a shell understands
 
 
+_SMALL = """
+corpus:
+  sequence_length: 64
+  sources:
+    - name: petitions
+      path: &korean SHARED/ko-petitions/valid.txt.xz
+      language: ko
+      weight: 0.9
+      max_documents: 8
+    - name: stories
+      path: &english SHARED/en-tinystories/tinystories_val.txt
+      language: en
+      weight: 0.1
+      role: replay
+      skip_documents: 4
+      max_documents: 8
+train:
+  max_steps: 6
+  global_batch_size: 4
+  micro_batch_size: 2
+  warmup_steps: 2
+  eval_every_steps: 3
+evaluation:
+  perplexity:
+    - {name: stories, path: *english, language: en, role: retention, max_documents: 4}
+    - {name: held-out, path: *korean, language: ko, role: acquisition, max_documents: 4}
+  benchmarks: []
+"""
+
+
 def commands(section: str) -> list[str]:
     """Return the blocks of one section, in its order."""
     text = PAGE.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
@@ -28,36 +58,10 @@ def commands(section: str) -> list[str]:
 def write_small_config(folder: Path, shared_data: Path) -> None:
     """Write the page's config as it is shipped, but for the base, the corpora and the sizes of the run."""
     config = yaml.safe_load((PAGE.parents[1] / CONFIG).read_text())
-    korean = {"path": str(shared_data / "ko-petitions" / "valid.txt.xz"), "language": "ko"}
-    english = {
-        "path": str(shared_data / "en-tinystories" / "tinystories_val.txt"),
-        "language": "en",
-    }
-    sources = [
-        {"name": "petitions", **korean, "weight": 0.9, "max_documents": 8},
-        {
-            "name": "stories",
-            **english,
-            "weight": 0.1,
-            "role": "replay",
-            "skip_documents": 4,
-            "max_documents": 8,
-        },
-    ]
     config["model"]["base"] = str(shared_data / "ckpt-stories260K" / "hf")
-    config["corpus"] |= {"sequence_length": 64, "sources": sources}
-    config["train"] |= {
-        "max_steps": 6,
-        "global_batch_size": 4,
-        "micro_batch_size": 2,
-        "warmup_steps": 2,
-        "eval_every_steps": 3,
-    }
-    config["evaluation"]["perplexity"] = [
-        {"name": "stories", **english, "role": "retention", "max_documents": 4},
-        {"name": "held-out", **korean, "role": "acquisition", "max_documents": 4},
-    ]
-    config["evaluation"]["benchmarks"] = []
+    text = _SMALL.replace("SHARED", str(shared_data))
+    for section, keys in yaml.safe_load(text).items():
+        config[section] |= keys
     path = folder / CONFIG
     path.parent.mkdir()
     path.write_text(yaml.safe_dump(config, allow_unicode=True))

@@ -60,22 +60,25 @@ def held_out(name: str, path: Path | str, role: str = "retention", **keys: Any) 
     return {"name": name, "path": str(path), "language": "en", "role": role, **keys}
 
 
+_ONE_STEP = """
+output_dir: {folder}/run
+model: {{base: {base}}}
+corpus: {{sequence_length: 16, sources: [{{name: news, path: {folder}/news.txt, language: en}}]}}
+train: {{max_steps: 1, global_batch_size: 1}}
+"""
+
+
 def write_config(folder: Path, base: Path | str, name: str = "config", /, **sections: Any) -> Path:
     """Write a config of one step on a short text, and the text beside it.
 
-    `sections` add to those that it has, or take the place of what they name.
+    `sections` add to those that it has, or take the place of what they name; a text is YAML.
     """
     news = folder / "news.txt"
     if not news.exists():
         news.write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n")
-    source = {"name": "news", "path": str(news), "language": "en"}
-    tree: dict[str, Any] = {
-        "output_dir": str(folder / "run"),
-        "model": {"base": str(base)},
-        "corpus": {"sequence_length": 16, "sources": [source]},
-        "train": {"max_steps": 1, "global_batch_size": 1},
-    }
-    for section, keys in sections.items():
+    tree = yaml.safe_load(_ONE_STEP.format(folder=folder, base=base))
+    for section, given in sections.items():
+        keys = yaml.safe_load(given) if isinstance(given, str) else given
         tree[section] = {**tree.get(section, {}), **keys} if isinstance(keys, dict) else keys
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -87,30 +90,37 @@ def small_run(folder: Path, base: Path | str, *overrides: str, **sections: Any) 
     return load_config(write_config(folder, base, **sections), overrides)
 
 
+_PETITIONS = """
+output_dir: {output}
+model: {{base: {base}, dtype: float32}}
+corpus:
+  sequence_length: 64
+  cache_dir: {cache}
+  sources: [{{name: petitions, path: {korean}, language: ko, max_documents: 8}}]
+train: {{max_steps: 12, global_batch_size: 4, micro_batch_size: 4, lr: 0.002}}
+evaluation:
+  perplexity:
+    - {{name: tiny, path: {english}, language: en, role: retention, max_documents: 2}}
+    - name: petitions-held-out
+      path: {korean}
+      language: ko
+      role: acquisition
+      max_documents: 2
+export: {{format: llama}}
+"""
+
+
 def petitions_run(shared_data: Path, output_dir: Path, **method: Any) -> RunConfig:
-    """The config of a run of seconds: the lower layers of stories260K learn a few Korean petitions."""
-    english = shared_data / "en-tinystories" / "tinystories_val.txt"
-    korean = {"path": str(shared_data / "ko-petitions" / "valid.txt.xz"), "language": "ko"}
-    return RunConfig.model_validate(
-        {
-            "output_dir": output_dir,
-            "model": {"base": str(lower_stories(shared_data)), "dtype": "float32"},
-            "method": {"variant": "route", **method},
-            "corpus": {
-                "sequence_length": 64,
-                "cache_dir": output_dir.parent / "tokens",
-                "sources": [{"name": "petitions", **korean, "max_documents": 8}],
-            },
-            "train": {"max_steps": 12, "global_batch_size": 4, "micro_batch_size": 4, "lr": 2e-3},
-            "evaluation": {
-                "perplexity": [
-                    held_out("tiny", english, max_documents=2),
-                    held_out("petitions-held-out", role="acquisition", max_documents=2, **korean),
-                ]
-            },
-            "export": {"format": "llama"},
-        }
+    """The config of a run of seconds: the lower layers of stories260K learn a few petitions."""
+    text = _PETITIONS.format(
+        output=output_dir,
+        cache=output_dir.parent / "tokens",
+        base=lower_stories(shared_data),
+        korean=shared_data / "ko-petitions" / "valid.txt.xz",
+        english=shared_data / "en-tinystories" / "tinystories_val.txt",
     )
+    tree = yaml.safe_load(text) | {"method": {"variant": "route", **method}}
+    return RunConfig.model_validate(tree)
 
 
 def train_run(config: RunConfig) -> RunConfig:

@@ -15,11 +15,9 @@ GOOD = ['{"text": "A cat sat."}'] * 3
 def prepared_from(folder: Path, stories: Path, lines: list[str]) -> RunConfig:
     """Return a config of a .jsonl to train on, and of two documents held out."""
     (folder / "news.jsonl").write_text("\n".join(lines) + "\n")
-    news = {"name": "news", "path": str(folder / "news.jsonl"), "language": "en"}
     tales = held_out("tales", folder / "news.txt")
-    return small_run(
-        folder, stories, corpus={"sources": [news]}, evaluation={"perplexity": [tales]}
-    )
+    path = f"corpus.sources.0.path={folder / 'news.jsonl'}"
+    return small_run(folder, stories, path, evaluation={"perplexity": [tales]})
 
 
 def test_shares_of_the_files_are_prepared_one_by_one_then_joined_and_not_tokenised_again(

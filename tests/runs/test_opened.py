@@ -26,7 +26,7 @@ from scale_cli.runs.precision import with_precision
 from scale_cli.storage.atomic import write_text
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scripts.from_scratch import train_tokenizer, write_base
-from tests.small_runs import held_out, write_config
+from tests.small_runs import write_config
 from tests.vocabulary.tokenizers_at_hand import BROKEN, ENGLISH, KOREAN
 from tests.widening import tiny_llama
 
@@ -53,15 +53,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def configured(inputs: Path, tmp_path: Path) -> Configured:
     """Return a function from overrides, in which {here} is the folder of the inputs, to a config."""
 
-    kept = held_out("kept", inputs / "held-out.txt")
-    new = held_out("new", inputs / "held-out.txt", "acquisition", language="ko")
-    source = {"name": "one", "path": str(inputs / "trained.txt"), "language": "en"}
+    one = f"{{name: one, path: {inputs}/trained.txt, language: en}}"
+    kept = f"{{name: kept, path: {inputs}/held-out.txt, language: en, role: retention}}"
+    new = f"{{name: new, path: {inputs}/held-out.txt, language: ko, role: acquisition}}"
     path = write_config(
         tmp_path,
         inputs / "base",
-        corpus={"cache_dir": str(tmp_path / "cache"), "sources": [source]},
-        train={"micro_batch_size": 1, "eval_every_steps": 1},
-        evaluation={"perplexity": [kept, new]},
+        corpus=f"{{cache_dir: {tmp_path}/cache, sources: [{one}]}}",
+        train="{micro_batch_size: 1, eval_every_steps: 1}",
+        evaluation=f"perplexity: [{kept}, {new}]",
     )
     (tmp_path / "news.txt").unlink()
     return lambda *overrides: load_config(path, [each.format(here=inputs) for each in overrides])

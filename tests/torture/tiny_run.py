@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from safetensors import safe_open
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import MANIFEST, file_sha256, read_json, verify_folder
 from scale_cli.upscale.base_hashes import tensor_sha256
 from scripts.from_scratch import train_tokenizer, write_base
-from tests.small_runs import held_out, write_config
+from tests.small_runs import write_config
 from tests.torture.faults import Fault
 from tests.torture.verbs import Ended, Hook, Verb, run_verb, start_group
 from tests.widening import tiny_llama
@@ -33,6 +34,31 @@ CLOCK = (
 )
 MAX_STEPS, SAVED_STEPS = 12, (3, 6, 9, 12)
 MIDWAY = 6
+
+
+CONFIG = """
+method: {variant: route, collaboration: {layers: 'top:1'}}
+corpus:
+  sources:
+    - {name: one, language: ko, path: ROOT/one.txt}
+    - {name: two, language: ko, path: ROOT/two.txt, weight: 0.5}
+train:
+  max_steps: 12
+  global_batch_size: 4
+  micro_batch_size: 1
+  lr: 0.003
+  warmup_steps: 3
+  log_every_steps: 1
+  save_every_steps: 3
+  keep_checkpoints: 2
+  eval_every_steps: 4
+evaluation:
+  bootstrap_resamples: 100
+  perplexity:
+    - {name: held, language: ko, path: ROOT/held-out.txt, role: acquisition}
+    - {name: kept, language: ko, path: ROOT/one.txt, role: retention}
+export: {format: llama}
+"""
 
 
 def write_base_and_texts(root: Path, **sizes: Any) -> None:
@@ -59,38 +85,12 @@ class Runs:
         return RunFolder(self.root / name)
 
     def config(self, name: str) -> Path:
-        one, two, kept = (str(self.root / f"{file}.txt") for file in ("one", "two", "held-out"))
         return write_config(
             self.root,
             self.root / "base",
             name,
             output_dir=str(self.root / name),
-            method={"variant": "route", "collaboration": {"layers": "top:1"}},
-            corpus={
-                "sources": [
-                    {"name": "one", "language": "ko", "path": one},
-                    {"name": "two", "language": "ko", "path": two, "weight": 0.5},
-                ],
-            },
-            train={
-                "max_steps": MAX_STEPS,
-                "global_batch_size": 4,
-                "micro_batch_size": 1,
-                "lr": 3e-3,
-                "warmup_steps": 3,
-                "log_every_steps": 1,
-                "save_every_steps": 3,
-                "keep_checkpoints": 2,
-                "eval_every_steps": 4,
-            },
-            evaluation={
-                "bootstrap_resamples": 100,
-                "perplexity": [
-                    held_out("held", kept, "acquisition", language="ko"),
-                    held_out("kept", one, language="ko"),
-                ],
-            },
-            export={"format": "llama"},
+            **yaml.safe_load(CONFIG.replace("ROOT", str(self.root))),
         )
 
     def arguments(self, verb: str, name: str) -> list[str]:

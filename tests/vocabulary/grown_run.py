@@ -7,7 +7,7 @@ from scale_cli.commands.join import join
 from scale_cli.config.schema import RunConfig
 from scale_cli.joining.members import join_runs
 from scale_cli.model.joined_scale import JoinedForCausalLM
-from tests.small_runs import held_out, small_run, train_run
+from tests.small_runs import small_run, train_run
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 from tests.widening import lower_stories
 
@@ -20,22 +20,19 @@ def config_of(
     new_text: str = KOREAN,
     **method: Any,
 ) -> RunConfig:
-    for name, text in (("ko", "\n\n".join([new_text] * 8)), ("en", ENGLISH)):
-        (folder / f"{name}.txt").write_text(text)
-    korean = {"name": "ko", "path": str(folder / "ko.txt"), "language": "ko"}
+    (folder / "ko.txt").write_text("\n\n".join([new_text] * 8))
+    (folder / "en.txt").write_text(ENGLISH)
+    korean = f"name: ko, path: {folder}/ko.txt, language: ko"
+    english = f"name: en, path: {folder}/en.txt, language: en"
     vocabulary = {"new_tokens": 64, "min_count": 2}
     return small_run(
         folder,
         base or lower_stories(shared_data),
-        "train={max_steps: 2, global_batch_size: 2, micro_batch_size: 2, warmup_steps: 1, lr: 1e-3}",
+        "train.lr=1e-3",
+        train="{max_steps: 2, global_batch_size: 2, micro_batch_size: 2, warmup_steps: 1}",
         method={"variant": variant, "vocabulary": vocabulary, **method},
-        corpus={"sequence_length": 32, "num_workers": 1, "sources": [korean]},
-        evaluation={
-            "perplexity": [
-                held_out("en", folder / "en.txt"),
-                {**korean, "role": "acquisition"},
-            ]
-        },
+        corpus=f"{{sequence_length: 32, num_workers: 1, sources: [{{{korean}}}]}}",
+        evaluation=f"perplexity: [{{{english}, role: retention}}, {{{korean}, role: acquisition}}]",
     )
 
 
