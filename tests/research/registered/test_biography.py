@@ -201,7 +201,7 @@ def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(
     small: BiographyConfig,
 ) -> None:
     small = with_rivals(small, *RIVALS)
-    results = run_biography(small, str)
+    results = run_biography(small, print)
     for result in results:
         assert result.steps == [0, 2, 4, 5]
         for accuracy in (result.task_0, result.task_1):
@@ -217,12 +217,12 @@ def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(
     assert names == ["full", "route", "adept", "mer", "held"]
 
     before = {file: file.stat().st_mtime_ns for file in small.output_dir.glob("methods/*.json")}
-    assert run_biography(small, str) == results
+    assert run_biography(small, print) == results
     assert before == {file: file.stat().st_mtime_ns for file in before}
 
     fewer = small.people.model_copy(update={"task_1": 2})
     with pytest.raises(RunFolderError, match=r"other settings \(people\)"):
-        run_biography(small.model_copy(update={"people": fewer}), str)
+        run_biography(small.model_copy(update={"people": fewer}), print)
 
 
 @pytest.mark.parametrize(
@@ -236,5 +236,5 @@ def test_a_method_that_the_base_cannot_have_is_refused_before_the_base_is_learne
     small: BiographyConfig, method: dict[str, Any], told: str
 ) -> None:
     with refused(ConfigError, f"^methods: rival: {told}"):
-        run_biography(with_rivals(small, {"name": "rival", "method": method}), str)
+        run_biography(with_rivals(small, {"name": "rival", "method": method}), print)
     assert not small.output_dir.exists()
