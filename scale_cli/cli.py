@@ -12,9 +12,9 @@ from scale_cli.console import (
     Verbs,
     ask,
     ended_in_one_message,
+    import_libraries,
     load,
     parse_share,
-    quieten_libraries,
     read,
     run_folder,
 )
@@ -153,7 +153,7 @@ def init(
     text = source_of("corpus", learned, spoken, text_field)
     known = source_of("replay", kept, retention_language, retention_text_field)
     check_answers(file, model, text, known)
-    quieten_libraries()
+    import_libraries()
     from scale_cli.commands.init import init
 
     init(file, model, text, known, minutes)
@@ -316,7 +316,7 @@ def join(
 ) -> None:
     """Put finished runs on the same base into one routed model."""
     folders = [run_folder(path) for path in runs]
-    quieten_libraries()
+    import_libraries()
     from scale_cli.commands.join import join
 
     on_main(lambda: show(join(folders, output, prior, folder_format)))
@@ -374,7 +374,7 @@ def generate(
         )
     config = read(path, None) if samples else None
     folder = run_folder(path)
-    quieten_libraries()
+    import_libraries()
     from scale_cli.commands import generate as verb
     from scale_cli.generation import Sampling
     from scale_cli.runs.precision import with_precision
@@ -412,7 +412,7 @@ def serve(
     """Serve an export as an OpenAI endpoint, with its router."""
     refuse_several("serve")
     folder = run_folder(path)
-    quieten_libraries()
+    import_libraries()
     from scale_cli.commands.serve import serve
 
     serve(folder, engine, options or [], log, plainly=plain)
@@ -428,7 +428,7 @@ def verify(
     Checks hashes, preservation, the log and exports.
     """
     folder = run_folder(path)
-    quieten_libraries()
+    import_libraries()
     from scale_cli.commands.verify import verify
 
     on_main(lambda: verify(folder))

@@ -10,10 +10,9 @@ special tokens.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from scale_cli.data.encoding import GUARD, Encoder, break_pattern, learned_tokens
+from scale_cli.data.encoding import GUARD, break_pattern, encoder_of, learned_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +58,7 @@ def conversation_ids(
     raises.
     """
     text = write_conversation(tokenizer, messages, asks=asks)
-    return _encoder(tokenizer).encodings([text])[0].ids
+    return encoder_of(tokenizer, conversations=True).encodings([text])[0].ids
 
 
 def said_tokens(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[bool]:
@@ -78,7 +77,7 @@ def said_tokens(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[
         if (start := text.find(said.strip(), end)) >= 0:
             end = start + len(said.strip())
             spans.append((start, end))
-    encoding = _encoder(tokenizer).encodings([text])[0]
+    encoding = encoder_of(tokenizer, conversations=True).encodings([text])[0]
     if not spans:
         return [True] * len(encoding.ids)
     return learned_tokens(text, tuple(spans), encoding.offsets, len(encoding.ids)).tolist()
@@ -87,8 +86,3 @@ def said_tokens(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
     return [token.content for token in added if token.special]
-
-
-@lru_cache(maxsize=2)
-def _encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    return Encoder(tokenizer, conversations=True)

@@ -16,7 +16,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusConfig, CorpusSource, ReadingConfig, TextSource
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.documents import CorpusReader
-from scale_cli.data.encoding import Document, Encoder
+from scale_cli.data.encoding import Document, encoder_of, gives_all_back
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.errors import CorpusError, RunFolderError
@@ -112,7 +112,7 @@ def check_sample(
     if elsewhere or any("://" in path for path in source.paths):
         return
     conversations = source.messages_field is not None
-    encoder = Encoder(tokenizer, conversations=conversations)
+    is_lossless = gives_all_back(tokenizer.backend_tokenizer)
     ledger = Ledger()
     is_whole = True
     parts = [source.model_copy(update={"path": path}) for path in source.paths] or [source]
@@ -131,7 +131,9 @@ def check_sample(
                 break
         is_whole = is_whole and room > 0 and reader.ledger.read.documents < _SAMPLE_RECORDS
         ledger.take(reader.ledger)
-        ledger.round_trip += encoder.encode(sample).round_trip
+        if not is_lossless:
+            encoder = encoder_of(tokenizer, conversations=conversations)
+            ledger.round_trip += encoder.encode(sample).round_trip
     all_skipped = ledger.num_skipped > 0 and len(parts) == 1
     if not ledger.kept.documents and (
         all_skipped or ledger.bad_fraction > reading.max_bad_fraction

@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding, Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import (
+    Encoding,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
 
 from scale_cli.errors import RunError
 
@@ -150,7 +158,7 @@ class Encoder:
         described = json.loads(tokenizer.backend_tokenizer.to_str())
         self._tokenizer = marks_as_text(described)
         self._guarded = marks_as_text(described, guarded=True) if conversations else None
-        self._gives_all_back = _gives_all_back(described)
+        self._gives_all_back = gives_all_back(tokenizer.backend_tokenizer)
         # The token that the model puts in place of unknown text; a Unigram model gives it as an id.
         unknown = described["model"].get("unk_token")
         self._unknown = (
@@ -235,6 +243,11 @@ class Encoder:
         return RoundTrip(sum(sizes), num_lost, example)
 
 
+@lru_cache(maxsize=4)  # a loaded tokenizer never changes, and its JSON form takes half a second
+def encoder_of(tokenizer: PreTrainedTokenizerBase, *, conversations: bool) -> Encoder:
+    return Encoder(tokenizer, conversations=conversations)
+
+
 def break_pattern(strings: Iterable[str]) -> str:
     """Return a regular expression for the first character of each string where the rest follows it."""
     longest_first = sorted({text for text in strings if len(text) > 1}, key=len, reverse=True)
@@ -289,29 +302,34 @@ def _marks_in_reach(described: dict[str, Any]) -> list[str]:
     return found
 
 
-def _gives_all_back(described: dict[str, Any]) -> bool:
+def gives_all_back(tokenizer: Tokenizer) -> bool:
     """Return whether no text is ever lost: a byte-level tokenizer with all bytes, and no step that
     drops one.
+
+    The vocabulary is not read as JSON: that takes half a second.
     """
-    model, decoder, first = (
-        described[part] or {} for part in ("model", "decoder", "pre_tokenizer")
-    )
+    model = tokenizer.model
+    if (
+        not isinstance(model, models.BPE)
+        or model.continuing_subword_prefix
+        or model.end_of_word_suffix
+        or tokenizer.normalizer is not None
+        or tokenizer.pre_tokenizer is None
+        or not isinstance(tokenizer.decoder, decoders.ByteLevel)
+        or any(model.token_to_id(byte) is None for byte in pre_tokenizers.ByteLevel.alphabet())
+    ):
+        return False
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer = tokenizer.pre_tokenizer
+    first = json.loads(bare.to_str())["pre_tokenizer"]
     steps = first.get("pretokenizers", [first])
-    kinds = [step.get("type") for step in steps]
+    kinds = [step["type"] for step in steps]
     return (
-        model["type"] == "BPE"
-        and not any(
-            model.get(affix) for affix in ("continuing_subword_prefix", "end_of_word_suffix")
-        )
-        and model["vocab"].keys() >= set(pre_tokenizers.ByteLevel.alphabet())
-        and described["normalizer"] is None
-        and kinds.count("ByteLevel") == 1
+        kinds.count("ByteLevel") == 1
         and all(kind in ("ByteLevel", "Split", "Digits") for kind in kinds)
         and not any(step.get("behavior") == "Removed" for step in steps)
-        and decoder.get("type") == "ByteLevel"
-        and all(
-            added["content"].isascii() for added in described["added_tokens"]
-        )  # others would be decoded as bytes
+        # Others would be decoded as bytes.
+        and all(added.content.isascii() for added in tokenizer.get_added_tokens_decoder().values())
     )
 
 

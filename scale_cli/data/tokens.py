@@ -45,10 +45,10 @@ from scale_cli.data.encoding import (
     Document,
     DocumentMarkers,
     Encoded,
-    Encoder,
     Ids,
     RoundTrip,
     encode_all,
+    encoder_of,
     id_dtype,
 )
 from scale_cli.data.files import SourceFile, content_hashes, describe_content, file_parts
@@ -263,7 +263,7 @@ def tokenise(
     """
     reading = cache.reading
     is_chat = source.messages_field is not None
-    encoder = Encoder(cache.tokenizer, conversations=is_chat)
+    encoder = encoder_of(cache.tokenizer, conversations=is_chat)
     reader = CorpusReader(
         source, reading.max_document_bytes, cache.tokenizer if is_chat else None, files=part
     )

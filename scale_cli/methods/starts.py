@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,9 @@ _SHARE_OF_HUGE = 0.05
 # Of the randomised SVD: extra dimensions of the random subspace, power iterations.
 _OVERSAMPLED = 16
 _PASSES = 4
+# Layers, or pieces of the head, that are started at once: each holds its largest maps in float64.
+_THREADS = 4
+_ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def initialise_expansion(
     of g, and W above stands for diag(g / g') W. Norms over all queries or keys have the copied
     heads' gains.
 
-    Numbers are drawn on the CPU in float32, and products are computed there in float64 on one
+    Numbers are drawn on the CPU in float32, and each product is computed there in float64 by one
     thread, so the start does not depend on device, dtype or number of threads. The model's
     configuration stores e; None: there are no codes.
 
@@ -97,16 +101,13 @@ def initialise_expansion(
 
     config.expansion_embedding_rms = None
     directions = None
+    is_known = text is None or knows(base, text)
     with _one_thread():
-        if text is None or knows(base, text):
-            head = _whole_head(base, expansion.new_tokens)
-            count = min(base.config.hidden_size, config.expansion_hidden_size)
-            directions = _head_directions(head, text, count)
-            size = _rms(_gains(base.config, base.model, "norm"))
-            expansion.norm.weight.fill_(size)
-            expansion.lm_head.weight[:, :count].copy_(head @ directions.T / size)
-        for base_layer, layer in zip(base.model.layers, expansion.layers, strict=True):
-            _start_layer(base.config, base_layer, layer, directions)
+        if is_known:
+            directions = _start_head(model, text)
+        start_layer = partial(_start_layer, base.config, directions)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(start_layer, base.model.layers, expansion.layers))
     if directions is None:
         _start_codes(model, seed)
 
@@ -145,11 +146,29 @@ def _start_codes(model: ScaleForCausalLM, seed: int) -> None:
     config.expansion_embedding_rms = embedding_rms
 
 
-def _whole_head(base: Any, new_tokens: Any) -> Tensor:
-    """Return H diag(g), (V, D) in float64, new tokens included; g are the gains of the last norm."""
-    heads = [base.lm_head] if new_tokens is None else [base.lm_head, new_tokens.lm_head]
-    rows = torch.cat([head.weight.detach().double().cpu() for head in heads])
-    return rows * _gains(base.config, base.model, "norm")
+def _start_head(model: ScaleForCausalLM, text: TextToLearn | None) -> Tensor:
+    """Fill H' and the gains of its norm; return P, (count, D)."""
+    base, expansion = model.base, model.expansion
+    config: Any = model.config
+    head_VD = base.lm_head.weight.detach().cpu()
+    if expansion.new_tokens is not None:
+        head_VD = torch.cat([head_VD, expansion.new_tokens.lm_head.weight.detach().cpu()])
+    gains = _gains(base.config, base.model, "norm")
+    size = _rms(gains)
+    count = min(base.config.hidden_size, config.expansion_hidden_size)
+    directions = _head_directions(head_VD, gains, text, count)
+
+    @torch.no_grad()  # a setting of each thread
+    def write(first: int) -> None:
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        expansion.lm_head.weight[rows, :count].copy_(
+            (head_VD[rows].double() * gains) @ directions.T / size
+        )
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        list(threads.map(write, range(0, len(head_VD), _ROWS_AT_ONCE)))
+    expansion.norm.weight.fill_(size)
+    return directions
 
 
 def _rms(gains: Tensor) -> float:
@@ -164,20 +183,23 @@ def _gains(config: Any, owner: Any, norm: str | None) -> Tensor:
     return family_of(config).norm_form.gains(weight).double().cpu()
 
 
-def _head_directions(head: Tensor, text: TextToLearn | None, count: int) -> Tensor:
-    """Return (count, D) orthonormal directions in which the rows of the head differ most, weighted by frequency.
+def _head_directions(
+    head_VD: Tensor, gains: Tensor, text: TextToLearn | None, count: int
+) -> Tensor:
+    """Return (count, D) orthonormal directions in which the rows of H diag(g) differ most, weighted by frequency.
 
     The mean row does not count: what all logits share, no probability shows.
     """
-    shares = torch.ones(len(head)) if text is None else text.token_shares
-    most = min(_NUM_TOKENS, len(head))
+    shares = torch.ones(len(head_VD)) if text is None else text.token_shares
+    most = min(_NUM_TOKENS, len(head_VD))
     shares, chosen = shares.double().sort(descending=True, stable=True)
-    shares, rows = shares[:most], head[chosen[:most]]
+    shares, rows = shares[:most], head_VD[chosen[:most]].double() * gains
     shares = (shares / shares.sum())[:, None]
     return leading_directions((rows - (shares * rows).sum(dim=0)) * shares.sqrt(), count)
 
 
-def _start_layer(config: Any, base_layer: Any, layer: Any, directions: Tensor | None) -> None:
+@torch.no_grad()  # a setting of each thread
+def _start_layer(config: Any, directions: Tensor | None, base_layer: Any, layer: Any) -> None:
     """Fill one layer's maps, and the gains of what it writes; without directions, nothing of u."""
     family, attention = family_of(config), base_layer.self_attn
     queries, keys = _copied_heads(base_layer, len(layer.k_proj.weight_22))

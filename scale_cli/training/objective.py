@@ -66,7 +66,9 @@ class ChunkedLossModel(nn.Module):
         return CausalLMOutputWithPast(loss=loss / num_items_in_batch)
 
 
-_FLEX_HEAD_DIM = 16  # the kernel takes no smaller heads
+# The smallest heads that flex attention takes off a CPU: "tl.dot does not support embedding size less than 16", in
+# torch/_inductor/kernel/flex/flex_attention.py. Larger ones need not be a power of two; the kernel pads them.
+_FLEX_HEAD_DIM = 16
 
 
 def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ _NOT_COMPUTING = re.compile(
     r"_name_or_path|architectures|attn_implementation|dtype|transformers_version|use_cache"
     r"|(bos|eos|pad)_token_id"
 )
+_THREADS = 8
 
 
 def tensor_sha256(tensor: Tensor) -> str:
@@ -48,21 +51,28 @@ def record_base(
 ) -> BaseRecord:
     """Hash every tensor of a base model (a tied one once), its configuration and its tokenizer."""
     hashes = {} if known is None else known
-    tensors = dict(base.named_parameters())
+    _hash(dict(base.named_parameters()), hashes)
     return BaseRecord(
         name=model.base,
         revision=getattr(base.config, "_commit_hash", None),
         dtype=model.held_in,
-        tensors={name: _sha256_of(name, tensor, hashes) for name, tensor in tensors.items()},
+        tensors={name: hashes[name] for name, _ in base.named_parameters()},
         config_sha256=config_sha256(base),
         tokenizer_sha256="" if tokenizer is None else tokenizer_sha256(tokenizer),
     )
 
 
-def _sha256_of(name: str, tensor: Tensor, known: dict[str, str]) -> str:
-    if name not in known:
-        known[name] = tensor_sha256(tensor)
-    return known[name]
+def _hash(tensors: Mapping[str, Tensor], known: dict[str, str]) -> None:
+    """Hash the tensors that are not known yet; those of a CPU in threads, since hashlib releases the interpreter.
+
+    Copies from a device are made one by one, in the calling thread's stream.
+    """
+    new = {name: tensor for name, tensor in tensors.items() if name not in known}
+    if any(tensor.device.type != "cpu" for tensor in new.values()):
+        known.update({name: tensor_sha256(tensor) for name, tensor in new.items()})
+        return
+    with ThreadPoolExecutor(_THREADS) as threads:
+        known.update(zip(new, threads.map(tensor_sha256, new.values()), strict=True))
 
 
 def changed_tensors(
@@ -79,11 +89,9 @@ def changed_tensors(
     tensors = dict(base.named_parameters())
     mine = of_machine or ALONE
     names = sorted(tensors.keys() | record.tensors.keys())[mine.index :: mine.num_processes]
+    _hash({name: tensors[name] for name in names if name in tensors}, hashes)
     found = [
-        name
-        for name in names
-        if name not in tensors
-        or _sha256_of(name, tensors[name], hashes) != record.tensors.get(name)
+        name for name in names if name not in tensors or hashes[name] != record.tensors.get(name)
     ]
     if of_machine is None:
         return found

@@ -1,8 +1,11 @@
+import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from torch._inductor.kernel.flex import flex_attention
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
@@ -11,6 +14,7 @@ from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.export.dense import largest_stream_ratio
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.training.objective import (
+    _FLEX_HEAD_DIM,
     ChunkedLossModel,
     attends_by_mask,
     compiled,
@@ -175,12 +179,18 @@ def test_an_attention_that_is_not_to_be_had_is_refused_by_name() -> None:
         settings_on("cpu", load_text(SMALLEST, "train.attention=flex_attention"))
 
 
-def test_heads_too_small_for_flex_attention_are_refused_in_one_line() -> None:
-    model = start("route")
+@pytest.mark.parametrize(
+    ("head_dim", "is_refused"), [(8, True), (14, True), (16, False), (24, False)]
+)
+def test_heads_are_refused_exactly_where_torchs_flex_kernel_refuses_them(
+    head_dim: int, is_refused: bool
+) -> None:
+    # Compiling the kernel needs a GPU, so its condition is read.
+    assert f"Lt(query.get_size()[-1], {_FLEX_HEAD_DIM})" in inspect.getsource(flex_attention)
+    model = widen(tiny_llama(head_dim=head_dim), "preserve")
     train = TrainConfig.model_validate({"max_steps": 1, "attention": "flex_attention"})
-    with pytest.raises(
-        ConfigError, match=r"^train\.attention: flex_attention.*have 8; set [^\n]+$"
-    ):
+    told = rf"^train\.attention: flex_attention.*have {head_dim}; set [^\n]+$"
+    with pytest.raises(ConfigError, match=told) if is_refused else nullcontext():
         for_training(model, train)
 
 
