@@ -124,3 +124,22 @@ def test_a_step_imports_nothing_that_it_does_not_use() -> None:
     for step, absent in unused.items():
         assert {"typer", "scale_cli.cli"} <= after[step]
         assert not after[step] & absent, step
+
+
+def test_libraries_are_imported_without_full_garbage_collections_and_stay_out_of_later_ones() -> (
+    None
+):
+    counting = """
+import gc
+from scale_cli.console import import_libraries
+
+def full_collections():
+    return gc.get_stats()[2]["collections"]
+
+before = full_collections()
+import_libraries()
+frozen = gc.get_freeze_count()
+import_libraries()
+print(full_collections() - before, frozen > 100_000, gc.get_freeze_count() == frozen, gc.isenabled())
+"""
+    assert run_python("-c", counting).stdout.split() == ["0", "True", "True", "True"]

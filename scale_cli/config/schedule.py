@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from scale_cli.config.training import TrainConfig
+from scale_cli.config.training import Schedule, TrainConfig
 
 # Default of decay_steps, as a share of max_steps.
 _SHARE_OF_DECAY = 0.2
@@ -54,7 +52,7 @@ def _wsd(step: int, train: TrainConfig) -> float:
 
 
 # By the config's names: functions that map a step after the warm-up to its rate relative to `train.lr`.
-SCHEDULES: dict[str, Callable[[int, TrainConfig], float]] = {
+SCHEDULES: dict[Schedule, Callable[[int, TrainConfig], float]] = {
     "cosine": _cosine,
     "linear": _linear,
     "constant": _constant,

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scale_cli.processes import (
-    all_succeed,
-    on_main,
-)
+from scale_cli.processes import all_succeed, on_main
 from scale_cli.runs.folder import TRAINED
 from scale_cli.runs.opened import MethodFolder
-from scale_cli.storage.atomic import (
-    new_folder,
-    save_tensors,
-    verify_folder,
-)
+from scale_cli.storage.atomic import new_folder, save_tensors, verify_folder
 from scale_cli.terminal import Log
-from scale_cli.training.checkpoint import (
-    load_checkpoint,
-)
+from scale_cli.training.checkpoint import load_checkpoint
 from scale_cli.training.records import TrainState
-from scale_cli.training.sharding import (
-    gather_trained,
-)
+from scale_cli.training.sharding import gather_trained
 from scale_cli.training.training_run import TrainingRun
 
 
@@ -57,3 +46,23 @@ def write_final(run: TrainingRun, state: TrainState) -> None:
             save_tensors(partial / TRAINED, trained)
             run.cost().save(partial)
     run.accelerator.wait_for_everyone()
+
+
+def log_trained(run: TrainingRun, log: Log) -> None:
+    """Log what a run has cost, and where its weights are."""
+    state, best = run.state, run.state.best
+    rate = f" ({state.tokens_per_s:,.0f} tokens/s)" if state.tokens_per_s else ""
+    kept = (
+        f", the best step {best.step:,}: {best.forgetting:+.4f} bits/byte on retention text"
+        if best
+        else ""
+    )
+    log(
+        f"trained        {state.step:,} steps, {state.num_tokens:,} tokens in {state.stepping_s:,.0f} s{rate}; "
+        f"also {state.evaluating_s:,.0f} s evaluating, {state.saving_s:,.0f} s saving"
+    )
+    log(f"written        {run.folder.final}{kept}")
+    if not state.num_tokens:
+        log(
+            "warning: no step had a token to learn; raise corpus.sequence_length, or look at the conversations' turns"
+        )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from transformers import PreTrainedModel
 
 from scale_cli.config.schema import LOCATION_KEYS, TRAIN_SECTIONS, RunConfig, scored_otherwise
@@ -19,9 +20,17 @@ from scale_cli.data.corpora import (
     corpus_warnings,
     held_out_in_cache,
     open_sources,
+    training_sources,
 )
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.errors import CorpusError
+from scale_cli.errors import (
+    CorpusError,
+    OutOfMemory,
+    RunFolderError,
+    is_out_of_memory,
+    one_line,
+)
+from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.methods.recipes import Training, make_hooks
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.processes import (
@@ -30,30 +39,27 @@ from scale_cli.processes import (
     main_first,
     on_main,
     share,
+    slow_in_bfloat16,
 )
 from scale_cli.runs.method_folder import beside_new_tokens, load_trained, model_with_base
 from scale_cli.runs.opened import MethodFolder, Run
-from scale_cli.storage.atomic import (
-    read_json,
-    verify_folder,
-)
+from scale_cli.runs.precision import slower_than_here
+from scale_cli.storage.atomic import read_json, verify_folder
 from scale_cli.terminal import Log
-from scale_cli.training.checkpoint import (
-    branch_point_at,
-    init_from,
-    load_checkpoint,
-)
+from scale_cli.training.checkpoint import branch_point_at, init_from, load_checkpoint
 from scale_cli.training.metrics_log import MetricsLog
 from scale_cli.training.objective import for_training, settings_on
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.records import BranchPoint, TrainState
 from scale_cli.training.sharding import (
+    check_machines,
     is_sharded,
     parts_here,
     shard_for_evaluation,
     shard_model,
 )
+from scale_cli.training.tracking import check_trackers
 from scale_cli.training.training_run import TrainingRun
 from scale_cli.upscale.base_hashes import tensor_sha256
 from scale_cli.upscale.building import MethodModel
@@ -62,6 +68,52 @@ if TYPE_CHECKING:
     from torch import nn
 
     from scale_cli.evaluation.lm_eval_heads import OpenedBenchmarks
+
+
+def open_accelerator(run: Run) -> Accelerator:
+    # `no`, whatever the launcher was told: each step uses autocast itself, as the config says.
+    return Accelerator(
+        mixed_precision="no",
+        log_with=list(run.config.train.trackers) or None,
+        project_dir=run.folder.tensorboard,
+        # Buffers do not change, so they are not sent. Gradients lie in the exchange buckets, and are not kept twice.
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+        ],
+    )
+
+
+def check_to_train(run: Run, accelerator: Accelerator, log: Log) -> OpenedBenchmarks | None:
+    """Check all that can be known before the first write; return the benchmarks to measure on the way."""
+    config = run.config
+    if not run.folder.upscaled.is_dir():
+        raise RunFolderError(f"{run.folder.upscaled}: does not exist; run `scale upscale` first")
+    run.check(training_sources(config), accelerator.num_processes)
+    check_machines(config.train, accelerator.num_processes)
+    check_trackers(config.train.trackers)
+    if not config.train.eval_benchmarks_every_steps:
+        return None
+    benchmarks = open_benchmarks_of(config.evaluation)
+    for skipped in benchmarks.skipped if benchmarks is not None else ():
+        log(f"warning: {skipped.name} is not measured: {skipped.reason}")
+    return benchmarks
+
+
+@contextmanager
+def explaining_out_of_memory(config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
+    """If memory runs out, raise OutOfMemory, which says what to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        at_once = config.train.sequences_at_once(accelerator.num_processes)
+        raise OutOfMemory(
+            f"out of memory on {accelerator.device.type} while training ({one_line(error)}): lower "
+            f"train.micro_batch_size (now {at_once}) or corpus.sequence_length (now "
+            f"{config.corpus.sequence_length:,}), or set train.activation_checkpointing=true or, with several "
+            "processes, train.sharding=all; `scale plan CONFIG` says what a step needs"
+        ) from None
 
 
 def check_finished(final: MethodFolder, accepted: Collection[str]) -> None:
@@ -90,6 +142,7 @@ def open_training(
     A run that does not resume may begin with the weights of another one (`train.init_from`).
     """
     config, train, start = run.config, run.config.train, run.open_start()
+    _log_processes(run, accelerator, log)
     corpora, held_out, batches = _open_text(start, accelerator, log)
     if resumed_from is not None:
         check_same_text(resumed_from.path, corpora)
@@ -140,6 +193,25 @@ def open_training(
         base_parts=_hashes_of_base(model, config),
         beside=group_beside() if is_sharded(model) else None,
     )
+
+
+def _log_processes(run: Run, accelerator: Accelerator, log: Log) -> None:
+    """Log the devices and the precision, and warn if a precision is slow."""
+    config = run.config
+    device_type = accelerator.device.type
+    avoided_by = {
+        "train.mixed_precision=no": config.train.mixed_precision == "bf16",
+        "evaluation.mixed_precision=no": config.train.observes
+        and config.evaluation.mixed_precision == "bf16",
+        "train.optimiser=adamw": config.train.optimiser == "muon",  # its products are in bfloat16
+    }
+    log(
+        f"processes      {accelerator.num_processes} x {device_type}, {config.train.mixed_precision} autocast, "
+        f"base in {config.model.dtype}"
+    )
+    slow = [*slow_in_bfloat16(device_type, avoided_by), *slower_than_here(run.given, config)]
+    for warning in slow:
+        log(f"warning: {warning}")
 
 
 def _open_model(

@@ -127,11 +127,16 @@ def test_leading_directions_are_those_of_the_svd(shape: tuple[int, int]) -> None
     torch.testing.assert_close(found, signs * expected[:12], rtol=1e-6, atol=1e-6)
 
 
-def test_the_start_has_the_same_bits_on_any_number_of_threads_in_any_dtype() -> None:
+def test_the_start_has_the_same_bits_on_any_number_of_threads_in_any_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(starts, "_ROWS_AT_ONCE", 64)
+
     def started(dtype: Any, global_seed: int, num_threads: int) -> dict[str, Tensor]:
         torch.manual_seed(global_seed)
         before = torch.get_num_threads()
         torch.set_num_threads(num_threads)
+        monkeypatch.setattr(starts, "_THREADS", num_threads)
         try:
             # The base's numbers are those of bfloat16 in any dtype.
             base = tiny_llama(hidden_size=96, vocab_size=700).bfloat16().to(dtype)

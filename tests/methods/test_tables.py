@@ -4,13 +4,16 @@ import re
 from pathlib import Path
 from typing import get_args
 
+from scale_cli.config.schedule import SCHEDULES
 from scale_cli.config.schema import ExportFormat, MethodConfig
+from scale_cli.config.training import Schedule
 from scale_cli.export.formats import FORMATS
 from scale_cli.methods import METHODS
 
 
 def test_every_choice_of_a_config_is_in_its_table_and_nothing_else_is() -> None:
     assert {*get_args(ExportFormat)} == FORMATS.keys()
+    assert {*get_args(Schedule)} == SCHEDULES.keys()
 
 
 def test_the_card_says_of_every_format_how_it_is_loaded() -> None:
