@@ -15,6 +15,7 @@ from scale_cli.console import (
     import_libraries,
     load,
     parse_share,
+    quieten_libraries,
     read,
     run_folder,
 )
@@ -153,7 +154,7 @@ def init(
     text = source_of("corpus", learned, spoken, text_field)
     known = source_of("replay", kept, retention_language, retention_text_field)
     check_answers(file, model, text, known)
-    import_libraries()
+    quieten_libraries()
     from scale_cli.commands.init import init
 
     init(file, model, text, known, minutes)

@@ -123,31 +123,35 @@ def parse_share(option: str, written: str) -> Share:
     return Share(int(index) - 1, int(number))
 
 
-def import_libraries() -> None:
-    """Import torch and transformers, and silence them; call it after the config check, since its errors must not wait.
-
-    Where torch is not there yet, the garbage collector waits, and afterwards takes what was imported for permanent.
-    Otherwise it would look through these million objects again and again, for a second of CPU time in every verb.
-    """
+def quieten_libraries() -> None:
+    """Silence warnings and logs of libraries; call it after the config check, since its errors must not wait for it."""
     warnings.simplefilter("ignore", FutureWarning)
     # torchao warns of kernels for other devices, pytree of torchao.
     for library in ("torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
-
-    is_first = "torch" not in sys.modules
-    if is_first:
-        gc.disable()
     from huggingface_hub.utils import logging as hub_logging
-    from transformers import PreTrainedModel  # noqa: F401 (brings torch)
     from transformers.utils import logging as transformers_logging
-
-    if is_first:
-        gc.freeze()
-        gc.enable()
 
     hub_logging.set_verbosity_error()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def import_libraries() -> None:
+    """Import and quieten torch and transformers, for a verb that loads a model.
+
+    Where torch is not there yet, the garbage collector waits, and afterwards takes what was imported for permanent.
+    Otherwise it would look through these million objects again and again, for a second of CPU time in every verb.
+    """
+    is_first = "torch" not in sys.modules
+    if is_first:
+        gc.disable()
+    quieten_libraries()
+    from transformers import PreTrainedModel  # noqa: F401 (brings torch)
+
+    if is_first:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager

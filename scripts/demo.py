@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from scale_cli.console import import_libraries
+from scale_cli.console import quieten_libraries
 
-import_libraries()
+quieten_libraries()
 
 from transformers import LlamaConfig
 

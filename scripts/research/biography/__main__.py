@@ -10,7 +10,7 @@ from pathlib import Path
 
 import scripts.research.registered  # noqa: F401  before the config is imported
 from scale_cli.config.load import load_checked
-from scale_cli.console import ended_in_one_message, import_libraries
+from scale_cli.console import ended_in_one_message, quieten_libraries
 from scale_cli.processes import refuse_several
 from scale_cli.runs.folder import RunFolder
 from scale_cli.terminal import log
@@ -30,7 +30,7 @@ def main() -> None:
         refuse_several(parser.prog)
         config = load_checked(BiographyConfig, given.config, given.overrides)
         RunFolder(config.output_dir).check()
-        import_libraries()
+        quieten_libraries()
         run_biography(config, log)
 
 
