@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.errors import ConfigError
@@ -17,7 +16,7 @@ from scale_cli.planning.step import FLOAT32, Kind, Step, Value, Weights, add, ca
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PLANNED = tuple(name for name, method in METHODS.items() if method.is_planned)
 _MLP = PROJECTIONS[4:]
-Stream = TypeVar("Stream")  # a value, or the base's value and the expansion's
+Streams = tuple[Value, ...]  # of a plain model one, of a widened one the base's and the expansion's
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ def walk(
     return step
 
 
-class _Decoder(ABC, Generic[Stream]):
-    """The walk over a layer. Plain and widened decoders have their own steps."""
+class _Decoder(ABC):
+    """The walk over a layer. Plain and widened decoders have their own norms and products."""
 
     def __init__(self, step: Step, base: Base, num_new: int) -> None:
         self.step = step
@@ -77,21 +76,55 @@ class _Decoder(ABC, Generic[Stream]):
         self.sizes = base.sizes
         self.num_new = num_new
         self.angles: dict[str, list[Value]] = {}
+        self.weights = Weights(base.itemsize)  # of the base's layer
+        self.is_fused = False  # our own form of act(gate) up, and of the rotation
 
-    def layer(self, stream: Stream, layer: int) -> Stream:
-        """Return the stream after a layer, which may be a copy of `layer` of the base."""
+    def layer(self, streams: Streams, layer: int) -> Streams:
+        """Return the streams after a layer, which may be a copy of `layer` of the base."""
         form = self.sizes.form
-        read = self.lowered(stream) if form.normed == "after" else self.normed(stream)
+        read = self.read(streams)
         q, k, v = (self.product(name, read) for name in PROJECTIONS[:3])
         if form.width_norms:
             q, k = self.normed(q), self.normed(k)
         written = self.product("o_proj", self.attended(q, k, v, self.angles_of(layer)))
-        stream = self.sum(stream, written if form.normed == "before" else self.normed(written))
+        streams = self.sum(streams, written)
 
-        read = self.lowered(stream) if form.normed == "after" else self.normed(stream)
+        read = self.read(streams)
         gate, up = (self.product(name, read) for name in _MLP[:2])
-        written = self.product("down_proj", self.gated(gate, up))
-        return self.sum(stream, written if form.normed == "before" else self.normed(written))
+        fused = self.is_fused and self.sizes.gated_by_silu
+        channels = [self.step.gate(*of, fused=fused) for of in zip(gate, up, strict=True)]
+        return self.sum(streams, self.product("down_proj", tuple(channels)))
+
+    def read(self, streams: Streams) -> Streams:
+        """Return what a layer's maps read."""
+        if self.sizes.form.normed != "after":
+            return self.normed(streams)
+        x, *added = streams
+        return x, *(cast(u, self.step.product_itemsize(u.itemsize)) for u in added)
+
+    def attended(self, q: Streams, k: Streams, v: Streams, angles: list[Value]) -> Streams:
+        step, sizes = self.step, self.sizes
+        heads: list[Value] = []
+        for q_of, k_of, v_of in zip(q, k, v, strict=True):
+            if sizes.form.head_norms:  # added heads have the base's
+                q_of, k_of = (
+                    step.norm(
+                        of,
+                        sizes,
+                        self.weights,
+                        times=of.width // sizes.head_dim,
+                        held=not heads,
+                    )
+                    for of in (q_of, k_of)
+                )
+            q_of, k_of = step.rotate(q_of, k_of, sizes, angles)
+            heads.append(step.attend(q_of, k_of, v_of, sizes, rotated_together=self.is_fused))
+        return tuple(heads)
+
+    def sum(self, streams: Streams, written: Streams) -> Streams:
+        if self.sizes.form.normed != "before":
+            written = self.normed(written)
+        return tuple(add(*both) for both in zip(streams, written, strict=True))
 
     def angles_of(self, layer: int) -> list[Value]:
         """Return the cosines and sines of a layer's rotation."""
@@ -102,26 +135,14 @@ class _Decoder(ABC, Generic[Stream]):
         return self.angles.setdefault(kind, of_kind)
 
     @abstractmethod
-    def lowered(self, stream: Stream) -> Stream:
-        """Return a stream as maps read it without a norm."""
+    def normed(self, streams: Streams) -> Streams: ...
 
     @abstractmethod
-    def normed(self, stream: Stream) -> Stream: ...
-
-    @abstractmethod
-    def product(self, name: str, read: Stream) -> Stream: ...
-
-    @abstractmethod
-    def attended(self, q: Stream, k: Stream, v: Stream, angles: list[Value]) -> Stream: ...
-
-    @abstractmethod
-    def gated(self, gate: Stream, up: Stream) -> Stream: ...
-
-    @abstractmethod
-    def sum(self, stream: Stream, written: Stream) -> Stream: ...
+    def product(self, name: str, read: Streams) -> Streams:
+        """Return what a map of the layer writes."""
 
 
-class _Plain(_Decoder[Value]):
+class _Plain(_Decoder):
     """A plain model, as transformers computes it, with PEFT's adapters for LoRA."""
 
     def __init__(self, step: Step, base: Base, method: MethodConfig, num_new: int) -> None:
@@ -129,7 +150,6 @@ class _Plain(_Decoder[Value]):
         num_layers = base.sizes.num_hidden_layers
         self.training = method.definition.plain_training(method.settings, num_layers)
         self.place = 0  # of the layer in the model
-        self.weights = Weights(base.itemsize)  # of that layer
         maps = [path_of(layer, name) for layer in range(num_layers) for name in PROJECTIONS]
         paths = ("embed_tokens", "lm_head", *maps)
         if self.training.rank and not any(map(self.has_adapter, paths)):
@@ -150,9 +170,9 @@ class _Plain(_Decoder[Value]):
         for place, (layer, trains) in enumerate(training.layers):
             self.place = place
             self.weights = Weights(itemsize, trains)
-            x = self.layer(x, layer)
+            (x,) = self.layer((x,), layer)
         self.weights = Weights(itemsize, training.trains_top)
-        x = self.normed(x)
+        (x,) = self.normed((x,))
         head = Weights(itemsize, training.trains_embedding if is_tied else training.trains_top)
         if not is_tied:
             step.hold(num_rows * sizes.hidden_size, head, "head")
@@ -188,22 +208,20 @@ class _Plain(_Decoder[Value]):
         step.linear(Value(self.training.rank, FLOAT32, True), width, adapter)
         return Value(width, weights.itemsize, True)
 
-    def lowered(self, stream: Value) -> Value:
-        return stream
+    def normed(self, streams: Streams) -> Streams:
+        return tuple(self.step.norm(x, self.sizes, self.weights) for x in streams)
 
-    def normed(self, stream: Value) -> Value:
-        return self.step.norm(stream, self.sizes, self.weights)
-
-    def product(self, name: str, read: Value) -> Value:
-        """Return a map's product, with A and B beside it if LoRA has them there."""
+    def product(self, name: str, read: Streams) -> Streams:
+        """Return W x, with B A x where LoRA adapts the map."""
+        (x,) = read
         sizes = self.sizes
         maps = Weights(self.weights.itemsize, self.weights.train, self.base.in_8_bits)
         width = sizes.map_widths[name]
-        y = self.step.linear(read, width, maps, bias=name in sizes.biased)
-        if not self.has_adapter(path_of(self.place, name)):
-            return y
-        self.adapt(read, width, "matrix")
-        return Value(width, y.itemsize, True)
+        y = self.step.linear(x, width, maps, bias=name in sizes.biased)
+        if self.has_adapter(path_of(self.place, name)):
+            self.adapt(x, width, "matrix")
+            y = Value(width, y.itemsize, True)
+        return (y,)
 
     def adapt(self, x: Value, width: int, kind: Kind) -> None:
         """Add B A x."""
@@ -211,25 +229,8 @@ class _Plain(_Decoder[Value]):
         narrow = self.step.linear(cast(x, FLOAT32), self.training.rank, adapter, kind=kind)
         self.step.linear(narrow, width, adapter, kind=kind)
 
-    def attended(self, q: Value, k: Value, v: Value, angles: list[Value]) -> Value:
-        sizes, step = self.sizes, self.step
-        if sizes.form.head_norms:
-            q = step.norm(q, sizes, self.weights, times=sizes.num_attention_heads)
-            k = step.norm(k, sizes, self.weights, times=sizes.num_key_value_heads)
-        q, k = step.rotate(q, k, sizes, angles)
-        return step.attend(q, k, v, sizes)
 
-    def gated(self, gate: Value, up: Value) -> Value:
-        return self.step.gate(gate, up, fused=False)
-
-    def sum(self, stream: Value, written: Value) -> Value:
-        return add(stream, written)
-
-
-Pair = tuple[Value, Value]  # what the base computes, and the expansion
-
-
-class _Widened(_Decoder[Pair]):
+class _Widened(_Decoder):
     """A widened model: a frozen base, and blocks that read it."""
 
     def __init__(self, step: Step, base: Base, method: MethodConfig, num_new: int) -> None:
@@ -247,13 +248,13 @@ class _Widened(_Decoder[Pair]):
             *(_MLP if "mlp" in collaboration.modules else ()),
         }
         self.is_collaborating = False  # the layer
-        self.frozen = Weights(base.itemsize)
+        self.is_fused = True
         self.trained = Weights(FLOAT32, True)
 
     def walk(self) -> None:
         sizes, step = self.sizes, self.step
         num_rows, width = sizes.vocab_size + self.num_new, sizes.hidden_size
-        step.hold(sizes.vocab_size * width, self.frozen, "embedding")
+        step.hold(sizes.vocab_size * width, self.weights, "embedding")
         step.hold(num_rows * self.added.hidden_size, self.trained, "embedding")
         step.keep(Value(1, 8, False))  # the ids that E' is looked up by
         x = Value(width, self.base.itemsize, False)
@@ -263,8 +264,8 @@ class _Widened(_Decoder[Pair]):
             x, u = self.layer((x, u), layer)
         x, u = self.normed((x, u))
         if not sizes.tie_word_embeddings:
-            step.hold(sizes.vocab_size * width, self.frozen, "head")
-        streams = [(x, sizes.vocab_size, self.frozen)]
+            step.hold(sizes.vocab_size * width, self.weights, "head")
+        streams = [(x, sizes.vocab_size, self.weights)]
         if self.num_new:
             step.hold(self.num_new * width, Weights(FLOAT32), "embedding")
             step.hold(self.num_new * width, self.trained, "head")
@@ -272,15 +273,11 @@ class _Widened(_Decoder[Pair]):
         step.hold(num_rows * self.added.hidden_size, self.trained, "head")
         step.cross_entropy([*streams, (u, num_rows, self.trained)])
 
-    def lowered(self, stream: Pair) -> Pair:
-        x, u = stream
-        return x, cast(u, self.step.product_itemsize(u.itemsize))
-
-    def normed(self, stream: Pair) -> Pair:
+    def normed(self, streams: Streams) -> Streams:
         """Return x^ by the base's norm, and the added gains times u / rms(x)."""
-        x, u = stream
+        x, u = streams
         step, form = self.step, self.sizes.form
-        step.hold(x.width, self.frozen, "gains")
+        step.hold(x.width, self.weights, "gains")
         step.hold(u.width, self.trained, "gains")
         inverse = Value(1, FLOAT32, x.needs_grad)
         step.keep(inverse, Value(u.width, FLOAT32, True))
@@ -294,7 +291,7 @@ class _Widened(_Decoder[Pair]):
             Value(u.width, step.product_itemsize(u.itemsize), True),
         )
 
-    def product(self, name: str, read: Pair) -> Pair:
+    def product(self, name: str, read: Streams) -> Streams:
         """Return W x, with W12 u where the expansion writes into x, and W21 x + W22 u."""
         x, u = read
         linear, bias = self.step.linear, name in self.sizes.biased
@@ -306,36 +303,6 @@ class _Widened(_Decoder[Pair]):
             y = Value(width, y.itemsize, True)
         linear(x, added_width, self.trained, bias=bias)
         return y, linear(u, added_width, self.trained)
-
-    def attended(self, q: Pair, k: Pair, v: Pair, angles: list[Value]) -> Pair:
-        step, sizes = self.step, self.sizes
-        heads = []
-        for is_added, (q_of, k_of, v_of) in enumerate(zip(q, k, v, strict=True)):
-            if sizes.form.head_norms:
-                q_of, k_of = (
-                    step.norm(
-                        of,
-                        sizes,
-                        self.frozen,
-                        times=of.width // sizes.head_dim,
-                        held=not is_added,
-                    )
-                    for of in (q_of, k_of)
-                )
-            q_of, k_of = step.rotate(q_of, k_of, sizes, angles)
-            heads.append(step.attend(q_of, k_of, v_of, sizes, rotated_together=True))
-        return heads[0], heads[1]
-
-    def gated(self, gate: Pair, up: Pair) -> Pair:
-        fused = self.sizes.gated_by_silu
-        of_base, of_added = (
-            self.step.gate(*both, fused=fused) for both in zip(gate, up, strict=True)
-        )
-        return of_base, of_added
-
-    def sum(self, stream: Pair, written: Pair) -> Pair:
-        x, u = (add(*both) for both in zip(stream, written, strict=True))
-        return x, u
 
 
 def path_of(layer: int, name: str) -> str:
