@@ -59,9 +59,7 @@ def test_a_column_of_dashes_alone_is_left_out_of_titles_rows_and_sides() -> None
     )
 
 
-def test_a_perplexity_can_be_read_however_large_and_the_worst_document_is_signed_and_never_minus_zero() -> (
-    None
-):
+def test_a_perplexity_can_be_read_and_the_worst_document_is_signed() -> None:
     assert [perplexity(value) for value in (123456.7, 9.99e12, None)] == [
         "123,456.70",
         "1.0e+13",

@@ -1,4 +1,4 @@
-"""The verb `scale compare`: finished runs on one page, with one figure, and as Markdown and JSON."""
+"""The verb `scale compare`: finished runs on one page with one figure; Markdown and JSON too."""
 
 from __future__ import annotations
 

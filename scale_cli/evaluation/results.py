@@ -328,10 +328,11 @@ def report_sha256(config: RunConfig, report: Report | None) -> str | None:
     return None if report is None else file_sha256(path)
 
 
-def guarantee(router: RouterConfig, *, knows_script: bool) -> str:
+def guarantee(router: RouterConfig, *, knows_script: bool, has_new_tokens: bool) -> str:
     """Return the guarantee of a router of two heads in words; empty if there is none.
 
-    With `knows_script`, the first weights of `scale serve` are those of the prompt's script.
+    With `knows_script`, the first weights of `scale serve` are those of the prompt's script. With
+    `has_new_tokens`, the router's base head is not the base by its own tokens, as in the report.
     """
     if router.rule != "posterior":
         return ""
@@ -344,10 +345,16 @@ def guarantee(router: RouterConfig, *, knows_script: bool) -> str:
             f"nor more than {over_trained:.3f} over the trained head"
         )
     weight = "-ln of that head's weight at the start"
-    served = ""
-    if knows_script and router.script_prior is not None:
-        served = (
-            "`scale generate`, and `scale serve` with transformers, weigh the heads at the start by the "
-            f"script of the prompt: there the bound is {-math.log(router.script_prior):.3f} nats. "
+    sentences = [f"Whatever was trained, no document costs more than {what} ({weight})."]
+    if has_new_tokens:
+        sentences.append(
+            "On text with new tokens, this is the base head that reads them, "
+            "not the base by its own tokens."
         )
-    return f"Whatever was trained, no document costs more than {what} ({weight}). {served}{NOT_COVERED}"
+    if knows_script and router.script_prior is not None:
+        sentences.append(
+            "`scale generate`, and `scale serve` with transformers, weigh the heads at the start by "
+            "the script of the prompt: there the bound is "
+            f"{-math.log(router.script_prior):.3f} nats."
+        )
+    return " ".join([*sentences, NOT_COVERED])

@@ -88,7 +88,7 @@ class Passes:
 
 
 class BaseAlone(nn.Module):
-    """The base of a model with several heads, as it is served: without new tokens, with one head."""
+    """The base of a model with several heads as it is served: one head, and no new tokens."""
 
     def __init__(self, model: HeadedModel) -> None:
         super().__init__()

@@ -115,7 +115,11 @@ def model_card(
         parity_in_words=parity_in_words,
         report=report,
         answers=served,
-        guarantee=guarantee(config.method.router, knows_script=config.new_script is not None)
+        guarantee=guarantee(
+            config.method.router,
+            knows_script=config.new_script is not None,
+            has_new_tokens=config.method.vocabulary is not None,
+        )
         if routes
         else "",
     )

@@ -29,7 +29,7 @@ def measured(name: str, accuracies: list[list[float]], language: str = "en") -> 
     return BenchmarkItems(source, name, [{}] * len(accuracies), {"acc": np.array(accuracies)})
 
 
-def test_a_run_is_measured_on_every_kind_of_benchmark_and_its_report_is_what_its_items_give(
+def test_the_report_of_a_run_is_what_its_items_give(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_task(tmp_path, "far_away", [], dataset_path="nobody/has-this", dataset_kwargs={})
@@ -92,7 +92,8 @@ def test_holm_runs_over_the_benchmarks_of_one_head() -> None:
 
 
 def test_averages_weigh_benchmarks_alike_with_intervals_over_the_items_of_each() -> None:
-    right, wrong = [1.0] * 4, [0.0, 1.0, 0.0, 0.0]
+    right = [1.0] * 4
+    wrong = [0.0, 1.0, 0.0, 0.0]
     large = [right, wrong] * 50
     small = [right, wrong, wrong, wrong] * 5
     _, (english, korean) = summarise_benchmarks(
@@ -149,7 +150,8 @@ def test_holm_rejects_what_stepping_down_rejects(p_values: list[float]) -> None:
     adjusted = holm([*p_values, None])
     assert adjusted.pop() is None
     for level in (0.01, 0.05, 0.2):
-        rejected, remaining = set(), sorted(range(len(p_values)), key=lambda index: p_values[index])
+        rejected = set()
+        remaining = sorted(range(len(p_values)), key=lambda index: p_values[index])
         while remaining and p_values[remaining[0]] * len(remaining) <= level:
             rejected.add(remaining.pop(0))
         assert {

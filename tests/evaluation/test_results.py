@@ -36,7 +36,7 @@ def run_of(**method: Any) -> RunConfig:
     return RunConfig.model_validate({"output_dir": "runs/korean", **sections})
 
 
-ROUTE, OWN_TOKENS = run_of(), run_of(vocabulary={"new_tokens": 64})
+ROUTE = run_of()
 KINDS = pytest.mark.parametrize(
     "of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"]
 )
@@ -112,10 +112,12 @@ def test_the_interval_is_that_of_a_bootstrap_over_whole_documents(count: int) ->
 
 
 def test_figures_are_the_documents_own() -> None:
-    scored, result = losses(0, 2.0), corpus("petitions", "ko", "acquisition")
+    scored = losses(0, 2.0)
+    result = corpus("petitions", "ko", "acquisition")
     assert result.num_tokens == scored.num_tokens.sum() and result.num_documents == 12
     for name, nats in scored.nats.items():
-        head, beside_base = result.heads[name], nats - scored.nats["base"]
+        head = result.heads[name]
+        beside_base = nats - scored.nats["base"]
         assert head.nats_per_token == pytest.approx(nats.sum() / scored.num_tokens.sum())
         assert head.perplexity == pytest.approx(math.exp(nats.sum() / scored.num_tokens.sum()))
         assert head.bits_per_byte == pytest.approx(
@@ -146,12 +148,13 @@ def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
 
 
 @KINDS
-def test_every_form_has_every_corpus_and_both_rules_and_the_page_asks_for_nothing_from_outside(
+def test_every_form_of_a_report_shows_every_corpus_and_rule(
     of_losses: dict[str, Any],
 ) -> None:
     made = report(**of_losses)
     assert read_back(made) == made
-    text, page = markdown(made, ROUTE), html(made, ROUTE)
+    text = markdown(made, ROUTE)
+    page = html(made, ROUTE)
     assert all("un korean: the base tiny, trained by" in told for told in (text, page))
     assert not re.search(r"(src|href)=\"(?!data:)", page) and "<script" not in page
     shown = " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).replace("−", "-").split())
@@ -210,23 +213,17 @@ def test_the_verdict_is_right_for_gains_losses_and_no_difference(
     assert f": {verdict}.**" in markdown(made, ROUTE)
 
 
-def test_what_is_guaranteed_has_the_figures_of_the_router_and_nothing_is_where_nothing_holds() -> (
-    None
-):
-    assert f"{math.log(2):.3f} nats over the better" in guarantee(
-        RouterConfig(), knows_script=False
-    )
-    served = guarantee(RouterConfig(), knows_script=True)
-    assert "0.693 nats over" in served and "bound is 3.912 nats" in served
-    assert "3.912" not in guarantee(RouterConfig(script_prior=None), knows_script=True)
-    told = guarantee(RouterConfig(prior=0.9), knows_script=False)
-    assert (
-        "0.105 nats over the base head, nor more than 2.303 over the trained head" in told
-        and "does not cover" in told
-    )
-    assert guarantee(RouterConfig(rule="cosine"), knows_script=True) == ""
-    told = markdown(report(), run_of(router={"prior": 0.9}))
-    assert "at most 0.105 nats (" in told and "does not cover" in told
+def test_the_guarantee_has_the_figures_of_its_router() -> None:
+    usual = guarantee(RouterConfig(), knows_script=True, has_new_tokens=True)
+    assert f"{math.log(2):.3f} nats over the better" in usual
+    assert "3.912 nats" in usual and "reads them" in usual
+    uneven = RouterConfig(prior=0.9, script_prior=None)
+    told = guarantee(uneven, knows_script=True, has_new_tokens=False)
+    assert "0.105 nats over the base head, nor more than 2.303 over the trained head" in told
+    assert "does not cover" in told and "script" not in told and "reads them" not in told
+    assert "at most 0.105 nats (" in markdown(report(), run_of(router={"prior": 0.9}))
+    cosine = RouterConfig(rule="cosine")
+    assert guarantee(cosine, knows_script=True, has_new_tokens=True) == ""
 
 
 def of_new_tokens() -> CorpusResult:
@@ -237,7 +234,8 @@ def of_new_tokens() -> CorpusResult:
 
 def test_beside_new_tokens_every_difference_is_from_the_base_by_its_own_tokens() -> None:
     scored = losses(0, 2.0)
-    usual, grown = corpus("petitions", "ko", "acquisition"), of_new_tokens()
+    usual = corpus("petitions", "ko", "acquisition")
+    grown = of_new_tokens()
     assert grown.num_base_tokens == 3 * grown.num_tokens == 3 * usual.num_base_tokens
     base = grown.heads["base"]
     assert base.bits_per_byte == pytest.approx(0.5 * (usual.heads["base"].bits_per_byte or 0.0))
@@ -257,11 +255,13 @@ def test_beside_new_tokens_every_difference_is_from_the_base_by_its_own_tokens()
     assert usual.base_of_new_tokens is None
 
 
-def test_a_report_of_new_tokens_says_which_base_a_row_is_and_shows_no_figure_per_token() -> None:
+def test_a_report_of_new_tokens_says_which_base_a_row_is() -> None:
     grown = dataclasses.replace(report(), corpora=[of_new_tokens()])
     assert read_back(grown) == grown
-    told, usual = markdown(grown, OWN_TOKENS), markdown(report(), ROUTE)
-    base, mixed = of_new_tokens().heads["base"], of_new_tokens().base_of_new_tokens
+    told = markdown(grown, ROUTE)
+    usual = markdown(report(), ROUTE)
+    base = of_new_tokens().heads["base"]
+    mixed = of_new_tokens().base_of_new_tokens
     assert mixed is not None
     assert f"| base, by its own tokens | {number(base.bits_per_byte)} |" in told
     assert f"| base, by the run's tokens, in the router | {number(mixed.bits_per_byte)} |" in told

@@ -63,7 +63,7 @@ def likeliest(model: HeadedModel, ids_T: Tensor, head: str, heads: list[str]) ->
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_head_generates_is_what_it_says_is_likeliest_whatever_stands_beside_it_in_the_batch(
+def test_what_a_head_generates_is_what_it_says_is_likeliest(
     name: str,
 ) -> None:
     model = MODELS[name]()
