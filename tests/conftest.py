@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from scale_cli.cli import main
 from tests.command_line import ModelLoads, Outcome, Scale, handlers_put_back
@@ -48,6 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "long: a file that begins first, so that no core is idle at the end"
     )
     let_nothing_wait_for_the_disk()
+    # A busy machine is no fault of a property.
+    settings.register_profile(
+        "any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("any-speed")
     # A process imports all code that comes with models from one folder: the first one that it asks.
     modules = tempfile.TemporaryDirectory(prefix="scale-tests-modules-")
     config.add_cleanup(modules.cleanup)
