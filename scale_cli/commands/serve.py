@@ -38,7 +38,7 @@ def serve(
     architecture = config["architectures"][0]
     has_vllm = plainly or architecture in {f"{family}ForCausalLM" for family in FAMILIES}
     chosen: Engine = engine or ("vllm" if is_installed("vllm") and has_vllm else "transformers")
-    if KEY not in config and not plainly:
+    if not config.get(KEY) and not plainly:
         raise UsageError(
             f"{folder}: config.json has no {KEY}, so this model cannot be served with a router; add --plain"
         )
@@ -87,7 +87,7 @@ def _promise(folder: Path, config: dict[str, Any], engine: Engine, *, plainly: b
     if plainly:
         of = (
             "the trained head alone; only with its router it keeps what the base knew"
-            if KEY in config
+            if config.get(KEY)
             else "the model has none"
         )
         return f"serving        {folder}, without a router, in {engine}: {of}"

@@ -158,7 +158,7 @@ def written_for(base: str, corpus: str, language: str, sizes: Sizes = SIZES) -> 
     return parse(text, "mine.yaml")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=40).filter(
         lambda text: "://" not in text
@@ -171,7 +171,7 @@ def test_any_name_comes_back_out_of_the_yaml_as_it_was_given(name: str) -> None:
     assert tree["corpus"]["sources"][0]["language"] == "no"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     flops=st.floats(1e6, 1e16),
     minutes=st.floats(0.1, 1e5),

@@ -106,10 +106,7 @@ def test_else_transformers_and_a_run_stands_for_its_plain_export(
 
 def with_config(folder: Path, copy: Path, **keys: Any) -> Path:
     shutil.copytree(folder, copy)
-    config = {**read_json(copy / "config.json"), **keys}
-    write_json(
-        copy / "config.json", {name: config[name] for name in config if config[name] is not None}
-    )
+    write_json(copy / "config.json", {**read_json(copy / "config.json"), **keys})
     return copy
 
 

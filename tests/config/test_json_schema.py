@@ -54,7 +54,7 @@ VALUES: Any = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(place=st.sampled_from([key for key, _ in leaves(RESOLVED)]), value=VALUES)
 def test_what_loads_is_valid_by_the_schema(place: str, value: Any) -> None:
     tree = copy.deepcopy(RESOLVED)

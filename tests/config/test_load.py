@@ -105,7 +105,7 @@ def test_a_mistake_in_an_override_is_told_of_the_override_and_one_beside_it_of_t
     assert all("max_steps" in line for line in told if line not in of_override)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(share=st.integers(1, 60), num_processes=st.integers(1, 4))
 def test_a_micro_batch_that_is_left_open_divides_every_processs_share(
     share: int, num_processes: int
@@ -129,7 +129,7 @@ TREES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(TREES)
 def test_plain_data_comes_back_as_it_was_and_as_pyyaml_reads_it(tree: Any) -> None:
     text = dump(

@@ -55,7 +55,7 @@ ALL_WARMUP = TrainConfig(max_steps=7, warmup_steps=7, lr=0.5)
 A_SHORT_TRIAL = TrainConfig(max_steps=4, warmup_steps=40, lr=0.5, schedule="wsd")
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(trains())
 @example(ONE_STEP)
 @example(ALL_WARMUP)
@@ -78,7 +78,7 @@ def test_the_rate_climbs_in_equal_steps_to_lr_never_rises_after_and_never_falls_
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(trains(schedule=st.sampled_from(DECAYING)))
 def test_warm_up_and_decay_are_those_of_torch(train: TrainConfig) -> None:
     found = rates(train)
@@ -105,7 +105,7 @@ def test_warm_up_and_decay_are_those_of_torch(train: TrainConfig) -> None:
         assert found[train.warmup_steps :] == pytest.approx(decay, rel=1e-6, abs=train.lr * 1e-9)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(trains(schedule=st.just("wsd")))
 def test_warm_up_stable_decay_is_that_of_transformers(train: TrainConfig) -> None:
     """Whose decay begins with a step at the full rate, and whose minimum is the rate of the step after the last."""

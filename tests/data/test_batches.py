@@ -70,7 +70,7 @@ SEQUENCE_LENGTHS = st.integers(1, 33)
 # Windows
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(LENGTHS, SEQUENCE_LENGTHS, st.none() | st.integers(0, 2**32 - 1))
 def test_every_token_to_learn_is_a_target_once_an_epoch_after_the_one_before_it(
     length: int, sequence_length: int, seed: int | None
@@ -112,7 +112,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(plans(), st.data())
 def test_the_ranks_of_any_world_hold_the_global_batch_of_one_process(
     plan: dict[str, Any], data: st.DataObject
@@ -142,7 +142,7 @@ def test_the_ranks_of_any_world_hold_the_global_batch_of_one_process(
         assert rows(interleaved) == rows(of.micro_batches(step))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(plans(), st.data())
 def test_a_batch_depends_on_seed_and_step_alone(plan: dict[str, Any], data: st.DataObject) -> None:
     """Not on what was asked for before, nor on how it is cut up, nor on how long the run will be."""
@@ -155,7 +155,7 @@ def test_a_batch_depends_on_seed_and_step_alone(plan: dict[str, Any], data: st.D
     assert in_order == [shuffled[step] for step in range(plan["num_steps"])]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(plans())
 def test_every_epoch_of_every_source_visits_each_of_its_windows_once(plan: dict[str, Any]) -> None:
     """The k-th sample of a source is the k-th window of its epochs."""
@@ -173,7 +173,7 @@ def test_every_epoch_of_every_source_visits_each_of_its_windows_once(plan: dict[
             assert len(set(epoch)) == len(epoch)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(plans(), st.data())
 def test_every_target_of_the_epochs_begun_is_trained_or_held_over(
     plan: dict[str, Any], data: st.DataObject
@@ -194,7 +194,7 @@ def test_every_target_of_the_epochs_begun_is_trained_or_held_over(
         assert trained.num_trained + trained.num_held_over == trained.num_epochs * (length - 1)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=2, unique=True))
 def test_different_seeds_and_epochs_have_orders_of_their_own(seeds: list[int]) -> None:
     one, other = (
@@ -225,7 +225,7 @@ def test_another_source_does_not_reorder_the_first() -> None:
     assert mixed and mixed == order[: len(mixed)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any))
 def test_sources_are_drawn_by_their_weights(seed: int, weights: list[int]) -> None:
     """Shares lie where those of independent draws would, but for one seed in 100 million."""

@@ -68,7 +68,7 @@ def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrain
     return changed
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(talks=st.lists(TURNS, min_size=1, max_size=3), system=st.none() | SAID)
 def test_the_mask_is_the_assistants_turns_and_the_ids_are_transformers_own(
     tmp_path_factory: pytest.TempPathFactory,

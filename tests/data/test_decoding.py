@@ -26,7 +26,7 @@ def opened(make: Callable[[], Tokenizer]) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("make", [llama_3, llama_2, unigram])
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(before=TEXTS, after=TEXTS)
 @example(before="국민", after="은 법 앞에")
 def test_no_text_is_lost_between_a_prompt_and_its_continuation(

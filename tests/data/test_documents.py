@@ -49,7 +49,6 @@ def test_every_format_and_compression_gives_the_same_documents(
         assert read(file) == DOCUMENTS
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=30), max_size=8
@@ -92,7 +91,7 @@ LINES = st.text(st.characters(exclude_characters="\n\r\0", exclude_categories=["
 BLANKS = st.sampled_from(["", " ", "\t \t", "\u3000"])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(LINES | BLANKS, max_size=10), st.sampled_from(["\n", "\r\n"]), st.booleans())
 def test_no_line_with_text_is_lost_or_joined_across_a_blank_one(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], newline: str, ends_in_newline: bool

@@ -87,7 +87,7 @@ def marks_of(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 @any_kind
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(text=spelt)
 @example(text="a</s>b <0x0A><s>")
 def test_no_kind_of_tokenizer_gives_a_mark_to_text(
@@ -108,7 +108,7 @@ def test_no_kind_of_tokenizer_gives_a_mark_to_text(
 
 
 @any_kind
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(said=spelt, role=st.sampled_from(["user", "a</s>"]))
 def test_in_a_conversation_the_templates_marks_alone_are_marks(
     kind: Callable[[], Tokenizer], said: str, role: str

@@ -58,7 +58,6 @@ def ledger_of(records: list[Any], **known: Any) -> Ledger:
     return ledger
 
 
-@settings(deadline=None)
 @given(RECORDS)
 def test_what_is_read_is_kept_or_dropped_for_a_reason(records: list[Any]) -> None:
     ledger = ledger_of(records, files=40)
@@ -76,7 +75,6 @@ def test_what_is_read_is_kept_or_dropped_for_a_reason(records: list[Any]) -> Non
     assert Ledger.from_json(json.loads(written)) == ledger
 
 
-@settings(deadline=None)
 @given(RECORDS, RECORDS)
 def test_the_accounts_of_parts_add_up_to_that_of_the_whole(
     first: list[Any], later: list[Any]
@@ -149,7 +147,7 @@ def read_of(lines: list[bytes], skip_documents: int, max_documents: int | None) 
     return read
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     lines=st.lists(st.sampled_from([*LINES]), min_size=1, max_size=9),
     skip_documents=st.integers(0, 2),
@@ -227,7 +225,7 @@ NORMAL_FORMS = {
 
 
 @pytest.mark.parametrize("form", NORMAL_FORMS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.text(
         st.one_of(
@@ -261,7 +259,7 @@ def with_a_step_that_drops() -> Tokenizer:
     return tokenizer
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(st.characters(codec="utf-8") | st.sampled_from("a é<|end|>Ġ가"), min_size=1))
 def test_where_no_round_trip_is_asked_for_every_text_comes_back(text: str) -> None:
     tokenizer = llama_3()

@@ -127,9 +127,7 @@ def test_the_bytes_are_the_same_whatever_the_number_of_workers_or_of_those_that_
     assert not multiprocessing.active_children()
 
 
-@settings(
-    deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(number=st.integers(1, 5), data=st.data())
 def test_the_bytes_are_one_process_s_whatever_the_number_of_tasks_and_whichever_of_them_ran(
     tmp_path_factory: pytest.TempPathFactory,
@@ -207,9 +205,7 @@ def documents_recorded(cache: Path, kind: str) -> int:
     return sum(read_json(record)["documents"] for record in cache.glob(f".*.{kind}.json"))
 
 
-@settings(
-    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tries=st.lists(st.tuples(st.sampled_from([None, 0, 1]), st.integers(0, 15)), max_size=4),
     in_parts=st.booleans(),

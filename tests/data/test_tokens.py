@@ -44,9 +44,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\u
     [("ckpt-stories260K", False), ("ckpt-stories260K", True), (OTHER, False)],
     indirect=["tokenizer"],
 )
-@settings(
-    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(TEXT, min_size=1, max_size=8).filter(
         lambda texts: any(text.strip() for text in texts)

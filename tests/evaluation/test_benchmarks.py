@@ -111,7 +111,7 @@ def test_averages_weigh_benchmarks_alike_with_intervals_over_the_items_of_each()
     assert korean.acc["base"].value == pytest.approx(0.25)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
 def test_macro_f1_is_sklearns_however_the_items_are_counted(pairs: list[tuple[int, int]]) -> None:
     expected = f1_score(*np.array(pairs).T, average="macro", zero_division=0.0)

@@ -14,7 +14,7 @@ from scale_cli.methods.widened import (
     plan_expansion,
 )
 
-unhurried = settings(deadline=None, max_examples=60)
+unhurried = settings(max_examples=60)
 
 
 @st.composite

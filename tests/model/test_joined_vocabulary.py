@@ -65,7 +65,7 @@ def said_alone(name: str, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", PLACES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(drawn=st.lists(st.integers(0, OLD + len(FIRST) - 1), min_size=2, max_size=14))
 @torch.no_grad()
 def test_of_a_document_without_the_others_script_a_head_says_what_it_says_alone(

@@ -58,7 +58,7 @@ def cost(model: Any, ids: list[int]) -> float:
     return -float(logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None]).sum())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(text=words.map(" ".join))
 def test_a_mixed_document_is_routed_within_the_bound_against_the_base_that_reads_bytes(
     shared_data: Path, text: str

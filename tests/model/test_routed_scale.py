@@ -195,7 +195,7 @@ def test_a_step_with_a_static_cache_is_one_graph(two: Pair) -> None:
     assert torch.equal(ids, expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 @torch.no_grad()
 def test_whatever_calls_and_takings_back_a_text_came_by_its_scores_are_the_same(

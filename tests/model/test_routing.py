@@ -25,7 +25,7 @@ from scale_cli.model.routing import (
 Values = npt.NDArray[np.float64]
 BROKEN = (-math.inf, math.nan)
 
-unhurried = settings(deadline=None, max_examples=100)
+unhurried = settings(max_examples=100)
 
 
 @dataclass(frozen=True)

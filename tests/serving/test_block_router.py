@@ -18,7 +18,7 @@ from scale_cli.model.routing import head_log_probs, log_prior, mix_logits, poste
 from scale_cli.serving.block_router import BlockRouter, Step, attach_state, detach_state
 
 VOCABULARY = 5
-unhurried = settings(deadline=None, max_examples=40)
+unhurried = settings(max_examples=40)
 
 
 class RowsAsLogits:

@@ -214,7 +214,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data())
 def test_one_flipped_bit_in_any_file_is_detected(whole: Path, data: st.DataObject) -> None:
     file = data.draw(

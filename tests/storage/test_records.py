@@ -30,7 +30,7 @@ RECORDS: list[type[RunRecord]] = [
 ]
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.data())
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
 def test_a_record_is_read_as_it_was_written(
@@ -150,7 +150,7 @@ def test_what_is_not_json_is_not_written_and_a_damaged_record_is_named_by_its_li
         MetricsLog(path, resumed_step=1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_run_stopped_anywhere_and_resumed_logs_every_step_once(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

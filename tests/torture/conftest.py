@@ -22,7 +22,6 @@ def examples(in_full: bool) -> Callable[[int, int], settings]:
     def of(full: int, short: int) -> settings:
         return settings(
             max_examples=full if in_full else short,
-            deadline=None,
             database=None,
             derandomize=not in_full,
             suppress_health_check=list(HealthCheck),

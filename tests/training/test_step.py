@@ -113,7 +113,7 @@ def test_muon_moves_matrices_as_torchs_and_the_rest_as_adamw_and_a_first_step_th
             assert torch.equal(parameter, by_adamw[name]), name
 
 
-@cases(deadline=None, max_examples=25)
+@cases(max_examples=25)
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 40), st.floats(1e-4, 1e3))
 def test_matrices_orthogonalised_together_are_what_torchs_muon_makes_of_each(
     number: int, num_rows: int, num_columns: int, scale: float

@@ -92,7 +92,7 @@ texts = st.one_of(
 
 
 @any_kind
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=texts)
 @example(text="ᄀ\u1161 각")
 @example(text="<|end|> </s> 안녕<s>")
@@ -134,7 +134,7 @@ def united(kind: Callable[[], Tokenizer]) -> tuple[Grown, Tokenizer]:
 
 
 @any_kind
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     text=st.one_of(
         texts, st.text(st.one_of(letters, st.sampled_from("власть людей Ѐӿ")), max_size=40)
@@ -262,7 +262,7 @@ def test_a_tokenizer_of_another_kind_is_refused_by_name_in_one_line(model: Any) 
         Spelling.of(Tokenizer(model), "a base")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     first=st.integers(0x80, 0x10FFFF),
     length=st.integers(0, 70_000),

@@ -29,7 +29,7 @@ FULL = (
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(["ema", "tail"]), st.integers(1, 12), st.integers(1, 30))
 def test_the_average_of_a_linear_sequence_is_its_closed_form(
     kind: str, steps: int, max_steps: int
