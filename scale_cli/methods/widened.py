@@ -171,9 +171,10 @@ class _Widened(Method[WideningConfig]):
 
     def advice(self, tokens_per_parameter: float) -> str:
         return (
-            f"{tokens_per_parameter:,.2g} tokens per parameter of the base. Full fine-tuning learned more for the same "
-            "work on SmolLM2-135M from the start (docs/results/real-base.md), and on small bases from about 0.5 on. "
-            "Its model, served beside the untouched base, forgets as little, as two models."
+            f"{tokens_per_parameter:,.2g} tokens per parameter of the base. Full fine-tuning and LoRA "
+            "learned more for the same work on SmolLM2-135M from the start (docs/results/real-base.md), "
+            "and full fine-tuning on small bases from about 0.5 on. Either model, served beside the "
+            "untouched base, forgets as little, as two models."
         )
 
     def start(
