@@ -74,10 +74,16 @@ def generate(
         mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
         each = ", ".join(f"{name} {percent(share)}" for name, share in mean.items())
         typer.echo(f"shares of the heads in {len(shares):,} tokens: {each}", err=True)
-    elif show_heads:
+    elif show_heads and not generator.head_names():
         typer.echo(
             "--show-heads: one head alone generates, so there are no heads to show", err=True
         )
+    for continuation in continuations:
+        if not continuation.tokens:
+            typer.echo(
+                f"nothing was written after {continuation.prompt!r}: the model ended the text at once",
+                err=True,
+            )
 
 
 def _converse(generator: Generator, sampling: Sampling, *, show_heads: bool) -> None:

@@ -165,6 +165,8 @@ def _say(file: Path, draft: _Draft, minutes: float) -> None:
         "retention": draft.found["kept"].words,
         "tokens": draft.found["new"].words,
     }
+    if draft.found["new"].offered:
+        told["tokens"] += "; a comment in the config adds them"
     print_json({"file": file, **told, "sizes": sizes, "estimate": draft.takes})
     if draft.found["has_chat"]:
         told["chat"] = (

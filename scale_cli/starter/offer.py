@@ -66,9 +66,7 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
         f"bytes each: {saved:.0%} fewer tokens for the same text"
     )
     if cost < _TAKEN_FROM:
-        return NewTokens(
-            f"{words}; a comment in the config adds them", found.script, offered=number
-        )
+        return NewTokens(words, found.script, offered=number)
     return NewTokens(
         words,
         found.script,

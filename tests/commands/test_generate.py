@@ -250,6 +250,17 @@ def test_text_is_on_standard_output_with_its_heads_where_asked_and_as_json_of_li
         assert set(one["tokens"][0]["shares"]) == {"base", "trained"}
 
 
+def test_an_answer_that_ends_at_once_is_told_and_its_model_has_its_heads(
+    run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(_: Generator, prompts: list[str], *__: Any) -> list[Continuation]:
+        return [Continuation(prompt, "", []) for prompt in prompts]
+
+    monkeypatch.setattr(Generator, "continue_all", nothing)
+    told = scale("generate", run.output_dir, "--show-heads", "--prompt", "Once").stderr
+    assert "ended the text at once" in told and "one head" not in told
+
+
 def test_an_answer_ends_where_the_context_does_and_a_prompt_without_room_is_one_line(
     run: RunConfig, generator: Generator, scale: Scale
 ) -> None:

@@ -87,7 +87,7 @@ def test_a_card_promises_a_bound_where_its_router_has_one_and_says_its_size(
     config, preserve = trained_run(ROUTE), trained_run({"variant": "preserve"})
     for of_two in ("llama", "transformers"):
         card = card_of(config, None, of_two)
-        assert BOUND in card and "widened by 0.333" in card
+        assert BOUND in card and "widened by 0.333" in card and r"\`" not in card
         assert "264 M parameters, 528 MB" in card and "(the base: 135 M, 270 MB)" in card
         for unbound in (changed(config, "method.router.rule=cosine"), preserve):
             assert BOUND not in card_of(unbound, None, of_two)
