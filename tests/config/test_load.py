@@ -155,7 +155,7 @@ def test_a_dumped_config_loads_as_itself() -> None:
         ("a: 1\nb: 2\na: 3", "x:3: not valid YAML (the key 'a' occurs twice)"),
         ("? [a]\n: 1", "x:1: not valid YAML (found unhashable key)"),
         ("a: 1\nb: &a {c: *a}", "x:2: not valid YAML (an alias, *a: "),
-        ("[" * 100_000, "x:1: not valid YAML (nested more than 40 deep)"),
+        ("[" * 41, "x:1: not valid YAML (nested more than 40 deep)"),
         ('a:\n  "\\0"', "x:2: not valid YAML (a NUL"),
         ("seed: !!int ''", "x: not valid YAML ("),
     ],
