@@ -23,7 +23,7 @@ class Full(Method[MethodSection]):
     name, label = "full", "full fine-tuning"
     colour, mark = "#d55e00", ("o", "●")
     takes_new_tokens = is_planned = True
-    left_out = {"lr": 4.0e-4}  # docs/results/real-base.md
+    left_out = {"lr": 4.0e-4}  # docs/results/rivals.md
 
     def build(
         self, base: PreTrainedModel, settings: MethodSection, seed: int, new: Any = None

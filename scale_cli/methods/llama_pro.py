@@ -48,7 +48,7 @@ class LlamaPro(Deeper[LlamaProConfig]):
     colour, mark = "#7a4a1e", ("D", "◆")
     section, settings = "llama_pro", LlamaProConfig
     is_planned = True
-    left_out = {"lr": 3.0e-3}  # docs/results/real-base.md
+    left_out = {"lr": 3.0e-3}  # docs/results/rivals.md
 
     def in_words(self, settings: LlamaProConfig) -> str:
         return ", new blocks only"

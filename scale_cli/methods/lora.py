@@ -64,7 +64,7 @@ class Lora(Method[LoraConfig]):
     name, label = "lora", "LoRA"
     colour, mark = "#d99000", ("s", "■")
     section, settings = "lora", LoraConfig
-    left_out = {"lr": 3.0e-3}  # docs/results/real-base.md
+    left_out = {"lr": 3.0e-3}  # docs/results/rivals.md
     adapter = "peft"
     is_planned = True
 
