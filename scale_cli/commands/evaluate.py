@@ -72,8 +72,8 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
     num_items = 0
     if benchmarks is not None:
         num_items = sum(benchmark.num_items for benchmark in benchmarks.ready)
-    items = f" and {num_items:,} items of benchmarks" if num_items else ""
-    log(f"evaluating on {num_tokens:,} tokens of text{items}")
+    and_items = f" and {num_items:,} items of benchmarks" if num_items else ""
+    log(f"evaluating on {num_tokens:,} tokens of text{and_items}")
 
     resampling = {"num_resamples": asked.bootstrap_resamples, "seed": config.seed}
     results = []
