@@ -9,7 +9,7 @@ import transformers
 
 # Checked here because transformers reads this file of an export first, and an older one lacks names
 # imported below.
-LEAST_TRANSFORMERS = (5, 17)  # as pyproject says
+LEAST_TRANSFORMERS = (5, 20)  # as pyproject says
 if tuple(map(int, transformers.__version__.split(".")[:2])) < LEAST_TRANSFORMERS:
     raise ImportError(
         f"a widened model needs transformers {'.'.join(map(str, LEAST_TRANSFORMERS))} or newer; "
