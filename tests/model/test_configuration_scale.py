@@ -11,14 +11,14 @@ from scale_cli.model import configuration_scale
 from scale_cli.report import render
 
 
-@pytest.mark.parametrize("version", ["4.57.6", "5.16.1"])
+@pytest.mark.parametrize("version", ["4.57.6", "5.19.1"])
 def test_under_an_older_transformers_a_self_contained_folder_names_the_one_it_needs(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old: Any = SimpleNamespace(__version__=version)  # and none of the names that the file imports
     monkeypatch.setitem(sys.modules, "transformers", old)
     with pytest.raises(
-        ImportError, match=rf"needs transformers 5\.17 or newer; installed is {version}$"
+        ImportError, match=rf"needs transformers 5\.20 or newer; installed is {version}$"
     ):
         runpy.run_path(configuration_scale.__file__)
 
