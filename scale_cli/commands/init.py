@@ -184,12 +184,15 @@ def _say(file: Path, draft: _Draft, minutes: float) -> None:
         "a run of minutes only shows that everything works; a model that writes well takes hours"
     )
     told["written"] = f"{file}, and {SCHEMA_FILE} beside it, with which an editor checks it"
+    if texts := [path for of in draft.measured for path in of.files]:
+        told["written"] += f"; texts for it in {', '.join(path.name for path in texts)}"
     told["next"] = f"scale plan {file}; scale run {file}"
     for name, words in told.items():
         log(f"{name:15}{words}")
     if sizes.max_steps == MIN_STEPS and draft.takes.total_s > 60 * minutes:
         log(
-            f"warning: longer than --minutes {minutes:g}, since a run takes at least {MIN_STEPS} steps"
+            f"warning: longer than --minutes {minutes:g}: {MIN_STEPS} steps, evaluations, start and "
+            "export are the least that a run takes"
         )
 
 
