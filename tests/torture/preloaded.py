@@ -14,10 +14,11 @@ for module in ("evaluate", "export", "prepare", "train", "verify", "upscale"):
     import_module(f"scale_cli.commands.{module}")
 for module in ("faults", "tiny_run"):
     import_module(f"tests.torture.{module}")
-torch.set_num_threads(
-    1
-)  # a fork of a process with a pool of threads would wait for threads that it does not have
-get_checkpoint_conversion_mapping(
-    "llama"
-)  # a quarter of a second in every process that loads a model
+
+# A fork of a process with a pool of threads would wait for threads that it does not have.
+torch.set_num_threads(1)
+
+# A quarter of a second in every process that loads a model.
+get_checkpoint_conversion_mapping("llama")
+
 let_nothing_wait_for_the_disk()

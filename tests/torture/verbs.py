@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch
+
 # More than any verb here takes on a busy machine: past it, something hangs.
 PATIENCE_S = 240
 
@@ -111,6 +113,11 @@ def _run(
 ) -> None:
     """Do what `python -m scale_cli ARGUMENTS` does, after a hook."""
     os.environ.update(environment)
+
+    # A fork makes its pool of threads anew when it first asks for it. Threads that ask at once, as those that load
+    # weights do, may find none: "Invalid thread pool!".
+    torch.set_num_threads(1)
+
     with Path(printed).open("w", buffering=1) as log:
         sys.stdout = sys.stderr = log
         code: object = 0
