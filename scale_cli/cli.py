@@ -19,7 +19,7 @@ from scale_cli.console import (
     read,
     run_folder,
 )
-from scale_cli.errors import ConfigError
+from scale_cli.errors import ConfigError, UsageError
 from scale_cli.processes import on_main, refuse_several
 from scale_cli.terminal import accept_any_encoding, choose_form, log, print_json, show
 
@@ -54,6 +54,13 @@ FailAbove = Annotated[
     Option(metavar="BITS", min=0.0, help="Exit with code 3 if more bits per byte are forgotten."),
 ]
 JoinFormat = Literal["transformers", "llama"]
+BesideBase = Annotated[
+    bool,
+    Option(
+        "--beside-base",
+        help="Route between a run's trained model and its base, whichever method trained it.",
+    ),
+]
 _FORMS = "Print only figures, one JSON object per line; or only warnings and errors."
 Form = Annotated[
     bool | None, Option("--json/--quiet", callback=choose_form, show_default=False, help=_FORMS)
@@ -354,6 +361,7 @@ def generate(
     show_heads: Annotated[
         bool, Option("--show-heads", help="Name each head where it takes over.")
     ] = False,
+    beside_base: BesideBase = False,
     as_json: Annotated[
         bool, Option("--json", help="Print a JSON object per prompt, with the heads' shares.")
     ] = False,
@@ -369,9 +377,11 @@ def generate(
 
     Without --prompt, each line of standard input is a prompt; with --samples, texts start from an empty prompt.
     """
-    if (samples is None) != (output is None) or (samples and (chat or show_heads or as_json)):
+    if (samples is None) != (output is None) or (
+        samples and (chat or show_heads or as_json or beside_base)
+    ):
         raise ConfigError(
-            "--samples, --output: give both or neither, and without --chat, --show-heads and --json"
+            "--samples, --output: give both or neither, and without --chat, --show-heads, --json and --beside-base"
         )
     config = read(path, None) if samples else None
     folder = run_folder(path)
@@ -391,7 +401,13 @@ def generate(
     else:
         on_main(
             lambda: verb.generate(
-                folder, prompt, sampling, chat=chat, as_json=as_json, show_heads=show_heads
+                folder,
+                prompt,
+                sampling,
+                chat=chat,
+                as_json=as_json,
+                show_heads=show_heads,
+                beside_base=beside_base,
             )
         )
 
@@ -409,14 +425,22 @@ def serve(
         Option(help="By default vLLM, if it is installed and can serve the model."),
     ] = None,
     plain: Annotated[bool, Option("--plain", help="Serve without the router.")] = False,
+    beside_base: BesideBase = False,
 ) -> None:
     """Serve an export as an OpenAI endpoint, with its router."""
     refuse_several("serve")
+    if beside_base and (plain or engine == "vllm"):
+        raise UsageError(
+            "--beside-base: routes two models in transformers; remove --plain and --engine vllm"
+        )
     folder = run_folder(path)
     import_libraries()
-    from scale_cli.commands.serve import serve
+    from scale_cli.commands.serve import serve, serve_beside_base
 
-    serve(folder, engine, options or [], log, plainly=plain)
+    if beside_base:
+        serve_beside_base(folder, options or [], log)
+    else:
+        serve(folder, engine, options or [], log, plainly=plain)
 
 
 @app.command()

@@ -23,7 +23,12 @@ from scale_cli.data.conversations import Messages, conversation_ids, said_tokens
 from scale_cli.data.decoding import Decoder, text_pieces
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ConfigError, RunFolderError, one_line
-from scale_cli.evaluation.selectable_heads import before_end, ends_of, padded_left
+from scale_cli.evaluation.selectable_heads import (
+    SelectableHeads,
+    before_end,
+    ends_of,
+    padded_left,
+)
 from scale_cli.export.plain_folder import routed_class
 from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -31,8 +36,8 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import RoutedModel
 from scale_cli.processes import move_to_device
 from scale_cli.runs.folder import RunFolder
-from scale_cli.runs.method_folder import router_of
-from scale_cli.runs.opened import open_folder
+from scale_cli.runs.method_folder import router_of, set_router
+from scale_cli.runs.opened import MethodFolder, open_folder
 from scale_cli.storage.atomic import read_json
 from scale_cli.terminal import printable
 from scale_cli.upscale.base import load_base, load_written
@@ -109,13 +114,21 @@ class Continuation:
 class Generator:
     """A model and its tokenizer, from a base, a run, a folder of a run, or an export."""
 
-    def __init__(self, source: Path | ModelConfig, *, plainly: bool = False) -> None:
-        """Open a model; `plainly` opens an export as its trained head alone."""
+    def __init__(
+        self, source: Path | ModelConfig, *, plainly: bool = False, beside_base: bool = False
+    ) -> None:
+        """Open a model.
+
+        Args:
+            source: a base, or the folder of a run, a checkpoint or an export.
+            plainly: open an export as its trained head alone.
+            beside_base: route between a run's trained model and its base, whichever method trained it.
+        """
         self.model: Any
         if isinstance(source, ModelConfig):
             self.model, self.tokenizer = move_to_device(load_base(source)), load_tokenizer(source)
         else:
-            self.model, self.tokenizer = _opened(source, plainly=plainly)
+            self.model, self.tokenizer = _opened(source, plainly=plainly, beside_base=beside_base)
         self.prior = _prior_of(self.model)
         self.ends = ends_of(self.model.generation_config, self.tokenizer)
         self.model.generation_config = (
@@ -229,6 +242,8 @@ class Generator:
 
     def head_names(self) -> list[str]:
         """Return the names of the routed heads; empty if one head alone is served."""
+        if isinstance(self.model, SelectableHeads):
+            return self.model.heads
         if isinstance(self.model, RoutedModel):  # its config has no names
             added = range(1, self.model.num_heads)
             return (
@@ -277,7 +292,7 @@ def _prior_of(model: Any) -> PriorByScript:
     return PriorByScript(prior, in_script if ranges else None, script)
 
 
-def _opened(path: Path, *, plainly: bool) -> tuple[Any, Any]:
+def _opened(path: Path, *, plainly: bool, beside_base: bool) -> tuple[Any, Any]:
     folder = RunFolder(path).final if RunFolder(path).final.is_dir() else path
     if not (folder / "config.json").is_file():
         raise RunFolderError(
@@ -285,7 +300,9 @@ def _opened(path: Path, *, plainly: bool) -> tuple[Any, Any]:
         )
     if BaseRecord.is_in(folder):
         opened = open_folder(folder)
-        return opened.load(), opened.tokenizer
+        return _beside_base(opened) if beside_base else opened.load(), opened.tokenizer
+    if beside_base:
+        raise RunFolderError(f"{path}: does not name its base; give the run for --beside-base")
     kind = read_json(folder / "config.json").get("model_type")
     loader: Any = {"scale": ScaleForCausalLM, "scale-joined": JoinedForCausalLM}.get(
         kind, AutoModelForCausalLM
@@ -294,6 +311,15 @@ def _opened(path: Path, *, plainly: bool) -> tuple[Any, Any]:
     return move_to_device(load_written(routed or loader, folder)).eval(), load_tokenizer(
         ModelConfig(base=str(folder))
     )
+
+
+def _beside_base(opened: MethodFolder) -> SelectableHeads:
+    """Return the trained model and its base with the router that the run's config asks for."""
+    router = opened.run.config.method.router
+    model = SelectableHeads(opened.load_two_headed(), router)
+    model.head = router.rule
+    set_router(model, router, opened.run.config.new_script)
+    return model.eval()
 
 
 class TextStreamer(BaseStreamer):

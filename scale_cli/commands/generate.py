@@ -33,6 +33,7 @@ def generate(
     chat: bool,
     as_json: bool,
     show_heads: bool,
+    beside_base: bool,
 ) -> None:
     """Continue prompts, or the lines of standard input, and print each head's share on standard error.
 
@@ -40,7 +41,7 @@ def generate(
     terminal without prompts, the user types the turns.
     """
     if chat and not prompts and not as_json and sys.stdin is not None and sys.stdin.isatty():
-        _converse(Generator(path), sampling, show_heads=show_heads)
+        _converse(Generator(path, beside_base=beside_base), sampling, show_heads=show_heads)
         return
     lines = sys.stdin or ()  # None if closed
     prompts = prompts or [line.rstrip("\r\n") for line in lines if line.strip()]
@@ -48,7 +49,7 @@ def generate(
         raise ConfigError(
             "--prompt: no prompt given, and standard input is empty; add --prompt TEXT"
         )
-    generator = Generator(path)
+    generator = Generator(path, beside_base=beside_base)
     asked = [[_turn("user", prompt)] for prompt in prompts] if chat else prompts
     room = min(generator.num_positions - len(generator.prompt_ids(each)) for each in asked)
     if room < sampling.max_new_tokens:

@@ -53,18 +53,9 @@ def serve(
                 "--engine vllm: needs vllm: pip install 'scale-cli[vllm]', in an environment of its own"
             )
     else:
-        for module in ("fastapi", "uvicorn"):
-            require(module, "--engine transformers")
-        if others:
-            raise UsageError(
-                f"{others[0]}: the engine transformers takes only --host, --port and --served-model-name; remove it, "
-                "or use --engine vllm"
-            )
-        _check_port(address.host, address.port)
+        _check_server(address, others)
     log(_promise(folder, config, chosen, plainly=plainly))
-    log(f"model          {address.name}")
-    log(f"ask            {_example(address)}")
-    sys.stdout.flush()
+    _announce(address, log)
     if chosen == "vllm":
         architectures = json.dumps({"architectures": [routed_name(architecture)]})
         command = [
@@ -75,12 +66,38 @@ def serve(
         ]
         # vLLM sends usage statistics unless told not to.
         os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ})
-    for number in (signal.SIGINT, signal.SIGTERM):  # stopping a server leaves nothing unfinished
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    _stop_on_signals()
     from scale_cli.generation import Generator
     from scale_cli.server import run_server
 
     run_server(Generator(folder, plainly=plainly), address.name, address.host, address.port)
+
+
+def serve_beside_base(path: Path, options: Sequence[str], log: Log) -> None:
+    """Serve a run's trained model, routed with its base, in transformers: both lie in memory."""
+    address, others = _address(path, options)
+    _check_server(address, others)
+    _stop_on_signals()
+    from scale_cli.generation import Generator
+    from scale_cli.server import run_server
+
+    generator = Generator(path, beside_base=True)
+    prior = generator.prior
+    bound = _bound(min(prior.otherwise, 1.0 - prior.otherwise), prior.in_script)
+    log(f"serving        {path}, routed with its base, in transformers: {bound}")
+    _announce(address, log)
+    run_server(generator, address.name, address.host, address.port)
+
+
+def _stop_on_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # stopping a server leaves nothing unfinished
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def _announce(address: Namespace, log: Log) -> None:
+    log(f"model          {address.name}")
+    log(f"ask            {_example(address)}")
+    sys.stdout.flush()
 
 
 def _promise(folder: Path, config: dict[str, Any], engine: Engine, *, plainly: bool) -> str:
@@ -93,11 +110,16 @@ def _promise(folder: Path, config: dict[str, Any], engine: Engine, *, plainly: b
         return f"serving        {folder}, without a router, in {engine}: {of}"
     router = config[KEY]
     smallest = min(router["prior"], (1.0 - router["prior"]) / (len(router["stream_sizes"]) - 1))
-    told = (
-        f"serving        {folder}, with its router, in {engine}: the trained model's answers, up to rounding; "
-        f"no document costs more than {-math.log(smallest):.3f} nats over its best head"
-    )
     by_script = router.get("script_prior") if engine == "transformers" else None
+    return (
+        f"serving        {folder}, with its router, in {engine}: the trained model's answers, up to rounding; "
+        f"{_bound(smallest, by_script)}"
+    )
+
+
+def _bound(smallest: float, by_script: float | None) -> str:
+    """Return what the router promises, by the smallest prior of a head."""
+    told = f"no document costs more than {-math.log(smallest):.3f} nats over its best head"
     if by_script is None or by_script >= smallest:
         return told
     return (
@@ -116,6 +138,18 @@ def _address(folder: Path, options: Sequence[str]) -> tuple[Namespace, list[str]
         return parser.parse_known_args(list(options))
     except ArgumentError as error:
         raise UsageError(f"{error.argument_name}: {error.message}") from None
+
+
+def _check_server(address: Namespace, others: Sequence[str]) -> None:
+    """Raise an error if the server of transformers cannot run, before anything is announced."""
+    for module in ("fastapi", "uvicorn"):
+        require(module, "--engine transformers")
+    if others:
+        raise UsageError(
+            f"{others[0]}: the engine transformers takes only --host, --port and --served-model-name; remove it, "
+            "or use --engine vllm"
+        )
+    _check_port(address.host, address.port)
 
 
 def _check_port(host: str, port: int) -> None:

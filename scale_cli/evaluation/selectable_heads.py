@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scale_cli.evaluation.scoring import TWO_HEADS, BaseAlone
 from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.cache_scale import CACHE, named, require_state
 from scale_cli.model.heads import HeadedModel, RouterSettings
+from scale_cli.model.modeling_scale import RouterGenerationMixin
 from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
 
 
@@ -45,8 +46,9 @@ def padded_left(prompts: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor
     return ids_BT, mask_BT
 
 
-class SelectableHeads(PreTrainedModel, GenerationMixin):
-    """A model in evaluation mode that answers with `head`, which may be changed.
+class SelectableHeads(PreTrainedModel, RouterGenerationMixin):
+    """A model in evaluation mode that answers with `head`, which may be changed: one of its heads, or a
+    rule of the router over them.
 
     It computes all heads whichever one answers, as scoring does, so the choice does not change what
     a head says.
@@ -67,7 +69,11 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
         self.generation_config = copy.deepcopy(of_two.generation_config)
         self._model = model
         self._router = router
-        self._heads = list(heads)
+        self.heads = list(heads)
+
+    @property
+    def head_logits(self) -> Any:
+        return self._model.head_logits
 
     def answers(self, ids_BT: Tensor, mask_BT: Tensor, **options: Any) -> Tensor:
         """Return (B, new) ids: what `generate` adds to prompts that are padded on the left."""
@@ -84,6 +90,8 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,  # (B, past + T), 1 for tokens; padding is on the left
         position_ids: Tensor | None = None,  # (B, T); counted from the cache's length if not given
         logits_to_keep: int = 0,  # for the last positions only; 0 for all
+        evidence_mask: Tensor | None = None,  # (B, T), the tokens that the router judges by
+        router_prior: float | Tensor | None = None,  # of the base, (B,); by default the router's
         **others: Any,  # the cache; an empty one of transformers is replaced
     ) -> CausalLMOutputWithPast:
         cache = others.get(CACHE)
@@ -92,13 +100,16 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
             require_state(attention_mask, position_ids, input_ids.shape[1])
         logits_at = self._model.head_logits(input_ids, attention_mask, position_ids, cache)
         if self.head == "posterior":
+            if evidence_mask is None:
+                evidence_mask = evidence_of(attention_mask, input_ids.shape[1])
+            base_prior = self._router.prior if router_prior is None else router_prior
             routed = route(
                 logits_at,
                 input_ids,
                 self.config.vocab_size,
-                prior_K=log_prior(self._router.prior, len(self._heads), input_ids.device),
+                prior_K=log_prior(base_prior, len(self.heads), input_ids.device),
                 memory=cache.router,
-                evidence_BT=evidence_of(attention_mask, input_ids.shape[1]),
+                evidence_BT=evidence_mask,
                 logits_to_keep=logits_to_keep,
             )
             cache.router = routed.memory
@@ -110,5 +121,5 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
             )
             logits = torch.where(serves_base.unsqueeze(-1), heads[0].to(heads[-1].dtype), heads[-1])
         else:
-            logits = heads[self._heads.index(self.head)]
+            logits = heads[self.heads.index(self.head)]
         return CausalLMOutputWithPast(logits=logits, **named(cache))

@@ -36,7 +36,28 @@ from .routing import (
 _NO_ADAPTERS = "a widened model takes no PEFT adapters; add them to its plain export"
 
 
-class WidenedModel(PreTrainedModel, GenerationMixin):
+class RouterGenerationMixin(GenerationMixin):
+    """Generation in which the router need not judge by every token of the prompt."""
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, *args: Any, judged_mask: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """Return the inputs of a step, with `evidence_mask` if a mask of the prompt is given.
+
+        `judged_mask` (B, prompt) is False for tokens by which the router shall not judge, such as a
+        chat template's.
+        """
+        generation: Any = super()
+        inputs = generation.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        if judged_mask is not None:
+            mask, num_positions = kwargs.get("attention_mask"), inputs["input_ids"].shape[1]
+            inputs["evidence_mask"] = evidence_of_words(
+                judged_mask, mask, input_ids.shape[1], num_positions
+            )
+        return inputs
+
+
+class WidenedModel(PreTrainedModel, RouterGenerationMixin):
     """A frozen causal language model, its expansions, and the heads that the router mixes.
 
     A subclass sets `base` (the plain model) and has `expansions`. The router mixes the base's head
@@ -205,23 +226,6 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
         return CausalLMOutputWithPast(loss=loss, logits=logits, **named(cache))
-
-    def prepare_inputs_for_generation(
-        self, input_ids: Any, *args: Any, judged_mask: Tensor | None = None, **kwargs: Any
-    ) -> Any:
-        """Return the inputs of a step, with `evidence_mask` if a mask of the prompt is given.
-
-        `judged_mask` (B, prompt) is False for tokens by which the router shall not judge, such as a
-        chat template's.
-        """
-        generation: Any = super()
-        inputs = generation.prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        if judged_mask is not None:
-            mask, num_positions = kwargs.get("attention_mask"), inputs["input_ids"].shape[1]
-            inputs["evidence_mask"] = evidence_of_words(
-                judged_mask, mask, input_ids.shape[1], num_positions
-            )
-        return inputs
 
     def final_states(
         self,

@@ -26,7 +26,6 @@ from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, BaseOfNewTokens, HeadedModel
-from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.processes import Share
 from scale_cli.runs.folder import TRAINED
 from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, write_json
@@ -150,20 +149,17 @@ def _adapters(model: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def set_router(model: MethodModel, router: RouterConfig, script: Script | None = None) -> None:
-    """Give a widened model the router that a config asks for now, and the new language's script.
+def set_router(model: Any, router: RouterConfig, script: Script | None = None) -> None:
+    """Give a routed model the router that a config asks for now, and the new language's script.
 
     It may differ from the one that the model was trained under.
     """
-    if isinstance(model, ScaleForCausalLM):
-        for name, value in router:
-            setattr(model.config, f"router_{name}", value)
-        model.config.router_script = (
-            [] if script is None else [list(span) for span in script.ranges]
-        )
+    for name, value in router:
+        setattr(model.config, f"router_{name}", value)
+    model.config.router_script = [] if script is None else [list(span) for span in script.ranges]
 
 
-def router_of(model: WidenedModel) -> RouterConfig:
+def router_of(model: Any) -> RouterConfig:
     return RouterConfig.model_validate(
         {name: getattr(model.config, f"router_{name}") for name in RouterConfig.model_fields}
     )

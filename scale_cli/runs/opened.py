@@ -232,15 +232,18 @@ class MethodFolder:
 
     def load(self, of_machine: Share | None = None) -> MethodModel:
         """Return the model with the router that the config asks for now, on this process's device."""
-        model = load_onto_base(self.path, self.run.config.model, of_machine=of_machine)
-        set_router(model, self.run.config.method.router, self.run.config.new_script)
-        return move_to_device(model)
+        return self._as_served(
+            load_onto_base(self.path, self.run.config.model, of_machine=of_machine)
+        )
 
     def load_to_export(self) -> MethodModel:
         """Return what `load` does, on a dequantised base: the quantised weights as plain numbers."""
         base = load_recorded_base(self.path, self.run.config.model)
-        model = put_on_base(self.path, dequantise(base))
-        set_router(model, self.run.config.method.router, self.run.config.new_script)
+        return self._as_served(put_on_base(self.path, dequantise(base)))
+
+    def _as_served(self, model: MethodModel) -> MethodModel:
+        if self.method.definition.widens:
+            set_router(model, self.run.config.method.router, self.run.config.new_script)
         return move_to_device(model)
 
     def load_two_headed(self) -> HeadedModel:

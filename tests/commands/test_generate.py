@@ -284,8 +284,8 @@ DRAWN = [*ASKED, "--samples", "2", "--output"]
     [
         ([*ASKED, "--top-p", "0.9"], "--top-p 0.9: does nothing at temperature 0"),
         ([*ASKED, "--samples", "2"], "--samples, --output: give both or neither"),
-        ([*DRAWN, "x.jsonl", "--chat"], "without --chat, --show-heads and --json"),
-        ([*DRAWN, "x.jsonl", "--json"], "without --chat, --show-heads and --json"),
+        ([*DRAWN, "x.jsonl", "--chat"], "without --chat, --show-heads, --json and --beside-base"),
+        ([*DRAWN, "x.jsonl", "--json"], "without --chat, --show-heads, --json and --beside-base"),
         ([*DRAWN, "x.txt"], "must end in .jsonl"),
         ([*DRAWN, "there.jsonl"], "already exists"),
         ([], "no prompt given"),
