@@ -53,7 +53,6 @@ FailAbove = Annotated[
     float | None,
     Option(metavar="BITS", min=0.0, help="Exit with code 3 if more bits per byte are forgotten."),
 ]
-JoinFormat = Literal["transformers", "llama"]
 BesideBase = Annotated[
     bool,
     Option(
@@ -317,9 +316,6 @@ def join(
             help="Initial weight of the base; by default all heads are equal.",
         ),
     ] = None,
-    folder_format: Annotated[
-        JoinFormat, Option("--format", help="llama is one plain model, for vLLM too.")
-    ] = ("transformers"),
     _form: Form = None,
 ) -> None:
     """Put finished runs on the same base into one routed model."""
@@ -327,7 +323,7 @@ def join(
     import_libraries()
     from scale_cli.commands.join import join
 
-    on_main(lambda: show(join(folders, output, prior, folder_format)))
+    on_main(lambda: show(join(folders, output, prior)))
 
 
 @app.command()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from scale_cli.errors import (
 )
 from scale_cli.export.cached_decoding import check_cached_decoding
 from scale_cli.export.records import ExportRecord
-from scale_cli.joining.checks import check_plain_join
 from scale_cli.joining.report import KIND, JoinReport
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import move_to_device
@@ -173,9 +171,8 @@ def _check_joined(folder: Path) -> None:
         raise PreservationError("the base logits are not preserved")
 
 
-def _is_joined(folder: Path, folder_format: str) -> bool:
-    report = read_json(folder / JoinReport.FILE) if JoinReport.is_in(folder) else {}
-    return report.get("kind") == KIND and report["format"] == folder_format
+def _is_joined(folder: Path) -> bool:
+    return JoinReport.is_in(folder) and read_json(folder / JoinReport.FILE).get("kind") == KIND
 
 
 # Of each check: its name, whether a folder needs it, and how it is done.
@@ -184,6 +181,5 @@ _CHECKS: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], None]], ...] 
     ("base and its preservation", BaseRecord.is_in, _check_base),
     ("log", lambda folder: folder.name == "final" and TrainState.is_in(folder), _check_log),
     ("parity", ExportRecord.is_in, _check_export),
-    ("base and its preservation", partial(_is_joined, folder_format="transformers"), _check_joined),
-    ("routed logits", partial(_is_joined, folder_format="llama"), check_plain_join),
+    ("base and its preservation", _is_joined, _check_joined),
 )

@@ -1,52 +1,19 @@
-"""What a join is held to: every head is what it is alone, and the written folder computes what was
-measured.
-"""
+"""What a join is held to: every head is what it is alone, and the folder computes what was measured."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, PreservationError
-from scale_cli.export.formats import check_parity, measure_parity, served_logits
-from scale_cli.export.plain_folder import routed_class
-from scale_cli.joining.members import JoinedRuns, join_runs
-from scale_cli.joining.report import JoinReport
-from scale_cli.model.family_scale import family_of
+from scale_cli.errors import ExportParityError, PreservationError
+from scale_cli.joining.members import JoinedRuns
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import move_to_device
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.preservation import sample_ids
-from scale_cli.vocabulary.tokenizer import check_size
 
-_NUM_NEW_READ = 64
-
-
-def check_one_head_holds_all(joined: JoinedRuns) -> None:
-    """Raise ConfigError if one plain vocabulary head cannot hold the join, or if llama.cpp would
-    misread the model.
-    """
-    config = joined.model.config
-    if config.new_tokens:
-        check_size(config.vocab_size)  # each run alone was already checked
-    base, added = config.base(), config.expansions()
-    channels = base.hidden_size + sum(each.expansion_hidden_size for each in added)
-    heads = base.num_attention_heads + sum(each.expansion_num_attention_heads for each in added)
-    if family_of(base).heads_divide_channels and channels % heads:
-        raise ConfigError(
-            f"--format llama: the runs have {channels} channels and {heads} heads in total, but a Llama's channels "
-            "must be a multiple of its heads; use --format transformers"
-        )
-    brought = list[list[str]]()
-    for member in joined.members:
-        reason = "writes into the base's stream" if member.expansion.writes else ""
-        if member.sizes.new_tokens and member.sizes.new_tokens in brought:
-            reason = "has its own rows for the same new tokens as another run"
-        if reason:
-            raise ConfigError(f"--format llama: {member.name} {reason}; use --format transformers")
-        brought.append(member.sizes.new_tokens)
+_NUM_NEW_READ = 64  # of the new tokens, spread over all of them: no text covers every script
 
 
 @torch.no_grad()
@@ -71,23 +38,16 @@ def prove(joined: JoinedRuns) -> None:
                 )
 
 
-def _prompts(joined: JoinedRuns) -> list[Tensor]:
-    """Return ids of the sample texts, and of new tokens from the whole vocabulary: no text covers
-    every script.
-    """
-    prompts, config = sample_ids(joined.tokenizer), joined.model.config
-    if num_new := len(config.new_tokens):
-        first, last = config.vocab_size - num_new, config.vocab_size - 1
-        spread = torch.linspace(first, last, min(num_new, _NUM_NEW_READ)).round().long()
-        prompts.append(spread[None].to(prompts[0].device))
-    return prompts
-
-
 @torch.no_grad()
 def check_written(folder: Path, joined: JoinedRuns) -> None:
     """Check that the heads of the written model equal those that were measured, bit for bit."""
     loaded = move_to_device(load_written(JoinedForCausalLM, folder)).eval()
-    for ids in _prompts(joined):
+    prompts = sample_ids(joined.tokenizer)
+    vocab_size = joined.model.config.vocab_size
+    if num_new := len(joined.model.config.new_tokens):
+        spread = torch.linspace(vocab_size - num_new, vocab_size - 1, min(num_new, _NUM_NEW_READ))
+        prompts.append(spread.round().long()[None].to(prompts[0].device))
+    for ids in prompts:
         written, measured = (
             model.routed_logits(model.final_states(ids, preserved=True))
             for model in (loaded, joined.model)
@@ -96,20 +56,3 @@ def check_written(folder: Path, joined: JoinedRuns) -> None:
             raise ExportParityError(
                 "the written folder computes other logits than the measured model; it was removed"
             )
-
-
-def check_written_plainly(folder: Path, joined: JoinedRuns) -> None:
-    """Check that the written plain model, with its router, computes what was measured."""
-    loaded = move_to_device(load_written(routed_class(folder), folder)).eval()
-    check_parity(measure_parity(loaded, joined.model, served_logits, _prompts(joined)), "float32")
-
-
-def check_plain_join(folder: Path) -> None:
-    """Compare a joined folder of the format `llama` with its runs; BaseModelError if a run is not
-    there any more.
-    """
-    report = JoinReport.load(folder)
-    runs = [Path(member["folder"]) for member in report.members]
-    if gone := [run for run in runs if not run.is_dir()]:
-        raise BaseModelError(f"{gone[0]}: this run no longer exists")
-    check_written_plainly(folder, join_runs(runs, report.router_prior))

@@ -64,7 +64,6 @@ class JoinReport(RunRecord):
     router_prior: float  # weight of the base head at the first token
     max_cost_nats: float  # upper bound on what routing costs over the best head on a document
     corpora: list[JoinedCorpus]
-    format: str = "transformers"  # of the folder
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": KIND, **asdict(self)}
@@ -163,8 +162,8 @@ def joined_card(joined: JoinedRuns, report: JoinReport, licence: Licence) -> str
     return card(
         stages,
         licence,
-        "joined",
-        "joined" if report.format == "llama" else report.format,
+        tag="joined",
+        loaded_as="transformers",
         config=joined.model.config,
         members=list(zip(joined.members, stages, strict=True)),
         report=report,

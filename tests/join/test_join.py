@@ -11,7 +11,6 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import scale_cli.commands.join as commands_join
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import export
 from scale_cli.commands.join import join
@@ -32,7 +31,7 @@ from scale_cli.joining.report import score_corpora
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.storage.atomic import new_folder, read_json
 from scale_cli.upscale.base_tokenizer import load_tokenizer
-from tests.command_line import Scale, refused
+from tests.command_line import Scale
 from tests.small_runs import at_its_start, changed, petitions_run
 from tests.widening import load_widened, lower_stories, random_ids
 
@@ -206,32 +205,6 @@ def test_a_head_that_computes_something_else_than_its_run_leaves_nothing_behind(
     monkeypatch.setattr(JoinedForCausalLM, "routed_logits", off_by_a_bit)
     with pytest.raises(PreservationError, match="the head korean"):
         join([runs["korean"].output_dir], tmp_path / "out", None)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_plain_join_is_held_to_its_runs_and_says_what_it_is_without_its_router(
-    runs: Runs, tmp_path: Path
-) -> None:
-    plain = tmp_path / "plain"
-    join([runs[name].output_dir for name in ("korean", "wider")], plain, None, "llama")
-    assert check_folders(plain)[0].held == ["hashes", "routed logits"]
-    card = " ".join((plain / "README.md").read_text().split())
-    assert "adds up the outputs of all expansions" in card
-    with pytest.raises(ConfigError, match=r"--format llama: writer writes into the base's stream"):
-        join([runs["writer"].output_dir], tmp_path / "none", None, "llama")
-
-
-def test_streams_that_one_plain_llama_cannot_hold_are_refused_before_anything_is_measured(
-    runs: Runs, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each run's own heads divide its channels; a Llama's configuration takes no other sizes."""
-    expansion = {"ratio": 0.25, "hidden_ratio": 0.7}
-    wide = at_its_start(petitions_run(shared_data, tmp_path / "korean", expansion=expansion))
-    names = [runs["korean"].output_dir, wide.output_dir]
-    assert join_runs(names, None).model.config.head_names == ["base", "korean", "korean-2"]
-    monkeypatch.setattr(commands_join, "score_corpora", None)
-    with refused(ConfigError, r"^--format llama: the runs have \d+ channels and \d+ heads"):
-        join(names, tmp_path / "out", None, "llama")
     assert not (tmp_path / "out").exists()
 
 

@@ -6,21 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from scale_cli.commands.join import join
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.encoding import prompt_ids
-from scale_cli.errors import ConfigError, ExportParityError, PreservationError, RunFolderError
-from scale_cli.export.dense import dense_embedding
-from scale_cli.export.plain_folder import routed_class
+from scale_cli.errors import ExportParityError, PreservationError, RunFolderError
 from scale_cli.generation import Generator, Sampling
 from scale_cli.joining.members import join_runs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.runs.opened import Run
-from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
+from scale_cli.upscale.base import load_written
 from scale_cli.vocabulary.added_tokens import new_tokens
 from tests.command_line import refused
 from tests.small_runs import at_its_start, changed, train_run
@@ -107,42 +104,6 @@ def test_other_tokens_of_one_script_are_refused_in_one_line(runs: dict[str, RunC
         join_runs(folders(runs, "korean", "other-korean"), None)
 
 
-def test_one_plain_model_has_one_row_a_token_and_no_size_of_another_model(
-    runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match=r"^--format llama: again has its own rows"):
-        join(folders(runs, "korean", "again"), tmp_path / "none", None, "llama")
-    monkeypatch.setattr(vocabulary_tokenizer, "TAKEN_FOR_OTHERS", (OLD + 2 * NEW,))
-    # As 32,768 and twice 8,192 would be.
-    with pytest.raises(ConfigError, match="model of 640 tokens in all"):
-        join(folders(runs, "korean", "russian"), tmp_path / "none", None, "llama")
-
-
-@torch.no_grad()
-def test_one_plain_model_of_several_scripts_routes_every_text_as_the_joined_one(
-    runs: dict[str, RunConfig], tmp_path: Path
-) -> None:
-    names, output = ("korean", "plain", "russian"), tmp_path / "plain"
-    join(folders(runs, *names), output, 0.4, "llama")
-    tokenizer = AutoTokenizer.from_pretrained(output)
-    joined = join_runs(folders(runs, *names), 0.4)
-    routed: Any = routed_class(output).from_pretrained(output).eval()
-    mixed = f"{ENGLISH[:40]}{RUSSIAN[:40]}{KOREAN[:40]}{RUSSIAN[40:80]}"
-    for text in (KOREAN, RUSSIAN, ENGLISH, mixed):
-        ids = tokenizer(text, return_tensors="pt").input_ids[:, :90]
-        assert ids.tolist() == [prompt_ids(joined.tokenizer, text)[:90]]
-        expected = joined.model(input_ids=ids).logits.log_softmax(-1)
-        torch.testing.assert_close(
-            routed(ids).logits.log_softmax(-1), expected, atol=1e-3, rtol=1e-4
-        )
-    states = joined.model.final_states(ids % OLD, preserved=True)
-    base, *others = (head[..., :OLD] for head in states.logits(joined.model.base.lm_head, range(4)))
-    added_up = AutoModelForCausalLM.from_pretrained(output).eval()(ids % OLD).logits[..., :OLD]
-    torch.testing.assert_close(
-        added_up, base + sum(head - base for head in others), atol=1e-3, rtol=1e-4
-    )
-
-
 def test_a_text_that_is_cut_otherwise_than_by_its_run_leaves_nothing_behind(
     runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,12 +116,12 @@ def test_a_text_that_is_cut_otherwise_than_by_its_run_leaves_nothing_behind(
 def test_a_wrong_row_of_a_token_that_no_sample_text_has_is_found(
     runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def with_one_wrong_row(model: Any) -> torch.Tensor:
-        rows_VD = dense_embedding(model)
-        rows_VD[-1] = rows_VD[0]
-        return rows_VD
+    def one_wrong_row(*of: Any) -> JoinedForCausalLM:
+        model = load_written(*of)
+        model.members[-1].lm_head.weight.data[-1] += 1.0
+        return model
 
-    monkeypatch.setattr("scale_cli.export.dense.dense_embedding", with_one_wrong_row)
+    monkeypatch.setattr("scale_cli.joining.checks.load_written", one_wrong_row)
     with pytest.raises(ExportParityError):
-        join(folders(runs, "korean", "russian"), tmp_path / "out", None, "llama")
+        join(folders(runs, "korean", "russian"), tmp_path / "out", None)
     assert not (tmp_path / "out").exists()

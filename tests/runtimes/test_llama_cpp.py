@@ -36,8 +36,8 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.processes import cpu_precision
 from tests.serving_page import commands, run, write_small_config
 from tests.small_runs import train_run
-from tests.vocabulary.grown_run import config_of, two_scripts_in_one
-from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
+from tests.vocabulary.grown_run import config_of
+from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 from tests.widening import TINY
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"
@@ -279,11 +279,9 @@ def sentencepiece_base(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("made", ["one script", "two scripts joined"])
 @pytest.mark.parametrize("kind", ["byte-level", "SentencePiece"])
 def test_with_new_tokens_ids_and_greedy_continuations_are_the_same(
     kind: str,
-    made: str,
     sentencepiece_base: Path,
     llama_cpp: Path,
     shared_data: Path,
@@ -291,25 +289,20 @@ def test_with_new_tokens_ids_and_greedy_continuations_are_the_same(
     tmp_path: Path,
 ) -> None:
     base = shared_data / "ckpt-novels-en" / "hf" if kind == "byte-level" else sentencepiece_base
-    if made == "one script":
-        config = train_run(config_of(shared_data, tmp_path, base=base))
-        folder, in_new = export(config).folder, [KOREAN]
-    else:
-        folder, _ = two_scripts_in_one(shared_data, tmp_path, base)
-        in_new = [KOREAN, RUSSIAN]
+    folder = export(train_run(config_of(shared_data, tmp_path, base=base))).folder
     write_gguf(file := tmp_path / "grown.gguf", folder, "f32", llama_cpp)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     reference: Any = in_transformers(folder)
     first_new = AutoTokenizer.from_pretrained(base).vocab_size
     with opened(file) as model:
-        for text in [*texts, ENGLISH, *in_new, f"{ENGLISH[:50]}{''.join(in_new)}"]:
+        for text in [*texts, ENGLISH, KOREAN, f"{ENGLISH[:50]}{KOREAN}"]:
             assert (
                 model.tokenize(text.encode(), add_bos=False)
                 == tokenizer(text, add_special_tokens=False).input_ids
             )
-        for text in (ENGLISH, *in_new):
+        for text in (ENGLISH, KOREAN):
             ids = tokenizer(text).input_ids[:60]
-            assert (max(ids) >= first_new) == (text in in_new)
+            assert (max(ids) >= first_new) == (text == KOREAN)
             ids_1T = torch.tensor([ids])
             options = {
                 "max_new_tokens": NUM_NEW_TOKENS,

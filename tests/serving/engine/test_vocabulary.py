@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoTokenizer
 
@@ -15,7 +14,7 @@ from scale_cli.runs.opened import Run
 from tests.serving.engine.conftest import Ask
 from tests.serving.engine.test_vllm import ENGINE, GREEDY, NEW, SCORED
 from tests.small_runs import train_run
-from tests.vocabulary.grown_run import config_of, two_scripts_in_one
+from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 
 TEXTS = [
@@ -28,17 +27,13 @@ TEXTS = [
 OLD = 8192
 
 
-@pytest.mark.parametrize("made", ["one script", "two scripts joined"])
 def test_texts_are_tokenised_continued_and_scored_as_in_transformers(
-    made: str, ask: Ask, shared_data: Path, tmp_path: Path
+    ask: Ask, shared_data: Path, tmp_path: Path
 ) -> None:
     base = shared_data / "ckpt-novels-en" / "hf"
-    trained: Any
-    if made == "one script":
-        config = train_run(config_of(shared_data, tmp_path, base=base))
-        folder, trained = export(config).folder, Run(config).open_final().load()
-    else:
-        folder, trained = two_scripts_in_one(shared_data, tmp_path, base)
+    config = train_run(config_of(shared_data, tmp_path, base=base))
+    folder = export(config).folder
+    trained: Any = Run(config).open_final().load()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rounds = [{"prompts": TEXTS, "sampling": sampling} for sampling in (GREEDY, SCORED)]
     job = {"folder": str(folder), "engine": ENGINE, "rounds": rounds}
