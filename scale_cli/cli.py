@@ -383,7 +383,7 @@ def generate(
     folder = run_folder(path)
     import_libraries()
     from scale_cli.commands import generate as verb
-    from scale_cli.generation import Sampling
+    from scale_cli.generation.generator import Sampling
     from scale_cli.runs.precision import with_precision
 
     length, usual_temperature = (

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from scale_cli.generation import Generator
+from scale_cli.generation.generator import Generator
 
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

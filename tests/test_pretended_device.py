@@ -24,7 +24,7 @@ from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.corpora import open_sources
 from scale_cli.evaluation.lm_eval_heads import heads_of
 from scale_cli.evaluation.scoring import Passes, score_corpus
-from scale_cli.generation import Generator, Sampling
+from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM

@@ -131,7 +131,7 @@ def _write(
                 json.dumps(item, ensure_ascii=False, allow_nan=False, default=str) + "\n"
                 for item in benchmark.items
             )
-            write_text(partial / "items" / f"{benchmark.name}.jsonl", "".join(lines))
+            write_text(partial / "items" / f"{benchmark.source.name}.jsonl", "".join(lines))
         report.save(partial)
         write_text(partial / "report.md", markdown(report, config))
         write_text(partial / "report.html", html(report, config))

@@ -14,7 +14,13 @@ import typer
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.conversations import Messages
 from scale_cli.errors import ConfigError
-from scale_cli.generation import Continuation, Generator, Sampling, SpokenToken, TextStreamer
+from scale_cli.generation.generator import (
+    Continuation,
+    Generator,
+    Sampling,
+    SpokenToken,
+    TextStreamer,
+)
 from scale_cli.report import percent
 from scale_cli.runs.folder import check_folder
 from scale_cli.storage.atomic import write_text
@@ -75,7 +81,7 @@ def generate(
         mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
         each = ", ".join(f"{name} {percent(share)}" for name, share in mean.items())
         typer.echo(f"shares of the heads in {len(shares):,} tokens: {each}", err=True)
-    elif show_heads and not generator.head_names():
+    elif show_heads and not generator.head_names:
         typer.echo(
             "--show-heads: one head alone generates, so there are no heads to show", err=True
         )

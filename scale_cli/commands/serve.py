@@ -67,8 +67,8 @@ def serve(
         # vLLM sends usage statistics unless told not to.
         os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ})
     _stop_on_signals()
-    from scale_cli.generation import Generator
-    from scale_cli.server import run_server
+    from scale_cli.generation.generator import Generator
+    from scale_cli.generation.server import run_server
 
     run_server(Generator(folder, plainly=plainly), address.name, address.host, address.port)
 
@@ -78,8 +78,8 @@ def serve_beside_base(path: Path, options: Sequence[str], log: Log) -> None:
     address, others = _address(path, options)
     _check_server(address, others)
     _stop_on_signals()
-    from scale_cli.generation import Generator
-    from scale_cli.server import run_server
+    from scale_cli.generation.generator import Generator
+    from scale_cli.generation.server import run_server
 
     generator = Generator(path, beside_base=True)
     prior = generator.prior

@@ -49,15 +49,22 @@ def summarise_benchmarks(
     for index, benchmark in enumerate(measured):
         # An average over benchmarks needs independent resamples of each.
         rng = np.random.default_rng([seed, index])
-        statistic = partial(_figures, benchmark)
         num_items = len(benchmark.items)
-        value_MH = statistic(np.ones((1, num_items)))[0]
-        drawn_RMH = bootstrap(statistic, num_items, num_resamples=num_resamples, rng=rng)
+        scores_MNH = np.stack(list(benchmark.scores.values()))
+        means = partial(np.tensordot, b=scores_MNH / num_items, axes=(1, 1))  # (R, N) to (R, M, H)
+        drawn_RMH = bootstrap(means, num_items, num_resamples=num_resamples, rng=rng)
         of_metrics = {
-            name: (value_MH[at], drawn_RMH[:, at], num_items)
-            for at, name in enumerate(benchmark.metrics)
+            name: (scores_NH.mean(axis=0), drawn_RMH[:, at], num_items)
+            for at, (name, scores_NH) in enumerate(benchmark.scores.items())
         }
-        result = _result(benchmark, of_metrics, rng)
+        result = BenchmarkResult(
+            name=benchmark.source.name,
+            language=benchmark.source.language,
+            role=benchmark.source.role,
+            num_items=num_items,
+            heads=_heads(benchmark, of_metrics, rng),
+            judged_by=benchmark.judged_by,
+        )
         results.append(result)
         judging.setdefault(result.language, []).append(of_metrics[result.judged_by])
 
@@ -74,20 +81,11 @@ def summarise_benchmarks(
     return results, averages
 
 
-def _figures(benchmark: BenchmarkItems, counts_RN: Values) -> Values:
-    """Return (R, M, H), every metric of resampled items."""
-    num_drawn_R1 = counts_RN.sum(axis=1, keepdims=True)
-    figures = [counts_RN @ scores_NH / num_drawn_R1 for scores_NH in benchmark.scores.values()]
-    if benchmark.classes is not None:
-        figures.append(macro_f1(counts_RN, benchmark.classes))
-    return np.stack(figures, axis=1)
-
-
-def _result(
+def _heads(
     benchmark: BenchmarkItems,
     of_metrics: dict[str, tuple[Values, Values, int]],
     rng: np.random.Generator,
-) -> BenchmarkResult:
+) -> dict[str, BenchmarkHead]:
     """Return the figures of every head, and the test of each head beside the base's."""
     scores_NH = benchmark.scores[benchmark.judged_by]
     base_N = scores_NH[:, 0]
@@ -109,14 +107,7 @@ def _result(
             },
             **tested,
         )
-    return BenchmarkResult(
-        name=benchmark.name,
-        language=benchmark.source.language,
-        role=benchmark.source.role,
-        num_items=len(benchmark.items),
-        heads=heads,
-        judged_by=benchmark.judged_by,
-    )
+    return heads
 
 
 def _by_head(
@@ -126,22 +117,3 @@ def _by_head(
     values = intervals_of(value_H, drawn_RH, num_items)
     changes = intervals_of(value_H - value_H[0], drawn_RH - drawn_RH[:, :1], num_items)
     return dict(zip(HEADS, values, strict=True)), dict(zip(HEADS[1:], changes[1:], strict=True))
-
-
-def macro_f1(counts_RN: Values, classes_NC: Values) -> Values:
-    """Return (R, H), the heads' means over classes of F1 = 2 tp / (2 tp + fp + fn).
-
-    A row of `classes_NC` holds the right class and every head's. A class that neither side names
-    does not count.
-    """
-    gold_N1 = classes_NC[:, :1]
-    said_NH = classes_NC[:, 1:]
-    total = np.zeros(())
-    num_classes = np.zeros(())
-    for label in np.unique(classes_NC):
-        is_gold = gold_N1 == label
-        is_said = said_NH == label
-        named = counts_RN @ is_gold + counts_RN @ is_said
-        total = total + 2.0 * (counts_RN @ (is_gold & is_said)) / np.maximum(named, 1)
-        num_classes = num_classes + (named > 0)
-    return total / num_classes

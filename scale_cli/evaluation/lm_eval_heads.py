@@ -41,9 +41,9 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.data.encoding import DocumentMarkers, prompt_ids
-from scale_cli.errors import ConfigError, RunError, one_line
+from scale_cli.errors import RunError, one_line
 from scale_cli.evaluation.intervals import finite
-from scale_cli.evaluation.lm_eval_tasks import Benchmark, open_tasks
+from scale_cli.evaluation.lm_eval_tasks import Benchmark, open_benchmark
 from scale_cli.evaluation.results import HEADS, BenchmarkItems, SkippedBenchmark
 from scale_cli.evaluation.scoring import TWO_HEADS, BaseAlone, Passes, observe, routed_rows
 from scale_cli.evaluation.selectable_heads import SelectableHeads
@@ -211,7 +211,7 @@ class OpenedBenchmarks:
             try:
                 measured.append(measure_items(benchmark, answering, max_items))
             except RunError as error:
-                skipped.append(SkippedBenchmark(benchmark.name, str(error)))
+                skipped.append(SkippedBenchmark(benchmark.source.name, str(error)))
         return measured, skipped
 
 
@@ -226,16 +226,9 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
     with redirect_stderr(io.StringIO()):
         for source in bar:
             try:
-                opened.ready.extend(open_tasks(source))
+                opened.ready.append(open_benchmark(source))
             except RunError as error:
                 opened.skipped.append(SkippedBenchmark(source.name, str(error)))
-
-    names = [benchmark.name for benchmark in opened.ready]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(
-                f"evaluation.benchmarks: {name} is named twice, once within a group; remove one"
-            )
     return opened
 
 
@@ -252,7 +245,7 @@ def measure_items(
     logged: dict[tuple[str, int], dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     bar = progress_bar(
         total=0,
-        desc=f"evaluating {benchmark.name}",
+        desc=f"evaluating {benchmark.source.name}",
         unit=" answers" if benchmark.is_generated else " tokens",
         unit_scale=not benchmark.is_generated,
         disable=not is_main(),
@@ -295,11 +288,7 @@ def measure_items(
         for name in of_base[0]
         if all(name in metrics for metrics in of_base)
     }
-    classes = None
-    if benchmark.reports_macro_f1:  # each sample has the right class and the head's
-        pairs = [[head[0]["f1"] for head in by_head.values()] for by_head in logged.values()]
-        classes = np.array([[of_item[0][0], *(said for _, said in of_item)] for of_item in pairs])
-    measured = BenchmarkItems(benchmark.source, benchmark.name, items, scores, classes)
+    measured = BenchmarkItems(benchmark.source, items, scores)
     _ = measured.judged_by  # raises if there is none
     return measured
 

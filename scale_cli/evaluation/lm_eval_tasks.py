@@ -24,7 +24,6 @@ from jinja2.sandbox import SandboxedEnvironment
 from lm_eval.api.registry import metric_registry
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks.kobest.utils import macro_f1_score
 
 from scale_cli.config.load import parse, read_text
 from scale_cli.config.sources import BenchmarkSource
@@ -68,20 +67,9 @@ os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
 class Benchmark:
     """A benchmark that is ready to be measured."""
 
-    name: str  # in the report
     source: BenchmarkSource  # its entry in the config
     tasks: dict[str, Any]  # lm-eval's tasks by name; several if the name is a group's
-
-    @property
-    def is_generated(self) -> bool:
-        return all(task.OUTPUT_TYPE == "generate_until" for task in self.tasks.values())
-
-    @property
-    def reports_macro_f1(self) -> bool:
-        """Whether lm-eval reports macro-F1 for its tasks, as for KoBEST's."""
-        return not self.is_generated and any(
-            task.aggregation().get("f1") is macro_f1_score for task in self.tasks.values()
-        )
+    is_generated: bool  # else multiple choice
 
     @property
     def num_items(self) -> int:
@@ -89,27 +77,34 @@ class Benchmark:
         return sum(min(limit, len(task.eval_docs)) for task in self.tasks.values())
 
 
-def open_tasks(source: BenchmarkSource) -> list[Benchmark]:
-    """Open the tasks of one entry of the config: one benchmark, or several of a group.
+def open_benchmark(source: BenchmarkSource) -> Benchmark:
+    """Open the tasks of one entry of the config.
+
+    A group's items are pooled, as lm-eval weights its tasks by size.
 
     Raises:
         ConfigError: there is a mistake in the config or in a user's file.
         RunError: lm-eval cannot open the tasks, or we cannot measure them.
     """
     tasks = _named_tasks(source.name) if source.path is None else _read_task(source)
-    _check_measurable(tasks)
+    kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
+    if kinds not in (["multiple_choice"], ["generate_until"]):
+        raise RunError(
+            "only multiple_choice and generate_until are measured, one kind per benchmark; "
+            f"this is {', '.join(kinds)}"
+        )
     for task in tasks.values():
+        if getattr(task, "UNSAFE_CODE", False):
+            raise RunError("it runs code that the model writes")
+        for name, metric in getattr(task, "_metric_fn_list", {}).items():
+            # lm-eval does not call this function for multiple choice.
+            if metric is None and kinds == ["generate_until"]:
+                raise RunError(_FOREIGN_METRIC.format(name))
         shown = task.get_config("num_fewshot")
         if shown != 0 and source.num_fewshot is not None:  # 0 stays 0, as in lm-eval
             shown = source.num_fewshot
         task.set_config("num_fewshot", shown or 0)
-
-    # A group's items are pooled, as lm-eval weights its tasks by size. F1 over different classes
-    # cannot be.
-    whole = Benchmark(source.name, source, tasks)
-    if whole.reports_macro_f1:
-        return [Benchmark(name, source, {name: task}) for name, task in tasks.items()]
-    return [whole]
+    return Benchmark(source, tasks, is_generated=kinds == ["generate_until"])
 
 
 @cache
@@ -171,8 +166,6 @@ def _read_task(source: BenchmarkSource) -> dict[str, Any]:
             metric.pop("hf_evaluate", None)  # it asks for the hub's code in place of lm-eval's own
             if metric.get("metric") not in metric_registry:
                 raise RunError(_FOREIGN_METRIC.format(metric.get("metric")))
-            if metric.get("aggregation") == "macro_f1":  # lm-eval's own YAML names a function
-                metric["aggregation"] = macro_f1_score
         config.pop("metadata", None)  # lm-eval would pass it to `load`
         task = ConfigurableTask(config=config | {"task": source.name, "custom_dataset": load})
     except RunError:
@@ -196,19 +189,3 @@ def _filled(template: str, key: str, *, has_choices: bool) -> Callable[[Mapping[
         return text
 
     return fill
-
-
-def _check_measurable(tasks: dict[str, Any]) -> None:
-    kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
-    if kinds not in (["multiple_choice"], ["generate_until"]):
-        raise RunError(
-            "only multiple_choice and generate_until are measured, one kind per benchmark; "
-            f"this is {', '.join(kinds)}"
-        )
-    for task in tasks.values():
-        if getattr(task, "UNSAFE_CODE", False):
-            raise RunError("it runs code that the model writes")
-        for name, metric in getattr(task, "_metric_fn_list", {}).items():
-            # lm-eval does not call this function for multiple choice.
-            if metric is None and kinds == ["generate_until"]:
-                raise RunError(_FOREIGN_METRIC.format(name))

@@ -134,8 +134,8 @@ class CorpusResult:
 class BenchmarkHead:
     """One head, or one routing rule, on one benchmark."""
 
-    # `acc`, and `acc_norm` and `macro_f1` if lm-eval reports them. For a generative task, lm-eval's
-    # own metrics, with the filter's name if there are several: `exact_match, strict-match`.
+    # `acc`, and `acc_norm` if lm-eval reports it. For a generative task, lm-eval's own metrics, with
+    # the filter's name if there are several: `exact_match, strict-match`.
     metrics: dict[str, Interval]
     # Of the same metrics from the base head; empty for the base head itself.
     differences: dict[str, Interval]
@@ -164,15 +164,8 @@ class BenchmarkItems:
     """All items of one benchmark, under every head. Shapes: N items, H heads."""
 
     source: BenchmarkSource  # its entry in the config
-    name: str  # in the report: a task of a group may be a benchmark by itself
     items: list[dict[str, Any]]  # as JSON has them
     scores: dict[str, Values]  # (N, H) by every metric that all items have
-    # (N, 1 + H), the right class and every head's, if lm-eval reports macro-F1
-    classes: Values | None = None
-
-    @property
-    def metrics(self) -> list[str]:
-        return [*self.scores, *([] if self.classes is None else ["macro_f1"])]
 
     @property
     def judged_by(self) -> str:

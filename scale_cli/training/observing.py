@@ -104,7 +104,7 @@ class Observer:
         measured, _ = self.benchmarks.measure(
             self.observed, self.tokenizer, self.config, of_all, most
         )
-        return {benchmark.name: benchmark.mean_scores() for benchmark in measured}
+        return {benchmark.source.name: benchmark.mean_scores() for benchmark in measured}
 
     def samples(self) -> dict[str, dict[str, str]]:
         """Return, by corpus, the served head's continuation of one held-out document per language.

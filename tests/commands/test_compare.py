@@ -3,7 +3,6 @@ import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scale_cli.commands.compare import compare, notes
-from scale_cli.comparison import Option, front, load_runs, mean_interval, options_of
+from scale_cli.comparison.options import mean_interval, options_of
+from scale_cli.comparison.runs import load_runs
+from scale_cli.comparison.tables import corpus_table
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.report import Interval
@@ -83,18 +84,13 @@ def test_the_report_holds_its_inputs_unchanged(compared: tuple[list[Path], Path]
     verify_folder(out)
 
 
-def test_the_figure_and_the_tables_are_well_formed_and_a_name_is_text(
+def test_a_name_is_text_in_the_figure_and_on_the_page(
     compared: tuple[list[Path], Path],
 ) -> None:
     _, out = compared
-    text = (out / "report.md").read_text(encoding="utf-8")
     root = ElementTree.parse(out / "lost-and-gained.svg").getroot()
     labels = [element.text for element in root.iter() if element.tag.endswith("}text")]
     assert SCRIPT in labels and "얼린 층 + base" in labels
-    assert "(lost-and-gained.svg)" in text
-    assert "<script>" not in text.replace(r"\<script", "")
-    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
 
 
 def edit_report(folder: Path, edit: Callable[[Any], object]) -> None:
@@ -167,7 +163,7 @@ def test_of_one_role_alone_the_other_side_is_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", Made())
     edit_report(folder, lambda report: report["corpora"].pop())
     compare([folder], tmp_path / "out")
-    told = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    told = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "forgetting of English" in told and "gain in" not in told and "not finite" not in told
 
 
@@ -176,21 +172,17 @@ def test_runs_of_other_tokens_compare_in_bytes_and_not_in_tokens(tmp_path: Path)
         "route": Made("route", 0.1, 0.7),
         "grown": Made("route", 0.1, 0.5, new_tokens=64),
     }
-    compare([write_run(tmp_path / name, run) for name, run in made.items()], tmp_path / "out")
-    text = (tmp_path / "out/report.md").read_text(encoding="utf-8")
-    tables = {part.partition("\n")[0].partition(":")[0]: part for part in text.split("## ")[1:]}
-    rows = {
-        name: {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in of_table}
-        for name, table in tables.items()
-        if (of_table := [line.split("|") for line in table.splitlines() if line.startswith("|")])
-    }
-    assert [rows["청원"][label][:4] for label in ("base", "grown")] == [
+    runs = load_runs([write_run(tmp_path / name, run) for name, run in made.items()])
+    options = [option for run in runs for option in options_of(run)]
+    table = corpus_table(options, runs[0].report.corpus("청원"))
+    rows = {str(row[0]): [str(cell) for cell in row[1:5]] for row in table.rows}
+    assert [rows[label] for label in ("base", "grown")] == [
         ["4.00", "2.600", "—", "6.06"],
         ["16.00", "2.101", "-0.4995 [-0.5095, -0.4895]", "—"],
     ]
 
 
-# How models can be served, and which of these ways no other beats
+# How models can be served
 
 
 @pytest.mark.parametrize(
@@ -207,33 +199,6 @@ def test_only_methods_that_widen_nothing_need_a_second_model_to_be_mixed(
 ) -> None:
     (run,) = load_runs([write_run(tmp_path / "run", Made(variant=variant))])
     assert [(way.head, way.num_models, way.passes) for way in options_of(run)] == expected
-
-
-@given(
-    st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), max_size=12)
-)  # few values, so ties
-def test_the_front_is_what_neither_another_nor_the_base_beats(
-    points: list[tuple[int, int]],
-) -> None:
-    def beats(one: tuple[int, int], other: tuple[int, int]) -> bool:
-        return one != other and one[0] <= other[0] and one[1] >= other[1]
-
-    def option(lost: float | None, gained: float | None, num_models: int = 1) -> Any:
-        return SimpleNamespace(
-            num_models=num_models,
-            bits_per_byte_lost=Interval(lost, None, None),
-            bits_per_byte_gained=Interval(gained, None, None),
-        )
-
-    options: list[Option] = [*(option(*point) for point in points), option(None, None)]
-    better_of_two_models = option(-9, 9, num_models=2)
-    best = front([*options, better_of_two_models])
-    assert best.pop() is better_of_two_models
-    expected = [
-        point for point in points if not any(beats(other, point) for other in [*points, (0, 0)])
-    ]
-    kept = [(of.bits_per_byte_lost.value, of.bits_per_byte_gained.value) for of in best]
-    assert kept == expected
 
 
 @given(

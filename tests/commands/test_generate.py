@@ -16,7 +16,7 @@ from scale_cli.commands.export import export
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import ConfigError
-from scale_cli.generation import Continuation, Generator, Sampling
+from scale_cli.generation.generator import Continuation, Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.terminal import printable
@@ -185,7 +185,7 @@ def test_tokens_add_up_to_the_completion_and_with_the_prompt_to_what_was_generat
     for of in (generator, Generator(run.output_dir / "export/llama")):
         (begun,) = of.continue_all(["Once upon"], GREEDY)
         asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": GREEDY.max_new_tokens}
-        if of.head_names():
+        if of.head_names:
             asked["router_prior"] = 0.98
         generated = of.model.generate(of.prompt_ids("Once upon")[None], **asked)[0]
         assert str(of.tokenizer.decode(generated)).endswith(f"Once upon{begun.completion}")

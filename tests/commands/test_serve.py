@@ -66,7 +66,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], Any]
         raise Became(server)
 
     monkeypatch.setattr("os.execve", lambda _path, command, _environment: become(command))
-    monkeypatch.setattr("scale_cli.server.run_server", become)
+    monkeypatch.setattr("scale_cli.generation.server.run_server", become)
     monkeypatch.setattr("signal.signal", lambda *_: None)
 
     def serve_and_listen(
@@ -99,9 +99,9 @@ def test_else_transformers_and_a_run_stands_for_its_plain_export(
     folder: Path, installed: set[str], said: Callable[..., Any]
 ) -> None:
     lines, (generator, *_) = said(folder.parents[1])
-    assert f"{folder}, with its router, in transformers" in lines[0] and generator.head_names()
+    assert f"{folder}, with its router, in transformers" in lines[0] and generator.head_names
     lines, (generator, *_) = said(folder, "transformers", plainly=True)
-    assert "trained head alone" in lines[0] and not generator.head_names()
+    assert "trained head alone" in lines[0] and not generator.head_names
 
 
 def with_config(folder: Path, copy: Path, **keys: Any) -> Path:

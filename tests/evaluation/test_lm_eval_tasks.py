@@ -9,7 +9,7 @@ from lm_eval.tasks.kobest import utils as kobest
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import ConfigError, CorpusError
 from scale_cli.evaluation.lm_eval_heads import open_benchmarks
-from tests.evaluation.task_files import ACCURACY, MEAN, add_task, know_only, opened, task_of
+from tests.evaluation.task_files import MEAN, add_task, know_only, opened, task_of
 
 SUMS = [
     {"question": f"{number} + 1 =", "choices": ["0", str(number + 1)], "answer": 1}
@@ -43,7 +43,7 @@ def test_every_line_of_kobest_is_an_item_and_is_asked_in_lm_evals_own_words(
     (made,) = benchmark.tasks.values()
     num_items, num_choices, their_text = KOBEST[task]
     docs = list(made.test_docs())
-    assert len(docs) == num_items and benchmark.reports_macro_f1
+    assert len(docs) == num_items
     assert {made.doc_to_target(doc) for doc in docs} == set(range(num_choices))
     assert {len(made.doc_to_choice(doc)) for doc in docs} == {num_choices}
     for doc in docs[:5]:
@@ -105,36 +105,18 @@ def test_a_task_that_cannot_be_measured_is_one_line_and_the_rest_are_opened(
     add_task(own_tasks, "sums", SUMS)
     add_task(own_tasks, "odd", SUMS, **keys)
     found = open_benchmarks([source("odd"), source("sums")])
-    assert [benchmark.name for benchmark in found.ready] == ["sums"]
+    assert [benchmark.source.name for benchmark in found.ready] == ["sums"]
     (line,) = found.skipped
     assert line.name == "odd" and reason in line.reason and "\n" not in line.reason
 
 
-def test_the_tasks_of_a_group_are_one_benchmark_unless_they_have_a_macro_f1(
-    own_tasks: Path,
-) -> None:
-    f1 = {"metric": "f1", "aggregation": "macro_f1", "hf_evaluate": True, "higher_is_better": True}
+def test_the_tasks_of_a_group_are_one_benchmark(own_tasks: Path) -> None:
     for name in ("sums_a", "sums_b"):
         add_task(own_tasks, name, SUMS)
-        add_task(own_tasks, f"f1_{name}", SUMS, metric_list=[*ACCURACY, f1])
-        text = (own_tasks / f"f1_{name}.yaml").read_text(encoding="utf-8")
-        macro = "!function lm_eval.tasks.kobest.utils.macro_f1_score"
-        (own_tasks / f"f1_{name}.yaml").write_text(
-            text.replace("aggregation: macro_f1", f"aggregation: {macro}")
-        )
-    for group, tasks in (("sums", ["sums_a", "sums_b"]), ("f1_sums", ["f1_sums_a", "f1_sums_b"])):
-        (own_tasks / f"{group}.yaml").write_text(
-            yaml.safe_dump({"group": group, "task": tasks}), encoding="utf-8"
-        )
-    found = open_benchmarks([source("sums", limit=2), source("f1_sums")])
-    assert found.skipped == []
-    assert [(b.name, list(b.tasks), b.reports_macro_f1) for b in found.ready] == [
-        ("sums", ["sums_a", "sums_b"], False),
-        ("f1_sums_a", ["f1_sums_a"], True),
-        ("f1_sums_b", ["f1_sums_b"], True),
-    ]
-    with pytest.raises(ConfigError, match="f1_sums_a is named twice"):
-        open_benchmarks([source("f1_sums"), source("f1_sums_a")])
+    group = {"group": "sums", "task": ["sums_a", "sums_b"]}
+    (own_tasks / "sums.yaml").write_text(yaml.safe_dump(group), encoding="utf-8")
+    (benchmark,) = open_benchmarks([source("sums", limit=2)]).ready
+    assert (list(benchmark.tasks), benchmark.num_items) == (["sums_a", "sums_b"], 4)
 
 
 def test_as_many_few_shot_examples_are_shown_as_by_lm_eval(own_tasks: Path) -> None:
@@ -146,5 +128,5 @@ def test_as_many_few_shot_examples_are_shown_as_by_lm_eval(own_tasks: Path) -> N
     ).ready:
         (task,) = benchmark.tasks.values()
         task.build_all_requests()
-        shown[benchmark.name] = task.instances[0].args[0].count("+ 1 =") - 1
+        shown[benchmark.source.name] = task.instances[0].args[0].count("+ 1 =") - 1
     assert shown == {"sums": 2, "never": 0}

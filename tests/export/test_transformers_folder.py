@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from scale_cli.commands.export import check_written_export, export
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ExportParityError
-from scale_cli.generation import Generator, Sampling
+from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import read_json
 from tests.export.conftest import TrainedRun

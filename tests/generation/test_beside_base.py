@@ -12,7 +12,7 @@ from scale_cli.commands.export import export
 from scale_cli.commands.serve import serve_beside_base
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError
-from scale_cli.generation import Generator, Sampling
+from scale_cli.generation.generator import Generator, Sampling
 from tests.command_line import Scale
 from tests.small_runs import petitions_run, train_run
 
@@ -84,12 +84,14 @@ def test_what_does_not_name_its_base_is_refused(lora: RunConfig) -> None:
 
 def test_the_server_says_its_bound(lora: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
-    monkeypatch.setattr("scale_cli.server.run_server", lambda *server: served.extend(server))
+    monkeypatch.setattr(
+        "scale_cli.generation.server.run_server", lambda *server: served.extend(server)
+    )
     monkeypatch.setattr("signal.signal", lambda *_: None)
     lines: list[str] = []
     serve_beside_base(lora.output_dir, ["--port", "0"], lines.append)
     assert "0.693 nats over its best head, or 3.912 where" in lines[0]
-    assert served[0].head_names() == ["base", "trained"]
+    assert served[0].head_names == ["base", "trained"]
 
 
 def test_two_models_are_not_for_vllm(scale: Scale) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scale_cli.config.vocabulary import LANGUAGE_SCRIPTS, SCRIPTS, Script
-from scale_cli.generation import PriorByScript
+from scale_cli.generation.opening import PriorByScript
 from tests.small_runs import SMALLEST, load_text
 
 HANGUL = Script.of_languages(["ko"])

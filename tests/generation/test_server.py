@@ -24,8 +24,8 @@ from transformers import AutoTokenizer
 
 from scale_cli.commands.serve import serve
 from scale_cli.export.plain_folder import routed_class
-from scale_cli.generation import Generator, Sampling
-from scale_cli.server import create_app
+from scale_cli.generation.generator import Generator, Sampling
+from scale_cli.generation.server import create_app
 from tests.command_line import handlers_put_back
 from tests.commands.test_serve import write_routed
 from tests.vocabulary.tokenizers_at_hand import KOREAN, RUSSIAN

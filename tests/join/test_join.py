@@ -25,7 +25,7 @@ from scale_cli.errors import (
     RunFolderError,
     ScaleError,
 )
-from scale_cli.generation import Generator, Sampling
+from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.joining.members import join_runs
 from scale_cli.joining.report import score_corpora
 from scale_cli.model.joined_scale import JoinedForCausalLM

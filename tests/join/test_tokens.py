@@ -12,7 +12,7 @@ from scale_cli.commands.join import join
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ExportParityError, PreservationError, RunFolderError
-from scale_cli.generation import Generator, Sampling
+from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.joining.members import join_runs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM

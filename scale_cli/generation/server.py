@@ -1,4 +1,4 @@
-"""An OpenAI endpoint on a `Generator`; it frames prompts and cuts texts as `scale generate` does.
+"""An OpenAI endpoint on a `Generator`; it frames prompts as `scale generate` does.
 
 It computes one request at a time, in the order of arrival; the others wait.
 """
@@ -14,14 +14,14 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from starlette.exceptions import HTTPException
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
@@ -29,11 +29,13 @@ from transformers.generation.streamers import BaseStreamer
 from scale_cli.data.conversations import Messages
 from scale_cli.data.decoding import Decoder
 from scale_cli.errors import ScaleError
-from scale_cli.generation import Generator, Sampling
+from scale_cli.generation.generator import Generator, Sampling
 
 _MOST_ANSWERS = 64  # per request, computed as one batch
 _CLIENT_GONE = 499  # as nginx writes it in its log; nobody reads the answer
-_SHUTDOWN_S = 1  # after a signal, for answers in progress
+OneOrMore = Annotated[
+    list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+]
 # Values with which clients that fill in every field say that they do not want it; so do null, false,
 # and empty texts, lists and objects, in fields that this server does not know.
 _ASKS_NOTHING = {
@@ -61,7 +63,7 @@ class Asked(BaseModel):
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     seed: int | None = None  # the same seed gives the same text
     n: int = Field(1, ge=1, le=_MOST_ANSWERS)
-    stop: str | list[str] = Field(default_factory=list)
+    stop: OneOrMore = []  # texts that end an answer; they are not part of it
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: str | None = None  # names the client; ignored
@@ -80,21 +82,15 @@ class Asked(BaseModel):
 
         return {name: value for name, value in body.items() if asks(name, value)}
 
-    def stops(self) -> list[str]:
-        """Return the texts that end an answer; they are not part of it."""
-        return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
-
     def sampling(self, most: int) -> Sampling:
         seed = secrets.randbits(32) if self.seed is None else self.seed % 2**32
         return Sampling(most, self.temperature, self.top_p if self.temperature else 1.0, seed)
 
 
 class AskedCompletion(Asked):
-    """The body of /v1/completions; it takes one prompt, or several that are computed as one batch."""
+    """The body of /v1/completions; several prompts are computed as one batch."""
 
-    prompt: Annotated[
-        list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
-    ] = Field(min_length=1)
+    prompt: OneOrMore = Field(min_length=1)
     max_tokens: int = Field(16, ge=1)
 
 
@@ -111,13 +107,10 @@ class Message(BaseModel):
     role: str
     content: str | list[TextPart]
 
-    def turn(self) -> dict[str, str]:
-        content = (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
-        )
-        return {"role": self.role, "content": content}
+    @field_validator("content")
+    @classmethod
+    def _join_parts(cls, content: str | list[TextPart]) -> str:
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class AskedChat(Asked):
@@ -134,7 +127,7 @@ class Piece:
 
     index: int
     text: str
-    finish: Literal["stop", "length"] | None
+    finish: str | None  # stop | length, of the last piece
 
 
 class Answer:
@@ -144,11 +137,15 @@ class Answer:
         self, decoder: Decoder, ends: Sequence[int], stops: Sequence[str], most: int
     ) -> None:
         self.num_tokens = 0
-        self.finish: Literal["stop", "length"] | None = None
-        self._decoder, self._ends, self._stops, self._most = decoder, ends, stops, most
+        self.finish: str | None = None
+        self._decoder = decoder
+        self._ends = ends
+        self._stops = stops
+        self._most = most
         self._held = ""  # text that may contain the beginning of a stop
 
     def take(self, token: int) -> str:
+        """Add a token, and return the text that can no longer change."""
         self.num_tokens += 1
         if token in self._ends:
             self.finish = "stop"
@@ -158,6 +155,7 @@ class Answer:
                 self.finish = "length"
         if self.finish:
             self._held += self._decoder.finish()
+
         if places := [place for stop in self._stops if (place := self._held.find(stop)) >= 0]:
             self.finish = "stop"
             return self._held[: min(places)]
@@ -172,56 +170,54 @@ class _Enough(Exception):
 
 
 class Answers(BaseStreamer):
-    """The answers to one request: takes tokens from transformers, and passes on text that can no longer change."""
+    """All answers to one request: takes tokens from transformers, and passes on certain text."""
 
     def __init__(
         self, generator: Generator, asked: Asked, prompts: Sequence[str | Messages], most: int
     ) -> None:
         """Prepare `asked.n` answers to each prompt."""
-        self._prompts = [generator.framed(prompt) for prompt in prompts]
-        self._asked = [prompt for prompt in self._prompts for _ in range(asked.n)]
-        self._answers = [
-            Answer(
-                Decoder(generator.tokenizer, prompt.ids_T.tolist()),
-                generator.ends,
-                asked.stops(),
-                min(most, generator.num_positions - len(prompt.ids_T)),
-            )
-            for prompt in self._asked
-        ]
-        self._generator, self._sampling = generator, asked.sampling(most)
-        self._loop, self._told = (
-            asyncio.get_running_loop(),
-            asyncio.Queue[Piece | Exception | None](),
-        )
+        framed = [generator.framed(prompt) for prompt in prompts]
+        stops = [stop for stop in asked.stop if stop]
+        self._num_read = sum(len(prompt.ids_T) for prompt in framed)
+        self._asked = [prompt for prompt in framed for _ in range(asked.n)]
+        self._answers = []
+        for prompt in self._asked:
+            decoder = Decoder(generator.tokenizer, prompt.ids_T.tolist())
+            room = min(most, generator.num_positions - len(prompt.ids_T))
+            self._answers.append(Answer(decoder, generator.ends, stops, room))
+        self._generator = generator
+        self._sampling = asked.sampling(most)
+        self._loop = asyncio.get_running_loop()
+        self._told = asyncio.Queue[Piece | Exception]()
         self._is_wanted = True
 
     @property
     def usage(self) -> dict[str, int]:
-        read = sum(len(prompt.ids_T) for prompt in self._prompts)
         written = sum(answer.num_tokens for answer in self._answers)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return {
+            "prompt_tokens": self._num_read,
+            "completion_tokens": written,
+            "total_tokens": self._num_read + written,
+        }
 
     async def pieces(self, worker: ThreadPoolExecutor) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of all answers as they come."""
         worker.submit(self._compute)
         try:
-            while (told := await self._told.get()) is not None:
-                if isinstance(told, Exception):
-                    raise told
+            while isinstance(told := await self._told.get(), Piece):
                 yield told
+            if not isinstance(told, _Enough):
+                raise told
         finally:
             self._is_wanted = False  # the client may have gone
 
     def _compute(self) -> None:
         try:
             self._generator.generate(self._asked, self._sampling, self)
-        except _Enough:
-            self._tell(None)
         except Exception as error:
             self._tell(error)
 
-    def _tell(self, told: Piece | Exception | None) -> None:
+    def _tell(self, told: Piece | Exception) -> None:
         self._loop.call_soon_threadsafe(self._told.put_nowait, told)
 
     def put(self, value: Tensor) -> None:
@@ -246,83 +242,92 @@ class Endpoint:
     """A generator that answers requests in turn."""
 
     def __init__(self, generator: Generator, name: str) -> None:
-        self._generator, self._name = generator, name
-        self._worker = ThreadPoolExecutor(
-            1
-        )  # all requests share torch's random numbers, so one at a time draws
+        self._generator = generator
+        self._name = name
+        # All requests share torch's random numbers, so one at a time draws.
+        self._worker = ThreadPoolExecutor(1)
 
     async def respond(
         self, request: Request, asked: Asked, prompts: Sequence[str | Messages], most: int
     ) -> Response:
-        """Return the answers to a request, whole or as a stream of events; a client that goes ends its answers."""
+        """Return the answers to a request, whole or as a stream of events.
+
+        A client that goes ends its answers.
+        """
         if asked.model not in (None, self._name):
             raise HTTPException(
                 404, f"model: {asked.model!r}: this server serves only {self._name}"
             )
-        if len(prompts) * asked.n > _MOST_ANSWERS:
-            raise HTTPException(
-                400, f"prompt, n: {len(prompts) * asked.n:,} answers, but at most {_MOST_ANSWERS}"
-            )
+        number = len(prompts) * asked.n
+        if number > _MOST_ANSWERS:
+            raise HTTPException(400, f"prompt, n: {number:,} answers, but at most {_MOST_ANSWERS}")
         answers = Answers(self._generator, asked, prompts, most)
-        if asked.stream:
-            return StreamingResponse(self._events(asked, answers), media_type="text/event-stream")
-        texts, finishes = ([""] * (len(prompts) * asked.n) for _ in range(2))
-        try:
-            async with aclosing(answers.pieces(self._worker)) as pieces:
-                async for piece in pieces:
-                    if await request.is_disconnected():
-                        return _refusal(_CLIENT_GONE, "the client has gone")
-                    texts[piece.index] += piece.text
-                    finishes[piece.index] = piece.finish or ""
-        except asyncio.CancelledError:
-            return _refusal(503, "the server stops")
-        choices = [
-            _choice(asked, index, text, finish)
-            for index, (text, finish) in enumerate(zip(texts, finishes, strict=True))
-        ]
-        return JSONResponse(self._head(asked) | {"choices": choices, "usage": answers.usage})
-
-    async def _events(self, asked: Asked, answers: Answers) -> AsyncIterator[str]:
-        head = self._head(asked)
-        async with aclosing(answers.pieces(self._worker)) as pieces:
-            async for piece in pieces:
-                yield _event(
-                    head | {"choices": [_choice(asked, piece.index, piece.text, piece.finish)]}
-                )
-        if asked.stream_options.include_usage:
-            yield _event(head | {"choices": [], "usage": answers.usage})
-        yield "data: [DONE]\n\n"
-
-    def _head(self, asked: Asked) -> dict[str, Any]:
-        """Return the fields that begin an answer, or each event of its stream."""
         kind = "text_completion"
         if isinstance(asked, AskedChat):
             kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-        return {
+        head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
             "model": self._name,
         }
+        if asked.stream:
+            events = self._events(asked, answers, head)
+            return StreamingResponse(events, media_type="text/event-stream")
+
+        wholes = [Piece(index, "", None) for index in range(number)]
+        try:
+            async with aclosing(answers.pieces(self._worker)) as pieces:
+                async for piece in pieces:
+                    if await request.is_disconnected():
+                        return _refusal(_CLIENT_GONE, "the client has gone")
+                    text = wholes[piece.index].text + piece.text
+                    wholes[piece.index] = replace(piece, text=text)
+        except asyncio.CancelledError:
+            return _refusal(503, "the server stops")
+        choices = [_choice(asked, whole) for whole in wholes]
+        return JSONResponse(head | {"choices": choices, "usage": answers.usage})
+
+    async def _events(
+        self, asked: Asked, answers: Answers, head: dict[str, Any]
+    ) -> AsyncIterator[str]:
+        def event(**fields: Any) -> str:
+            return f"data: {json.dumps(head | fields, ensure_ascii=False)}\n\n"
+
+        async with aclosing(answers.pieces(self._worker)) as pieces:
+            async for piece in pieces:
+                yield event(choices=[_choice(asked, piece)])
+        if asked.stream_options.include_usage:
+            yield event(choices=[], usage=answers.usage)
+        yield "data: [DONE]\n\n"
 
 
-def _choice(asked: Asked, index: int, text: str, finish: str | None) -> dict[str, Any]:
-    said: dict[str, Any] = {"text": text}
+def _choice(asked: Asked, piece: Piece) -> dict[str, Any]:
+    said: dict[str, Any] = {"text": piece.text}
     if isinstance(asked, AskedChat):
-        said = {"delta" if asked.stream else "message": {"role": "assistant", "content": text}}
-    return {"index": index, **said, "logprobs": None, "finish_reason": finish}
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+        message = {"role": "assistant", "content": piece.text}
+        said = {"delta" if asked.stream else "message": message}
+    return {"index": piece.index, **said, "logprobs": None, "finish_reason": piece.finish}
 
 
 def create_app(generator: Generator, name: str) -> FastAPI:
-    app, endpoint, began = FastAPI(openapi_url=None), Endpoint(generator, name), int(time.time())
+    app = FastAPI(openapi_url=None)
+    endpoint = Endpoint(generator, name)
+    began = int(time.time())
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(_request: Request, error: RequestValidationError) -> JSONResponse:
-        return _refusal(400, "; ".join(map(_problem, error.errors())))
+        problems = []
+        for problem in error.errors():
+            place = ".".join(str(part) for part in problem["loc"] if part != "body") or "body"
+            told = " ".join(str(problem["msg"]).split())
+            if problem["type"] == "json_invalid":
+                place = "body"  # without a position in it
+                told = f"is not JSON ({problem['ctx']['error']})"
+            if problem["type"] == "extra_forbidden":
+                told = "this server does not support it; remove it, or serve with vLLM"
+            problems.append(f"{place}: {told}")
+        return _refusal(400, "; ".join(problems))
 
     @app.exception_handler(HTTPException)
     async def refuse_request(request: Request, error: HTTPException) -> JSONResponse:
@@ -340,10 +345,9 @@ def create_app(generator: Generator, name: str) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, asked: AskedChat) -> Response:
-        turns = [message.turn() for message in asked.messages]
-        return await endpoint.respond(
-            request, asked, [turns], asked.max_completion_tokens or asked.max_tokens
-        )
+        turns = [message.model_dump() for message in asked.messages]
+        most = asked.max_completion_tokens or asked.max_tokens
+        return await endpoint.respond(request, asked, [turns], most)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -357,21 +361,12 @@ def create_app(generator: Generator, name: str) -> FastAPI:
     return app
 
 
-def _problem(error: dict[str, Any]) -> str:
-    if error["type"] == "json_invalid":
-        return f"body: is not JSON ({error['ctx']['error']})"
-    place = ".".join(str(part) for part in error["loc"] if part != "body")
-    if error["type"] == "extra_forbidden":
-        return f"{place}: this server does not support it; remove it, or serve with vLLM"
-    return f"{place or 'body'}: {' '.join(str(error['msg']).split())}"
-
-
 def _refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": error}, status_code=status, headers=headers)
 
 
 def run_server(generator: Generator, name: str, host: str, port: int) -> None:
-    uvicorn.run(
-        create_app(generator, name), host=host, port=port, timeout_graceful_shutdown=_SHUTDOWN_S
-    )
+    """Serve until a signal comes; answers in progress then have a second."""
+    app = create_app(generator, name)
+    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=1)

@@ -1,0 +1,1 @@
+"""Continues prompts, token by token: at a terminal, and over HTTP as OpenAI's API does."""
