@@ -431,12 +431,9 @@ def serve(
         )
     folder = run_folder(path)
     import_libraries()
-    from scale_cli.commands.serve import serve, serve_beside_base
+    from scale_cli.commands.serve import serve
 
-    if beside_base:
-        serve_beside_base(folder, options or [], log)
-    else:
-        serve(folder, engine, options or [], log, plainly=plain)
+    serve(folder, engine, options or [], log, plainly=plain, beside_base=beside_base)
 
 
 @app.command()

@@ -178,7 +178,12 @@ def ended_in_one_message() -> Iterator[None]:
             except SystemExit as ended:
                 if not ended.code:
                     leave()
-                if ended.code == UsageError.exit_code and _has_listed_files(sys.argv[1:]):
+                words = sys.argv[1:]
+                # A flag's value that is followed by further files, as a pattern without quotes is.
+                if ended.code == UsageError.exit_code and any(
+                    flag.startswith("--") and Path(value).is_file() and Path(after).is_file()
+                    for flag, value, after in zip(words, words[1:], words[2:], strict=False)
+                ):
                     _say(
                         "hint: the shell has listed the files of a pattern; quote it: 'texts/*.txt'"
                     )
@@ -204,15 +209,6 @@ def ended_in_one_message() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         _end(f"error: out of memory: {one_line(error)}", OutOfMemory.exit_code)
-
-
-def _has_listed_files(words: Sequence[str]) -> bool:
-    """Return whether a flag's value is followed by further files, as a pattern without quotes is."""
-    rows = zip(words, words[1:], words[2:], strict=False)
-    return any(
-        flag.startswith("--") and Path(value).is_file() and Path(after).is_file()
-        for flag, value, after in rows
-    )
 
 
 def _end(message: str, exit_code: int) -> NoReturn:

@@ -169,8 +169,12 @@ class Table:
     def markdown(self) -> Markup:
         """Return it in Markdown; text is escaped, unless it is Markup."""
         rule = ["---" if side == "l" else "---:" for side in self.align]
-        titles, *rows = ([_in_markdown(cell) for cell in row] for row in self.cells)
-        return Markup("\n".join(f"| {' | '.join(cells)} |" for cells in (titles, rule, *rows)))
+        rows = []
+        for cells in self.cells:
+            texts = [f"**{plain(cell.text)}**" if cell.bold else plain(cell.text) for cell in cells]
+            rows.append([text + plain(of.after) for text, of in zip(texts, cells, strict=True)])
+        rows.insert(1, rule)
+        return Markup("\n".join(f"| {' | '.join(texts)} |" for texts in rows))
 
 
 def aligned(rows: Sequence[Row], align: str) -> list[str]:
@@ -196,11 +200,6 @@ def num_columns(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text)
 
 
-def _in_markdown(cell: Cell) -> str:
-    text = plain(cell.text)
-    return (f"**{text}**" if cell.bold else text) + plain(cell.after)
-
-
 def render(template: str, **values: object) -> str:
     """Return a text from a template.
 
@@ -212,10 +211,6 @@ def render(template: str, **values: object) -> str:
 def plain(value: Any) -> Markup:
     """Return a value escaped for Markdown; Markup, which was made here, stays as it is."""
     return value if isinstance(value, Markup) else Markup(_SPECIAL.sub(r"\\\1", str(value)))
-
-
-def code(text: str) -> Markup:
-    return Markup(f"`{re.sub('[`|]', '', text)}`")
 
 
 @cache

@@ -13,7 +13,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import CheckFailed, ConfigError
 from scale_cli.evaluation.benchmarks import open_benchmarks_of, summarise_benchmarks
-from scale_cli.evaluation.render import html, markdown, terminal_lines
+from scale_cli.evaluation.render import page, terminal_lines
 from scale_cli.evaluation.results import BenchmarkItems, Report, SkippedBenchmark, summarise
 from scale_cli.evaluation.scoring import (
     BaseAlone,
@@ -133,8 +133,8 @@ def _write(
             )
             write_text(partial / "items" / f"{benchmark.source.name}.jsonl", "".join(lines))
         report.save(partial)
-        write_text(partial / "report.md", markdown(report, config))
-        write_text(partial / "report.html", html(report, config))
+        for form in ("md", "html"):
+            write_text(partial / f"report.{form}", page(report, config, form))
         write_text(partial / "scale.yaml", dump_config(config))
 
 

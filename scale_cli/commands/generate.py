@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, replace
-from itertools import cycle, groupby, islice
+from itertools import cycle, islice
 from pathlib import Path
 
 import typer
@@ -18,7 +18,6 @@ from scale_cli.generation.generator import (
     Continuation,
     Generator,
     Sampling,
-    SpokenToken,
     TextStreamer,
 )
 from scale_cli.report import percent
@@ -56,7 +55,7 @@ def generate(
             "--prompt: no prompt given, and standard input is empty; add --prompt TEXT"
         )
     generator = Generator(path, beside_base=beside_base)
-    asked = [[_turn("user", prompt)] for prompt in prompts] if chat else prompts
+    asked = [[{"role": "user", "content": prompt}] for prompt in prompts] if chat else prompts
     room = min(generator.num_positions - len(generator.prompt_ids(each)) for each in asked)
     if room < sampling.max_new_tokens:
         typer.echo(
@@ -103,29 +102,26 @@ def _converse(generator: Generator, sampling: Sampling, *, show_heads: bool) -> 
             return
         if not line.strip():
             continue
-        messages.append(_turn("user", line))
+        messages.append({"role": "user", "content": line})
         streamer = None if show_heads else TextStreamer("", generator)
         (answer,) = generator.continue_all([messages], sampling, streamer)
         if show_heads:
             typer.echo(printable(_with_heads(answer)))
-        messages.append(_turn("assistant", answer.completion))
-
-
-def _turn(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
+        messages.append({"role": "assistant", "content": answer.completion})
 
 
 def _with_heads(continuation: Continuation) -> str:
     """Return a continuation with a head's name wherever another head begins to have the largest share."""
-
-    def head_of(token: SpokenToken) -> str:
+    said = ""
+    speaking = ""
+    for token in continuation.tokens:
         shares = token.shares or {"": 1.0}
-        return max(shares, key=shares.__getitem__)
-
-    spoken = groupby((token for token in continuation.tokens if token.text), head_of)
-    return "".join(
-        (head and f"[{head}]") + "".join(token.text for token in tokens) for head, tokens in spoken
-    )
+        head = max(shares, key=shares.__getitem__)
+        if token.text and head != speaking:
+            said += f"[{head}]"
+            speaking = head
+        said += token.text
+    return said
 
 
 def write_samples(
@@ -144,20 +140,18 @@ def write_samples(
         raise ConfigError(f"--output {file}: already exists; give a new file")
     check_folder("--output", file.parent)
     generator = Generator(base)
-    rows = islice(cycle(prompts), num_samples)
+    begun = list(islice(cycle(prompts), num_samples))
     texts: list[str] = []
     with progress_bar(total=num_samples, desc="writing", unit=" texts") as bar:
-        for number, batch in enumerate(iter(lambda: list(islice(rows, _AT_ONCE)), [])):
-            seed = (
-                sampling.seed * _SEEDS_APART + number
-            ) % 2**32  # a CPU's generator takes no larger seed
+        for first in range(0, num_samples, _AT_ONCE):
+            batch = begun[first : first + _AT_ONCE]
+            # A CPU's generator takes no larger seed.
+            seed = (sampling.seed * _SEEDS_APART + first // _AT_ONCE) % 2**32
             drawn = generator.continue_all(batch, replace(sampling, seed=seed))
-            texts += [
-                text for written in drawn if (text := written.prompt + written.completion).strip()
-            ]
+            texts += [written.prompt + written.completion for written in drawn]
             bar.update(len(batch))
-    write_text(
-        file, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-    )
+    texts = [text for text in texts if text.strip()]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
+    write_text(file, "".join(lines))
     log(f"written        {file}: {len(texts):,} texts")
     log(f"a source       {{name: replay, path: {file}, language: ..., weight: 0.1, role: replay}}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import ExitStack
 
-from accelerate import Accelerator
-
 from scale_cli.config.schema import RunConfig
 from scale_cli.planning.device import peak_tokens_per_s
 from scale_cli.planning.sizes import BaseSizes
@@ -57,7 +55,14 @@ def train(
         on_main(lambda: remove_leftovers(run.folder.checkpoints))  # what a killed launch has left
         resumed_from = starting_point(run, resume, log, accepted)
         held.enter_context(explaining_out_of_memory(run.config, accelerator))
-        peak = on_main(lambda: _peak_tokens_per_s(run, accelerator))
+        sizes = BaseSizes.of(run.base_config.to_dict(), run.config.model.base)
+        peak = peak_tokens_per_s(
+            run.config,
+            sizes,
+            device_name(accelerator.device),
+            accelerator.num_processes,
+            num_new=max(0, len(run.tokenizer) - sizes.vocab_size),
+        )
         training = open_training(run, accelerator, resumed_from, benchmarks, peak, log)
         on_main(lambda: held.enter_context(tracked(training.metrics, run.config, accelerator)))
         run_loop(training)
@@ -65,11 +70,3 @@ def train(
         write_final(training, kept)
     log_trained(training, log)
     return kept
-
-
-def _peak_tokens_per_s(run: Run, accelerator: Accelerator) -> float | None:
-    """Return what all devices could train on in a second if they did nothing but products; None if not known."""
-    sizes = BaseSizes.of(run.base_config.to_dict(), run.config.model.base)
-    num_new = max(0, len(run.tokenizer) - sizes.vocab_size)
-    name = device_name(accelerator.device)
-    return peak_tokens_per_s(run.config, sizes, name, accelerator.num_processes, num_new)

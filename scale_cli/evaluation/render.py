@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.evaluation.results import (
@@ -119,48 +118,36 @@ def _benchmark_rows(
     return rows
 
 
-def markdown(report: Report, config: RunConfig) -> str:
-    return render("evaluation.md.j2", **_values(report, config))
-
-
-def html(report: Report, config: RunConfig) -> str:
-    """Return report.html, which needs no other file."""
-    return render("evaluation.html.j2", **_values(report, config))
-
-
-def _values(report: Report, config: RunConfig) -> dict[str, Any]:
-    shares = {rule: report.base_share_by_language(rule) for rule in _RULES}
+def page(report: Report, config: RunConfig, form: str) -> str:
+    """Return a report as a page, `md` or `html`, that needs no other file."""
     corpora = [corpus for role in ROLES for corpus in report.with_role(role)]
-    routed = f"both heads, routed by the {report.served} rule"
-    return {
-        "report": report,
-        "became": " ".join(_became(corpus, report.served) for corpus in corpora),
-        "run": config.output_dir.name,
-        "base": config.model.base,
-        "trained_by": METHODS[report.variant].label,
-        "served": "the trained head" if report.served == "trained" else routed,
-        "has_new_tokens": any(corpus.has_new_tokens for corpus in corpora),
-        "meanings": ROLES,
-        "corpora": [(corpus, _corpus_table(corpus, report.served)) for corpus in corpora],
-        "benchmarks": [
-            (
-                language_name(average.language),
-                Table(_BENCHMARK, _benchmark_rows(report, average, HEADS, 3), "lrlrrrrrrl"),
-            )
-            for average in report.benchmark_averages
-        ],
-        "shares": Table(
-            ["language", *_RULES],
-            [
-                [language_name(code), *(percent(shares[rule][code]) for rule in _RULES)]
-                for code in shares["posterior"]
-            ],
-            "lrr",
-        ),
-        "bound": -math.log(config.method.router.prior),
-        "prior": f"{config.method.router.prior:g}",
-        "not_covered": NOT_COVERED,
-    }
+    shares = {rule: report.base_share_by_language(rule) for rule in _RULES}
+    share_rows: list[Row] = [
+        [language_name(code), *(percent(shares[rule][code]) for rule in _RULES)]
+        for code in shares["posterior"]
+    ]
+    benchmarks = []
+    for average in report.benchmark_averages:
+        rows = _benchmark_rows(report, average, HEADS, 3)
+        benchmarks.append((language_name(average.language), Table(_BENCHMARK, rows, "lrlrrrrrrl")))
+    served = f"both heads, routed by the {report.served} rule"
+    return render(
+        f"evaluation.{form}.j2",
+        report=report,
+        became=" ".join(_became(corpus, report.served) for corpus in corpora),
+        run=config.output_dir.name,
+        base=config.model.base,
+        trained_by=METHODS[report.variant].label,
+        served="the trained head" if report.served == "trained" else served,
+        has_new_tokens=any(corpus.has_new_tokens for corpus in corpora),
+        meanings=ROLES,
+        corpora=[(corpus, _corpus_table(corpus, report.served)) for corpus in corpora],
+        benchmarks=benchmarks,
+        shares=Table(["language", *_RULES], share_rows, "lrr"),
+        bound=-math.log(config.method.router.prior),
+        prior=f"{config.method.router.prior:g}",
+        not_covered=NOT_COVERED,
+    )
 
 
 def _became(corpus: CorpusResult, served: str) -> str:

@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
+from scale_cli.evaluation.intervals import Values
 from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.cache_scale import named
 from scale_cli.model.heads import (
@@ -45,8 +46,6 @@ TWO_HEADS = ("base", "trained")
 _TOKENS_AT_ONCE = 2**20
 # Tokens that the routing rules, which are computed in float64 on the CPU, see at once.
 _TOKENS_ROUTED_AT_ONCE = 2**16
-
-Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -91,11 +91,29 @@ def join_runs(runs: Sequence[Path], prior: float | None) -> JoinedRuns:
             check_tokenizer(of_base, record)
         tokens.append(RunTokens(run, final.run.config, of_base, final.tokenizer))
 
-        name = free_name(final.run.config.output_dir.name, [*HEADS, *(m.name for m in members)])
-        member = _member(name, widened, final.path, final.run.config, sample_ids(final.tokenizer))
-        if any(member.sha256 == other.sha256 for other in members):
+        hashes = hashlib.sha256()
+        for parameter, tensor in sorted(widened.expansion.named_parameters()):
+            hashes.update(f"{parameter} {tensor_sha256(tensor)}\n".encode())
+        if any(hashes.hexdigest() == other.sha256 for other in members):
             raise RunFolderError(f"{run}: given twice; name each run once")
-        members.append(member)
+        config = final.run.config
+        if final.path.name == "final":  # the run may have been moved
+            config = config.model_copy(update={"output_dir": final.path.parent})
+        prompts = sample_ids(final.tokenizer)
+        members.append(
+            Member(
+                name=free_name(
+                    final.run.config.output_dir.name, [*HEADS, *(other.name for other in members)]
+                ),
+                expansion=widened.expansion,
+                sizes=widened.config,
+                folder=final.path,
+                run=config,
+                sha256=hashes.hexdigest(),
+                prompts=prompts,
+                logits=own_logits(widened, prompts),
+            )
+        )
 
     tokenizer = joined_tokenizer(tokens, base.config.vocab_size)
     prompts = sample_ids(tokens[0].base_tokenizer)
@@ -121,20 +139,6 @@ def free_name(name: str, taken: Collection[str]) -> str:
     """Return a name, with a number after it if it is taken."""
     numbered = (f"{name}-{number}" for number in count(2))
     return next(free for free in chain([name], numbered) if free not in taken)
-
-
-def _member(
-    name: str, widened: ScaleForCausalLM, folder: Path, run: RunConfig, prompts: list[Tensor]
-) -> Member:
-    lines = [
-        f"{parameter} {tensor_sha256(tensor)}\n"
-        for parameter, tensor in sorted(widened.expansion.named_parameters())
-    ]
-    sha256 = hashlib.sha256("".join(lines).encode()).hexdigest()
-    if folder.name == "final":  # the run may have been moved
-        run = run.model_copy(update={"output_dir": folder.parent})
-    logits = own_logits(widened, prompts)
-    return Member(name, widened.expansion, widened.config, folder, run, sha256, prompts, logits)
 
 
 def put_together(

@@ -116,25 +116,26 @@ class StreamHeads:
         return self.scores_of(parts, said, *shifts), sizes_TK
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps, computed for few rows and
-        tokens at once.
-        """
-        chosen, sizes = [], []
-        for rows, ids in zip(rows_TD.split(_ROWS_AT_ONCE), ids_T.split(_ROWS_AT_ONCE), strict=True):
-            of_tiles = [
-                self._observe(parts, start, ids) for start, parts in self._parts_of_tiles(rows)
-            ]
-            chosen.append(torch.stack([chosen_TK for chosen_TK, _ in of_tiles]).sum(dim=0))
-            sizes.append(
-                torch.logsumexp(torch.stack([sizes_TK for _, sizes_TK in of_tiles]), dim=0)
-            )
-        return self.shard.sum(torch.cat(chosen)), self._over_all_devices(torch.cat(sizes))
+        """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps.
 
-    def _observe(self, parts: Sequence[Tensor], start: int, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `observe` returns, for one tile; the logits of tokens outside it are 0."""
-        length = max(0, min(parts[0].shape[-1], self.shard.length - start))  # without padding
-        chosen_TK = self._chosen(partial(_columns, parts), ids_T, start, length)
-        return chosen_TK, self.sizes_of(parts, self._said(parts), length)
+        Few rows and tokens are computed at once; where pieces are shared, all tokens of a row.
+        """
+        chosen = []
+        sizes = []
+        for rows, ids in zip(rows_TD.split(_ROWS_AT_ONCE), ids_T.split(_ROWS_AT_ONCE), strict=True):
+            tiles = [self._parts(rows)] if any(self.shared) else self._products_of_tiles(rows)
+            chosen_of_tiles = []
+            sizes_of_tiles = []
+            start = 0
+            for parts in tiles:
+                length = max(0, min(parts[0].shape[-1], self.shard.length - start))  # no padding
+                columns = partial(_columns, parts)
+                chosen_of_tiles.append(self._chosen(columns, ids, start, length))
+                sizes_of_tiles.append(self.sizes_of(parts, self._said(parts), length))
+                start += parts[0].shape[-1]
+            chosen.append(torch.stack(chosen_of_tiles).sum(dim=0))
+            sizes.append(torch.logsumexp(torch.stack(sizes_of_tiles), dim=0))
+        return self.shard.sum(torch.cat(chosen)), self._over_all_devices(torch.cat(sizes))
 
     def _said(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
         """Return, for each head, its logits of all tokens if it lacks some; else None."""
@@ -165,23 +166,9 @@ class StreamHeads:
     def _parts(self, rows_TD: Tensor) -> list[Tensor]:
         """Return, for every stream, its part (T, V) of the logits."""
         tiles = list(self._products_of_tiles(rows_TD))
-        return (
-            tiles[0]
-            if len(tiles) == 1
-            else [torch.cat(parts, dim=-1) for parts in zip(*tiles, strict=True)]
-        )
-
-    def _parts_of_tiles(self, rows_TD: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yield each tile's start and every stream's part of its logits; one tile of all if pieces
-        are shared.
-        """
-        if any(self.shared):
-            yield 0, self._parts(rows_TD)
-            return
-        start = 0
-        for parts in self._products_of_tiles(rows_TD):
-            yield start, parts
-            start += parts[0].shape[-1]
+        if len(tiles) == 1:
+            return tiles[0]
+        return [torch.cat(parts, dim=-1) for parts in zip(*tiles, strict=True)]
 
     def _products_of_tiles(self, rows_TD: Tensor) -> Iterator[list[Tensor]]:
         streams = rows_TD.split(list(self.stream_sizes), dim=-1)

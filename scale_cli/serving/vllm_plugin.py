@@ -211,12 +211,15 @@ def shard_of(lm_head: Any) -> Shard:
     indices = lm_head.shard_indices
     start, length = indices.org_vocab_start_index, indices.num_org_elements
     if lm_head.tp_size > 1:
-        return Shard(start, length, _gather_stacked, tensor_model_parallel_all_reduce)
+        return Shard(
+            start,
+            length,
+            gather=lambda tensor: tensor_model_parallel_all_gather(
+                tensor[None].contiguous(), dim=0
+            ),
+            sum=tensor_model_parallel_all_reduce,
+        )
     return Shard(start, length, gather=partial(torch.unsqueeze, dim=0), sum=lambda tensor: tensor)
-
-
-def _gather_stacked(tensor: Tensor) -> Tensor:
-    return tensor_model_parallel_all_gather(tensor[None].contiguous(), dim=0)
 
 
 def head_products(

@@ -13,7 +13,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.evaluation.benchmarks import summarise_benchmarks
 from scale_cli.evaluation.intervals import holm, paired_p
-from scale_cli.evaluation.render import markdown, terminal_lines
+from scale_cli.evaluation.render import page, terminal_lines
 from scale_cli.evaluation.results import HEADS, BenchmarkItems, Report
 from scale_cli.runs.folder import RunFolder
 from tests.evaluation.task_files import add_task, know_only, some_of_blimp, task_of
@@ -155,4 +155,4 @@ def test_no_difference_shown_is_said_where_that_is_the_truth() -> None:
     said = {line.split()[0]: line for line in terminal_lines(report) if "accuracy" in line}
     assert said["better"].endswith("+1.0000 [+1.0000, +1.0000]  p < 0.001")
     assert said["alike"].endswith("no difference shown")
-    assert "no difference shown |" in markdown(report, ROUTE)
+    assert "no difference shown |" in page(report, ROUTE, "md")

@@ -13,7 +13,7 @@ import pytest
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.evaluation.intervals import paired_differences
-from scale_cli.evaluation.render import html, markdown, terminal_lines
+from scale_cli.evaluation.render import page, terminal_lines
 from scale_cli.evaluation.results import (
     HEADS,
     CorpusResult,
@@ -153,11 +153,11 @@ def test_every_form_of_a_report_shows_every_corpus_and_rule(
 ) -> None:
     made = report(**of_losses)
     assert read_back(made) == made
-    text = markdown(made, ROUTE)
-    page = html(made, ROUTE)
-    assert all("un korean: the base tiny, trained by" in told for told in (text, page))
-    assert not re.search(r"(src|href)=\"(?!data:)", page) and "<script" not in page
-    shown = " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).replace("−", "-").split())
+    text = page(made, ROUTE, "md")
+    as_html = page(made, ROUTE, "html")
+    assert all("un korean: the base tiny, trained by" in told for told in (text, as_html))
+    assert not re.search(r"(src|href)=\"(?!data:)", as_html) and "<script" not in as_html
+    shown = " ".join(unescape(re.sub(r"<[^>]*>", " ", as_html)).replace("−", "-").split())
     for result in made.corpora:
         section = text.split(f"## {result.name}:")[1].split("\n## ")[0]
         rows = [
@@ -210,7 +210,7 @@ def test_the_verdict_is_right_for_gains_losses_and_no_difference(
         ),
     }
     made = dataclasses.replace(report(), corpora=[dataclasses.replace(measured, heads=heads)])
-    assert f": {verdict}.**" in markdown(made, ROUTE)
+    assert f": {verdict}.**" in page(made, ROUTE, "md")
 
 
 def test_the_guarantee_has_the_figures_of_its_router() -> None:
@@ -221,7 +221,7 @@ def test_the_guarantee_has_the_figures_of_its_router() -> None:
     told = guarantee(uneven, knows_script=True, has_new_tokens=False)
     assert "0.105 nats over the base head, nor more than 2.303 over the trained head" in told
     assert "does not cover" in told and "script" not in told and "reads them" not in told
-    assert "at most 0.105 nats (" in markdown(report(), run_of(router={"prior": 0.9}))
+    assert "at most 0.105 nats (" in page(report(), run_of(router={"prior": 0.9}), "md")
     cosine = RouterConfig(rule="cosine")
     assert guarantee(cosine, knows_script=True, has_new_tokens=True) == ""
 
@@ -258,8 +258,8 @@ def test_beside_new_tokens_every_difference_is_from_the_base_by_its_own_tokens()
 def test_a_report_of_new_tokens_says_which_base_a_row_is() -> None:
     grown = dataclasses.replace(report(), corpora=[of_new_tokens()])
     assert read_back(grown) == grown
-    told = markdown(grown, ROUTE)
-    usual = markdown(report(), ROUTE)
+    told = page(grown, ROUTE, "md")
+    usual = page(report(), ROUTE, "md")
     base = of_new_tokens().heads["base"]
     mixed = of_new_tokens().base_of_new_tokens
     assert mixed is not None

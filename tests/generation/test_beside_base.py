@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from scale_cli.commands.export import export
-from scale_cli.commands.serve import serve_beside_base
+from scale_cli.commands.serve import serve
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError
 from scale_cli.generation.generator import Generator, Sampling
@@ -89,7 +89,7 @@ def test_the_server_says_its_bound(lora: RunConfig, monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr("signal.signal", lambda *_: None)
     lines: list[str] = []
-    serve_beside_base(lora.output_dir, ["--port", "0"], lines.append)
+    serve(lora.output_dir, None, ["--port", "0"], lines.append, beside_base=True)
     assert "0.693 nats over its best head, or 3.912 where" in lines[0]
     assert served[0].head_names == ["base", "trained"]
 
