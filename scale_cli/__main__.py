@@ -1,4 +1,4 @@
-"""Lets `accelerate launch -m scale_cli train CONFIG` and `python -m scale_cli` run the command line."""
+"""`accelerate launch -m scale_cli` and `python -m scale_cli` run the command line."""
 
 from scale_cli.cli import main
 

@@ -1,4 +1,7 @@
-"""The command line: one function per verb. Each function imports its own code, so that `scale --help` is fast."""
+"""The command line: one function per verb.
+
+Each function imports its own code, so that `scale --help` is fast.
+"""
 
 from __future__ import annotations
 
@@ -371,13 +374,15 @@ def generate(
 ) -> None:
     """Continue prompts with a trained model and its router.
 
-    Without --prompt, each line of standard input is a prompt; with --samples, texts start from an empty prompt.
+    Without --prompt, each line of standard input is a prompt; with --samples, texts start from an
+    empty prompt.
     """
     if (samples is None) != (output is None) or (
         samples and (chat or show_heads or as_json or beside_base)
     ):
         raise ConfigError(
-            "--samples, --output: give both or neither, and without --chat, --show-heads, --json and --beside-base"
+            "--samples, --output: give both or neither, and without --chat, --show-heads, --json "
+            "and --beside-base"
         )
     config = read(path, None) if samples else None
     folder = run_folder(path)
@@ -474,7 +479,10 @@ def run_all(
 
 
 def main() -> None:
-    """Run the command line; a user error prints one message, without a traceback, and sets its exit code."""
+    """Run the command line.
+
+    A user error prints one message, without a traceback, and sets its exit code.
+    """
     accept_any_encoding()
     with ended_in_one_message():
         app()

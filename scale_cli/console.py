@@ -95,7 +95,8 @@ def load(
 ) -> RunConfig:
     """Return a config like `read`, after one of the checks in runs/early.py, which import no torch.
 
-    Processes of a launch skip it: the verb's own check comes when they have joined, so that one says why they end.
+    Processes of a launch skip it: the verb's own check comes when they have joined, so that one
+    says why they end.
     """
     config = read(path, overrides)
     if not are_several():
@@ -124,7 +125,10 @@ def parse_share(option: str, written: str) -> Share:
 
 
 def quieten_libraries() -> None:
-    """Silence warnings and logs of libraries; call it after the config check, since its errors must not wait for it."""
+    """Silence warnings and logs of libraries.
+
+    Call it after the config check, since its errors must not wait for it.
+    """
     warnings.simplefilter("ignore", FutureWarning)
     # torchao warns of kernels for other devices, pytree of torchao.
     for library in ("torchao", "torch.utils._pytree"):
@@ -140,8 +144,9 @@ def quieten_libraries() -> None:
 def import_libraries() -> None:
     """Import and quieten torch and transformers, for a verb that loads a model.
 
-    Where torch is not there yet, the garbage collector waits, and afterwards takes what was imported for permanent.
-    Otherwise it would look through these million objects again and again, for a second of CPU time in every verb.
+    Where torch is not there yet, the garbage collector waits, and afterwards takes what was
+    imported for permanent. Otherwise it would look through these million objects again and again,
+    for a second of CPU time in every verb.
     """
     is_first = "torch" not in sys.modules
     if is_first:
@@ -156,11 +161,17 @@ def import_libraries() -> None:
 
 @contextmanager
 def ended_in_one_message() -> Iterator[None]:
-    """Run a verb; a user error ends all processes with one message and its exit code, without a traceback."""
+    """Run a verb.
+
+    A user error ends all processes with one message and its exit code, without a traceback.
+    """
     stopped_by: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        """End at once; the training loop has its own way. A half-written folder is never taken for a whole one."""
+        """End at once; the training loop has its own way.
+
+        A half-written folder is never taken for a whole one.
+        """
         stopped_by.append(number)
         name = signal.Signals(number).name
         _end(
@@ -212,7 +223,10 @@ def ended_in_one_message() -> Iterator[None]:
 
 
 def _end(message: str, exit_code: int) -> NoReturn:
-    """Print why the process ends, unless another process of the launch has printed its reason; then exit."""
+    """Print why the process ends, unless another process of the launch has printed its reason.
+
+    Then exit.
+    """
     if is_first_to_end():
         _say(message)
     sys.exit(exit_code)

@@ -1,6 +1,7 @@
 """Every error a user can meet; the command line prints its message and exits with its code.
 
-If a library is missing that only some verbs need, `require` names the extra of this package that installs it.
+If a library is missing that only some verbs need, `require` names the extra of this package that
+installs it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class RunFolderError(UsageError):
 
 
 class MissingExtraError(UsageError):
-    """A library that only some verbs need is not installed; an extra of this package installs it."""
+    """A library that only some verbs need is not installed.
+
+    An extra of this package installs it.
+    """
 
 
 class RunError(ScaleError):
@@ -95,7 +99,10 @@ class ExportParityError(CheckFailed):
 
 
 class EndedElsewhere(ScaleError):
-    """Another process of the launch failed and reports why; this one only ends with the same exit code."""
+    """Another process of the launch failed and reports why.
+
+    This one only ends with the same exit code.
+    """
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("another process has failed; its own message says why")
@@ -103,7 +110,7 @@ class EndedElsewhere(ScaleError):
 
 
 class Interrupted(ScaleError):
-    """A signal or the time budget stopped the run after a checkpoint was written: 128 + signal, or 0."""
+    """A signal or the time budget stopped a run that wrote a checkpoint: 128 + signal, or 0."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -127,7 +134,10 @@ def is_installed(module: str) -> bool:
 
 
 def require(module: str, needed_by: str) -> None:
-    """Raise MissingExtraError if a library is missing; `needed_by` is the config key or verb that needs it."""
+    """Raise MissingExtraError if a library is missing.
+
+    `needed_by` is the config key or verb that needs it.
+    """
     if not is_installed(module):
         package = f"'scale-cli[{EXTRA_OF[module]}]'" if module in EXTRA_OF else module
         raise MissingExtraError(

@@ -1,12 +1,12 @@
-"""The processes of one launch (`accelerate launch`, torchrun), and this process's device as Accelerate chooses it.
+"""The processes of one launch (`accelerate launch`, torchrun), and this process's device.
 
-| verb                                                       | under several processes                               |
-|------------------------------------------------------------|-------------------------------------------------------|
-| train, evaluate                                            | all of them work; the main one writes                 |
-| run                                                        | each of its verbs behaves as it does alone            |
-| init, serve                                                | refused                                               |
-| schema                                                     | every process prints the schema                       |
-| any other                                                  | the main one works, the others wait (`on_main`)       |
+| verb            | under several processes                           |
+|-----------------|---------------------------------------------------|
+| train, evaluate | all of them work; the main one writes             |
+| run             | each of its verbs behaves as it does alone        |
+| init, serve     | refused                                           |
+| schema          | every process prints the schema                   |
+| any other       | the main one works, the others wait (`on_main`)   |
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ class Share:
 
 ALONE = Share()
 
-# Timeouts for the other processes: while one tokenises, upscales, exports or saves; between steps; at the end.
+# Timeouts for the other processes: while one tokenises, upscales, exports or saves; between steps;
+# at the end.
 _SET_UP = timedelta(hours=24)
 _STEPS = timedelta(minutes=30)
 _FAREWELL = timedelta(seconds=5)
-# Variables with the number of processes, on one machine and in all: of torchrun and Accelerate first, then of MPI.
+# Variables with the number of processes, on one machine and in all: of torchrun and Accelerate
+# first, then of MPI.
 _LOCAL_WORLD_SIZES = (
     "LOCAL_WORLD_SIZE",
     "MPI_LOCALNRANKS",
@@ -79,13 +81,16 @@ def check_launch() -> None:
 
 
 def process_state() -> PartialState:
-    """Return Accelerate's state of this process; the first call joins the process group of a launch."""
+    """Return Accelerate's state of this process.
+
+    The first call joins the process group of a launch.
+    """
     import torch
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
-    # Without `cpu`, Accelerate takes each of several processes without an accelerator to be alone. The router's weights
-    # are float64, which Apple's GPUs do not have.
+    # Without `cpu`, Accelerate takes each of several processes without an accelerator to be alone.
+    # The router's weights are float64, which Apple's GPUs do not have.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     on_cpu = (
         parse_flag_from_env("ACCELERATE_USE_CPU")
@@ -111,7 +116,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return this process's peak memory so far: on the GPU if `device` is one, else in main memory."""
+    """Return this process's peak memory so far, on the GPU or in main memory."""
     import torch
 
     if device.type == "cuda":
@@ -147,7 +152,7 @@ def computes_in_bfloat16() -> bool:
 
 
 def cpu_precision() -> Literal["no", "bf16"]:
-    """Return the `mixed_precision` that is fast on this CPU: without AVX-512, say, bfloat16 takes ten times as long."""
+    """Return this CPU's fast `mixed_precision`; without AVX-512 bfloat16 is ten times slower."""
     import torch
 
     # Builds without oneDNN, as for Apple's processors, have no such operation.
@@ -156,7 +161,7 @@ def cpu_precision() -> Literal["no", "bf16"]:
 
 
 def slow_in_bfloat16(device_type: str, avoided_by: dict[str, bool]) -> list[str]:
-    """Return a warning for each setting that avoids bfloat16, if it is used, on a CPU without instructions for it."""
+    """Return warnings of bfloat16 on a CPU that has no instructions for it, by setting."""
     if device_type != "cpu" or cpu_precision() == "bf16":
         return []
     words = "this CPU has no instructions for bfloat16; {} is many times faster here"
@@ -178,7 +183,10 @@ def share() -> Share:
 
 
 def share_of_machine() -> Share | None:
-    """Return this process's place among those of its machine; None if it is alone, or the launcher does not say."""
+    """Return this process's place among those of its machine.
+
+    None if it is alone, or the launcher does not say.
+    """
     if not are_several() or "LOCAL_WORLD_SIZE" not in os.environ:
         return None
     return Share(process_state().local_process_index, int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -190,9 +198,10 @@ def is_main() -> bool:
 
 
 def on_main(work: Callable[[], Result]) -> Result | None:
-    """Run `work` on the main process and return its result; the other processes wait, and return None.
+    """Run `work` on the main process and return its result.
 
-    `work` must not wait for other processes. If it fails, the main process raises its error, the others EndedElsewhere.
+    The other processes wait, and return None. `work` must not wait for other processes. If it
+    fails, the main process raises its error, the others EndedElsewhere.
     """
     if not are_several():
         return work()
@@ -204,7 +213,10 @@ def on_main(work: Callable[[], Result]) -> Result | None:
 
 
 def group_beside() -> ProcessGroup | None:
-    """Return a CPU group of all processes, apart from the one that the steps use; None for a single process."""
+    """Return a CPU group of all processes, apart from the one that the steps use.
+
+    None for a single process.
+    """
     if not are_several():
         return None
     from torch.distributed import new_group
@@ -214,9 +226,9 @@ def group_beside() -> ProcessGroup | None:
 
 @contextmanager
 def all_succeed(group: ProcessGroup | None) -> Iterator[None]:
-    """Wait until every process of `group` has finished the body; if one fails, raise EndedElsewhere on the others.
+    """Wait until every process of `group` has finished the body.
 
-    Without a group, do not wait.
+    If one fails, raise EndedElsewhere on the others. Without a group, do not wait.
     """
     exit_code = ScaleError.exit_code
     try:
@@ -256,7 +268,10 @@ def main_decides(decide: Callable[[], Result]) -> Result:
 
 
 def main_first(work: Callable[[], Result]) -> Result:
-    """Run `work` on the main process first, then on the others, which find what it wrote; errors as in `on_main`."""
+    """Run `work` on the main process first, then on the others, which find what it wrote.
+
+    Errors as in `on_main`.
+    """
     result = on_main(work)
     return work() if result is None else result
 
@@ -267,9 +282,10 @@ def map_over_processes(
     compute: Callable[[Sequence[Item]], Sequence[Tensor]],
     done: Callable[[int], object] = lambda _: None,
 ) -> list[tuple[Item, Tensor]]:
-    """Compute batches on all processes; return each item with its result, on the CPU, in one order for every process.
+    """Compute batches on all processes.
 
-    The caller cuts the batches, so no figure depends on the number of processes. `compute` returns a tensor of any
+    Return each item with its result, on the CPU, in one order for every process. The caller cuts
+    the batches, so no figure depends on the number of processes. `compute` returns a tensor of any
     length for each item; `done` is told how many more items all processes have done.
     """
     import torch
@@ -296,7 +312,7 @@ def map_over_processes(
 
 
 def gathered(held: Result, share: Share) -> list[Result]:
-    """Return the objects that all processes hold, in the order of the processes, on each of them."""
+    """Return the objects that all processes hold, in their order, on each of them."""
     if share.num_processes == 1:
         return [held]
     from accelerate.utils import gather_object
@@ -307,7 +323,7 @@ def gathered(held: Result, share: Share) -> list[Result]:
 
 @contextmanager
 def waiting_for_steps() -> Iterator[None]:
-    """Shorten the timeout for other processes to minutes within the body, in which all do the same work."""
+    """Shorten the timeout to minutes within the body, where all processes do the same work."""
     if not are_several():
         yield
         return
@@ -322,7 +338,10 @@ def waiting_for_steps() -> Iterator[None]:
 
 
 def is_first_to_end() -> bool:
-    """Return whether this process is the launch's first to say why it ends; True if that cannot be known."""
+    """Return whether this process is the launch's first to say why it ends.
+
+    True if that cannot be known.
+    """
     if not are_several():
         return True
     from torch._C._distributed_c10d import TCPStore
@@ -354,7 +373,7 @@ def refuse_several(verb: str) -> None:
 
 @contextmanager
 def name_lost_peers() -> Iterator[None]:
-    """Turn the error of a lost connection into one line: another process is gone, and its own message says why."""
+    """Turn the error of a lost connection into one line: another process is gone."""
     try:
         yield
     except RuntimeError as error:  # gloo raises nothing more specific

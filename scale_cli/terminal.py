@@ -1,4 +1,4 @@
-"""Printing: lines for people or figures as JSON, progress bars, and other people's text made safe to print."""
+"""Printing: lines for people or figures as JSON, progress bars, text made safe to print."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Report(Protocol):
 
 
 def choose_form(as_json: bool | None) -> None:
-    """Choose what the verb prints: only figures (True), nothing (False), or lines for people (None)."""
+    """Choose what is printed: figures (True), nothing (False), or lines for people (None)."""
     global _form
     _form = "lines" if as_json is None else "figures" if as_json else "nothing"
 
@@ -62,7 +62,7 @@ def print_json(figures: object) -> None:
 
 
 def _speak(line: str, *, err: bool = False) -> None:
-    """Print a line once: every process of `accelerate launch` runs the verb, but only rank 0 prints."""
+    """Print a line once: every process of a launch runs the verb, but only rank 0 prints."""
     if os.environ.get("RANK", "0") == "0":
         typer.echo(printable(line), err=err)
 
@@ -73,7 +73,7 @@ def printable(text: str) -> str:
 
 
 def accept_any_encoding() -> None:
-    """Let a character that the terminal's encoding lacks be escaped, and undecodable input reach the verb."""
+    """Escape what the terminal's encoding lacks, and let undecodable input reach the verb."""
     for stream, errors in (
         (sys.stdin, "surrogateescape"),
         (sys.stdout, "backslashreplace"),
@@ -89,7 +89,7 @@ def without_passwords(text: str) -> str:
 
 
 class _Lines:
-    """Writes every state of a bar to standard error as a line of its own, without moving the cursor."""
+    """Writes every state of a bar to standard error as a line of its own."""
 
     def write(self, text: str) -> None:
         if state := text.replace("\x1b[A", "").strip():
@@ -110,7 +110,10 @@ def not_counted(bar: Any) -> Iterator[None]:
 
 
 def progress_bar(**options: Any) -> Any:
-    """Return a tqdm bar; if standard error is not a terminal, plain lines now and then replace it."""
+    """Return a tqdm bar.
+
+    If standard error is not a terminal, plain lines now and then replace it.
+    """
     options["disable"] = not shows_lines() or options.get("disable", False)
     if sys.stderr.isatty():
         return tqdm(**options)

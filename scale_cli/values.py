@@ -22,7 +22,8 @@ class Section(BaseModel):
 class Change(Enum):
     """Marks a key that may change between two verbs of one run; an unmarked key never may.
 
-    A mark has no effect in a section that is in a list (such as a source) or may be null (`schema._marked`).
+    A mark has no effect in a section that is in a list (such as a source) or may be null
+    (`schema._marked`).
     """
 
     FREE = "a cadence, a place, or how work is cut up: what is written, when and by whom, not what is computed"
@@ -34,7 +35,8 @@ Free = Annotated[Value, Change.FREE]
 Accepted = Annotated[Value, Change.ACCEPTED]
 
 _LANGUAGE = r"^[a-z]{2,3}$"
-# Country codes that users give for languages. A code that also is a language's (kr: Kanuri) has a three-letter form.
+# Country codes that users give for languages. A code that also is a language's (kr: Kanuri) has a
+# three-letter form.
 _COUNTRIES = {
     "kr": "ko",
     "jp": "ja",
@@ -96,7 +98,8 @@ MixedPrecision = Annotated[
     Literal["auto", "no", "bf16", "fp16"],
     BeforeValidator(lambda value: "no" if value is False else value),
 ]
-# Limits far beyond any run, yet low enough that sizes, times and files computed from them stay finite.
+# Limits far beyond any run, yet low enough that sizes, times and files computed from them stay
+# finite.
 Steps = Annotated[int, Field(ge=1, le=10_000_000)]
 Length = Annotated[int, Field(ge=2, le=2**24)]
 BatchSize = Annotated[int, Field(ge=1, le=2**20)]
@@ -104,13 +107,15 @@ Documents = Annotated[int, Field(ge=1, le=10**12)]
 LearningRate = Annotated[float, Field(gt=0.0, le=100.0)]
 
 STORES = ("hf", "s3", "gs", "az", "https")
-_LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4000, 255
+_LONGEST_PATH_BYTES = 4000
+_LONGEST_NAME_BYTES = 255
 
 
 def local_path(written: str) -> str:
     """Return a path with `~` expanded: no shell does this for a config.
 
-    ValueError if it is a URL (not quoted, since it may hold a password), or a path that no file system could hold.
+    ValueError if it is a URL (not quoted, since it may hold a password), or a path that no file
+    system could hold.
     """
     if "://" in written:
         raise ValueError("is a URL; give a local path, or a hub id if this key takes one")

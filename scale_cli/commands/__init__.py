@@ -1,1 +1,4 @@
-"""The verbs of the command line, one file each. A verb prints its lines with `log` and returns its figures."""
+"""The verbs of the command line, one file each.
+
+A verb prints its lines with `log` and returns its figures.
+"""

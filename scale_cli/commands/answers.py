@@ -20,7 +20,7 @@ _DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]*))?")
 
 
 def source_of(name: str, given: str, language: str, text_field: str = "text") -> dict[str, Any]:
-    """Return a text's entry in the config: files if they exist or look like file names, else a dataset of the hub."""
+    """Return a text's entry in the config: files, or a dataset of the hub if none exist."""
     about = {"language": language, **({} if text_field == "text" else {"text_field": text_field})}
     dataset = _DATASET.fullmatch(given)
     if dataset is None or _FILES.fullmatch(given) or glob.glob(os.path.expanduser(given)):  # noqa: PTH111 (a pattern)

@@ -1,4 +1,4 @@
-"""The verb `scale generate`: continue prompts, or with --samples let a base write texts for replay."""
+"""The verb `scale generate`: continue prompts, or let a base write texts for replay."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def generate(
     show_heads: bool,
     beside_base: bool,
 ) -> None:
-    """Continue prompts, or the lines of standard input, and print each head's share on standard error.
+    """Continue prompts, or lines of standard input; print the heads' shares on standard error.
 
-    A single prompt is printed token by token. In a chat, each prompt is the first turn of a conversation; at a
-    terminal without prompts, the user types the turns.
+    A single prompt is printed token by token. In a chat, each prompt is the first turn of a
+    conversation; at a terminal without prompts, the user types the turns.
     """
     if chat and not prompts and not as_json and sys.stdin is not None and sys.stdin.isatty():
         _converse(Generator(path, beside_base=beside_base), sampling, show_heads=show_heads)
@@ -87,13 +87,14 @@ def generate(
     for continuation in continuations:
         if not continuation.tokens:
             typer.echo(
-                f"nothing was written after {continuation.prompt!r}: the model ended the text at once",
+                f"nothing was written after {continuation.prompt!r}: "
+                "the model ended the text at once",
                 err=True,
             )
 
 
 def _converse(generator: Generator, sampling: Sampling, *, show_heads: bool) -> None:
-    """Answer each typed line until Ctrl-D: token by token, or in one piece with the heads' names."""
+    """Answer each typed line until Ctrl-D, token by token, or whole with the heads' names."""
     messages: Messages = []
     while True:
         try:
@@ -111,7 +112,7 @@ def _converse(generator: Generator, sampling: Sampling, *, show_heads: bool) -> 
 
 
 def _with_heads(continuation: Continuation) -> str:
-    """Return a continuation with a head's name wherever another head begins to have the largest share."""
+    """Return a continuation with a head's name wherever another one takes the largest share."""
     said = ""
     speaking = ""
     for token in continuation.tokens:
@@ -127,10 +128,10 @@ def _with_heads(continuation: Continuation) -> str:
 def write_samples(
     base: ModelConfig, num_samples: int, file: Path, sampling: Sampling, prompts: list[str]
 ) -> None:
-    """Sample texts from a plain or widened base, and write them as a corpus: one JSON object with a `text` per line.
+    """Sample texts from a base, and write them as a corpus of JSON objects with a `text`.
 
-    Texts begin with the prompts in turn; an empty prompt gives no beginning. Each batch has its own seed.
-    The same base, seed and sizes give the same texts on the same machine.
+    Texts begin with the prompts in turn; an empty prompt gives no beginning. Each batch has its own
+    seed. The same base, seed and sizes give the same texts on the same machine.
     """
     if file.suffix != ".jsonl":
         raise ConfigError(

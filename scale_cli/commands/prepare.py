@@ -22,8 +22,9 @@ def prepare(config: RunConfig) -> dict[str, Any]:
     corpora = dict(zip(_names(config), [*training, *held_out], strict=True))
     for name, corpus in corpora.items():
         ledger = corpus.ledger
-        kept = f"{ledger.kept.documents:,} documents, {ledger.kept.num_bytes:,} bytes, {ledger.num_tokens:,} tokens"
-        log(f"corpus         {name}: {kept}")
+        kept = ledger.kept
+        amount = f"{kept.documents:,} documents, {kept.num_bytes:,} bytes"
+        log(f"corpus         {name}: {amount}, {ledger.num_tokens:,} tokens")
         if losses := ledger.described_losses():
             log(f"dropped        {losses}")
         log(f"written        {corpus.folder}")
@@ -43,7 +44,8 @@ def prepare_part(config: RunConfig, share: Share) -> dict[str, Ledger]:
     ledgers = dict(zip(_names(config), parts, strict=True))
     for name, part in ledgers.items():
         log(
-            f"part           {name}: {part.files:,} files, {part.kept.num_bytes:,} bytes, {part.num_tokens:,} tokens"
+            f"part           {name}: {part.files:,} files, {part.kept.num_bytes:,} bytes, "
+            f"{part.num_tokens:,} tokens"
         )
     return ledgers
 

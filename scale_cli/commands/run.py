@@ -88,7 +88,10 @@ def _log_estimate(run: Run, log: Log) -> None:
 
 
 def _sources(run: Run) -> Sequence[TextSource]:
-    """Return the sources that must exist; a finished run does not need its training text any more."""
+    """Return the sources that must exist.
+
+    A finished run does not need its training text any more.
+    """
     if run.folder.final.is_dir():
         return run.config.evaluation.perplexity
     return every_source(run.config)
@@ -127,7 +130,8 @@ def _export(config: RunConfig, log: Log) -> None:
         if (size := ExportRecord.load(one.folder).size) is not None:
             log(f"served         {one.name}: {size}")
     _log_disk_use(RunFolder(config.output_dir), log)
-    folder, method = shlex.quote(str(config.output_dir)), config.method
+    folder = shlex.quote(str(config.output_dir))
+    method = config.method
     ways = [f"scale generate {folder} --prompt '...' --temperature 0.8"]
     if "llama" in config.export.formats:
         plainly = "" if method.definition.routes_plainly(method.settings) else " --plain"

@@ -23,7 +23,8 @@ from scale_cli.storage.atomic import read_json
 from scale_cli.terminal import Log
 
 Engine = Literal["vllm", "transformers"]
-# Not the command `vllm`: in the CPU build, a package of another name, it does not find its own package.
+# Not the command `vllm`: in the CPU build, a package of another name, it does not find its own
+# package.
 _VLLM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
@@ -68,7 +69,10 @@ def serve(
 def _engine_of(
     folder: Path, config: dict[str, Any], engine: Engine | None, *, plainly: bool
 ) -> Engine:
-    """Return the engine that serves a plain export; UsageError if none can, or not the given one."""
+    """Return the engine that serves a plain export.
+
+    UsageError if none can, or not the given one.
+    """
     if not config.get("architectures"):
         raise UsageError(
             f"{folder}: not a plain export; give the run, "

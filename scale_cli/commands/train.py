@@ -29,10 +29,11 @@ from scale_cli.training.tracking import tracked
 def train(
     config: RunConfig, resume: str | None, log: Log, accepted: Collection[str] = ()
 ) -> TrainState:
-    """Train from `upscaled/` or from a checkpoint, and write `final/`; return its state: the last step's or the best.
+    """Train from `upscaled/` or from a checkpoint, and write `final/`.
 
-    `resume` is None, `auto` or a checkpoint's path; `accepted` are the keys that may have changed since the run began.
-    A finished run is only checked under `auto`, unless `accepted` allows the config to ask for more steps now.
+    Return its state: the last step's or the best. `resume` is None, `auto` or a checkpoint's path;
+    `accepted` are the keys that may have changed since the run began. A finished run is only
+    checked under `auto`, unless `accepted` allows the config to ask for more steps now.
     """
     process_state()  # joins the process group, with our own time-out
     run = Run(config)

@@ -31,7 +31,10 @@ from scale_cli.upscale.preservation import SAMPLE_TEXTS, check_preservation, own
 
 
 def upscale(config: RunConfig, log: Log = log) -> MethodFolder:
-    """Set up the method on the base model and write `upscaled/`; what the base computes does not change."""
+    """Set up the method on the base model and write `upscaled/`.
+
+    What the base computes does not change.
+    """
     run = Run(config)
     with claimed(run.folder.root):
         return _upscale(run, log)
@@ -47,7 +50,8 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
             changed = differences(MethodFolder(upscaled, run).config, config, UPSCALE_SECTIONS)
         because = f" ({'; '.join(changed)})" if changed else ""
         raise RunFolderError(
-            f"{run.folder.root}: training from this folder has already begun; choose another output_dir{because}"
+            f"{run.folder.root}: training from this folder has already begun; "
+            f"choose another output_dir{because}"
         )
     run.check(training_sources(config))
     of_base = run.base_tokenizer
@@ -96,13 +100,18 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
 def _described(
     method: MethodConfig, model: Any, record: BaseRecord, num_new: int, num_texts: int
 ) -> Iterator[str]:
-    """Yield lines on what was made; the new tokens left the base's ids of `num_texts` texts unchanged."""
-    definition, parameters = method.definition, list(model.parameters())
+    """Yield lines on what was made.
+
+    The new tokens left the base's ids of `num_texts` texts unchanged.
+    """
+    definition = method.definition
+    parameters = list(model.parameters())
     num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
     yield f"base           {record.name} ({record.dtype})"
     yield f"base hash      sha256 {record.content_sha256}"
     if definition.widens:
-        base, config = model.base.config, model.config
+        base = model.base.config
+        config = model.config
         sizes = []
         for name in (
             "hidden_size",
@@ -128,7 +137,8 @@ def _described(
 
 
 def upscale_is_finished(run: Run) -> bool:
-    upscaled, config = MethodFolder(run.folder.upscaled, run), run.config
+    upscaled = MethodFolder(run.folder.upscaled, run)
+    config = run.config
     if not upscaled.path.is_dir() or differences(
         upscaled.config, config, UPSCALE_SECTIONS, BASE_KEYS
     ):

@@ -1,7 +1,8 @@
 """The verb `scale verify`: check offline that a folder is as scale wrote it.
 
-The contents of the folder decide which of `_CHECKS` are done. A check that needs a base or a trained model that is not
-at hand is not made; that is no pass, so the verb ends with exit code 3 then too.
+The contents of the folder decide which of `_CHECKS` are done. A check that needs a base or a
+trained model that is not at hand is not made; that is no pass, so the verb ends with exit code 3
+then too.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ def verify(path: Path) -> None:
 
 
 def check_folders(path: Path) -> list[FolderCheck]:
-    """Check one folder, or every folder of a run; skip half-written ones, whose names begin with a dot."""
+    """Check one folder, or every folder of a run.
+
+    Skip half-written ones, whose names begin with a dot.
+    """
     folders = [path]
     if not (path / MANIFEST).is_file():
         places = [manifest.relative_to(path).parent for manifest in path.rglob(MANIFEST)]
@@ -105,7 +109,10 @@ def _check(folder: Path) -> FolderCheck:
 
 
 def _check_files(folder: Path) -> None:
-    """Compare each file's size and SHA-256 with the manifest; raise CheckFailed if there is a further file."""
+    """Compare each file's size and SHA-256 with the manifest.
+
+    Raise CheckFailed if there is a further file.
+    """
     verify_folder(folder)
     present = [file for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()]
     listed = described_files(folder).keys() | {MANIFEST}
@@ -114,7 +121,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_base(path: Path) -> None:
-    """Check the base's hashes, a widened model's base logits bit for bit, and that it decodes with a cache."""
+    """Check the base's hashes, base logits bit for bit, and decoding with a cache."""
     folder = MethodFolder.at(path)
     folder.check_base()
     model: Any = folder.load()
@@ -125,7 +132,7 @@ def _check_base(path: Path) -> None:
 
 
 def _check_log(folder: Path) -> None:
-    """Check that the log leads up to `final/`: steps in order, with no gap larger than the logging interval."""
+    """Check that the log leads up to `final/` in order, without a gap larger than its interval."""
     train = load_config(folder / "scale.yaml").train
     metrics = RunFolder(folder.parent).metrics
     before = 0
@@ -154,13 +161,14 @@ def _check_export(folder: Path) -> None:
 
 
 def _check_joined(folder: Path) -> None:
-    """Check the hash of a joined model's base, and that its base logits equal the base's, bit for bit."""
+    """Check the hash of a joined model's base, and its base logits bit for bit."""
     report = JoinReport.load(folder)
     model = move_to_device(load_written(JoinedForCausalLM, folder)).eval()
     now = record_base(model.base, ModelConfig(base=report.base)).content_sha256
     if now != report.base_sha256:
         raise CheckFailed(
-            f"{folder}: its base has SHA-256 {now[:12]}, but the joined base had {report.base_sha256[:12]}"
+            f"{folder}: its base has SHA-256 {now[:12]}, "
+            f"but the joined base had {report.base_sha256[:12]}"
         )
     num_old = model.base.config.vocab_size  # it has no new tokens: old ones replace them
     prompts = [ids % num_old for ids in sample_ids(load_tokenizer(ModelConfig(base=str(folder))))]

@@ -1,1 +1,1 @@
-"""Finished runs beside each other: which can be compared, how each can be served, tables, a figure."""
+"""Finished runs beside each other: which compare, how each can be served, tables, a figure."""

@@ -21,7 +21,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw(options: Sequence[Option], sides: dict[str, str]) -> str:
-    """Return an SVG with a panel for each of `sides`, as in `Comparison.sides`, and a row an option."""
+    """Return an SVG: a panel for each of `Comparison.sides`, and a row for each option."""
     from matplotlib import rc_context  # takes a second, and only the figure needs it
     from matplotlib.figure import Figure
 

@@ -134,8 +134,8 @@ class CorpusResult:
 class BenchmarkHead:
     """One head, or one routing rule, on one benchmark."""
 
-    # `acc`, and `acc_norm` if lm-eval reports it. For a generative task, lm-eval's own metrics, with
-    # the filter's name if there are several: `exact_match, strict-match`.
+    # `acc`, and `acc_norm` if lm-eval reports it. For a generative task, lm-eval's own metrics,
+    # with the filter's name if there are several: `exact_match, strict-match`.
     metrics: dict[str, Interval]
     # Of the same metrics from the base head; empty for the base head itself.
     differences: dict[str, Interval]

@@ -47,8 +47,9 @@ def padded_left(prompts: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor
 
 
 class SelectableHeads(PreTrainedModel, RouterGenerationMixin):
-    """A model in evaluation mode that answers with `head`, which may be changed: one of its heads, or a
-    rule of the router over them.
+    """A model in evaluation mode that answers with `head`, which may be changed.
+
+    It is the name of one of the heads, or of a rule of the router over them.
 
     It computes all heads whichever one answers, as scoring does, so the choice does not change what
     a head says.

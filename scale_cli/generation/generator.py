@@ -1,6 +1,7 @@
 """Continue prompts with a base, a trained model or an export, and show which head gave each token.
 
-Shapes: K heads (base, trained; in a joined model the base and every member), B prompts, T positions.
+Shapes: K heads (base, trained; in a joined model the base and every member), B prompts, T
+positions.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Generator:
         Args:
             source: a base, or the folder of a run, a checkpoint or an export.
             plainly: open an export as its trained head alone.
-            beside_base: route between a run's trained model and its base, whichever method trained it.
+            beside_base: route between a run's trained model and its base, two models.
         """
         self.model, self.tokenizer = open_model(source, plainly=plainly, beside_base=beside_base)
         self.prior = prior_of(self.model)
@@ -128,10 +129,11 @@ class Generator:
         return torch.tensor(ids, device=self.model.device)
 
     def framed(self, prompt: str | Messages) -> FramedPrompt:
-        """Return a prompt as it is read: of a conversation, the router judges what was said alone."""
+        """Return a prompt as it is read; of a conversation, only what was said is judged."""
         ids_T = self.prompt_ids(prompt)
         if isinstance(prompt, str):
-            words, judged = prompt, [True] * len(ids_T)
+            words = prompt
+            judged = [True] * len(ids_T)
         else:
             words = "\n".join(str(turn["content"]) for turn in prompt if turn["role"] == "user")
             judged = said_tokens(self.tokenizer, prompt)
@@ -164,7 +166,10 @@ class Generator:
         sampling: Sampling,
         streamer: BaseStreamer | None = None,
     ) -> list[Tensor]:
-        """Return the new ids after each prompt; a text ends at the latest where the context does."""
+        """Return the new ids after each prompt.
+
+        A text ends at the latest where the context does.
+        """
         rooms = [self.num_positions - len(prompt.ids_T) for prompt in prompts]
         padding = self.tokenizer.pad_token_id
         if padding is None:

@@ -42,7 +42,10 @@ class PriorByScript:
 
 
 def open_model(source: Path | ModelConfig, *, plainly: bool, beside_base: bool) -> tuple[Any, Any]:
-    """Return a model in evaluation mode and its tokenizer; the arguments are those of `Generator`."""
+    """Return a model in evaluation mode and its tokenizer.
+
+    The arguments are those of `Generator`.
+    """
     if isinstance(source, ModelConfig):
         return move_to_device(load_base(source)), load_tokenizer(source)
     final = RunFolder(source).final
@@ -86,7 +89,8 @@ def prior_of(model: Any) -> PriorByScript:
     if isinstance(model, RoutedModel):
         router = model.config.scale_router
         ranges = router.get("script", [])
-        prior, in_script = router["prior"], router.get("script_prior")
+        prior = router["prior"]
+        in_script = router.get("script_prior")
     else:
         ranges = getattr(model.config, "router_script", [])
         prior = getattr(model.config, "router_prior", 0.5)

@@ -36,8 +36,8 @@ _CLIENT_GONE = 499  # as nginx writes it in its log; nobody reads the answer
 OneOrMore = Annotated[
     list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
 ]
-# Values with which clients that fill in every field say that they do not want it; so do null, false,
-# and empty texts, lists and objects, in fields that this server does not know.
+# Values with which clients that fill in every field say that they do not want it; so do null,
+# false, and empty texts, lists and objects, in fields that this server does not know.
 _ASKS_NOTHING = {
     "best_of": 1,
     "frequency_penalty": 0,

@@ -1,4 +1,4 @@
-"""What a join is held to: every head is what it is alone, and the folder computes what was measured."""
+"""A join is held to this: every head is what it is alone, and so is the written folder."""
 
 from __future__ import annotations
 

@@ -73,13 +73,15 @@ def join_runs(runs: Sequence[Path], prior: float | None) -> JoinedRuns:
     A run is given by its folder, its `final/`, or an adapter export.
     """
     base: Any = None
-    members, tokens = list[Member](), list[RunTokens]()
+    members: list[Member] = []
+    tokens: list[RunTokens] = []
     for run in runs:
         final = open_folder(_finished_folder(run))
         widened = final.load_to_export()
         if not isinstance(widened, ScaleForCausalLM):
             raise RunFolderError(
-                f"{run}: has no expansion (method.variant: {final.method.variant}); only widened runs can be joined"
+                f"{run}: has no expansion (method.variant: {final.method.variant}); "
+                "only widened runs can be joined"
             )
         of_base = final.run.base_tokenizer
         if base is None:

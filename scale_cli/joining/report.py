@@ -75,8 +75,8 @@ class JoinReport(RunRecord):
                 f"member         {member['name']} (sha256 {member['sha256'][:12]})"
                 for member in self.members
             ),
-            f"proved         logits of every head, the base's too, bitwise equal to those of the head alone on "
-            f"{len(SAMPLE_TEXTS)} prompts",
+            "proved         logits of every head, the base's too, bitwise equal to those of the head "
+            f"alone on {len(SAMPLE_TEXTS)} prompts",
             *self.table().lines(),
             self.bound_in_words(),
         ]
@@ -99,7 +99,8 @@ class JoinReport(RunRecord):
         return Table(titles, rows, "ll" + "r" * (len(titles) - 2))
 
     def bound_in_words(self) -> str:
-        return f"worst document: routed - best head, in nats; {self.max_cost_nats:.3f} at most, whatever was trained"
+        most = f"{self.max_cost_nats:.3f} at most, whatever was trained"
+        return f"worst document: routed - best head, in nats; {most}"
 
 
 def score_corpora(
@@ -128,7 +129,8 @@ def _score(
     corpus: TokenisedCorpus,
     run: RunConfig,
 ) -> JoinedCorpus:
-    names, passes = model.config.head_names, Passes.of(run)
+    names = model.config.head_names
+    passes = Passes.of(run)
     num_tokens = int(scored_lengths(corpus, passes.sequence_length).sum())
     with tokens_bar(num_tokens, f"scoring {name}") as bar:
         losses = score_corpus(model, corpus, router_of(model), passes, heads=names, bar=bar)
@@ -137,14 +139,14 @@ def _score(
         nats_per_token = finite(losses.nats_per_token(head))
         return HeadFigures(nats_per_token, finite(losses.bits_per_byte(head)), share)
 
-    num_tokens, routed = losses.num_tokens.sum(), losses.nats["posterior"]
+    routed = losses.nats["posterior"]
     shares = losses.served["posterior"].sum(axis=1) / num_tokens
     best = np.min([losses.nats[head] for head in names], axis=0)
     return JoinedCorpus(
         name=name,
         language=source.language,
         num_documents=len(routed),
-        num_tokens=int(num_tokens),
+        num_tokens=num_tokens,
         heads={
             head: figures(head, float(share)) for head, share in zip(names, shares, strict=True)
         },

@@ -52,8 +52,9 @@ def joined_tokenizer(runs: Sequence[RunTokens], first_id: int) -> PreTrainedToke
         for other in distinct.values():
             if tokens.script.meets(other.script):
                 raise RunFolderError(
-                    f"{tokens.run} and {other.run} add different tokens for the same script, so they tokenise its text "
-                    "differently; train one of them with method.vocabulary.folder set to the final/ of the other"
+                    f"{tokens.run} and {other.run} add different tokens for the same script, so "
+                    "they tokenise its text differently; train one of them with "
+                    "method.vocabulary.folder set to the final/ of the other"
                 )
         distinct[described] = tokens
     if len(distinct) <= 1:

@@ -55,7 +55,10 @@ class Step:
 
 
 class BlockRouter(nn.Module):
-    """One row of router state for each block, updated by every step; `log_prior` (K,) is float64."""
+    """One row of router state for each block, updated by every step.
+
+    `log_prior` (K,) is float64.
+    """
 
     log_prior_K: Tensor
     hidden_ND: Tensor
@@ -74,7 +77,9 @@ class BlockRouter(nn.Module):
 
     def allocate(self, num_blocks: int, width: int, dtype: torch.dtype) -> None:
         """Make an empty row for each block, and a scrap row that no token reads."""
-        rows, heads, device = num_blocks + 1, len(self.log_prior_K), self.log_prior_K.device
+        rows = num_blocks + 1
+        heads = len(self.log_prior_K)
+        device = self.log_prior_K.device
         self.register_buffer(
             "hidden_ND", torch.zeros(rows, width, dtype=dtype, device=device), persistent=False
         )
@@ -88,7 +93,8 @@ class BlockRouter(nn.Module):
         Returns: (T, K) log-weights for predicting the token after each one, and (T,) the row that
             expects the log-sum-exps of each token's logits (see `remember`), or the scrap row.
         """
-        scrap, size = self.num_blocks, step.block_size
+        scrap = self.num_blocks
+        size = step.block_size
         at_T = torch.arange(len(step.ids_T), dtype=step.starts_R.dtype, device=hidden_TD.device)
         document_T = (
             torch.searchsorted(step.starts_R, at_T, right=True)

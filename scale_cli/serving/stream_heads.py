@@ -49,12 +49,13 @@ class SharedPieces:
         self.local_P = (pieces_P - shard.start).clamp(0, shard.length - 1)
         self.is_here_P = pieces_P - shard.start == self.local_P
         here_N = (lacking_N >= shard.start) & (lacking_N < shard.start + shard.length)
-        self.lacking_here_N, self.piece_here_N = lacking_N[here_N] - shard.start, piece_N[here_N]
+        self.lacking_here_N = lacking_N[here_N] - shard.start
+        self.piece_here_N = piece_N[here_N]
         self.added_here_V = self.added_V[shard.start : shard.start + shard.length]
         self.shard = shard
 
     def __call__(self, logits_TV: Tensor) -> Tensor:
-        """Return (T, V) logits of all tokens, from the float32 logits that the head's columns give."""
+        """Return (T, V) logits of all tokens, from the float32 logits of the head's columns."""
         pieces_TP = self.shard.sum(torch.where(self.is_here_P, logits_TV[:, self.local_P], 0.0))
         said_TV = logits_TV.index_copy(-1, self.lacking_here_N, pieces_TP[:, self.piece_here_N])
         said_TV[:, : self.shard.length] += self.added_here_V

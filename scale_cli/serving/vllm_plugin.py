@@ -40,7 +40,10 @@ _compiled = partial(torch.compile, dynamic=True, backend=current_platform.simple
 
 
 class VllmRoutedModel:
-    """Common part of every family's routed class; a base class before vLLM's class of the family."""
+    """Common part of every family's routed class.
+
+    A base class before vLLM's class of the family.
+    """
 
     config: Any
     model: Any
@@ -53,12 +56,14 @@ class VllmRoutedModel:
         routing = self.config.scale_router
         self._vllm_config = vllm_config
         self._attention = self.model.layers[0].self_attn.attn
-        self._blocks_of_cache, self._block_size = 0, 0
+        self._blocks_of_cache = 0
+        self._block_size = 0
         device = next(self.parameters()).device  # type: ignore[attr-defined] # of vLLM's class; a quantised head has no weight
         prior_K = log_prior(routing["prior"], len(routing["stream_sizes"]))
         self.router = BlockRouter(prior_K).to(device)
         self.columns, tiles, weight = head_products(self.lm_head, routing["stream_sizes"])
-        shard, vocab_size = shard_of(self.lm_head), self.config.vocab_size
+        shard = shard_of(self.lm_head)
+        vocab_size = self.config.vocab_size
         shared = [
             None if shares is None else SharedPieces(shares, vocab_size, shard, device)
             for shares in shares_of_router(routing, vocab_size)
@@ -186,7 +191,8 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
             f"{vllm_config.model_config.model}: config.json: scale_router.stream_sizes {routing['stream_sizes']} do "
             f"not add up to hidden_size {config.hidden_size}"
         )
-    parallel, mode = vllm_config.parallel_config, vllm_config.compilation_config.cudagraph_mode
+    parallel = vllm_config.parallel_config
+    mode = vllm_config.compilation_config.cudagraph_mode
     refused = {
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
@@ -209,7 +215,8 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
 def shard_of(lm_head: Any) -> Shard:
     """Return this device's share of the vocabulary."""
     indices = lm_head.shard_indices
-    start, length = indices.org_vocab_start_index, indices.num_org_elements
+    start = indices.org_vocab_start_index
+    length = indices.num_org_elements
     if lm_head.tp_size > 1:
         return Shard(
             start,
