@@ -416,7 +416,8 @@ def generate(
 @app.command(context_settings={"ignore_unknown_options": True})  # the engine checks its own options
 def serve(
     path: Annotated[
-        Path, Argument(metavar="PATH", help="A plain export (llama), or a run that has one.")
+        Path,
+        Argument(metavar="PATH", help="A plain export (llama), a run that has one, or a join."),
     ],
     options: Annotated[
         list[str] | None, Argument(metavar="[-- OPTION...]", help="Options for the engine itself.")

@@ -18,6 +18,7 @@ from scale_cli.errors import MissingExtraError, UsageError, is_installed, requir
 from scale_cli.export.plain_folder import KEY, find_plain_export, routed_name
 from scale_cli.generation.generator import Generator
 from scale_cli.generation.opening import PriorByScript
+from scale_cli.model.configuration_scale import JoinedConfig
 from scale_cli.serving import FAMILIES
 from scale_cli.storage.atomic import read_json
 from scale_cli.terminal import Log
@@ -61,18 +62,34 @@ def serve(
     from scale_cli.generation.server import run_server
 
     generator = Generator(folder, plainly=plainly, beside_base=beside_base)
-    prior = generator.prior if generator.head_names else None
-    _announce(folder, "transformers", address, log, config=config, prior=prior)
+    names = generator.head_names
+    _announce(
+        folder,
+        "transformers",
+        address,
+        log,
+        config=config,
+        prior=generator.prior if names else None,
+        num_heads=len(names),
+        rule=getattr(generator.model.config, "router_rule", "posterior"),
+    )
     run_server(generator, address.name, address.host, address.port)
 
 
 def _engine_of(
     folder: Path, config: dict[str, Any], engine: Engine | None, *, plainly: bool
 ) -> Engine:
-    """Return the engine that serves a plain export.
+    """Return the engine that serves a folder.
 
     UsageError if none can, or not the given one.
     """
+    if config.get("model_type") == JoinedConfig.model_type:
+        if plainly or engine == "vllm":
+            raise UsageError(
+                f"{folder}: a join is served routed and in transformers; "
+                "remove --plain and --engine vllm"
+            )
+        return "transformers"
     if not config.get("architectures"):
         raise UsageError(
             f"{folder}: not a plain export; give the run, "
@@ -104,8 +121,10 @@ def _announce(
     address: Namespace,
     log: Log,
     *,
-    config: dict[str, Any],  # of a plain export; empty for a run beside its base
+    config: dict[str, Any],  # of the folder; empty for a run beside its base
     prior: PriorByScript | None,  # None: without a router
+    num_heads: int = 2,
+    rule: str = "posterior",
 ) -> None:
     """Log what the server guarantees, the model's name, and a command that asks it."""
     if prior is None:
@@ -114,7 +133,7 @@ def _announce(
         if config.get(KEY):
             what = "the trained head alone; only with its router it keeps what the base knew"
     else:
-        smallest = min(prior.otherwise, 1.0 - prior.otherwise)
+        smallest = min(prior.otherwise, (1.0 - prior.otherwise) / (num_heads - 1))
         what = f"no document costs more than {-math.log(smallest):.3f} nats over its best head"
         if prior.in_script is not None and prior.in_script < smallest:
             what += (
@@ -122,6 +141,8 @@ def _announce(
                 f"other head (method.router.script_prior {prior.in_script:g})"
             )
         how = "with its router" if config else "routed with its base"
+        if rule == "cosine":
+            what = "the cosine rule promises no bound"
         if config:
             what = f"the trained model's answers, up to rounding; {what}"
     log(f"serving        {folder}, {how}, in {engine}: {what}")

@@ -93,6 +93,11 @@ def test_the_server_says_its_bound(lora: RunConfig, monkeypatch: pytest.MonkeyPa
     assert "0.693 nats over its best head, or 3.912 where" in lines[0]
     assert served[0].head_names == ["base", "trained"]
 
+    served[0].model.config.router_rule = "cosine"
+    monkeypatch.setattr("scale_cli.commands.serve.Generator", lambda *_, **__: served[0])
+    serve(lora.output_dir, None, ["--port", "0"], lines.append, beside_base=True)
+    assert lines[3].endswith("the cosine rule promises no bound")
+
 
 def test_two_models_are_not_for_vllm(scale: Scale) -> None:
     for option in ("--plain", "--engine vllm"):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import export
 from scale_cli.commands.join import join
+from scale_cli.commands.serve import serve
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import check_folders
 from scale_cli.config.load import dump_config
@@ -24,6 +25,7 @@ from scale_cli.errors import (
     PreservationError,
     RunFolderError,
     ScaleError,
+    UsageError,
 )
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.joining.members import join_runs
@@ -109,6 +111,18 @@ def test_the_verb_prints_a_table_and_the_folder_speaks_with_every_head(
     for token in continued.tokens:
         assert token.shares is not None and list(token.shares) == HEADS
         assert sum(token.shares.values()) == pytest.approx(1.0)
+
+
+def test_a_join_is_served_by_its_own_router(joined: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr("scale_cli.generation.server.run_server", lambda *of: served.extend(of))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    lines: list[str] = []
+    serve(joined, None, ["--port", "0"], lines.append)
+    assert "no document costs more than 1.386 nats over its best head" in lines[0]
+    assert served[0].head_names == HEADS
+    with pytest.raises(UsageError, match="a join is served routed"):
+        serve(joined, "vllm", [], lines.append)
 
 
 def test_an_adapter_is_joined_as_its_run_and_has_the_licence_of_the_base(
