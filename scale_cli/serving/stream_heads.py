@@ -62,29 +62,30 @@ class SharedPieces:
         return said_TV
 
 
-def heads_of(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return every head's logits, from the streams' parts of them."""
+def heads_of(parts: Sequence[Tensor], said: Sequence[Tensor | None] = ()) -> list[Tensor]:
+    """Return every head's logits, from the streams' parts of them.
+
+    `said` has those of the heads that lack tokens, and None for the others.
+    """
     base = parts[0].float()
-    return [base, *(base + part.float() for part in parts[1:])]
+    heads = [base, *(base + part.float() for part in parts[1:])]
+    for head, instead in enumerate(said):
+        if instead is not None:
+            heads[head] = instead
+    return heads
 
 
 def sizes_of(parts: Sequence[Tensor], said: Sequence[Tensor | None], length: int) -> Tensor:
     """Return (T, K): the log-sum-exps of the heads' logits over the first `length` tokens."""
-    heads = _replaced(heads_of(parts), said)
+    heads = heads_of(parts, said)
     return torch.stack([torch.logsumexp(of[:, :length], dim=-1) for of in heads], dim=-1)
 
 
 def scores_of(
     parts: Sequence[Tensor], said: Sequence[Tensor | None], taken_KT: Tensor, added_KT: Tensor
 ) -> Tensor:
-    """Return (T, V): the scores of the heads' mixture, given the results of
-    `model/routing.score_shifts`.
-    """
-    return mix_shifted(_replaced(heads_of(parts), said), taken_KT, added_KT)
-
-
-def _replaced(heads: Sequence[Tensor], said: Sequence[Tensor | None]) -> list[Tensor]:
-    return [own if instead is None else instead for own, instead in zip(heads, said, strict=True)]
+    """Return (T, V) scores of the heads' mixture, given the results of `score_shifts`."""
+    return mix_shifted(heads_of(parts, said), taken_KT, added_KT)
 
 
 @dataclass(frozen=True)
