@@ -168,12 +168,11 @@ class Table:
 
     def markdown(self) -> Markup:
         """Return it in Markdown; text is escaped, unless it is Markup."""
-        rule = ["---" if side == "l" else "---:" for side in self.align]
-        rows = []
+        rows: list[list[str]] = []
         for cells in self.cells:
             texts = [f"**{plain(cell.text)}**" if cell.bold else plain(cell.text) for cell in cells]
             rows.append([text + plain(of.after) for text, of in zip(texts, cells, strict=True)])
-        rows.insert(1, rule)
+        rows.insert(1, ["---" if side == "l" else "---:" for side in self.align])
         return Markup("\n".join(f"| {' | '.join(texts)} |" for texts in rows))
 
 
