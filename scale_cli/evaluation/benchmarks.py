@@ -50,12 +50,12 @@ def summarise_benchmarks(
         # An average over benchmarks needs independent resamples of each.
         rng = np.random.default_rng([seed, index])
         num_items = len(benchmark.items)
-        scores_MNH = np.stack(list(benchmark.scores.values()))
-        means = partial(np.tensordot, b=scores_MNH / num_items, axes=(1, 1))  # (R, N) to (R, M, H)
-        drawn_RMH = bootstrap(means, num_items, num_resamples=num_resamples, rng=rng)
+        statistic = partial(_figures, benchmark)
+        value_MH = statistic(np.ones((1, num_items)))[0]
+        drawn_RMH = bootstrap(statistic, num_items, num_resamples=num_resamples, rng=rng)
+        metrics = [*benchmark.scores, *([] if benchmark.classes is None else ["macro_f1"])]
         of_metrics = {
-            name: (scores_NH.mean(axis=0), drawn_RMH[:, at], num_items)
-            for at, (name, scores_NH) in enumerate(benchmark.scores.items())
+            name: (value_MH[at], drawn_RMH[:, at], num_items) for at, name in enumerate(metrics)
         }
         result = BenchmarkResult(
             name=benchmark.source.name,
@@ -79,6 +79,34 @@ def summarise_benchmarks(
         figures = _by_head(np.mean(values, axis=0), np.mean(drawn, axis=0), min(counts))
         averages.append(LanguageAverage(language, len(of_language), *figures))
     return results, averages
+
+
+def _figures(benchmark: BenchmarkItems, counts_RN: Values) -> Values:
+    """Return (R, M, H), every metric of items that are counted as often as a resample drew them."""
+    num_drawn_R1 = counts_RN.sum(axis=1, keepdims=True)
+    figures = [counts_RN @ scores_NH / num_drawn_R1 for scores_NH in benchmark.scores.values()]
+    if benchmark.classes is not None:
+        figures.append(macro_f1(counts_RN, benchmark.classes))
+    return np.stack(figures, axis=1)
+
+
+def macro_f1(counts_RN: Values, classes_NC: Values) -> Values:
+    """Return (R, H), the heads' means over classes of F1 = 2 tp / (2 tp + fp + fn).
+
+    A row of `classes_NC` holds the right class and every head's. A class that neither side names
+    does not count.
+    """
+    gold_N1 = classes_NC[:, :1]
+    said_NH = classes_NC[:, 1:]
+    total = np.zeros(())
+    num_classes = np.zeros(())
+    for label in np.unique(classes_NC):
+        is_gold = gold_N1 == label
+        is_said = said_NH == label
+        named = counts_RN @ is_gold + counts_RN @ is_said
+        total = total + 2.0 * (counts_RN @ (is_gold & is_said)) / np.maximum(named, 1)
+        num_classes = num_classes + (named > 0)
+    return total / num_classes
 
 
 def _heads(

@@ -288,7 +288,11 @@ def measure_items(
         for name in of_base[0]
         if all(name in metrics for metrics in of_base)
     }
-    measured = BenchmarkItems(benchmark.source, items, scores)
+    classes = None
+    if benchmark.reports_macro_f1:  # each sample has the right class and the head's
+        pairs = [[head[0]["f1"] for head in by_head.values()] for by_head in logged.values()]
+        classes = np.array([[of_item[0][0], *(said for _, said in of_item)] for of_item in pairs])
+    measured = BenchmarkItems(benchmark.source, items, scores, classes)
     _ = measured.judged_by  # raises if there is none
     return measured
 

@@ -24,6 +24,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from lm_eval.api.registry import metric_registry
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks.kobest.utils import macro_f1_score
 
 from scale_cli.config.load import parse, read_text
 from scale_cli.config.sources import BenchmarkSource
@@ -70,6 +71,12 @@ class Benchmark:
     source: BenchmarkSource  # its entry in the config
     tasks: dict[str, Any]  # lm-eval's tasks by name; several if the name is a group's
     is_generated: bool  # else multiple choice
+
+    @property
+    def reports_macro_f1(self) -> bool:
+        """Whether it is one task for which lm-eval reports macro-F1, as for each of KoBEST's."""
+        aggregations = [task.aggregation().get("f1") for task in self.tasks.values()]
+        return not self.is_generated and aggregations == [macro_f1_score]
 
     @property
     def num_items(self) -> int:
@@ -166,6 +173,8 @@ def _read_task(source: BenchmarkSource) -> dict[str, Any]:
             metric.pop("hf_evaluate", None)  # it asks for the hub's code in place of lm-eval's own
             if metric.get("metric") not in metric_registry:
                 raise RunError(_FOREIGN_METRIC.format(metric.get("metric")))
+            if metric.get("aggregation") == "macro_f1":  # lm-eval's own YAML names a function
+                metric["aggregation"] = macro_f1_score
         config.pop("metadata", None)  # lm-eval would pass it to `load`
         task = ConfigurableTask(config=config | {"task": source.name, "custom_dataset": load})
     except RunError:

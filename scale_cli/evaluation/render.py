@@ -35,7 +35,7 @@ from scale_cli.report import (
 from scale_cli.values import language_name
 
 _RULES = ("posterior", "cosine")
-_METRICS = {"acc": "accuracy", "acc_norm": "by length"}
+_METRICS = {"acc": "accuracy", "acc_norm": "by length", "macro_f1": "macro-F1"}
 _TITLES = {
     "base": "base",
     "trained": "trained",

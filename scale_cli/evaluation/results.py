@@ -134,8 +134,8 @@ class CorpusResult:
 class BenchmarkHead:
     """One head, or one routing rule, on one benchmark."""
 
-    # `acc`, and `acc_norm` if lm-eval reports it. For a generative task, lm-eval's own metrics,
-    # with the filter's name if there are several: `exact_match, strict-match`.
+    # `acc`, and `acc_norm` and `macro_f1` if lm-eval reports them. For a generative task, lm-eval's
+    # own metrics, with the filter's name if there are several: `exact_match, strict-match`.
     metrics: dict[str, Interval]
     # Of the same metrics from the base head; empty for the base head itself.
     differences: dict[str, Interval]
@@ -166,6 +166,8 @@ class BenchmarkItems:
     source: BenchmarkSource  # its entry in the config
     items: list[dict[str, Any]]  # as JSON has them
     scores: dict[str, Values]  # (N, H) by every metric that all items have
+    # (N, 1 + H), the right class and every head's, if lm-eval reports macro-F1
+    classes: Values | None = None
 
     @property
     def judged_by(self) -> str:

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from lm_eval.tasks.kobest.utils import macro_f1_score
+from sklearn.metrics import f1_score  # type: ignore[import-untyped]
 
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import BenchmarkSource
-from scale_cli.evaluation.benchmarks import summarise_benchmarks
+from scale_cli.evaluation.benchmarks import macro_f1, summarise_benchmarks
 from scale_cli.evaluation.intervals import holm, paired_p
 from scale_cli.evaluation.render import page, terminal_lines
 from scale_cli.evaluation.results import HEADS, BenchmarkItems, Report
@@ -63,6 +65,8 @@ def test_the_report_of_a_run_is_what_its_items_give(
                 expected["acc_norm"] = np.mean(
                     [item["heads"][head]["metrics"]["acc_norm"] for item in items]
                 )
+            if result.name == "kobest_copa":
+                expected["macro_f1"] = macro_f1_score(pairs)
             assert metrics == pytest.approx(expected)
             said = [np.argmax(item["heads"][head]["log_likelihoods"]) for item in items]
             assert said == [prediction for _, prediction in pairs]
@@ -105,6 +109,14 @@ def test_averages_weigh_benchmarks_alike_with_intervals_over_the_items_of_each()
     standard_error = 0.5 * math.sqrt(0.25 / 100 + 0.1875 / 20)
     assert difference.high - difference.low == pytest.approx(2 * 1.96 * standard_error, rel=0.12)
     assert korean.acc["base"].value == pytest.approx(0.25)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
+def test_macro_f1_is_sklearns_however_the_items_are_counted(pairs: list[tuple[int, int]]) -> None:
+    expected = f1_score(*np.array(pairs).T, average="macro", zero_division=0.0)
+    rows, counts = np.unique(pairs, axis=0, return_counts=True)
+    assert macro_f1(counts[None].astype(np.float64), rows)[0] == pytest.approx(expected)
 
 
 @given(st.integers(0, 40), st.integers(0, 40))
