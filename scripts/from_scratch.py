@@ -86,7 +86,8 @@ def training_steps(
         hooks = make_hooks(parts)
     yield 0
     with trange(train.max_steps, desc=description, unit="step", leave=False) as steps:
-        for step, batch in zip(steps, batches.from_step(0), strict=True):
+        for step in steps:
+            batch = batches.of_step(step)
             wrapped.train()
             result = train_step(accelerator, wrapped, optimiser, batch, train, hooks=hooks).result()
             steps.set_postfix_str(f"loss {result.loss:.4f}", refresh=False)

@@ -19,7 +19,7 @@ from scale_cli.data.corpora import open_sources
 from scale_cli.errors import CorpusError, ExportParityError, RunError, UsageError, one_line
 from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import base_licence, model_card
-from scale_cli.export.formats import Format, formats_of, parity_in_words
+from scale_cli.export.formats import Format, formats_of
 from scale_cli.export.records import ExportRecord, Parity
 from scale_cli.export.sizes import served_size
 from scale_cli.processes import device
@@ -117,9 +117,9 @@ def _export(
     elif made.method.routes and not made.answers_as_served:
         note = "it holds only the trained head; for the router, set export.format=transformers"
         log(f"note           {note}")
-    log(f"parity         {parity_in_words(parity)}")
+    log(f"parity         {parity}")
     if parity.routed is not None:
-        log(f"parity, routed {parity_in_words(parity.routed)}")
+        log(f"parity, routed {parity.routed}")
     log(f"written        {made.folder} ({num_bytes / 1e6:,.1f} MB), its model card is README.md")
     return Exported(made.folder, parity)
 

@@ -74,26 +74,12 @@ def checked(
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        described = [
-            _describe(schema, detail)
-            for detail in error.errors(include_url=False, include_input=False)
-        ]
-        lines = list(
-            dict.fromkeys(f"{_origin(line, where, overrides)}: {line}" for line in described)
-        )
-        if len(lines) > _MAX_ERRORS:
-            lines[_MAX_ERRORS:] = [f"{where}: and {len(lines) - _MAX_ERRORS:,} more errors"]
-        raise ConfigError("\n".join(lines)) from None
-
-
-def _origin(line: str, where: str, overrides: Sequence[str]) -> str:
-    """Return the override or file that gave the value of an error line; the line begins with the value's key."""
-    place = line.partition(":")[0]
-    for override in reversed(overrides):
-        key = override.partition("=")[0]
-        if place == key or place.startswith(f"{key}."):
-            return f"override {_quoted(override)}"
-    return where
+        details = error.errors(include_url=False, include_input=False)
+    described = (_describe(schema, detail, where, overrides) for detail in details)
+    lines = list(dict.fromkeys(described))
+    if len(lines) > _MAX_ERRORS:
+        lines[_MAX_ERRORS:] = [f"{where}: and {len(lines) - _MAX_ERRORS:,} more errors"]
+    raise ConfigError("\n".join(lines))
 
 
 def _quoted(text: str) -> str:
@@ -125,41 +111,46 @@ def _place(node: Any, part: str, where: str) -> Any:
     return int(part)
 
 
-def _describe(schema: type[Section], detail: ErrorDetails) -> str:
-    is_unknown = detail["type"] == "extra_forbidden"
-    *above, last = detail["loc"] or ("",)
-    location = [part for part in above if not _is_union_branch(part)]
-    if is_unknown or not _is_union_branch(last):
-        location.append(last)
-    keys = map(str, location)
+def _describe(
+    schema: type[Section], detail: ErrorDetails, where: str, overrides: Sequence[str]
+) -> str:
+    """Return one line: the file or override that gave a value, its key, and what is wrong with it."""
+    # Pydantic puts the union branch that it tried into the location; the user did not write it.
+    kind = detail["type"]
+    last = len(detail["loc"]) - 1
+    location = [
+        str(part)
+        for index, part in enumerate(detail["loc"])
+        if (kind == "extra_forbidden" and index == last)
+        or not (part in ("str", "int") or "[" in str(part))
+    ]
     place = ".".join(
-        key if key.isprintable() and len(key) <= _LONGEST_QUOTE else _quoted(key) for key in keys
+        key if key.isprintable() and len(key) <= _LONGEST_QUOTE else _quoted(key)
+        for key in location
     )
     message = " ".join(detail["msg"].removeprefix("Value error, ")[:_LONGEST_MESSAGE].split())
-    if is_unknown:
+    if kind == "extra_forbidden":
         message = f"unknown key{_did_you_mean(schema, location)}"
-    elif detail["type"] == "missing":
+    elif kind == "missing":
         message = "required, but not given"
-    elif detail["type"] == "model_type":
-        example = (
-            f" (did you mean {place}.{_MEANT_BY_SECTION[place]}?)"
-            if place in _MEANT_BY_SECTION
-            else ""
-        )
-        message = f"a section with keys of its own, not a plain value{example}"
-    elif detail["type"] != "value_error":
+    elif kind == "model_type":
+        message = "a section with keys of its own, not a plain value"
+        if place in _MEANT_BY_SECTION:
+            message += f" (did you mean {place}.{_MEANT_BY_SECTION[place]}?)"
+    elif kind != "value_error":
         message = message[0].lower() + message[1:]
-    return f"{place}: {message}" if place else message
+    line = f"{place}: {message}" if place else message
+    named = line.partition(":")[0]  # a message without a place begins with a key
+    for override in overrides:
+        key = override.partition("=")[0]
+        if f"{named}.".startswith(f"{key}."):
+            where = f"override {_quoted(override)}"
+    return f"{where}: {line}"
 
 
-def _is_union_branch(part: str | int) -> bool:
-    # Pydantic puts the union branch that it tried into the location; the user did not write it.
-    return isinstance(part, str) and (part in ("str", "int") or "[" in part)
-
-
-def _did_you_mean(schema: type[Section], location: Sequence[str | int]) -> str:
+def _did_you_mean(schema: type[Section], location: Sequence[str]) -> str:
     """Return a hint for an unknown key: a key elsewhere in the config, a similar key of this section, or ""."""
-    *above, name = map(str, location)
+    *above, name = location
     if name in _NO_KEYS:
         return f" ({_NO_KEYS[name]})"
     here = re.sub(r"\.\d+", "[]", ".".join(above))
@@ -169,11 +160,11 @@ def _did_you_mean(schema: type[Section], location: Sequence[str | int]) -> str:
         key for key in keys if key.rpartition(".")[2] == name
     ]
     if not 1 <= len(meant) <= _MOST_MEANT:
+        prefix = f"{here}." if here else ""
         known = {
-            last: key
+            key.removeprefix(prefix): key
             for key in keys
-            for section, _, last in [key.rpartition(".")]
-            if section == here
+            if key.startswith(prefix) and "." not in key.removeprefix(prefix)
         }
         meant = [known[close] for close in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
     if not meant:

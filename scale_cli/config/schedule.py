@@ -14,24 +14,26 @@ _SHARE_OF_DECAY = 0.2
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Return the learning rate of a step (0 is the first).
 
-    Linear warm-up to `lr` over `warmup_steps`, the first step at lr / warmup_steps; then a schedule of `SCHEDULES`.
+    Linear warm-up to `lr` over `warmup_steps`, the first step at lr / warmup_steps; then a schedule of `SCHEDULES`,
+    from `lr` down to `min_lr_ratio` of it.
     """
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps
-    return train.lr * SCHEDULES[train.schedule](step, train)
-
-
-def _cosine(step: int, train: TrainConfig) -> float:
-    return _down_to(train.min_lr_ratio, 0.5 * (1.0 + math.cos(math.pi * _progress(step, train))))
-
-
-def _linear(step: int, train: TrainConfig) -> float:
-    return _down_to(train.min_lr_ratio, 1.0 - _progress(step, train))
+    low = train.min_lr_ratio
+    return train.lr * (low + (1.0 - low) * SCHEDULES[train.schedule](step, train))
 
 
 def _progress(step: int, train: TrainConfig) -> float:
     """Return a step's progress after the warm-up, from 0 to 1 at the last step (0 if only one step is left)."""
     return (step - train.warmup_steps) / max(1, train.max_steps - 1 - train.warmup_steps)
+
+
+def _cosine(step: int, train: TrainConfig) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * _progress(step, train)))
+
+
+def _linear(step: int, train: TrainConfig) -> float:
+    return 1.0 - _progress(step, train)
 
 
 def _constant(_step: int, _train: TrainConfig) -> float:
@@ -42,24 +44,16 @@ def _wsd(step: int, train: TrainConfig) -> float:
     """Constant, then down by 1 - sqrt (Hu et al. 2024, arXiv 2404.06395); the last step is at the minimum."""
     decay_steps = train.decay_steps
     if decay_steps is None:
-        decay_steps = min(
-            round(_SHARE_OF_DECAY * train.max_steps), train.max_steps - train.warmup_steps
-        )
+        most = train.max_steps - train.warmup_steps
+        decay_steps = min(round(_SHARE_OF_DECAY * train.max_steps), most)
     decayed = step + 1 - (train.max_steps - decay_steps)
-    if decayed <= 0:
-        return 1.0
-    return _down_to(train.min_lr_ratio, 1.0 - math.sqrt(decayed / decay_steps))
+    return 1.0 if decayed <= 0 else 1.0 - math.sqrt(decayed / decay_steps)
 
 
-# By the config's names: functions that map a step after the warm-up to its rate relative to `train.lr`.
+# By the config's names: functions that map a step after the warm-up to what is left of the way down.
 SCHEDULES: dict[Schedule, Callable[[int, TrainConfig], float]] = {
     "cosine": _cosine,
     "linear": _linear,
     "constant": _constant,
     "wsd": _wsd,
 }
-
-
-def _down_to(low: float, remaining: float) -> float:
-    """Interpolate between `low` (`remaining` 0) and 1 (`remaining` 1)."""
-    return low + (1.0 - low) * remaining

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     Field,
     ValidationError,
     create_model,
-    field_validator,
     model_validator,
 )
 
@@ -168,8 +168,15 @@ class EvaluationConfig(Section):
 class ExportConfig(Section):
     """What `scale export` writes."""
 
-    format: ExportFormat | list[ExportFormat] = Field(
-        default="llama",
+    format: Annotated[
+        list[ExportFormat],
+        Field(min_length=1),
+        BeforeValidator(
+            lambda given: given if isinstance(given, list) else [given],
+            json_schema_input_type=ExportFormat | list[ExportFormat],
+        ),
+    ] = Field(
+        default=["llama"],
         description="one format or several; if left out: llama, plus transformers if llama cannot be routed",
     )
     dtype: Dtype | None = Field(
@@ -178,20 +185,16 @@ class ExportConfig(Section):
         "llama.cpp",
     )
 
-    @field_validator("format", mode="before")
-    @classmethod
-    def _known_formats(cls, given: object) -> object:
-        known = get_args(ExportFormat)
-        named = given if isinstance(given, list) else [given]
-        if not named or any(name not in known for name in named):
-            raise ValueError(f"{given!r} is neither one of {', '.join(known)} nor a list of them")
-        if any(named.count(name) > 1 for name in named):
-            raise ValueError("names a format twice")
-        return given
+    @model_validator(mode="after")
+    def _adapter_in_float32(self) -> ExportConfig:
+        if "adapter" in self.format and self.dtype not in (None, "float32"):
+            raise ValueError("dtype: an adapter is always written in float32; remove this key")
+        return self
 
     @property
     def formats(self) -> list[ExportFormat]:
-        return self.format if isinstance(self.format, list) else [self.format]
+        """The formats, each once."""
+        return list(dict.fromkeys(self.format))
 
 
 class RunConfig(Section):

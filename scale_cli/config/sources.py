@@ -142,7 +142,7 @@ class BenchmarkSource(Section):
     """A benchmark: a task or group by lm-eval's name, or a task's YAML."""
 
     name: Name
-    path: PathText | None = Field(
+    path: Annotated[PathText, Field(pattern=r"\.ya?ml$")] | None = Field(
         default=None,
         description="a task's .yaml in lm-eval's format, with local files; null: `name` is lm-eval's name",
     )
@@ -154,15 +154,6 @@ class BenchmarkSource(Section):
     limit: Documents | None = Field(
         default=None, description="only this many first items of every task"
     )
-
-    @field_validator("path")
-    @classmethod
-    def _names_a_task(cls, path: str | None) -> str | None:
-        if path is not None and not path.endswith((".yaml", ".yml")):
-            raise ValueError(
-                "is not a .yaml file; write an lm-eval task with these data_files: docs/benchmarks.md"
-            )
-        return path
 
     @model_validator(mode="before")
     @classmethod

@@ -16,9 +16,8 @@ from scale_cli.values import Name, PathText, Section
 
 # llama.cpp takes a model with this many tokens for CodeLlama or Granite, and changes how its text begins or ends.
 TAKEN_FOR_OTHERS = (32_016, 49_152)
-ROWS_MULTIPLE = (
-    64  # the total number of tokens is a multiple of this: the vocabulary head is faster
-)
+# The total number of tokens is a multiple of this: the vocabulary head is faster.
+ROWS_MULTIPLE = 64
 # Letters alone, by Unicode's blocks; adjacent blocks are one range.
 SCRIPTS: dict[str, tuple[tuple[int, int], ...]] = {
     "arabic": ((0x0600, 0x06FF),),
@@ -67,7 +66,8 @@ LANGUAGE_SCRIPTS: dict[str, tuple[str, ...]] = {
 }
 # UTF-8 lead bytes that narrow the second byte's range, to exclude overlong forms, surrogates and > U+10FFFF.
 _SECOND_BYTES = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
-_LAST_CODE_POINT, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
+_LAST_CODE_POINT = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,16 @@ class Script:
         """Return a script by its name, or by hexadecimal ranges such as `AC00-D7A3`, separated by commas."""
         if name in SCRIPTS:
             return cls(SCRIPTS[name])
-        if not re.fullmatch(
-            r"[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6}(,[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6})*", name
-        ):
+        span_form = re.compile("([0-9A-F]{2,6})-([0-9A-F]{2,6})", re.IGNORECASE)
+        spans = [span_form.fullmatch(span) for span in name.split(",")]
+        if not all(spans):
             raise ValueError(
                 f"{name!r} is neither a range such as AC00-D7A3 nor one of: {', '.join(SCRIPTS)}"
             )
-        ranges = tuple(
-            (int(first, 16), int(last, 16))
-            for first, last in (r.split("-") for r in name.split(","))
-        )
+        ranges = tuple((int(span[1], 16), int(span[2], 16)) for span in spans if span)
         for first, last in ranges:
-            if not 0x80 <= first <= last <= _LAST_CODE_POINT or (
-                last >= _SURROGATES[0] and first <= _SURROGATES[1]
-            ):
+            holds_surrogates = last >= _SURROGATES[0] and first <= _SURROGATES[1]
+            if not 0x80 <= first <= last <= _LAST_CODE_POINT or holds_surrogates:
                 raise ValueError(f"{first:X}-{last:X} is not a range of letters beyond ASCII")
         return cls(ranges)
 
@@ -119,11 +115,6 @@ class Script:
         """The inside of a regular expression's character class."""
         return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in self.ranges)
 
-    def utf8_bytes(self) -> set[int]:
-        """Return every byte in the UTF-8 of the script's letters."""
-        letters = (chr(code) for first, last in self.ranges for code in range(first, last + 1))
-        return set("".join(letters).encode())
-
     def holds(self, first: int, last: int) -> bool:
         """Return whether one range of the script holds all code points from `first` to `last`."""
         return any(begin <= first and last <= end for begin, end in self.ranges)
@@ -142,11 +133,9 @@ class Script:
         letters = text.removeprefix(b" ")
         whole = letters.decode(errors="ignore")
         rest = letters[len(whole.encode()) :]
-        if (
-            not letters
-            or not letters.startswith(whole.encode())
-            or not all(self.holds(ord(c), ord(c)) for c in whole)
-        ):
+        if not letters or not letters.startswith(whole.encode()):
+            return False
+        if not all(self.holds(ord(letter), ord(letter)) for letter in whole):
             return False
         completed = _completions(rest) if rest else None
         return not rest or (completed is not None and self.holds(*completed))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,8 @@ from torch import Tensor
 from scale_cli.data.ledger import TrainedTokens
 
 _STEPS_AHEAD = 2
-IGNORED = (
-    -100
-)  # target that torch's cross-entropy ignores; repeated in model/head_loss.py, which is exported
+# The target that torch's cross-entropy ignores; repeated in model/head_loss.py, which is exported.
+IGNORED = -100
 
 
 Item = TypeVar("Item")
@@ -123,18 +122,14 @@ class MicroBatch:
     # device is asked
     distillation: tuple[float, ...] | None = None
 
-    def pinned(self) -> MicroBatch:
-        return self._each(Tensor.pin_memory)
-
     def to(self, device: torch.device) -> MicroBatch:
         """Copy it to a device; from pinned memory, without waiting for the copy."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.changed(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        tensors: dict[str, Any] = {
-            name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)
-        }
-        return replace(self, **tensors)
+    def changed(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return it with each of its tensors changed."""
+        tensors = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **cast("Any", tensors))
 
 
 def stacked(
@@ -214,69 +209,53 @@ class Batches:
         self._epoch_order = lru_cache(maxsize=2 * len(sources))(self._shuffled)
 
     def _shuffled(self, source: int, epoch: int) -> npt.NDArray[np.int64]:
-        return np.random.default_rng([self.seed, 1, source, epoch]).permutation(
-            len(self.sources[source])
-        )
-
-    def _locate(self, sample: int) -> tuple[int, int]:
-        source = int(self._source_of[sample])
-        turn = int(self._turn_of[sample])
-        epoch, position = divmod(turn, len(self.sources[source]))
-        return source, int(self._epoch_order(source, epoch)[position])
+        random = np.random.default_rng([self.seed, 1, source, epoch])
+        return random.permutation(len(self.sources[source]))
 
     def windows_of(self, step: int) -> list[tuple[int, int]]:
         """Return (source, window) of every sequence of a step's global batch."""
+        located = []
         first = step * self.global_batch_size
-        return [self._locate(sample) for sample in range(first, first + self.global_batch_size)]
-
-    def num_targets(self, step: int) -> tuple[int, ...]:
-        """Return the targets in a step's global batch, over all processes, by source."""
-        targets = [0] * len(self.sources)
-        for source, window in self.windows_of(step):
-            targets[source] += int(self.sources[source].num_targets[window])
-        return tuple(targets)
+        for sample in range(first, first + self.global_batch_size):
+            source = int(self._source_of[sample])
+            epoch, position = divmod(int(self._turn_of[sample]), len(self.sources[source]))
+            located.append((source, int(self._epoch_order(source, epoch)[position])))
+        return located
 
     def of_step(self, step: int, rank: int = 0, num_processes: int = 1) -> StepBatches:
-        return StepBatches(
-            step, list(self.micro_batches(step, rank, num_processes)), self.num_targets(step)
-        )
+        """Return the batches of one process in one step (steps count from 0)."""
+        located = self.windows_of(step)
+        num_targets = [0] * len(self.sources)
+        for source, window in located:
+            num_targets[source] += int(self.sources[source].num_targets[window])
 
-    def from_step(self, first: int, rank: int = 0, num_processes: int = 1) -> Iterator[StepBatches]:
-        return (self.of_step(step, rank, num_processes) for step in range(first, self.num_steps))
+        micro_batches = []
+        for start in range(0, self.global_batch_size, self.micro_batch_size * num_processes):
+            first = start + rank * self.micro_batch_size
+            mine = located[first : first + self.micro_batch_size]
+            distilled = tuple(self.distillation[source] for source, _ in mine)
+            micro_batches.append(stacked(self.sources, mine, distilled if any(distilled) else None))
+        return StepBatches(step, micro_batches, tuple(num_targets))
 
     def trained_tokens(self, num_steps: int) -> list[TrainedTokens]:
         """Return, for every source, the targets trained in the first steps and those left in its
         unfinished epoch.
         """
-        turns = np.bincount(
-            self._source_of[: num_steps * self.global_batch_size], minlength=len(self.sources)
-        )
+        drawn = self._source_of[: num_steps * self.global_batch_size]
         trained = []
-        for source, (windows, num_turns) in enumerate(
-            zip(self.sources, turns.tolist(), strict=True)
-        ):
-            num_whole, num_begun = divmod(num_turns, len(windows))
+        for source, windows in enumerate(self.sources):
+            num_whole, num_begun = divmod(int((drawn == source).sum()), len(windows))
             begun = self._epoch_order(source, num_whole)[:num_begun]
             of_epoch = int(windows.num_targets.sum())
             of_begun = int(windows.num_targets[begun].sum())
-            held_over = of_epoch - of_begun if num_begun else 0
             trained.append(
                 TrainedTokens(
-                    num_whole * of_epoch + of_begun, num_whole + bool(num_begun), held_over
+                    num_trained=num_whole * of_epoch + of_begun,
+                    num_epochs=num_whole + bool(num_begun),
+                    num_held_over=of_epoch - of_begun if num_begun else 0,
                 )
             )
         return trained
-
-    def micro_batches(
-        self, step: int, rank: int = 0, num_processes: int = 1
-    ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of one process in one step (steps count from 0)."""
-        located = self.windows_of(step)
-        for start in range(0, self.global_batch_size, self.micro_batch_size * num_processes):
-            first = start + rank * self.micro_batch_size
-            mine = located[first : first + self.micro_batch_size]
-            distillation = tuple(self.distillation[source] for source, _ in mine)
-            yield stacked(self.sources, mine, distillation if any(distillation) else None)
 
 
 class Prefetched(Generic[Item]):
@@ -310,9 +289,8 @@ class Prefetched(Generic[Item]):
 
     def __next__(self) -> Item:
         asked_s = time.monotonic()
-        item = self._ready[
-            0
-        ].result()  # an end or an error stays first, and is raised again at the next call
+        # An end or an error stays first, and is raised again at the next call.
+        item = self._ready[0].result()
         self.waited_s += time.monotonic() - asked_s
         self._ready.popleft()
         self._make_ahead()
@@ -330,10 +308,12 @@ def batches_ahead(
 
     For a GPU, the batches are in pinned memory.
     """
-    steps = batches.from_step(first, rank, num_processes)
+    of_each = (
+        batches.of_step(step, rank, num_processes) for step in range(first, batches.num_steps)
+    )
     if device.type == "cuda":
-        steps = (
-            replace(step, micro_batches=[batch.pinned() for batch in step.micro_batches])
-            for step in steps
+        of_each = (
+            replace(each, micro_batches=[b.changed(Tensor.pin_memory) for b in each.micro_batches])
+            for each in of_each
         )
-    return Prefetched(steps, _STEPS_AHEAD)
+    return Prefetched(of_each, _STEPS_AHEAD)

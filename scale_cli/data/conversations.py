@@ -34,17 +34,22 @@ def write_conversation(
     Raises:
         Exception: a template is a program, which may fail in any way.
     """
-    guarded = _guard(messages, re.compile(break_pattern(special_tokens(tokenizer))))
+    guarded = _guard(messages, _marks(tokenizer))
     return str(tokenizer.apply_chat_template(guarded, tokenize=False, add_generation_prompt=asks))
 
 
-def _guard(value: Any, broken: re.Pattern[str]) -> Any:
+def _marks(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    return re.compile(break_pattern(token.content for token in added if token.special))
+
+
+def _guard(value: Any, marks: re.Pattern[str]) -> Any:
     if isinstance(value, str):
-        return broken.sub(lambda found: found[0] + GUARD, value)
+        return marks.sub(lambda found: found[0] + GUARD, value)
     if isinstance(value, list):
-        return [_guard(part, broken) for part in value]
+        return [_guard(part, marks) for part in value]
     if isinstance(value, dict):
-        return {key: _guard(part, broken) for key, part in value.items()}
+        return {key: _guard(part, marks) for key, part in value.items()}
     return value
 
 
@@ -68,21 +73,18 @@ def said_tokens(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[
     answer. If no message is found in the conversation as the template writes it, all tokens count.
     """
     text = write_conversation(tokenizer, messages, asks=True)
-    broken = re.compile(break_pattern(special_tokens(tokenizer)))
-    spans, end = list[tuple[int, int]](), 0
+    marks = _marks(tokenizer)
+    spans = list[tuple[int, int]]()
+    end = 0
     for message in messages:
-        said = _guard(message["content"], broken)
-        if not isinstance(said, str) or message["role"] == "system" or not said.strip():
+        content = message["content"]
+        if not isinstance(content, str) or message["role"] == "system" or not content.strip():
             continue
-        if (start := text.find(said.strip(), end)) >= 0:
-            end = start + len(said.strip())
+        said = _guard(content, marks).strip()
+        if (start := text.find(said, end)) >= 0:
+            end = start + len(said)
             spans.append((start, end))
     encoding = encoder_of(tokenizer, conversations=True).encodings([text])[0]
     if not spans:
         return [True] * len(encoding.ids)
     return learned_tokens(text, tuple(spans), encoding.offsets, len(encoding.ids)).tolist()
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-    return [token.content for token in added if token.special]

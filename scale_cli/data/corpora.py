@@ -39,9 +39,8 @@ TOKENS = "tokens"  # folder of a run for tokenised corpora, unless corpus.cache_
 CORPORA = "corpora.json"  # beside a state: the names of the text that was trained on
 _LEAST_SHARED = 0.01  # of a held-out text; less is headings that many documents have
 _LARGE_DOCUMENT_BYTES = 1 << 16
-_FEWEST_HELD_OUT = (
-    4  # the bootstrap's intervals are too narrow for some more, but plainly so below this
-)
+# The bootstrap's intervals are too narrow for some more, but plainly so below this.
+_FEWEST_HELD_OUT = 4
 
 
 def cache_dir(config: RunConfig) -> Path:
@@ -54,10 +53,7 @@ def cache_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> TokenCach
 
 def training_sources(config: RunConfig) -> list[TextSource]:
     """Return every source that training reads, for training or for periodic evaluations."""
-    return [
-        *config.corpus.sources,
-        *(config.evaluation.perplexity if config.train.eval_every_steps else ()),
-    ]
+    return every_source(config) if config.train.eval_every_steps else [*config.corpus.sources]
 
 
 def every_source(config: RunConfig) -> list[TextSource]:
@@ -108,8 +104,8 @@ def check_sample(
     """Raise CorpusError if a tokenizer loses text from the beginning of a source's paths; fetch
     nothing remote.
     """
-    elsewhere = source.dataset is not None and not Path(source.dataset).is_dir()
-    if elsewhere or any("://" in path for path in source.paths):
+    is_folder = source.dataset is not None and Path(source.dataset).is_dir()
+    if not source.is_local and not is_folder:
         return
     conversations = source.messages_field is not None
     is_lossless = gives_all_back(tokenizer.backend_tokenizer)
@@ -117,9 +113,8 @@ def check_sample(
     is_whole = True
     parts = [source.model_copy(update={"path": path}) for path in source.paths] or [source]
     for part in parts:
-        reader = CorpusReader(
-            part, reading.max_document_bytes, tokenizer if conversations else None
-        )
+        template_of = tokenizer if conversations else None
+        reader = CorpusReader(part, reading.max_document_bytes, template_of)
         room = _SAMPLE_CHARACTERS
         sample = []
         for record in islice(reader, _SAMPLE_RECORDS):
@@ -135,9 +130,8 @@ def check_sample(
             encoder = encoder_of(tokenizer, conversations=conversations)
             ledger.round_trip += encoder.encode(sample).round_trip
     all_skipped = ledger.num_skipped > 0 and len(parts) == 1
-    if not ledger.kept.documents and (
-        all_skipped or ledger.bad_fraction > reading.max_bad_fraction
-    ):
+    too_bad = ledger.bad_fraction > reading.max_bad_fraction
+    if not ledger.kept.documents and (all_skipped or too_bad):
         check_bad_fraction(source, ledger, reading.max_bad_fraction)
     # A sample does not give the share exactly, but shows a script that is lost.
     least = 0.0 if is_whole else _PLAINLY_LOST
@@ -146,9 +140,8 @@ def check_sample(
 
 def windows_of(config: CorpusConfig, corpus: TokenisedCorpus) -> PackedWindows:
     offsets = corpus.offsets if config.isolate_documents else None
-    lead = int(
-        corpus.markers.bos is None
-    )  # without BOS, the token before predicts a document's first token
+    # Without BOS, the token before predicts a document's first token.
+    lead = int(corpus.markers.bos is None)
     return PackedWindows(corpus.ids, config.sequence_length, corpus.learned, offsets, lead)
 
 
@@ -156,17 +149,16 @@ def build_batches(
     config: RunConfig, corpora: Sequence[TokenisedCorpus], num_processes: int
 ) -> Batches:
     """Return the batches of a whole run, for this many processes."""
-    distilled = config.method.distillation.weight
+    of_replay = config.method.distillation.weight
+    sources = config.corpus.sources
     return Batches(
         [windows_of(config.corpus, corpus) for corpus in corpora],
-        [source.weight for source in config.corpus.sources],
+        [source.weight for source in sources],
         num_steps=config.train.max_steps,
         seed=config.seed,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.sequences_at_once(num_processes),
-        distillation=[
-            distilled if source.role == "replay" else 0.0 for source in config.corpus.sources
-        ],
+        distillation=[of_replay if source.role == "replay" else 0.0 for source in sources],
     )
 
 
@@ -187,37 +179,45 @@ def corpus_warnings(
     """Return a warning for everything doubtful about the corpora; a held-out corpus that is not
     open is None.
     """
-    trained = {
-        source.name: corpus for source, corpus in zip(config.corpus.sources, training, strict=True)
-    }
+    trained = dict(zip([source.name for source in config.corpus.sources], training, strict=True))
     lines = idle_settings(config)
     for source, share in zip(config.corpus.sources, config.corpus.shares, strict=True):
-        num_tokens = len(trained[source.name].ids)
-        num_windows = len(
-            windows_of(config.corpus, trained[source.name])
-        )  # the last may be mostly padding
+        corpus = trained[source.name]
+        num_windows = len(windows_of(config.corpus, corpus))  # the last may be mostly padding
         often = share * config.train.max_steps * config.train.global_batch_size / num_windows
         if often > _OFTEN:
             lines.append(
-                f"corpus {source.name}: its {num_tokens:,} tokens are read {often:,.0f} times; after {_OFTEN} times a "
-                "text teaches little but itself. Give more text, a lower weight, fewer train.max_steps, or many times "
-                "the train.weight_decay"
+                f"corpus {source.name}: its {len(corpus.ids):,} tokens are read {often:,.0f} times; after "
+                f"{_OFTEN} times a text teaches little but itself. Give more text, a lower weight, fewer "
+                "train.max_steps, or many times the train.weight_decay"
             )
-        lines += _text_warnings(source, trained[source.name])
-    for held, corpus in zip(config.evaluation.perplexity, held_out, strict=True):
-        if corpus is not None:
-            lines += [*_text_warnings(held, corpus), *_shared(held.name, corpus, trained)]
-            if len(corpus) < _FEWEST_HELD_OUT:
-                has = "only one document" if len(corpus) == 1 else f"only {len(corpus)} documents"
-                intervals = (
-                    "no confidence intervals"
-                    if len(corpus) == 1
-                    else "confidence intervals that are too narrow"
-                )
+        lines += _text_warnings(source, corpus)
+    for held, opened in zip(config.evaluation.perplexity, held_out, strict=True):
+        if opened is None:
+            continue
+        lines += _text_warnings(held, opened)
+        for name, corpus in trained.items():
+            found = np.zeros(len(opened), np.bool_)  # white space does not count
+            for start in range(0, len(corpus), _HASHES_AT_ONCE):  # there may be very many
+                found |= np.isin(opened.hashes, corpus.hashes[start : start + _HASHES_AT_ONCE])
+            share = opened.num_bytes[found].sum() / opened.num_bytes.sum()
+            if share >= _LEAST_SHARED:
                 lines.append(
-                    f"held-out {held.name}: has {has}, so its results have {intervals}, which are over documents; give "
-                    "more text, separate documents in a .txt by blank lines, or set `documents: line`"
+                    f"held-out {held.name}: {found.sum():,} of its {len(opened):,} documents "
+                    f"({percent(share)} of its text) are in {name}, which is trained on: results on "
+                    "them measure memorisation"
                 )
+        if len(opened) < _FEWEST_HELD_OUT:
+            has = f"only {len(opened)} documents"
+            intervals = "confidence intervals that are too narrow"
+            if len(opened) == 1:
+                has = "only one document"
+                intervals = "no confidence intervals"
+            lines.append(
+                f"held-out {held.name}: has {has}, so its results have {intervals}, which are over "
+                "documents; give more text, separate documents in a .txt by blank lines, or set "
+                "`documents: line`"
+            )
     return lines
 
 
@@ -242,22 +242,4 @@ def _text_warnings(source: TextSource, corpus: TokenisedCorpus) -> list[str]:
             "bytes in all: documents are separated by blank lines, and these files have none; set `documents: line` "
             "if every line is a document, or `documents: file` if every file is"
         )
-    return lines
-
-
-def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCorpus]) -> list[str]:
-    """Return a warning for every training source with documents of a held-out corpus, ignoring
-    white space.
-    """
-    lines = []
-    for source, corpus in trained.items():
-        found = np.zeros(len(held_out), np.bool_)
-        for start in range(0, len(corpus), _HASHES_AT_ONCE):  # there may be very many
-            found |= np.isin(held_out.hashes, corpus.hashes[start : start + _HASHES_AT_ONCE])
-        share = held_out.num_bytes[found].sum() / held_out.num_bytes.sum()
-        if share >= _LEAST_SHARED:
-            lines.append(
-                f"held-out {name}: {found.sum():,} of its {len(held_out):,} documents ({percent(share)} of its text) "
-                f"are in {source}, which is trained on: results on them measure memorisation"
-            )
     return lines

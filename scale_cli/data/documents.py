@@ -5,10 +5,9 @@ Memory does not grow with the corpus: lines, paragraphs and rows are read one by
 the size limit is skipped without being held.
 
 The base's chat template turns a conversation into text, in transformers' sandbox. Only the
-assistant's turns are
-learned: the text that the template adds for a turn, after its generation prompt. This mask needs
-only that the text of a conversation's first turns is a prefix of the whole text. A conversation for
-which this does not hold is dropped.
+assistant's turns are learned: the text that the template adds for a turn, after its generation
+prompt. This mask needs only that the text of a conversation's first turns is a prefix of the whole
+text. A conversation for which this does not hold is dropped.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import IO, TYPE_CHECKING, Any
 
@@ -117,7 +117,10 @@ class CorpusReader:
             except _DAMAGED as error:
                 told = one_line(error)
                 if file.compression == ".zst" and "too much memory" in told:
-                    told += "; it was compressed with a long window: `zstd -d --long=31`, then `zstd` again"
+                    told += (
+                        "; it was compressed with a long window: `zstd -d --long=31`, then `zstd` "
+                        "again"
+                    )
                 yield Rejected(Reason.DAMAGED_FILE, f"{file} ({told})", 0)
             finally:
                 self._raw = None
@@ -165,11 +168,11 @@ def judge(
 def _read_txt(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Item]:
     lines = _lines(stream, limit + len(_NEWLINE))
     documents: Iterable[Iterable[Line]] = [lines]
-    if source.documents == "line":
-        documents = ([line] for line in lines if isinstance(line[1], Reason) or line[1].strip())
-    elif source.documents == "paragraph":
+    if source.documents != "file":
         parts = groupby(lines, lambda line: isinstance(line[1], str) and not line[1].strip())
         documents = (paragraph for is_blank, paragraph in parts if not is_blank)
+    if source.documents == "line":
+        documents = ([line] for paragraph in documents for line in paragraph)
     for document in documents:
         yield _join(document, limit)
 
@@ -199,30 +202,31 @@ def _decode(text: bytes) -> str | Reason:
 def _join(lines: Iterable[Line], limit: int) -> Item:
     """Join lines into a document; if a line is bad, reject the document at the first bad line."""
     texts: list[str] = []
-    first = 0
+    place = 0
     bad = None
     num_bytes = 0
     for number, line, length in lines:
-        first = first or number
-        num_bytes = num_bytes + length
+        place = place or number
+        num_bytes += length
         if bad is not None:
             continue
-        if isinstance(line, str) and "\0" in line:
-            line = Reason.NUL
-        elif isinstance(line, str) and num_bytes > limit + len(_NEWLINE):
-            line = Reason.TOO_LARGE
-        if isinstance(line, str):
-            texts.append(line)
-        else:
-            first = number
+        if not isinstance(line, str):
             bad = line
-            texts = []
-    return f":{first or 1}", bad or "".join(texts).rstrip(_NEWLINE), num_bytes
+        elif "\0" in line:
+            bad = Reason.NUL
+        elif num_bytes > limit + len(_NEWLINE):
+            bad = Reason.TOO_LARGE
+        else:
+            texts.append(line)
+        if bad is not None:
+            place = number
+            texts.clear()
+    return f":{place or 1}", bad or "".join(texts).rstrip(_NEWLINE), num_bytes
 
 
 def _read_jsonl(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Item]:
     for number, line, length in _lines(stream, limit * _JSON_BYTES_PER_TEXT_BYTE):
-        found: Found
+        found: Found = Reason.NOT_JSON
         if not isinstance(line, str):
             found = line
         elif not line.strip():
@@ -231,7 +235,8 @@ def _read_jsonl(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[I
             try:
                 found = _pick(json.loads(line), source)
             except (ValueError, RecursionError):
-                found = Reason.NUL if "\0" in line else Reason.NOT_JSON
+                if "\0" in line:
+                    found = Reason.NUL
                 if number == 1 and line.lstrip().startswith("["):
                     found = Reason.JSON_LIST
         yield f":{number}", found, length
@@ -265,19 +270,16 @@ def _pick(record: Any, source: TextSource) -> Found:
     value = record[name]
     if source.messages_field is None:
         return value if isinstance(value, str) else Reason.WRONG_TYPE
-    if not isinstance(value, list) or not all(map(_is_message, value)):
+    if not isinstance(value, list):
         return Reason.WRONG_TYPE
+    for message in value:
+        turn = message if isinstance(message, dict) else {}
+        if not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str):
+            return Reason.WRONG_TYPE
     if not any(message["role"] == "assistant" for message in value):
         return Reason.NO_ANSWER
-    return json.dumps(
-        value, ensure_ascii=False, default=str
-    )  # a dataset's messages may have dates, or bytes
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), str) for key in ("role", "content")
-    )
+    # A dataset's messages may have dates, or bytes.
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Item]:
@@ -287,7 +289,8 @@ def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
     header: list[str] = []
     number = 0
     while True:
-        lines.start_row()
+        lines.num_bytes = 0
+        lines.is_cut = False
         found: Found | None = None
         try:
             row = next(rows, None)
@@ -316,49 +319,39 @@ def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
 
 def _check_column(names: list[str], source: TextSource) -> None:
     if names.count(source.text_field) != 1:
-        named = ", ".join(names)[:_LONGEST_HEADER]
         raise OSError(
-            f"needs exactly one column {source.text_field!r}, and has: {named}; set text_field to the one to read"
+            f"needs exactly one column {source.text_field!r}, and has: "
+            f"{', '.join(names)[:_LONGEST_HEADER]}; set text_field to the one to read"
         )
 
 
+@dataclass
 class _CsvLines:
     """The lines of a table; of a row larger than `limit` bytes, the rest is cut down to its quotes
     and commas.
     """
 
-    def __init__(self, stream: IO[bytes], limit: int) -> None:
-        self._stream = stream
-        self._limit = limit
-        self._is_first = True
-        self.start_row()
-
-    def start_row(self) -> None:
-        self.num_bytes = 0
-        self.is_cut = False
+    stream: IO[bytes]
+    limit: int
+    num_bytes: int = 0  # of the row so far: whoever reads rows sets it back
+    is_cut: bool = False
 
     def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        parts: list[bytes] = []
-        while not parts or not parts[-1].endswith(b"\n"):
-            part = self._stream.readline(_SKIPPED_AT_ONCE)
-            if not part:
-                break
+        line = b""
+        before = _BYTE_ORDER_MARK
+        while part := self.stream.readline(_SKIPPED_AT_ONCE).removeprefix(before):
+            before = b""
             self.num_bytes += len(part)
-            if self.num_bytes > self._limit:
+            if self.num_bytes > self.limit:
                 self.is_cut = True
                 part = _NO_SYNTAX_OF_CSV.sub(b"", part)
-            parts.append(part)
-        if not parts:
-            raise StopIteration
-        line = b"".join(parts)
-        if self._is_first:
-            line = line.removeprefix(_BYTE_ORDER_MARK)
-            self._is_first = False
-        # A value that is not UTF-8 is one bad record and does not end the file.
-        return line.decode(errors="surrogateescape")
+            line += part
+            if line.endswith(b"\n"):
+                # A value that is not UTF-8 is one bad record and does not end the file.
+                yield line.decode(errors="surrogateescape")
+                line = b""
+        if line:
+            yield line.decode(errors="surrogateescape")
 
 
 def _read_parquet(stream: IO[bytes], source: TextSource, _limit: int) -> Iterator[Item]:

@@ -119,7 +119,8 @@ class RoundTrip:
     """How much of some texts is lost when they are encoded and decoded."""
 
     num_bytes: int = 0  # of the texts
-    num_lost: int = 0  # of these bytes, in proportion to the letters, digits, punctuation and symbols that are lost
+    # of these bytes, in proportion to the letters, digits, punctuation and symbols that are lost
+    num_lost: int = 0
     example: str = ""  # the first word that loses a character; empty: none does
 
     def __add__(self, later: RoundTrip) -> RoundTrip:
@@ -149,9 +150,8 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool) -> None:
         markers = DocumentMarkers.of(tokenizer)
-        self._before = (
-            [] if markers.bos is None or conversations else [markers.bos]
-        )  # a template writes BOS itself
+        # A template writes BOS itself.
+        self._before = [] if markers.bos is None or conversations else [markers.bos]
         self._after = [] if markers.eos is None else [markers.eos]
         self._dtype = id_dtype(tokenizer)
         self._conversations = conversations
@@ -160,12 +160,9 @@ class Encoder:
         self._guarded = marks_as_text(described, guarded=True) if conversations else None
         self._gives_all_back = gives_all_back(tokenizer.backend_tokenizer)
         # The token that the model puts in place of unknown text; a Unigram model gives it as an id.
-        unknown = described["model"].get("unk_token")
-        self._unknown = (
-            described["model"].get("unk_id")
-            if unknown is None
-            else self._tokenizer.token_to_id(unknown)
-        )
+        self._unknown = described["model"].get("unk_id")
+        if (unknown := described["model"].get("unk_token")) is not None:
+            self._unknown = self._tokenizer.token_to_id(unknown)
 
     def encodings(self, texts: Sequence[str]) -> list[Encoding]:
         """Tokenise texts, or conversations as `write_conversation` writes them, without markers."""
@@ -174,13 +171,10 @@ class Encoder:
             self._tokenizer.encode_special_tokens = True
             # Gives no character offsets.
             return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        if not any(GUARD in text for text in texts):
-            return self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        readers = [self._guarded if GUARD in text else self._tokenizer for text in texts]
         return [
-            (self._guarded if GUARD in text else self._tokenizer).encode(
-                text, add_special_tokens=False
-            )
-            for text in texts
+            reader.encode(text, add_special_tokens=False)
+            for reader, text in zip(readers, texts, strict=True)
         ]
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
@@ -221,10 +215,7 @@ class Encoder:
         if self._gives_all_back:  # decoding would take a fifth of the time
             return RoundTrip(sum(sizes))
         # The token for unknown text is dropped, so that the letters of its name do not count.
-        unknown = self._unknown
-        known = [
-            [token for token in own if token != unknown] if unknown in own else own for own in ids
-        ]
+        known = [[token for token in own if token != self._unknown] for own in ids]
         decoded_texts = self._tokenizer.decode_batch(known, skip_special_tokens=False)
         num_lost = 0
         example = ""
@@ -232,14 +223,12 @@ class Encoder:
             if text == decoded:
                 continue
             characters = _characters(text)
-            if lost := characters - _characters(decoded):
-                num_lost += math.ceil(num_bytes * lost.total() / characters.total())
-                example = (
-                    example
-                    or next(word for word in text.split() if _characters(word) & lost)[
-                        :_LONGEST_EXAMPLE
-                    ]
-                )
+            lost = characters - _characters(decoded)
+            if not lost:
+                continue
+            num_lost += math.ceil(num_bytes * lost.total() / characters.total())
+            word = next(word for word in text.split() if _characters(word) & lost)
+            example = example or word[:_LONGEST_EXAMPLE]
         return RoundTrip(sum(sizes), num_lost, example)
 
 
@@ -274,14 +263,14 @@ def marks_as_text(described: dict[str, Any], *, guarded: bool = False) -> Tokeni
             for token in described["added_tokens"]
         ]
         tokenizer = Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
-        steps = [normalizers.Replace(GUARD, ""), tokenizer.normalizer]
-        tokenizer.normalizer = normalizers.Sequence([step for step in steps if step is not None])
+        guards = normalizers.Replace(GUARD, "")
+        before = tokenizer.normalizer
+        tokenizer.normalizer = normalizers.Sequence([guards, before] if before else [guards])
     if found := _marks_in_reach(described):
         split = pre_tokenizers.Split(Regex(break_pattern(found)), "isolated")
         before = tokenizer.pre_tokenizer
-        tokenizer.pre_tokenizer = (
-            split if before is None else pre_tokenizers.Sequence([before, split])
-        )
+        steps = [split] if before is None else [before, split]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     return tokenizer
 
 
@@ -349,13 +338,11 @@ def _plain(character: str) -> str:
     """Return a character without case, accents and width, Hangul as its letters, and "" for spaces
     and controls.
     """
-    for _ in range(
-        2
-    ):  # the other case of an accent may be a letter, and that of a letter may have an accent
+    # Twice: the other case of an accent may be a letter, and that of a letter may have an accent.
+    for _ in range(2):
         parts = unicodedata.normalize("NFKD", character)
-        character = "".join(
-            part for part in parts if unicodedata.category(part)[0] in "LNPS"
-        ).casefold()
+        kept = (part for part in parts if unicodedata.category(part)[0] in "LNPS")
+        character = "".join(kept).casefold()
     return character
 
 
@@ -370,9 +357,9 @@ def learned_tokens(
         before[start + 1 : end + 1] = 1
     before = before.cumsum()
     starts, ends = np.array(offsets).T
-    return np.concatenate(
-        [before[ends] > before[starts], np.zeros(num_tokens - len(offsets), np.bool_)]
-    )
+    learned = np.zeros(num_tokens, np.bool_)
+    learned[: len(offsets)] = before[ends] > before[starts]
+    return learned
 
 
 def encode_all(
@@ -385,31 +372,31 @@ def encode_all(
     alone.
     """
     chunks = _chunks(documents)
-    head = list(islice(chunks, _CHUNKS_FOR_WORKERS))
-    if num_workers == 1 or len(head) < _CHUNKS_FOR_WORKERS:
-        for chunk in chain(head, chunks):
-            yield encoder.encode(chunk)
+    first = list(islice(chunks, _CHUNKS_FOR_WORKERS))
+    chunks = chain(first, chunks)
+    if num_workers == 1 or len(first) < _CHUNKS_FOR_WORKERS:
+        yield from map(encoder.encode, chunks)
         return
     # Not by fork: this process has threads, such as torch's.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
+    workers = ProcessPoolExecutor(
         num_workers, context, initializer=_start_worker, initargs=(encoder,)
-    ) as workers:
-        pending: deque[Future[Encoded]] = deque()
-        try:
-            for chunk in chain(head, chunks):
-                pending.append(workers.submit(_encode_in_worker, chunk))
-                if len(pending) > 2 * num_workers:
-                    yield pending.popleft().result()
-            while pending:
+    )
+    pending: deque[Future[Encoded]] = deque()
+    try:
+        for chunk in chunks:
+            pending.append(workers.submit(_encode_in_worker, chunk))
+            if len(pending) > 2 * num_workers:
                 yield pending.popleft().result()
-        except BrokenProcessPool:
-            raise RunError(
-                "a tokenising process died, perhaps because memory ran out; to continue, run the command again with a "
-                "smaller corpus.num_workers or corpus.max_document_bytes"
-            ) from None
-        finally:
-            workers.shutdown(wait=True, cancel_futures=True)
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise RunError(
+            "a tokenising process died, perhaps because memory ran out; to continue, run the command "
+            "again with a smaller corpus.num_workers or corpus.max_document_bytes"
+        ) from None
+    finally:
+        workers.shutdown(wait=True, cancel_futures=True)
 
 
 def _chunks(documents: Iterator[Document]) -> Iterator[list[Document]]:

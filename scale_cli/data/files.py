@@ -57,9 +57,8 @@ class SourceFile:
     name: str  # path or URL, as messages give it
     size: int  # in bytes, as stored
     store: Any = None  # fsspec's file system; None if the file is local
-    told: str = (
-        ""  # hash of the metadata from the store, such as the content's hash, or size and time
-    )
+    # hash of the metadata from the store, such as the content's hash, or size and time
+    told: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -108,67 +107,49 @@ def source_files(source: TextSource) -> list[SourceFile]:
     """Return the files of a source, each once: pattern by pattern, sorted by name."""
     files: dict[object, SourceFile] = {}
     for pattern in source.paths:
-        found = (
-            _in_store(source.name, pattern) if "://" in pattern else _local(source.name, pattern)
-        )
+        is_url = "://" in pattern
+        found = _in_store(source.name, pattern) if is_url else _local(source.name, pattern)
         if not found:
-            here = "" if "://" in pattern or Path(pattern).is_absolute() else f" in {Path.cwd()}"
+            here = "" if is_url or Path(pattern).is_absolute() else f" in {Path.cwd()}"
             raise CorpusError(f"{source.name}: no file matches {pattern}{here}")
         for file in found:
-            files.setdefault(_identity(file), file)
+            # A local file is the same by all its names: the inode and the device.
+            same = Path(file.name).stat()[1:3] if file.store is None else file.name
+            files.setdefault(same, file)
+
     for file in files.values():
+        problem = ""
         if file.format not in FORMATS or (file.format == ".parquet" and file.compression):
-            known = (
-                f"{', '.join(FORMATS)}, .md; all but .parquet also with {', '.join(COMPRESSIONS)}"
+            problem = (
+                f"not a corpus format (known: {', '.join(FORMATS)}, .md; all but .parquet also with "
+                f"{', '.join(COMPRESSIONS)}){_REMEDIES.get(file.format.lower(), '')}"
             )
-            remedy = _REMEDIES.get(file.format.lower(), "")
-            raise CorpusError(f"{file}: not a corpus format (known: {known}){remedy}")
-        if source.messages_field is not None and file.format not in (".jsonl", ".json"):
-            raise CorpusError(
-                f"{file}: messages_field: conversations are read only from .jsonl, .json and datasets"
-            )
-        if source.documents != "paragraph" and file.format != ".txt":
-            raise CorpusError(
-                f"{file}: documents: {source.documents} is for .txt; here every record is a document"
-            )
+        elif source.messages_field is not None and file.format not in (".jsonl", ".json"):
+            problem = "messages_field: conversations are read only from .jsonl, .json and datasets"
+        elif source.documents != "paragraph" and file.format != ".txt":
+            problem = f"documents: {source.documents} is for .txt; here every record is a document"
+        if problem:
+            raise CorpusError(f"{file}: {problem}")
     return list(files.values())
 
 
-def _identity(file: SourceFile) -> object:
-    """Return what is the same for all names of a file, such as links to it."""
-    if file.store is not None:
-        return file.name
-    status = Path(file.name).stat()
-    return (status.st_dev, status.st_ino) if status.st_ino else Path(file.name).resolve()
-
-
 def _matches(pattern: str) -> list[Path]:
-    """Return what a pattern matches; what exists by the pattern's own name, or begins with it, is
-    that.
+    """Return what a pattern matches, part by part; a name that exists as it is written is no pattern.
 
     Names may be in another normal form than the pattern, as macOS writes Hangul and accents.
     """
-    parts = Path(pattern).parts
-    found = Path(parts[0]) if Path(pattern).is_absolute() else Path()
-    rest = list(parts[1:] if Path(pattern).is_absolute() else parts)
-    while rest:
-        same = [found / form for form in _normal_forms(rest[0]) if os.path.lexists(found / form)]
-        if not same:
-            break
-        found = same[0]
-        rest.pop(0)
-    if not rest:
-        return [found]
-    paths = {
-        Path(path)
-        for form in _normal_forms("/".join(rest))
-        for path in glob.glob(str(Path(glob.escape(str(found))) / form), recursive=True)
-    }
-    return sorted(paths)
-
-
-def _normal_forms(text: str) -> list[str]:
-    return [text, unicodedata.normalize("NFC", text), unicodedata.normalize("NFD", text)]
+    found = {Path()}
+    for part in Path(pattern).parts:
+        forms = [part, *(unicodedata.normalize(form, part) for form in ("NFC", "NFD"))]
+        below = set[Path]()
+        for folder in found:
+            same = [folder / form for form in forms if os.path.lexists(folder / form)]
+            names = [
+                name for form in forms for name in glob.glob(form, root_dir=folder, recursive=True)
+            ]
+            below.update(same[:1] or (folder / name for name in names))
+        found = below
+    return sorted(found)
 
 
 def _local(name: str, pattern: str) -> list[SourceFile]:
@@ -178,13 +159,10 @@ def _local(name: str, pattern: str) -> list[SourceFile]:
             files.append(SourceFile(str(path), path.stat().st_size))
         # Folders that a pattern happens to match are ignored; a folder that is named like a file is
         # an error.
-        elif not path.is_dir() or path.suffix in (*FORMATS, *COMPRESSIONS) or path == Path(pattern):
-            kind = (
-                f"a folder, not a file{_text_in(path)}"
-                if path.is_dir()
-                else "a broken link or a device, not a file"
-            )
-            raise CorpusError(f"{name}: {path} is {kind}")
+        elif not path.is_dir():
+            raise CorpusError(f"{name}: {path} is a broken link or a device, not a file")
+        elif path.suffix in (*FORMATS, *COMPRESSIONS) or path == Path(pattern):
+            raise CorpusError(f"{name}: {path} is a folder, not a file{_text_in(path)}")
     return files
 
 
@@ -202,25 +180,23 @@ def _in_store(name: str, pattern: str) -> list[SourceFile]:
     with named_errors(f"{name}: {pattern}"):
         store, path = fsspec.url_to_fs(pattern)
         try:
-            found = (
-                store.glob(path, detail=True) if glob.has_magic(path) else {path: store.info(path)}
-            )
+            is_pattern = glob.has_magic(path)
+            found = store.glob(path, detail=True) if is_pattern else {path: store.info(path)}
         except FileNotFoundError:
             return []
         files = []
         for one, told in sorted(found.items()):
             if told["type"] != "file":
                 continue
-            told = (
-                told if told["size"] is not None else store.info(one)
-            )  # a server's index page gives only names
+            if told["size"] is None:  # a server's index page gives only names
+                told = store.info(one)
             if told["size"] is None:
                 raise ValueError(
-                    f"{one}: its server tells no size, so a change would go unnoticed; download the file"
+                    f"{one}: its server tells no size, so a change would go unnoticed; download "
+                    "the file"
                 )
-            files.append(
-                SourceFile(store.unstrip_protocol(one), int(told["size"]), store, json_sha256(told))
-            )
+            url = store.unstrip_protocol(one)
+            files.append(SourceFile(url, int(told["size"]), store, json_sha256(told)))
         return files
 
 
@@ -249,9 +225,12 @@ def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
     not remembered: another change might fall into the same clock tick.
     """
     remembered = cache_dir / _HASHES
+    known: Any = None
+    with suppress(StorageError):
+        known = read_json(remembered)
+    known = known if isinstance(known, dict) else {}
     hashes = []
-    known = _read_hashes(remembered)
-    new = {}
+    has_changed = False
     for file in files:
         if file.store is not None:
             hashes.append(file.told)
@@ -260,51 +239,36 @@ def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
         started_ns = time.time_ns()
         with named_errors(file.name):
             status = path.stat()
-            stamp = [
-                str(path.resolve()),
-                status.st_ino,
-                status.st_size,
-                status.st_mtime_ns,
-                status.st_ctime_ns,
-            ]
-            key = json.dumps(stamp)
-            if not isinstance(known.get(key), str):
-                known[key] = file_sha256(path)
-                is_settled = max(status.st_mtime_ns, status.st_ctime_ns) + _SETTLED_NS < started_ns
-                if is_settled and status.st_size >= _LEAST_BYTES:
-                    new[key] = known[key]
-        hashes.append(known[key])
-    if new:
+            times_ns = [status.st_mtime_ns, status.st_ctime_ns]
+            key = json.dumps([str(path.resolve()), status.st_ino, status.st_size, *times_ns])
+            sha256 = known.get(key)
+            if not isinstance(sha256, str):
+                sha256 = file_sha256(path)
+                if max(times_ns) + _SETTLED_NS < started_ns and status.st_size >= _LEAST_BYTES:
+                    known[key] = sha256
+                    has_changed = True
+        hashes.append(sha256)
+    if has_changed:
         with suppress(StorageError):  # the hashes are then computed again
-            write_json(
-                remembered, _read_hashes(remembered) | new
-            )  # another process may have written meanwhile
+            write_json(remembered, known)
     return hashes
-
-
-def _read_hashes(remembered: Path) -> dict[str, Any]:
-    known: Any = None
-    with suppress(StorageError):
-        known = read_json(remembered)
-    return known if isinstance(known, dict) else {}
 
 
 def decompressed(file: SourceFile, raw: IO[bytes]) -> IO[bytes]:
     if not file.compression:
         return raw
-    if file.size == 0:
-        raise EOFError(
-            "the file is empty, so it is not a compressed file"
-        )  # gzip would read it as empty text
-    if file.compression == ".gz":
-        return cast(
-            "IO[bytes]", gzip.GzipFile(fileobj=raw)
-        )  # another buffer would lose text before damage
-    if file.compression == ".xz":
-        return io.BufferedReader(_XzStreams(raw), _READ_AT_ONCE)
-    # Arrow's reader reports a truncated stream; that of zstandard ends there without an error.
-    zstd: Any = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
-    return io.BufferedReader(zstd)
+    if file.size == 0:  # gzip would read it as empty text
+        raise EOFError("the file is empty, so it is not a compressed file")
+    if file.compression == ".gz":  # another buffer would lose text before damage
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
+    # Arrow's reader reports a truncated stream of zstd; that of zstandard ends there without an
+    # error.
+    stream: Any = (
+        _XzStreams(raw)
+        if file.compression == ".xz"
+        else pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
+    )
+    return io.BufferedReader(stream, _READ_AT_ONCE)
 
 
 class _XzStreams(io.RawIOBase):

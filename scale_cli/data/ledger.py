@@ -76,12 +76,6 @@ class DropCount(Count):
     places: tuple[str, ...] = ()  # the first few
     fields: tuple[str, ...] = ()  # of the first record that lacks the field to read
 
-    def described(self, reason: str) -> str:
-        more = ", ..." if self.documents > len(self.places) else ""
-        if self.fields:
-            more += f" (it has {', '.join(self.fields)}; set text_field or messages_field to the one to read)"
-        return f"{self.documents:,} {reason}: {', '.join(self.places)}{more}{_REMEDIES.get(reason, '')}"
-
 
 @dataclass
 class Ledger(RunRecord):
@@ -92,9 +86,7 @@ class Ledger(RunRecord):
     kept: Count = field(default_factory=Count)  # tokenised documents
     dropped: dict[str, DropCount] = field(default_factory=dict)  # the rest, by reason
     files: int = 0  # how many were opened; 0 for a dataset
-    damaged_files: tuple[
-        str, ...
-    ] = ()  # names of the first few that could not be read to their end
+    damaged_files: tuple[str, ...] = ()  # the first few that could not be read to their end
     num_damaged_files: int = 0  # how many of them in all
     num_skipped: int = 0  # documents skipped before the first was read
     num_tokens: int = 0  # ids kept, markers included
@@ -151,11 +143,20 @@ class Ledger(RunRecord):
         """Return one line that says what was dropped and where; "" if nothing was."""
         losses = dict(self.dropped)
         if self.num_damaged_files:
-            losses[Reason.DAMAGED_FILE.value] = DropCount(
-                self.num_damaged_files, places=self.damaged_files
-            )
-        most_first = sorted(losses.items(), key=lambda loss: -loss[1].documents)
-        return "; ".join(count.described(reason) for reason, count in most_first)
+            damaged = DropCount(self.num_damaged_files, places=self.damaged_files)
+            losses[Reason.DAMAGED_FILE.value] = damaged
+        lines = []
+        for reason, count in sorted(losses.items(), key=lambda loss: -loss[1].documents):
+            line = f"{count.documents:,} {reason}: {', '.join(count.places)}"
+            if count.documents > len(count.places):
+                line += ", ..."
+            if count.fields:
+                line += (
+                    f" (it has {', '.join(count.fields)}; set text_field or messages_field to the one "
+                    "to read)"
+                )
+            lines.append(line + _REMEDIES.get(reason, ""))
+        return "; ".join(lines)
 
 
 @dataclass(frozen=True)

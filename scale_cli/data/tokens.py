@@ -4,11 +4,11 @@ map.
 A cache folder's name hashes everything that decides its content (tokenizer, text, settings). So a
 change makes a new folder, and nothing stale is ever read:
 
-    tokens.bin      every document's ids, one after another: uint16, or uint32 for a large
-    vocabulary offsets.bin     (documents + 1,) int64: where each document begins in tokens.bin
-    num_bytes.bin   (documents,) int64: UTF-8 bytes of each document, for bits per byte hashes.bin
-    (documents,) uint64: of each document's text, to find it in other corpora learned.bin
-    (tokens,) bool: which ids are targets of the loss; only for conversations, otherwise all are
+    tokens.bin      every document's ids, one after another: uint16, or uint32 for a large vocabulary
+    offsets.bin     (documents + 1,) int64: where each document begins in tokens.bin
+    num_bytes.bin   (documents,) int64: UTF-8 bytes of each document, for bits per byte
+    hashes.bin      (documents,) uint64: of each document's text, to find it in other corpora
+    learned.bin     (tokens,) bool: which ids are targets of the loss; only for conversations
     ledger.json     what was read, kept and dropped (data/ledger.py)
 
 While NAME is being made, it is called .NAME.unfinished. .NAME.progress.json (.NAME.joined.json when
@@ -29,6 +29,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -124,9 +125,8 @@ class TokenCache:
             files = file_parts(source) if (self.folder / PARTS).is_dir() else []
             parts = [self._part_folder(source, part) for part in files]
             if any(map(is_tokenised, parts)):
-                with sole_user(
-                    self.folder / PARTS
-                ):  # else another process would make parts that this one removes
+                # Alone: another process would make parts that this one removes.
+                with sole_user(self.folder / PARTS):
                     if not is_tokenised(folder):
                         self.tokenise_parts(source)  # only the missing ones
                         join_parts(source, self, parts, folder)
@@ -191,11 +191,8 @@ class TokenCache:
         ledger holds them.
         """
         files = [file.name for file in part]
-        return (
-            self.folder
-            / PARTS
-            / self._named(source, files=files, content=content_hashes(part, self.folder))
-        )
+        content = content_hashes(part, self.folder)
+        return self.folder / PARTS / self._named(source, files=files, content=content)
 
     def _named(self, source: TextSource, **text: object) -> str:
         # A new source key that changes the text must be added here, or a stale cache is read. Add
@@ -206,11 +203,13 @@ class TokenCache:
             "text_field": source.text_field,
             "documents": source.documents,
             "max_documents": source.max_documents,
-            **({"skip_documents": source.skip_documents} if source.skip_documents else {}),
-            **({"messages_field": source.messages_field} if source.messages_field else {}),
             "max_document_bytes": self.reading.max_document_bytes,
             "tokenizer": tokenizer_sha256(self.tokenizer),
         }
+        if source.skip_documents:
+            settings["skip_documents"] = source.skip_documents
+        if source.messages_field:
+            settings["messages_field"] = source.messages_field
         return f"{source.name}-{json_sha256(settings)[:16]}"
 
 
@@ -245,10 +244,7 @@ def is_tokenised(folder: Path) -> bool:
     try:
         sizes = {name: file["bytes"] for name, file in described_files(folder).items()}
         whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (
-        StorageError,
-        FileNotFoundError,
-    ):  # another process removes a part once it has joined it
+    except (StorageError, FileNotFoundError):  # another process removes a part that it has joined
         return False
     return whole and sizes.keys() >= {TOKENS, OFFSETS, NUM_BYTES, HASHES, Ledger.FILE}
 
@@ -335,9 +331,7 @@ def _write(
         if is_tokenised(folder):  # by another process, while this one waited
             unfinished.rmdir()
             return
-        shutil.rmtree(
-            folder, ignore_errors=True
-        )  # its name shows that it is ours, so it is damaged
+        shutil.rmtree(folder, ignore_errors=True)  # its name shows that it is ours: it is damaged
         with _Columns(unfinished, progress, cache.columns_of(source)) as columns:
             for encoded in encoded_after(columns.written.documents):
                 columns.append(encoded)
@@ -377,26 +371,22 @@ class _Columns:
         self._folder = folder
         self._progress = progress
         self._dtypes = dtypes
-        self.written = self._read_progress()
-        self._recorded_tokens = self.written.tokens
         self._files: dict[str, IO[bytes]] = {}
+        self.written = _Written()
+        # What the progress file says, if the files are at least that long.
+        with suppress(StorageError, ValueError, FileNotFoundError):
+            written = _Written.from_json(read_json(progress))
+            sizes = self._sizes(written).items()
+            if all((folder / name).stat().st_size >= size for name, size in sizes):
+                self.written = written
+        self._recorded_tokens = self.written.tokens
 
     def _sizes(self, written: _Written) -> dict[str, int]:
         lengths = {TOKENS: written.tokens, LEARNED: written.tokens, OFFSETS: written.documents + 1}
-        sizes = ((name, np.dtype(dtype).itemsize) for name, dtype in self._dtypes.items())
-        return {name: size * lengths.get(name, written.documents) for name, size in sizes}
-
-    # What the progress file says, if the files are at least that long; otherwise nothing.
-    def _read_progress(self) -> _Written:
-        try:
-            written = _Written.from_json(read_json(self._progress))
-            held = all(
-                (self._folder / name).stat().st_size >= size
-                for name, size in self._sizes(written).items()
-            )
-        except (StorageError, ValueError, FileNotFoundError):
-            return _Written()
-        return written if held else _Written()
+        return {
+            name: np.dtype(dtype).itemsize * lengths.get(name, written.documents)
+            for name, dtype in self._dtypes.items()
+        }
 
     def __enter__(self) -> _Columns:
         with writing(self._folder):
@@ -404,16 +394,14 @@ class _Columns:
                 self._files[name] = (self._folder / name).open("ab")
                 if not self.written.documents:
                     self._files[name].truncate(0)
-                self._files[name].truncate(
-                    size
-                )  # cuts a file; an empty offsets.bin grows to its first offset, 0
+                # Cuts a file; an empty offsets.bin grows to its first offset, 0.
+                self._files[name].truncate(size)
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         try:
-            if failed is None or not issubclass(
-                failed, StorageError
-            ):  # a full disk can take no record
+            # A full disk can take no record.
+            if failed is None or not issubclass(failed, StorageError):
                 self._record()
         finally:
             with writing(self._folder):

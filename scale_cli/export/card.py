@@ -1,6 +1,6 @@
 """The model card of an export: what it was made of, how, what it forgot, and under which licence.
 
-The text of cards is in `templates/`; this module collects its values. Source: the hub's metadata,
+The text is in `templates/card.md.j2`; this module collects its values. Source: the hub's metadata,
 https://huggingface.co/docs/hub/model-cards.
 """
 
@@ -19,8 +19,7 @@ from markupsafe import Markup
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.evaluation.results import Report, guarantee
-from scale_cli.export.formats import Format, parity_in_words
-from scale_cli.export.records import Parity, ServedSize
+from scale_cli.export.formats import Format
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report import render
 from scale_cli.runs.folder import RunFolder
@@ -57,21 +56,16 @@ def base_licence(model: ModelConfig) -> Licence:
     if not looks_local(model.base):
         wanted = ["README.md", *_LICENCE_FILES]
         try:
-            folder = Path(
-                snapshot_download(model.base, revision=model.revision, allow_patterns=wanted)
-            )
+            found = snapshot_download(model.base, revision=model.revision, allow_patterns=wanted)
         except (HfHubHTTPError, OSError):
             return Licence()
-    files = tuple(
-        sorted(
-            {file for pattern in _LICENCE_FILES for file in folder.glob(pattern) if file.is_file()}
-        )
-    )
+        folder = Path(found)
+    files = {file for pattern in _LICENCE_FILES for file in folder.glob(pattern) if file.is_file()}
     if not (folder / "README.md").is_file():
-        return Licence(files=files)
+        return Licence(files=tuple(sorted(files)))
     # Other errors in the metadata of the base's card do not matter here.
     data = ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data
-    return Licence(data.license, data.license_name, data.license_link, files)
+    return Licence(data.license, data.license_name, data.license_link, tuple(sorted(files)))
 
 
 class Stage:
@@ -79,90 +73,76 @@ class Stage:
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         """Read a run's `final/`, or an adapter export, which does not say how long or on how much it was trained."""
-        self.name, self.config = config.output_dir.name, config
+        self.config = config
         self.base = BaseRecord.load(folder)
-        self.state, self.begun = TrainState.load_if_there(folder), BranchPoint.load_if_there(folder)
+        self.state = TrainState.load_if_there(folder)
+        self.begun = BranchPoint.load_if_there(folder)
         ledger = TokenLedger.load_if_there(folder)
         self.tokens = {} if ledger is None else ledger.sources  # by source
 
 
-def model_card(
-    config: RunConfig,
-    export: Format,
-    *,
-    report: Report | None,
-    parity: Parity,
-    licence: Licence,
-    architecture: str,
-    size: ServedSize,
-) -> str:
-    """Return the README.md of an export; `architecture` is the class that its config.json names."""
-    stage = Stage(config, RunFolder(config.output_dir).final)
-    routes = config.method.definition.routes and export.answers_as_served
-    served = "trained" if report is None or not export.answers_as_served else report.served
-    return card(
-        [stage],
-        licence,
-        config.method.variant,
-        export.loaded_as,
-        members=(),
-        architecture=architecture,
-        dtype=config.model.dtype,
-        size=size,
-        method=config.method.definition,
-        export=export,
-        parity=parity,
-        parity_in_words=parity_in_words,
-        report=report,
-        answers=served,
-        guarantee=guarantee(
+def model_card(config: RunConfig, export: Format, *, report: Report | None, **values: Any) -> str:
+    """Return the README.md of an export; `values` are the licence and others of `card.md.j2`."""
+    is_served = export.answers_as_served
+    bound = ""
+    if config.method.definition.routes and is_served:
+        bound = guarantee(
             config.method.router,
             knows_script=config.new_script is not None,
             has_new_tokens=config.method.vocabulary is not None,
         )
-        if routes
-        else "",
+    return card(
+        [Stage(config, RunFolder(config.output_dir).final)],
+        tag=config.method.variant,
+        kind=export.loaded_as,
+        members=(),
+        dtype=config.model.dtype,
+        method=config.method.definition,
+        export=export,
+        report=report,
+        answers=report.served if report is not None and is_served else "trained",
+        guarantee=bound,
+        **values,
     )
 
 
-def card(
-    stages: Sequence[Stage],  # several if the model was joined
-    licence: Licence,
-    tag: str,  # the kind of model, for the hub
-    loaded_as: str,  # the part of `card_loading.md.j2` that says how it is loaded
-    **values: Any,
-) -> str:
-    """Return a card; `values` are those that `card.md.j2` reads for one export, or for joined runs."""
+def card(stages: Sequence[Stage], *, licence: Licence, tag: str, kind: str, **values: Any) -> str:
+    """Return the card of an export, or of joined runs.
+
+    Args:
+        stages: several if the model was joined.
+        licence: the base's.
+        tag: the kind of model, for the hub.
+        kind: how it is loaded.
+        values: what else `card.md.j2` reads.
+    """
     record = stages[0].base
-    configs = [stage.config for stage in stages]
-    sources = [source for config in configs for source in config.corpus.sources]
-    measured = [source for config in configs for source in config.evaluation.perplexity]
-    kept = [source for source in measured if source.role == "retention"]
+    is_local = looks_local(record.name)
+    sources = [source for stage in stages for source in stage.config.corpus.sources]
+    measured = [source for stage in stages for source in stage.config.evaluation.perplexity]
+    languages = [source.language for source in measured if source.role == "retention"]
+    languages += [source.language for source in sources]
     taught = [language_name(source.language) for source in sources if source.role == "new"]
     metadata = ModelCardData(
-        language=list(dict.fromkeys(source.language for source in (*kept, *sources))),
+        language=list(dict.fromkeys(languages)),
         license=licence.identifier,
         license_name=licence.name,
         license_link=licence.link,
-        library_name={"peft": "peft", "adapter": "scale"}.get(loaded_as, "transformers"),
+        library_name={"peft": "peft", "adapter": "scale"}.get(kind, "transformers"),
         pipeline_tag="text-generation",
-        base_model=None if looks_local(record.name) else record.name,
+        base_model=None if is_local else record.name,
         tags=["scale", "continual-pretraining", tag],
     )
     return render(
         "card.md.j2",
         metadata=Markup(metadata.to_yaml()),
-        base=base_title(record),
+        # Of a local folder only the last two parts, to keep its location private.
+        base="/".join(Path(record.name).parts[-2:]) if is_local else record.name,
         record=record,
         stages=stages,
         taught=list(dict.fromkeys(taught)),
         licence=licence,
-        kind=loaded_as,
+        kind=kind,
         least_transformers=".".join(map(str, LEAST_TRANSFORMERS)),
         **values,
     )
-
-
-def base_title(record: BaseRecord) -> str:
-    """Return the base's name; of a local folder only the last two parts, to keep its location private."""
-    return "/".join(Path(record.name).parts[-2:]) if looks_local(record.name) else record.name

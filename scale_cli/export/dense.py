@@ -156,19 +156,20 @@ def _dense_tensors(
     model: WidenedModel, scales: StreamScales, embedding_factor: float
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the plain model; that model multiplies its embedding by `embedding_factor`."""
-    base, expansions = model.base, model.expansions
-    decoder, family, num_base = base.model, family_of(base.config), base.config.hidden_size
+    decoder = model.base.model
+    num_base = model.base.config.hidden_size
     embedding = dense_embedding(model)
     embedding[:, :num_base] *= scales.base / embedding_factor
     embedding[:, num_base:] *= scales.expansion / embedding_factor
     yield "model.embed_tokens.weight", embedding
 
-    gains = [expansion.norm.weight for expansion in expansions]
+    family = family_of(model.base.config)
+    gains = [expansion.norm.weight for expansion in model.expansions]
     yield "model.norm.weight", _joined_gains(family, decoder.norm, gains, scales)
     yield "lm_head.weight", _joined_head(model)
 
     for index, base_layer in enumerate(decoder.layers):
-        layers: list[Any] = [expansion.layers[index] for expansion in expansions]
+        layers: list[Any] = [expansion.layers[index] for expansion in model.expansions]
         for tensors in (_layer_norms, _layer_maps):
             for name, tensor in tensors(model, base_layer, layers, scales):
                 yield f"model.layers.{index}.{name}", tensor
@@ -177,7 +178,8 @@ def _dense_tensors(
 def _layer_norms(
     model: WidenedModel, base_layer: Any, layers: Sequence[ExpansionLayer], scales: StreamScales
 ) -> Iterator[tuple[str, Tensor]]:
-    family, attention = family_of(model.base.config), base_layer.self_attn
+    family = family_of(model.base.config)
+    attention = base_layer.self_attn
 
     def joined(owner: Any, name: str, wanted: StreamScales = SAME_SCALES) -> Tensor:
         gains = [getattr(layer, name).weight.float() for layer in layers]
@@ -198,8 +200,10 @@ def _layer_norms(
 def _layer_maps(
     model: WidenedModel, base_layer: Any, layers: Sequence[ExpansionLayer], scales: StreamScales
 ) -> Iterator[tuple[str, Tensor]]:
-    family, eps_growth = family_of(model.base.config), _eps_growth(model, scales)
-    columns, rows = dict.fromkeys(OWNERS, SAME_SCALES), dict.fromkeys(OWNERS, SAME_SCALES)
+    family = family_of(model.base.config)
+    eps_growth = _eps_growth(model, scales)
+    columns = dict.fromkeys(OWNERS, SAME_SCALES)
+    rows = dict.fromkeys(OWNERS, SAME_SCALES)
     for step in STEPS:
         before, _ = family.norms_around(step)
         if before is None:  # these columns read the stream as it is stored
@@ -276,33 +280,30 @@ def _joined_gains(
     return family.norm_form.weight((num_base / num_all) ** 0.5 * torch.cat([of_base, *of_added]))
 
 
-@torch.no_grad()
-def dense_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear]) -> Tensor:
-    """Return [[W, W12], [W21, W22]] over all streams, in float32; blocks between two expansions are 0."""
-    widths = [frozen.in_features, *(linear.weight_22.shape[1] for linear in added)]
-    of_x, *streams = [slice(*ends) for ends in pairwise(accumulate(widths, initial=0))]
-    weight = plain_weight(frozen)
-    rows = [weight.new_zeros(frozen.out_features, sum(widths), dtype=torch.float32)]
-    rows[0][:, of_x] = weight
-    for own, linear in zip(streams, added, strict=True):
-        if linear.weight_12 is not None:
-            rows[0][:, own] = linear.weight_12
-        of_this = rows[0].new_zeros(len(linear.weight_22), sum(widths))
-        of_this[:, of_x] = linear.weight_21
-        of_this[:, own] = linear.weight_22
-        rows.append(of_this)
-    return torch.cat(rows)
-
-
 def _joined_linear(
     frozen: nn.Linear,
     added: Sequence[ExpansionLinear],
     columns: StreamScales,
     rows: StreamScales,
 ) -> dict[str, Tensor]:
-    joined = {"weight": dense_weight(frozen, added)}
-    joined["weight"][:, : frozen.in_features] *= columns.base
-    joined["weight"][:, frozen.in_features :] *= columns.expansion
+    """Return [[W, W12], [W21, W22]] over all streams, scaled, and the biases; blocks between two expansions are 0."""
+    num_base = frozen.in_features
+    widths = [num_base, *(linear.weight_22.shape[1] for linear in added)]
+    _, *streams = [slice(*ends) for ends in pairwise(accumulate(widths, initial=0))]
+    weight = plain_weight(frozen)
+    of_x = weight.new_zeros(frozen.out_features, sum(widths), dtype=torch.float32)
+    of_x[:, :num_base] = weight
+    whole = [of_x]
+    for own, linear in zip(streams, added, strict=True):
+        if linear.weight_12 is not None:
+            of_x[:, own] = linear.weight_12
+        of_u = of_x.new_zeros(len(linear.weight_22), sum(widths))
+        of_u[:, :num_base] = linear.weight_21
+        of_u[:, own] = linear.weight_22
+        whole.append(of_u)
+    joined = {"weight": torch.cat(whole)}
+    joined["weight"][:, :num_base] *= columns.base
+    joined["weight"][:, num_base:] *= columns.expansion
     if frozen.bias is not None:
         biases = [linear.bias_2 for linear in added if linear.bias_2 is not None]
         joined["bias"] = torch.cat([frozen.bias.float(), *(bias.float() for bias in biases)])

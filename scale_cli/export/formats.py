@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -55,9 +54,10 @@ def served_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
 
 
 class _Exact(TorchDispatchMode):
-    """Compute in a higher precision: each operation first converts what it reads, so no converted model is held.
+    """Compute in a higher precision: each operation first converts what it reads, so no converted
+    model is held.
 
-    To widen means here to convert to that precision, and has nothing to do with widened models.
+    To raise means here to convert to that precision.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -66,55 +66,36 @@ class _Exact(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op.is_view:  # a view of a weight is widened when it is read
+        if op.is_view:  # a view of a weight is raised when it is read
             return op(*args, **kwargs)
         if isinstance(asked := kwargs.get("dtype"), torch.dtype):
             kwargs = kwargs | {"dtype": self._raised_dtype(asked)}
         written = (argument.alias_info is not None for argument in op._schema.arguments)
-        pairs = zip(args, written, strict=False)
         read = [
-            value if kept else tree_map_only(Tensor, self._raised, value) for value, kept in pairs
+            value if is_written else tree_map_only(Tensor, self._raised, value)
+            for value, is_written in zip(args, written, strict=False)
         ]
         return op(*read, **tree_map_only(Tensor, self._raised, kwargs))
 
     def _raised_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return (
-            self.dtype
-            if dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize
-            else dtype
-        )
+        is_lower = dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize
+        return self.dtype if is_lower else dtype
 
     def _raised(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._raised_dtype(tensor.dtype))
 
 
-@contextmanager
-def _swapped(parameters: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Within the context, the parameters hold these tensors instead of their own."""
-    before = {parameter: parameter.data for parameter in parameters}
-    try:
-        for parameter, tensor in parameters.items():
-            parameter.data = tensor
-        yield
-    finally:
-        for parameter, tensor in before.items():
-            parameter.data = tensor
-
-
-class _Differences:
-    """The largest and the mean difference of a logit; prompts are added one by one, so only one's logits are held."""
-
-    def __init__(self) -> None:
-        self.largest, self.total, self.count = torch.zeros(()), 0.0, 0
-
-    def add(self, logits: Tensor, wanted: Tensor) -> None:
-        for some, others in zip(
-            logits[0].split(_POSITIONS_AT_ONCE), wanted[0].split(_POSITIONS_AT_ONCE), strict=True
-        ):
-            apart = (some.double() - others).abs_()
-            self.largest = torch.maximum(self.largest, apart.max().cpu())  # NaN stays NaN
-            self.total += apart.sum().item()
-            self.count += apart.numel()
+def _differences(logits_1TV: Tensor, wanted_1TV: Tensor) -> Tensor:
+    """Return (T, 2): by how much the logits at a position differ at most, and on average."""
+    of_positions = []
+    for some_PV, others_PV in zip(
+        logits_1TV[0].split(_POSITIONS_AT_ONCE),
+        wanted_1TV[0].split(_POSITIONS_AT_ONCE),
+        strict=True,
+    ):
+        apart_PV = (some_PV.double() - others_PV).abs_()
+        of_positions.append(torch.stack([apart_PV.amax(dim=1), apart_PV.mean(dim=1)], dim=1).cpu())
+    return torch.cat(of_positions)
 
 
 @torch.no_grad()
@@ -127,27 +108,32 @@ def measure_parity(
     measured against the same. `expected` gives the trained model's logits: of the trained head, or routed.
     """
     exact = _Exact(torch.float64 if exported.dtype == torch.float32 else torch.float32)
-    lowered = {parameter: parameter.to(exported.dtype) for parameter in trained.parameters()}
-    export_error, own_rounding = _Differences(), _Differences()
+    own = {parameter: parameter.data for parameter in trained.parameters()}
+    lowered = {parameter: tensor.to(exported.dtype) for parameter, tensor in own.items()}
+    of_export = []
+    of_rounding = []
     for input_ids in prompts:
         with exact:
             wanted = expected(trained, input_ids)
-        export_error.add(exported(input_ids=input_ids, use_cache=False).logits, wanted)
-        with _swapped(lowered):
-            own_rounding.add(expected(trained, input_ids), wanted)
+        of_export.append(
+            _differences(exported(input_ids=input_ids, use_cache=False).logits, wanted)
+        )
+        try:
+            for parameter, tensor in lowered.items():
+                parameter.data = tensor
+            of_rounding.append(_differences(expected(trained, input_ids), wanted))
+        finally:
+            for parameter, tensor in own.items():
+                parameter.data = tensor
+
+    of_export_P2 = torch.cat(of_export)
+    of_rounding_P2 = torch.cat(of_rounding)
     return Parity(
-        max_logit_difference=export_error.largest.item(),
-        mean_logit_difference=export_error.total / export_error.count,
-        own_mean_difference=own_rounding.total / own_rounding.count,
-        num_positions=sum(input_ids.shape[1] for input_ids in prompts),
-        own_max_difference=own_rounding.largest.item(),
-    )
-
-
-def parity_in_words(parity: Parity) -> str:
-    return (
-        f"max difference of a logit from the trained model {parity.max_logit_difference:.1e} over "
-        f"{parity.num_positions:,} positions (that model's own rounding: {parity.own_max_difference:.1e})"
+        max_logit_difference=of_export_P2[:, 0].max().item(),  # NaN stays NaN
+        mean_logit_difference=of_export_P2[:, 1].mean().item(),
+        own_mean_difference=of_rounding_P2[:, 1].mean().item(),
+        num_positions=len(of_export_P2),
+        own_max_difference=of_rounding_P2[:, 0].max().item(),
     )
 
 
@@ -174,15 +160,12 @@ class Format:
     description: ClassVar[str]  # for the terminal
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.method = config, config.method.definition
+        self.config = config
+        self.method = config.method.definition
         self.fits_method = True  # whether the method's models can be written in this format
-        # the part of the card that says how it is loaded (`card_loading.md.j2`)
-        self.loaded_as = self.name
+        self.loaded_as = self.name  # `kind` in `card.md.j2`, which says how it is loaded
         # False: it answers with the trained head alone. The run is then served otherwise only if its method routes.
         self.answers_as_served = False
-
-    def check(self) -> None:
-        """Raise ConfigError if the config asks for a setting that the format does not allow."""
 
     @cached_property
     def dtype(self) -> str:
@@ -258,14 +241,15 @@ def write_self_contained(
     tokenizer.save_pretrained(folder)
     frame_prompts(folder, tokenizer)
     # Registered here and not where the classes are defined: only this folder carries its own code.
-    classes: tuple[Any, Any] = (type(model).config_class, type(model))
-    classes[0].register_for_auto_class()
-    classes[1].register_for_auto_class("AutoModelForCausalLM")
+    config_class: Any = type(model).config_class
+    model_class: Any = type(model)
+    config_class.register_for_auto_class()
+    model_class.register_for_auto_class("AutoModelForCausalLM")
     try:
         model.save_pretrained(str(folder))
     finally:
-        for registered in classes:
-            registered._auto_class = None
+        config_class._auto_class = None
+        model_class._auto_class = None
 
 
 class Transformers(Format):
@@ -276,7 +260,8 @@ class Transformers(Format):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.fits_method, self.answers_as_served = self.method.widens, True
+        self.fits_method = self.method.widens
+        self.answers_as_served = True
 
     def write(
         self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
@@ -298,14 +283,9 @@ class Adapter(Format):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.fits_method, self.answers_as_served = bool(self.method.adapter), True
+        self.fits_method = bool(self.method.adapter)
         self.loaded_as = "peft" if self.method.adapter == "peft" else self.name
-
-    def check(self) -> None:
-        if (dtype := self.config.export.dtype) not in (None, "float32"):
-            raise ConfigError(
-                f"export.dtype: {dtype}: an adapter is always written in float32; remove this key"
-            )
+        self.answers_as_served = True
 
     def write(
         self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
@@ -329,22 +309,16 @@ def formats_of(config: RunConfig) -> list[Format]:
     """Return the formats that a config asks for, each with a copy of the config that asks for it alone.
 
     Raises:
-        ConfigError: one of the formats cannot hold a model of this method, or does not allow `export.dtype`.
+        ConfigError: one of the formats cannot hold a model of this method.
     """
-    made = [
-        FORMATS[name](
-            config.model_copy(update={"export": config.export.model_copy(update={"format": name})})
-        )
-        for name in config.export.formats
-    ]
-    for one in made:
-        if not one.fits_method:
-            fitting = " or ".join(
-                name for name, other in FORMATS.items() if other(config).fits_method
-            )
-            variant = f"a model of the variant {config.method.variant}"
+    made = []
+    for name in config.export.formats:
+        alone = config.export.model_copy(update={"format": [name]})
+        made.append(FORMATS[name](config.model_copy(update={"export": alone})))
+        if not made[-1].fits_method:
+            fitting = [other for other in FORMATS if FORMATS[other](config).fits_method]
             raise ConfigError(
-                f"export.format: {one.name}: {variant} can only be exported as {fitting}"
+                f"export.format: {name}: a model of the variant {config.method.variant} can only be exported as "
+                f"{' or '.join(fitting)}"
             )
-        one.check()
     return made

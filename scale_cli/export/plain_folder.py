@@ -145,27 +145,19 @@ def write_plain(
     write_text(folder / _CONFIG, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
     for file in others:
         shutil.copyfile(file, folder / file.name)
-    place = (
-        tokenizer_place(base)
-        if grown_in is None
-        else TokenizerPlace("output_dir", str(grown_in), None)
-    )
-    copy_tokenizer(tokenizer, place, folder)
+    grown = TokenizerPlace("output_dir", str(grown_in), None)
+    copy_tokenizer(tokenizer, tokenizer_place(base) if grown_in is None else grown, folder)
 
 
 def find_plain_export(path: Path) -> Path:
     """Return the folder of a plain export: the given folder, or the only export of a run."""
     if (path / "config.json").is_file():
         return path
-    found = [
-        folder
-        for folder in sorted(path.glob("export/llama*"))
-        if (folder / "config.json").is_file()
-    ]
+    exports = sorted(path.glob("export/llama*"))
+    found = [folder for folder in exports if (folder / "config.json").is_file()]
     if len(found) > 1:
-        raise UsageError(
-            f"{path}: has several exports; give one of them: {', '.join(map(str, found))}"
-        )
+        named = ", ".join(map(str, found))
+        raise UsageError(f"{path}: has several exports; give one of them: {named}")
     if not found:
         raise RunFolderError(
             f"{path}: contains no plain export; write one with `scale export` and export.format=llama"
@@ -198,20 +190,14 @@ def frame_prompts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         written["post_processor"] = _framing(written["post_processor"], token, boundary)
         write_text(folder / _WHOLE, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
         settings = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else {}
-        settings = {
-            name: value for name, value in settings.items() if name not in _SETTINGS_OF_A_FRAME
-        }
+        for name in _SETTINGS_OF_A_FRAME:
+            settings.pop(name, None)
         write_json(folder / _SETTINGS, settings)
         if not _is_framed(folder, tokenizer):  # the classes of some families keep their own steps
-            marks = {
-                name: str(token)
-                for name, token in tokenizer.special_tokens_map.items()
-                if isinstance(token, str)
-            }
-            write_json(
-                folder / _SETTINGS,
-                {**settings, **marks, "tokenizer_class": "PreTrainedTokenizerFast"},
-            )
+            marks = tokenizer.special_tokens_map.items()
+            settings |= {name: str(mark) for name, mark in marks if isinstance(mark, str)}
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+            write_json(folder / _SETTINGS, settings)
     if not _is_framed(folder, tokenizer):
         raise ExportParityError(
             f"the tokenizer files of {tokenizer.name_or_path} give other ids when they are loaded from the export; "
@@ -227,11 +213,9 @@ def _is_framed(folder: Path, trained: PreTrainedTokenizerBase) -> bool:
 
 def _framing(written: dict[str, Any] | None, token: str, boundary: int) -> dict[str, Any]:
     """Return a post-processor for tokenizer.json that puts a token before a text and keeps offsets unchanged."""
-    before, first, second = (
-        {"SpecialToken": {"id": token, "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-        {"Sequence": {"id": "B", "type_id": 1}},
-    )
+    before = {"SpecialToken": {"id": token, "type_id": 0}}
+    first = {"Sequence": {"id": "A", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 1}}
     template = {
         "type": "TemplateProcessing",
         "single": [before, first],

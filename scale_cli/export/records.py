@@ -21,6 +21,12 @@ class Parity:
     # the same figures for a plain export served with routing, against the trained model's router
     routed: Parity | None = None
 
+    def __str__(self) -> str:
+        return (
+            f"max difference of a logit from the trained model {self.max_logit_difference:.1e} over "
+            f"{self.num_positions:,} positions (that model's own rounding: {self.own_max_difference:.1e})"
+        )
+
 
 @dataclass(frozen=True)
 class ServedSize:

@@ -163,9 +163,9 @@ def joined_card(joined: JoinedRuns, report: JoinReport, licence: Licence) -> str
     stages = [Stage(load_config(folder / "scale.yaml"), folder) for folder in folders]
     return card(
         stages,
-        licence,
+        licence=licence,
         tag="joined",
-        loaded_as="transformers",
+        kind="transformers",
         config=joined.model.config,
         members=list(zip(joined.members, stages, strict=True)),
         report=report,

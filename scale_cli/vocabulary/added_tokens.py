@@ -30,9 +30,8 @@ from scale_cli.errors import BaseModelError
 
 _SPACE = "▁"  # a space in tokenizers with byte fallback
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_BYTE_OF: dict[str, int] = {
-    character: byte for byte, character in bytes_to_unicode().items()
-}  # GPT-2's spelling
+# GPT-2's spelling.
+_BYTE_OF: dict[str, int] = {spelt: byte for byte, spelt in bytes_to_unicode().items()}
 # Token for an id with a row in the base but no token in its tokenizer; no text and no spelling of
 # bytes contains it.
 _UNUSED = "\ue000unused {}\ue000"
@@ -56,9 +55,8 @@ class NewToken:
     """A token to be added."""
 
     token: str
-    merged: (
-        tuple[str, str] | None
-    )  # the two tokens merged into it; None: a character, which needs no merge
+    # the two tokens merged into it; None: a character, which needs no merge
+    merged: tuple[str, str] | None
 
 
 @dataclass(frozen=True)
@@ -88,19 +86,19 @@ class Spelling:
             "fallback, so no token can be added to it"
         )
 
-    def check_script(self, script: Script, name: str) -> None:
-        """Raise BaseModelError if a letter of a script, or a space, has a byte that no token
-        spells.
+    def check(self, script: Script, tokenizer: Tokenizer, name: str) -> None:
+        """Raise BaseModelError if a tokenizer, that of the model `name`, cannot spell a script, or has
+        many tokens of it already.
         """
-        needed = script.utf8_bytes() | {ord(" ")} if self.byte_level else script.utf8_bytes()
+        spans = (range(first, last + 1) for first, last in script.ranges)
+        needed = {*"".join(chr(code) for span in spans for code in span).encode()}
+        if self.byte_level:
+            needed.add(ord(" "))
         if lacking := self.missing & needed:
             raise BaseModelError(
                 f"method.vocabulary: the tokenizer of {name} has no token for the bytes {byte_names(lacking)}, which "
                 "letters of method.vocabulary.script need, so it loses them; choose another base"
             )
-
-    def check_is_new(self, script: Script, tokenizer: Tokenizer, name: str) -> None:
-        """Raise BaseModelError if a tokenizer has many tokens of a script already."""
         tokens = tokenizer.get_vocab()
         of_script = sum(script.alone_begins(self.to_bytes(token)) for token in tokens)
         if of_script > _MOST_OF_A_SCRIPT * len(tokens):
@@ -189,9 +187,8 @@ def learn(
     for *merged, count in _merges_of_units(lines, character, 2 * most, min_count):
         left, right = ("".join(whole[char] for char in part) for part in merged)
         candidates.append((count, NewToken(left + right, (left, right))))
-    candidates.sort(
-        key=lambda counted: -counted[0]
-    )  # stable: of equals, the later may contain the earlier
+    # Stable: of equals, the later may contain the earlier.
+    candidates.sort(key=lambda counted: -counted[0])
     return list(islice(_allowed((new for _, new in candidates), tokenizer, spelling, script), most))
 
 
@@ -255,19 +252,16 @@ def _merges_of_units(
         show_progress=False,
         special_tokens=[],
     )
-    bpe.train_from_iterator(
-        (text for word in words for text in _repeated(word, counted[word])), trainer
-    )
-    merges: list[tuple[str, str]] = [
-        (left, right) for left, right in json.loads(bpe.to_str())["model"]["merges"]
-    ]
+    texts = (text for word in words for text in _repeated(word, counted[word]))
+    bpe.train_from_iterator(texts, trainer)
+    merges: list[tuple[str, str]] = json.loads(bpe.to_str())["model"]["merges"]
+
     made = Counter[str]()
     for word, encoding in _encoded(bpe, words):
         for token in encoding.tokens:
             made[token] += counted[word]
-    last_first = list(
-        {left + right: (left, right) for left, right in reversed(merges)}.values()
-    )  # each product once
+    # Each product once.
+    last_first = list({left + right: (left, right) for left, right in reversed(merges)}.values())
     for left, right in last_first:
         made[left] += made[left + right]
         made[right] += made[left + right]
@@ -379,14 +373,12 @@ def with_new_pieces(model: bytes, tokenizer: Tokenizer, first_id: int) -> bytes:
     tokens = {index: token for token, index in tokenizer.get_vocab().items()}
     added = tokenizer.get_added_tokens_decoder()
     for index in range(_num_pieces(model), len(tokens)):
-        kind = (
-            _NORMAL_KIND if index >= first_id else _CONTROL_KIND if index in added else _UNUSED_KIND
-        )
+        kind = _NORMAL_KIND
+        if index < first_id:
+            kind = _CONTROL_KIND if index in added else _UNUSED_KIND
         text = tokens[index].encode()
-        piece = (
-            b"\x0a" + _number(len(text)) + text + b"\x15" + struct.pack("<f", _BELOW_ALL - index)
-        )
-        piece += b"\x18" + _number(kind)
+        score = struct.pack("<f", _BELOW_ALL - index)
+        piece = b"\x0a" + _number(len(text)) + text + b"\x15" + score + b"\x18" + _number(kind)
         model += b"\x0a" + _number(len(piece)) + piece
     return model
 
@@ -398,15 +390,15 @@ def _num_pieces(model: bytes) -> int:
     count = at = 0
     while at < len(model):
         count += model[at] >> 3 == 1
-        at = at + 1
+        at += 1
         length = 0
         shift = 0
-        while at < len(model):
+        is_whole = False
+        while at < len(model) and not is_whole:
             length |= (model[at] & ~_MORE) << shift
-            at = at + 1
-            shift = shift + 7
-            if not model[at - 1] & _MORE:
-                break
+            is_whole = not model[at] & _MORE
+            shift += 7
+            at += 1
         at += length
     if at != len(model):
         raise BaseModelError(f"model.base: its {SENTENCEPIECE} is damaged")

@@ -56,8 +56,7 @@ def estimate_savings(
     backend = tokenizer.backend_tokenizer
     script = Script.named(name)
     spelling = Spelling.of(backend, tokenizer.name_or_path)
-    spelling.check_script(script, tokenizer.name_or_path)
-    spelling.check_is_new(script, backend, tokenizer.name_or_path)
+    spelling.check(script, backend, tokenizer.name_or_path)
 
     cut = int(LEARNED_SHARE * len(sample))
     words = count_words(sample[:cut], backend, script)
@@ -84,7 +83,7 @@ def most_frequent_script(text: str) -> str | None:
     """
     counts = Counter(text)
     letters = {
-        name: sum(count for char, count in counts.items() if Script(ranges).holds(*[ord(char)] * 2))
+        name: sum(counts[chr(code)] for first, last in ranges for code in range(first, last + 1))
         for name, ranges in SCRIPTS.items()
     }
     script = max(letters, key=letters.__getitem__)

@@ -83,10 +83,8 @@ class AddedTokens:
         """Return `new_tokens`, rounded up so that all rows together are a multiple of
         ROWS_MULTIPLE.
         """
-        return (
-            self.vocabulary.new_tokens
-            + -(self.first_id + self.vocabulary.new_tokens) % ROWS_MULTIPLE
-        )
+        asked = self.vocabulary.new_tokens
+        return asked + -(self.first_id + asked) % ROWS_MULTIPLE
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the base's tokenizer with the new tokens, from the cache if they were learned
@@ -97,10 +95,9 @@ class AddedTokens:
         if not is_whole(folder := self.folder):
             new, _ = self.learned(_BYTES_READ, self.vocabulary.min_count)
             self._check_enough(len(new))
+            grown = extended(self.base.backend_tokenizer, new, self.first_id)
             with new_folder(folder) as partial:
-                write_grown(
-                    partial, self.base, extended(self.base.backend_tokenizer, new, self.first_id)
-                )
+                write_grown(partial, self.base, grown)
         return load_grown(folder)
 
     @property
@@ -125,9 +122,8 @@ class AddedTokens:
         if is_all:
             self._check_enough(len(new))
         elif len(new) < self.num_new:
-            new, _ = self.learned(
-                num_bytes, min(self.vocabulary.min_count, _MIN_COUNT_OF_BEGINNINGS)
-            )
+            min_count = min(self.vocabulary.min_count, _MIN_COUNT_OF_BEGINNINGS)
+            new, _ = self.learned(num_bytes, min_count)
         return extended(self.base.backend_tokenizer, new, self.first_id)
 
     def _check_enough(self, num_found: int) -> None:
@@ -147,8 +143,7 @@ class AddedTokens:
         backend = self.base.backend_tokenizer
         script = Script.named(self.vocabulary.script)
         spelling = Spelling.of(backend, self.base.name_or_path)
-        spelling.check_script(script, self.base.name_or_path)
-        spelling.check_is_new(script, backend, self.base.name_or_path)
+        spelling.check(script, backend, self.base.name_or_path)
         check_ids(self.base, self.first_id)
         check_size(self.first_id + self.num_new)
         words = Counter[str]()
@@ -159,9 +154,8 @@ class AddedTokens:
                 words.update(count_words(text, backend, script))
                 num_read += len(text.encode())
             is_all = is_all and num_read < num_bytes
-        return learn(
-            words, backend, spelling, script, most=self.num_new, min_count=min_count
-        ), is_all
+        new = learn(words, backend, spelling, script, most=self.num_new, min_count=min_count)
+        return new, is_all
 
 
 def most_added(first_id: int, num_found: int) -> int:

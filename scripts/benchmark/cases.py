@@ -175,7 +175,7 @@ def _hf_lora(shape: Shape, batches: Batches) -> BenchmarkCase:
 
     def step(index: int) -> float:
         clock.start()
-        (batch,) = batches.micro_batches(index)
+        (batch,) = batches.of_step(index).micro_batches
         inputs, targets = batch.input_ids.to(shape.device), batch.targets.to(shape.device)
         with torch.autocast(shape.device, torch.bfloat16, enabled=shape.mixed_precision == "bf16"):
             loss = model(
@@ -204,7 +204,7 @@ class _Windows(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, sample: int) -> dict[str, Tensor]:
         step, row = divmod(sample, self._batches.global_batch_size)
-        (batch,) = self._batches.micro_batches(step)
+        (batch,) = self._batches.of_step(step).micro_batches
         return {
             "input_ids": batch.input_ids[row],
             "labels": batch.targets[row],

@@ -54,7 +54,7 @@ def measure_counts(case: BenchmarkCase, shape: Shape, batches: Batches) -> Measu
     The counters see single operations, so a compiled decoder is counted uncompiled, and timed compiled.
     """
     case.step(0)
-    (batch,) = batches.micro_batches(3)
+    (batch,) = batches.of_step(3).micro_batches
     model: Any = case.model
     with torch.compiler.set_stance("force_eager"):
         flops = count_flops(lambda: case.step(1))

@@ -67,7 +67,9 @@ def test_a_routed_model_is_exported_in_two_folders_where_the_plain_one_cannot_be
 
 @pytest.mark.parametrize("section", ["export:", "export: ~", "export: {}"])
 def test_an_override_fills_an_empty_section(section: str) -> None:
-    assert load_text(f"{SMALLEST}{section}\n", "export.format=adapter").export.format == "adapter"
+    assert load_text(f"{SMALLEST}{section}\n", "export.format=adapter").export.formats == [
+        "adapter"
+    ]
     text = SMALLEST.replace("- {name: news, path: news.txt, language: ko}", "-")
     overrides = [f"corpus.sources.0.{field}" for field in ("name=a", "path=a.txt", "language=en")]
     assert load_text(text, *overrides).corpus.sources[0].name == "a"

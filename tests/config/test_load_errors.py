@@ -50,8 +50,10 @@ FLASH = (
         ),
         (["train.lr=.nan"], ": train.lr: "),
         (["train.micro_batch_size=5"], ": train: "),
-        (["export.format=[llama, gguf]"], ": export.format: "),
-        (["export.format=[llama, llama]"], ": export.format: "),
+        (["export.format=[llama, gguf]"], ": export.format.1: "),
+        (["export.format=adapter", "export.dtype=float16"], ": export: dtype: an adapter"),
+        (["export.format=[]"], ": export.format: "),
+        (["evaluation.benchmarks=[{name: a, path: b.csv}]"], ": evaluation.benchmarks.0.path: "),
         ([REPLAY.replace("role: replay", "weight: 0")], "0 is below 1e-06"),
         ([f"corpus.sources=[{TWIN}, {TWIN}]"], ": corpus.sources: two sources are named 'twin'"),
         (

@@ -121,7 +121,7 @@ def test_the_ranks_of_any_world_hold_the_global_batch_of_one_process(
     parts = plan["global_batch_size"] // plan["micro_batch_size"]
     world = data.draw(st.sampled_from([size for size in range(1, parts + 1) if parts % size == 0]))
     for step in range(plan["num_steps"]):
-        ranks = [list(of.micro_batches(step, rank, world)) for rank in range(world)]
+        ranks = [list(of.of_step(step, rank, world).micro_batches) for rank in range(world)]
         assert {len(rank) for rank in ranks} == {parts // world}
         for batch in (batch for rank in ranks for batch in rank):
             assert (
@@ -134,12 +134,12 @@ def test_the_ranks_of_any_world_hold_the_global_batch_of_one_process(
             )
             assert batch.distillation == (distilled if any(distilled) else None)
         assert (
-            sum(of.num_targets(step))
+            sum(of.of_step(step).num_targets)
             == sum(int((b.targets != IGNORED).sum()) for rank in ranks for b in rank)
             > 0
         )
         interleaved = [batch for turn in zip(*ranks, strict=True) for batch in turn]
-        assert rows(interleaved) == rows(of.micro_batches(step))
+        assert rows(interleaved) == rows(of.of_step(step).micro_batches)
 
 
 @settings(max_examples=60)
@@ -150,8 +150,8 @@ def test_a_batch_depends_on_seed_and_step_alone(plan: dict[str, Any], data: st.D
     one = batches(**plan)
     longer = plan | {"num_steps": plan["num_steps"] + data.draw(st.integers(0, 50))}
     other = batches(**(longer | {"micro_batch_size": plan["global_batch_size"]}))
-    in_order = [rows(one.micro_batches(step)) for step in range(plan["num_steps"])]
-    shuffled = {step: rows(other.micro_batches(step)) for step in steps}
+    in_order = [rows(one.of_step(step).micro_batches) for step in range(plan["num_steps"])]
+    shuffled = {step: rows(other.of_step(step).micro_batches) for step in steps}
     assert in_order == [shuffled[step] for step in range(plan["num_steps"])]
 
 
@@ -161,7 +161,7 @@ def test_every_epoch_of_every_source_visits_each_of_its_windows_once(plan: dict[
     """The k-th sample of a source is the k-th window of its epochs."""
     of = batches(**plan | {"num_steps": 20})
     located = [located for step in range(20) for located in of.windows_of(step)]
-    drawn = [row for step in range(20) for row in rows(of.micro_batches(step))]
+    drawn = [row for step in range(20) for row in rows(of.of_step(step).micro_batches)]
     assert [inputs[0] % FAR for inputs, _ in drawn] == [
         window * plan["sequence_length"] for _, window in located
     ]
@@ -182,7 +182,7 @@ def test_every_target_of_the_epochs_begun_is_trained_or_held_over(
     num_steps = data.draw(st.integers(0, plan["num_steps"]))
     seen: Counter[int] = Counter()
     for step in range(num_steps):
-        for _, targets in rows(of.micro_batches(step)):
+        for _, targets in rows(of.of_step(step).micro_batches):
             seen.update(target for target in targets if target != IGNORED)
     for source, (length, trained) in enumerate(
         zip(plan["lengths"], of.trained_tokens(num_steps), strict=True)
@@ -213,16 +213,6 @@ def test_different_seeds_and_epochs_have_orders_of_their_own(seeds: list[int]) -
         for steps in (range(4), range(4, 8))
     )
     assert first != second and first != sorted(first)
-
-
-def test_another_source_does_not_reorder_the_first() -> None:
-    """The k-th window drawn from a source is the same whatever stands beside it."""
-    alone = batches([60], 3, num_steps=6)
-    beside = batches([60, 60], 3, num_steps=6)
-    order = [inputs for step in range(6) for inputs, _ in rows(alone.micro_batches(step))]
-    mixed = [inputs for step in range(6) for inputs, _ in rows(beside.micro_batches(step))]
-    mixed = [inputs for inputs in mixed if inputs[0] < FAR]
-    assert mixed and mixed == order[: len(mixed)]
 
 
 @settings(max_examples=40)
@@ -281,7 +271,7 @@ def test_a_first_token_is_trained_after_exactly_what_it_is_scored_after(
         first = int(corpus.offsets[index]) + (corpus.markers.bos is not None)
         assert targets[first - 1] == corpus.ids[first]
         assert (positions[first - 1], inputs[first - 1]) == (0, corpus.markers.context)
-    for micro_batch in of.micro_batches(0):
+    for micro_batch in of.of_step(0).micro_batches:
         assert micro_batch.position_ids is not None
         assert micro_batch.position_ids[0].tolist() == positions.tolist()
 
@@ -345,10 +335,9 @@ def test_what_is_asked_for_next_is_made_while_the_body_works() -> None:
             assert all(event.wait(timeout=60) for event in made[item : item + 3])
 
 
-@pytest.mark.parametrize(("first", "rank", "num_processes"), [(0, 0, 1), (7, 1, 2), (20, 0, 1)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_process_gets_the_batches_of_each_step_for_a_gpu_in_pinned_memory(
-    monkeypatch: pytest.MonkeyPatch, first: int, rank: int, num_processes: int, device: str
+    monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     pinned_by: list[str] = []
 
@@ -357,18 +346,16 @@ def test_a_process_gets_the_batches_of_each_step_for_a_gpu_in_pinned_memory(
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    of = batches(
-        [5000, 700], 32, [2.0, 1.0], num_steps=20, global_batch_size=8, distillation=[0.0, 1.0]
-    )
-    with batches_ahead(of, first, rank, num_processes, torch.device(device)) as ahead:
-        steps = list(ahead)
-    assert [step.step for step in steps] == list(range(first, 20))
-    for found in steps:
-        assert found.num_targets == of.num_targets(found.step)
-        expected = list(of.micro_batches(found.step, rank, num_processes))
-        assert rows(found.micro_batches) == rows(expected)
-        distilled = [batch.distillation for batch in expected]
-        assert [batch.distillation for batch in found.micro_batches] == distilled
-    num_made = sum(len(step.micro_batches) for step in steps)
-    assert len(pinned_by) == 3 * num_made * (device == "cuda")
+    of = batches([5000, 700], 32, num_steps=20, distillation=[0.0, 1.0])
+    with batches_ahead(of, 7, rank=1, num_processes=2, device=torch.device(device)) as ahead:
+        found = list(ahead)
+    expected = [of.of_step(step, rank=1, num_processes=2) for step in range(7, 20)]
+    assert [step.step for step in found] == list(range(7, 20))
+    for one, other in zip(found, expected, strict=True):
+        assert one.num_targets == other.num_targets
+        assert rows(one.micro_batches) == rows(other.micro_batches)
+        assert [batch.distillation for batch in one.micro_batches] == [
+            batch.distillation for batch in other.micro_batches
+        ]
+    assert len(pinned_by) == 3 * 13 * (device == "cuda")
     assert all(name.startswith("prefetch") for name in pinned_by)

@@ -320,17 +320,3 @@ def test_a_sample_that_is_a_part_refuses_only_what_is_plainly_lost(tmp_path: Pat
     plain = source_of(str(write_jsonl(tmp_path / "plain.jsonl", [KOREAN] * 1200)))
     with pytest.raises(CorpusError, match="the tokenizer loses"):
         check_sample(plain, tokenizer, strict)
-
-
-def test_a_sample_is_not_tokenised_where_no_text_can_be_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = source_of(str(write_jsonl(tmp_path / "text.jsonl", [KOREAN])))
-    monkeypatch.setattr("scale_cli.data.encoding.Encoder", unwanted)
-    check_sample(source, PreTrainedTokenizerFast(tokenizer_object=llama_3()), ReadingConfig())
-    with pytest.raises(AssertionError):
-        check_sample(source, PreTrainedTokenizerFast(tokenizer_object=BROKEN[0]()), ReadingConfig())
-
-
-def unwanted(*_: object, **__: object) -> None:
-    raise AssertionError("a tokenizer is described, which takes half a second")

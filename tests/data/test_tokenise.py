@@ -166,37 +166,26 @@ class Killed(BaseException):
     pass
 
 
-def killed_after(num_chunks: int, act: Callable[[], object]) -> None:
-    """Do something that is killed after it has written some chunks, if it comes so far."""
-    calls = iter(range(num_chunks))
+def written_by(act: Callable[[], object], most_chunks: int = 10**6) -> int:
+    """Do something that is killed after it has written some chunks, if it comes so far; return how
+    many documents it tokenises, or copies out of a part.
+    """
+    written = list[int]()
     append = tokens._Columns.append
+    chunks = iter(range(most_chunks))
     with pytest.MonkeyPatch.context() as patch:
 
         def dying(self: tokens._Columns, part: Encoded) -> None:
-            if next(calls, None) is None:
-                patch.setattr(
-                    tokens._Columns, "_record", lambda _: None
-                )  # a kill leaves no time for it
+            if next(chunks, None) is None:
+                # A kill leaves no time for it.
+                patch.setattr(tokens._Columns, "_record", lambda _: None)
                 raise Killed
+            written.extend(part.lengths.tolist())
             append(self, part)
 
         patch.setattr(tokens._Columns, "append", dying)
         with suppress(Killed):
             act()
-
-
-def documents_written(act: Callable[[], object]) -> int:
-    """Return how many documents something tokenises, or copies out of a part."""
-    written = list[int]()
-    append = tokens._Columns.append
-    with pytest.MonkeyPatch.context() as patch:
-
-        def noting(self: tokens._Columns, part: Encoded) -> None:
-            written.extend(part.lengths.tolist())
-            append(self, part)
-
-        patch.setattr(tokens._Columns, "append", noting)
-        act()
     return len(written)
 
 
@@ -231,16 +220,16 @@ def test_however_it_was_killed_it_goes_on_from_what_was_certain(
     for share, num_chunks in tries + finished_parts * in_parts:
         if share is not None and cache_in(cache, tokenizer).open_if_there(source):
             continue  # nobody prepares a part of what is whole
-        killed_after(
-            num_chunks,
-            alone if share is None else partial(make_part, source, tokenizer, cache, share, 2),
-        )
+        if share is None:
+            written_by(alone, num_chunks)
+        else:
+            written_by(partial(make_part, source, tokenizer, cache, share, 2), num_chunks)
         for file in cache.rglob(".*.unfinished/*"):
             file.write_bytes(file.read_bytes() + torn)
         now = documents_recorded(cache, kind)
         assert certain <= now or contents(cache)
         certain = now
-    num_written = documents_written(alone)
+    num_written = written_by(alone)
     assert contents(cache) == by_one
     if in_parts or not (cache / PARTS).exists():
         assert num_written in (len(alone()) - certain, 0), (
@@ -259,7 +248,7 @@ def test_unfinished_work_that_is_damaged_is_begun_again(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, written: Written, damaged: str
 ) -> None:
     source, by_one = written
-    killed_after(12, lambda: make(source, tokenizer, tmp_path))
+    written_by(lambda: make(source, tokenizer, tmp_path), 12)
     assert documents_recorded(tmp_path, "progress")
     [file] = tmp_path.glob(f".*.{damaged}")
     os.truncate(file, 8)

@@ -12,6 +12,7 @@ from scale_cli.evaluation.results import Report
 from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import FORMATS
 from scale_cli.export.records import Parity, ServedSize
+from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.storage.atomic import read_json
 from tests.export.conftest import TrainedRun
 from tests.small_runs import changed
@@ -55,6 +56,9 @@ def test_every_export_has_a_card_with_data_budget_and_parity_and_no_place_of_thi
     # Rows of u are stored small in a plain one.
     assert ("## Training it further" in card.text) == (export_format == "llama")
     assert ("trust_remote_code=True" in card.text) is (export_format != "adapter")
+    least = ".".join(map(str, LEAST_TRANSFORMERS))
+    needs = f"It needs transformers {least} or newer." in card.text
+    assert needs is (export_format == "transformers")
     assert "ckpt-stories260K/hf" in card.text
     for place in (Path(config.model.base).parents[1], config.output_dir):
         assert str(place) not in card.text

@@ -17,9 +17,7 @@ def test_every_choice_of_a_config_is_in_its_table_and_nothing_else_is() -> None:
 
 
 def test_the_card_says_of_every_format_how_it_is_loaded() -> None:
-    template = (Path(__file__).parents[2] / "scale_cli/templates/card_loading.md.j2").read_text(
-        encoding="utf-8"
-    )
+    template = (Path(__file__).parents[2] / "scale_cli/templates/card.md.j2").read_text()
     assert not [name for name in FORMATS if f'"{name}"' not in template]
 
 

@@ -207,11 +207,11 @@ def test_a_tokenizer_without_a_byte_that_the_script_needs_is_refused_by_the_byte
 ) -> None:
     lacking = Spelling(byte_level=True, missing=frozenset({byte, 0xFF}))
     with pytest.raises(BaseModelError, match=rf"no token for the bytes {named}, which"):
-        lacking.check_script(HANGUL, "a base")
+        lacking.check(HANGUL, llama_3(), "a base")
     unneeded = Spelling.of(smollm2(), "a base")
     assert sorted(unneeded.missing) == RARE_BYTES
     assert byte_names(unneeded.missing) == "02-08, 0B, 0E, C0-C1, F1, F5-FF"
-    unneeded.check_script(HANGUL, "a base")
+    unneeded.check(HANGUL, smollm2(), "a base")
 
 
 def test_merges_of_the_same_words_are_the_same_whatever_their_order() -> None:
