@@ -1,4 +1,5 @@
-"""Load a config from a YAML file and `key.sub=value` overrides, and check it; errors name the field.
+"""Load a config from a YAML file and `key.sub=value` overrides, and check it; errors name the
+field.
 
 The YAML may hold plain data only: safe tags, no aliases, no key twice, limited size and depth.
 """
@@ -23,7 +24,8 @@ from scale_cli.errors import ConfigError, one_line
 from scale_cli.values import Section
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)
-# If a plain value stands where a section should, the user most likely meant this key of the section.
+# If a plain value stands where a section should, the user most likely meant this key of the
+# section.
 _MEANT_BY_SECTION = {
     "model": "base",
     "method": "variant",
@@ -31,7 +33,8 @@ _MEANT_BY_SECTION = {
     "train": "max_steps",
 }
 _MAX_ERRORS = 10
-_LONGEST_QUOTE, _LONGEST_MESSAGE = 200, 300
+_LONGEST_QUOTE = 200
+_LONGEST_MESSAGE = 300
 _MOST_MEANT = 3  # more keys of the same name elsewhere are ambiguous
 # Limits of the YAML.
 _MAX_BYTES = 1 << 18
@@ -149,7 +152,9 @@ def _describe(
 
 
 def _did_you_mean(schema: type[Section], location: Sequence[str]) -> str:
-    """Return a hint for an unknown key: a key elsewhere in the config, a similar key of this section, or ""."""
+    """Return a hint for an unknown key: a key elsewhere in the config, a similar key of this
+    section, or "".
+    """
     *above, name = location
     if name in _NO_KEYS:
         return f" ({_NO_KEYS[name]})"
@@ -213,7 +218,9 @@ def json_schema_text() -> str:
 
 
 class _Loader(yaml.CSafeLoader):
-    """Load safe YAML: a repeated key is an error, and `1e-4` is a number (in PyYAML and YAML 1.1 it is a string)."""
+    """Load safe YAML: a repeated key is an error, and `1e-4` is a number (in PyYAML and YAML 1.1 it
+    is a string).
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -227,7 +234,9 @@ class _Loader(yaml.CSafeLoader):
 
 
 class _Dumper(yaml.CSafeDumper):
-    """Write safe YAML: quote a string that `_Loader` would read as a number (such as the git revision 1e10)."""
+    """Write safe YAML: quote a string that `_Loader` would read as a number (such as the git
+    revision 1e10).
+    """
 
 
 for _half in (_Loader, _Dumper):
@@ -266,8 +275,11 @@ def parse(text: str, where: str) -> Any:
 
 
 def _check(text: str) -> None:
-    """Refuse deep nesting (PyYAML recurses without a limit), aliases (they can grow exponentially) and non-text."""
-    depth, problem = 0, None
+    """Refuse deep nesting (PyYAML recurses without a limit), aliases (they can grow exponentially)
+    and non-text.
+    """
+    depth = 0
+    problem = None
     event: Any
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(

@@ -14,8 +14,9 @@ _READ = {"base", "tokenizer", "path", "folder", "init_from"}
 def with_absolute_paths(tree: Any, beside: Path) -> Any:
     """Return a config's plain data with absolute paths for all that it reads.
 
-    A relative path is looked for in the working folder, then in `beside`, the config file's folder. What is in neither
-    stays as it is: it may be a hub id, and if not, the verb that reads it names it.
+    A relative path is looked for in the working folder, then in `beside`, the config file's folder.
+    What is in neither stays as it is: it may be a hub id, and if not, the verb that reads it names
+    it.
     """
     if isinstance(tree, list):
         return [with_absolute_paths(value, beside) for value in tree]

@@ -14,8 +14,8 @@ _SHARE_OF_DECAY = 0.2
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Return the learning rate of a step (0 is the first).
 
-    Linear warm-up to `lr` over `warmup_steps`, the first step at lr / warmup_steps; then a schedule of `SCHEDULES`,
-    from `lr` down to `min_lr_ratio` of it.
+    Linear warm-up to `lr` over `warmup_steps`, the first step at lr / warmup_steps; then a schedule
+    of `SCHEDULES`, from `lr` down to `min_lr_ratio` of it.
     """
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps
@@ -24,7 +24,9 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def _progress(step: int, train: TrainConfig) -> float:
-    """Return a step's progress after the warm-up, from 0 to 1 at the last step (0 if only one step is left)."""
+    """Return a step's progress after the warm-up, from 0 to 1 at the last step (0 if only one step
+    is left).
+    """
     return (step - train.warmup_steps) / max(1, train.max_steps - 1 - train.warmup_steps)
 
 
@@ -41,7 +43,9 @@ def _constant(_step: int, _train: TrainConfig) -> float:
 
 
 def _wsd(step: int, train: TrainConfig) -> float:
-    """Constant, then down by 1 - sqrt (Hu et al. 2024, arXiv 2404.06395); the last step is at the minimum."""
+    """Constant, then down by 1 - sqrt (Hu et al. 2024, arXiv 2404.06395); the last step is at the
+    minimum.
+    """
     decay_steps = train.decay_steps
     if decay_steps is None:
         most = train.max_steps - train.warmup_steps
@@ -50,7 +54,8 @@ def _wsd(step: int, train: TrainConfig) -> float:
     return 1.0 if decayed <= 0 else 1.0 - math.sqrt(decayed / decay_steps)
 
 
-# By the config's names: functions that map a step after the warm-up to what is left of the way down.
+# By the config's names: functions that map a step after the warm-up to what is left of the way
+# down.
 SCHEDULES: dict[Schedule, Callable[[int, TrainConfig], float]] = {
     "cosine": _cosine,
     "linear": _linear,

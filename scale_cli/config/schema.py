@@ -1,6 +1,8 @@
-"""The schema of the config file, one class per section, and which keys may change between two verbs of one run.
+"""The schema of the config file, one class per section, and which keys may change between two verbs
+of one run.
 
-Every key is public (docs/configuration.md). A key may change only if its field is marked so (`values.Change`).
+Every key is public (docs/configuration.md). A key may change only if its field is marked so
+(`values.Change`).
 """
 
 from __future__ import annotations
@@ -119,7 +121,8 @@ class _AnyMethod(WideningConfig):
         return self
 
 
-# At run time it has a section for every method with one; a type checker knows only what all methods share.
+# At run time it has a section for every method with one; a type checker knows only what all methods
+# share.
 if TYPE_CHECKING:
     MethodConfig = _AnyMethod
 else:
@@ -239,10 +242,11 @@ class RunConfig(Section):
 
     @property
     def new_script(self) -> Script | None:
-        """The script of the new languages and tokens; None if it tells nothing: one of the languages
-        has another, such as Latin, or the replay has the same.
+        """The script of the new languages and tokens; None if it tells nothing: one of the
+        languages has another, such as Latin, or the replay has the same.
         """
-        vocabulary, languages = self.method.vocabulary, dict[str, set[str]](new=set(), replay=set())
+        vocabulary = self.method.vocabulary
+        languages: dict[str, set[str]] = {"new": set(), "replay": set()}
         for source in self.corpus.sources:
             languages[source.role].add(source.language)
         if vocabulary is None and not languages["new"] <= LANGUAGE_SCRIPTS.keys():
@@ -275,7 +279,8 @@ class RunConfig(Section):
         return self
 
     def _method_problems(self) -> Iterator[str]:
-        method, train = self.method, self.train
+        method = self.method
+        train = self.train
         if method.distils and not any(source.weight for source in self.corpus.replay):
             yield (
                 "method.distillation.weight: acts only on replay; give one of corpus.sources the role replay, with a "
@@ -319,11 +324,13 @@ class RunConfig(Section):
             yield f"train.max_forgetting: evaluation.perplexity has no corpus of role {min(missing)}"
 
     def _flash_attention_problems(self) -> Iterator[str]:
-        train, at_once = self.train, self.train.sequences_at_once(1)
+        train = self.train
+        at_once = train.sequences_at_once(1)
         if train.attention != "flash_attention_2":
             return
         if self.corpus.isolate_documents and at_once > 1:
-            # It finds documents by their positions, and only in a batch of one; in larger batches it would join them.
+            # It finds documents by their positions, and only in a batch of one; in larger batches
+            # it would join them.
             yield (
                 f"train.attention: with train.micro_batch_size {at_once}, flash_attention_2 cannot isolate documents "
                 "(corpus.isolate_documents); set train.micro_batch_size to 1, or use flex_attention"
@@ -342,7 +349,8 @@ class RunConfig(Section):
                 yield f"train.attention: flash_attention_2 computes in 16 bits: set {section}.mixed_precision to bf16"
 
 
-# Keys that say where something lies. Callers that compare its content by hash (base, corpora) ignore them.
+# Keys that say where something lies. Callers that compare its content by hash (base, corpora)
+# ignore them.
 BASE_KEYS = r"model\.(base|revision|tokenizer)"
 LOCATION_KEYS = BASE_KEYS + r"|corpus\.sources\.\d+\.(path(\.\d+)?|revision)"
 # Of periodic evaluations, by default: they then take a few per cent of the time.
@@ -352,8 +360,8 @@ _SCORED_BY = (
     r"method\.router\.(?!script_prior).+"
     r"|evaluation\.(sequence_length|mixed_precision|perplexity\.\d+\.(?!path|revision).+)"
 )
-# The router acts in evaluation and generation only, so it may be set after training; here it is its own section.
-# Distillation acts in training only, so it may be set after upscaling.
+# The router acts in evaluation and generation only, so it may be set after training; here it is its
+# own section. Distillation acts in training only, so it may be set after upscaling.
 _MOVED = {"method.router.": "router", "method.distillation.": "train"}
 UPSCALE_SECTIONS = ("seed", "model", "method")
 TRAIN_SECTIONS = (*UPSCALE_SECTIONS, "corpus", "train")
@@ -362,7 +370,8 @@ EXPORT_SECTIONS = (*TRAIN_SECTIONS, "router", "export")
 
 
 def _marked(section: type[BaseModel], mark: Change, prefix: str = "") -> Iterator[str]:
-    # Lists, and sections that may be null, are not entered: a mark on a key of a source (`weight`) does nothing.
+    # Lists, and sections that may be null, are not entered: a mark on a key of a source (`weight`)
+    # does nothing.
     for name, field in section.model_fields.items():
         if mark in field.metadata:
             yield prefix + name
@@ -376,9 +385,11 @@ FREE, ACCEPTABLE = (frozenset(_marked(RunConfig, mark)) for mark in (Change.FREE
 def differences(
     before: RunConfig, now: RunConfig, sections: tuple[str, ...], ignored_keys: str = ""
 ) -> list[str]:
-    """Return `key: before -> now` for every changed key in `sections` that makes it a different run.
+    """Return `key: before -> now` for every changed key in `sections` that makes it a different
+    run.
 
-    Keys that match the pattern `ignored_keys` do not count: the caller compares the content behind them.
+    Keys that match the pattern `ignored_keys` do not count: the caller compares the content behind
+    them.
     """
 
     def counts(key: str) -> bool:
@@ -393,7 +404,9 @@ def differences(
 
 
 def scored_otherwise(before: RunConfig, now: RunConfig) -> list[str]:
-    """Return `key: before -> now` for every changed key that makes scores of periodic evaluations incomparable."""
+    """Return `key: before -> now` for every changed key that makes scores of periodic evaluations
+    incomparable.
+    """
     changed = [line for key, line in _changes(before, now).items() if re.fullmatch(_SCORED_BY, key)]
     if before.eval_tokens != now.eval_tokens:
         changed.append(f"train.eval_max_tokens: {before.eval_tokens} -> {now.eval_tokens}")

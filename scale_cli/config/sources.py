@@ -27,7 +27,8 @@ from scale_cli.values import (
     SourcePatterns,
 )
 
-# Name prefixes of lm-eval's Korean suites; any other suite is English unless the config says otherwise.
+# Name prefixes of lm-eval's Korean suites; any other suite is English unless the config says
+# otherwise.
 _KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
 _LEAST_WEIGHT = 1e-6
 Role = Annotated[

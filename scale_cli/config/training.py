@@ -46,7 +46,9 @@ Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
 class LrMultipliers(Section):
-    """Learning rates by kind of tensor, relative to `train.lr`; null: the method's own (docs/training.md)."""
+    """Learning rates by kind of tensor, relative to `train.lr`; null: the method's own
+    (docs/training.md).
+    """
 
     embedding: float | None = Field(
         default=None, gt=0.0, le=1e6, description="E', or a baseline's token embedding"
@@ -221,13 +223,14 @@ class _AnyTraining(Section):
             yield "profile_steps: the first step comes after the last"
         if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
             yield f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences"
-        warmup_steps, decay_steps = self.warmup_steps, self.decay_steps or 0
-        # The warm-up alone may be longer, as with every schedule, for a short trial of a long config.
-        if self.schedule == "wsd" and warmup_steps + decay_steps > max(
-            self.max_steps, warmup_steps
-        ):
-            given = f"warmup_steps {warmup_steps:,} and decay_steps {decay_steps:,}"
-            yield f"{given} are together more than max_steps {self.max_steps:,}"
+        # The warm-up alone may be longer, as with every schedule, for a short trial of a long
+        # config.
+        planned_steps = self.warmup_steps + (self.decay_steps or 0)
+        if self.schedule == "wsd" and planned_steps > max(self.max_steps, self.warmup_steps):
+            yield (
+                f"warmup_steps {self.warmup_steps:,} and decay_steps {self.decay_steps or 0:,} are together more "
+                f"than max_steps {self.max_steps:,}"
+            )
 
     @property
     def observes(self) -> bool:

@@ -1,6 +1,7 @@
 """The section `method.vocabulary`: new tokens for a script.
 
-A script is ranges of code points; `Script` also tells from UTF-8 bytes whether they begin its letters.
+A script is ranges of code points; `Script` also tells from UTF-8 bytes whether they begin its
+letters.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pydantic import Field, field_validator
 
 from scale_cli.values import Name, PathText, Section
 
-# llama.cpp takes a model with this many tokens for CodeLlama or Granite, and changes how its text begins or ends.
+# llama.cpp takes a model with this many tokens for CodeLlama or Granite, and changes how its text
+# begins or ends.
 TAKEN_FOR_OTHERS = (32_016, 49_152)
 # The total number of tokens is a multiple of this: the vocabulary head is faster.
 ROWS_MULTIPLE = 64
@@ -41,7 +43,8 @@ SCRIPTS: dict[str, tuple[tuple[int, int], ...]] = {
     "thai": ((0x0E00, 0x0E7F),),
     "tibetan": ((0x0F00, 0x0FFF),),
 }
-# The scripts of languages, by ISO 639 code; those that are not here have Latin letters, or are not known.
+# The scripts of languages, by ISO 639 code; those that are not here have Latin letters, or are not
+# known.
 LANGUAGE_SCRIPTS: dict[str, tuple[str, ...]] = {
     "ko": ("hangul", "1100-11FF"),  # letters of syllables too
     "ja": ("kana", "han"),
@@ -64,7 +67,8 @@ LANGUAGE_SCRIPTS: dict[str, tuple[str, ...]] = {
     "te": ("telugu",),
     "th": ("thai",),
 }
-# UTF-8 lead bytes that narrow the second byte's range, to exclude overlong forms, surrogates and > U+10FFFF.
+# UTF-8 lead bytes that narrow the second byte's range, to exclude overlong forms, surrogates and >
+# U+10FFFF.
 _SECOND_BYTES = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
 _LAST_CODE_POINT = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
@@ -78,7 +82,9 @@ class Script:
 
     @classmethod
     def named(cls, name: str) -> Script:
-        """Return a script by its name, or by hexadecimal ranges such as `AC00-D7A3`, separated by commas."""
+        """Return a script by its name, or by hexadecimal ranges such as `AC00-D7A3`, separated by
+        commas.
+        """
         if name in SCRIPTS:
             return cls(SCRIPTS[name])
         span_form = re.compile("([0-9A-F]{2,6})-([0-9A-F]{2,6})", re.IGNORECASE)
@@ -103,7 +109,8 @@ class Script:
     def share(self, text: str) -> float | None:
         """Return the share of the script's letters in all letters of a text; None if it has none.
 
-        The text is put together first (NFKC), so that a letter counts the same however it is written.
+        The text is put together first (NFKC), so that a letter counts the same however it is
+        written.
         """
         letters = [ord(c) for c in unicodedata.normalize("NFKC", text) if c.isalpha()]
         if not letters:
@@ -126,9 +133,11 @@ class Script:
         )
 
     def alone_begins(self, text: bytes) -> bool:
-        """Return whether bytes can only begin a run of the script's letters, after at most one space.
+        """Return whether bytes can only begin a run of the script's letters, after at most one
+        space.
 
-        If the last character is cut short, every way to complete it must give a letter of the script.
+        If the last character is cut short, every way to complete it must give a letter of the
+        script.
         """
         letters = text.removeprefix(b" ")
         whole = letters.decode(errors="ignore")
@@ -142,7 +151,9 @@ class Script:
 
 
 def _completions(cut: bytes) -> tuple[int, int] | None:
-    """Return the first and the last code point whose UTF-8 begins with the bytes `cut`; None if there is none."""
+    """Return the first and the last code point whose UTF-8 begins with the bytes `cut`; None if
+    there is none.
+    """
     missing = (2 if cut[0] < 0xE0 else 3 if cut[0] < 0xF0 else 4) - len(cut)
     least, greatest = _SECOND_BYTES.get(cut[0], (0x80, 0xBF)) if len(cut) == 1 else (0x80, 0xBF)
     fillings = ([least] + [0x80] * (missing - 1), [greatest] + [0xBF] * (missing - 1))

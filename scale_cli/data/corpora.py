@@ -34,7 +34,8 @@ _SAMPLE_RECORDS = 1 << 10
 _SAMPLE_CHARACTERS = 1 << 17
 _HASHES_AT_ONCE = 1 << 20
 # Of each source: tokens whose shares the start asks for, and tokens that the base is tried on.
-_TOKENS_COUNTED, _TOKENS_SAMPLED = 1 << 20, 512
+_TOKENS_COUNTED = 1 << 20
+_TOKENS_SAMPLED = 512
 TOKENS = "tokens"  # folder of a run for tokenised corpora, unless corpus.cache_dir names another
 CORPORA = "corpora.json"  # beside a state: the names of the text that was trained on
 _LEAST_SHARED = 0.01  # of a held-out text; less is headings that many documents have
@@ -70,7 +71,9 @@ def open_sources(
 def text_to_learn(
     sources: Sequence[CorpusSource], corpora: Sequence[TokenisedCorpus], vocab_size: int
 ) -> TextToLearn:
-    """Return what a start asks of the new sources: how each begins, and how often it has each token."""
+    """Return what a start asks of the new sources: how each begins, and how often it has each
+    token.
+    """
     shares = torch.zeros(vocab_size, dtype=torch.float64)
     beginnings = []
     for source, corpus in zip(sources, corpora, strict=True):

@@ -37,7 +37,8 @@ class Decoder:
         text = self._added_by_held()
         if not text or text.endswith(_NO_CHARACTER):
             return ""
-        self._given, self._held = self._held, []
+        self._given = self._held
+        self._held = []
         return text.replace(_NO_CHARACTER, "")
 
     def finish(self) -> str:

@@ -134,7 +134,8 @@ def source_files(source: TextSource) -> list[SourceFile]:
 
 
 def _matches(pattern: str) -> list[Path]:
-    """Return what a pattern matches, part by part; a name that exists as it is written is no pattern.
+    """Return what a pattern matches, part by part; a name that exists as it is written is no
+    pattern.
 
     Names may be in another normal form than the pattern, as macOS writes Hangul and accents.
     """

@@ -1,4 +1,6 @@
-"""The proof that a model decodes with its cache as it scores without one: what is served is what was measured."""
+"""The proof that a model decodes with its cache as it scores without one: what is served is what
+was measured.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from scale_cli.errors import ExportParityError, one_line
 
 _NUM_PROMPTS = 2
 _NUM_STEPS = 4  # decoded for each prompt; the first already shows a lost cache
-# Of the largest logit. Cached products have other shapes, which in 16 bits round otherwise: the plain
-# SmolLM2-135M differs by 0.025 in bfloat16 and by 3e-6 in float32. A lost cache is 0.35 at least, on
-# a model of 5 M parameters; on SmolLM2 it is 0.63.
+# Of the largest logit. Cached products have other shapes, which in 16 bits round otherwise: the
+# plain SmolLM2-135M differs by 0.025 in bfloat16 and by 3e-6 in float32. A lost cache is 0.35 at
+# least, on a model of 5 M parameters; on SmolLM2 it is 0.63.
 _ALLOWED = {torch.float32: 1e-3}
 _ALLOWED_IN_16_BITS = 0.1
 
@@ -26,9 +28,11 @@ def _next_of(ids: list[int], _row: int, so_far_T: Tensor) -> list[int]:
 
 @torch.no_grad()
 def check_cached_decoding(model: Any, prompts: list[Tensor]) -> None:
-    """Raise ExportParityError unless `generate` computes with the cache what one pass computes without.
+    """Raise ExportParityError unless `generate` computes with the cache what one pass computes
+    without.
 
-    The last tokens of each of the first (1, T) prompts are decoded one by one, by transformers' own loop.
+    The last tokens of each of the first (1, T) prompts are decoded one by one, by transformers' own
+    loop.
     """
     settings = GenerationConfig(
         max_new_tokens=_NUM_STEPS,

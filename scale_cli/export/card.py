@@ -48,9 +48,11 @@ class Licence:
 
 
 def base_licence(model: ModelConfig) -> Licence:
-    """Return the licence that the plain base states, in its README.md's metadata and in files beside it.
+    """Return the licence that the plain base states, in its README.md's metadata and in files
+    beside it.
 
-    A base from the hub is looked up there, and offline in its cache; if neither has it, the licence is empty.
+    A base from the hub is looked up there, and offline in its cache; if neither has it, the licence
+    is empty.
     """
     folder = Path(model.base)
     if not looks_local(model.base):
@@ -72,7 +74,9 @@ class Stage:
     """One training behind a model."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        """Read a run's `final/`, or an adapter export, which does not say how long or on how much it was trained."""
+        """Read a run's `final/`, or an adapter export, which does not say how long or on how much
+        it was trained.
+        """
         self.config = config
         self.base = BaseRecord.load(folder)
         self.state = TrainState.load_if_there(folder)

@@ -1,27 +1,34 @@
-"""The widened model as a plain dense model of its family: one larger matrix for every four blocks, no custom code.
+"""The widened model as a plain dense model of its family: one larger matrix for every four blocks,
+no custom code.
 
-This is exact if the base stream's RMS normalises both streams. Let x have d channels and u have d'. Store them as one
-stream [a x ; b u] with powers of two a and b. Let b / a be so small that u does not count in the joint mean square:
+This is exact if the base stream's RMS normalises both streams. Let x have d channels and u have d'.
+Store them as one stream [a x ; b u] with powers of two a and b. Let b / a be so small that u does
+not count in the joint mean square:
 
     rms([a x ; b u]; eps') = sqrt((a^2 |x|^2 + b^2 |u|^2) / (d + d') + eps')  ->  a sqrt(d / (d + d')) rms(x; eps)
 
-with eps' = a^2 eps d / (d + d'). So the gains become g sqrt(d / (d + d')) for x and g' (a / b) sqrt(d / (d + d')) for
-u. Every row that writes x or u into the stream is multiplied by a or by b, which is lossless in floating point.
-Several expansions are stored one after another; d' is the channels of all of them.
+with eps' = a^2 eps d / (d + d'). So the gains become g sqrt(d / (d + d')) for x and g' (a / b)
+sqrt(d / (d + d')) for u. Every row that writes x or u into the stream is multiplied by a or by b,
+which is lossless in floating point. Several expansions are stored one after another; d' is the
+channels of all of them.
 
 Every other norm is treated in the same way, with the same eps':
 
-- A norm of what a layer writes (o, down): these rows are stored as x and u are. The output must be [a y ; b y'], so the
-  gains are a g sqrt(d / (d + d')) and a g' sqrt(d / (d + d')).
-- A norm of one head's queries or keys: rms(q; eps') is sqrt(eps' / eps) times rms(q; eps) if q is larger by the same
-  factor. So the rows that make q are multiplied by it. The gains are the same for all heads.
-- A norm of all queries or keys together, n of the base's and n' more: the rows of q are multiplied by s, those of q' by
-  s b / a, with s^2 = (eps' / eps) (n + n') / n. The gains are those of a norm of the stream, with n instead of d.
+- A norm of what a layer writes (o, down): these rows are stored as x and u are. The output must be
+  [a y ; b y'], so the gains are a g sqrt(d / (d + d')) and a g' sqrt(d / (d + d')).
+- A norm of one head's queries or keys: rms(q; eps') is sqrt(eps' / eps) times rms(q; eps) if q is
+  larger by the same factor. So the rows that make q are multiplied by it. The gains are the same
+  for all heads.
+- A norm of all queries or keys together, n of the base's and n' more: the rows of q are multiplied
+  by s, those of q' by s b / a, with s^2 = (eps' / eps) (n + n') / n. The gains are those of a norm
+  of the stream, with n instead of d.
 
-Maps that read the stream without a norm have their columns divided by a and by b. Gains that a family stores as
-w = g - 1 are stored so. If a family multiplies the embedding by the root of the width, its rows are divided by that.
+Maps that read the stream without a norm have their columns divided by a and by b. Gains that a
+family stores as w = g - 1 are stored so. If a family multiplies the embedding by the root of the
+width, its rows are divided by that.
 
-Source: ours (docs/serving.md). Only b / a matters for exactness; the split keeps weights in the range of fp16 and int8.
+Source: ours (docs/serving.md). Only b / a matters for exactness; the split keeps weights in the
+range of fp16 and int8.
 """
 
 from __future__ import annotations
@@ -57,10 +64,11 @@ class StreamScales:
 
 
 SAME_SCALES = StreamScales(1.0, 1.0)
-# u adds (b/a)^2 |u|^2/|x|^2 to the joint mean square. With these scales that is below the rounding of the dtype, for a
-# u of up to _COVERED times the size of x. If training makes u larger still, u is stored smaller by as much.
-# In float16 a smaller b would push the rows that write u below the smallest normal number, 6e-5. In f16 and q8_0 that
-# costs more than u's part of the mean square, so there a u that is large at few tokens may count.
+# u adds (b/a)^2 |u|^2/|x|^2 to the joint mean square. With these scales that is below the rounding
+# of the dtype, for a u of up to _COVERED times the size of x. If training makes u larger still, u
+# is stored smaller by as much. In float16 a smaller b would push the rows that write u below the
+# smallest normal number, 6e-5. In f16 and q8_0 that costs more than u's part of the mean square, so
+# there a u that is large at few tokens may count.
 _SCALES = {
     "float32": StreamScales(2.0**4, 2.0**-12),
     "bfloat16": StreamScales(2.0**2, 2.0**-6),
@@ -71,10 +79,12 @@ _LARGEST_GAIN = {"float32": 2.0**60, "bfloat16": 2.0**60, "float16": 2.0**15}
 
 
 def dense_model(model: WidenedModel, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
-    """Return a plain model of the base's own class with the trained head's logits, computed in float32.
+    """Return a plain model of the base's own class with the trained head's logits, computed in
+    float32.
 
-    Parallel expansions have no joint trained head: the logits are the base's plus what each expansion adds. The size of
-    u relative to x is measured on prompts, (1, T) ids; without prompts, on random tokens.
+    Parallel expansions have no joint trained head: the logits are the base's plus what each
+    expansion adds. The size of u relative to x is measured on prompts, (1, T) ids; without prompts,
+    on random tokens.
     """
     measured = largest_stream_ratio(model, prompts or [random_ids(model.base, seed=0)])
     excess = max(1.0, measured / _COVERED[dtype])
@@ -109,7 +119,9 @@ def largest_stream_ratio(model: WidenedModel, prompts: Sequence[Tensor]) -> floa
 
 
 def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
-    """Return any method's trained model as a plain one: widened models made dense, LoRA merged, others as they are."""
+    """Return any method's trained model as a plain one: widened models made dense, LoRA merged,
+    others as they are.
+    """
     if isinstance(model, WidenedModel):
         return dense_model(model, dtype, prompts)
     plain = copy.deepcopy(model).float()
@@ -122,7 +134,8 @@ def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) 
 def convert_parameters(model: MethodModel, dtype: torch.dtype) -> None:
     """Convert every parameter to a dtype, in place.
 
-    Unlike `Module.to`, it does not round RoPE's frequencies: models loaded from a folder always have them in float32.
+    Unlike `Module.to`, it does not round RoPE's frequencies: models loaded from a folder always
+    have them in float32.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -155,7 +168,9 @@ def _eps_growth(model: WidenedModel, scales: StreamScales) -> float:
 def _dense_tensors(
     model: WidenedModel, scales: StreamScales, embedding_factor: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the plain model; that model multiplies its embedding by `embedding_factor`."""
+    """Yield every tensor of the plain model; that model multiplies its embedding by
+    `embedding_factor`.
+    """
     decoder = model.base.model
     num_base = model.base.config.hidden_size
     embedding = dense_embedding(model)
@@ -254,14 +269,13 @@ def _joined_head(model: WidenedModel) -> Tensor:
     for head, (expansion, columns) in enumerate(
         zip(model.expansions, of_added, strict=True), start=1
     ):
-        weight, new = expansion.lm_head.weight, expansion.new_tokens
-        knows_all = len(weight) == len(whole)
-        ids = torch.tensor(
-            range(len(whole)) if knows_all else model.config.token_ids(head)[: len(weight)]
-        )
+        weight = expansion.lm_head.weight
+        ids = torch.arange(len(whole))
+        if len(weight) < len(whole):
+            ids = torch.tensor(model.config.token_ids(head)[: len(weight)])
         columns[ids] = weight.float()
-        if new is not None:
-            of_x[ids[len(base) :]] += new.lm_head.weight.float()
+        if expansion.new_tokens is not None:
+            of_x[ids[len(base) :]] += expansion.new_tokens.lm_head.weight.float()
     return whole
 
 
@@ -272,7 +286,9 @@ def _joined_gains(
     scales: StreamScales,
     wanted: StreamScales = SAME_SCALES,
 ) -> Tensor:
-    """Return the weight of a norm over all streams, stored with `scales`, whose output has the scales `wanted`."""
+    """Return the weight of a norm over all streams, stored with `scales`, whose output has the
+    scales `wanted`.
+    """
     num_base = len(frozen.weight)
     num_all = num_base + sum(map(len, added))
     of_base = wanted.base * family.norm_form.gains(frozen.weight.float())
@@ -286,7 +302,9 @@ def _joined_linear(
     columns: StreamScales,
     rows: StreamScales,
 ) -> dict[str, Tensor]:
-    """Return [[W, W12], [W21, W22]] over all streams, scaled, and the biases; blocks between two expansions are 0."""
+    """Return [[W, W12], [W21, W22]] over all streams, scaled, and the biases; blocks between two
+    expansions are 0.
+    """
     num_base = frozen.in_features
     widths = [num_base, *(linear.weight_22.shape[1] for linear in added)]
     _, *streams = [slice(*ends) for ends in pairwise(accumulate(widths, initial=0))]

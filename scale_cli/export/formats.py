@@ -1,4 +1,6 @@
-"""The formats of exports: what each writes, and the comparison of each way to serve it with the trained model."""
+"""The formats of exports: what each writes, and the comparison of each way to serve it with the
+trained model.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,10 @@ from scale_cli.upscale.building import MethodModel
 from scale_cli.upscale.preservation import trained_logits
 
 MAX_LOGIT_DIFFERENCE = 1e-4  # float32
-# A float32 export passes if no logit differs by more than that. Any other export is held to the trained model's own
-# rounding: how far that model moves from its exact logits when it is held in the export's dtype. The first ratio limits
-# the mean, which any wrong weight raises. The second limits the largest difference, which scatters, in float32.
+# A float32 export passes if no logit differs by more than that. Any other export is held to the
+# trained model's own rounding: how far that model moves from its exact logits when it is held in
+# the export's dtype. The first ratio limits the mean, which any wrong weight raises. The second
+# limits the largest difference, which scatters, in float32.
 MAX_OWN_RATIO = 2.0
 MAX_OWN_RATIO_AT_WORST = 10.0
 _POSITIONS_AT_ONCE = 32
@@ -102,10 +105,12 @@ def _differences(logits_1TV: Tensor, wanted_1TV: Tensor) -> Tensor:
 def measure_parity(
     exported: MethodModel, trained: MethodModel, expected: Logits, prompts: list[Tensor]
 ) -> Parity:
-    """Compare an export's logits with the exact ones of the trained model, prompt by prompt; ids are (1, T).
+    """Compare an export's logits with the exact ones of the trained model, prompt by prompt; ids
+    are (1, T).
 
-    "Exact" is float64 for a float32 export, and float32 for one in 16 bits. The trained model's own rounding is
-    measured against the same. `expected` gives the trained model's logits: of the trained head, or routed.
+    "Exact" is float64 for a float32 export, and float32 for one in 16 bits. The trained model's own
+    rounding is measured against the same. `expected` gives the trained model's logits: of the
+    trained head, or routed.
     """
     exact = _Exact(torch.float64 if exported.dtype == torch.float32 else torch.float32)
     own = {parameter: parameter.data for parameter in trained.parameters()}
@@ -164,7 +169,8 @@ class Format:
         self.method = config.method.definition
         self.fits_method = True  # whether the method's models can be written in this format
         self.loaded_as = self.name  # `kind` in `card.md.j2`, which says how it is loaded
-        # False: it answers with the trained head alone. The run is then served otherwise only if its method routes.
+        # False: it answers with the trained head alone. The run is then served otherwise only if
+        # its method routes.
         self.answers_as_served = False
 
     @cached_property
@@ -180,21 +186,24 @@ class Format:
     def write(
         self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
     ) -> None:
-        """Write weights, tokenizer and config.json of `model`, which was loaded from the folder `trained`.
+        """Write weights, tokenizer and config.json of `model`, which was loaded from the folder
+        `trained`.
 
         `prompts` are (1, T) ids: text on which a format may measure the model.
         """
         raise NotImplementedError
 
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
-        """Yield the model for each way to load the folder, with the trained model's logits that it must match.
+        """Yield the model for each way to load the folder, with the trained model's logits that it
+        must match.
 
         If the folder can also be served routed, that way comes second.
         """
         raise NotImplementedError
 
     def prove(self, folder: Path, model: MethodModel, prompts: list[Tensor]) -> Parity:
-        """Load a folder in every way in which it is served, and check that it computes what the trained model does.
+        """Load a folder in every way in which it is served, and check that it computes what the
+        trained model does.
 
         Cached decoding is compared with one pass without a cache too.
         """
@@ -236,8 +245,11 @@ class Llama(Format):
 def write_self_contained(
     model: WidenedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
-    """Write weights, configuration, code and tokenizer; loads with trust_remote_code=True, and in scale without."""
-    # Not the base's own files: the class to read them may depend on the family, which this configuration does not name.
+    """Write weights, configuration, code and tokenizer; loads with trust_remote_code=True, and in
+    scale without.
+    """
+    # Not the base's own files: the class to read them may depend on the family, which this
+    # configuration does not name.
     tokenizer.save_pretrained(folder)
     frame_prompts(folder, tokenizer)
     # Registered here and not where the classes are defined: only this folder carries its own code.
@@ -306,7 +318,8 @@ FORMATS: dict[str, type[Format]] = {one.name: one for one in (Llama, Transformer
 
 
 def formats_of(config: RunConfig) -> list[Format]:
-    """Return the formats that a config asks for, each with a copy of the config that asks for it alone.
+    """Return the formats that a config asks for, each with a copy of the config that asks for it
+    alone.
 
     Raises:
         ConfigError: one of the formats cannot hold a model of this method.

@@ -1,13 +1,15 @@
 """A plain model as a folder that loads wherever its base loads.
 
-transformers 5 writes config.json and the tokenizer in its own format. Version 4, which many servers still pin, does not
-know `rope_parameters`: it goes on with unscaled positions, and does not find the tokenizer's class. So the base's own
-config.json is used, with other sizes and both spellings, and its small files are copied byte for byte. One thing may
-change in the tokenizer: it puts the boundary that began a training document before a prompt.
+transformers 5 writes config.json and the tokenizer in its own format. Version 4, which many servers
+still pin, does not know `rope_parameters`: it goes on with unscaled positions, and does not find
+the tokenizer's class. So the base's own config.json is used, with other sizes and both spellings,
+and its small files are copied byte for byte. One thing may change in the tokenizer: it puts the
+boundary that began a training document before a prompt.
 
-Keys in config.json, and three code files beside it (`model/routed_scale.py`), let the folder be served routed. A loader
-that does not know the keys, or does not trust the code, loads the plain model. A model cannot be routed if an expansion
-writes into x (W12), since the base's head reads an x that no expansion has written into.
+Keys in config.json, and three code files beside it (`model/routed_scale.py`), let the folder be
+served routed. A loader that does not know the keys, or does not trust the code, loads the plain
+model. A model cannot be routed if an expansion writes into x (W12), since the base's head reads an
+x that no expansion has written into.
 """
 
 from __future__ import annotations
@@ -34,20 +36,22 @@ from scale_cli.upscale.preservation import SAMPLE_TEXTS
 from scale_cli.vocabulary.tokenizer import open_tokenizer
 
 KEY = "scale_router"
-# The second is for `transformers serve`, which looks for such a class first, and otherwise takes the plain one.
+# The second is for `transformers serve`, which looks for such a class first, and otherwise takes
+# the plain one.
 _ASKED_FOR = ("AutoModelForCausalLM", "AutoModelForDecision")
 _CODE = tuple(Path(str(module.__file__)) for module in (routed_scale, routing, cache_scale))
 
 
 def router_keys(model: MethodModel) -> dict[str, Any] | None:
-    """Return the value of `scale_router` in a plain export's config.json; None if the model cannot be routed.
+    """Return the value of `scale_router` in a plain export's config.json; None if the model cannot
+    be routed.
 
     Returns:
         `stream_sizes`: channels of the hidden row by stream, the base's first;
         `prior` of the base head, while the others share the rest evenly;
         `script_prior` and `script`, if the config has both, as in ScaleConfig;
-        `new_tokens`, if the base lacks some (`PieceShares`): the `first` of the pieces of each, the pieces that are the
-        scripts' `own`, and the range that is `known` by each head.
+        `new_tokens`, if the base lacks some (`PieceShares`): the `first` of the pieces of each, the
+        pieces that are the scripts' `own`, and the range that is `known` by each head.
     """
     if not isinstance(model, WidenedModel):
         return None
@@ -79,7 +83,8 @@ def routed_name(architecture: str) -> str:
 
 
 _CONFIG = "config.json"
-_WHOLE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_WHOLE = "tokenizer.json"
+_SETTINGS = "tokenizer_config.json"
 _TOKENIZER = (
     _WHOLE,
     _SETTINGS,
@@ -109,7 +114,8 @@ _CHANGED = (
     "tie_word_embeddings",
     "vocab_size",
 )
-# Keys that are written anew, or that a base may have of its own: code, and a router if it is an export of ours.
+# Keys that are written anew, or that a base may have of its own: code, and a router if it is an
+# export of ours.
 _LEFT_OUT = (
     "auto_map",
     KEY,
@@ -166,7 +172,9 @@ def find_plain_export(path: Path) -> Path:
 
 
 def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, place: TokenizerPlace, folder: Path) -> None:
-    """Copy a tokenizer's files into a folder with a config.json of the base's family, and let them frame prompts."""
+    """Copy a tokenizer's files into a folder with a config.json of the base's family, and let them
+    frame prompts.
+    """
     files = _files_at(place.key, place.name, place.revision, _TOKENIZER)
     for file in files:
         shutil.copyfile(file, folder / file.name)
@@ -177,9 +185,11 @@ def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, place: TokenizerPlace, fo
 
 
 def frame_prompts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make a folder's tokenizer begin a prompt as training began a document, unless it already does.
+    """Make a folder's tokenizer begin a prompt as training began a document, unless it already
+    does.
 
-    A chat template writes its own beginning; its text is tokenised without special tokens everywhere.
+    A chat template writes its own beginning; its text is tokenised without special tokens
+    everywhere.
     """
     boundary = DocumentMarkers.of(tokenizer).context
     if boundary is not None and not _is_framed(folder, tokenizer):
@@ -206,13 +216,17 @@ def frame_prompts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _is_framed(folder: Path, trained: PreTrainedTokenizerBase) -> bool:
-    """Return whether a folder's tokenizer encodes prompts as training did: the boundary, then the text."""
+    """Return whether a folder's tokenizer encodes prompts as training did: the boundary, then the
+    text.
+    """
     served = open_tokenizer(folder)
     return all(served(text).input_ids == prompt_ids(trained, text) for text in SAMPLE_TEXTS)
 
 
 def _framing(written: dict[str, Any] | None, token: str, boundary: int) -> dict[str, Any]:
-    """Return a post-processor for tokenizer.json that puts a token before a text and keeps offsets unchanged."""
+    """Return a post-processor for tokenizer.json that puts a token before a text and keeps offsets
+    unchanged.
+    """
     before = {"SpecialToken": {"id": token, "type_id": 0}}
     first = {"Sequence": {"id": "A", "type_id": 0}}
     second = {"Sequence": {"id": "B", "type_id": 1}}
@@ -230,7 +244,9 @@ def _framing(written: dict[str, Any] | None, token: str, boundary: int) -> dict[
 
 
 def _files_at(key: str, name: str, revision: str | None, names: Sequence[str]) -> list[Path]:
-    """Return the paths of the files that exist, in order: in a folder, on the hub, or in the hub's cache."""
+    """Return the paths of the files that exist, in order: in a folder, on the hub, or in the hub's
+    cache.
+    """
     try:
         found = cached_files(
             name, list(names), revision=revision, _raise_exceptions_for_missing_entries=False
@@ -259,7 +275,9 @@ def _configuration(written: dict[str, Any], plain: PreTrainedModel, base: Any) -
 
 
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return RoPE's settings in the spellings of transformers 4 and 5; some families have them per kind of layer."""
+    """Return RoPE's settings in the spellings of transformers 4 and 5; some families have them per
+    kind of layer.
+    """
     of_all = parameters.get("full_attention", parameters)
     local = parameters.get("sliding_attention")
     scaling = {name: value for name, value in of_all.items() if name != "rope_theta"}

@@ -13,11 +13,13 @@ from scale_cli.model.modeling_scale import WidenedModel
 
 
 def served_size(model: Any, base_config: Any, dtype: str) -> ServedSize:
-    """Return how large a method's model (`MethodModel`) is as a plain export in `dtype`, beside its plain base.
+    """Return how large a method's model (`MethodModel`) is as a plain export in `dtype`, beside its
+    plain base.
 
-    `model` may be on the meta device, as `build_model` makes it there from `base_without_weights`: only sizes are read,
-    so `scale plan` can say them before anything is downloaded. Tied weights count once, as in the file. A widened model
-    is larger served than trained: its zero blocks are stored too, and its head is no longer tied.
+    `model` may be on the meta device, as `build_model` makes it there from `base_without_weights`:
+    only sizes are read, so `scale plan` can say them before anything is downloaded. Tied weights
+    count once, as in the file. A widened model is larger served than trained: its zero blocks are
+    stored too, and its head is no longer tied.
     """
     plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     ratio = None

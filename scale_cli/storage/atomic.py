@@ -52,7 +52,9 @@ def json_sha256(value: Any) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a write error, raised by Python, safetensors or tokenizers, into a StorageError that names a path."""
+    """Turn a write error, raised by Python, safetensors or tokenizers, into a StorageError that
+    names a path.
+    """
     try:
         yield
     except Exception as error:
@@ -111,7 +113,9 @@ def read_json(path: Path) -> Any:
 def save_tensors(
     path: Path, tensors: Mapping[str, Tensor], header: dict[str, str] | None = None
 ) -> None:
-    """Write a file of tensors and sync it, perhaps on another machine than the one that publishes its folder."""
+    """Write a file of tensors and sync it, perhaps on another machine than the one that publishes
+    its folder.
+    """
     from safetensors.torch import save_file  # imports torch, which text folders do not need
 
     with writing(path):
@@ -185,7 +189,9 @@ def _empty(folder: Path) -> None:
 
 
 def publish_folder(partial: Path, path: Path) -> None:
-    """Give a filled folder its manifest, sync it, and rename it to `path`, in the same parent folder."""
+    """Give a filled folder its manifest, sync it, and rename it to `path`, in the same parent
+    folder.
+    """
     with writing(path):
         for leftover in (partial / MANIFEST, *partial.rglob(".*.partial")):  # of a killed process
             leftover.unlink(missing_ok=True)
@@ -210,7 +216,9 @@ def publish_folder(partial: Path, path: Path) -> None:
 
 
 def _replace(partial: Path, path: Path) -> None:
-    """Rename a folder to `path`; an old folder there is kept as .NAME.previous until the new one is in place."""
+    """Rename a folder to `path`; an old folder there is kept as .NAME.previous until the new one is
+    in place.
+    """
     previous = path.with_name(f".{path.name}.previous")
     if path.exists():
         path.rename(previous)
@@ -226,7 +234,9 @@ def _replace(partial: Path, path: Path) -> None:
 
 
 def _put_back(path: Path) -> None:
-    """Finish a killed replacement: put the previous folder back, or delete it if the new one is in place."""
+    """Finish a killed replacement: put the previous folder back, or delete it if the new one is in
+    place.
+    """
     previous = path.with_name(f".{path.name}.previous")
     if not path.exists() and is_whole(previous):
         previous.rename(path)
@@ -234,7 +244,9 @@ def _put_back(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder; its name is gone at once, even if this process dies before the last file is deleted."""
+    """Remove a folder; its name is gone at once, even if this process dies before the last file is
+    deleted.
+    """
     rubbish = partial_folder(path)
     with writing(path):
         shutil.rmtree(rubbish, ignore_errors=True)
@@ -243,7 +255,9 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left half-written or half-deleted; call it only if no other process writes here."""
+    """Remove what killed processes left half-written or half-deleted; call it only if no other
+    process writes here.
+    """
     for leftover in folder.glob(".*"):
         if leftover.suffix == ".previous":
             _put_back(folder / leftover.stem.removeprefix("."))
@@ -266,7 +280,9 @@ def _versions() -> dict[str, str]:
 
 
 def changed_versions(folder: Path) -> list[str]:
-    """Return `library before -> now` for every library whose version has changed since a folder was written."""
+    """Return `library before -> now` for every library whose version has changed since a folder was
+    written.
+    """
     before = _read_manifest(folder)["versions"]
     return [
         f"{name} {before[name]} -> {now}"
@@ -302,7 +318,9 @@ def is_whole(folder: Path) -> bool:
 
 
 def verify_folder(folder: Path) -> None:
-    """Check every file of a folder against its manifest; StorageError names the first that is not as written."""
+    """Check every file of a folder against its manifest; StorageError names the first that is not
+    as written.
+    """
     for name, described in described_files(folder).items():
         file = folder / name
         if (
@@ -324,8 +342,8 @@ def verify_folder(folder: Path) -> None:
 def sole_user(folder: Path) -> Iterator[None]:
     """Make a folder if needed and lock it; another process that wants it waits.
 
-    The system releases the lock when a process ends, however it ends. If the holder renamed or removed the folder, the
-    waiting process gets a new one.
+    The system releases the lock when a process ends, however it ends. If the holder renamed or
+    removed the folder, the waiting process gets a new one.
     """
     descriptor = _lock(folder, fcntl.LOCK_EX)
     try:
@@ -338,8 +356,8 @@ def sole_user(folder: Path) -> Iterator[None]:
 def claimed(folder: Path) -> Iterator[None]:
     """Make a folder if needed and lock it; RunFolderError in another process that wants it.
 
-    If this process already holds it, nothing changes. Folders made for it that are still empty at the end are removed.
-    On a file system without locks, no process is refused.
+    If this process already holds it, nothing changes. Folders made for it that are still empty at
+    the end are removed. On a file system without locks, no process is refused.
     """
     place = os.path.realpath(folder)
     if place in _claimed:

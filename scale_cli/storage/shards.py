@@ -1,7 +1,9 @@
-"""Sharded tensors: every process writes its parts as safetensors, and any number of processes can read them.
+"""Sharded tensors: every process writes its parts as safetensors, and any number of processes can
+read them.
 
-The format is that of torch.distributed.checkpoint's safetensors storage, which also reads them: each file holds parts
-of tensors, and their places in its JSON header. A process writes its file independently of the others.
+The format is that of torch.distributed.checkpoint's safetensors storage, which also reads them:
+each file holds parts of tensors, and their places in its JSON header. A process writes its file
+independently of the others.
 """
 
 from __future__ import annotations
@@ -40,24 +42,33 @@ def has_shards(folder: Path) -> bool:
 
 
 def shard_of(tensors: Mapping[str, Tensor], share: Share) -> Shard:
-    """Return this process's share of some tensors, without a copy; the other processes write the rest."""
-    parts, places = {}, {}
+    """Return this process's share of some tensors, without a copy; the other processes write the
+    rest.
+    """
+    parts = {}
+    places = {}
     for index, (name, tensor) in enumerate(tensors.items()):
-        if not isinstance(tensor, DTensor):
-            part, offsets = tensor if share.index == 0 else None, (0,) * tensor.dim()
-        else:
-            part = tensor.to_local() if _is_writer(tensor, index) else None
+        if isinstance(tensor, DTensor):
+            is_ours = _is_writer(tensor, index)
+            part = tensor.to_local()
             _, offsets = compute_local_shape_and_global_offset(
                 tensor.shape, tensor.device_mesh, tensor.placements
             )
-        if part is not None and part.numel():
-            parts[name], places[name] = part, {"saved_offsets": list(offsets)}
+        else:
+            is_ours = share.index == 0
+            part = tensor
+            offsets = (0,) * tensor.dim()
+        if is_ours and part.numel():
+            parts[name] = part
+            places[name] = {"saved_offsets": list(offsets)}
     file = f"{_SHARDS}/shard-{share.index + 1:05}-of-{share.num_processes:05}.safetensors"
     return Shard(file, parts, {_PLACES: json.dumps(places)})
 
 
 def _is_writer(tensor: DTensor, index: int) -> bool:
-    """Return whether this process writes its part of tensor `index`; processes with the same part take turns."""
+    """Return whether this process writes its part of tensor `index`; processes with the same part
+    take turns.
+    """
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     for place, placement, size in zip(
         coordinate, tensor.placements, tensor.device_mesh.shape, strict=True

@@ -87,8 +87,8 @@ class Spelling:
         )
 
     def check(self, script: Script, tokenizer: Tokenizer, name: str) -> None:
-        """Raise BaseModelError if a tokenizer, that of the model `name`, cannot spell a script, or has
-        many tokens of it already.
+        """Raise BaseModelError if a tokenizer, that of the model `name`, cannot spell a script, or
+        has many tokens of it already.
         """
         spans = (range(first, last + 1) for first, last in script.ranges)
         needed = {*"".join(chr(code) for span in spans for code in span).encode()}

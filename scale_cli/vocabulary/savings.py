@@ -42,7 +42,8 @@ def estimate_savings(
         first_id: rows of the base's embedding.
         sample: a megabyte of the text tells the saving to a few percent.
         most: new tokens at the most.
-        min_count: a token that occurs less often in what is learned from, four fifths of the sample, is left out.
+        min_count: a token that occurs less often in what is learned from, four fifths of the
+            sample, is left out.
 
     Returns:
         The estimate; None if the sample has no letter of a known script.
