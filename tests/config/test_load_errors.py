@@ -53,7 +53,10 @@ FLASH = (
         (["export.format=[llama, gguf]"], ": export.format.1: "),
         (["export.format=adapter", "export.dtype=float16"], ": export: dtype: an adapter"),
         (["export.format=[]"], ": export.format: "),
-        (["evaluation.benchmarks=[{name: a, path: b.csv}]"], ": evaluation.benchmarks.0.path: "),
+        (
+            ["evaluation.benchmarks=[{name: a, path: b.csv, language: en}]"],
+            ": evaluation.benchmarks.0.path: ",
+        ),
         ([REPLAY.replace("role: replay", "weight: 0")], "0 is below 1e-06"),
         ([f"corpus.sources=[{TWIN}, {TWIN}]"], ": corpus.sources: two sources are named 'twin'"),
         (
