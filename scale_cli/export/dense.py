@@ -9,8 +9,7 @@ not count in the joint mean square:
 
 with eps' = a^2 eps d / (d + d'). So the gains become g sqrt(d / (d + d')) for x and g' (a / b)
 sqrt(d / (d + d')) for u. Every row that writes x or u into the stream is multiplied by a or by b,
-which is lossless in floating point. Several expansions are stored one after another; d' is the
-channels of all of them.
+which is lossless in floating point.
 
 Every other norm is treated in the same way, with the same eps':
 
@@ -37,7 +36,6 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -46,10 +44,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from scale_cli.methods.starts import random_ids
-from scale_cli.model.expansion_scale import ExpansionLayer, ExpansionLinear
+from scale_cli.model.expansion_scale import ExpansionLinear
 from scale_cli.model.family_scale import ATTENTION, OWNERS, STEPS, Family, family_of, linear_of
-from scale_cli.model.modeling_scale import WidenedModel
-from scale_cli.model.vocabulary_scale import brought_by
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.building import MethodModel
 from scale_cli.upscale.quantised_base import plain_weight
 from scale_cli.upscale.stream_ratios import expansion_norms, measured_stream_ratios
@@ -64,6 +61,7 @@ class StreamScales:
 
 
 SAME_SCALES = StreamScales(1.0, 1.0)
+_WIDENED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 # u adds (b/a)^2 |u|^2/|x|^2 to the joint mean square. With these scales that is below the rounding
 # of the dtype, for a u of up to _COVERED times the size of x. If training makes u larger still, u
 # is stored smaller by as much. In float16 a smaller b would push the rows that write u below the
@@ -78,13 +76,14 @@ _COVERED = {"float32": 16.0, "bfloat16": 8.0, "float16": 256.0}
 _LARGEST_GAIN = {"float32": 2.0**60, "bfloat16": 2.0**60, "float16": 2.0**15}
 
 
-def dense_model(model: WidenedModel, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
+def dense_model(
+    model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] = ()
+) -> PreTrainedModel:
     """Return a plain model of the base's own class with the trained head's logits, computed in
     float32.
 
-    Parallel expansions have no joint trained head: the logits are the base's plus what each
-    expansion adds. The size of u relative to x is measured on prompts, (1, T) ids; without prompts,
-    on random tokens.
+    The size of u relative to x is measured on prompts, (1, T) ids; without prompts, on random
+    tokens.
     """
     measured = largest_stream_ratio(model, prompts or [random_ids(model.base, seed=0)])
     excess = max(1.0, measured / _COVERED[dtype])
@@ -110,7 +109,7 @@ def dense_model(model: WidenedModel, dtype: str, prompts: Sequence[Tensor] = ())
 
 
 @torch.no_grad()
-def largest_stream_ratio(model: WidenedModel, prompts: Sequence[Tensor]) -> float:
+def largest_stream_ratio(model: ScaleForCausalLM, prompts: Sequence[Tensor]) -> float:
     """Return the largest rms(u) / rms(x) that any norm meets on some (1, T) prompts."""
     with measured_stream_ratios(model) as ratios:
         for input_ids in prompts:
@@ -122,7 +121,7 @@ def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) 
     """Return any method's trained model as a plain one: widened models made dense, LoRA merged,
     others as they are.
     """
-    if isinstance(model, WidenedModel):
+    if isinstance(model, ScaleForCausalLM):
         return dense_model(model, dtype, prompts)
     plain = copy.deepcopy(model).float()
     if not isinstance(plain, PreTrainedModel):
@@ -141,64 +140,63 @@ def convert_parameters(model: MethodModel, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def dense_config(model: WidenedModel, scales: StreamScales) -> PreTrainedConfig:
+def dense_config(model: ScaleForCausalLM, scales: StreamScales) -> PreTrainedConfig:
     base = model.base.config.to_dict()
-    widened = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    sizes = {
-        name: base[name] + sum(getattr(of, f"expansion_{name}") for of in model.config.expansions())
-        for name in widened
-    }
+    for name in _WIDENED:
+        base[name] += getattr(model.config, f"expansion_{name}")
     base |= {
         "head_dim": model.base.model.layers[0].self_attn.head_dim,
         "rms_norm_eps": _eps_growth(model, scales) * base["rms_norm_eps"],
         "tie_word_embeddings": False,
         "vocab_size": model.config.vocab_size,
-        **sizes,
     }
     return AutoConfig.for_model(base.pop("model_type"), **base)
 
 
-def _eps_growth(model: WidenedModel, scales: StreamScales) -> float:
+def _eps_growth(model: ScaleForCausalLM, scales: StreamScales) -> float:
     """Return eps' / eps: the factor by which the mean square that any norm reads grows."""
     num_base: int = model.base.config.hidden_size
-    num_added = sum(expansion.lm_head.in_features for expansion in model.expansions)
-    return scales.base**2 * num_base / (num_base + num_added)
+    return scales.base**2 * num_base / (num_base + model.expansion.lm_head.in_features)
 
 
 def _dense_tensors(
-    model: WidenedModel, scales: StreamScales, embedding_factor: float
+    model: ScaleForCausalLM, scales: StreamScales, embedding_factor: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the plain model; that model multiplies its embedding by
-    `embedding_factor`.
-    """
-    decoder = model.base.model
-    num_base = model.base.config.hidden_size
-    embedding = dense_embedding(model)
+    """Yield every tensor of the plain model; that model multiplies its embedding by `embedding_factor`."""
+    base = model.base
+    expansion = model.expansion
+    new = expansion.new_tokens
+    family = family_of(base.config)
+    num_base = base.config.hidden_size
+
+    of_x = family.token_rows(base)
+    of_new = None if new is None else new.embed_tokens.weight
+    embedding = _joined_rows(of_x, of_new, expansion.embed_tokens.weight)
     embedding[:, :num_base] *= scales.base / embedding_factor
     embedding[:, num_base:] *= scales.expansion / embedding_factor
     yield "model.embed_tokens.weight", embedding
 
-    family = family_of(model.base.config)
-    gains = [expansion.norm.weight for expansion in model.expansions]
-    yield "model.norm.weight", _joined_gains(family, decoder.norm, gains, scales)
-    yield "lm_head.weight", _joined_head(model)
+    gains = _joined_gains(family, base.model.norm, expansion.norm, scales)
+    yield "model.norm.weight", gains
+    of_new = None if new is None else new.lm_head.weight
+    yield "lm_head.weight", _joined_rows(base.lm_head.weight, of_new, expansion.lm_head.weight)
 
-    for index, base_layer in enumerate(decoder.layers):
-        layers: list[Any] = [expansion.layers[index] for expansion in model.expansions]
+    for index, (base_layer, layer) in enumerate(
+        zip(base.model.layers, expansion.layers, strict=True)
+    ):
         for tensors in (_layer_norms, _layer_maps):
-            for name, tensor in tensors(model, base_layer, layers, scales):
+            for name, tensor in tensors(model, base_layer, layer, scales):
                 yield f"model.layers.{index}.{name}", tensor
 
 
 def _layer_norms(
-    model: WidenedModel, base_layer: Any, layers: Sequence[ExpansionLayer], scales: StreamScales
+    model: ScaleForCausalLM, base_layer: Any, layer: Any, scales: StreamScales
 ) -> Iterator[tuple[str, Tensor]]:
     family = family_of(model.base.config)
     attention = base_layer.self_attn
 
     def joined(owner: Any, name: str, wanted: StreamScales = SAME_SCALES) -> Tensor:
-        gains = [getattr(layer, name).weight.float() for layer in layers]
-        return _joined_gains(family, getattr(owner, name), gains, scales, wanted)
+        return _joined_gains(family, getattr(owner, name), getattr(layer, name), scales, wanted)
 
     for step in STEPS:
         before, after = family.norms_around(step)
@@ -213,7 +211,7 @@ def _layer_norms(
 
 
 def _layer_maps(
-    model: WidenedModel, base_layer: Any, layers: Sequence[ExpansionLayer], scales: StreamScales
+    model: ScaleForCausalLM, base_layer: Any, layer: Any, scales: StreamScales
 ) -> Iterator[tuple[str, Tensor]]:
     family = family_of(model.base.config)
     eps_growth = _eps_growth(model, scales)
@@ -231,101 +229,67 @@ def _layer_maps(
     for name, norm in zip(queries_keys, family.width_norms, strict=True):
         if norm is not None:
             num_base = len(getattr(base_layer.self_attn, norm).weight)
-            num_all = num_base + sum(len(getattr(layer, norm).weight) for layer in layers)
+            num_all = num_base + len(getattr(layer, norm).weight)
             size = (eps_growth * num_all / num_base) ** 0.5
             rows[name] = StreamScales(size, size * scales.expansion / scales.base)
 
     for name, owner in OWNERS.items():
-        added = [getattr(layer, name) for layer in layers]
-        joined = _joined_linear(linear_of(base_layer, name), added, columns[name], rows[name])
+        joined = _joined_linear(
+            linear_of(base_layer, name), getattr(layer, name), columns[name], rows[name]
+        )
         for kind, tensor in joined.items():
             yield f"{owner}.{name}.{kind}", tensor
 
 
-@torch.no_grad()
-def dense_embedding(model: WidenedModel) -> Tensor:
-    """Return (V, channels of all streams) in float32: x_0 and every u_0, for all tokens."""
-    new = [brought.embed_tokens.weight for brought in brought_by(model.expansions)]
-    of_x = [family_of(model.base.config).token_rows(model.base), *new]
-    added = [expansion.embed_tokens.weight for expansion in model.expansions]
-    widths = [weight.shape[1] for weight in (of_x[0], *added)]
-    whole = of_x[0].new_empty(sum(map(len, of_x)), sum(widths), dtype=torch.float32)
-    columns = whole.split(widths, dim=1)
-    for rows, weight in zip(columns[0].split([len(weight) for weight in of_x]), of_x, strict=True):
-        rows.copy_(weight)
-    for of_expansion, weight in zip(columns[1:], added, strict=True):
-        of_expansion.copy_(weight)
-    return whole
-
-
-def _joined_head(model: WidenedModel) -> Tensor:
-    """Return [H, H'_1, ...], with the rows of new tokens below H."""
-    base: Tensor = model.base.lm_head.weight
-    added = [expansion.lm_head.weight for expansion in model.expansions]
-    widths = [base.shape[1], *(weight.shape[1] for weight in added)]
-    whole = base.new_zeros(model.config.vocab_size, sum(widths), dtype=torch.float32)
-    of_x, *of_added = whole.split(widths, dim=1)
-    of_x[: len(base)] = base
-    for head, (expansion, columns) in enumerate(
-        zip(model.expansions, of_added, strict=True), start=1
-    ):
-        weight = expansion.lm_head.weight
-        ids = torch.arange(len(whole))
-        if len(weight) < len(whole):
-            ids = torch.tensor(model.config.token_ids(head)[: len(weight)])
-        columns[ids] = weight.float()
-        if expansion.new_tokens is not None:
-            of_x[ids[len(base) :]] += expansion.new_tokens.lm_head.weight.float()
+def _joined_rows(of_x: Tensor, of_new: Tensor | None, of_u: Tensor) -> Tensor:
+    """Return (V, channels of both streams) in float32: each token's rows, those of new tokens last."""
+    num_old, num_base = of_x.shape
+    whole = of_x.new_empty(len(of_u), num_base + of_u.shape[1], dtype=torch.float32)
+    whole[:num_old, :num_base] = of_x
+    if of_new is not None:
+        whole[num_old:, :num_base] = of_new
+    whole[:, num_base:] = of_u
     return whole
 
 
 def _joined_gains(
     family: Family,
     frozen: Any,
-    added: Sequence[Tensor],
+    added: Any,
     scales: StreamScales,
     wanted: StreamScales = SAME_SCALES,
 ) -> Tensor:
-    """Return the weight of a norm over all streams, stored with `scales`, whose output has the
+    """Return the weight of a norm over both streams, stored with `scales`, whose output has the
     scales `wanted`.
     """
     num_base = len(frozen.weight)
-    num_all = num_base + sum(map(len, added))
-    of_base = wanted.base * family.norm_form.gains(frozen.weight.float())
-    of_added = [wanted.expansion * (scales.base / scales.expansion) * gains for gains in added]
-    return family.norm_form.weight((num_base / num_all) ** 0.5 * torch.cat([of_base, *of_added]))
+    of_x = wanted.base * family.norm_form.gains(frozen.weight.float())
+    of_u = wanted.expansion * (scales.base / scales.expansion) * added.weight.float()
+    size = (num_base / (num_base + len(of_u))) ** 0.5
+    return family.norm_form.weight(size * torch.cat([of_x, of_u]))
 
 
 def _joined_linear(
-    frozen: nn.Linear,
-    added: Sequence[ExpansionLinear],
-    columns: StreamScales,
-    rows: StreamScales,
+    frozen: nn.Linear, added: ExpansionLinear, columns: StreamScales, rows: StreamScales
 ) -> dict[str, Tensor]:
-    """Return [[W, W12], [W21, W22]] over all streams, scaled, and the biases; blocks between two
-    expansions are 0.
-    """
-    num_base = frozen.in_features
-    widths = [num_base, *(linear.weight_22.shape[1] for linear in added)]
-    _, *streams = [slice(*ends) for ends in pairwise(accumulate(widths, initial=0))]
-    weight = plain_weight(frozen)
-    of_x = weight.new_zeros(frozen.out_features, sum(widths), dtype=torch.float32)
-    of_x[:, :num_base] = weight
-    whole = [of_x]
-    for own, linear in zip(streams, added, strict=True):
-        if linear.weight_12 is not None:
-            of_x[:, own] = linear.weight_12
-        of_u = of_x.new_zeros(len(linear.weight_22), sum(widths))
-        of_u[:, :num_base] = linear.weight_21
-        of_u[:, own] = linear.weight_22
-        whole.append(of_u)
-    joined = {"weight": torch.cat(whole)}
-    joined["weight"][:, :num_base] *= columns.base
-    joined["weight"][:, num_base:] *= columns.expansion
+    """Return [[W, W12], [W21, W22]] in float32, scaled, and the biases."""
+    num_out = frozen.out_features
+    num_in = frozen.in_features
+    weight_22 = added.weight_22
+    size = (num_out + weight_22.shape[0], num_in + weight_22.shape[1])
+    weight = weight_22.new_zeros(size, dtype=torch.float32)
+    weight[:num_out, :num_in] = plain_weight(frozen)
+    if added.weight_12 is not None:
+        weight[:num_out, num_in:] = added.weight_12
+    weight[num_out:, :num_in] = added.weight_21
+    weight[num_out:, num_in:] = weight_22
+    weight[:, :num_in] *= columns.base
+    weight[:, num_in:] *= columns.expansion
+    joined = {"weight": weight}
     if frozen.bias is not None:
-        biases = [linear.bias_2 for linear in added if linear.bias_2 is not None]
-        joined["bias"] = torch.cat([frozen.bias.float(), *(bias.float() for bias in biases)])
+        biases = [frozen.bias] if added.bias_2 is None else [frozen.bias, added.bias_2]
+        joined["bias"] = torch.cat([bias.float() for bias in biases])
     for tensor in joined.values():
-        tensor[: frozen.out_features] *= rows.base
-        tensor[frozen.out_features :] *= rows.expansion
+        tensor[:num_out] *= rows.base
+        tensor[num_out:] *= rows.expansion
     return joined

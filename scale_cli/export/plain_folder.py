@@ -27,7 +27,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError, UsageError, one_line
 from scale_cli.model import cache_scale, routed_scale, routing
-from scale_cli.model.modeling_scale import WidenedModel
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import read_json, write_json, write_text
 from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.base_tokenizer import TokenizerPlace, tokenizer_place
@@ -53,20 +53,18 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
         `new_tokens`, if the base lacks some (`PieceShares`): the `first` of the pieces of each, the
         pieces that are the scripts' `own`, and the range that is `known` by each head.
     """
-    if not isinstance(model, WidenedModel):
+    if not isinstance(model, ScaleForCausalLM):
         return None
-    routes = model.config.routes and model.config.router_rule == "posterior"
-    if not routes or any(expansion.writes for expansion in model.expansions):
+    config = model.config
+    if not config.routes or config.router_rule != "posterior" or model.expansion.writes:
         return None
-    added = [expansion.lm_head.in_features for expansion in model.expansions]
-    sizes = [model.base.config.hidden_size, *added]
-    keys = {"stream_sizes": sizes, "prior": model.config.router_prior}
-    if model.config.router_script_prior is not None and model.config.router_script:
-        script = {"script_prior": model.config.router_script_prior}
-        keys |= script | {"script": model.config.router_script}
-    if first := [pieces[0] for pieces in model.config.pieces()]:
-        known = [(0, 0), (0, len(first))] if len(sizes) == 2 else model.config.known_by_heads()
-        keys["new_tokens"] = {"first": first, "own": model.config.own_pieces, "known": known}
+    sizes = [model.base.config.hidden_size, model.expansion.lm_head.in_features]
+    keys: dict[str, Any] = {"stream_sizes": sizes, "prior": config.router_prior}
+    if config.router_script_prior is not None and config.router_script:
+        keys |= {"script_prior": config.router_script_prior, "script": config.router_script}
+    if first := [pieces[0] for pieces in config.pieces()]:
+        known = [(0, 0), (0, len(first))]
+        keys["new_tokens"] = {"first": first, "own": config.own_pieces, "known": known}
     return keys
 
 

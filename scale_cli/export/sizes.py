@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from scale_cli.export.dense import SAME_SCALES, dense_config
 from scale_cli.export.records import ServedSize
-from scale_cli.model.modeling_scale import WidenedModel
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 
 
 def served_size(model: Any, base_config: Any, dtype: str) -> ServedSize:
@@ -24,7 +24,7 @@ def served_size(model: Any, base_config: Any, dtype: str) -> ServedSize:
     plain: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     ratio = None
     served = plain.config
-    if isinstance(model, WidenedModel):
+    if isinstance(model, ScaleForCausalLM):
         served = dense_config(model, SAME_SCALES)
         ratio = served.hidden_size / base_config.hidden_size - 1
     item = getattr(torch, dtype).itemsize

@@ -18,13 +18,12 @@ from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import router_keys
 from scale_cli.model import routed_scale, routing
 from scale_cli.model.cache_scale import CACHE
-from scale_cli.model.joined_scale import JoinedForCausalLM
-from scale_cli.model.modeling_scale import WidenedModel
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import RoutedModel, RouterLayer
 from scale_cli.upscale.building import NewPieces
 from tests.command_line import refused
 from tests.model.test_families import BASES, tiny
-from tests.widening import as_if_trained, joined, random_ids, tiny_llama, widen
+from tests.widening import as_if_trained, random_ids, tiny_llama, widen
 
 IDS = random_ids(2, 20)
 PADDED = torch.ones_like(IDS)
@@ -32,7 +31,7 @@ PADDED[0, :5] = 0
 Pair = tuple[Any, Any]
 
 
-def routed(model: WidenedModel) -> Any:
+def routed(model: ScaleForCausalLM) -> Any:
     """The dense export as its folder is loaded with its router."""
     plain = dense_model(model, "float32")
     plain.config.scale_router = router_keys(model)
@@ -42,18 +41,10 @@ def routed(model: WidenedModel) -> Any:
     return loaded.eval()
 
 
-def together() -> JoinedForCausalLM:
-    """Expansions with tokens of their own, joined: 61 tokens in all."""
-    base = tiny_llama(vocab_size=57)
-    scripts = (
-        NewPieces(["7 8", "3 7"], own_pieces=[7]),
-        NewPieces(["10 11", "3 10"], own_pieces=[10]),
-    )
-    one, other = (
-        as_if_trained(widen(copy.deepcopy(base), "route", new=new), seed=seed)
-        for seed, new in enumerate(scripts)
-    )
-    return joined(base, one=one, other=other)
+def with_new_tokens() -> ScaleForCausalLM:
+    """Old and new tokens are 61 in all."""
+    new = NewPieces(["7 8", "3 7", "10 11", "3 10"], own_pieces=[7, 10])
+    return as_if_trained(widen(tiny_llama(vocab_size=57), "route", new=new))
 
 
 @functools.cache
@@ -62,12 +53,11 @@ def alone() -> Pair:
     return model, routed(model)
 
 
-# Other joins: `test_document_mixture.py`.
-@pytest.fixture(scope="module", params=["one run", "a join of new tokens"])
+@pytest.fixture(scope="module", params=["old tokens", "new tokens"])
 def pair(request: pytest.FixtureRequest) -> Pair:
-    if request.param == "one run":
+    if request.param == "old tokens":
         return alone()
-    model: WidenedModel = together()
+    model = with_new_tokens()
     return model, routed(model)
 
 
@@ -101,10 +91,8 @@ def test_it_answers_as_the_two_streams_do_with_padding_and_without_and_has_their
 
 
 @pytest.mark.parametrize("family", BASES)
-def test_two_expansions_of_every_family_answer_and_generate_the_same(family: str) -> None:
-    base = tiny(family)
-    one, two = (as_if_trained(widen(base, "route", ratio=ratio)) for ratio in (0.25, 0.75))
-    model: Any = joined(base, one=one, two=two)
+def test_of_every_family_it_answers_and_generates_the_same(family: str) -> None:
+    model: Any = as_if_trained(widen(tiny(family), "route"))
     one_row = routed(model)
     close(answered(one_row), answered(model))
     options: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "attention_mask": PADDED}
