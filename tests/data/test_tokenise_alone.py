@@ -3,6 +3,7 @@ leaves no other.
 """
 
 import gzip
+import io
 import json
 import signal
 import subprocess
@@ -10,9 +11,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
+
+from tests.data.corpus_files import as_jsonl, as_txt
 
 SCRIPT = """
 import json, os, re, sys
@@ -78,22 +82,18 @@ def test_killed_by_the_system_it_leaves_no_process(tmp_path: Path) -> None:
     assert not (tmp_path / "x.txt.tokens").exists()
 
 
-def write_txt_gz(path: Path, texts: list[str]) -> None:
-    path.write_bytes(gzip.compress("\n\n".join(texts).encode(), 1))
+def as_one_row_group(texts: list[str]) -> bytes:
+    sink = io.BytesIO()
+    plainly: dict[str, Any] = {"use_dictionary": False, "compression": "none"}
+    pa.parquet.write_table(pa.table({"text": texts}), sink, row_group_size=len(texts), **plainly)
+    return sink.getvalue()
 
 
-def write_jsonl(path: Path, texts: list[str]) -> None:
-    path.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
-
-
-def write_parquet(path: Path, texts: list[str]) -> None:
-    columns = pa.table({"text": texts})
-    pa.parquet.write_table(
-        columns, path, row_group_size=len(texts), use_dictionary=False, compression="none"
-    )
-
-
-WRITERS = {"txt.gz": write_txt_gz, "jsonl": write_jsonl, "parquet": write_parquet}
+WRITERS: dict[str, Callable[[list[str]], bytes]] = {
+    "txt.gz": lambda texts: gzip.compress(as_txt(texts), 1),
+    "jsonl": as_jsonl,
+    "parquet": as_one_row_group,
+}
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     paths = [tmp_path / f"{length}.{form}" for form in WRITERS for length in lengths]
     for path in paths:
         length, _, form = path.name.partition(".")
-        WRITERS[form](path, WORDS * (int(length) // len(WORDS)))
+        path.write_bytes(WRITERS[form](WORDS * (int(length) // len(WORDS))))
     done = subprocess.run(
         command_of(tmp_path, paths, 1), capture_output=True, text=True, check=True
     )

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -133,30 +131,3 @@ def test_a_float16_export_holds_a_stream_of_hundreds_of_times_the_embeddings() -
     exported = dense_model(model, "float16", prompts())
     assert all(bool(torch.isfinite(parameter).all()) for parameter in exported.parameters())
     check_parity(measure_parity(exported, model, trained_logits, prompts()), "float16")
-
-
-class Made(TorchDispatchMode):
-    """The largest tensor that was made, in bytes."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = op(*args, **(kwargs or {}))
-        if not op.is_view:
-            of_these = [tensor for tensor in tree_leaves(made) if isinstance(tensor, Tensor)]
-            self.largest = max(self.largest, *(tensor.nbytes for tensor in of_these), 0)
-        return made
-
-
-def test_nothing_that_is_made_to_compare_grows_with_the_number_of_prompts(
-    trained: ScaleForCausalLM,
-) -> None:
-    exported, largest = dense_model(trained, "float32"), []
-    for repeats in (1, 3):
-        with Made() as made:
-            measure_parity(exported, trained, trained_logits, prompts() * repeats)
-        largest.append(made.largest)
-    assert largest[0] == largest[1]
-    of_one_prompt = 120 * max(61, exported.config.intermediate_size)
-    of_one_weight = max(parameter.numel() for parameter in trained.parameters())
-    assert largest[0] <= max(of_one_prompt, of_one_weight) * 8 * 2
