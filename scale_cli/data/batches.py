@@ -9,7 +9,6 @@ padding has no targets.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,28 +31,7 @@ IGNORED = -100
 Item = TypeVar("Item")
 
 
-class Windows(ABC):
-    """Training sequences of one length; shorter ones are padded."""
-
-    sequence_length: int
-    num_targets: npt.NDArray[np.int64]  # (windows,)
-
-    def __len__(self) -> int:
-        return len(self.num_targets)
-
-    def positions(self, index: int) -> npt.NDArray[np.int64] | None:
-        """Return each input's position, (T,), restarting where attention may not look back; None:
-        counted from 0.
-        """
-        del index  # by default, a window is one text
-        return None
-
-    @abstractmethod
-    def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
-
-
-class PackedWindows(Windows):
+class PackedWindows:
     """A token stream as windows of `sequence_length` inputs and as many targets; `learned` masks
     the targets.
 
@@ -74,38 +52,43 @@ class PackedWindows(Windows):
         self.ids = ids
         self.sequence_length = sequence_length
         self._learned = learned
-        self._offsets = offsets
+        self.offsets = offsets
         self._lead = lead
         starts = np.arange(0, len(ids) - 1, sequence_length)
         if learned is None:
-            self.num_targets = np.minimum(sequence_length, len(ids) - 1 - starts)
+            self.num_targets: npt.NDArray[np.int64] = np.minimum(
+                sequence_length, len(ids) - 1 - starts
+            )
         else:
             self.num_targets = np.add.reduceat(learned[1:], starts, dtype=np.int64)
 
-    def _num_inputs(self, index: int) -> int:
-        return min(self.sequence_length, len(self.ids) - 1 - index * self.sequence_length)
+    def __len__(self) -> int:
+        return len(self.num_targets)
 
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
         start = index * self.sequence_length
-        num_inputs = self._num_inputs(index)
+        ids = self.ids[start : start + self.sequence_length + 1]
+        num_inputs = len(ids) - 1
         inputs = np.zeros(self.sequence_length, dtype=np.int64)
         targets = np.full(self.sequence_length, IGNORED, dtype=np.int64)
-        inputs[:num_inputs] = self.ids[start : start + num_inputs]
-        targets[:num_inputs] = self.ids[start + 1 : start + num_inputs + 1]
+        inputs[:num_inputs] = ids[:-1]
+        targets[:num_inputs] = ids[1:]
         if self._learned is not None:
             targets[:num_inputs][~self._learned[start + 1 : start + num_inputs + 1]] = IGNORED
         return inputs, targets
 
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
         """Return each input's position, (T,), in its document or, if that began earlier, window;
-        padding counts on.
+        padding counts on. None if documents are not isolated.
         """
-        if self._offsets is None:
+        if self.offsets is None:
             return None
         start = index * self.sequence_length + self._lead
-        first, last = np.searchsorted(self._offsets, (start, start + self._num_inputs(index)))
+        end = min(start + self.sequence_length, len(self.ids) - 1 + self._lead)
+        first, last = np.searchsorted(self.offsets, (start, end))
         begins = np.zeros(self.sequence_length, dtype=np.int64)
-        restarts = self._offsets[first:last] - start
+        restarts = self.offsets[first:last] - start
         begins[restarts] = restarts
         return np.arange(self.sequence_length) - np.maximum.accumulate(begins)
 
@@ -133,7 +116,7 @@ class MicroBatch:
 
 
 def stacked(
-    sources: Sequence[Windows],
+    sources: Sequence[PackedWindows],
     located: Sequence[tuple[int, int]],
     distillation: tuple[float, ...] | None = None,
 ) -> MicroBatch:
@@ -178,7 +161,7 @@ class Batches:
 
     def __init__(
         self,
-        sources: Sequence[Windows],
+        sources: Sequence[PackedWindows],
         weights: Sequence[float],
         *,
         num_steps: int,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from scale_cli.config.schema import RunConfig
-    from scale_cli.data.batches import MicroBatch, Windows
+    from scale_cli.data.batches import MicroBatch, PackedWindows
 
 
 class AdeptConfig(Section):
@@ -93,7 +93,9 @@ class Adept(Deeper[AdeptConfig]):
         return [TensorRates(settings, training)]
 
 
-def known_windows(sources: Sequence[Windows], seed: int, num_windows: int) -> list[MicroBatch]:
+def known_windows(
+    sources: Sequence[PackedWindows], seed: int, num_windows: int
+) -> list[MicroBatch]:
     """Return random windows of each source of known text, one per micro-batch; the seed alone decides which."""
     import numpy as np
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.data.batches import PackedWindows, Windows
+from scale_cli.data.batches import PackedWindows
 from scripts.from_scratch import train_tokenizer
 from scripts.research.biography.config import BiographyConfig
 from scripts.research.biography.people import (
@@ -22,12 +22,13 @@ from scripts.research.biography.people import (
 )
 
 
-class SequenceWindows(Windows):
+class SequenceWindows(PackedWindows):
     """Sequences that each have a window of their own, padded to the longest."""
 
     def __init__(self, sequences: list[list[int]], longest: int = 0) -> None:
         assert sequences and min(map(len, sequences)) >= 2, "a sequence needs an input and a target"
         self.sequences = sequences
+        self.offsets = None  # a window is one text
         self.sequence_length = max(longest, max(map(len, sequences))) - 1
         self.num_targets = np.array(
             [len(sequence) - 1 for sequence in sequences]
