@@ -22,7 +22,7 @@ from pydantic import (
 
 from scale_cli.config.sources import DISTINCT, BenchmarkSource, CorpusConfig, EvaluationSource
 from scale_cli.config.training import TrainConfig
-from scale_cli.config.vocabulary import LANGUAGE_SCRIPTS, Script, VocabularyConfig
+from scale_cli.config.vocabulary import Script, VocabularyConfig
 from scale_cli.methods import METHODS
 from scale_cli.methods.method import Method
 from scale_cli.methods.recipes import recipes_of
@@ -249,7 +249,8 @@ class RunConfig(Section):
         languages: dict[str, set[str]] = {"new": set(), "replay": set()}
         for source in self.corpus.sources:
             languages[source.role].add(source.language)
-        if vocabulary is None and not languages["new"] <= LANGUAGE_SCRIPTS.keys():
+        are_known = all(Script.of_languages([code]).ranges for code in languages["new"])
+        if vocabulary is None and not are_known:
             return None
         script = Script.of_languages(languages["new"])
         if vocabulary is not None:

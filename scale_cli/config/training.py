@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, create_model, model_validator
 
@@ -45,20 +45,21 @@ def _left_out(key: str) -> str:
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
+Multiplier = Annotated[float, Field(gt=0.0, le=1e6)]
+
+
 class LrMultipliers(Section):
     """Learning rates by kind of tensor, relative to `train.lr`; null: the method's own
     (docs/training.md).
     """
 
-    embedding: float | None = Field(
-        default=None, gt=0.0, le=1e6, description="E', or a baseline's token embedding"
+    embedding: Multiplier | None = Field(
+        default=None, description="E', or a baseline's token embedding"
     )
-    head: float | None = Field(
-        default=None, gt=0.0, le=1e6, description="H', or a baseline's untied vocabulary head"
+    head: Multiplier | None = Field(
+        default=None, description="H', or a baseline's untied vocabulary head"
     )
-    gains: float | None = Field(
-        default=None, gt=0.0, le=1e6, description="gains of the norms, and biases"
-    )
+    gains: Multiplier | None = Field(default=None, description="gains of the norms, and biases")
 
 
 class _AnyTraining(Section):

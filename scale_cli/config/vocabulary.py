@@ -20,52 +20,29 @@ from scale_cli.values import Name, PathText, Section
 TAKEN_FOR_OTHERS = (32_016, 49_152)
 # The total number of tokens is a multiple of this: the vocabulary head is faster.
 ROWS_MULTIPLE = 64
-# Letters alone, by Unicode's blocks; adjacent blocks are one range.
-SCRIPTS: dict[str, tuple[tuple[int, int], ...]] = {
-    "arabic": ((0x0600, 0x06FF),),
-    "armenian": ((0x0530, 0x058F),),
-    "bengali": ((0x0980, 0x09FF),),
-    "cyrillic": ((0x0400, 0x052F),),
-    "devanagari": ((0x0900, 0x097F),),
-    "ethiopic": ((0x1200, 0x137F),),
-    "georgian": ((0x10A0, 0x10FF),),
-    "greek": ((0x0370, 0x03FF),),
-    "han": ((0x3400, 0x4DBF), (0x4E00, 0x9FFF)),
-    "hangul": ((0xAC00, 0xD7A3),),
-    "hebrew": ((0x0590, 0x05FF),),
-    "kana": ((0x3040, 0x30FF),),
-    "khmer": ((0x1780, 0x17FF),),
-    "lao": ((0x0E80, 0x0EFF),),
-    "myanmar": ((0x1000, 0x109F),),
-    "sinhala": ((0x0D80, 0x0DFF),),
-    "tamil": ((0x0B80, 0x0BFF),),
-    "telugu": ((0x0C00, 0x0C7F),),
-    "thai": ((0x0E00, 0x0E7F),),
-    "tibetan": ((0x0F00, 0x0FFF),),
-}
-# The scripts of languages, by ISO 639 code; those that are not here have Latin letters, or are not
-# known.
-LANGUAGE_SCRIPTS: dict[str, tuple[str, ...]] = {
-    "ko": ("hangul", "1100-11FF"),  # letters of syllables too
-    "ja": ("kana", "han"),
-    "zh": ("han",),
-    **dict.fromkeys(("ar", "fa", "ur", "ps"), ("arabic",)),
-    **dict.fromkeys(("ru", "uk", "be", "bg", "mk", "kk", "ky", "tg", "mn"), ("cyrillic",)),
-    **dict.fromkeys(("hi", "mr", "ne"), ("devanagari",)),
-    **dict.fromkeys(("am", "ti"), ("ethiopic",)),
-    **dict.fromkeys(("he", "yi"), ("hebrew",)),
-    "bn": ("bengali",),
-    "bo": ("tibetan",),
-    "el": ("greek",),
-    "hy": ("armenian",),
-    "ka": ("georgian",),
-    "km": ("khmer",),
-    "lo": ("lao",),
-    "my": ("myanmar",),
-    "si": ("sinhala",),
-    "ta": ("tamil",),
-    "te": ("telugu",),
-    "th": ("thai",),
+# Letters alone, by Unicode's blocks (adjacent blocks are one range), and the languages that are
+# written in them, by ISO 639 code. Other languages have Latin letters, or are not known.
+SCRIPTS = {
+    "arabic": ("0600-06FF", "ar fa ps ur"),
+    "armenian": ("0530-058F", "hy"),
+    "bengali": ("0980-09FF", "bn"),
+    "cyrillic": ("0400-052F", "be bg kk ky mk mn ru tg uk"),
+    "devanagari": ("0900-097F", "hi mr ne"),
+    "ethiopic": ("1200-137F", "am ti"),
+    "georgian": ("10A0-10FF", "ka"),
+    "greek": ("0370-03FF", "el"),
+    "hangul": ("AC00-D7A3", "ko"),
+    "hebrew": ("0590-05FF", "he yi"),
+    "kana": ("3040-30FF", "ja"),
+    "han": ("3400-4DBF,4E00-9FFF", "ja zh"),
+    "khmer": ("1780-17FF", "km"),
+    "lao": ("0E80-0EFF", "lo"),
+    "myanmar": ("1000-109F", "my"),
+    "sinhala": ("0D80-0DFF", "si"),
+    "tamil": ("0B80-0BFF", "ta"),
+    "telugu": ("0C00-0C7F", "te"),
+    "thai": ("0E00-0E7F", "th"),
+    "tibetan": ("0F00-0FFF", "bo"),
 }
 # UTF-8 lead bytes that narrow the second byte's range, to exclude overlong forms, surrogates and >
 # U+10FFFF.
@@ -85,10 +62,9 @@ class Script:
         """Return a script by its name, or by hexadecimal ranges such as `AC00-D7A3`, separated by
         commas.
         """
-        if name in SCRIPTS:
-            return cls(SCRIPTS[name])
         span_form = re.compile("([0-9A-F]{2,6})-([0-9A-F]{2,6})", re.IGNORECASE)
-        spans = [span_form.fullmatch(span) for span in name.split(",")]
+        written, _ = SCRIPTS.get(name, (name, ""))
+        spans = [span_form.fullmatch(span) for span in written.split(",")]
         if not all(spans):
             raise ValueError(
                 f"{name!r} is neither a range such as AC00-D7A3 nor one of: {', '.join(SCRIPTS)}"
@@ -103,7 +79,11 @@ class Script:
     @classmethod
     def of_languages(cls, codes: Iterable[str]) -> Script:
         """Return the scripts of languages together; nothing of a language that has none here."""
-        names = [name for code in sorted(codes) for name in LANGUAGE_SCRIPTS.get(code, ())]
+        names = []
+        for code in sorted(codes):
+            names += [name for name, (_, taken) in SCRIPTS.items() if code in taken.split()]
+            if code == "ko":
+                names.append("1100-11FF")  # letters of syllables too
         return cls(tuple(span for name in names for span in cls.named(name).ranges))
 
     def share(self, text: str) -> float | None:

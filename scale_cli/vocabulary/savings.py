@@ -84,8 +84,12 @@ def most_frequent_script(text: str) -> str | None:
     """
     counts = Counter(text)
     letters = {
-        name: sum(counts[chr(code)] for first, last in ranges for code in range(first, last + 1))
-        for name, ranges in SCRIPTS.items()
+        name: sum(
+            counts[chr(code)]
+            for first, last in Script.named(name).ranges
+            for code in range(first, last + 1)
+        )
+        for name in SCRIPTS
     }
     script = max(letters, key=letters.__getitem__)
     return script if letters[script] else None

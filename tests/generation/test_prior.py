@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scale_cli.config.vocabulary import LANGUAGE_SCRIPTS, SCRIPTS, Script
+from scale_cli.config.vocabulary import SCRIPTS, Script
 from scale_cli.generation.opening import PriorByScript
 from tests.small_runs import SMALLEST, load_text
 
@@ -66,7 +66,7 @@ def script(*languages: str, replay: str = "en", tokens: str | None = None) -> Sc
 
 def test_the_script_is_that_of_the_new_languages_and_tokens() -> None:
     assert script("ko") == HANGUL
-    assert script("ja") == Script((*SCRIPTS["kana"], *SCRIPTS["han"]))
+    assert script("ja") == Script(Script.named("kana").ranges + Script.named("han").ranges)
     assert script("de") is None and script("ko", "de") is None
     assert script("uk", replay="ru") is None  # the base's language has the same letters
     assert script("de", tokens="greek") == Script.named("greek")
@@ -74,5 +74,5 @@ def test_the_script_is_that_of_the_new_languages_and_tokens() -> None:
     assert both is not None and both.share("ㅋ한") == 1.0
 
 
-def test_every_language_in_the_table_has_known_scripts() -> None:
-    assert all(Script.of_languages([code]).ranges for code in LANGUAGE_SCRIPTS)
+def test_every_script_in_the_table_has_ranges() -> None:
+    assert all(Script.named(name).ranges for name in SCRIPTS)
