@@ -70,11 +70,14 @@ from scale_cli.storage.records import RunRecord
 from scale_cli.terminal import progress_bar
 
 PARTS = "parts"  # in a cache: sources that many machines tokenise, part by part
-TOKENS = "tokens.bin"
-OFFSETS = "offsets.bin"
-NUM_BYTES = "num_bytes.bin"
-HASHES = "hashes.bin"
-LEARNED = "learned.bin"
+# The file of each of the arrays of a TokenisedCorpus.
+COLUMNS = {
+    "ids": "tokens.bin",
+    "offsets": "offsets.bin",
+    "num_bytes": "num_bytes.bin",
+    "hashes": "hashes.bin",
+    "learned": "learned.bin",
+}
 _FORMAT_VERSION = 6
 _TOKENS_BETWEEN_RECORDS = 1 << 22  # between two records of progress: the most that a kill can cost
 # Keys of the saved configuration that say how the tokenizer was loaded, not how it tokenises.
@@ -147,27 +150,19 @@ class TokenCache:
         return self._opened(folder, source) if is_tokenised(folder) else None
 
     def _opened(self, folder: Path, source: TextSource) -> TokenisedCorpus:
-        maps = _mapped(folder, self.columns_of(source))
-        return TokenisedCorpus(
-            folder,
-            Ledger.load(folder),
-            DocumentMarkers.of(self.tokenizer),
-            ids=maps[TOKENS],
-            offsets=maps[OFFSETS],
-            num_bytes=maps[NUM_BYTES],
-            hashes=maps[HASHES],
-            learned=maps.get(LEARNED),
-        )
+        arrays = _mapped(folder, self.columns_of(source))
+        markers = DocumentMarkers.of(self.tokenizer)
+        return TokenisedCorpus(folder, Ledger.load(folder), markers, **arrays)
 
     def columns_of(self, source: TextSource) -> dict[str, str]:
-        """Return the files of a tokenised source, and the dtype of each."""
-        columns = {
-            TOKENS: id_dtype(self.tokenizer),
-            OFFSETS: "int64",
-            NUM_BYTES: "int64",
-            HASHES: "uint64",
+        """Return the arrays of a tokenised source, and the dtype of each."""
+        dtypes = {
+            "ids": id_dtype(self.tokenizer),
+            "offsets": "int64",
+            "num_bytes": "int64",
+            "hashes": "uint64",
         }
-        return columns if source.messages_field is None else columns | {LEARNED: "bool"}
+        return dtypes if source.messages_field is None else dtypes | {"learned": "bool"}
 
     def tokenise_parts(self, source: TextSource, share: Share = ALONE) -> Ledger:
         """Tokenise a share of the parts of a source, for `open` to join; return the share's ledger.
@@ -234,7 +229,9 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _mapped(folder: Path, columns: dict[str, str]) -> dict[str, Any]:
-    return {name: np.memmap(folder / name, dtype, mode="r") for name, dtype in columns.items()}
+    return {
+        name: np.memmap(folder / COLUMNS[name], dtype, mode="r") for name, dtype in columns.items()
+    }
 
 
 def is_tokenised(folder: Path) -> bool:
@@ -246,7 +243,8 @@ def is_tokenised(folder: Path) -> bool:
         whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (StorageError, FileNotFoundError):  # another process removes a part that it has joined
         return False
-    return whole and sizes.keys() >= {TOKENS, OFFSETS, NUM_BYTES, HASHES, Ledger.FILE}
+    needed = {Ledger.FILE, *COLUMNS.values()} - {COLUMNS["learned"]}
+    return whole and sizes.keys() >= needed
 
 
 def tokenise(
@@ -304,9 +302,15 @@ def join_parts(source: TextSource, cache: TokenCache, parts: Sequence[Path], fol
             ledger.take(account)
             # A part is written whole: those up to `num_done` are on disk.
             if account.kept.documents and ledger.kept.documents > num_done:
-                maps = _mapped(part, cache.columns_of(source))
-                of_each = np.diff(maps[OFFSETS]), maps[NUM_BYTES], maps[HASHES]
-                yield Encoded(maps[TOKENS], *of_each, account.round_trip, maps.get(LEARNED))
+                of = _mapped(part, cache.columns_of(source))
+                yield Encoded(
+                    of["ids"],
+                    np.diff(of["offsets"]),
+                    of["num_bytes"],
+                    of["hashes"],
+                    account.round_trip,
+                    of.get("learned"),
+                )
 
     _write(source, cache, folder, "joined", encoded_after, ledger)
 
@@ -340,7 +344,7 @@ def _write(
         if source.messages_field is not None:
             ledger.num_targets = 0
             if ledger.num_tokens:  # an empty file cannot be mapped
-                learned = np.memmap(unfinished / LEARNED, np.bool_, mode="r")
+                learned = np.memmap(unfinished / COLUMNS["learned"], np.bool_, mode="r")
                 ledger.num_targets = int(learned[1:].sum())  # the stream's first id is no target
         try:
             if not may_be_empty:
@@ -377,12 +381,16 @@ class _Columns:
         with suppress(StorageError, ValueError, FileNotFoundError):
             written = _Written.from_json(read_json(progress))
             sizes = self._sizes(written).items()
-            if all((folder / name).stat().st_size >= size for name, size in sizes):
+            if all((folder / COLUMNS[name]).stat().st_size >= size for name, size in sizes):
                 self.written = written
         self._recorded_tokens = self.written.tokens
 
     def _sizes(self, written: _Written) -> dict[str, int]:
-        lengths = {TOKENS: written.tokens, LEARNED: written.tokens, OFFSETS: written.documents + 1}
+        lengths = {
+            "ids": written.tokens,
+            "learned": written.tokens,
+            "offsets": written.documents + 1,
+        }
         return {
             name: np.dtype(dtype).itemsize * lengths.get(name, written.documents)
             for name, dtype in self._dtypes.items()
@@ -391,7 +399,7 @@ class _Columns:
     def __enter__(self) -> _Columns:
         with writing(self._folder):
             for name, size in self._sizes(self.written).items():
-                self._files[name] = (self._folder / name).open("ab")
+                self._files[name] = (self._folder / COLUMNS[name]).open("ab")
                 if not self.written.documents:
                     self._files[name].truncate(0)
                 # Cuts a file; an empty offsets.bin grows to its first offset, 0.
@@ -411,13 +419,7 @@ class _Columns:
     def append(self, encoded: Encoded) -> None:
         """Write some documents; after enough of them, sync the files and record the progress."""
         offsets = self.written.tokens + np.cumsum(encoded.lengths)
-        arrays: dict[str, Any] = {
-            TOKENS: encoded.ids,
-            OFFSETS: offsets,
-            NUM_BYTES: encoded.num_bytes,
-            HASHES: encoded.hashes,
-            LEARNED: encoded.learned,
-        }
+        arrays: dict[str, Any] = vars(encoded) | {"offsets": offsets}
         with writing(self._folder):
             for name, file in self._files.items():
                 file.write(arrays[name].data)
