@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST = "manifest.json"
-_SEAL = (
-    "manifest_sha256"  # hash of the rest of the manifest, which has the hashes of all other files
-)
+# Hash of the rest of the manifest, which has the hashes of all other files.
+_SEAL = "manifest_sha256"
 # Libraries that may change a folder's numbers.
 _LIBRARIES = ("scale-cli", "torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 # Folders that this process has claimed: a verb that runs other verbs already holds their folders.
@@ -205,9 +204,8 @@ def publish_folder(partial: Path, path: Path) -> None:
         }
         manifest = {"files": entries, "versions": _versions()}
         write_json(partial / MANIFEST, {**manifest, _SEAL: json_sha256(manifest)})
-        mode = (
-            (partial / MANIFEST).stat().st_mode
-        )  # as the umask sets it; safetensors lets only the owner read
+        # As the umask sets it; safetensors lets only the owner read.
+        mode = (partial / MANIFEST).stat().st_mode
         for inside in [*partial.rglob("*"), partial]:
             if inside.is_file():
                 inside.chmod(mode)
@@ -323,15 +321,12 @@ def verify_folder(folder: Path) -> None:
     """
     for name, described in described_files(folder).items():
         file = folder / name
-        if (
-            os.path.realpath(file) != f"{os.path.realpath(folder)}/{name}"
-        ):  # through a link, or through its name
+        # Through a link, or through its name.
+        if os.path.realpath(file) != f"{os.path.realpath(folder)}/{name}":
             raise StorageError(f"{folder}: {name} points outside the folder")
         with _reading(file):
-            if (
-                file.stat().st_size != described["bytes"]
-                or file_sha256(file) != described["sha256"]
-            ):
+            is_same_size = file.stat().st_size == described["bytes"]
+            if not is_same_size or file_sha256(file) != described["sha256"]:
                 raise ValueError("its content has changed since it was written")
 
 

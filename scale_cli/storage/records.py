@@ -10,10 +10,7 @@ from typing import Any, ClassVar, Self, cast
 from pydantic import TypeAdapter, ValidationError
 
 from scale_cli.errors import StorageError
-from scale_cli.storage.atomic import (
-    read_json,
-    write_json,
-)
+from scale_cli.storage.atomic import read_json, write_json
 
 
 class RunRecord:

@@ -89,9 +89,8 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     reader = HuggingFaceStorageReader(path=str(where))
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "torch.distributed is disabled"
-            )  # one process alone has no group
+            # One process alone has no group.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(dict(tensors), storage_reader=reader)
     except (CheckpointException, RuntimeError, ValueError) as error:
         of_processes = getattr(error, "failures", None) or {0: (error, None)}
