@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, create_model, model_validator
@@ -213,25 +212,26 @@ class _AnyTraining(Section):
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> _AnyTraining:
-        for problem in self._problems():
-            raise ValueError(problem)
-        return self
-
-    def _problems(self) -> Iterator[str]:
         if self.global_batch_size % self.sequences_at_once(1):
-            yield f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size {self.global_batch_size}"
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size "
+                f"{self.global_batch_size}"
+            )
         if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
-            yield "profile_steps: the first step comes after the last"
+            raise ValueError("profile_steps: the first step comes after the last")
         if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
-            yield f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences"
+            raise ValueError(
+                f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences"
+            )
         # The warm-up alone may be longer, as with every schedule, for a short trial of a long
         # config.
         planned_steps = self.warmup_steps + (self.decay_steps or 0)
         if self.schedule == "wsd" and planned_steps > max(self.max_steps, self.warmup_steps):
-            yield (
-                f"warmup_steps {self.warmup_steps:,} and decay_steps {self.decay_steps or 0:,} are together more "
-                f"than max_steps {self.max_steps:,}"
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps:,} and decay_steps {self.decay_steps or 0:,} are "
+                f"together more than max_steps {self.max_steps:,}"
             )
+        return self
 
     @property
     def observes(self) -> bool:
