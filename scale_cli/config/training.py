@@ -48,9 +48,7 @@ Multiplier = Annotated[float, Field(gt=0.0, le=1e6)]
 
 
 class LrMultipliers(Section):
-    """Learning rates by kind of tensor, relative to `train.lr`; null: the method's own
-    (docs/training.md).
-    """
+    """Learning rates by kind of tensor, as multiples of `train.lr`; null: the method's own."""
 
     embedding: Multiplier | None = Field(
         default=None, description="E', or a baseline's token embedding"
