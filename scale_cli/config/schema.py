@@ -88,7 +88,7 @@ class _AnyMethod(WideningConfig):
 
     @property
     def settings(self) -> Any:
-        """The method's own section, or this whole section if the method widens."""
+        """The method's own section, or this whole section if the method has none."""
         section = self.definition.section
         return self if section is None else getattr(self, section)
 

@@ -92,7 +92,7 @@ class Recipe(Hook):
 
     @classmethod
     def is_asked_for(cls, train: Any) -> bool:
-        return getattr(train, cls.key) is not None
+        return getattr(train, cls.key) not in (None, False)
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[str]:
