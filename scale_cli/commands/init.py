@@ -20,11 +20,13 @@ from scale_cli.data.encoding import Document, Encoder
 from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, CorpusError, UsageError
 from scale_cli.planning.beginnings import HeldOut
+from scale_cli.planning.device import measure_device
 from scale_cli.planning.estimate import Estimate, estimate
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.runs.folder import RunFolder
 from scale_cli.starter.fitting import (
     LEAST_STEP_TOKENS,
+    METHOD,
     MIN_STEPS,
     MOST_READINGS,
     faster_precision,
@@ -113,7 +115,8 @@ def _fit(
     minutes: float,
 ) -> _Draft:
     """Return sizes and parts of the texts with which the whole run takes the minutes."""
-    mixed_precision, device = faster_precision(base_sizes)
+    mixed_precision = faster_precision()
+    device = measure_device(base_sizes, METHOD, mixed_precision)
     training_s = 60 * minutes
     most_held_out = math.inf  # tokens, of each text
     for _ in range(3):  # each time with the time that evaluation, start and export have left

@@ -18,7 +18,7 @@ from scale_cli.methods import METHODS
 from scale_cli.methods.widened import added_sizes
 from scale_cli.planning.beginnings import held_out_texts, tokenizer_at_hand
 from scale_cli.planning.device import Device, measure_device
-from scale_cli.planning.estimate import Estimate, estimate
+from scale_cli.planning.estimate import Estimate, estimate, time_of_training
 from scale_cli.planning.memory import Memory, memory_of_run, num_served, step_of
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.walk import ITEMSIZES, PLANNED
@@ -57,7 +57,7 @@ class MethodPlan:
     num_tokens: int  # of the run's text: more without new tokens
     flops_per_token: float
     memory: Memory  # of one process
-    time_s: float  # the run's FLOPs at the speed that the devices sustain
+    time_s: float  # of training, on such a device
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,9 @@ def plan(
 
     of_files = base.get("dtype") or base.get("torch_dtype") or "float32"
     export_dtype = config.export.dtype or str(of_files)
-    device = Device("cuda", flops or 0.0, "as stated")
     config = with_precision(config, in_bfloat16=None if flops is None else True)
     step_of(config, sizes)  # refuses before anything is measured
-    if flops is None:
-        device = measure_device(sizes, config.train.mixed_precision)
+    device = _device(config, sizes, flops)
     own = _plan_method(config, sizes, device, num_processes, growth)
     planned = [own]
     refused = {}
@@ -115,9 +113,14 @@ def plan(
         of_old = _plan_method(without, sizes, device, num_processes, growth)
         planned.append(replace(of_old, variant="no new tokens"))
     for method in _methods_beside(config.method) if compared else ():
-        other = config.model_copy(update={"method": method})
+        train = config.train
+        if train.optimiser == _optimiser(config.method):  # not another that was asked for
+            train = train.model_copy(update={"optimiser": _optimiser(method)})
+        other = config.model_copy(update={"method": method, "train": train})
         try:
-            planned.append(_plan_method(other, sizes, device, num_processes, growth))
+            step_of(other, sizes)
+            of_other = _device(other, sizes, flops)
+            planned.append(_plan_method(other, sizes, of_other, num_processes, growth))
         except ConfigError as error:
             refused[method.variant] = str(error)
 
@@ -144,6 +147,19 @@ def plan(
     )
 
 
+def _device(config: RunConfig, sizes: BaseSizes, flops: float | None) -> Device:
+    """Return the device at hand with the speed at which it trains a run, or a GPU of a stated speed."""
+    if flops is not None:
+        return Device("cuda", flops, flops, "as stated, taken for a GPU's")
+    precision = config.train.mixed_precision
+    return measure_device(sizes, config.method, precision, config.corpus.sequence_length)
+
+
+def _optimiser(method: MethodConfig) -> object:
+    """Return the optimiser that trains a method unless the config names one."""
+    return method.definition.left_out.get("optimiser", "adamw")
+
+
 def _methods_beside(method: MethodConfig) -> list[MethodConfig]:
     """Return every other method at the config's sizes, with its default collaboration layers."""
     sections = method.model_dump()
@@ -167,7 +183,7 @@ def _plan_method(
     config: RunConfig, sizes: BaseSizes, device: Device, num_processes: int, growth: Growth | None
 ) -> MethodPlan:
     length = config.corpus.sequence_length
-    num_tokens = config.train.max_steps * config.train.global_batch_size * length
+    num_tokens = of_run = config.train.max_steps * config.train.global_batch_size * length
     num_new = 0
     if growth is not None and config.method.vocabulary is not None:
         num_new = growth.num_new
@@ -183,7 +199,7 @@ def _plan_method(
         num_tokens=num_tokens,
         flops_per_token=per_token,
         memory=memory_of_run(config, sizes, num_processes, device.type, num_new),
-        time_s=num_tokens * per_token / (device.flops_per_s * num_processes),
+        time_s=num_tokens / of_run * time_of_training(config, step, device, num_processes)[0],
     )
 
 
@@ -335,7 +351,8 @@ def _footnotes(plan: Plan) -> list[str]:
         ]
     note = (
         "Parameters, FLOPs and memory are computed from config.json; only the device's speed is "
-        "measured. The table's time is that of the training FLOPs. memory: of one process; saved: for the "
+        "measured. The table's time is that of training alone. memory: of one process, without libraries and "
+        "allocator, which take 1 to 2 GB more on a CPU; saved: for the "
         f"backward pass of a micro-batch of {train.sequences_at_once(plan.num_processes):,}, "
         f"{train.mixed_precision} autocast; head: logits held at once, on {plan.estimate.device.type}."
     )

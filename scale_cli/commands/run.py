@@ -76,10 +76,11 @@ def _log_estimate(run: Run, log: Log) -> None:
         return
     sizes = BaseSizes.of(run.base_config.to_dict(), config.model.base)
     tokenizer: Any = run.known_tokenizer() or run.base_tokenizer
+    precision = config.train.mixed_precision
     takes = estimate(
         config,
         sizes,
-        measure_device(sizes, config.train.mixed_precision),
+        measure_device(sizes, config.method, precision, config.corpus.sequence_length),
         held_out_texts(config, tokenizer.backend_tokenizer),
         num_processes=share().num_processes,
         num_new=0 if run.added_tokens is None else run.added_tokens.num_new,

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.planning.beginnings import HeldOut
-from scale_cli.planning.device import Device
+from scale_cli.planning.device import Device, update_flops
 from scale_cli.planning.memory import step_of
 from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.step import Step
 from scale_cli.report import duration, quantity
 
 # What is no pass over text, in seconds and as tokens of forward passes: from a run of SmolLM2-135M on a CPU.
@@ -23,6 +24,7 @@ class Estimate:
     """The seconds of `scale run`, at a device's speed."""
 
     device: Device
+    flops_per_s: float  # of training, update included
     training_s: float
     evaluation_s: float  # while training, and at the end
     evaluated_tokens: int
@@ -38,7 +40,7 @@ class Estimate:
         return (
             f"about {duration(self.total_s)}{self.omitted}: {duration(self.training_s)} of training, "
             f"{duration(self.evaluation_s)} of evaluation ({self.evaluated_tokens:,} tokens and samples), "
-            f"{duration(self.rest_s)} of start and export; by {quantity(self.device.flops_per_s, 'FLOP/s')} "
+            f"{duration(self.rest_s)} of start and export; by {quantity(self.flops_per_s, 'FLOP/s')} "
             f"{self.device.origin}"
         )
 
@@ -57,27 +59,38 @@ def estimate(
     Raises:
         ConfigError: the method has no closed form, or asks for what the base does not have.
     """
-    train = config.train
-    speed = device.flops_per_s * num_processes
     step = step_of(config, sizes, device.type, num_new)
-    num_tokens = train.max_steps * train.global_batch_size * config.corpus.sequence_length
-    num_parameters = step.num_frozen + step.num_trainable
+    length = config.corpus.sequence_length
+    training_s, flops_per_s = time_of_training(config, step, device, num_processes)
     passes = 1 if config.method.definition.widens else 2  # else the base is a model of its own
-    per_token_s = passes * 2.0 * num_parameters / speed
+    per_parameter_s = 2.0 * device.token_s(step, length) / step.flops(length) / num_processes
+    per_token_s = passes * per_parameter_s * (step.num_frozen + step.num_trainable)
     evaluated_tokens = count_evaluated(config, texts)
     num_samples = 0
-    if train.attention != "flex_attention":
+    if config.train.attention != "flex_attention":
         languages = {source.language for source in config.evaluation.perplexity}
         num_samples = len(languages) * _num_evaluations(config)
     return Estimate(
         device=device,
-        training_s=num_tokens * step.flops(config.corpus.sequence_length) / speed,
+        flops_per_s=flops_per_s,
+        training_s=training_s,
         evaluation_s=per_token_s * (evaluated_tokens + num_samples * _TOKENS_OF_A_SAMPLE),
         evaluated_tokens=evaluated_tokens,
         scored_per_s=1 / per_token_s,
         rest_s=_START_S + per_token_s * _TOKENS_OF_START_AND_EXPORT,
         omitted=" without benchmarks" if config.evaluation.benchmarks else "",
     )
+
+
+def time_of_training(
+    config: RunConfig, step: Step, device: Device, num_processes: int = 1
+) -> tuple[float, float]:
+    """Return the seconds of all steps, and the FLOP/s that each of the processes sustains in them."""
+    train = config.train
+    length = config.corpus.sequence_length
+    step_s = device.step_s(step, train, length, num_processes)
+    flops = step.flops(length) * train.global_batch_size * length / num_processes
+    return train.max_steps * step_s, (flops + update_flops(step, train)) / step_s
 
 
 def count_evaluated(config: RunConfig, texts: Sequence[HeldOut]) -> int:

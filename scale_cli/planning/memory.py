@@ -56,6 +56,11 @@ def step_of(
     )
 
 
+def rows_at_once(device_type: str, vocab_size: int) -> int:
+    """Return of how many tokens the logits exist at once."""
+    return max(_LOGITS_AT_ONCE[device_type] // vocab_size, _FEWEST_ROWS)
+
+
 def memory_of(
     step: Step,
     train: TrainConfig,
@@ -75,8 +80,7 @@ def memory_of(
     base's probabilities of one sequence, all in float32.
     """
     num_tokens = train.sequences_at_once(num_processes) * sequence_length
-    num_rows = max(_LOGITS_AT_ONCE[device_type] // vocab_size, _FEWEST_ROWS)
-    num_rows = min(num_rows, num_tokens)
+    num_rows = min(rows_at_once(device_type, vocab_size), num_tokens)
     if step.keeps_logits:
         head = num_tokens * vocab_size * 3 * FLOAT32
     elif distils:

@@ -33,6 +33,7 @@ from scale_cli.planning.sizes import BaseSizes
 
 Kind = Literal["embedding", "head", "gains", "matrix"]
 FLOAT32 = 4
+_MUON_STEPS = 5  # each is three products: X X^T, its square, and a polynomial of it times X
 
 
 @dataclass(eq=False)
@@ -64,6 +65,7 @@ class Step:
     trained: Counter[Kind] = field(default_factory=Counter)
     linear_flops: float = 0.0
     head_flops: float = 0.0
+    muon_flops: float = 0.0  # of an update of all matrices
     attention_per_key: float = 0.0
     kept: dict[Value, None] = field(default_factory=dict)
     copies_bytes: int = 0  # kept whatever the batch: lowered weights, the head's gradient
@@ -105,6 +107,9 @@ class Step:
         if held and bias:
             self.hold(width, weights, "gains")
         self.linear_flops += 2.0 * size * (1 + x.needs_grad + weights.train)
+        if held and weights.train and kind == "matrix":
+            shorter = min(x.width, width)
+            self.muon_flops += _MUON_STEPS * 2.0 * shorter * (2 * size + shorter**2)
         if x.needs_grad and (weights.in_8_bits or itemsize != weights.itemsize):
             self.copies_bytes += size * itemsize
         if weights.train:

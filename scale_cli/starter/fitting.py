@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
-from scale_cli.planning.device import Device, measure_device
+from scale_cli.planning.device import Device
 from scale_cli.planning.memory import memory_of
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.walk import Base, walk
+from scale_cli.processes import computes_in_bfloat16, cpu_precision
 
+# Of a first run; it distils, if there is replay.
+METHOD = MethodConfig.model_validate({"distillation": {"weight": 4.0}})
 MIN_STEPS = 10
 LEAST_STEP_TOKENS = 2048  # a step of fewer is too noisy
 _MOST_STEP_TOKENS = 131_072
@@ -44,10 +47,9 @@ class Sizes:
         return self.max_steps * self.global_batch_size * self.sequence_length
 
 
-def faster_precision(base: BaseSizes) -> tuple[str, Device]:
-    """Return the precision in which steps of a layer are faster, and the device with that speed."""
-    devices = {precision: measure_device(base, precision) for precision in ("no", "bf16")}
-    return max(devices.items(), key=lambda item: item[1].flops_per_s)
+def faster_precision() -> str:
+    """Return the `mixed_precision` that is fast on this process's device."""
+    return "bf16" if computes_in_bfloat16() else cpu_precision()
 
 
 def fit_sizes(
@@ -73,24 +75,23 @@ def fit_sizes(
         ConfigError: the base does not fit the memory.
     """
     available = _memory_bytes(device.type)
-    method = MethodConfig.model_validate({"distillation": {"weight": 4.0}})
-    step = walk(Base(base, itemsize=4), method, mixed_precision, num_new=num_new)
+    step = walk(Base(base, itemsize=4), METHOD, mixed_precision, num_new=num_new)
+
+    def train(batch_size: int) -> TrainConfig:
+        return TrainConfig(max_steps=1, global_batch_size=batch_size, optimiser="muon")
 
     def memory(length: int, at_once: int) -> int:
-        train = TrainConfig(max_steps=1, global_batch_size=at_once, micro_batch_size=at_once)
         return memory_of(
             step,
-            train,
+            train(at_once),
             sequence_length=length,
             vocab_size=base.vocab_size + num_new,
             device_type=device.type,
             distils=True,
         ).total
 
-    def tokens_of_run(length: int) -> float:
-        return min(training_s * device.flops_per_s / step.flops(length), MOST_READINGS * num_tokens)
-
-    step_tokens = tokens_of_run(_LENGTHS[-1]) / _WANTED_STEPS
+    most_tokens = MOST_READINGS * num_tokens
+    step_tokens = min(training_s / device.token_s(step, _LENGTHS[-1]), most_tokens) / _WANTED_STEPS
     step_tokens = min(max(step_tokens, LEAST_STEP_TOKENS), _MOST_STEP_TOKENS)
     longest = min(base.max_position_embeddings, step_tokens // _LEAST_BATCH_SIZE)
     fitting = [of for of in _LENGTHS if of <= longest and memory(of, 1) <= available]
@@ -104,7 +105,8 @@ def fit_sizes(
     batch_size = at_once = 2 ** int(step_tokens / length).bit_length() // 2
     while at_once > 1 and memory(length, at_once) > available:
         at_once //= 2
-    num_steps = int(tokens_of_run(length) / (batch_size * length))
+    step_s = device.step_s(step, train(batch_size), length)
+    num_steps = int(min(training_s / step_s, most_tokens / (batch_size * length)))
     return Sizes(
         mixed_precision=mixed_precision,
         sequence_length=length,

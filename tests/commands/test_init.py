@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from scale_cli.commands import init as verb_init
 from scale_cli.commands import plan as verb_plan
 from scale_cli.commands import run as verb_run
 from scale_cli.commands.answers import source_of
 from scale_cli.commands.init import SCHEMA_FILE, config_text
 from scale_cli.config.load import checked, load_config, parse
 from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.documents import CorpusReader
 from scale_cli.errors import ConfigError
 from scale_cli.planning.device import Device
@@ -33,14 +35,14 @@ from tests.data.corpus_files import COMPRESSORS, as_jsonl, as_parquet, as_txt, k
 from tests.vocabulary.tokenizers_at_hand import ENGLISH
 from tests.widening import TINY, lower_stories
 
-CPU = Device("cpu", 4e11, "measured on cpu")
+CPU = Device("cpu", 4e11, 4e11, "measured on cpu")
 SIZES = Sizes("bf16", 256, 16, 8, 200, 2**30, 2**34)
 NO_NEW = NewTokens("1.2 a character")
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "measure_device", lambda *_: CPU)
+    monkeypatch.setattr(verb_init, "measure_device", lambda *_: CPU)
 
 
 @pytest.fixture
@@ -184,7 +186,7 @@ def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
     base = BaseSizes.of(LlamaConfig(**TINY).to_dict(), "tiny")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitting, "_memory_bytes", lambda _: int(gib * 2**30))
-        device = Device("cpu", flops, "measured on cpu")
+        device = Device("cpu", flops, flops, "measured on cpu")
         try:
             sizes = fit_sizes(
                 base, device, "no", num_new=0, training_s=60 * minutes, num_tokens=num_tokens
@@ -198,7 +200,8 @@ def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
     step = walk(
         Base(base, itemsize=4), MethodConfig.model_validate({"distillation": {"weight": 4.0}})
     )
-    training_s = sizes.num_tokens * step.flops(sizes.sequence_length) / flops
+    train = TrainConfig(max_steps=1, global_batch_size=sizes.global_batch_size, optimiser="muon")
+    training_s = sizes.max_steps * device.step_s(step, train, sizes.sequence_length)
     assert sizes.max_steps == 10 or (
         sizes.num_tokens <= 4 * num_tokens and training_s <= 60 * minutes * (1 + 1e-9)
     )
@@ -263,7 +266,8 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fitting, "MIN_STEPS", 2)
-    monkeypatch.setattr(fitting, "measure_device", lambda *_: Device("cpu", 1e6, "measured on cpu"))
+    slow = Device("cpu", 1e6, 1e6, "measured on cpu")
+    monkeypatch.setattr(verb_init, "measure_device", lambda *_: slow)
     petitions = read(shared_data / "ko-petitions/valid.txt.xz", max_documents=60)
     documents = [re.sub(r"\s*\n\s*", "\n", text)[:1500] for text in petitions]
     corpus = Path("text") / name
@@ -363,7 +367,8 @@ def test_init_plan_and_run_print_one_estimate_of_the_whole_run(
 def test_minutes_are_those_of_the_whole_run_and_few_documents_are_measured_on(
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fitting, "measure_device", lambda *_: Device("cpu", 3e8, "measured on cpu"))
+    slow = Device("cpu", 3e8, 3e8, "measured on cpu")
+    monkeypatch.setattr(verb_init, "measure_device", lambda *_: slow)
     files = {minutes: tmp_path / f"{minutes}.yaml" for minutes in (1, 60)}
     told = {}
     for minutes, file in files.items():

@@ -45,7 +45,11 @@ def every_method(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     folder = tmp_path_factory.mktemp("plan")
     base = LlamaConfig(**{**LLAMA_3_2_1B.to_dict(), "num_hidden_layers": 3})
     config = config_of(
-        folder, base, "method={variant: route, expansion: {ratio: 0.125}}", AS_IN_THE_PAPER
+        folder,
+        base,
+        "method={variant: route, expansion: {ratio: 0.125}}",
+        "train.optimiser=adamw",
+        AS_IN_THE_PAPER,
     )
     return plan(config, flops=4e14, num_processes=2, compared=True)
 

@@ -1,44 +1,88 @@
-"""What a device is taken to sustain is what steps of a layer reached, and the median of them."""
+"""What a device is taken to sustain is what the fastest steps of layers and a head reached."""
 
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import LlamaConfig, Qwen3Config
 
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.planning import device as speed
-from scale_cli.planning.device import busyness, in_words, measure_device, peak_flops_per_s
+from scale_cli.planning.device import (
+    Device,
+    busyness,
+    in_words,
+    measure_device,
+    peak_flops_per_s,
+)
 from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.stand_ins import HeadStandIn, LayersStandIn, within_bounds
+from scale_cli.planning.walk import Base, walk
 from tests.widening import TINY
 
+TINY_SIZES = BaseSizes.of(LlamaConfig(**TINY).to_dict(), "tiny")
+CPU = torch.device("cpu")
 
-def test_the_rate_is_the_work_of_layers_and_head_at_the_medians_of_their_times(
+
+@pytest.mark.parametrize("variant", ["full", "route"])
+def test_what_is_timed_has_the_flops_of_the_methods_own_step(variant: str) -> None:
+    method = MethodConfig(variant=variant)
+    step = walk(Base(TINY_SIZES, itemsize=4), method)
+    layers = LayersStandIn(TINY_SIZES, method, CPU, (3, 16))
+    layers.run()
+    assert len(layers.layers) == TINY_SIZES.num_hidden_layers
+    assert layers.flops == pytest.approx(3 * 16 * (step.flops(16) - step.head_flops))
+    head = HeadStandIn(TINY_SIZES, method, CPU, num_rows=40)
+    head.run()
+    assert head.flops == 40 * step.head_flops
+
+
+def test_lora_is_timed_with_a_frozen_base_and_adapters() -> None:
+    method = MethodConfig(variant="lora")
+    layers = LayersStandIn(TINY_SIZES, method, CPU, (1, 8))
+    assert [weight.requires_grad for weight in layers.layers[0]["q_proj"]] == [False, True, True]
+    layers.run()
+    planned = walk(Base(TINY_SIZES, itemsize=4), method)
+    of_layers = 8 * (planned.flops(8) - planned.head_flops)
+    assert of_layers <= layers.flops <= 1.3 * of_layers  # the lowest layer reads no gradient
+
+
+def test_the_speeds_are_those_of_the_fastest_steps_once_the_threads_are_warm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken = iter([9.0, 0.2, 0.3, 0.3, 0.5, 40.0, 0.001, 9.0, 0.2, 0.6, 0.1, 0.6, 40.0, 0.6])
-    now = [0.0]
-
-    def clock() -> float:
-        now.append(now[-1] + (next(taken) if len(now) % 2 == 0 else 0.0))
-        return now[-1]
-
-    monkeypatch.setattr(speed, "time", SimpleNamespace(process_time=clock))
-    sizes = BaseSizes.of(LlamaConfig(**TINY).to_dict(), "tiny")
-    device = measure_device(sizes, "no")
-    width = sizes.hidden_size
-    channels = min(sizes.intermediate_size, 4 * width)
-    of_layer = 6 * (4 * width * width + 3 * width * channels) + 12 * width * 129 / 2
-    of_head = 6 * width * sizes.vocab_size
-    heads = 2 * sizes.head_dim * (sizes.num_attention_heads + sizes.num_key_value_heads)
-    in_layers = 6 * sizes.num_hidden_layers * width * (heads + 3 * sizes.intermediate_size)
-    time_s = in_layers * 0.3 / (128 * of_layer) + of_head * 0.6 / (128 * of_head)
-    assert device.flops_per_s / device.num_threads == pytest.approx((in_layers + of_head) / time_s)
-    assert "float32" in device.origin and f"{device.num_threads} thread" in device.origin
+    num_threads = torch.get_num_threads()
+    # A measurement begins at 0 s, and its first step warms up.
+    spent = [0.0, 0.15, 0.5, 0.3, 40.0, 0.7, 0.0, 0.15, 0.6, 9.0, 0.9, 40.0]
+    now = accumulate(seconds * num_threads for seconds in spent)
+    monkeypatch.setattr(speed, "time", SimpleNamespace(process_time=lambda: next(now)))
+    method = MethodConfig()
+    device = measure_device(TINY_SIZES, method, "no", 32)
+    step = walk(Base(TINY_SIZES, itemsize=4), method)
+    of_layers = 768 * (step.flops(32) - step.head_flops)
+    assert device.layers_flops_per_s == pytest.approx(of_layers / 0.3)
+    num_rows = 2**21 // TINY_SIZES.vocab_size
+    assert device.head_flops_per_s == pytest.approx(num_rows * step.head_flops / 0.6)
+    assert "float32" in device.origin and f"{num_threads} thread" in device.origin
 
 
-def test_a_large_base_is_measured_by_a_small_layer_and_a_busy_machine_is_told() -> None:
+def test_a_step_spends_its_products_at_the_speed_of_layers_or_head_and_muons_once() -> None:
+    step = walk(Base(TINY_SIZES, itemsize=4), MethodConfig())
+    device = Device("cpu", 2e9, 1e9, "stated")
+    train = TrainConfig(max_steps=1, global_batch_size=6)
+    batch_s = 6 * 32 * ((step.flops(32) - step.head_flops) / 2e9 + step.head_flops / 1e9)
+    assert device.step_s(step, train, 32) == pytest.approx(batch_s)
+    muon = train.model_copy(update={"optimiser": "muon"})
+    assert device.step_s(step, muon, 32, 2) == pytest.approx(batch_s / 2 + step.muon_flops / 2e9)
+
+
+def test_a_large_base_is_measured_by_small_layers_and_a_busy_machine_is_told() -> None:
     base = Qwen3Config(hidden_size=16384, intermediate_size=65536, vocab_size=10**7)
-    device = measure_device(BaseSizes.of(base.to_dict(), "large"), "bf16")
-    assert device.flops_per_s > 0 and "bfloat16" in device.origin
+    small = within_bounds(BaseSizes.of(base.to_dict(), "large"))
+    assert (small.hidden_size, small.intermediate_size) == (1024, 4096)
+    device = measure_device(small, MethodConfig(variant="full"), "bf16")
+    assert device.head_flops_per_s > 0 and "bfloat16" in device.origin
     assert "idle" in in_words(0.0) and "load 3.0" in in_words(3.0)
     assert busyness() >= 0.0
 

@@ -16,7 +16,7 @@ from scale_cli.planning.sizes import FORMS, BaseSizes
 from scale_cli.planning.step import Step
 from scale_cli.planning.walk import ITEMSIZES, PLANNED, Base, walk
 from scale_cli.training.objective import for_training
-from scale_cli.training.optimiser import kinds_of_parameters
+from scale_cli.training.optimiser import build_optimiser, kinds_of_parameters
 from scale_cli.upscale.building import NewPieces, start_model
 from scripts.benchmark.counting import SUMMED_IN_PLACE, kept_for_backward, num_bytes
 from tests.model.test_families import BASES, tiny
@@ -96,6 +96,12 @@ def test_parameters_products_and_what_is_kept_are_a_real_steps(
     products = planned.linear_flops + planned.head_flops
     assert products * length == counter.get_total_flops() - of_attention
     assert planned.attention_per_key * length**2 == pytest.approx(of_attention, rel=1e-12)
+
+    if method is not SOME:  # adapters of an embedding are not multiplied as they are held
+        optimiser = build_optimiser(real, TrainConfig(max_steps=1, optimiser="muon"))
+        with FlopCounterMode(display=False) as counter:
+            optimiser.step()
+        assert planned.muon_flops == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("variant", ["preserve", "full"])
