@@ -19,7 +19,7 @@ from torch import Tensor
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.methods.method import PROJECTIONS
-from scale_cli.methods.widened import added_sizes
+from scale_cli.methods.widened import AddedSizes, added_sizes
 from scale_cli.planning.sizes import BaseSizes, map_widths
 from scale_cli.planning.step import FLOAT32
 
@@ -83,7 +83,7 @@ class LayersStandIn(StandIn):
         self.head_dim = sizes.head_dim
         # Of a rotation, whose result has their precision, as a base's has.
         self.angles = torch.full((batch[1], sizes.head_dim), 0.7, device=device)
-        streams = [sizes]
+        streams: list[BaseSizes | AddedSizes] = [sizes]
         rank = 0
         targets: Sequence[str] = ()
         if method.definition.widens:
@@ -203,7 +203,9 @@ class HeadStandIn(StandIn):
 
     @torch.no_grad()
     def run(self) -> None:
-        logits_MV = sum(self.product(x, weight) for x, weight, _ in self.streams)
+        logits_MV, *added = [self.product(x, weight) for x, weight, _ in self.streams]
+        for of_u_MV in added:
+            logits_MV += of_u_MV
         torch.log_softmax(logits_MV, dim=1, dtype=torch.float32, out=self.said_MV)
         torch.exp(self.said_MV, out=self.grad_MV)
         for x_MD, weight_VD, total_VD in self.streams:
