@@ -12,6 +12,7 @@ from scale_cli.export.formats import write_self_contained
 from scale_cli.joining.checks import check_written, prove
 from scale_cli.joining.members import join_runs
 from scale_cli.joining.report import KIND, JoinReport, joined_card, score_corpora
+from scale_cli.model.routing import log_prior
 from scale_cli.runs.folder import check_replaceable
 from scale_cli.storage.atomic import new_folder, write_text
 
@@ -29,7 +30,8 @@ def join(
         raise ConfigError("evaluation.perplexity: none of the runs names a corpus to measure on")
     prove(joined)
 
-    smallest_prior = joined.model.log_prior().exp().min().item()
+    base_prior, num_heads = joined.model.config.router_prior, len(joined.members) + 1
+    smallest_prior = log_prior(base_prior, num_heads).exp().min().item()
     report = JoinReport(
         base=joined.record.name,
         base_sha256=joined.record.content_sha256,

@@ -308,9 +308,8 @@ def _heading(plan: Plan) -> list[str]:
             text = f"{of['num_bytes']:,} bytes are {before:,} -> {after:,} tokens"
             rows.append(("", f"{of['name']}: {text}, {' -> '.join(each)} bytes each"))
         rows.append(("note", growth.note))
-    rows.append(
-        ("budget", config.method.definition.advice(own.num_tokens / max(own.num_frozen, 1)))
-    )
+    advice = config.method.definition.advice
+    rows.append(("budget", advice.format(own.num_tokens / max(own.num_frozen, 1))))
     rows += [("warning", warning) for warning in plan.warnings]
     lines = []
     for label, text in rows:  # of no text there is no line

@@ -9,16 +9,16 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.planning.device import peak_tokens_per_s
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.processes import device_name, on_main, process_state
-from scale_cli.runs.opened import MethodFolder, Run
+from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import claimed, remove_leftovers
 from scale_cli.terminal import Log
 from scale_cli.training.checkpoint import starting_point
 from scale_cli.training.finishing import log_trained, put_back_best, write_final
 from scale_cli.training.loop import run_loop
 from scale_cli.training.opening import (
-    check_finished,
     check_to_train,
     explaining_out_of_memory,
+    finished_state,
     open_accelerator,
     open_training,
 )
@@ -40,13 +40,8 @@ def train(
     accelerator = open_accelerator(run)
     log = log if accelerator.is_main_process else lambda _: None  # only the main process logs
 
-    final = MethodFolder(run.folder.final, run)
-    if resume == "auto" and final.path.is_dir():
-        max_steps = run.config.train.max_steps
-        if "train.max_steps" not in accepted or max_steps <= final.config.train.max_steps:
-            check_finished(final, accepted)
-            log(f"done already   {final.path}")
-            return TrainState.load(final.path)
+    if resume == "auto" and (finished := finished_state(run, accepted, log)) is not None:
+        return finished
 
     benchmarks = check_to_train(run, accelerator, log)
     # The main process removes leftovers; the others have looked through the folders by now.

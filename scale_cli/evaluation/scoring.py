@@ -27,13 +27,13 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
 from scale_cli.evaluation.intervals import Values
+from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.cache_scale import named
 from scale_cli.model.heads import (
     BaseOfNewTokens,
     HeadedModel,
     HeadLogits,
-    RouterSettings,
     TokenLogProbs,
     token_log_probs,
 )
@@ -159,7 +159,7 @@ def tokens_bar(total: int, label: str | None) -> Any:
 def score_corpus(
     model: HeadedModel | BaseAlone,
     corpus: TokenisedCorpus,
-    router: RouterSettings,  # of both rules, whatever the model serves
+    router: RouterConfig,  # of both rules, whatever the model serves
     passes: Passes,
     *,
     heads: Sequence[str] = TWO_HEADS,  # names of the model's heads
@@ -256,7 +256,7 @@ def observe(
 
 
 def routed_rows(
-    observed: Sequence[Tensor], router: RouterSettings, heads: Sequence[str] = TWO_HEADS
+    observed: Sequence[Tensor], router: RouterConfig, heads: Sequence[str] = TWO_HEADS
 ) -> Iterator[RoutedScores]:
     """Apply the routing rules to (C, T) numbers of rows, many rows at once.
 

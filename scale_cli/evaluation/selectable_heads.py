@@ -16,9 +16,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scale_cli.evaluation.scoring import TWO_HEADS, BaseAlone
+from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.cache_scale import CACHE, named, require_state
-from scale_cli.model.heads import HeadedModel, RouterSettings
+from scale_cli.model.heads import HeadedModel
 from scale_cli.model.modeling_scale import RouterGenerationMixin
 from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
 
@@ -61,7 +62,7 @@ class SelectableHeads(PreTrainedModel, RouterGenerationMixin):
     def __init__(
         self,
         model: HeadedModel | BaseAlone,
-        router: RouterSettings,
+        router: RouterConfig,
         heads: Sequence[str] = TWO_HEADS,
     ) -> None:
         super().__init__(copy.deepcopy(model.config))

@@ -28,7 +28,7 @@ def prove(joined: JoinedRuns) -> None:
     alone = [("base", joined.prompts, joined.base_logits)]
     alone += [(member.name, member.prompts, member.logits) for member in joined.members]
     for head, (name, prompts, expected) in enumerate(alone):
-        before = model.config.known_tokens(head).start
+        before, _ = model.config.known_by_heads()[head]
         for ids, of_one in zip(prompts, expected, strict=True):
             ids = torch.where(ids < num_old, ids, ids + before)
             logits = model.routed_logits(model.final_states(ids, preserved=True))[head]

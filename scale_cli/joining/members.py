@@ -171,8 +171,9 @@ def _rows_of_all_tokens(rows_VE: Tensor, config: JoinedConfig, head: int) -> Ten
     """Return an expansion's embedding with rows for the other members' tokens, composed like the
     rows of x.
     """
-    unknown, pieces = config.unknown_tokens(head), config.pieces()
-    if not unknown:
+    ids, pieces = config.token_ids(head), config.pieces()
+    num_old = len(ids) - len(pieces)
+    if not (unknown := ids[len(rows_VE) :]):
         return rows_VE
-    added = composed(rows_VE, [pieces[at] for at in unknown]).to(rows_VE)
-    return torch.cat([rows_VE, added])[torch.tensor(config.token_ids(head)).argsort()]
+    added = composed(rows_VE, [pieces[index - num_old] for index in unknown]).to(rows_VE)
+    return torch.cat([rows_VE, added])[torch.tensor(ids).argsort()]

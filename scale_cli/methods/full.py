@@ -1,34 +1,85 @@
-"""Fine-tuning: every weight trains, or all but the input embedding and the bottom layers.
+"""Training a plain model: every weight, or all but the input embedding and the bottom layers.
 
 Source of the second form: SCALE, arXiv 2511.03270 (the bottom three layers and the input embedding stay frozen).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from scale_cli.errors import ConfigError
-from scale_cli.methods.method import Method, MethodSection, PlainTraining
+from scale_cli.methods.method import Method, MethodSection, PlainTraining, Settings
 from scale_cli.values import Section
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+
+class Plain(Method[Settings]):
+    """A model of the base's layers and copies of some; `plain_training` says which train."""
+
+    def build(self, base: Any, settings: Settings, seed: int, new: Any = None) -> Any:
+        num_layers = base.config.num_hidden_layers
+        training = self.plain_training(settings, num_layers)
+        model = base if len(training.layers) == num_layers else deepen(base, training)
+        model.model.norm.requires_grad_(training.trains_top)
+        model.lm_head.requires_grad_(training.trains_top)
+        # If the embeddings are tied, this decides for the head too: they are one tensor.
+        model.model.embed_tokens.requires_grad_(training.trains_embedding)
+        for layer, (_, trains) in zip(model.model.layers, training.layers, strict=True):
+            layer.requires_grad_(trains)
+        return model
 
 
-class Full(Method[MethodSection]):
+def deepen(base: Any, training: PlainTraining) -> Any:
+    """Return a model with a base's layers and copies of some, each above its original.
+
+    A copy adds nothing at first: its o_proj and down_proj, or the gains of the norms after them, are 0.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from scale_cli.model.family_scale import STEPS, family_of
+
+    family, sources = family_of(base.config), [source for source, _ in training.layers]
+    sizes: dict[str, Any] = {"num_hidden_layers": len(sources)}
+    if kinds := getattr(base.config, "layer_types", None):
+        sizes["layer_types"] = [kinds[source] for source in sources]
+    config = type(base.config).from_dict({**base.config.to_dict(), **sizes})
+    deeper: Any = AutoModelForCausalLM.from_config(config, dtype=base.dtype)
+    weights = base.state_dict()
+    tensors = {
+        name: tensor for name, tensor in weights.items() if not name.startswith("model.layers.")
+    }
+    for place, source in enumerate(sources):
+        prefix = f"model.layers.{source}."
+        for name, tensor in weights.items():
+            if name.startswith(prefix):
+                tensors[f"model.layers.{place}.{name.removeprefix(prefix)}"] = tensor
+    deeper.load_state_dict(tensors, strict=True)
+    deeper.generation_config = base.generation_config
+
+    silent = []  # parts of parameters' names, and the number that they are filled with
+    for step in STEPS:
+        _, norm = family.norms_around(step)
+        silent.append(
+            (step.writing, 0.0) if norm is None else (norm, 0.0 - family.norm_form.offset)
+        )
+    for place, layer in enumerate(deeper.model.layers):
+        if place > 0 and sources[place] == sources[place - 1]:
+            for name, parameter in layer.named_parameters():
+                for part, number in silent:
+                    if part in name.split("."):
+                        torch.nn.init.constant_(parameter, number)
+    return deeper
+
+
+class Full(Plain[MethodSection]):
     """Everything trains."""
 
     name, label = "full", "full fine-tuning"
     colour, mark = "#d55e00", ("o", "●")
     takes_new_tokens = is_planned = True
     left_out = {"lr": 4.0e-4}  # docs/results/rivals.md
-
-    def build(
-        self, base: PreTrainedModel, settings: MethodSection, seed: int, new: Any = None
-    ) -> PreTrainedModel:
-        return base.requires_grad_(True)
 
     def plain_training(self, settings: MethodSection, num_layers: int) -> PlainTraining:
         layers = [(layer, True) for layer in range(num_layers)]
@@ -43,7 +94,7 @@ class FreezeConfig(Section):
     )
 
 
-class Freeze(Method[FreezeConfig]):
+class Freeze(Plain[FreezeConfig]):
     """Everything trains except the input embedding and the bottom layers."""
 
     name, label = "freeze", "partial fine-tuning"
@@ -54,18 +105,6 @@ class Freeze(Method[FreezeConfig]):
 
     def in_words(self, settings: FreezeConfig) -> str:
         return f", bottom {settings.num_layers} layers frozen"
-
-    def build(
-        self, base: PreTrainedModel, settings: FreezeConfig, seed: int, new: Any = None
-    ) -> PreTrainedModel:
-        layers = base.model.layers
-        training = self.plain_training(settings, len(layers))
-        base.requires_grad_(True)
-        # If the embeddings are tied, this freezes the head too: they are one tensor.
-        base.model.embed_tokens.requires_grad_(False)
-        for layer, (_, trains) in zip(layers, training.layers, strict=True):
-            layer.requires_grad_(trains)
-        return base
 
     def plain_training(self, settings: FreezeConfig, num_layers: int) -> PlainTraining:
         count = settings.num_layers

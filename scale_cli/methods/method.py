@@ -63,6 +63,8 @@ class Method(Generic[Settings]):
     is_planned: ClassVar[bool] = False  # `scale plan` counts it in closed form
     widens: ClassVar[bool] = False  # the base stays in the model, bit for bit
     routes: ClassVar[bool] = False  # serving mixes the model with that base
+    # what to know of a run, with a place for its tokens per parameter of the base; "": nothing
+    advice: ClassVar[str] = ""
     takes_new_tokens: ClassVar[bool] = False
     adapter: ClassVar[Literal["", "scale", "peft"]] = (
         ""  # format of a folder with only what trains; "": none
@@ -73,14 +75,6 @@ class Method(Generic[Settings]):
 
     def in_words(self, settings: Settings) -> str:
         """Return the most important settings in words, to follow the label."""
-        return ""
-
-    def served(self, settings: Settings) -> str:
-        """Return the head that answers: the trained one, or the rule of a router."""
-        return "trained"
-
-    def served_in_words(self, settings: Settings) -> str:
-        """Return the router's rule in words, to follow the settings."""
         return ""
 
     def routes_plainly(self, settings: Settings) -> bool:
@@ -122,7 +116,3 @@ class Method(Generic[Settings]):
     def hooks(self, settings: Settings, training: Training) -> list[Hook]:
         """Return the hooks that run around every update."""
         return []
-
-    def advice(self, tokens_per_parameter: float) -> str:
-        """Return what to know of a run that trains on so many tokens per parameter of the base; "": nothing."""
-        return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -67,13 +67,6 @@ class CollaborationConfig(Section):
             )
         return layers
 
-    @field_validator("modules")
-    @classmethod
-    def _distinct_modules(cls, modules: list[str]) -> list[str]:
-        if len(set(modules)) != len(modules):
-            raise ValueError("names a module twice")
-        return modules
-
     @property
     def is_asked_for(self) -> bool:
         return self.layers not in (None, "none", [])
@@ -129,12 +122,16 @@ class _Widened(Method[WideningConfig]):
     left_out = {"optimiser": "muon"}
     widens = takes_new_tokens = is_planned = True
     adapter = "scale"
-    default_layers: ClassVar[str] = "none"  # collaborating layers, if the config does not say
+    advice = (
+        "{:,.2g} tokens per parameter of the base. Full fine-tuning and LoRA learned more for the "
+        "same work on SmolLM2-135M from the start (docs/results/real-base.md), and full fine-tuning "
+        "on small bases from about 0.5 on. Either model, served beside the untouched base, forgets "
+        "as little, as two models."
+    )
 
     def check(self, settings: WideningConfig) -> None:
-        if settings.distils and (
-            self.default_layers != "none" or settings.collaboration.is_asked_for
-        ):
+        by_default = _DEFAULT_LAYERS[self.name] != "none"
+        if settings.distils and (by_default or settings.collaboration.is_asked_for):
             raise ValueError(
                 "distillation.weight: with collaborating layers, training does not compute the base's predictions; "
                 "use preserve, or route with collaboration.layers none"
@@ -169,14 +166,6 @@ class _Widened(Method[WideningConfig]):
 
         return ScaleForCausalLM(ScaleConfig.from_pretrained(folder), base)
 
-    def advice(self, tokens_per_parameter: float) -> str:
-        return (
-            f"{tokens_per_parameter:,.2g} tokens per parameter of the base. Full fine-tuning and LoRA "
-            "learned more for the same work on SmolLM2-135M from the start (docs/results/real-base.md), "
-            "and full fine-tuning on small bases from about 0.5 on. Either model, served beside the "
-            "untouched base, forgets as little, as two models."
-        )
-
     def start(
         self, model: Any, settings: WideningConfig, seed: int, text: TextToLearn | None = None
     ) -> None:
@@ -204,7 +193,6 @@ class Adapt(_Widened):
 
     name, label = "adapt", "SCALE-Adapt"
     colour, mark = "#00866a", ("P", "✚")
-    default_layers = "all"
 
 
 class Route(_Widened):
@@ -214,21 +202,12 @@ class Route(_Widened):
     colour, mark = "#0063a8", ("*", "★")
     routes = True
 
-    def served(self, settings: WideningConfig) -> str:
-        return settings.router.rule
-
     def routes_plainly(self, settings: WideningConfig) -> bool:
         return settings.router.rule == "posterior" and not settings.collaboration.is_asked_for
 
-    def served_in_words(self, settings: WideningConfig) -> str:
-        router = settings.router
-        by = f"threshold {router.threshold:g}"
-        if router.rule == "posterior":
-            by = f"prior of the base {router.prior:g}"
-        return f", {router.rule} rule ({by})"
 
-
-_DEFAULT_LAYERS = {method.name: method.default_layers for method in (Preserve, Adapt, Route)}
+# Collaborating layers, if the config does not say.
+_DEFAULT_LAYERS = {"preserve": "none", "adapt": "all", "route": "none"}
 
 
 @dataclass(frozen=True)
@@ -251,8 +230,12 @@ def added_sizes(base: Any, expansion: ExpansionConfig) -> AddedSizes:
     num_key_value_heads = max(1, round(expansion.ratio * base.num_key_value_heads))
     num_heads = num_key_value_heads * (base.num_attention_heads // base.num_key_value_heads)
     ratio = num_key_value_heads / base.num_key_value_heads
+    # All heads divide all channels, as Llama requires.
+    num_all_heads = base.num_attention_heads + num_heads
+    num_channels = base.hidden_size + (expansion.hidden_ratio or ratio) * base.hidden_size
+    multiples = max(round(num_channels / num_all_heads), base.hidden_size // num_all_heads + 1)
     return AddedSizes(
-        hidden_size=_added_channels(base, num_heads, expansion.hidden_ratio or ratio),
+        hidden_size=multiples * num_all_heads - base.hidden_size,
         intermediate_size=max(1, round(base.intermediate_size * (expansion.mlp_ratio or ratio))),
         num_attention_heads=num_heads,
         num_key_value_heads=num_key_value_heads,
@@ -277,14 +260,6 @@ def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) 
         **{f"router_{name}": value for name, value in settings.router},
         **({} if new is None else asdict(new)),
     )
-
-
-def _added_channels(base_config: Any, num_added_heads: int, ratio: float) -> int:
-    """Return about `ratio` of the base's channels; all heads divide all channels, as Llama requires."""
-    num_base: int = base_config.hidden_size
-    num_heads = base_config.num_attention_heads + num_added_heads
-    multiples = max(round((num_base + ratio * num_base) / num_heads), num_base // num_heads + 1)
-    return multiples * num_heads - num_base
 
 
 def collaborating_layers(

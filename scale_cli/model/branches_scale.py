@@ -25,7 +25,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from .cache_scale import named
 from .expansion_scale import Expansion, LayerContext
 from .family_scale import Family, family_of
-from .fused_scale import frozen_norm
+from .fused_scale import frozen_norm, rotation_angles
 from .routing import RouterMemory
 from .vocabulary_scale import brought_by, embed
 
@@ -102,7 +102,8 @@ class FinalStates:
             if head > 0:
                 expansion = self.expansions[head - 1]
                 if expansion.new_tokens is not None:
-                    new = expansion.new_tokens.logits(self.x_BTD[owner])
+                    weight = expansion.new_tokens.lm_head.weight
+                    new = F.linear(self.x_BTD[owner].to(weight.dtype), weight)
                     of_head = torch.cat([of_head, new], dim=-1)
                 weight = expansion.lm_head.weight
                 of_head = of_head + F.linear(self.u_KBTE[head - 1].to(weight.dtype), weight)
@@ -137,7 +138,11 @@ def run_expansions(
         positions = torch.arange(input_ids.shape[1], device=input_ids.device) + past
         position_ids = positions.unsqueeze(0)
     kinds = dict.fromkeys(family.rotary_kind(layer.self_attn) for layer in decoder.layers)
-    rotary = {kind: family.rotary(decoder, x_BTD, position_ids, kind) for kind in kinds}
+    rotary = {}
+    for kind in kinds:
+        asked = () if kind is None else (kind,)
+        embeddings = decoder.rotary_emb(x_BTD, position_ids, *asked)
+        rotary[kind] = (embeddings, rotation_angles(*embeddings))
     context = LayerContext(
         family, position_ids, rotary, masks, cache, len(decoder.layers), checkpointing
     )
@@ -153,25 +158,20 @@ def run_expansions(
         for head, expansion in enumerate(expansions, start=1):
             layer: Any = expansion.layers[index]
             own_slot = context.slot(head, index)
+            u_BTE = u_KBTE[head - 1]
             if index < expansion.first_collaborating_layer:
                 x_BTD = streams[0] if reads is None else after[0]
-                after[0], u_KBTE[head - 1], reads = layer(
-                    base_layer,
-                    x_BTD,
-                    u_KBTE[head - 1],
-                    context,
-                    context.slot(0, index),
-                    own_slot,
-                    reads,
+                slot = context.slot(0, index)
+                after[0], u_BTE, reads = layer(
+                    base_layer, x_BTD, u_BTE, context, slot, own_slot, reads
                 )
             else:
                 # The cache's length is read from slot 0: if head 0 is not run, an adapted stream
                 # uses that slot.
                 slot = context.slot(len(expansions) + head if preserved else 0, index)
                 x_BTD = streams[head] if head in streams else streams[0]
-                after[head], u_KBTE[head - 1], _ = layer(
-                    base_layer, x_BTD, u_KBTE[head - 1], context, slot, own_slot
-                )
+                after[head], u_BTE, _ = layer(base_layer, x_BTD, u_BTE, context, slot, own_slot)
+            u_KBTE[head - 1] = u_BTE
         streams = after
 
     x_BTD_of: dict[int, Tensor] = {}
@@ -197,7 +197,7 @@ def _base_layer(
             attention_mask=context.attention_masks[family.window_of(attention) is not None],
             position_ids=position_ids,
             use_cache=context.cache is not None,
-            position_embeddings=context.rotary[family.rotary_kind(attention)],
+            position_embeddings=context.rotary[family.rotary_kind(attention)][0],
             **named(context.cache),
         )
 

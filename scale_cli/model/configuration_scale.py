@@ -85,7 +85,7 @@ class ScaleConfig(_OverABase):
     @property
     def routes(self) -> bool:
         """Whether serving mixes the base's head and the trained one."""
-        return {"preserve": False, "adapt": False, "route": True}[self.variant]
+        return self.variant == "route"
 
     @property
     def head_names(self) -> list[str]:
@@ -142,39 +142,26 @@ class JoinedConfig(_OverABase):
         )
         return list(dict.fromkeys(brought))
 
-    def known_tokens(self, head: int) -> range:
-        """Return the positions, among all new tokens, of those a head knows: those that its run
-        brought.
-        """
-        known = _brought(self.members[head - 1]) if head else ()
-        first = 0
-        for tokens in dict.fromkeys(map(_brought, self.members)):
-            if tokens == known:
-                break
-            first += len(tokens)
-        return range(first, first + len(known))
-
     def known_by_heads(self) -> list[tuple[int, int]]:
         """Return, for the base's head and each member's, the range of new tokens it knows as
-        (first, last + 1).
+        (first, last + 1): those that its run brought.
         """
-        known = (self.known_tokens(head) for head in range(len(self.members) + 1))
-        return [(of_head.start, of_head.stop) for of_head in known]
-
-    def unknown_tokens(self, head: int) -> list[int]:
-        """Return the positions, among all new tokens, of those a head does not know."""
-        known = self.known_tokens(head)
-        return [at for at in range(len(self.new_tokens)) if at not in known]
+        places: dict[tuple[str, ...], tuple[int, int]] = {(): (0, 0)}
+        first = 0
+        for tokens in map(_brought, self.members):
+            if tokens not in places:
+                places[tokens] = (first, first + len(tokens))
+                first += len(tokens)
+        return [(0, 0), *(places[tokens] for tokens in map(_brought, self.members))]
 
     def token_ids(self, head: int) -> list[int]:
         """Return the ids of all tokens: first those that a head knows, in its own order, then the
         others.
         """
         num_old = self.base_config.get("vocab_size", 0)
-        return [
-            *range(num_old),
-            *(num_old + at for at in (*self.known_tokens(head), *self.unknown_tokens(head))),
-        ]
+        num_all = num_old + len(self.new_tokens)
+        first, end = (num_old + place for place in self.known_by_heads()[head])
+        return [*range(num_old), *range(first, end), *range(num_old, first), *range(end, num_all)]
 
     @property
     def head_names(self) -> list[str]:

@@ -39,7 +39,7 @@ from .fused_scale import (
     frozen_norm,
     gated,
     product_dtype,
-    rotation_angles,
+    rotate,
 )
 from .vocabulary_scale import NewTokens
 
@@ -111,20 +111,14 @@ class LayerContext:
 
     family: Family
     position_ids: Tensor
-    rotary: dict[str | None, tuple[Tensor, Tensor]]  # cosines and sines by `Family.rotary_kind`
+    # By `Family.rotary_kind`: cosines and sines as the base computes them, and `rotation_angles`.
+    rotary: dict[str | None, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
     # keyed by whether the layer has a window; a Tensor, BlockMask or None, as transformers'
     # attention functions take it
     attention_masks: dict[bool, Any]
     cache: DynamicCache | None
     num_layers: int
     checkpointing: bool = False  # whether backward computes the trained part's activations again
-    # An argument of `rotate`, by the same kinds as `rotary`.
-    angles: dict[str | None, tuple[Tensor, Tensor]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.angles = {
-            kind: rotation_angles(*embeddings) for kind, embeddings in self.rotary.items()
-        }
 
     def slot(self, stream: int, layer_index: int) -> int:
         """Return the cache slot of one stream's heads in one layer; stream 0 is the base."""
@@ -157,8 +151,8 @@ def attend(
         q_norm, k_norm = family.head_norms
         q_BTNA, k_BTNA = getattr(attention, q_norm)(q_BTNA), getattr(attention, k_norm)(k_BTNA)
     if family.is_rotated(attention):
-        kind = family.rotary_kind(attention)
-        q_BNTA, k_BNTA = family.rotate(q_BTNA, k_BTNA, context.rotary[kind], context.angles[kind])
+        rotary = context.rotary[family.rotary_kind(attention)]
+        q_BNTA, k_BNTA = rotate(q_BTNA, k_BTNA, *rotary)
     else:
         q_BNTA, k_BNTA = q_BTNA.transpose(1, 2), k_BTNA.transpose(1, 2)
     v_BNTA = v_BTNA.transpose(1, 2)
@@ -243,7 +237,7 @@ def walk(
         if added is not None:
             added.read(step)
             products = [
-                added.write_into_base(name, y, added.normed)
+                getattr(added.layer, name).collaborate(y, added.normed, added.weights)
                 for name, y in zip(step.reading, products, strict=True)
             ]
 
@@ -251,7 +245,8 @@ def walk(
         written = getattr(module, step.writing)(mixed)
         if added is not None:
             added.mix(step, read)
-            written = added.write_into_base(step.writing, written, added.mixed)
+            linear = getattr(added.layer, step.writing)
+            written = linear.collaborate(written, added.mixed, added.weights)
         x_BTD = x_BTD + norm(base_layer, after, written)
         if added is not None:
             added.write(step, mixed)
@@ -300,11 +295,6 @@ class AddedStream:
         module = getattr(self.base_layer, step.owner)
         self.mixed = mix(step, module, products, self._norm, self.context, self.slot)
 
-    def write_into_base(self, name: str, y: Tensor, u: Tensor) -> Tensor:
-        """Return y + W12 u; y = W x may be overwritten."""
-        written: Tensor = getattr(self.layer, name).collaborate(y, u, self.weights)
-        return written
-
     def write(self, step: Step, mixed: Tensor) -> None:
         """End a step: add to u what the added map writes; `mixed` is what the base's own map reads."""
         _, after = self.context.family.norms_around(step)
@@ -341,26 +331,26 @@ class ExpansionLayer(nn.Module):
         in_attention = layer_index in config.attention_collaboration_layers
         in_mlp = layer_index in config.mlp_collaboration_layers
 
-        def add_norm(name: str | None, size: int) -> None:
-            if name is not None:
-                setattr(self, name, ExpansionNorm(size))
-
-        def add_step(step: Step, sizes: Sequence[int], *, collaborates: bool) -> None:
+        self.collaborates = in_attention or in_mlp
+        for step, sizes, collaborates in (
+            (ATTENTION, [queries, keys, keys], in_attention),
+            (MLP, [channels, channels], in_mlp),
+        ):
             before, after = family.norms_around(step)
-            add_norm(before, stream)
+            norms = [(before, stream)]
             if step is ATTENTION:
-                for name, size in zip(family.width_norms, (queries, keys), strict=True):
-                    add_norm(name, size)
-            shapes = [(name, stream, size) for name, size in zip(step.reading, sizes, strict=True)]
-            for name, num_in, num_out in [*shapes, (step.writing, sizes[0], stream)]:
+                norms += zip(family.width_norms, (queries, keys), strict=True)
+            for name, size in norms:
+                if name is not None:
+                    self.add_module(name, ExpansionNorm(size))
+
+            maps = [(name, stream, size) for name, size in zip(step.reading, sizes, strict=True)]
+            for name, num_in, num_out in [*maps, (step.writing, sizes[0], stream)]:
                 frozen = linear_of(base_layer, name)
                 linear = ExpansionLinear(frozen, num_in, num_out, collaborates=collaborates)
-                setattr(self, name, linear)
-            add_norm(after, stream)
-
-        self.collaborates = in_attention or in_mlp
-        add_step(ATTENTION, (queries, keys, keys), collaborates=in_attention)
-        add_step(MLP, (channels, channels), collaborates=in_mlp)
+                self.add_module(name, linear)
+            if after is not None:
+                self.add_module(after, ExpansionNorm(stream))
 
     def forward(
         self,
@@ -438,8 +428,5 @@ class Expansion(nn.Module):
         )
         self.norm = ExpansionNorm(config.expansion_hidden_size)
         self.lm_head = nn.Linear(config.expansion_hidden_size, config.vocab_size, bias=False)
-
-    @property
-    def writes(self) -> bool:
-        """Whether the expansion writes into x in any layer, and so has an x of its own."""
-        return self.first_collaborating_layer < len(self.layers)
+        # Whether the expansion writes into x in any layer, and so has an x of its own.
+        self.writes = self.first_collaborating_layer < len(self.layers)

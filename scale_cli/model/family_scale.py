@@ -19,10 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .fused_scale import LLAMA_NORM, NormForm, rotate, rotate_in_float32
+from .fused_scale import LLAMA_NORM, NormForm
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ class Family:
     rotary_kind: Callable[[Any], str | None] = lambda _: None
     # Whether an attention rotates its queries and keys at all.
     is_rotated: Callable[[Any], bool] = lambda _: True
-    rotate: Callable[..., tuple[Tensor, Tensor]] = rotate
     # Whether its configuration requires hidden_size % num_attention_heads == 0.
     heads_divide_channels: bool = False
 
@@ -77,14 +75,6 @@ class Family:
         if step is ATTENTION:
             return self.before_attention, self.after_attention
         return self.before_mlp, self.after_mlp
-
-    def rotary(
-        self, decoder: Any, x_BTD: Tensor, position_ids: Tensor, kind: str | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines as the base computes them, for layers of one kind."""
-        asked = () if kind is None else (kind,)
-        embeddings: tuple[Tensor, Tensor] = decoder.rotary_emb(x_BTD, position_ids, *asked)
-        return embeddings
 
     def embedding_factor(self, embedding: Any) -> Tensor | float:
         """Return the decoder's factor on embedding rows: for Gemma, the square root of the stream's
@@ -99,29 +89,6 @@ class Family:
         factor = self.embedding_factor(embedding)
         return embedding.weight if isinstance(factor, float) else embedding.weight.float() * factor
 
-    @torch.no_grad()
-    def silence(self, layer: Any) -> None:
-        """Make a layer add nothing: set its output maps to 0, or the gains of a norm after them if
-        there is one.
-        """
-        for step in STEPS:
-            _, norm = self.norms_around(step)
-            for name, parameter in layer.named_parameters():
-                if (norm or step.writing) in name.split("."):
-                    nothing = torch.zeros_like(parameter)
-                    parameter.copy_(nothing if norm is None else self.norm_form.weight(nothing))
-
-
-# Functions, not `attrgetter`s: torch.compile must trace them.
-def _own_window(attention: Any) -> int | None:
-    window: int | None = attention.sliding_window
-    return window
-
-
-def _window_of_all(attention: Any) -> int | None:
-    window: int | None = attention.config.sliding_window
-    return window
-
 
 _QUERIES_KEYS = ("q_norm", "k_norm")
 _NORMED_AFTER: dict[str, Any] = {
@@ -132,11 +99,16 @@ _NORMED_AFTER: dict[str, Any] = {
 }
 
 
-FAMILIES: dict[str, Family] = {  # by `model_type`
+# By `model_type`. Lambdas rather than `attrgetter`s: torch.compile must trace them.
+FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", heads_divide_channels=True),
-    "mistral": Family("Mistral", window_of=_window_of_all),
-    "qwen2": Family("Qwen2", window_of=_own_window),
-    "qwen3": Family("Qwen3", window_of=_own_window, head_norms=_QUERIES_KEYS),
+    "mistral": Family("Mistral", window_of=lambda attention: attention.config.sliding_window),
+    "qwen2": Family("Qwen2", window_of=lambda attention: attention.sliding_window),
+    "qwen3": Family(
+        "Qwen3",
+        window_of=lambda attention: attention.sliding_window,
+        head_norms=_QUERIES_KEYS,
+    ),
     "gemma3_text": Family(
         "Gemma3",
         after_attention="post_attention_layernorm",
@@ -144,18 +116,17 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
         after_mlp="post_feedforward_layernorm",
         head_norms=_QUERIES_KEYS,
         norm_form=NormForm("eps", offset=1.0),
-        window_of=_own_window,
+        window_of=lambda attention: attention.sliding_window,
         rotary_kind=lambda attention: attention.layer_type,
         heads_divide_channels=True,
     ),
-    "olmo2": Family("Olmo2", **_NORMED_AFTER, width_norms=_QUERIES_KEYS, rotate=rotate_in_float32),
+    "olmo2": Family("Olmo2", **_NORMED_AFTER, width_norms=_QUERIES_KEYS),
     "olmo3": Family(
         "Olmo3",
         **_NORMED_AFTER,
         width_norms=_QUERIES_KEYS,
-        window_of=_own_window,
+        window_of=lambda attention: attention.sliding_window,
         rotary_kind=lambda attention: attention.attention_type,
-        rotate=rotate_in_float32,
     ),
     "exaone4": Family(
         "Exaone4",

@@ -164,20 +164,13 @@ def rotate(
     `rotation_angles` gives them.
 
     Compiled code uses the base's own function of its `embeddings`: sums compiled from another might
-    round differently.
+    round differently. The angles of some families are float32 in any model, which then casts back.
     """
     if torch.compiler.is_compiling():
-        return apply_rotary_pos_emb(q_BTNA.transpose(1, 2), k_BTNA.transpose(1, 2), *embeddings)
-    return _Rotation.apply(q_BTNA, k_BTNA, *angles)
-
-
-def rotate_in_float32(
-    q_BTNA: Tensor, k_BTNA: Tensor, embeddings: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Rotate as `rotate` does, but by float32 angles, and cast back to the inputs' dtype, as the
-    base does.
-    """
-    q_BNTA, k_BNTA = rotate(q_BTNA, k_BTNA, embeddings, angles)
+        q_BNTA, k_BNTA = q_BTNA.transpose(1, 2), k_BTNA.transpose(1, 2)
+        q_BNTA, k_BNTA = apply_rotary_pos_emb(q_BNTA, k_BNTA, *embeddings)
+    else:
+        q_BNTA, k_BNTA = _Rotation.apply(q_BTNA, k_BTNA, *angles)
     return q_BNTA.to(q_BTNA.dtype), k_BNTA.to(k_BTNA.dtype)
 
 

@@ -47,7 +47,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         *streams_and_heads: Tensor,
     ) -> Tensor:
         streams, heads = streams_and_heads[::2], streams_and_heads[1::2]
-        device = targets_N.device.type
+        device = targets_N.device
         wanted = ctx.needs_input_grad[4:]
         of_streams = [
             torch.empty_like(x) if want else None
@@ -58,62 +58,43 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for head, want in zip(heads, wanted[1::2], strict=True)
         ]
         lowered = [head.to(product_dtype(head)) for head in heads]
-        loss = torch.zeros((), dtype=torch.float32, device=targets_N.device)
-        losses_N = (
-            torch.empty(len(targets_N), device=targets_N.device)
-            if token_losses_N is None
-            else token_losses_N
-        )
-        num_rows = rows_at_once(device, len(lowered[-1]))
-        columns = _columns(lowered)
-        ignored_N1 = (targets_N == IGNORED).unsqueeze(1)
-        places_N1 = targets_N.unsqueeze(1).masked_fill(ignored_N1, 0)
+        loss = torch.zeros((), dtype=torch.float32, device=device)
+        losses_N = token_losses_N
+        if losses_N is None:
+            losses_N = torch.empty(len(targets_N), device=device)
+
         # Allocated once: a chunk's log-probabilities, and its gradient in the precision of the
         # products that read it.
+        num_rows = rows_at_once(device.type, len(lowered[-1]))
         shape = min(num_rows, len(targets_N)), len(lowered[-1])
-        rows_M1 = torch.arange(shape[0], device=targets_N.device).unsqueeze(1)
-        said_MV = torch.empty(shape, dtype=torch.float32, device=targets_N.device)
-        lowest = lowered[-1].dtype if len({head.dtype for head in lowered}) == 1 else torch.float32
-        grad_MV = (
-            said_MV
-            if lowest == torch.float32 or distilled
-            else torch.empty_like(said_MV, dtype=lowest)
-        )
+        log_probs_MV = torch.empty(shape, dtype=torch.float32, device=device)
+        grad_MV = log_probs_MV
+        lowest = lowered[-1].dtype
+        if {head.dtype for head in lowered} == {lowest} and not distilled:
+            grad_MV = (
+                grad_MV if lowest == torch.float32 else torch.empty_like(grad_MV, dtype=lowest)
+            )
+
         for start in range(0, len(targets_N), num_rows):
             rows = slice(start, start + num_rows)
             read = [
                 stream[rows].to(head.dtype) for stream, head in zip(streams, lowered, strict=True)
             ]
-            places = list(_within(distilled, rows))
-            logits_NV, bases = _logits_and_bases(
-                read, lowered, [some for some, _ in places], of_base
+            grad_NV = grad_MV[: len(read[0])]
+            ignored_N1 = _fill(
+                losses_N[rows],
+                grad_NV,
+                log_probs_MV[: len(grad_NV)],
+                read,
+                lowered,
+                targets_N[rows],
+                distilled=list(_within(distilled, rows)),
+                of_base=of_base,
             )
-            divergences = [
-                _divergence_and_gradient(base_SV, logits_NV[some].float(), ignored_N1[rows][some])
-                for base_SV, (some, _) in zip(bases, places, strict=True)
-            ]
-            num_here, ignored_here_N1 = len(logits_NV), ignored_N1[rows]
-            grad_NV = grad_MV[:num_here]
-            losses_M = losses_N[rows]
-            targets_here = rows_M1[:num_here], places_N1[rows], ignored_here_N1
-            _fill_losses(losses_M, logits_NV, *targets_here, said_MV[:num_here], grad_NV)
-            for (some, weight), (divergence_S, of_divergence_SV) in zip(
-                places, divergences, strict=True
-            ):
-                losses_M[some] += weight * divergence_S
-                grad_NV[some].add_(of_divergence_SV, alpha=weight)
-            loss += losses_M.sum()
-            del logits_NV
-            grad = grad_NV
-            for stream, head, own, of_stream, of_head in zip(
-                read, lowered, columns, of_streams, of_heads, strict=True
-            ):
-                if grad.dtype != head.dtype:
-                    grad = grad_NV.to(head.dtype)
-                if of_stream is not None:
-                    of_stream[rows] = (grad[:, own] @ head).masked_fill_(ignored_here_N1, 0.0)
-                if of_head is not None:
-                    _add_product(of_head, grad[:, own].T, stream.masked_fill(ignored_here_N1, 0.0))
+            loss += losses_N[rows].sum()
+
+            here = [None if grad is None else grad[rows] for grad in of_streams]
+            _add_gradients(here, of_heads, grad_NV, ignored_N1, read, lowered)
         ends = [
             None if grad is None else grad.to(head.dtype)
             for grad, head in zip(of_heads, heads, strict=True)
@@ -158,42 +139,80 @@ def _logits_and_bases(
     return logits_NV.to(heads[-1].dtype).addmm_(streams[-1], heads[-1].T), bases
 
 
-def _columns(heads: Sequence[Tensor]) -> list[slice]:
-    """Return, for each head, the columns of the logits that it adds to: its part of the vocabulary."""
-    if len(heads) < 3:
-        return [slice(None)] * len(heads)
-    num_old = len(heads[0])
-    return [slice(num_old), slice(num_old, None), slice(None)]
-
-
-def _fill_losses(
+def _fill(
     losses_N: Tensor,
-    logits_NV: Tensor,
-    rows_N1: Tensor,
-    places_N1: Tensor,
-    ignored_N1: Tensor,
-    said_NV: Tensor,
     grad_NV: Tensor,
-) -> None:
+    log_probs_NV: Tensor,
+    streams: Sequence[Tensor],
+    heads: Sequence[Tensor],
+    targets_N: Tensor,
+    *,
+    distilled: Sequence[tuple[slice, float]],
+    of_base: OfBase | None,
+) -> Tensor:
     """Compute the losses of some tokens, and their gradients by the logits.
 
     Args:
-        losses_N: filled with -log p(target); 0 without a target.
-        logits_NV: in the precision of the products; a GPU kernel reads them without a cast.
-        rows_N1: the numbers from 0 on.
-        places_N1: the targets' indices in the vocabulary.
-        ignored_N1: True where there is no target.
-        said_NV: filled with log p, float32.
-        grad_NV: filled with softmax - one-hot; meaningless without a target; may be `said_NV`.
+        losses_N: filled with the losses; 0 without a target.
+        grad_NV: filled with the gradients; meaningless without a target; may be `log_probs_NV`.
+        log_probs_NV: filled with log p, float32.
+        streams: what each head reads, in the precision of its products.
+        heads: as in `_ChunkedCrossEntropy`.
+        targets_N: IGNORED where there is no target.
+        distilled: as in `_ChunkedCrossEntropy`, of these tokens.
+        of_base: as in `trained_head_cross_entropy`.
+
+    Returns:
+        (N, 1), True where there is no target.
     """
-    torch.log_softmax(logits_NV, dim=1, dtype=said_NV.dtype, out=said_NV)
-    of_targets_N1 = said_NV.gather(1, places_N1)
-    torch.exp(said_NV, out=grad_NV)
+    # In the precision of the products; a GPU kernel reads them without a cast.
+    logits_NV, bases = _logits_and_bases(streams, heads, [some for some, _ in distilled], of_base)
+    ignored_N1 = (targets_N == IGNORED).unsqueeze(1)
+    places_N1 = targets_N.unsqueeze(1).masked_fill(ignored_N1, 0)
+    rows_N1 = torch.arange(len(targets_N), device=targets_N.device).unsqueeze(1)
+    torch.log_softmax(logits_NV, dim=1, dtype=log_probs_NV.dtype, out=log_probs_NV)
+    of_targets_N1 = log_probs_NV.gather(1, places_N1)
+    torch.exp(log_probs_NV, out=grad_NV)
     # `scatter_` copies the whole matrix on a processor.
-    grad_NV.index_put_(
-        (rows_N1, places_N1), torch.expm1(of_targets_N1, out=grad_NV.new_empty(places_N1.shape))
-    )
+    grad_NV.index_put_((rows_N1, places_N1), torch.expm1(of_targets_N1).to(grad_NV.dtype))
     torch.neg(of_targets_N1, out=losses_N.unsqueeze(1)).masked_fill_(ignored_N1, 0.0)
+    for (some, weight), base_SV in zip(distilled, bases, strict=True):
+        divergence_S, of_divergence_SV = _divergence_and_gradient(
+            base_SV, logits_NV[some].float(), ignored_N1[some]
+        )
+        losses_N[some] += weight * divergence_S
+        grad_NV[some].add_(of_divergence_SV, alpha=weight)
+    return ignored_N1
+
+
+def _add_gradients(
+    of_streams: Sequence[Tensor | None],
+    of_heads: Sequence[Tensor | None],
+    grad_NV: Tensor,
+    ignored_N1: Tensor,
+    streams: Sequence[Tensor],
+    heads: Sequence[Tensor],
+) -> None:
+    """Fill some tokens' gradients of the streams, and add theirs to the heads', where one is wanted."""
+    # Of each head, the columns of the logits that it adds to: its part of the vocabulary.
+    columns = [slice(None)] * len(heads)
+    if len(heads) == 3:
+        columns = [slice(len(heads[0])), slice(len(heads[0]), None), slice(None)]
+    grad = grad_NV
+    for stream, head, own, of_stream, of_head in zip(
+        streams, heads, columns, of_streams, of_heads, strict=True
+    ):
+        if grad.dtype != head.dtype:
+            grad = grad_NV.to(head.dtype)
+        if of_stream is not None:
+            of_stream.copy_((grad[:, own] @ head).masked_fill_(ignored_N1, 0.0))
+        if of_head is None:
+            continue
+        read = stream.masked_fill(ignored_N1, 0.0)
+        if of_head.dtype == grad.dtype:
+            of_head.addmm_(grad[:, own].T, read)
+        else:
+            of_head += grad[:, own].T @ read
 
 
 def _divergence_and_gradient(
@@ -217,14 +236,6 @@ def _within(places: Sequence[tuple[slice, float]], rows: slice) -> Iterator[tupl
         start, stop = max(place.start, rows.start), min(place.stop, rows.stop)
         if start < stop:
             yield slice(start - rows.start, stop - rows.start), weight
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a product to a float32 sum; in one call if the precisions agree."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 def trained_head_cross_entropy(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +36,6 @@ from .vocabulary_scale import NewTokens, embed
 HeadLogits = Callable[[slice], Sequence[Tensor]]
 
 
-class RouterSettings(Protocol):
-    """Settings of the routing rules, from the config or from a model."""
-
-    @property
-    def prior(self) -> float: ...
-
-    @property
-    def threshold(self) -> float: ...
-
-
 @dataclass(frozen=True)
 class TokenLogProbs:
     """The heads' log-probabilities of observed tokens, and the similarity of their predictions."""
@@ -53,8 +43,11 @@ class TokenLogProbs:
     log_probs_KBT: Tensor  # of the observed token, under each head, in nats
     cosine_BT: Tensor  # between the logit vectors of the first and the last head
 
-    def log_weights(self, rule: str, router: RouterSettings) -> Tensor:
-        """Return (K, B, T): the log-weights that a rule gives the heads when predicting each token."""
+    def log_weights(self, rule: str, router: Any) -> Tensor:
+        """Return (K, B, T): the log-weights that a rule gives the heads when predicting each token.
+
+        `router` has the rules' `prior` and `threshold`, as the config does.
+        """
         if rule == "cosine":
             return cosine_log_weights(self.cosine_BT, router.threshold)
         prior_K = log_prior(router.prior, len(self.log_probs_KBT), self.log_probs_KBT.device)
@@ -101,6 +94,8 @@ class BaseAndTrained(nn.Module):
     widened model.
     """
 
+    new_cache = CacheOfTwo
+
     def __init__(self, base: Any, trained: Any) -> None:
         super().__init__()
         self.base = base
@@ -133,9 +128,6 @@ class BaseAndTrained(nn.Module):
             for head, states in zip(heads, hidden, strict=True)
         ]
 
-    def new_cache(self) -> CacheOfTwo:
-        return CacheOfTwo()
-
 
 class BaseOfNewTokens(nn.Module):
     """A plain base that reads new tokens and gives them shares of its pieces' probability; it is
@@ -144,11 +136,9 @@ class BaseOfNewTokens(nn.Module):
 
     def __init__(self, base: Any, new: NewTokens, config: Any) -> None:
         super().__init__()
-        self.config, self.base, self.new = (
-            config,
-            base,
-            new,
-        )  # `config` belongs to a model that has the new tokens
+        self.config = config  # of a model that has the new tokens
+        self.base = base
+        self.new = new
 
     def get_decoder(self) -> Any:
         decoder = self.base.get_decoder()

@@ -13,14 +13,11 @@ Sources: ours; each expansion is SCALE's (arXiv 2511.03270), the rule is that of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
-
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .branches_scale import FinalStates
-from .configuration_scale import JoinedConfig, ScaleConfig
+from .configuration_scale import JoinedConfig
 from .expansion_scale import Expansion
 from .modeling_scale import WidenedModel
 from .routing import piece_shares
@@ -38,34 +35,21 @@ class JoinedForCausalLM(WidenedModel):
     _keep_in_fp32_modules_strict = ["members"]  # noqa: RUF012 (declared by transformers)
 
     def __init__(self, config: JoinedConfig, base: PreTrainedModel | None = None) -> None:
-        super().__init__(config)
-        self.base: Any = self._empty_base() if base is None else base
-        self.members = nn.ModuleList(
-            self._expansion(sizes, head) for head, sizes in enumerate(config.expansions(), start=1)
-        )
+        super().__init__(config, base)
+        vocab_size, known = config.vocab_size, config.known_by_heads()
+        self.expansions = [Expansion(self.base, sizes) for sizes in config.expansions()]
+        self.members = nn.ModuleList(self.expansions)
+        for expansion, (first_known, _) in zip(self.expansions, known[1:], strict=True):
+            rows = expansion.embed_tokens
+            if rows.num_embeddings < vocab_size:  # it has rows for all tokens
+                expansion.embed_tokens = nn.Embedding(vocab_size, rows.embedding_dim)
+            if expansion.new_tokens is not None:
+                expansion.new_tokens.first_id += first_known
         first = [pieces[0] for pieces in config.pieces()]
-        self._shares = piece_shares(
-            first, config.own_pieces, config.known_by_heads(), config.vocab_size
-        )
-        self.generation_config = self.base.generation_config
+        self._shares = piece_shares(first, config.own_pieces, known, vocab_size)
         self.freeze()
         self.eval()
         self.post_init()
-
-    def _expansion(self, sizes: ScaleConfig, head: int) -> Expansion:
-        """Return an expansion's blocks, with rows for all tokens in its input embedding."""
-        expansion = Expansion(self.base, sizes)
-        if sizes.vocab_size < self.config.vocab_size:
-            expansion.embed_tokens = nn.Embedding(
-                self.config.vocab_size, sizes.expansion_hidden_size
-            )
-        if expansion.new_tokens is not None:
-            expansion.new_tokens.first_id += self.config.known_tokens(head).start
-        return expansion
-
-    @property
-    def expansions(self) -> Sequence[Expansion]:
-        return cast(Sequence[Expansion], self.members)
 
     def freeze(self) -> None:
         self.requires_grad_(False)

@@ -33,7 +33,14 @@ from .routing import (
     route,
 )
 
-_NO_ADAPTERS = "a widened model takes no PEFT adapters; add them to its plain export"
+
+def _refusal(reason: str) -> Any:
+    """Return a method that raises NotImplementedError, whatever it is given."""
+
+    def refuse(self: Any, *_args: Any, **_kwargs: Any) -> Any:
+        raise NotImplementedError(reason)
+
+    return refuse
 
 
 class RouterGenerationMixin(GenerationMixin):
@@ -70,9 +77,31 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
     _supports_attention_backend = True
     _no_split_modules = ["ExpansionLayer"]  # noqa: RUF012 (declared by transformers, which adds the base's own)
 
-    base: Any
     gradient_checkpointing = False  # transformers reads it by this name
+    expansions: Sequence[Expansion]
     _training_loss: Callable[..., Tensor]
+    new_cache = ScaleCache
+
+    # A frozen base has learnt no other tokens.
+    resize_token_embeddings = _refusal(
+        "a widened model keeps its base's vocabulary; enlarge that of the base before widening"
+    )
+    # The paged cache holds neither the second stream nor the router's state.
+    init_continuous_batching = _refusal(
+        "a widened model has no continuous batching; call generate() on a padded batch"
+    )
+    add_adapter = _refusal("a widened model takes no PEFT adapters; add them to its plain export")
+    # PEFT sets this when it adds adapters, which would not act on the forward pass. Without a
+    # getter, the model seems to have no such attribute.
+    peft_config = property(fset=add_adapter)
+
+    def __init__(self, config: Any, base: PreTrainedModel | None = None) -> None:
+        """Hold `base`, or one of the right shapes, which a checkpoint then fills."""
+        super().__init__(config)
+        self.base: Any = base or AutoModelForCausalLM.from_config(
+            config.base(), attn_implementation=config._attn_implementation, dtype=config.dtype
+        )
+        self.generation_config = self.base.generation_config
 
     @classmethod
     def from_pretrained(cls, *args: Any, device_map: Any = None, **kwargs: Any) -> Any:
@@ -82,62 +111,22 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
         The whole model lies on one device, which `device_map="auto"` chooses.
         """
         loaded = super().from_pretrained(*args, device_map=_one_device(device_map), **kwargs)
-        (
-            loaded[0] if isinstance(loaded, tuple) else loaded
-        ).freeze()  # a pair with output_loading_info
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+        model.freeze()
         return loaded
-
-    @property
-    def expansions(self) -> Sequence[Expansion]:
-        raise NotImplementedError
 
     def freeze(self) -> None:
         """Exclude from training what never trains."""
-        raise NotImplementedError
-
-    def _empty_base(self) -> Any:
-        """Return a base of the right shapes, which a checkpoint then fills."""
-        return AutoModelForCausalLM.from_config(
-            self.config.base(),
-            attn_implementation=self.config._attn_implementation,
-            dtype=self.config.dtype,
-        )
+        self.base.requires_grad_(False)
+        for expansion in self.expansions:
+            if expansion.new_tokens is not None:
+                expansion.new_tokens.embed_tokens.requires_grad_(False)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: `upscale` initialises the expansion, and a checkpoint brings the rest."""
 
     def get_input_embeddings(self) -> nn.Module:
         return self.base.get_input_embeddings()
-
-    def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Raise NotImplementedError: a frozen base has learnt no other tokens."""
-        raise NotImplementedError(
-            "a widened model keeps its base's vocabulary; enlarge that of the base before widening"
-        )
-
-    def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Raise NotImplementedError: the paged cache holds neither the second stream nor the
-        router's state.
-        """
-        raise NotImplementedError(
-            "a widened model has no continuous batching; call generate() on a padded batch"
-        )
-
-    def add_adapter(self, *_: Any, **__: Any) -> None:
-        """Raise NotImplementedError, before transformers looks at the version of PEFT."""
-        raise NotImplementedError(_NO_ADAPTERS)
-
-    @property
-    def peft_config(self) -> Any:
-        """Raise AttributeError, so that the model seems to have no such attribute."""
-        raise AttributeError("peft_config")
-
-    @peft_config.setter
-    def peft_config(self, adapters: Any) -> None:
-        """Raise NotImplementedError: PEFT sets this when it adds adapters, which would not act on
-        the forward pass.
-        """
-        raise NotImplementedError(_NO_ADAPTERS)
 
     @staticmethod
     def _own_cache(cache: Any) -> ScaleCache:
@@ -208,11 +197,12 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
         else:
             if evidence_mask is None:
                 evidence_mask = evidence_of(attention_mask, input_ids.shape[1])
+            prior = self.config.router_prior if router_prior is None else router_prior
             mixed = route(
                 lambda at: self.routed_logits(states.at(at)),
                 input_ids,
                 self.config.vocab_size,
-                prior_K=self.log_prior(input_ids.device, router_prior),
+                prior_K=log_prior(prior, len(self.expansions) + 1, input_ids.device),
                 memory=None if cache is None else cache.router,
                 evidence_BT=evidence_mask,
                 logits_to_keep=logits_to_keep,
@@ -271,15 +261,6 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=True)
         return lambda positions: self.routed_logits(states.at(positions))
 
-    def new_cache(self) -> ScaleCache:
-        return ScaleCache()
-
-    def log_prior(
-        self, device: torch.device | None = None, base_prior: float | Tensor | None = None
-    ) -> Tensor:
-        base_prior = self.config.router_prior if base_prior is None else base_prior
-        return log_prior(base_prior, len(self.expansions) + 1, device=device)
-
     def trained_logits(self, states: FinalStates) -> Tensor:
         """Return the last head's logits: H x_a + H' u."""
         return states.logits(self.base.lm_head, [len(self.expansions)])[0]
@@ -317,23 +298,11 @@ class ScaleForCausalLM(WidenedModel):
     supports_gradient_checkpointing = True
 
     def __init__(self, config: ScaleConfig, base: PreTrainedModel | None = None) -> None:
-        super().__init__(config)
-        self.base: Any = self._empty_base() if base is None else base
+        super().__init__(config, base)
         self.expansion = Expansion(self.base, config)
+        self.expansions = [self.expansion]
         self.freeze()
-        self.generation_config = self.base.generation_config
         self.post_init()
-        if base is not None and self.expansion.new_tokens is not None:
-            self.expansion.new_tokens.compose(self.base)
-
-    @property
-    def expansions(self) -> Sequence[Expansion]:
-        return [self.expansion]
-
-    def freeze(self) -> None:
-        self.base.requires_grad_(False)
-        if self.expansion.new_tokens is not None:
-            self.expansion.new_tokens.embed_tokens.requires_grad_(False)
 
     def routed_logits(self, states: FinalStates) -> list[Tensor]:
         base, trained = super().routed_logits(states)

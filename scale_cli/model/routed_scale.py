@@ -157,12 +157,9 @@ class RoutedModel(nn.Module):
                 "config.json: scale_router does not fit hidden_size; it belongs to another model"
             )
         self._columns = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+        self.num_heads = len(sizes)
         self._prior = router["prior"]
         self._shares = shares_of_router(router, config.vocab_size)
-
-    @property
-    def num_heads(self) -> int:
-        return len(self._columns)
 
     def log_weights(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
         """Return (K, B, T): the log-weight of each head after each of `input_ids` (B, T)."""

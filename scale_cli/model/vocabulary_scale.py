@@ -25,7 +25,7 @@ from .routing import PieceShares
 
 
 class NewTokens(nn.Module):
-    """The rows of new tokens in x and in the vocabulary head.
+    """The rows of new tokens in x, which are composed here, and in the vocabulary head.
 
     `pieces` holds, for each new token, the old ids that stand for it; `own_pieces` those first ids
     that begin no text without the new tokens' script.
@@ -40,18 +40,9 @@ class NewTokens(nn.Module):
         self.shared = PieceShares([old[0] for old in pieces], own_pieces)
         self.embed_tokens = nn.Embedding(len(pieces), num_channels).requires_grad_(False)
         self.lm_head = nn.Linear(num_channels, len(pieces), bias=False)
-
-    @torch.no_grad()
-    def compose(self, base: Any) -> None:
-        """Fill the rows of x_0: the mean of the pieces' rows, scaled to the median length of such
-        rows.
-        """
         rows_VD = family_of(base.config).token_rows(base)
         if not rows_VD.is_meta:
-            self.embed_tokens.weight.copy_(composed(rows_VD, self.pieces))
-
-    def logits(self, x_BTD: Tensor) -> Tensor:
-        return F.linear(x_BTD.to(self.lm_head.weight.dtype), self.lm_head.weight)
+            self.embed_tokens.weight.copy_(composed(rows_VD, pieces))
 
 
 def composed(rows_VD: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:

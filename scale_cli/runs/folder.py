@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -57,22 +56,21 @@ class RunFolder:
         check_folder("output_dir", self.root)
         root = os.path.realpath(self.root)
         places = [path for path in vars(self).values() if path != self.root]
-        for link in (link for place in places for link in _links(place)):
-            if not Path(os.path.realpath(link)).is_relative_to(root):
-                raise RunFolderError(
-                    f"{link}: points outside output_dir, to {link.readlink()}; nothing is written there, so remove it"
-                )
         for place in places:
+            # Half-written folders included, which have names of their own.
+            for path in (place, *place.parent.glob(f".{place.name}.*")):
+                for link in (path, *path.rglob("*")):
+                    if not link.is_symlink():
+                        continue
+                    if not Path(os.path.realpath(link)).is_relative_to(root):
+                        raise RunFolderError(
+                            f"{link}: points outside output_dir, to {link.readlink()}; nothing is written there, so "
+                            "remove it"
+                        )
             if os.path.lexists(place) and not place.is_dir() and place != self.metrics:
                 raise RunFolderError(
                     f"{place}: is not a folder, but a folder must be written there; move it away"
                 )
-
-
-def _links(place: Path) -> Iterator[Path]:
-    """Yield the symbolic links at and below a place that may be written to, half-written folders included."""
-    for path in (place, *place.parent.glob(f".{place.name}.*")):
-        yield from (found for found in (path, *path.rglob("*")) if found.is_symlink())
 
 
 def folder_bytes(folder: Path) -> int:

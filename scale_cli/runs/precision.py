@@ -31,7 +31,11 @@ def with_precision(config: RunConfig, *, in_bfloat16: bool | None = None) -> Run
     if "auto" not in (dtype, precision, config.evaluation.mixed_precision):
         return config
 
-    recorded = _recorded(config) if "auto" in (dtype, precision) else None
+    recorded = None
+    if "auto" in (dtype, precision):
+        written = [folder / "scale.yaml" for folder in RunFolder(config.output_dir).newest_first]
+        there = [path for path in written if path.is_file()]
+        recorded = load_config(there[0]) if there else None
     if recorded is None and "auto" in (dtype, precision) and in_bfloat16 is None:
         in_bfloat16 = computes_in_bfloat16()
     if precision == "auto":
@@ -62,11 +66,3 @@ def slower_than_here(given: RunConfig, kept: RunConfig) -> list[str]:
         "train.mixed_precision: auto is `no` since `scale upscale` ran on another device; set it to bf16, which is "
         "faster here"
     ]
-
-
-def _recorded(config: RunConfig) -> RunConfig | None:
-    """Return the config in the run's newest folder; None if nothing is upscaled yet."""
-    for folder in RunFolder(config.output_dir).newest_first:
-        if (folder / "scale.yaml").is_file():
-            return load_config(folder / "scale.yaml")
-    return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scale_cli.processes import all_succeed, on_main
+from scale_cli.processes import all_succeed, device_name, on_main, peak_memory_bytes
 from scale_cli.runs.folder import TRAINED
 from scale_cli.runs.opened import MethodFolder
 from scale_cli.storage.atomic import new_folder, save_tensors, verify_folder
 from scale_cli.terminal import Log
 from scale_cli.training.checkpoint import load_checkpoint
-from scale_cli.training.records import TrainState
+from scale_cli.training.records import Cost, TrainState
 from scale_cli.training.sharding import gather_trained
 from scale_cli.training.training_run import TrainingRun
 
@@ -38,13 +38,23 @@ def put_back_best(run: TrainingRun, log: Log) -> TrainState:
 def write_final(run: TrainingRun, state: TrainState) -> None:
     """Write `final/`: a method folder of unsharded tensors."""
     with all_succeed(run.beside):
-        run.check_base(state.step, run.base_here())
+        run.check_base(state.step)
     trained = gather_trained(run.model, run.accelerator)
     if run.accelerator.is_main_process:
         with new_folder(run.folder.final) as partial:
             run.describe(partial, state)
             save_tensors(partial / TRAINED, trained)
-            run.cost().save(partial)
+            parameters = list(run.model.parameters())
+            cost = Cost(
+                trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+                total_parameters=sum(p.numel() for p in parameters),
+                tokens_per_s=run.state.tokens_per_s,
+                peak_memory_bytes=peak_memory_bytes(run.accelerator.device),
+                device=device_name(run.accelerator.device),
+                num_processes=run.accelerator.num_processes,
+                saving_s=round(run.state.saving_s, 4),
+            )
+            cost.save(partial)
     run.accelerator.wait_for_everyone()
 
 

@@ -16,13 +16,13 @@ from accelerate import Accelerator
 from torch import Tensor
 
 # The signals caught have numbers above 1, so that by the maximum a signal wins over the clock.
-_OUT_OF_TIME = 1
+OUT_OF_TIME = 1
 
 
 class StopNow(BaseException):
     """Leave a step or an evaluation half-way, before it has any effect.
 
-    It is no Exception, so that no library catches it as an error.
+    A BaseException, so that libraries' `except Exception` cannot swallow it.
     """
 
 
@@ -36,9 +36,8 @@ class StopRequest:
     def __init__(self, max_hours: float | None, *, alone: bool) -> None:
         self.signals: list[int] = []
         self._alone = alone
-        self._coming: tuple[Tensor, torch.Event | None] | None = (
-            None  # the last step's sum, on its way to the CPU
-        )
+        # The last step's sum, on its way to the CPU.
+        self._coming: tuple[Tensor, torch.Event | None] | None = None
         self._leaving = False
         self._deadline_s = (
             float("inf") if max_hours is None else time.monotonic() + 3600 * max_hours
@@ -46,11 +45,8 @@ class StopRequest:
 
     def mine(self) -> int:
         """Return this process's request: a signal's number, 1 for the clock, 0 for none."""
-        return (
-            self.signals[0]
-            if self.signals
-            else _OUT_OF_TIME * (time.monotonic() > self._deadline_s)
-        )
+        is_late = time.monotonic() > self._deadline_s
+        return self.signals[0] if self.signals else OUT_OF_TIME * is_late
 
     def agreed(self, accelerator: Accelerator, asked: Tensor) -> int:
         """Return the largest request of any process, the same on all; several processes learn of it a step later.
@@ -59,20 +55,19 @@ class StopRequest:
         """
         if self._alone:
             return self.mine()
-        before, self._coming = (
-            self._coming,
-            (asked.to("cpu", non_blocking=True), _recorded(asked.device)),
-        )
+        before = self._coming
+        summed = asked.to("cpu", non_blocking=True)
+        arrived = None
+        if asked.is_cuda:
+            arrived = torch.Event(asked.device)
+            arrived.record()
+        self._coming = summed, arrived
         if before is None:
             return 0
         summed, arrived = before
         if arrived is not None:
             arrived.synchronize()
-        return _largest(accelerator, self.mine()) if summed.item() else 0
-
-    def signal_of_any(self, accelerator: Accelerator) -> int:
-        """Return the largest number of a signal that any process got, 0 for none; every process must call this."""
-        return _largest(accelerator, self.signals[0] if self.signals else 0)
+        return largest_of_all(accelerator, self.mine()) if summed.item() else 0
 
     def between_micro_batches(self, *, clock_too: bool) -> None:
         """Leave the current step (StopNow) if this process is alone and was asked to stop.
@@ -107,17 +102,9 @@ class StopRequest:
         self._leave_if_asked()
 
 
-def _largest(accelerator: Accelerator, number: int) -> int:
+def largest_of_all(accelerator: Accelerator, number: int) -> int:
+    """Return the largest number of any process; every process must call this."""
     return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max().item())
-
-
-def _recorded(device: torch.device) -> torch.Event | None:
-    """Return an event for all that a GPU has been given to do so far; None for any other device."""
-    if device.type != "cuda":
-        return None
-    event = torch.Event(device)
-    event.record()
-    return event
 
 
 @contextmanager
@@ -132,13 +119,6 @@ def stop_requests(max_hours: float | None, *, alone: bool) -> Iterator[StopReque
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def describe_stop(asked: int) -> tuple[str, int]:
-    """Return the reason for the stop in words, and its exit code."""
-    if asked == _OUT_OF_TIME:
-        return "stopped by train.max_hours", 0
-    return f"stopped by {signal.Signals(asked).name}", 128 + asked
 
 
 def command_to_go_on(arguments: Sequence[str], environment: Mapping[str, str]) -> str:

@@ -7,10 +7,11 @@ thread writes checkpoints (`training_run.py`). `_Loop.take_all_steps` is the loo
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,12 +22,17 @@ from torch import Tensor
 from torch.profiler import profile, schedule
 from tqdm import tqdm
 
-from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
 from scale_cli.errors import GradientOverflow, Interrupted, NonFiniteError, TrainingError
 from scale_cli.processes import peak_memory_bytes, waiting_for_steps
 from scale_cli.terminal import not_counted, printable, progress_bar, shows_lines
-from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
+from scale_cli.training.interruption import (
+    OUT_OF_TIME,
+    StopNow,
+    StopRequest,
+    largest_of_all,
+    stop_requests,
+)
 from scale_cli.training.metrics_log import BITS, SAMPLES, MetricsRecord
 from scale_cli.training.observing import better_of
 from scale_cli.training.records import TrainState
@@ -64,7 +70,7 @@ def run_loop(run: TrainingRun) -> None:
         run.saving(),
         _profiled(run) as count_step,
     ):
-        _Loop(run, batches, stop, bar, count_step).take_all_steps()
+        _Loop(run, batches, stop, bar, count_step, done, run.state).take_all_steps()
 
 
 @contextmanager
@@ -112,17 +118,13 @@ class _Loop:
     stop: StopRequest
     bar: Any  # the progress bar
     count_step: Callable[[], None]  # for the profiler
+    first_step: int  # that this process takes, counted from 0
+    logged: TrainState  # state at the last record
     taken: list[TakenStep] = field(default_factory=list)  # steps after that state, not settled yet
     taken_since_s: float = 0.0  # when the first of them began
-    first_step: int = field(init=False)  # that this process takes, counted from 0
-    logged: TrainState = field(init=False)  # state at the last record
     logged_wait_s: float = 0.0  # total wait for batches by then
-    losses: deque[float] = field(
-        default_factory=lambda: deque(maxlen=_COMPARED_STEPS)
-    )  # of the last steps
-
-    def __post_init__(self) -> None:
-        self.first_step, self.logged = self.run.state.step, self.run.state
+    # of the last steps
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_COMPARED_STEPS))
 
     def take_all_steps(self) -> None:
         """Train from the run's position to its last step."""
@@ -155,7 +157,8 @@ class _Loop:
                 self._settle_steps()
                 run.save()
         run.finish_saving()
-        if asked := self.stop.signal_of_any(run.accelerator):  # since the last step
+        since_then = self.stop.signals[0] if self.stop.signals else 0
+        if asked := largest_of_all(run.accelerator, since_then):
             self._save_and_leave(asked)
 
     def _take_step(self, step: int) -> Tensor:
@@ -163,19 +166,21 @@ class _Loop:
         run, started_s = self.run, time.monotonic()
         look = partial(self.stop.between_micro_batches, clock_too=step > self.first_step)
         measured: AbstractContextManager[dict[str, Tensor]] = nullcontext({})
-        if (
-            self._is_logged(step + 1) and not run.config.train.compile
-        ):  # compiled layers cannot be measured
+        # Compiled layers cannot be measured.
+        if self._is_logged(step + 1) and not run.config.train.compile:
             measured = measured_stream_ratios(run.model)
         with waiting_for_steps(), measured as ratios:
-            of_run = (
+            taken = train_step(
                 run.accelerator,
                 run.wrapped,
                 run.optimiser,
                 next(self.batches),
                 run.config.train,
+                between_micro_batches=look,
+                asked=self.stop.mine,
+                hooks=run.hooks,
+                scaler=run.scaler,
             )
-            taken = train_step(*of_run, look, self.stop.mine, run.hooks, run.scaler)
         if ratios:
             taken = replace(taken, stream_ratios=layer_ratios(run.model, ratios))
         if not self.taken:
@@ -212,11 +217,8 @@ class _Loop:
 
     def _skip(self, taken: TakenStep, error: NonFiniteError) -> None:
         """Count a step that was not finite; TrainingError if the config does not allow it, and it is no overflow."""
-        run, train, overflowed = (
-            self.run,
-            self.run.config.train,
-            isinstance(error, GradientOverflow),
-        )
+        run, train = self.run, self.run.config.train
+        overflowed = isinstance(error, GradientOverflow)
         if not overflowed:
             message = f"{error}; its batch: {self._sources(taken.step)}"
             if train.on_nonfinite == "stop":
@@ -232,11 +234,8 @@ class _Loop:
 
     def _warn_of_leap(self, loss: float) -> None:
         """Warn of a loss far above the last ones, and name its batch; the run itself is unaffected."""
-        highest, step, train = (
-            max(self.losses, default=math.inf),
-            self.run.state.step,
-            self.run.config.train,
-        )
+        highest = max(self.losses, default=math.inf)
+        step, train = self.run.state.step, self.run.config.train
         if len(self.losses) >= _FEWEST_STEPS and loss > _LEAP * highest:
             advice = f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
             batch = (
@@ -269,18 +268,21 @@ class _Loop:
         """
         run, state = self.run, self.run.state
         tokens_per_s = state.rate_since(self.logged) or 0.0
-        loss = _loss_of_new_text(run.config, state.since_logged)
-        shown = result.loss if loss is None else loss
+        shown, by_source = result.loss, dict[str, float]()
+        if state.since_logged:
+            sources = zip(run.config.corpus.sources, state.since_logged, strict=True)
+            seen = [(source, loss, num) for source, (loss, num) in sources if num]
+            by_source = {source.name: loss / num for source, loss, num in seen}
+            new = [(loss, num) for source, loss, num in seen if source.role == "new"]
+            if new:
+                shown = sum(loss for loss, _ in new) / sum(num for _, num in new)
         self.bar.set_postfix_str(f"loss {shown:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
         waited_s = self.batches.waited_s - self.logged_wait_s
         self.logged, self.logged_wait_s = state, self.batches.waited_s
         run.state = replace(state, since_logged=())
         record: MetricsRecord = {"step": state.step}
         if state.since_logged:
-            sources = zip(run.config.corpus.sources, state.since_logged, strict=True)
-            record["loss_by_source"] = {
-                source.name: loss / num for source, (loss, num) in sources if num
-            }
+            record["loss_by_source"] = by_source
         if run.peak_tokens_per_s is not None:
             record["mfu"] = round(tokens_per_s / run.peak_tokens_per_s, 4)
         if taken.stream_ratios is not None:
@@ -309,10 +311,11 @@ class _Loop:
         """Return whether losses and benchmarks are to be measured after a step."""
         train = self.run.config.train
         at_the_end = train.max_forgetting is not None and done == train.max_steps
-        return (
-            _is_due(done, train.eval_every_steps) or at_the_end,
-            _is_due(done, train.eval_benchmarks_every_steps),
+        losses_due, benchmarks_due = (
+            every_steps is not None and done % every_steps == 0
+            for every_steps in (train.eval_every_steps, train.eval_benchmarks_every_steps)
         )
+        return losses_due or at_the_end, benchmarks_due
 
     def _evaluate_what_is_due(self, done: int) -> None:
         """If an evaluation is due, evaluate the weights that `final/` would hold; save them if they are the best yet.
@@ -339,8 +342,12 @@ class _Loop:
         run.state = replace(run.state, best=best)
         run.count_time("evaluating_s", started_s)
         run.log(record)
-        if run.accelerator.is_main_process:
-            _show_samples(record)
+        if run.accelerator.is_main_process and shows_lines():
+            for name, said in record.get(SAMPLES, {}).items():
+                # Without incomplete characters.
+                text = f"{said['prompt']} ... {said['continuation']}".replace("\ufffd", "")
+                line = f"step {record['step']:,}, {name}: {' '.join(text.split())}"
+                tqdm.write(printable(line), file=sys.stderr)
         run.accelerator.wait_for_everyone()  # the main process's samples may take longer than a step's timeout
         if is_new:
             run.save()
@@ -353,31 +360,11 @@ class _Loop:
         run.save()
         run.finish_saving()
         run.accelerator.wait_for_everyone()  # a launcher ends all processes when one has ended
-        words, exit_code = describe_stop(asked)
+        reason, exit_code = "train.max_hours", 0
+        if asked != OUT_OF_TIME:
+            reason, exit_code = signal.Signals(asked).name, 128 + asked
         raise Interrupted(
-            f"{words} after step {run.state.step}; checkpoint {run.folder.checkpoint(run.state.step)}",
+            f"stopped by {reason} after step {run.state.step}; "
+            f"checkpoint {run.folder.checkpoint(run.state.step)}",
             exit_code,
         )
-
-
-def _loss_of_new_text(config: RunConfig, by_source: Sequence[tuple[float, int]]) -> float | None:
-    """Return the loss of the sources with the role `new`, in nats per token; None if it is not known."""
-    summed, num_tokens = 0.0, 0
-    for source, (loss, num) in zip(config.corpus.sources, by_source, strict=bool(by_source)):
-        if source.role == "new":
-            summed += loss
-            num_tokens += num
-    return summed / num_tokens if num_tokens else None
-
-
-def _show_samples(record: MetricsRecord) -> None:
-    """Print the samples above the bar, without incomplete characters."""
-    for name, said in record.get(SAMPLES, {}).items() if shows_lines() else ():
-        text = f"{said['prompt']} ... {said['continuation']}".replace("\ufffd", "")
-        tqdm.write(
-            printable(f"step {record['step']:,}, {name}: {' '.join(text.split())}"), file=sys.stderr
-        )
-
-
-def _is_due(done: int, every_steps: int | None) -> bool:
-    return every_steps is not None and done % every_steps == 0

@@ -86,7 +86,12 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
             )
         _set_attention(model, train.attention)
     if train.compile:
-        _compile_layers(model)
+        decoder = model.expansion if isinstance(model, ScaleForCausalLM) else plain_of(model).model
+        layers: list[Any] = list(decoder.layers)
+        own_forward = type(layers[0]).forward
+        fast = compiled(own_forward)
+        for layer in layers:
+            layer.forward = partial(_run_layer, layer, own_forward, fast)
     if isinstance(model, ScaleForCausalLM):
         model.gradient_checkpointing = train.activation_checkpointing
         return model
@@ -99,19 +104,10 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     return ChunkedLossModel(plain)
 
 
-def _compile_layers(model: MethodModel) -> None:
-    """Make every decoder layer run compiled in training mode."""
-    decoder = model.expansion if isinstance(model, ScaleForCausalLM) else plain_of(model).model
-    layers: list[Any] = list(decoder.layers)
-    plain = type(layers[0]).forward
-    fast = compiled(plain)
-    for layer in layers:
-        layer.forward = partial(_run_layer, layer, plain, fast)
-
-
 def _run_layer(
     layer: nn.Module, plain: Callable[..., Any], fast: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
+    """Run a layer, compiled in training mode."""
     return (fast if layer.training else plain)(layer, *args, **kwargs)
 
 
@@ -129,11 +125,6 @@ def settings_on(device_type: str, config: RunConfig) -> TrainConfig:
     if train.attention is None and config.corpus.isolate_documents and device_type == "cuda":
         return train.model_copy(update={"attention": "flex_attention"})
     return train
-
-
-def attends_by_mask(config: RunConfig, device_type: str) -> bool:
-    takes_masks = config.corpus.isolate_documents and config.train.attention in (None, "sdpa")
-    return takes_masks and settings_on(device_type, config).attention != "flex_attention"
 
 
 @contextmanager

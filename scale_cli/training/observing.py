@@ -123,7 +123,8 @@ class Observer:
     def _sample(self, corpus: TokenisedCorpus) -> dict[str, str]:
         """Return the beginning of a document, and the served head's greedy continuation of it."""
         answers = SelectableHeads(self.observed, self.config.method.router)
-        answers.head = self.config.method.definition.served(self.config.method.settings)
+        method = self.config.method
+        answers.head = method.router.rule if method.definition.routes else "trained"
         ends = ends_of(answers.generation_config, self.tokenizer)
         answers.generation_config = GenerationConfig(
             max_new_tokens=_NEW_TOKENS,

@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from transformers import PreTrainedModel
 
 from scale_cli.config.schema import LOCATION_KEYS, TRAIN_SECTIONS, RunConfig, scored_otherwise
-from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.corpora import (
     build_batches,
@@ -35,7 +33,6 @@ from scale_cli.methods.recipes import Training, make_hooks
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.processes import (
     gathered,
-    group_beside,
     main_first,
     on_main,
     share,
@@ -55,18 +52,13 @@ from scale_cli.training.records import BranchPoint, TrainState
 from scale_cli.training.sharding import (
     check_machines,
     is_sharded,
-    parts_here,
     shard_for_evaluation,
     shard_model,
 )
 from scale_cli.training.tracking import check_trackers
 from scale_cli.training.training_run import TrainingRun
-from scale_cli.upscale.base_hashes import tensor_sha256
-from scale_cli.upscale.building import MethodModel
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from scale_cli.evaluation.lm_eval_heads import OpenedBenchmarks
 
 
@@ -116,17 +108,24 @@ def explaining_out_of_memory(config: RunConfig, accelerator: Accelerator) -> Ite
         ) from None
 
 
-def check_finished(final: MethodFolder, accepted: Collection[str]) -> None:
-    """Check that a finished run still has its files, its tokenizer and its config.
+def finished_state(run: Run, accepted: Collection[str], log: Log) -> TrainState | None:
+    """Return the state of a finished run, checked; None if it has to be trained, or trained on.
 
-    If the base or the text lies elsewhere now, or an accepted key has changed, compare their content too.
+    It must still have its files, its tokenizer and its config. If the base or the text lies elsewhere now, or an
+    accepted key has changed, their content is compared too.
     """
-    config = final.run.config
+    config, final = run.config, MethodFolder(run.folder.final, run)
+    if not final.path.is_dir():
+        return None
+    if "train.max_steps" in accepted and config.train.max_steps > final.config.train.max_steps:
+        return None
     verify_folder(final.path)
     final.check_base()
     if final.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         final.load_to_train()  # compares a base that has moved with the recorded hashes
         check_same_text(final.path, open_sources(config, config.corpus.sources, final.tokenizer))
+    log(f"done already   {final.path}")
+    return TrainState.load(final.path)
 
 
 def open_training(
@@ -149,12 +148,18 @@ def open_training(
     initialised_from = init_from(run) if resumed_from is None else None
 
     model, untouched = _open_model(start, resumed_from, initialised_from)
-    wrapped = _wrapped(model, config, accelerator)
+    settings = settings_on(accelerator.device.type, config)
+    if settings.sharding != "none" and accelerator.num_processes > 1:
+        # Sharded here, since Accelerate would wrap the model again.
+        wrapped = shard_model(model, settings, accelerator)
+    else:
+        wrapped = accelerator.prepare(for_training(model.to(accelerator.device), settings))
     optimiser = build_optimiser(model, train)
-    parts_of_hooks = Training(
-        config=config, model=model, wrapped=wrapped, accelerator=accelerator, batches=batches
+    hooks = make_hooks(
+        Training(
+            config=config, model=model, wrapped=wrapped, accelerator=accelerator, batches=batches
+        )
     )
-    hooks = make_hooks(parts_of_hooks)
 
     state, branch_point, saved_step = TrainState(), None, None
     if resumed_from is not None:
@@ -169,7 +174,12 @@ def open_training(
 
     observer = None
     if train.observes:
-        observed = _observed(model, untouched, train, accelerator)
+        observed: HeadedModel = model  # with two heads
+        if untouched is not None and is_sharded(model) and train.sharding == "all":
+            observed = BaseAndTrained(beside_new_tokens(untouched, model), model)
+            shard_for_evaluation(untouched, accelerator)
+        elif untouched is not None:
+            observed = model_with_base(model, untouched)
         observer = Observer(config, model, wrapped, observed, start.tokenizer, held_out, benchmarks)
     metrics = None
     if accelerator.is_main_process:
@@ -182,7 +192,6 @@ def open_training(
         model=model,
         wrapped=wrapped,
         optimiser=optimiser,
-        scaler=_scaler(train, accelerator, state),
         hooks=hooks,
         observer=observer,
         state=state,
@@ -190,8 +199,6 @@ def open_training(
         peak_tokens_per_s=peak_tokens_per_s,
         branch_point=branch_point,
         saved_step=saved_step,
-        base_parts=_hashes_of_base(model, config),
-        beside=group_beside() if is_sharded(model) else None,
     )
 
 
@@ -219,7 +226,6 @@ def _open_model(
 ) -> tuple[Any, PreTrainedModel | None]:
     """Return the model to train, and an untouched base if evaluations need one beside it."""
     config = start.run.config
-    model: Any
     untouched = None
     if config.train.observes and not config.method.definition.widens:
         model, untouched = start.load_beside_base()
@@ -275,32 +281,6 @@ def _check_same_names(of_all: list[list[str]]) -> None:
             )
 
 
-def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> nn.Module:
-    """Return the model as it is run: prepared by Accelerate, or sharded here, since Accelerate would wrap it again."""
-    settings = settings_on(accelerator.device.type, config)
-    if settings.sharding != "none" and accelerator.num_processes > 1:
-        return shard_model(model, settings, accelerator)
-    return accelerator.prepare(for_training(model.to(accelerator.device), settings))
-
-
-def _hashes_of_base(model: Any, config: RunConfig) -> dict[str, str]:
-    """Return hashes of this process's part of a sharded base; {} for any other base, as `base.json` has its hashes."""
-    if not is_sharded(model) or not config.method.definition.widens:
-        return {}
-    return {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
-
-
-def _scaler(
-    train: TrainConfig, accelerator: Accelerator, state: TrainState
-) -> torch.amp.GradScaler:
-    """Return the scaler of the loss, in the state of a checkpoint."""
-    scaler = torch.amp.GradScaler(accelerator.device.type, enabled=train.mixed_precision == "fp16")
-    if state.loss_scale is not None:
-        reached = {"scale": state.loss_scale, "_growth_tracker": state.loss_scale_steps}
-        scaler.load_state_dict(scaler.state_dict() | reached)
-    return scaler
-
-
 def _without_stale_best(
     resumed_from: MethodFolder, held_out: Sequence[TokenisedCorpus], log: Log
 ) -> TrainState:
@@ -321,16 +301,3 @@ def _without_stale_best(
         f"warning: {best}: the best checkpoint so far {reason}; the best is chosen from later steps"
     )
     return replace(state, best=None)
-
-
-def _observed(
-    model: Any, untouched: PreTrainedModel | None, train: TrainConfig, accelerator: Accelerator
-) -> HeadedModel:
-    """Return the model with two heads that periodic evaluations score; `untouched` is the base of one that has none."""
-    if untouched is None:
-        return model
-    if not is_sharded(model) or train.sharding == "expansion":
-        return model_with_base(model, untouched)
-    beside = beside_new_tokens(untouched, model)
-    shard_for_evaluation(untouched, accelerator)
-    return BaseAndTrained(beside, model)

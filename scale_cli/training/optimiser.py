@@ -51,45 +51,49 @@ def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     Weight decay acts on matrices only: not on gains and biases, and not on embeddings, whose rows would shrink at every
     step without their token.
     """
-    rates, parameters, kinds = (
-        rates_of(model, train),
-        trainable_parameters(model),
-        kinds_of_parameters(model),
-    )
+    rates = rates_of(model, train)
+    members: dict[str, list[nn.Parameter]] = {
+        "embedding": [],
+        "gains": [],
+        "head": [],
+        "matrix": [],
+    }
+    kinds = kinds_of_parameters(model)
+    for name, parameter in trainable_parameters(model).items():
+        members[kinds[name]].append(parameter)
 
-    def groups(kind: Kind) -> list[dict[str, Any]]:
-        members = [parameter for name, parameter in parameters.items() if kinds[name] == kind]
-        decays = kind in ("head", "matrix")
-        settings = {
+    of_adamw: list[dict[str, Any]] = []
+    of_muon: list[dict[str, Any]] = []
+    for kind, parameters in members.items():
+        by_muon = kind == "matrix" and train.optimiser == "muon"
+        group = {
+            "params": parameters,
             "lr_multiplier": rates[kind],
-            "weight_decay": train.weight_decay if decays else 0.0,
-            "moments": moments_of(kind, train.optimiser),
+            "weight_decay": train.weight_decay if kind in ("head", "matrix") else 0.0,
+            # torch's names of what is kept per parameter, each as large as the parameter
+            "moments": ("momentum_buffer",) if by_muon else ("exp_avg", "exp_avg_sq"),
         }
-        return [{"params": members, **settings}] if members else []
+        if parameters:
+            (of_muon if by_muon else of_adamw).append(group)
 
-    rest, matrices = [*groups("embedding"), *groups("gains"), *groups("head")], groups("matrix")
-    if train.optimiser == "adamw" or not matrices:
-        return _adamw([*rest, *matrices], train)
-    muon = BatchedMuon(matrices, lr=train.lr, adjust_lr_fn="match_rms_adamw")
-    return MuonBesideAdamW(muon, _adamw(rest, train) if rest else None)
-
-
-def _adamw(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        groups,
-        lr=train.lr,
-        betas=(train.adam_beta1, train.adam_beta2),
-        eps=train.adam_epsilon,
-        fused=True,
-    )
+    parts: list[torch.optim.Optimizer] = []
+    if of_muon:
+        parts.append(BatchedMuon(of_muon, lr=train.lr, adjust_lr_fn="match_rms_adamw"))
+    if of_adamw:
+        betas = (train.adam_beta1, train.adam_beta2)
+        adamw = torch.optim.AdamW(
+            of_adamw, lr=train.lr, betas=betas, eps=train.adam_epsilon, fused=True
+        )
+        parts.append(adamw)
+    return MuonBesideAdamW(parts) if of_muon else parts[0]
 
 
 class MuonBesideAdamW(torch.optim.Optimizer):
     """Muon over some groups of parameters and AdamW over others; it shares their groups and their state."""
 
-    def __init__(self, muon: BatchedMuon, adamw: torch.optim.AdamW | None) -> None:
-        self._parts: list[Any] = [muon] if adamw is None else [muon, adamw]
-        super().__init__([group for part in self._parts for group in part.param_groups], {})
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
         for part in self._parts:
             part.state = self.state
 
@@ -127,7 +131,7 @@ class BatchedMuon(torch.optim.Muon):
         momenta = [local_part(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
 
         # All (matrices, rows here, columns).
-        gradients = torch.stack([local_part(_gradient(matrix)) for matrix in matrices])
+        gradients = torch.stack([local_part(m.grad) for m in matrices if m.grad is not None])
         before, momenta_before = torch.stack(here), torch.stack(momenta)
         momenta_after = momenta_before.lerp(gradients, 1 - group["momentum"])
         updates = momenta_after
@@ -137,12 +141,29 @@ class BatchedMuon(torch.optim.Muon):
         like = matrices[0]
         updates = updates.to(_DTYPE_OF_PRODUCTS)
         if isinstance(like, DTensor):
-            updates = torch.stack([_whole(update, like) for update in updates])
+            mesh, split, shape, stride = (
+                like.device_mesh,
+                like.placements,
+                like.shape,
+                like.stride(),
+            )
+            parts = [
+                DTensor.from_local(part, mesh, split, run_check=False, shape=shape, stride=stride)
+                for part in updates
+            ]
+            updates = torch.stack([part.full_tensor() for part in parts])
         directions = orthogonalised(
             updates, group["ns_coefficients"], group["ns_steps"], group["eps"]
         )
         if isinstance(like, DTensor):
-            directions = torch.stack([_part(direction, like) for direction in directions])
+            copies = [Replicate()] * mesh.ndim
+            wholes = [
+                DTensor.from_local(whole.contiguous(), mesh, copies, run_check=False)
+                for whole in directions
+            ]
+            directions = torch.stack(
+                [whole.redistribute(placements=split).to_local() for whole in wholes]
+            )
         rate = group["lr"] * _SIZE_OF_ADAMW * math.sqrt(max(like.shape))
         after = (before * (1 - group["lr"] * group["weight_decay"])).add_(directions, alpha=-rate)
 
@@ -184,31 +205,6 @@ def _pieces(matrices: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         at_once = max(1, entries // same[0].numel())
         pieces += [same[first : first + at_once] for first in range(0, len(same), at_once)]
     return pieces
-
-
-def _gradient(matrix: nn.Parameter) -> Tensor:
-    assert matrix.grad is not None
-    return matrix.grad
-
-
-def _whole(part: Tensor, like: DTensor) -> Tensor:
-    """Return the whole of a tensor that is sharded as `like` is; every process must call this."""
-    sharded = DTensor.from_local(
-        part,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-    return sharded.full_tensor()
-
-
-def _part(whole: Tensor, like: DTensor) -> Tensor:
-    """Return this process's part of a whole tensor that is to be sharded as `like` is."""
-    copies = [Replicate()] * like.device_mesh.ndim
-    replicated = DTensor.from_local(whole.contiguous(), like.device_mesh, copies, run_check=False)
-    return replicated.redistribute(placements=like.placements).to_local()
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, lr: float) -> None:
@@ -286,20 +282,12 @@ def kinds_of_parameters(model: nn.Module) -> dict[str, Kind]:
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
 
-    def kind(name: str, parameter: nn.Parameter) -> Kind:
+    kinds: dict[str, Kind] = {}
+    for name, parameter in trainable_parameters(model).items():
         if id(parameter) in embeddings:
-            return "embedding"
-        if parameter.ndim < 2:
-            return "gains"
-        return "head" if "lm_head" in name else "matrix"
-
-    return {name: kind(name, parameter) for name, parameter in trainable_parameters(model).items()}
-
-
-def moments_of(kind: Kind, optimiser: Literal["adamw", "muon"]) -> tuple[str, ...]:
-    """Return torch's names of the tensors that an optimiser keeps per parameter, each as large as the parameter."""
-    return (
-        ("momentum_buffer",)
-        if optimiser == "muon" and kind == "matrix"
-        else ("exp_avg", "exp_avg_sq")
-    )
+            kinds[name] = "embedding"
+        elif parameter.ndim < 2:
+            kinds[name] = "gains"
+        else:
+            kinds[name] = "head" if "lm_head" in name else "matrix"
+    return kinds

@@ -25,7 +25,7 @@ from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import PreservationError
 from scale_cli.methods.recipes import Hook, trainable_parameters
-from scale_cli.processes import all_succeed, device_name, is_main, peak_memory_bytes, share
+from scale_cli.processes import all_succeed, group_beside, is_main, share
 from scale_cli.runs.folder import TRAINED, RunFolder
 from scale_cli.runs.method_folder import describe_method
 from scale_cli.runs.new_tokens import copy_grown_tokenizer
@@ -44,8 +44,8 @@ from scale_cli.training.checkpoint import OPTIMISER, checkpoints, step_of
 from scale_cli.training.metrics_log import MetricsLog, MetricsRecord
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import optimiser_tensors
-from scale_cli.training.records import BranchPoint, Cost, TrainState
-from scale_cli.training.sharding import parts_here
+from scale_cli.training.records import BranchPoint, TrainState
+from scale_cli.training.sharding import is_sharded, parts_here
 from scale_cli.upscale.base_hashes import changed_tensors, tensor_sha256
 from scale_cli.upscale.building import MethodModel
 
@@ -56,9 +56,8 @@ class Snapshot:
 
     files: dict[str, dict[str, Tensor]]  # copies on the CPU, by file name
     header: dict[str, str] | None  # of a sharded file: the places of its parts
-    base: dict[
-        str, Tensor
-    ]  # this process's parts of a sharded base; not copied, since they do not change
+    # this process's parts of a sharded base; not copied, since they do not change
+    base: dict[str, Tensor]
 
 
 @dataclass
@@ -73,7 +72,6 @@ class TrainingRun:
     # the model as it is run: by Accelerate (DistributedDataParallel with several processes), or sharded
     wrapped: nn.Module
     optimiser: torch.optim.Optimizer  # over the trainable parameters
-    scaler: torch.amp.GradScaler  # of the loss; enabled only with fp16
     hooks: Sequence[Hook]  # called around every update
     observer: Observer | None  # evaluates during training; None if nothing is evaluated
     state: TrainState  # where the run stands
@@ -82,14 +80,28 @@ class TrainingRun:
     peak_tokens_per_s: float | None
     branch_point: BranchPoint | None  # the folder of another run that it began with
     saved_step: int | None  # of the last checkpoint that is written or being written
-    # hashes of this process's parts of a sharded base; empty if it is not sharded
-    base_parts: dict[str, str]
-    beside: (
-        ProcessGroup | None
-    )  # processes that write a checkpoint together; None if only the main one writes
+    scaler: torch.amp.GradScaler = field(init=False)  # of the loss; enabled only with fp16
+    # hashes of this process's parts of a sharded base; `base.json` has those of any other base
+    base_parts: dict[str, str] = field(default_factory=dict, init=False)
+    # processes that write a checkpoint together; None if only the main one writes
+    beside: ProcessGroup | None = field(default=None, init=False)
     _began_s: float = field(init=False)  # when it would have begun, had nothing interrupted it
     _thread: ThreadPoolExecutor = field(init=False)  # writes checkpoints
     _job: Future[None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        is_enabled = self.config.train.mixed_precision == "fp16"
+        self.scaler = torch.amp.GradScaler(self.accelerator.device.type, enabled=is_enabled)
+        if self.state.loss_scale is not None:
+            steps = self.state.loss_scale_steps
+            reached = {"scale": self.state.loss_scale, "_growth_tracker": steps}
+            self.scaler.load_state_dict(self.scaler.state_dict() | reached)
+        if is_sharded(self.model):
+            self.beside = group_beside()
+            if self.config.method.definition.widens:
+                model: Any = self.model
+                parts = parts_here(model.base)
+                self.base_parts = {name: tensor_sha256(part) for name, part in parts.items()}
 
     @property
     def config(self) -> RunConfig:
@@ -158,16 +170,15 @@ class TrainingRun:
             job, self._job = self._job, None
             job.result()
 
-    def base_here(self) -> dict[str, Tensor]:
-        """Return this process's parts of a sharded base."""
-        model: Any = self.model
-        return parts_here(model.base) if self.base_parts else {}
+    def check_base(self, step: int, here: Mapping[str, Tensor] | None = None) -> None:
+        """Check a widened model's base by hash: each process its parts, or the main process a whole base.
 
-    def check_base(self, step: int, here: Mapping[str, Tensor]) -> None:
-        """Check a widened model's base by hash: each process its parts `here`, or the main process a whole base."""
+        Within a step some parts are gathered, so a thread passes those that were `here` between two steps.
+        """
         model: Any = self.model
         changed = []
         if self.base_parts:
+            here = parts_here(model.base) if here is None else here
             changed = [
                 name
                 for name, expected in self.base_parts.items()
@@ -194,19 +205,6 @@ class TrainingRun:
         TokenLedger(ledger).save(folder)
         write_text(folder / "scale.yaml", dump_config(self.config))
 
-    def cost(self) -> Cost:
-        """Return the cost of a run that has just ended, for `final/cost.json` and `scale compare`."""
-        parameters = list(self.model.parameters())
-        return Cost(
-            trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-            total_parameters=sum(p.numel() for p in parameters),
-            tokens_per_s=self.state.tokens_per_s,
-            peak_memory_bytes=peak_memory_bytes(self.accelerator.device),
-            device=device_name(self.accelerator.device),
-            num_processes=self.accelerator.num_processes,
-            saving_s=round(self.state.saving_s, 4),
-        )
-
 
 def take_snapshot(run: TrainingRun) -> Snapshot:
     """Copy what this process must write of a checkpoint."""
@@ -214,7 +212,9 @@ def take_snapshot(run: TrainingRun) -> Snapshot:
     if run.beside is None:
         return Snapshot({TRAINED: _copied(trained), OPTIMISER: _copied(moments)}, None, {})
     shard = shard_of({**trained, **moments}, share())
-    return Snapshot({shard.file: _copied(shard.tensors)}, shard.header, run.base_here())
+    model: Any = run.model
+    base = parts_here(model.base) if run.base_parts else {}
+    return Snapshot({shard.file: _copied(shard.tensors)}, shard.header, base)
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -257,16 +257,10 @@ def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) ->
             for name, tensors in snapshot.files.items():
                 save_tensors(partial / name, tensors, snapshot.header)
     if is_main():
-        _remove_old_checkpoints(run, state)
-
-
-def _remove_old_checkpoints(run: TrainingRun, newest: TrainState) -> None:
-    """Remove all checkpoints but the newest `keep_checkpoints` and the best.
-
-    A checkpoint of a later step is a damaged one that a resume has skipped; it does not count.
-    """
-    best_step = None if newest.best is None else newest.best.step
-    written = [folder for folder in checkpoints(run.folder) if step_of(folder) <= newest.step]
-    for old in written[: -run.config.train.keep_checkpoints]:
-        if step_of(old) != best_step:
-            remove_folder(old)
+        # All but the newest `keep_checkpoints` and the best. A checkpoint of a later step is a damaged one that a
+        # resume has skipped; it does not count.
+        best_step = None if state.best is None else state.best.step
+        written = [folder for folder in checkpoints(run.folder) if step_of(folder) <= state.step]
+        for old in written[: -run.config.train.keep_checkpoints]:
+            if step_of(old) != best_step:
+                remove_folder(old)

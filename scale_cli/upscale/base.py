@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +61,11 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
     """Return a frozen base in `model.dtype`; `auto` is float32 here, since a run decides what it is there."""
     config = load_base_config(model)
     dtype = torch.float32 if model.dtype == "auto" else getattr(torch, model.dtype)
+    quantising: dict[str, Any] = {}
+    if model.quantisation is not None:
+        require("torchao", f"model.quantisation {model.quantisation}")
+        settings = TorchAoConfig(torchao_settings())
+        quantising = {"quantization_config": settings, "device_map": {"": device()}}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model.base,
@@ -70,7 +74,7 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
             dtype=dtype,
             output_loading_info=True,
             **_PLAIN_WEIGHTS,
-            **_quantising(model),
+            **quantising,
         )
     except Exception as error:  # a damaged folder may raise anything
         raise BaseModelError(
@@ -93,30 +97,24 @@ def unread_weights(report: dict[str, Any], model: PreTrainedModel) -> str | None
     transformers would start missing weights at random, drop those that config.json does not ask
     for, and untie tied weights that differ.
     """
-    if missing := sorted(report["missing_keys"]):
-        return f"has no weights for {missing[0]}{_and_more(missing)}"
+    missing = sorted(report["missing_keys"])
     unknown = sorted(key for key in report["unexpected_keys"] if not _LEFTOVERS.search(key))
-    if unknown:
-        return (
-            f"has weights that its config.json does not ask for: {unknown[0]}{_and_more(unknown)}; without them it "
-            "would be another model; correct config.json (a bias needs attention_bias or mlp_bias), or remove them"
-        )
+    for names, problem in (
+        (missing, "has no weights for {}"),
+        (
+            unknown,
+            "has weights that its config.json does not ask for: {}; without them it would be another model; "
+            "correct config.json (a bias needs attention_bias or mlp_bias), or remove them",
+        ),
+    ):
+        if names:
+            more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+            return problem.format(names[0] + more)
     head = model.get_output_embeddings()
     tied = getattr(model.config, "tie_word_embeddings", False)
     if tied and head is not None and head.weight is not model.get_input_embeddings().weight:
         return "has a vocabulary head of its own, but tie_word_embeddings in config.json; set that to false"
     return None
-
-
-def _and_more(names: Sequence[str]) -> str:
-    return f" and {len(names) - 1:,} more" if len(names) > 1 else ""
-
-
-def _quantising(model: ModelConfig) -> dict[str, Any]:
-    if model.quantisation is None:
-        return {}
-    require("torchao", f"model.quantisation {model.quantisation}")
-    return {"quantization_config": TorchAoConfig(torchao_settings()), "device_map": {"": device()}}
 
 
 def load_written(loader: Any, folder: Path) -> Any:
@@ -163,16 +161,25 @@ def load_base_config(model: ModelConfig) -> Any:
             f"model.base: {model.base} is of the family {config.model_type}, which is not supported ({supported})"
         )
     check_keys(config.to_dict(), model.base)
-    if getattr(config, "quantization_config", None) is not None:
-        raise BaseModelError(
-            f"model.base: {model.base} is already quantised; name the unquantised model, and set model.quantisation"
-        )
     if "/" in str(config._attn_implementation):  # transformers would download and run it
         raise BaseModelError(
             f"model.base: {model.base} asks for a kernel from the hub ({config._attn_implementation}), which scale "
             "does not load"
         )
-    _check_sizes(config, model.base)
+    for key in _SIZES:
+        size = getattr(config, key, None)
+        if size is None and key == "head_dim":  # then it is hidden_size / num_attention_heads
+            continue
+        # Before memory is allocated for it.
+        if type(size) is not int or not 1 <= size <= _LARGEST:
+            raise BaseModelError(
+                f"model.base: {model.base}: {key} in config.json is {size!r}, not between 1 and {_LARGEST:,}"
+            )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise BaseModelError(
+            f"model.base: {model.base}: {config.num_attention_heads} num_attention_heads cannot share "
+            f"{config.num_key_value_heads} num_key_value_heads"
+        )
     return config
 
 
@@ -195,23 +202,6 @@ def _not_loaded(name: str, error: Exception) -> str:
         "it is not in the hub's cache, and the hub is not reached" if unreached else one_line(error)
     )
     return f"{name} is neither a folder in {Path.cwd()} nor a model that the hub gives: {reason}"
-
-
-def _check_sizes(config: Any, name: str) -> None:
-    """Raise BaseModelError for impossible sizes, before memory is allocated for them."""
-    for key in _SIZES:
-        size = getattr(config, key, None)
-        if size is None and key == "head_dim":  # then it is hidden_size / num_attention_heads
-            continue
-        if type(size) is not int or not 1 <= size <= _LARGEST:
-            raise BaseModelError(
-                f"model.base: {name}: {key} in config.json is {size!r}, not between 1 and {_LARGEST:,}"
-            )
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise BaseModelError(
-            f"model.base: {name}: {config.num_attention_heads} num_attention_heads cannot share "
-            f"{config.num_key_value_heads} num_key_value_heads"
-        )
 
 
 def check_finite(base: PreTrainedModel, name: str) -> None:

@@ -140,17 +140,17 @@ def read_config_file(model: ModelConfig) -> dict[str, Any]:
         raise BaseModelError(f"model.base: {path} cannot be read: {one_line(error)}") from None
     if not isinstance(read, dict):
         raise BaseModelError(f"model.base: {path} is not a configuration")
-    if "quantization_config" in read:
-        raise BaseModelError(
-            f"model.base: {model.base} is already quantised; name the unquantised model, and set "
-            "model.quantisation"
-        )
     check_keys(read, model.base)
     return read
 
 
 def check_keys(config: Mapping[str, Any], name: str) -> None:
     """Raise BaseModelError for a key of config.json that no widened model follows."""
+    if config.get("quantization_config") is not None:
+        raise BaseModelError(
+            f"model.base: {name} is already quantised; name the unquantised model, and set "
+            "model.quantisation"
+        )
     for key in _REFUSED.get(config.get("model_type", ""), ()):
         if value := config.get(key):
             raise BaseModelError(

@@ -39,23 +39,10 @@ class NewPieces:
     new_tokens: list[str]
     own_pieces: list[int]
 
-    @classmethod
-    def unknown(cls, count: int) -> NewPieces:
-        return cls(["0"] * count, [])
-
-    @property
-    def first(self) -> list[int]:
-        return [int(token.split()[0]) for token in self.new_tokens]
-
     def rows(self, base: Any) -> NewTokens:
         """Return the new tokens' rows for a plain base; the rows of x are filled."""
-        new = NewTokens(
-            base,
-            [[int(index) for index in token.split()] for token in self.new_tokens],
-            self.own_pieces,
-        )
-        new.compose(base)
-        return new
+        pieces = [[int(index) for index in token.split()] for token in self.new_tokens]
+        return NewTokens(base, pieces, self.own_pieces)
 
 
 def new_pieces(
@@ -131,11 +118,9 @@ def _start_new_head(rows_ND: Tensor, base: Any, new: NewPieces, input_ids: Tenso
         base.model(input_ids, use_cache=False).last_hidden_state.float().flatten(0, 1).mean(dim=0)
     )
     rows_VD = base.lm_head.weight
-    started_ND = (
-        rows_VD[torch.tensor(new.first, device=rows_VD.device)]
-        + _BIAS * mean_D / mean_D.square().sum()
-    )
-    rows_ND.copy_(started_ND)
+    first = [int(token.split()[0]) for token in new.new_tokens]
+    of_first_ND = rows_VD[torch.tensor(first, device=rows_VD.device)]
+    rows_ND.copy_(of_first_ND + _BIAS * mean_D / mean_D.square().sum())
 
 
 @torch.no_grad()

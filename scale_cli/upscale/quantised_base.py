@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor, nn
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -53,13 +52,3 @@ def dequantise(model: AnyModule) -> AnyModule:
         if isinstance(module, nn.Linear) and is_quantised(module.weight):
             module.weight = nn.Parameter(plain_weight(module), requires_grad=False)
     return model
-
-
-def empty_as(tensor: Tensor) -> Tensor:
-    """Return an uninitialised CPU tensor held in the same form as `tensor`."""
-    if not is_quantised(tensor):
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    kind: Any = type(tensor)
-    names, context = cast(Any, tensor).__tensor_flatten__()
-    parts = {name: empty_as(getattr(tensor, name)) for name in names}
-    return kind.__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())

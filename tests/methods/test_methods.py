@@ -11,7 +11,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.errors import ConfigError
 from scale_cli.export.dense import plain_model
 from scale_cli.methods import METHODS
-from scale_cli.methods.llama_pro import LlamaPro, LlamaProConfig, order_of
+from scale_cli.methods.llama_pro import LlamaPro, LlamaProConfig
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.upscale.building import MethodModel, build_model
 from tests.model.test_families import answered
@@ -81,9 +81,8 @@ def test_copies_stand_at_even_spacing_and_the_base_keeps_its_order(
     num_layers: int, data: st.DataObject
 ) -> None:
     num_blocks = data.draw(st.integers(1, num_layers))
-    order = order_of(
-        num_layers, LlamaPro().copied(num_layers, LlamaProConfig(num_blocks=num_blocks))
-    )
+    settings = LlamaProConfig(num_blocks=num_blocks)
+    order = LlamaPro().plain_training(settings, num_layers).layers
     assert [layer for layer, new in order if not new] == list(range(num_layers))
     copies = [layer for layer, new in order if new]
     assert len(copies) == num_blocks and copies[-1] == num_layers - 1
