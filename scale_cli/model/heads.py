@@ -23,7 +23,7 @@ from .branches_scale import ScaleCache
 from .cache_scale import named
 from .modeling_scale import WidenedModel
 from .routing import (
-    cosine_log_weights,
+    cosine_serves_base,
     log_prior,
     logit_cosine,
     observed_log_probs,
@@ -49,24 +49,19 @@ class TokenLogProbs:
         `router` has the rules' `prior` and `threshold`, as the config does.
         """
         if rule == "cosine":
-            return cosine_log_weights(self.cosine_BT, router.threshold)
+            serves_base_BT = cosine_serves_base(self.cosine_BT, router.threshold)
+            return torch.stack([serves_base_BT, ~serves_base_BT]).double().log()
         prior_K = log_prior(router.prior, len(self.log_probs_KBT), self.log_probs_KBT.device)
         return posterior_log_weights(self.log_probs_KBT, prior_K)[..., :-1]
 
 
 def token_log_probs(model: HeadedModel, input_ids: Tensor, next_ids_BT: Tensor) -> TokenLogProbs:
     """Return the log-probabilities of the token after each of `input_ids` (B, T), under a model's
-    heads.
+    heads, never holding all positions' logits.
     """
-    return log_probs_of(model.head_logits(input_ids), next_ids_BT, model.config.vocab_size)
-
-
-def log_probs_of(logits_at: HeadLogits, next_ids_BT: Tensor, vocab_size: int) -> TokenLogProbs:
-    """Return the heads' log-probabilities of the token after each position, never holding all
-    positions' logits.
-    """
+    logits_at = model.head_logits(input_ids)
     log_probs, cosines = [], []
-    for at in parts_of_positions(next_ids_BT, vocab_size):
+    for at in parts_of_positions(next_ids_BT, model.config.vocab_size):
         heads = [logits.float() for logits in logits_at(at)]
         log_probs.append(
             torch.stack([observed_log_probs(logits, next_ids_BT[:, at]) for logits in heads])
@@ -109,20 +104,18 @@ class BaseAndTrained(nn.Module):
         position_ids: Tensor | None = None,
         cache: Any = None,  # CacheOfTwo
     ) -> HeadLogits:
-        models = (self.base, self.trained)
-        hidden = [
-            model.get_decoder()(
+        hidden, heads = [], []
+        of_trained = None if cache is None else cache.trained
+        for model, of_model in ((self.base, cache), (self.trained, of_trained)):
+            outputs = model.get_decoder()(
                 input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                use_cache=of_model is not None,
+                use_cache=cache is not None,
                 **named(of_model),
-            ).last_hidden_state
-            for model, of_model in zip(
-                models, (None, None) if cache is None else (cache, cache.trained), strict=True
             )
-        ]
-        heads = [model.get_output_embeddings() for model in models]
+            hidden.append(outputs.last_hidden_state)
+            heads.append(model.get_output_embeddings())
         return lambda positions: [
             head(states[:, positions].contiguous())
             for head, states in zip(heads, hidden, strict=True)

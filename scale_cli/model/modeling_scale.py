@@ -67,8 +67,7 @@ class RouterGenerationMixin(GenerationMixin):
 class WidenedModel(PreTrainedModel, RouterGenerationMixin):
     """A frozen causal language model, its expansions, and the heads that the router mixes.
 
-    A subclass sets `base` (the plain model) and has `expansions`. The router mixes the base's head
-    and one of each.
+    A subclass sets `expansions`. The router mixes the base's head and one of each.
     """
 
     base_model_prefix = "base"

@@ -43,17 +43,10 @@ _SHARE_OF_OTHERS = 2.0**-20
 _LARGEST_SIZE = 256.0
 
 
-def head_log_probs(logits: Tensor) -> Tensor:
-    """Return log-probabilities (..., V); a row with a NaN or a positive infinity is broken: -inf
-    throughout.
-    """
-    log_probs = torch.log_softmax(logits.float(), dim=-1)
-    return torch.where(torch.isnan(log_probs), -torch.inf, log_probs)
-
-
 def observed_log_probs(logits_BTV: Tensor, next_ids_BT: Tensor) -> Tensor:
-    """Return (B, T): the entries of `head_log_probs` for the observed tokens, without a second (B,
-    T, V) tensor.
+    """Return (B, T): log-probabilities of the observed tokens, without a second (B, T, V) tensor.
+
+    A row with a NaN or a positive infinity is broken: its token has -inf.
     """
     said = logits_BTV.gather(-1, next_ids_BT.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(
         logits_BTV, dim=-1
@@ -282,14 +275,6 @@ def cosine_serves_base(cosine: Tensor, threshold: float) -> Tensor:
     return ~(cosine < threshold)
 
 
-def cosine_log_weights(cosine_BT: Tensor, threshold: float) -> Tensor:
-    """Return (2, B, T) log-weights of the paper's rule: all weight on the base head, or all on the
-    other.
-    """
-    serves_base_BT = cosine_serves_base(cosine_BT, threshold)
-    return torch.stack([serves_base_BT, ~serves_base_BT]).double().log()
-
-
 def rows_at_once(device_type: str, vocab_size: int) -> int:
     """Return the number of tokens whose logits are held at once, in training and outside it."""
     return max(FEWEST_ROWS, LOGITS_AT_ONCE.get(device_type, 2**26) // vocab_size)
@@ -351,9 +336,9 @@ def route(
     log_weights, scores = [], []
     for at in parts_of_positions(ids_BT, vocab_size):
         said = logits_at(at)
-        logits_KBTV = (
-            said if isinstance(said, Tensor) else torch.stack([of_head.float() for of_head in said])
-        )
+        if not isinstance(said, Tensor):
+            said = torch.stack([of_head.float() for of_head in said])
+        logits_KBTV = said
         device, sizes_KBT = logits_KBTV.device, logits_KBTV.logsumexp(dim=-1)
         said_KBT = token_log_probs(memory, logits_KBTV, sizes_KBT, ids_BT[:, at].to(device))
         if evidence_BT is not None:

@@ -96,7 +96,7 @@ def load_checkpoint(
     folder, state = checkpoint.path, TrainState.load(checkpoint.path)
     beside = [hook for hook in hooks if hook.keeps(state.step)]
     if is_sharded(model) or has_shards(folder):
-        moments = empty_optimiser_tensors(optimiser, model, beside)
+        moments = dict(empty_optimiser_tensors(optimiser, model, beside))
         load_shards(folder, {**trainable_parameters(model), **moments})
     else:
         load_trained(model, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.processes import all_succeed, device_name, on_main, peak_memory_bytes
 from scale_cli.runs.folder import TRAINED
 from scale_cli.runs.opened import MethodFolder
@@ -11,7 +12,7 @@ from scale_cli.storage.atomic import new_folder, save_tensors, verify_folder
 from scale_cli.terminal import Log
 from scale_cli.training.checkpoint import load_checkpoint
 from scale_cli.training.records import Cost, TrainState
-from scale_cli.training.sharding import gather_trained
+from scale_cli.training.sharding import whole_tensor
 from scale_cli.training.training_run import TrainingRun
 
 
@@ -39,7 +40,11 @@ def write_final(run: TrainingRun, state: TrainState) -> None:
     """Write `final/`: a method folder of unsharded tensors."""
     with all_succeed(run.beside):
         run.check_base(state.step)
-    trained = gather_trained(run.model, run.accelerator)
+    trained = {}
+    for name, parameter in trainable_parameters(run.model).items():
+        tensor = whole_tensor(parameter.detach())  # every process must call this
+        if run.accelerator.is_main_process:
+            trained[name] = tensor.cpu()
     if run.accelerator.is_main_process:
         with new_folder(run.folder.final) as partial:
             run.describe(partial, state)

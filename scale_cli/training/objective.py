@@ -84,7 +84,10 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
                 f"train.attention: flex_attention (which corpus.isolate_documents takes on a GPU) needs heads of "
                 f"{_FLEX_HEAD_DIM} dimensions or more, and this model's have {head_dim}; set train.attention=sdpa"
             )
-        _set_attention(model, train.attention)
+        try:
+            _attending(model).set_attn_implementation(train.attention)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"train.attention: {train.attention}: {one_line(error)}") from None
     if train.compile:
         decoder = model.expansion if isinstance(model, ScaleForCausalLM) else plain_of(model).model
         layers: list[Any] = list(decoder.layers)
@@ -130,27 +133,21 @@ def settings_on(device_type: str, config: RunConfig) -> TrainConfig:
 @contextmanager
 def attending_by_sdpa(model: MethodModel) -> Iterator[None]:
     """Use sdpa within the body, for whole texts of any length: flex_attention would be compiled for each length."""
-    trained_by = _root(model).config._attn_implementation
-    if trained_by != "flex_attention":
+    attending = _attending(model)
+    if attending.config._attn_implementation != "flex_attention":
         yield
         return
-    _set_attention(model, "sdpa")
+    attending.set_attn_implementation("sdpa")
     try:
         yield
     finally:
-        _set_attention(model, trained_by)
+        attending.set_attn_implementation("flex_attention")
 
 
-def _root(model: MethodModel) -> Any:
+def _attending(model: MethodModel) -> Any:
+    """Return the plain model by whose configuration every layer attends."""
     plain = plain_of(model)
     return plain.base if isinstance(plain, ScaleForCausalLM) else plain
-
-
-def _set_attention(model: MethodModel, implementation: str) -> None:
-    try:
-        _root(model).set_attn_implementation(implementation)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"train.attention: {implementation}: {one_line(error)}") from None
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

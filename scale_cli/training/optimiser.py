@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -224,25 +224,21 @@ def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dic
 
 def empty_optimiser_tensors(
     optimiser: torch.optim.Optimizer, model: nn.Module, beside: Sequence[Hook] = ()
-) -> dict[str, Tensor]:
-    """Return an optimiser's state to be filled, named as by `optimiser_tensors`, sharded like the parameters."""
-    tensors: dict[str, Tensor] = {}
-    moments = _moments_by_parameter(optimiser)
-    for name, parameter in trainable_parameters(model).items():
-        for moment in moments[parameter]:
-            tensors[f"{moment}.{name}"] = torch.zeros_like(parameter.detach())
-        tensors |= {f"{hook.name}.{name}": hook.empty(parameter.detach()) for hook in beside}
-        if "exp_avg" in moments[parameter]:
-            tensors[f"step.{name}"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    return tensors
-
-
-def _moments_by_parameter(optimiser: torch.optim.Optimizer) -> dict[nn.Parameter, tuple[str, ...]]:
-    return {
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield an optimiser's state to be filled, named as by `optimiser_tensors`, sharded like the parameters."""
+    moments = {
         parameter: group["moments"]
         for group in optimiser.param_groups
         for parameter in group["params"]
     }
+    for name, parameter in trainable_parameters(model).items():
+        for moment in moments[parameter]:
+            yield f"{moment}.{name}", torch.zeros_like(parameter.detach())
+        for hook in beside:
+            yield f"{hook.name}.{name}", hook.empty(parameter.detach())
+        if "exp_avg" in moments[parameter]:
+            # The fused AdamW keeps its step counts on the parameters' device, in float32; Muon counts none.
+            yield f"step.{name}", torch.zeros((), dtype=torch.float32, device=parameter.device)
 
 
 def load_optimiser_tensors(
@@ -254,22 +250,14 @@ def load_optimiser_tensors(
     """Load saved moments and the tensors of hooks; StorageError if one is missing or has another shape."""
     if not tensors:
         return  # no step had been taken
-    moments = _moments_by_parameter(optimiser)
-    for name, parameter in trainable_parameters(model).items():
-        state = {}
-        shapes = dict.fromkeys(moments[parameter], parameter.shape)
-        shapes |= {hook.name: hook.empty(parameter.detach()).shape for hook in beside}
-        for moment, shape in shapes.items():
-            tensor = tensors.get(f"{moment}.{name}")
-            if tensor is None or tensor.shape != shape:
-                raise StorageError(
-                    f"optimiser state: {moment}.{name} is missing or has another shape"
-                )
-            state[moment] = tensor.to(parameter.device)
-        if "exp_avg" in state:
-            # The fused AdamW keeps its step counts on the parameters' device, in float32; Muon counts none.
-            state["step"] = tensors[f"step.{name}"].to(parameter.device)
-        optimiser.state[parameter] = state
+    parameters = trainable_parameters(model)
+    optimiser.state.clear()
+    for name, empty in empty_optimiser_tensors(optimiser, model, beside):
+        tensor = tensors.get(name)
+        if tensor is None or tensor.shape != empty.shape:
+            raise StorageError(f"optimiser state: {name} is missing or has another shape")
+        moment, _, parameter = name.partition(".")
+        optimiser.state[parameters[parameter]][moment] = tensor.to(empty.device)
 
 
 # Kinds of parameters: learning rate, weight decay and optimiser depend on the kind.

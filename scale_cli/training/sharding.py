@@ -24,7 +24,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from transformers import PreTrainedModel
 
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
-from scale_cli.methods.recipes import local_part, trainable_parameters
+from scale_cli.methods.recipes import local_part
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import lowered_dtype
 from scale_cli.training.objective import ChunkedLossModel, for_training, plain_of
@@ -139,7 +138,7 @@ def _shard_widened_layers(
             fully_shard(added, mesh=mesh, ignored_params=whole)
             del added.base_layer
             # Evaluation first runs a collaborating base layer alone, for the unchanged stream.
-            base_layer.register_forward_pre_hook(partial(_gather_unit, added))
+            base_layer.register_forward_pre_hook(lambda *_, unit=added: unit.unshard())
             continue
         vectors = {
             vector
@@ -154,17 +153,9 @@ def _shard_widened_layers(
         fully_shard(added, mesh=mesh, ignored_params=whole | vectors, mp_policy=lowered)
         if not whole:
             fully_shard(base_layer, mesh=mesh, ignored_params=vectors)
-            added.register_forward_pre_hook(partial(_gather_unit, base_layer))
-            added.register_forward_hook(partial(_part_unit, base_layer))
+            added.register_forward_pre_hook(lambda *_, unit=base_layer: unit.unshard())
+            added.register_forward_hook(lambda *_, unit=base_layer: unit.reshard())
     return of_root
-
-
-def _gather_unit(unit: Any, *_: object) -> None:
-    unit.unshard()
-
-
-def _part_unit(unit: Any, *_: object) -> None:
-    unit.reshard()
 
 
 @contextmanager
@@ -188,16 +179,6 @@ def is_sharded(model: nn.Module) -> bool:
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Return the whole tensor; a sharded one is gathered, so every process must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def gather_trained(model: nn.Module, accelerator: Accelerator) -> dict[str, Tensor]:
-    """Return every trainable parameter, whole, on the main process, {} on the others; every process must call this."""
-    gathered = {}
-    for name, parameter in trainable_parameters(model).items():
-        tensor = whole_tensor(parameter.detach())
-        if accelerator.is_main_process:
-            gathered[name] = tensor.cpu()
-    return gathered
 
 
 def parts_here(module: nn.Module) -> dict[str, Tensor]:

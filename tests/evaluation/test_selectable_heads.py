@@ -12,7 +12,6 @@ from scale_cli.evaluation.selectable_heads import SelectableHeads, padded_left
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.routing import (
-    cosine_log_weights,
     log_prior,
     logit_cosine,
     mix_log_probs,
@@ -49,7 +48,8 @@ def likeliest(model: HeadedModel, ids_T: Tensor, head: str, heads: list[str]) ->
         return logits[heads.index(head)][0].argmax(dim=-1)
     log_probs_KBTV = torch.stack(logits).log_softmax(dim=-1).double()
     if head == "cosine":
-        log_weights_KBT = cosine_log_weights(logit_cosine(logits[0], logits[-1]), ROUTER.threshold)
+        serves_base_BT = logit_cosine(logits[0], logits[-1]) >= ROUTER.threshold
+        log_weights_KBT = torch.stack([serves_base_BT, ~serves_base_BT]).double().log()
     else:
         next_BT = torch.cat([ids_T[1:], ids_T[:1]])[
             None

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scale_cli.model.routing import head_log_probs, log_prior, mix_logits, posterior_log_weights
+from scale_cli.model.routing import log_prior, mix_logits, posterior_log_weights
 from scale_cli.serving.block_router import BlockRouter, Step, attach_state, detach_state
 
 VOCABULARY = 5
@@ -51,7 +51,8 @@ class Document:
 
     def log_weights(self, heads: RowsAsLogits, prior_K: Tensor) -> Tensor:
         """(T, K): what a router says that has read this document alone."""
-        log_probs_KTV = head_log_probs(heads.logits(self.hidden_TD[:-1]).transpose(0, 1))
+        logits_KTV = heads.logits(self.hidden_TD[:-1]).transpose(0, 1)
+        log_probs_KTV = logits_KTV.log_softmax(-1).nan_to_num(-math.inf, neginf=-math.inf)
         said_KT = log_probs_KTV.gather(-1, self.ids_T[1:].expand(heads.num_heads, -1)[..., None])[
             ..., 0
         ]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from scale_cli.evaluation.results import HEADS
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import HeadedModel, log_probs_of
-from scale_cli.model.routing import head_log_probs, mix_log_probs
+from scale_cli.model.heads import HeadedModel, token_log_probs
+from scale_cli.model.routing import mix_log_probs
 from scripts.research.biography.tasks import Question
 
 _QUESTIONS_AT_ONCE = 256
@@ -52,11 +52,11 @@ def _answered(
         torch.no_grad(),
         torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision == "bf16"),
     ):
-        logits_at = model.head_logits(prompt_BT)
-        logits_KBV = torch.stack([logits[:, 0].float() for logits in logits_at(slice(-1, None))])
-        tokens = log_probs_of(logits_at, next_BT, model.config.vocab_size)
+        last = model.head_logits(prompt_BT)(slice(-1, None))
+        logits_KBV = torch.stack([logits[:, 0].float() for logits in last])
+        tokens = token_log_probs(model, prompt_BT, next_BT)
     likeliest = dict(zip(HEADS[:2], logits_KBV.argmax(dim=-1), strict=True))
-    log_probs_KBV = head_log_probs(logits_KBV)
+    log_probs_KBV = logits_KBV.log_softmax(dim=-1)
     for rule in HEADS[2:]:
         weights_KB1 = tokens.log_weights(rule, router)[..., -1:]
         likeliest[rule] = mix_log_probs(weights_KB1.to(log_probs_KBV.dtype), log_probs_KBV).argmax(
