@@ -75,26 +75,31 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_MV if lowest == torch.float32 else torch.empty_like(grad_MV, dtype=lowest)
             )
 
+        ignored_N1 = (targets_N == IGNORED).unsqueeze(1)
+        places_N1 = targets_N.unsqueeze(1).masked_fill(ignored_N1, 0)
+        rows_M1 = torch.arange(shape[0], device=device).unsqueeze(1)
+
         for start in range(0, len(targets_N), num_rows):
             rows = slice(start, start + num_rows)
             read = [
                 stream[rows].to(head.dtype) for stream, head in zip(streams, lowered, strict=True)
             ]
             grad_NV = grad_MV[: len(read[0])]
-            ignored_N1 = _fill(
+            ignored = ignored_N1[rows]
+            _fill(
                 losses_N[rows],
                 grad_NV,
                 log_probs_MV[: len(grad_NV)],
                 read,
                 lowered,
-                targets_N[rows],
+                targets=(rows_M1[: len(grad_NV)], places_N1[rows], ignored),
                 distilled=list(_within(distilled, rows)),
                 of_base=of_base,
             )
             loss += losses_N[rows].sum()
 
             here = [None if grad is None else grad[rows] for grad in of_streams]
-            _add_gradients(here, of_heads, grad_NV, ignored_N1, read, lowered)
+            _add_gradients(here, of_heads, grad_NV, ignored, read, lowered)
         ends = [
             None if grad is None else grad.to(head.dtype)
             for grad, head in zip(of_heads, heads, strict=True)
@@ -145,11 +150,11 @@ def _fill(
     log_probs_NV: Tensor,
     streams: Sequence[Tensor],
     heads: Sequence[Tensor],
-    targets_N: Tensor,
     *,
+    targets: tuple[Tensor, Tensor, Tensor],
     distilled: Sequence[tuple[slice, float]],
     of_base: OfBase | None,
-) -> Tensor:
+) -> None:
     """Compute the losses of some tokens, and their gradients by the logits.
 
     Args:
@@ -158,23 +163,21 @@ def _fill(
         log_probs_NV: filled with log p, float32.
         streams: what each head reads, in the precision of its products.
         heads: as in `_ChunkedCrossEntropy`.
-        targets_N: IGNORED where there is no target.
+        targets: (N, 1) each: the numbers from 0 on; the targets' indices in the vocabulary; and
+            True where there is no target.
         distilled: as in `_ChunkedCrossEntropy`, of these tokens.
         of_base: as in `trained_head_cross_entropy`.
-
-    Returns:
-        (N, 1), True where there is no target.
     """
+    rows_N1, places_N1, ignored_N1 = targets
     # In the precision of the products; a GPU kernel reads them without a cast.
     logits_NV, bases = _logits_and_bases(streams, heads, [some for some, _ in distilled], of_base)
-    ignored_N1 = (targets_N == IGNORED).unsqueeze(1)
-    places_N1 = targets_N.unsqueeze(1).masked_fill(ignored_N1, 0)
-    rows_N1 = torch.arange(len(targets_N), device=targets_N.device).unsqueeze(1)
     torch.log_softmax(logits_NV, dim=1, dtype=log_probs_NV.dtype, out=log_probs_NV)
     of_targets_N1 = log_probs_NV.gather(1, places_N1)
     torch.exp(log_probs_NV, out=grad_NV)
     # `scatter_` copies the whole matrix on a processor.
-    grad_NV.index_put_((rows_N1, places_N1), torch.expm1(of_targets_N1).to(grad_NV.dtype))
+    grad_NV.index_put_(
+        (rows_N1, places_N1), torch.expm1(of_targets_N1, out=grad_NV.new_empty(places_N1.shape))
+    )
     torch.neg(of_targets_N1, out=losses_N.unsqueeze(1)).masked_fill_(ignored_N1, 0.0)
     for (some, weight), base_SV in zip(distilled, bases, strict=True):
         divergence_S, of_divergence_SV = _divergence_and_gradient(
@@ -182,7 +185,6 @@ def _fill(
         )
         losses_N[some] += weight * divergence_S
         grad_NV[some].add_(of_divergence_SV, alpha=weight)
-    return ignored_N1
 
 
 def _add_gradients(
