@@ -1,6 +1,7 @@
 """Training a plain model: every weight, or all but the input embedding and the bottom layers.
 
-Source of the second form: SCALE, arXiv 2511.03270 (the bottom three layers and the input embedding stay frozen).
+Source of the second form: SCALE, arXiv 2511.03270 (the bottom three layers and the input embedding
+stay frozen).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Plain(Method[Settings]):
 def deepen(base: Any, training: PlainTraining) -> Any:
     """Return a model with a base's layers and copies of some, each above its original.
 
-    A copy adds nothing at first: its o_proj and down_proj, or the gains of the norms after them, are 0.
+    A copy adds nothing at first: its o_proj and down_proj, or the gains of the norms after them,
+    are 0.
     """
     import torch
     from transformers import AutoModelForCausalLM

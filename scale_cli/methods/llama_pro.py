@@ -51,7 +51,9 @@ class LlamaPro(Deeper[LlamaProConfig]):
 
 
 def evenly_spaced(num_layers: int, num_blocks: int | None, key: str) -> list[int]:
-    """Return `num_blocks` evenly spaced layers; None: one in four, as in the papers. ConfigError names the `key`."""
+    """Return `num_blocks` evenly spaced layers; None: one in four, as in the papers. ConfigError
+    names the `key`.
+    """
     count = max(1, num_layers // 4) if num_blocks is None else num_blocks
     if count > num_layers:
         raise ConfigError(f"{key}: {count}, but the base has {num_layers} layers")

@@ -1,4 +1,6 @@
-"""LoRA: low-rank A and B beside frozen projections train, by PEFT; B = 0 at the start (arXiv 2106.09685)."""
+"""LoRA: low-rank A and B beside frozen projections train, by PEFT; B = 0 at the start (arXiv
+2106.09685).
+"""
 
 from __future__ import annotations
 

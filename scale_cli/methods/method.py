@@ -1,6 +1,8 @@
-"""The interface of a method. A file of this package holds one method, or several that differ in one setting.
+"""The interface of a method. A file of this package holds one method, or several that differ in one
+setting.
 
-The config's schema imports this package, so it loads without torch: functions import torch when they are called.
+The config's schema imports this package, so it loads without torch: functions import torch when
+they are called.
 """
 
 from __future__ import annotations
@@ -82,18 +84,23 @@ class Method(Generic[Settings]):
         return False
 
     def trains_base_weights(self, settings: Settings) -> bool:
-        """Return whether the base's own weights, or copies of them, train; the whole base is then held in float32."""
+        """Return whether the base's own weights, or copies of them, train; the whole base is then
+        held in float32.
+        """
         return True
 
     def plain_training(self, settings: Settings, num_layers: int) -> PlainTraining:
-        """Return what trains, for a planned method that does not widen; ConfigError as from `build`."""
+        """Return what trains, for a planned method that does not widen; ConfigError as from
+        `build`.
+        """
         raise NotImplementedError
 
     def build(self, base: PreTrainedModel, settings: Settings, seed: int, new: Any = None) -> Any:
         """Return the model to train, with `requires_grad` set; `base` may become a part of it.
 
-        The base is frozen, in float32 if its weights train, and on the meta device if only sizes are counted. `new` are
-        tokens that a widened model adds (`NewPieces`); a plain base has them already.
+        The base is frozen, in float32 if its weights train, and on the meta device if only sizes
+        are counted. `new` are tokens that a widened model adds (`NewPieces`); a plain base has them
+        already.
         """
         raise NotImplementedError
 

@@ -1,4 +1,5 @@
-"""Hooks, which run around every update, and recipes: hooks that a key of `train` asks for, with any method.
+"""Hooks, which run around every update, and recipes: hooks that a key of `train` asks for, with any
+method.
 
 `RECIPES` lists the recipes. The config's schema reads it, so this module loads without torch.
 """
@@ -45,13 +46,17 @@ class Hook:
         return False
 
     def empty(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's tensor, to be filled from a checkpoint; it is sharded like the parameter."""
+        """Return a parameter's tensor, to be filled from a checkpoint; it is sharded like the
+        parameter.
+        """
         import torch
 
         return torch.zeros_like(parameter)
 
     def before(self, update: Update) -> None:
-        """Run before the update: gradients are summed over processes, unscaled and clipped, and may be changed."""
+        """Run before the update: gradients are summed over processes, unscaled and clipped, and may
+        be changed.
+        """
 
     def after(self, update: Update) -> None:
         """Run after the update."""
@@ -69,7 +74,9 @@ class Training:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that train, by name; trainability is decided by the model's structure, at load."""
+    """Return the parameters that train, by name; trainability is decided by the model's structure,
+    at load.
+    """
     return {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
@@ -96,7 +103,9 @@ class Recipe(Hook):
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[str]:
-        """Yield what a config that asks for this recipe has that does not go with it, the key first."""
+        """Yield what a config that asks for this recipe has that does not go with it, the key
+        first.
+        """
         yield from ()
 
 

@@ -73,10 +73,10 @@ def initialise_expansion(
     | g'             | of norm k       | rms(g)              | min(1, rms(x) before norm k / e)     |
 
     W are the copied rows or columns; biases of rows are copied too. g are the gains of the base's
-    norm before W or H; were they folded into W22 whole, it would learn too fast by 1 / rms(g), and u
-    would grow without bound. A norm over a layer's output folds its gains g into W likewise: g' is the rms
-    of g, and W above stands for diag(g / g') W. Norms over all queries or keys have the copied
-    heads' gains.
+    norm before W or H; were they folded into W22 whole, it would learn too fast by 1 / rms(g), and
+    u would grow without bound. A norm over a layer's output folds its gains g into W likewise: g'
+    is the rms of g, and W above stands for diag(g / g') W. Norms over all queries or keys have the
+    copied heads' gains.
 
     Numbers are drawn on the CPU in float32, and each product is computed there in float64 by one
     thread, so the start does not depend on device, dtype or number of threads. The model's
@@ -186,7 +186,8 @@ def _gains(config: Any, owner: Any, norm: str | None) -> Tensor:
 def _head_directions(
     head_VD: Tensor, gains: Tensor, text: TextToLearn | None, count: int
 ) -> Tensor:
-    """Return (count, D) orthonormal directions in which the rows of H diag(g) differ most, weighted by frequency.
+    """Return (count, D) orthonormal directions in which the rows of H diag(g) differ most, weighted
+    by frequency.
 
     The mean row does not count: what all logits share, no probability shows.
     """
@@ -264,7 +265,8 @@ def _copied_heads(base_layer: Any, num_added: int) -> tuple[Tensor, Tensor]:
 
 
 def _copied_channels(base_layer: Any, count: int) -> Tensor:
-    """Return the MLP channels to copy: those whose gate, up and down are largest, but for the very largest.
+    """Return the MLP channels to copy: those whose gate, up and down are largest, but for the very
+    largest.
 
     Those make the huge values of a first token's stream. Copies of them would feed a change of that
     token's stream back to itself, layer after layer.
@@ -276,14 +278,17 @@ def _copied_channels(base_layer: Any, count: int) -> Tensor:
 
 
 def _largest(sizes: Tensor, count: int, left_out: int = 0) -> Tensor:
-    """Return the places of the largest sizes up to `count`; if there are fewer, all again and again."""
+    """Return the places of the largest sizes up to `count`; if there are fewer, all again and
+    again.
+    """
     order = sizes.argsort(descending=True, stable=True)
     return order.repeat(-(-count // len(order)))[left_out:count].sort().values
 
 
 @torch.no_grad()
 def measured_stream_rms(base: PreTrainedModel, seed: int) -> dict[str, float]:
-    """Return rms(x) at every norm that reads a plain base's stream, by name; without a norm, at every map that does.
+    """Return rms(x) at every norm that reads a plain base's stream, by name; without a norm, at
+    every map that does.
 
     It is the median over random tokens: it needs no text, and a few extreme positions do not count.
     """
@@ -320,12 +325,15 @@ def random_ids(base: PreTrainedModel, seed: int) -> Tensor:
 
 
 def _rounded(size: float) -> float:
-    """Round a measured size to two digits, so that rounding on different devices does not change the start."""
+    """Round a measured size to two digits, so that rounding on different devices does not change
+    the start.
+    """
     return float(f"{size:.2g}")
 
 
 def leading_directions(weight: Tensor, count: int) -> Tensor:
-    """Return `count` leading right singular directions of a float64 matrix (rows, D): orthonormal rows, largest first.
+    """Return `count` leading right singular directions of a float64 matrix (rows, D): orthonormal
+    rows, largest first.
 
     They are found in a random subspace, whose draw is fixed; the largest entry of each is positive.
 
@@ -350,7 +358,9 @@ def leading_directions(weight: Tensor, count: int) -> Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one CPU thread, because the number of threads decides how sums are split and so rounded."""
+    """Compute on one CPU thread, because the number of threads decides how sums are split and so
+    rounded.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

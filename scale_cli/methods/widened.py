@@ -1,4 +1,6 @@
-"""SCALE: every linear map of the base is widened, and the base stays inside, bit for bit (arXiv 2511.03270)."""
+"""SCALE: every linear map of the base is widened, and the base stays inside, bit for bit (arXiv
+2511.03270).
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class ExpansionConfig(Section):
 
 
 class CollaborationConfig(Section):
-    """Where W12 exists, that is, where the expansion writes into the base stream (paper: collaborative adaptation)."""
+    """Where W12 exists, that is, where the expansion writes into the base stream (paper:
+    collaborative adaptation).
+    """
 
     layers: str | list[int] | None = Field(
         default=None, description="none | all | top:K | [indices]; null: the variant's default"
@@ -93,7 +97,9 @@ class RouterConfig(Section):
 
 
 class DistillationConfig(Section):
-    """Learning from the base's own predictions, on text that it knows: sources with the role replay."""
+    """Learning from the base's own predictions, on text that it knows: sources with the role
+    replay.
+    """
 
     weight: Accepted[float] = Field(
         default=0.0,
@@ -223,9 +229,9 @@ class AddedSizes:
 def added_sizes(base: Any, expansion: ExpansionConfig) -> AddedSizes:
     """Return what an expansion adds to a base, of which only the sizes are read.
 
-    Whole key/value heads are added, at the base's head_dim and query to key/value ratio, so the ratio is rounded to a
-    multiple of 1 / num_key_value_heads (at least one head). Stream and MLP grow by the same ratio as the heads, unless
-    they have ratios of their own.
+    Whole key/value heads are added, at the base's head_dim and query to key/value ratio, so the
+    ratio is rounded to a multiple of 1 / num_key_value_heads (at least one head). Stream and MLP
+    grow by the same ratio as the heads, unless they have ratios of their own.
     """
     num_key_value_heads = max(1, round(expansion.ratio * base.num_key_value_heads))
     num_heads = num_key_value_heads * (base.num_attention_heads // base.num_key_value_heads)

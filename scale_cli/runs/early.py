@@ -1,4 +1,5 @@
-"""What every verb can refuse before torch is imported: a missing base, missing weights, missing text.
+"""What every verb can refuse before torch is imported: a missing base, missing weights, missing
+text.
 
 `Run.check` checks the rest, with the base's configuration and tokenizer at hand.
 """

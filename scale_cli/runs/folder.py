@@ -32,7 +32,9 @@ class RunFolder:
         return self.checkpoints / f"step-{step:08d}"
 
     def export(self, export_format: str, dtype: str | None = None) -> Path:
-        """Return the folder of an export; `dtype` as the config asks for it, None for the base's own."""
+        """Return the folder of an export; `dtype` as the config asks for it, None for the base's
+        own.
+        """
         return self.exports / (export_format if dtype is None else f"{export_format}-{dtype}")
 
     @property
@@ -52,7 +54,9 @@ class RunFolder:
         )
 
     def check(self) -> None:
-        """Raise RunFolderError, before any work, if results cannot be written here or would land elsewhere."""
+        """Raise RunFolderError, before any work, if results cannot be written here or would land
+        elsewhere.
+        """
         check_folder("output_dir", self.root)
         root = os.path.realpath(self.root)
         places = [path for path in vars(self).values() if path != self.root]
@@ -96,7 +100,9 @@ def check_folder(key: str, folder: Path) -> None:
 
 
 def check_replaceable(output: Path, kind: str) -> None:
-    """Raise RunFolderError unless a folder is empty, or holds a result of this kind and nothing else."""
+    """Raise RunFolderError unless a folder is empty, or holds a result of this kind and nothing
+    else.
+    """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     there = {path.relative_to(output).as_posix() for path in output.rglob("*")}

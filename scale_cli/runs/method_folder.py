@@ -2,11 +2,12 @@
 
 Files of every method folder (`upscaled/`, a checkpoint, `final/`, an adapter):
 
-- config.json: the model's configuration; for a widened model, the sizes of the expansion and the base's configuration
+- config.json: the model's configuration; for a widened model, the sizes of the expansion and the
+  base's configuration
 - method.json: the method section of the config
 - base.json: the base it belongs to: name, revision, SHA-256 of every tensor
-- trained.safetensors: every parameter that trains, by name (a baseline's `upscaled/` needs none); a sharded checkpoint
-  has `shards/` instead (`storage/shards.py`), a LoRA adapter PEFT's own files
+- trained.safetensors: every parameter that trains, by name (a baseline's `upscaled/` needs none); a
+  sharded checkpoint has `shards/` instead (`storage/shards.py`), a LoRA adapter PEFT's own files
 - manifest.json: size and SHA-256 of every file
 """
 
@@ -35,8 +36,9 @@ from scale_cli.upscale.base_hashes import check_same_base
 from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.building import MethodModel, NewPieces, grow_plainly
 
-# PEFT's own files, which `PeftModel.from_pretrained` and adapter servers load. The config has rank, alpha, targets and
-# the base's name as in our config. A and B have PEFT's names, without `default`, PEFT's name for the only adapter.
+# PEFT's own files, which `PeftModel.from_pretrained` and adapter servers load. The config has rank,
+# alpha, targets and the base's name as in our config. A and B have PEFT's names, without `default`,
+# PEFT's name for the only adapter.
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _METHOD = "method.json"
@@ -87,7 +89,9 @@ def load_recorded_base(
 
 
 def put_on_base(folder: Path, loaded: PreTrainedModel, seed: int = 0) -> MethodModel:
-    """Return a method folder's model on its loaded base, in evaluation mode; the base becomes a part of it."""
+    """Return a method folder's model on its loaded base, in evaluation mode; the base becomes a
+    part of it.
+    """
     method = read_method(folder)
     if method.vocabulary is not None and not method.definition.widens:
         written = read_json(folder / "config.json")
@@ -144,7 +148,8 @@ def write_peft(folder: Path, model: Any, base: ModelConfig) -> None:
 def _adapters(model: Any) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
-    # The base's embedding is not saved. False also keeps PEFT from asking the hub whether the embedding has grown.
+    # The base's embedding is not saved. False also keeps PEFT from asking the hub whether the
+    # embedding has grown.
     tensors: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     return tensors
 
@@ -166,7 +171,9 @@ def router_of(model: Any) -> RouterConfig:
 
 
 def model_with_base(model: Any, untouched: PreTrainedModel) -> HeadedModel:
-    """Return a plain model and its untouched base, a second model in memory, as one model with two heads."""
+    """Return a plain model and its untouched base, a second model in memory, as one model with two
+    heads.
+    """
     beside: BaseAndTrained = BaseAndTrained(beside_new_tokens(untouched, model), model).to(
         model.device
     )

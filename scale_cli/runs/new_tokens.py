@@ -1,4 +1,6 @@
-"""A run's new tokens: the text that they are learned on, their tokenizer in the run's folders, and the proof."""
+"""A run's new tokens: the text that they are learned on, their tokenizer in the run's folders, and
+the proof.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def learned_on(config: RunConfig) -> list[CorpusSource]:
 def write_grown_tokenizer(
     folder: Path, base: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Save a tokenizer that has new tokens; if its base has a SentencePiece model, add them to that and save it too."""
+    """Save a tokenizer that has new tokens; if its base has a SentencePiece model, add them to that
+    and save it too.
+    """
     write_grown(folder, tokenizer)
     place = tokenizer_place(base)
     found = None

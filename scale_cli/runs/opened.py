@@ -1,4 +1,5 @@
-"""A run and its folders. Every verb starts here, so that all verbs check the same things, and read each only once.
+"""A run and its folders. Every verb starts here, so that all verbs check the same things, and read
+each only once.
 
 A method folder holds a model that a method trains, at one moment (`runs/method_folder.py`):
 
@@ -8,8 +9,9 @@ A method folder holds a model that a method trains, at one moment (`runs/method_
 | `Run.open_final` | `final/`, to be measured or exported    | the same; also `Run.check` of the held-out text |
 | `open_folder`    | any method folder, wherever it lies     | files and tokenizer                             |
 
-The base's tensors are compared with their recorded hashes only when the model is loaded. `Run.check` finds every error
-that can be known before a verb writes anything. It loads no weights and reads little text, so it is fast.
+The base's tensors are compared with their recorded hashes only when the model is loaded.
+`Run.check` finds every error that can be known before a verb writes anything. It loads no weights
+and reads little text, so it is fast.
 """
 
 from __future__ import annotations
@@ -97,7 +99,9 @@ class Run:
         return AddedTokens(self.base_config.vocab_size, vocabulary, sources, cache)
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer for a run that is about to be upscaled; any earlier `upscaled/` is ignored."""
+        """Return the tokenizer for a run that is about to be upscaled; any earlier `upscaled/` is
+        ignored.
+        """
         return self.base_tokenizer if self.added_tokens is None else self.added_tokens.tokenizer()
 
     @cached_property
@@ -137,7 +141,9 @@ class Run:
         return open_folder(final.path, self)
 
     def check(self, sources: Sequence[TextSource], num_processes: int = 1) -> None:
-        """Raise an error for what is certain to fail later: a folder, the base, a size, or one of the `sources`."""
+        """Raise an error for what is certain to fail later: a folder, the base, a size, or one of
+        the `sources`.
+        """
         config = self.config
         self.folder.check()
         if config.corpus.cache_dir is not None and not config.corpus.cache_dir.is_dir():
@@ -166,7 +172,9 @@ class Run:
 
 @dataclass(frozen=True)
 class MethodFolder:
-    """A method folder of a run: `upscaled/`, a checkpoint, `final/` or an adapter; its files are read at first use."""
+    """A method folder of a run: `upscaled/`, a checkpoint, `final/` or an adapter; its files are
+    read at first use.
+    """
 
     path: Path
     run: Run  # its config says where the base lies, and which router a widened model has
@@ -198,10 +206,12 @@ class MethodFolder:
     def check_same_run(
         self, sections: tuple[str, ...], ignored_keys: str, accepted: Collection[str] | None = None
     ) -> list[str]:
-        """Refuse the folder if it was made with a different config; return a line for every change that is allowed.
+        """Refuse the folder if it was made with a different config; return a line for every change
+        that is allowed.
 
-        Allowed are changes of `accepted` keys and of those that `ignored_keys` matches, whose content is compared
-        instead. A verb that does not train passes None for `accepted`: no key can be accepted.
+        Allowed are changes of `accepted` keys and of those that `ignored_keys` matches, whose
+        content is compared instead. A verb that does not train passes None for `accepted`: no key
+        can be accepted.
         """
         for key in accepted or ():
             if key not in ACCEPTABLE:
@@ -225,7 +235,8 @@ class MethodFolder:
     def check_base(self) -> None:
         """Check the base against its record, as far as possible without its weights.
 
-        BaseModelError: the base or its tokenizer cannot be loaded; ChangedBaseError: it is not the recorded one.
+        BaseModelError: the base or its tokenizer cannot be loaded; ChangedBaseError: it is not the
+        recorded one.
         """
         _ = self.run.base_config
         check_tokenizer(self.tokenizer, self.record)
@@ -249,8 +260,8 @@ class MethodFolder:
     def load_two_headed(self) -> HeadedModel:
         """Return one model with two heads, the base's and the trained one; the base is read once.
 
-        A widened model has both. Any other model gets an untouched copy of its base beside it. All processes must call
-        this.
+        A widened model has both. Any other model gets an untouched copy of its base beside it. All
+        processes must call this.
         """
         if self.method.definition.widens:
             widened: Any = self.load(share_of_machine())
@@ -259,7 +270,9 @@ class MethodFolder:
         return model_with_base(move_to_device(model), untouched)
 
     def load_to_train(self) -> MethodModel:
-        """Return the model on the device it was read to, not yet placed or sharded; all processes must call this."""
+        """Return the model on the device it was read to, not yet placed or sharded; all processes
+        must call this.
+        """
         config = self.run.config
         return load_onto_base(self.path, config.model, config.seed, share_of_machine())
 
@@ -271,7 +284,9 @@ class MethodFolder:
 
 
 def open_folder(path: Path, run: Run | None = None) -> MethodFolder:
-    """Open a method folder after checking its files and its base; without `run`, the folder's own config is used."""
+    """Open a method folder after checking its files and its base; without `run`, the folder's own
+    config is used.
+    """
     if not path.is_dir():
         raise RunFolderError(f"{path}: no such folder; run the verb that makes it first")
     verify_folder(path)

@@ -1,4 +1,6 @@
-"""What `auto` stands for in a run: decided once, when the run is upscaled, and kept wherever it goes on."""
+"""What `auto` stands for in a run: decided once, when the run is upscaled, and kept wherever it
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ def with_precision(config: RunConfig, *, in_bfloat16: bool | None = None) -> Run
     | `evaluation.mixed_precision` | `train.mixed_precision`                                             |
 
     Args:
-        config: as a user wrote it.
-        in_bfloat16: whether the device computes in bfloat16, for a device that is not this process's.
+        config: as a user wrote it. in_bfloat16: whether the device computes in bfloat16, for a
+        device that is not this process's.
 
     Raises:
         ConfigError: the device's precision does not go with another key.
@@ -57,7 +59,9 @@ def with_precision(config: RunConfig, *, in_bfloat16: bool | None = None) -> Run
 
 
 def slower_than_here(given: RunConfig, kept: RunConfig) -> list[str]:
-    """Return a warning if `auto` was decided on a CPU, and this process's device would train in bfloat16."""
+    """Return a warning if `auto` was decided on a CPU, and this process's device would train in
+    bfloat16.
+    """
     if given.train.mixed_precision != "auto" or kept.train.mixed_precision != "no":
         return []
     if kept.model.dtype == "float16" or not computes_in_bfloat16():

@@ -9,12 +9,13 @@ A checkpoint is whole or absent. It is a method folder (`runs/method_folder.py`)
     token_ledger.json      per source: read, kept, dropped and why; trained, and left in the unfinished epoch
     scale.yaml             the resolved config
 
-A sharded model's parameters and moments are in `shards/` instead, one file per process (`storage/shards.py`). Either
-kind can be read by any number of processes, sharded or not. `training/training_run.py` writes them.
+A sharded model's parameters and moments are in `shards/` instead, one file per process
+(`storage/shards.py`). Either kind can be read by any number of processes, sharded or not.
+`training/training_run.py` writes them.
 
-A run begins from its own `upscaled/`, from another run, or from one of its own checkpoints. A run with
-`train.init_from` is a new run, with its own schedule and data, from step 0. Each of its folders names its beginning in
-`init_from.json`, so a resume does not need the other run's folder.
+A run begins from its own `upscaled/`, from another run, or from one of its own checkpoints. A run
+with `train.init_from` is a new run, with its own schedule and data, from step 0. Each of its
+folders names its beginning in `init_from.json`, so a resume does not need the other run's folder.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def starting_point(
 ) -> MethodFolder | None:
     """Return the checkpoint to continue from, or None to begin; the main process decides for all.
 
-    `resume` is None, `auto`, or a checkpoint's path; `accepted` keys may differ from the run's first config.
+    `resume` is None, `auto`, or a checkpoint's path; `accepted` keys may differ from the run's
+    first config.
     """
 
     def decide() -> Path | None:
@@ -162,7 +164,9 @@ def _find(run_folder: RunFolder, resume: str | None, log: Log) -> Path | None:
 
 
 def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> None:
-    """Raise RunFolderError if the config has become that of another run since a checkpoint was written."""
+    """Raise RunFolderError if the config has become that of another run since a checkpoint was
+    written.
+    """
     path, config = start.path, start.run.config
     for line in start.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         log(f"changed        {line}")
@@ -203,7 +207,9 @@ def check_init_from(run: Run) -> None:
 
 
 def _check_same_start(initialised_from: MethodFolder, ours: MethodFolder) -> None:
-    """Raise RunFolderError if `initialised_from` has another base or tokenizer than the run's own `upscaled/`."""
+    """Raise RunFolderError if `initialised_from` has another base or tokenizer than the run's own
+    `upscaled/`.
+    """
     subjects = {"content": "base", "config": "base's config.json", "tokenizer": "tokenizer"}
     for what, subject in subjects.items():
         before, now = (

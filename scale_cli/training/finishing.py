@@ -17,7 +17,9 @@ from scale_cli.training.training_run import TrainingRun
 
 
 def put_back_best(run: TrainingRun, log: Log) -> TrainState:
-    """Return the state that `final/` holds, the last step or the best that is kept, and restore the model to it."""
+    """Return the state that `final/` holds, the last step or the best that is kept, and restore the
+    model to it.
+    """
     best, bound = run.state.best, run.config.train.max_forgetting
     if best is None or bound is None:
         return run.state

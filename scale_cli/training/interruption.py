@@ -1,4 +1,6 @@
-"""Requests to stop before the last step, by a signal or the time limit; all processes agree on them."""
+"""Requests to stop before the last step, by a signal or the time limit; all processes agree on
+them.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ class StopNow(BaseException):
 class StopRequest:
     """The requests to this process to stop.
 
-    A process that is alone stops between two micro-batches or within an evaluation. Several processes stop at the end
-    of a step: their requests are summed with the step's losses, and the sum is read one step later, once it is there.
+    A process that is alone stops between two micro-batches or within an evaluation. Several
+    processes stop at the end of a step: their requests are summed with the step's losses, and the
+    sum is read one step later, once it is there.
     """
 
     def __init__(self, max_hours: float | None, *, alone: bool) -> None:
@@ -49,9 +52,11 @@ class StopRequest:
         return self.signals[0] if self.signals else OUT_OF_TIME * is_late
 
     def agreed(self, accelerator: Accelerator, asked: Tensor) -> int:
-        """Return the largest request of any process, the same on all; several processes learn of it a step later.
+        """Return the largest request of any process, the same on all; several processes learn of it
+        a step later.
 
-        `asked` is the sum of all processes' requests in the last step; the device may still be computing it.
+        `asked` is the sum of all processes' requests in the last step; the device may still be
+        computing it.
         """
         if self._alone:
             return self.mine()
@@ -72,14 +77,17 @@ class StopRequest:
     def between_micro_batches(self, *, clock_too: bool) -> None:
         """Leave the current step (StopNow) if this process is alone and was asked to stop.
 
-        In the first step the clock does not count: with a limit shorter than a step, no run would ever advance.
+        In the first step the clock does not count: with a limit shorter than a step, no run would
+        ever advance.
         """
         if self._alone and (self.signals or (clock_too and self.mine())):
             raise StopNow
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Let a signal end the body at once (StopNow); for work that has no effect until it is done."""
+        """Let a signal end the body at once (StopNow); for work that has no effect until it is
+        done.
+        """
         self._leaving = self._alone
         try:
             self._leave_if_asked()
@@ -122,7 +130,9 @@ def stop_requests(max_hours: float | None, *, alone: bool) -> Iterator[StopReque
 
 
 def command_to_go_on(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return the command line that continues an interrupted run: the same one, for `train` with `--resume auto`."""
+    """Return the command line that continues an interrupted run: the same one, for `train` with
+    `--resume auto`.
+    """
     again = list(arguments)
     if again[0] == "train" and again[-2:] != ["--resume", "auto"]:
         again += ["--resume", "auto"]  # the last --resume counts

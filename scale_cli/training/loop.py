@@ -1,7 +1,8 @@
 """The training loop: step, log, evaluate, save, until the last step or a signal.
 
-`run_loop` opens what goes on beside the steps: batches are made ahead, signals are noted (`interruption.py`), and a
-thread writes checkpoints (`training_run.py`). `_Loop.take_all_steps` is the loop, over the steps of `step.py`.
+`run_loop` opens what goes on beside the steps: batches are made ahead, signals are noted
+(`interruption.py`), and a thread writes checkpoints (`training_run.py`). `_Loop.take_all_steps` is
+the loop, over the steps of `step.py`.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from scale_cli.training.training_run import TrainingRun
 from scale_cli.upscale.stream_ratios import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8
-# A loss leaps if it is above 1.5 times the highest of up to 64 losses before it, of which there must be 3. A mean would
-# warn of ordinary steps, while losses fall steeply or spread widely.
+# A loss leaps if it is above 1.5 times the highest of up to 64 losses before it, of which there
+# must be 3. A mean would warn of ordinary steps, while losses fall steeply or spread widely.
 _LEAP, _COMPARED_STEPS, _FEWEST_STEPS = 1.5, 64, 3
 
 
@@ -75,7 +76,8 @@ def run_loop(run: TrainingRun) -> None:
 
 @contextmanager
 def _profiled(run: TrainingRun) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after every step; if `train.profile_steps` lie ahead, torch.profiler traces them.
+    """Yield a function to call after every step; if `train.profile_steps` lie ahead, torch.profiler
+    traces them.
 
     Each process writes a trace of its own, for Perfetto or TensorBoard.
     """
@@ -108,9 +110,10 @@ def _profiled(run: TrainingRun) -> Iterator[Callable[[], None]]:
 class _Loop:
     """The steps of a run in this process, and the work between them.
 
-    Steps are taken, and later settled. To take a step is to give it to the device, without a wait. To settle it is to
-    read its loss, and to count it in the run's state. The loop settles only for a record, an evaluation, a checkpoint
-    or the end. A step that is not finite needs no check before then: the device does not apply its update.
+    Steps are taken, and later settled. To take a step is to give it to the device, without a wait.
+    To settle it is to read its loss, and to count it in the run's state. The loop settles only for
+    a record, an evaluation, a checkpoint or the end. A step that is not finite needs no check
+    before then: the device does not apply its update.
     """
 
     run: TrainingRun  # its state is that after the last step whose loss is known
@@ -162,7 +165,9 @@ class _Loop:
             self._save_and_leave(asked)
 
     def _take_step(self, step: int) -> Tensor:
-        """Take a step; return the sum of all processes' requests to stop, which the device may still be computing."""
+        """Take a step; return the sum of all processes' requests to stop, which the device may
+        still be computing.
+        """
         run, started_s = self.run, time.monotonic()
         look = partial(self.stop.between_micro_batches, clock_too=step > self.first_step)
         measured: AbstractContextManager[dict[str, Tensor]] = nullcontext({})
@@ -195,7 +200,9 @@ class _Loop:
         return done % train.log_every_steps == 0 or done == train.max_steps
 
     def _settle_steps(self) -> None:
-        """Wait for the steps taken, count them in the run's state, and write the record that is due."""
+        """Wait for the steps taken, count them in the run's state, and write the record that is
+        due.
+        """
         run = self.run
         if not self.taken:
             return
@@ -216,7 +223,9 @@ class _Loop:
                     self._log(result, step)
 
     def _skip(self, taken: TakenStep, error: NonFiniteError) -> None:
-        """Count a step that was not finite; TrainingError if the config does not allow it, and it is no overflow."""
+        """Count a step that was not finite; TrainingError if the config does not allow it, and it
+        is no overflow.
+        """
         run, train = self.run, self.run.config.train
         overflowed = isinstance(error, GradientOverflow)
         if not overflowed:
@@ -247,7 +256,9 @@ class _Loop:
         self.losses.append(loss)
 
     def _sources(self, step: int) -> str:
-        """Say in words how many sequences of a step, counted from 0, came from each source, and name their windows."""
+        """Say in words how many sequences of a step, counted from 0, came from each source, and
+        name their windows.
+        """
         windows = defaultdict(list)
         for source, window in self.run.batches.windows_of(step):
             windows[self.run.config.corpus.sources[source].name].append(str(window))
@@ -318,9 +329,11 @@ class _Loop:
         return losses_due or at_the_end, benchmarks_due
 
     def _evaluate_what_is_due(self, done: int) -> None:
-        """If an evaluation is due, evaluate the weights that `final/` would hold; save them if they are the best yet.
+        """If an evaluation is due, evaluate the weights that `final/` would hold; save them if they
+        are the best yet.
 
-        In a process that is alone, a signal ends the evaluation at once; the resumed run then begins with it.
+        In a process that is alone, a signal ends the evaluation at once; the resumed run then
+        begins with it.
         """
         run, bound = self.run, self.run.config.train.max_forgetting
         losses_due, benchmarks_due = self._what_is_due(done)
@@ -353,7 +366,9 @@ class _Loop:
             run.save()
 
     def _save_and_leave(self, asked: int) -> NoReturn:
-        """Save a checkpoint, wait until it is on the disk, and raise Interrupted; every process must call this."""
+        """Save a checkpoint, wait until it is on the disk, and raise Interrupted; every process
+        must call this.
+        """
         self._settle_steps()
         run = self.run
         run.optimiser.zero_grad(set_to_none=True)

@@ -1,9 +1,11 @@
-"""A model prepared for training: a loss that never holds the logits of all positions; compiled, checkpointed if asked.
+"""A model prepared for training: a loss that never holds the logits of all positions; compiled,
+checkpointed if asked.
 
-Each decoder layer is compiled as a whole (`fullgraph=True`: a graph break is an error, not a slow surprise), for the
-one shape of the run's batches. Equal layers share the code; evaluation runs the plain layers. Nothing between layers
-is compiled, because sharding hooks into the calls of layers. The forward passes can also measure the size of the
-expansion stream relative to the base stream, by whose rms it is divided.
+Each decoder layer is compiled as a whole (`fullgraph=True`: a graph break is an error, not a slow
+surprise), for the one shape of the run's batches. Equal layers share the code; evaluation runs the
+plain layers. Nothing between layers is compiled, because sharding hooks into the calls of layers.
+The forward passes can also measure the size of the expansion stream relative to the base stream, by
+whose rms it is divided.
 
 Shapes: B batch, T positions, E expansion channels.
 """
@@ -41,7 +43,9 @@ def trained_head(plain: Any) -> Any:
 
 
 class ChunkedLossModel(nn.Module):
-    """A plain causal language model, with or without adapters, whose training loss is computed in chunks."""
+    """A plain causal language model, with or without adapters, whose training loss is computed in
+    chunks.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -56,7 +60,9 @@ class ChunkedLossModel(nn.Module):
         token_losses: Tensor | None = None,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Return only the loss; the arguments are those of a widened model in training (`modeling_scale.py`)."""
+        """Return only the loss; the arguments are those of a widened model in training
+        (`modeling_scale.py`).
+        """
         head = trained_head(self.model)
         decoder = self.model.get_decoder()
         states: Tensor = decoder(
@@ -66,16 +72,18 @@ class ChunkedLossModel(nn.Module):
         return CausalLMOutputWithPast(loss=loss / num_items_in_batch)
 
 
-# The smallest heads that flex attention takes off a CPU: "tl.dot does not support embedding size less than 16", in
-# torch/_inductor/kernel/flex/flex_attention.py. Larger ones need not be a power of two; the kernel pads them.
+# The smallest heads that flex attention takes off a CPU: "tl.dot does not support embedding size
+# less than 16", in torch/_inductor/kernel/flex/flex_attention.py. Larger ones need not be a power
+# of two; the kernel pads them.
 _FLEX_HEAD_DIM = 16
 
 
 def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     """Return the module that a training step calls; its parameters are the model's own.
 
-    A widened model computes its loss in chunks itself. A plain one is wrapped to do the same, unless its vocabulary
-    head is more than a matrix (adapters in it, a bias): then it keeps transformers' loss over whole logits.
+    A widened model computes its loss in chunks itself. A plain one is wrapped to do the same,
+    unless its vocabulary head is more than a matrix (adapters in it, a bias): then it keeps
+    transformers' loss over whole logits.
     """
     if train.attention is not None:
         sizes = (getattr(module, "head_dim", _FLEX_HEAD_DIM) for module in model.modules())
@@ -115,10 +123,11 @@ def _run_layer(
 
 
 def settings_on(device_type: str, config: RunConfig) -> TrainConfig:
-    """Return a run's `train` settings for a device; ConfigError if its attention cannot train there.
+    """Return a run's `train` settings for a device; ConfigError if its attention cannot train
+    there.
 
-    If the config names no attention, isolated documents use flex_attention on a GPU, which skips masked blocks. sdpa
-    would need a T x T mask for every call, and could not use the flash kernel.
+    If the config names no attention, isolated documents use flex_attention on a GPU, which skips
+    masked blocks. sdpa would need a T x T mask for every call, and could not use the flash kernel.
     """
     train = config.train
     if train.attention == "flex_attention" and device_type == "cpu":
@@ -132,7 +141,9 @@ def settings_on(device_type: str, config: RunConfig) -> TrainConfig:
 
 @contextmanager
 def attending_by_sdpa(model: MethodModel) -> Iterator[None]:
-    """Use sdpa within the body, for whole texts of any length: flex_attention would be compiled for each length."""
+    """Use sdpa within the body, for whole texts of any length: flex_attention would be compiled for
+    each length.
+    """
     attending = _attending(model)
     if attending.config._attn_implementation != "flex_attention":
         yield
@@ -151,7 +162,8 @@ def _attending(model: MethodModel) -> Any:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function compiled as a whole, for each shape it is called with; TrainingError if that fails.
+    """Return a function compiled as a whole, for each shape it is called with; TrainingError if
+    that fails.
 
     Compiled code is not kept on disk for the next run, because inductor's cache is a pickle.
     """

@@ -1,4 +1,6 @@
-"""Evaluations during training, on held-out text and some benchmark items; and the choice of the best weights."""
+"""Evaluations during training, on held-out text and some benchmark items; and the choice of the
+best weights.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Observer:
     benchmarks: OpenedBenchmarks | None
 
     def evaluate(self, step: int, *, losses: bool, benchmarks: bool) -> MetricsRecord:
-        """Return a record of the losses and samples after a step, or of the accuracies in benchmarks, or both."""
+        """Return a record of the losses and samples after a step, or of the accuracies in
+        benchmarks, or both.
+        """
         record: MetricsRecord = {"step": step}
         self.model.eval()
         with gathered_roots(self.wrapped, self.observed), attending_by_sdpa(self.model):
@@ -65,7 +69,8 @@ class Observer:
         return record
 
     def _record_losses(self, record: MetricsRecord) -> None:
-        """Record every head's loss on the beginnings of the first documents of every held-out corpus.
+        """Record every head's loss on the beginnings of the first documents of every held-out
+        corpus.
 
         `routed` is the loss under the router's rule.
         """
@@ -96,9 +101,12 @@ class Observer:
         bar.close()
 
     def accuracies(self) -> Losses:
-        """Return, by benchmark, every head's mean of the judging metric on the first items of every task."""
+        """Return, by benchmark, every head's mean of the judging metric on the first items of every
+        task.
+        """
         assert self.benchmarks is not None, "opened where train.eval_benchmarks_every_steps is set"
-        # The processes of a sharded model must run it together, but answers differ in their number of tokens.
+        # The processes of a sharded model must run it together, but answers differ in their number
+        # of tokens.
         of_all = ALONE if is_sharded(self.model) else share()
         most = self.config.train.eval_max_items
         measured, _ = self.benchmarks.measure(
@@ -109,7 +117,8 @@ class Observer:
     def samples(self) -> dict[str, dict[str, str]]:
         """Return, by corpus, the served head's continuation of one held-out document per language.
 
-        Only the main process generates, or all if the model is sharded. There are no samples with flex_attention.
+        Only the main process generates, or all if the model is sharded. There are no samples with
+        flex_attention.
         """
         config = self.config
         if config.train.attention == "flex_attention" or not (is_main() or is_sharded(self.model)):
@@ -167,8 +176,8 @@ class Observer:
 def better_of(best: Score | None, new: Score | None, max_forgetting: float) -> Score | None:
     """Return the evaluation whose weights to keep.
 
-    Among those within the bound on forgetting, it is the one that learned most; if none is, the one that forgot least.
-    Of equals, the first.
+    Among those within the bound on forgetting, it is the one that learned most; if none is, the one
+    that forgot least. Of equals, the first.
     """
     known = [score for score in (best, new) if score is not None]
     return min(

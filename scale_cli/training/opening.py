@@ -68,7 +68,8 @@ def open_accelerator(run: Run) -> Accelerator:
         mixed_precision="no",
         log_with=list(run.config.train.trackers) or None,
         project_dir=run.folder.tensorboard,
-        # Buffers do not change, so they are not sent. Gradients lie in the exchange buckets, and are not kept twice.
+        # Buffers do not change, so they are not sent. Gradients lie in the exchange buckets, and
+        # are not kept twice.
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
         ],
@@ -76,7 +77,9 @@ def open_accelerator(run: Run) -> Accelerator:
 
 
 def check_to_train(run: Run, accelerator: Accelerator, log: Log) -> OpenedBenchmarks | None:
-    """Check all that can be known before the first write; return the benchmarks to measure on the way."""
+    """Check all that can be known before the first write; return the benchmarks to measure on the
+    way.
+    """
     config = run.config
     if not run.folder.upscaled.is_dir():
         raise RunFolderError(f"{run.folder.upscaled}: does not exist; run `scale upscale` first")
@@ -111,8 +114,8 @@ def explaining_out_of_memory(config: RunConfig, accelerator: Accelerator) -> Ite
 def finished_state(run: Run, accepted: Collection[str], log: Log) -> TrainState | None:
     """Return the state of a finished run, checked; None if it has to be trained, or trained on.
 
-    It must still have its files, its tokenizer and its config. If the base or the text lies elsewhere now, or an
-    accepted key has changed, their content is compared too.
+    It must still have its files, its tokenizer and its config. If the base or the text lies
+    elsewhere now, or an accepted key has changed, their content is compared too.
     """
     config, final = run.config, MethodFolder(run.folder.final, run)
     if not final.path.is_dir():
@@ -244,9 +247,11 @@ def _open_model(
 def _open_text(
     start: MethodFolder, accelerator: Accelerator, log: Log
 ) -> tuple[list[TokenisedCorpus], list[TokenisedCorpus], Batches]:
-    """Return the training corpora, the corpora to evaluate on during training, and the batches; log what there is.
+    """Return the training corpora, the corpora to evaluate on during training, and the batches; log
+    what there is.
 
-    The main process tokenises what is not in the cache; on another machine with a cache of its own, one process does.
+    The main process tokenises what is not in the cache; on another machine with a cache of its own,
+    one process does.
     """
     config, tokenizer = start.run.config, start.tokenizer
     corpora = main_first(lambda: open_sources(config, config.corpus.sources, tokenizer))
@@ -284,7 +289,9 @@ def _check_same_names(of_all: list[list[str]]) -> None:
 def _without_stale_best(
     resumed_from: MethodFolder, held_out: Sequence[TokenisedCorpus], log: Log
 ) -> TrainState:
-    """Return the training state, without its best if that checkpoint is gone or was scored otherwise."""
+    """Return the training state, without its best if that checkpoint is gone or was scored
+    otherwise.
+    """
     state, run = TrainState.load(resumed_from.path), resumed_from.run
     if state.best is None:
         return state

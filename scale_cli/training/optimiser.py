@@ -21,16 +21,19 @@ from scale_cli.model.configuration_scale import ScaleConfig
 _OF_A_DIFFERENCE_STREAM = {"embedding": 4.0, "head": 1.0, "gains": 1.0, "matrix": 1.5}
 _OF_CODES = {"embedding": 200.0, "head": 10.0, "gains": 0.5, "matrix": 16.0}
 
-# Muon's updates times this and the root of a matrix's longer side have the size of AdamW's (arXiv 2502.16982).
+# Muon's updates times this and the root of a matrix's longer side have the size of AdamW's (arXiv
+# 2502.16982).
 _SIZE_OF_ADAMW = 0.2
 _DTYPE_OF_PRODUCTS = torch.bfloat16
-# Entries of matrices that Muon steps together: a few copies of 32 MiB in float32 on a GPU, where what counts is the
-# number of launches, and of 4 MiB on a CPU, whose caches they fit.
+# Entries of matrices that Muon steps together: a few copies of 32 MiB in float32 on a GPU, where
+# what counts is the number of launches, and of 4 MiB on a CPU, whose caches they fit.
 _ENTRIES_AT_ONCE, _ENTRIES_AT_ONCE_ON_CPU = 1 << 23, 1 << 20
 
 
 def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:
-    """Return the learning rates by kind of tensor, relative to `train.lr`: the config's, or defaults by the start."""
+    """Return the learning rates by kind of tensor, relative to `train.lr`: the config's, or
+    defaults by the start.
+    """
     rates = {"embedding": 1.0, "head": 1.0, "gains": 1.0, "matrix": 1.0}
     config = getattr(model, "config", None)
     if isinstance(config, ScaleConfig):
@@ -45,11 +48,12 @@ def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:
 def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
     """Return an optimiser over the trainable parameters, with a group per kind of them.
 
-    It is AdamW, or for `muon`, Muon on the matrices (each block and each LoRA factor by itself) and AdamW on the rest.
-    Muon's updates are scaled to AdamW's size (Liu et al. 2025, arXiv 2502.16982), so that one `lr` serves both.
+    It is AdamW, or for `muon`, Muon on the matrices (each block and each LoRA factor by itself) and
+    AdamW on the rest. Muon's updates are scaled to AdamW's size (Liu et al. 2025, arXiv
+    2502.16982), so that one `lr` serves both.
 
-    Weight decay acts on matrices only: not on gains and biases, and not on embeddings, whose rows would shrink at every
-    step without their token.
+    Weight decay acts on matrices only: not on gains and biases, and not on embeddings, whose rows
+    would shrink at every step without their token.
     """
     rates = rates_of(model, train)
     members: dict[str, list[nn.Parameter]] = {
@@ -89,7 +93,9 @@ def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
 
 
 class MuonBesideAdamW(torch.optim.Optimizer):
-    """Muon over some groups of parameters and AdamW over others; it shares their groups and their state."""
+    """Muon over some groups of parameters and AdamW over others; it shares their groups and their
+    state.
+    """
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
@@ -106,7 +112,8 @@ class MuonBesideAdamW(torch.optim.Optimizer):
 
 
 class BatchedMuon(torch.optim.Muon):
-    """torch's Muon that steps matrices of one shape together, and changes nothing if `found_inf` is set.
+    """torch's Muon that steps matrices of one shape together, and changes nothing if `found_inf` is
+    set.
 
     It never waits for the device. Sharded matrices are gathered for their products, which every
     process computes; momenta and weights stay sharded.
@@ -114,7 +121,9 @@ class BatchedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all matrices; if `found_inf` is set and not 0, neither they nor their momenta change."""
+        """Update all matrices; if `found_inf` is set and not 0, neither they nor their momenta
+        change.
+        """
         assert closure is None, "gradients are there already"
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
@@ -177,7 +186,8 @@ class BatchedMuon(torch.optim.Muon):
 def orthogonalised(
     matrices_BMN: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
 ) -> Tensor:
-    """Return matrices of the same singular directions, all of a size near 1, by Newton-Schulz steps.
+    """Return matrices of the same singular directions, all of a size near 1, by Newton-Schulz
+    steps.
 
     Source: Keller Jordan's Muon, as in torch.optim.Muon, here with batched products.
     """
@@ -193,7 +203,9 @@ def orthogonalised(
 
 
 def _pieces(matrices: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the matrices that have gradients, those of one shape together, in pieces of bounded memory."""
+    """Return the matrices that have gradients, those of one shape together, in pieces of bounded
+    memory.
+    """
     alike: dict[Any, list[nn.Parameter]] = {}
     for matrix in matrices:
         if matrix.grad is not None:
@@ -214,7 +226,9 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, lr: float) -> None:
 
 
 def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Return the state of every trainable parameter by torch's names: `exp_avg.NAME`, `step.NAME` and so on."""
+    """Return the state of every trainable parameter by torch's names: `exp_avg.NAME`, `step.NAME`
+    and so on.
+    """
     return {
         f"{moment}.{name}": tensor
         for name, parameter in trainable_parameters(model).items()
@@ -225,7 +239,9 @@ def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dic
 def empty_optimiser_tensors(
     optimiser: torch.optim.Optimizer, model: nn.Module, beside: Sequence[Hook] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield an optimiser's state to be filled, named as by `optimiser_tensors`, sharded like the parameters."""
+    """Yield an optimiser's state to be filled, named as by `optimiser_tensors`, sharded like the
+    parameters.
+    """
     moments = {
         parameter: group["moments"]
         for group in optimiser.param_groups
@@ -237,7 +253,8 @@ def empty_optimiser_tensors(
         for hook in beside:
             yield f"{hook.name}.{name}", hook.empty(parameter.detach())
         if "exp_avg" in moments[parameter]:
-            # The fused AdamW keeps its step counts on the parameters' device, in float32; Muon counts none.
+            # The fused AdamW keeps its step counts on the parameters' device, in float32; Muon
+            # counts none.
             yield f"step.{name}", torch.zeros((), dtype=torch.float32, device=parameter.device)
 
 
@@ -247,7 +264,9 @@ def load_optimiser_tensors(
     tensors: dict[str, Tensor],
     beside: Sequence[Hook] = (),
 ) -> None:
-    """Load saved moments and the tensors of hooks; StorageError if one is missing or has another shape."""
+    """Load saved moments and the tensors of hooks; StorageError if one is missing or has another
+    shape.
+    """
     if not tensors:
         return  # no step had been taken
     parameters = trainable_parameters(model)
@@ -265,7 +284,9 @@ Kind = Literal["embedding", "head", "gains", "matrix"]
 
 
 def kinds_of_parameters(model: nn.Module) -> dict[str, Kind]:
-    """Return the kind of every parameter that trains, by name; a tied embedding counts as an embedding."""
+    """Return the kind of every parameter that trains, by name; a tied embedding counts as an
+    embedding.
+    """
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }

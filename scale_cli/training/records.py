@@ -39,22 +39,29 @@ class TrainState(RunRecord):
     evaluation_due: bool = (
         False  # a signal interrupted this step's periodic evaluation; a resume begins with it
     )
-    # by source, (summed loss, number of targets) since the last record of the log; empty: nothing yet
+    # by source, (summed loss, number of targets) since the last record of the log; empty: nothing
+    # yet
     since_logged: tuple[tuple[float, int], ...] = ()
     best: Score | None = None  # its checkpoint is kept, if `train.max_forgetting` is set
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Target tokens per second of training, without evaluations and checkpoints; None before the first step."""
+        """Target tokens per second of training, without evaluations and checkpoints; None before
+        the first step.
+        """
         return self.rate_since(TrainState())
 
     def rate_since(self, earlier: TrainState) -> float | None:
-        """Return target tokens per second of training since an earlier state; None if there was no step between."""
+        """Return target tokens per second of training since an earlier state; None if there was no
+        step between.
+        """
         between_s = self.stepping_s - earlier.stepping_s
         return (self.num_tokens - earlier.num_tokens) / between_s if between_s > 0 else None
 
     def advanced(self, num_tokens: int, by_source: Sequence[tuple[float, int]] = ()) -> TrainState:
-        """Return the state after one more step; `by_source` has each source's (summed loss, number of targets)."""
+        """Return the state after one more step; `by_source` has each source's (summed loss, number
+        of targets).
+        """
         since = self.since_logged
         if by_source:
             before = since or ((0.0, 0),) * len(by_source)
@@ -67,7 +74,9 @@ class TrainState(RunRecord):
         )
 
     def skipped(self, num_tokens: int, *, counts: bool) -> TrainState:
-        """Return the state after a step that was not finite; it does not count if it only overflowed float16."""
+        """Return the state after a step that was not finite; it does not count if it only
+        overflowed float16.
+        """
         tokens, steps = self.skipped_tokens + num_tokens, self.skipped_steps + counts
         return replace(self.advanced(0), skipped_tokens=tokens, skipped_steps=steps)
 
@@ -95,11 +104,11 @@ class Cost(RunRecord):
     total_parameters: (
         int  # of the whole model in training, frozen ones included; a tied one counts once
     )
-    # target tokens of all processes per second of optimiser steps, without periodic evaluations and checkpoints, over
-    # all resumes; None if no step was taken
+    # target tokens of all processes per second of optimiser steps, without periodic evaluations and
+    # checkpoints, over all resumes; None if no step was taken
     tokens_per_s: float | None
-    # of the main process since it started: on a GPU, what PyTorch allocated there; otherwise resident memory, with that
-    # of the libraries
+    # of the main process since it started: on a GPU, what PyTorch allocated there; otherwise
+    # resident memory, with that of the libraries
     peak_memory_bytes: int
     device: str  # `cpu`, or the GPU's name
     num_processes: int

@@ -1,4 +1,5 @@
-"""FSDP2: a process holds a part of every sharded tensor, and gathers a layer's tensors while it computes that layer.
+"""FSDP2: a process holds a part of every sharded tensor, and gathers a layer's tensors while it
+computes that layer.
 
 | train.sharding | what trains | what is frozen    |
 |----------------|-------------|-------------------|
@@ -6,16 +7,18 @@
 | expansion      | sharded     | replicated        |
 | all            | sharded     | sharded           |
 
-Parameters, gradients and moments are split by rows. A unit is one layer; the root unit is everything outside the
-layers: embeddings, norms, heads.
+Parameters, gradients and moments are split by rows. A unit is one layer; the root unit is
+everything outside the layers: embeddings, norms, heads.
 
-A base layer that no expansion writes into is a unit of its own. Only the forward pass reads its weights, so only the
-forward pass gathers them. The layer added beside it is gathered in the precision of its products; its gains and biases,
-which autocast does not lower, are in the root unit. If what trains is the smaller part of the model, gradients are
-reduced once per step, and every process holds them whole until then; otherwise at every micro-batch.
+A base layer that no expansion writes into is a unit of its own. Only the forward pass reads its
+weights, so only the forward pass gathers them. The layer added beside it is gathered in the
+precision of its products; its gains and biases, which autocast does not lower, are in the root
+unit. If what trains is the smaller part of the model, gradients are reduced once per step, and
+every process holds them whole until then; otherwise at every micro-batch.
 
-This module calls `fully_shard` itself, because Accelerate's wrapping only handles modules that are called. A widened
-model's heads are read without a call (`model/head_loss.py`), and so are its base layers (`model/expansion_scale.py`).
+This module calls `fully_shard` itself, because Accelerate's wrapping only handles modules that are
+called. A widened model's heads are read without a call (`model/head_loss.py`), and so are its base
+layers (`model/expansion_scale.py`).
 """
 
 from __future__ import annotations
@@ -67,10 +70,12 @@ def _processes_within(train: TrainConfig, num_processes: int) -> int:
 
 
 def shard_model(model: MethodModel, train: TrainConfig, accelerator: Accelerator) -> nn.Module:
-    """Shard a model in place, move this process's parts to its device, and return the module to train.
+    """Shard a model in place, move this process's parts to its device, and return the module to
+    train.
 
-    It is split over the processes of the launch or of each machine (`train.sharded_within`), and replicated over
-    machines. The model is whole and on the CPU before; one layer at a time goes to the device before it is split.
+    It is split over the processes of the launch or of each machine (`train.sharded_within`), and
+    replicated over machines. The model is whole and on the CPU before; one layer at a time goes to
+    the device before it is split.
     """
     within = _processes_within(train, accelerator.num_processes)
     replicas = accelerator.num_processes // within
@@ -99,7 +104,9 @@ def _shard(
     keep_frozen_whole: bool,
     lowered: MixedPrecisionPolicy,
 ) -> None:
-    """Make a unit of every layer of a model, and a root unit of the rest, which is gathered when `root` is called."""
+    """Make a unit of every layer of a model, and a root unit of the rest, which is gathered when
+    `root` is called.
+    """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     whole = set(frozen) if keep_frozen_whole else set()
     for parameter in whole:
@@ -111,7 +118,8 @@ def _shard(
         for layer in plain_of(model).model.layers:
             if any(parameter not in whole for parameter in layer.parameters()):
                 fully_shard(layer, mesh=mesh, ignored_params=whole)
-    # The base layers of a widened model are in units, but are not submodules of the modules that these units are of.
+    # The base layers of a widened model are in units, but are not submodules of the modules that
+    # these units are of.
     sharded = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
     root.of_layers = nn.ModuleList(
         of_root
@@ -126,7 +134,8 @@ def _shard_widened_layers(
     whole: set[nn.Parameter],
     lowered: MixedPrecisionPolicy,
 ) -> list[nn.Module]:
-    """Make units of every added layer and its base layer: one unit if they write into each other, else two.
+    """Make units of every added layer and its base layer: one unit if they write into each other,
+    else two.
 
     Return the modules in separate units that have gains or biases, which are left to the root unit.
     """
@@ -160,7 +169,9 @@ def _shard_widened_layers(
 
 @contextmanager
 def gradients_kept(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """For a micro-batch before a step's last: keep gradients unreduced, unless most of a sharded model trains."""
+    """For a micro-batch before a step's last: keep gradients unreduced, unless most of a sharded
+    model trains.
+    """
     if not isinstance(model, FSDPModule):
         with accelerator.no_sync(model):
             yield
@@ -182,13 +193,16 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def parts_here(module: nn.Module) -> dict[str, Tensor]:
-    """Return this process's part of every parameter; call it between steps, since within one some are gathered."""
+    """Return this process's part of every parameter; call it between steps, since within one some
+    are gathered.
+    """
     return {name: local_part(parameter.detach()) for name, parameter in module.named_parameters()}
 
 
 @contextmanager
 def gathered_roots(*modules: Any) -> Iterator[None]:
-    """Keep the root units of some modules gathered, to use parts of sharded models without calling the models.
+    """Keep the root units of some modules gathered, to use parts of sharded models without calling
+    the models.
 
     It does nothing if nothing is sharded.
     """

@@ -1,4 +1,6 @@
-"""One optimiser step, on one process or on many, without waiting for the device: its result is read later."""
+"""One optimiser step, on one process or on many, without waiting for the device: its result is read
+later.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class StepResult(NamedTuple):
 
     loss: float  # nats per target token, over the global batch, before the update
     grad_norm: float  # before clipping
-    # by source, (summed loss, number of targets); empty if the model gives no losses of single tokens
+    # by source, (summed loss, number of targets); empty if the model gives no losses of single
+    # tokens
     by_source: tuple[tuple[float, int], ...]
 
 
@@ -41,13 +44,14 @@ class TakenStep:
     """A step that may still be running on its device."""
 
     step: int  # counted from 0
-    # loss over the global batch before the update, gradient norm before clipping, loss scale, and, if the model gives
-    # losses of single tokens, each source's summed loss
+    # loss over the global batch before the update, gradient norm before clipping, loss scale, and,
+    # if the model gives losses of single tokens, each source's summed loss
     figures: Tensor
     asked: Tensor  # sum of all processes' requests to stop; 0: none
     lr: float  # of the update
     num_targets: tuple[int, ...]  # of the global batch, by source
-    # (layers + 1,), rms(u) / rms(x) in this process (`upscale/stream_ratios.py`), if it was measured
+    # (layers + 1,), rms(u) / rms(x) in this process (`upscale/stream_ratios.py`), if it was
+    # measured
     stream_ratios: Tensor | None = None
 
     @property
@@ -56,7 +60,9 @@ class TakenStep:
         return sum(self.num_targets)
 
     def result(self, figures: Sequence[float] | None = None) -> StepResult:
-        """Return the step's result, or raise NonFiniteError; wait for its figures unless they are given."""
+        """Return the step's result, or raise NonFiniteError; wait for its figures unless they are
+        given.
+        """
         loss, grad_norm, scale, *of_sources = self.figures.tolist() if figures is None else figures
         if math.isfinite(loss) and not math.isfinite(grad_norm) and scale > 1.0:
             raise GradientOverflow(
@@ -81,10 +87,12 @@ def train_step(
     hooks: Sequence[Hook] = (),
     scaler: GradScaler = _UNSCALED,
 ) -> TakenStep:
-    """Accumulate the gradient of a global batch, clip it, and update unless loss or gradient is not finite.
+    """Accumulate the gradient of a global batch, clip it, and update unless loss or gradient is not
+    finite.
 
-    The loss of every micro-batch is divided by the target tokens of the whole global batch, so the gradient is that of
-    one large batch however it is split. An error of `between_micro_batches` ends the step before any update.
+    The loss of every micro-batch is divided by the target tokens of the whole global batch, so the
+    gradient is that of one large batch however it is split. An error of `between_micro_batches`
+    ends the step before any update.
 
     Args:
         accelerator: processes and devices.
@@ -137,7 +145,8 @@ def train_step(
 def _update(update: Update, hooks: Sequence[Hook], scaler: GradScaler) -> None:
     """Update what trains, with the hooks before and after, and drop the gradients.
 
-    If the step is not finite, weights, moments and step counts stay: the device decides that, without a wait.
+    If the step is not finite, weights, moments and step counts stay: the device decides that,
+    without a wait.
     """
     for hook in hooks:
         hook.before(update)
@@ -155,7 +164,9 @@ def _update(update: Update, hooks: Sequence[Hook], scaler: GradScaler) -> None:
 def loss_share(
     model: nn.Module, batch: MicroBatch, num_tokens: int, losses_BT: Tensor | None = None
 ) -> Tensor:
-    """Return a micro-batch's summed loss divided by the global batch's targets, by the model's own loss function."""
+    """Return a micro-batch's summed loss divided by the global batch's targets, by the model's own
+    loss function.
+    """
     # Only our own models accept these arguments.
     ours: dict[str, Any] = (
         {} if batch.distillation is None else {"distillation": batch.distillation}

@@ -1,6 +1,7 @@
 """Send the log to trackers through Accelerate (`log_with`), from where a run begins or resumes.
 
-metrics.jsonl is the authoritative log. In a tracker, a resumed run is another run with the same name.
+metrics.jsonl is the authoritative log. In a tracker, a resumed run is another run with the same
+name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 @contextmanager
 def tracked(log: MetricsLog | None, config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
-    """Send the records of `log` (None except on the main process) to the trackers until the body ends."""
+    """Send the records of `log` (None except on the main process) to the trackers until the body
+    ends.
+    """
     if log is None or not config.train.trackers:
         yield
         return
@@ -59,7 +62,9 @@ def tracked(log: MetricsLog | None, config: RunConfig, accelerator: Accelerator)
 
 
 def figures(record: MetricsRecord) -> dict[str, float]:
-    """Return a record's numbers by their places in it, such as `evaluation_nats_per_token/news/base`."""
+    """Return a record's numbers by their places in it, such as
+    `evaluation_nats_per_token/news/base`.
+    """
     flat = ((key.replace(".", "/"), value) for key, value in leaves(record) if key != "step")
     return {
         key: value

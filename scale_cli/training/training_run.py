@@ -1,4 +1,6 @@
-"""A run in training: what the loop, its checkpoints and `final/` share, and how checkpoints are written."""
+"""A run in training: what the loop, its checkpoints and `final/` share, and how checkpoints are
+written.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ class TrainingRun:
     batches: Batches  # of the whole run
     accelerator: Accelerator  # processes and devices
     model: MethodModel  # the trained model
-    # the model as it is run: by Accelerate (DistributedDataParallel with several processes), or sharded
+    # the model as it is run: by Accelerate (DistributedDataParallel with several processes), or
+    # sharded
     wrapped: nn.Module
     optimiser: torch.optim.Optimizer  # over the trainable parameters
     hooks: Sequence[Hook]  # called around every update
@@ -122,7 +125,9 @@ class TrainingRun:
             self.metrics.append(record)
 
     def count_time(self, what: str, since_s: float) -> None:
-        """Add what has passed since a time to one of the run's times, and bring the whole time up to now."""
+        """Add what has passed since a time to one of the run's times, and bring the whole time up
+        to now.
+        """
         now_s = time.monotonic()
         times: dict[str, Any] = {
             what: getattr(self.state, what) + now_s - since_s,
@@ -134,9 +139,10 @@ class TrainingRun:
     def saving(self) -> Iterator[None]:
         """Write checkpoints in a thread while the body runs, and wait for the last one.
 
-        At most one is being written: the next one waits for it. The training thread copies this process's trainable
-        parameters and moments to host memory. The other thread hashes the base, writes, syncs and deletes old
-        checkpoints. It ends with the body: a thread that frees tensors while the interpreter ends aborts the process.
+        At most one is being written: the next one waits for it. The training thread copies this
+        process's trainable parameters and moments to host memory. The other thread hashes the base,
+        writes, syncs and deletes old checkpoints. It ends with the body: a thread that frees
+        tensors while the interpreter ends aborts the process.
         """
         self._began_s = time.monotonic() - self.state.elapsed_s
         with ThreadPoolExecutor(1, thread_name_prefix="checkpoint") as self._thread:
@@ -165,15 +171,19 @@ class TrainingRun:
         self.count_time("saving_s", started_s)
 
     def finish_saving(self, *, wait: bool = True) -> None:
-        """Raise the error of the checkpoint being written, if it failed; without `wait`, only if it has ended."""
+        """Raise the error of the checkpoint being written, if it failed; without `wait`, only if it
+        has ended.
+        """
         if self._job is not None and (wait or self._job.done()):
             job, self._job = self._job, None
             job.result()
 
     def check_base(self, step: int, here: Mapping[str, Tensor] | None = None) -> None:
-        """Check a widened model's base by hash: each process its parts, or the main process a whole base.
+        """Check a widened model's base by hash: each process its parts, or the main process a whole
+        base.
 
-        Within a step some parts are gathered, so a thread passes those that were `here` between two steps.
+        Within a step some parts are gathered, so a thread passes those that were `here` between two
+        steps.
         """
         model: Any = self.model
         changed = []
@@ -231,8 +241,9 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) -> None:
     """Write a checkpoint, then delete old ones; any thread may call this while the model trains.
 
-    For a sharded model every process must call this, and writes its parts. The processes exchange only whether each
-    succeeded, in a group of their own. The folder is whole if all succeeded, and absent otherwise.
+    For a sharded model every process must call this, and writes its parts. The processes exchange
+    only whether each succeeded, in a group of their own. The folder is whole if all succeeded, and
+    absent otherwise.
     """
     folder = run.folder.checkpoint(state.step)
     partial = partial_folder(folder)
@@ -245,7 +256,8 @@ def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) ->
                 held.enter_context(new_folder(folder))  # at its end the folder gets its name
         with all_succeed(run.beside):
             device = run.model.device
-            # In a CUDA stream of its own: copies of frozen tensors and training steps need not wait for each other.
+            # In a CUDA stream of its own: copies of frozen tensors and training steps need not wait
+            # for each other.
             with (
                 torch.cuda.stream(torch.cuda.Stream(device))
                 if device.type == "cuda"
@@ -257,8 +269,8 @@ def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) ->
             for name, tensors in snapshot.files.items():
                 save_tensors(partial / name, tensors, snapshot.header)
     if is_main():
-        # All but the newest `keep_checkpoints` and the best. A checkpoint of a later step is a damaged one that a
-        # resume has skipped; it does not count.
+        # All but the newest `keep_checkpoints` and the best. A checkpoint of a later step is a
+        # damaged one that a resume has skipped; it does not count.
         best_step = None if state.best is None else state.best.step
         written = [folder for folder in checkpoints(run.folder) if step_of(folder) <= state.step]
         for old in written[: -run.config.train.keep_checkpoints]:

@@ -40,7 +40,8 @@ _DROPOUTS = ("attention_dropout", "embd_pdrop", "resid_pdrop")
 _PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
 
 
-# SHA-256 of the tensors that this process has loaded: by dtype and marks of the files, then by name.
+# SHA-256 of the tensors that this process has loaded: by dtype and marks of the files, then by
+# name.
 _HASHES: dict[tuple[Any, ...], dict[str, str]] = {}
 
 
@@ -58,7 +59,9 @@ def load_hashed_base(model: ModelConfig) -> tuple[PreTrainedModel, dict[str, str
 
 
 def load_base(model: ModelConfig) -> PreTrainedModel:
-    """Return a frozen base in `model.dtype`; `auto` is float32 here, since a run decides what it is there."""
+    """Return a frozen base in `model.dtype`; `auto` is float32 here, since a run decides what it is
+    there.
+    """
     config = load_base_config(model)
     dtype = torch.float32 if model.dtype == "auto" else getattr(torch, model.dtype)
     quantising: dict[str, Any] = {}
@@ -92,7 +95,8 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
 
 
 def unread_weights(report: dict[str, Any], model: PreTrainedModel) -> str | None:
-    """Return in what weights and config.json disagree; None if every tensor was read into the model.
+    """Return in what weights and config.json disagree; None if every tensor was read into the
+    model.
 
     transformers would start missing weights at random, drop those that config.json does not ask
     for, and untie tied weights that differ.
@@ -154,7 +158,8 @@ def load_base_config(model: ModelConfig) -> Any:
         )
     except Exception as error:  # a damaged folder may raise anything
         raise BaseModelError(f"model.base: {_not_loaded(model.base, error)}") from None
-    # No run uses dropout: training must not depend on random numbers that a checkpoint does not store.
+    # No run uses dropout: training must not depend on random numbers that a checkpoint does not
+    # store.
     config.update({key: 0.0 for key in _DROPOUTS if hasattr(config, key)})
     if config.model_type not in FAMILIES:
         raise BaseModelError(
@@ -190,7 +195,9 @@ def dtype_of_files(model: ModelConfig) -> str:
 
 
 def _not_loaded(name: str, error: Exception) -> str:
-    """Say why the configuration of a base cannot be loaded; the name may be meant as a folder or as a hub id."""
+    """Say why the configuration of a base cannot be loaded; the name may be meant as a folder or as
+    a hub id.
+    """
     if Path(name).is_dir():
         return f"{name} cannot be loaded: {one_line(error)}"
     if "gguf" in name.lower():
@@ -205,7 +212,9 @@ def _not_loaded(name: str, error: Exception) -> str:
 
 
 def check_finite(base: PreTrainedModel, name: str) -> None:
-    """Raise BaseModelError if a weight is not finite: NaN logits equal nothing, not even themselves."""
+    """Raise BaseModelError if a weight is not finite: NaN logits equal nothing, not even
+    themselves.
+    """
     for tensor_name, tensor in base.named_parameters():
         for held in parts_of(tensor):
             # NaN gives NaN bounds; no copy is allocated.

@@ -33,7 +33,9 @@ def looks_local(name: str) -> bool:
 
 
 def check_config_file(model: ModelConfig) -> None:
-    """Raise BaseModelError if a base is a run, or a local base is no transformers model with safetensors."""
+    """Raise BaseModelError if a base is a run, or a local base is no transformers model with
+    safetensors.
+    """
     name, base = model.base, Path(model.base)
     if any(BaseRecord.is_in(folder) for folder in (base, base / "final", base / "upscaled")):
         raise BaseModelError(
@@ -102,7 +104,8 @@ def shards_of(folder: Path) -> list[str]:
 
 
 def file_marks(model: ModelConfig) -> tuple[tuple[str, int, int, int], ...]:
-    """Return name, size, inode and time of change (ns) of each file that a base's tensors come from.
+    """Return name, size, inode and time of change (ns) of each file that a base's tensors come
+    from.
 
     A base from the hub is looked up in the hub's cache; what is not there yet has no marks.
     """

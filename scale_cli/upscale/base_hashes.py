@@ -38,7 +38,9 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 
 def config_sha256(base: PreTrainedModel) -> str:
-    """Return one hash over the configuration fields that affect the computation: no names, versions or token ids."""
+    """Return one hash over the configuration fields that affect the computation: no names, versions
+    or token ids.
+    """
     fields = base.config.to_diff_dict().items()
     return json_sha256({key: value for key, value in fields if not _NOT_COMPUTING.fullmatch(key)})
 
@@ -63,7 +65,8 @@ def record_base(
 
 
 def _hash(tensors: Mapping[str, Tensor], known: dict[str, str]) -> None:
-    """Hash the tensors that are not known yet; those of a CPU in threads, since hashlib releases the interpreter.
+    """Hash the tensors that are not known yet; those of a CPU in threads, since hashlib releases
+    the interpreter.
 
     Copies from a device are made one by one, in the calling thread's stream.
     """
@@ -83,7 +86,8 @@ def changed_tensors(
 ) -> list[str]:
     """Return the names of the tensors that differ from the record: changed, missing or new.
 
-    With `of_machine`, each process hashes its share of the tensors and all get every name, so all must call this.
+    With `of_machine`, each process hashes its share of the tensors and all get every name, so all
+    must call this.
     """
     hashes = {} if known is None else known
     tensors = dict(base.named_parameters())

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 MethodModel: TypeAlias = "ScaleForCausalLM | PreTrainedModel | PeftModel"
 
 
-# Offset of a new token's first logit from that of its first piece; without it, so many tokens would take much mass.
+# Offset of a new token's first logit from that of its first piece; without it, so many tokens would
+# take much mass.
 _BIAS = -8.0
 
 
@@ -87,9 +88,11 @@ def start_model(
 def build_model(
     base: PreTrainedModel, method: MethodConfig, seed: int, new: NewPieces | None = None
 ) -> MethodModel:
-    """Return a method's model with `requires_grad` set; `start_model` fills the parameters that it adds.
+    """Return a method's model with `requires_grad` set; `start_model` fills the parameters that it
+    adds.
 
-    Parameters that train are in float32, whatever the base's dtype: the optimiser updates this master copy.
+    Parameters that train are in float32, whatever the base's dtype: the optimiser updates this
+    master copy.
     """
     definition = method.definition
     if any(map(is_quantised, base.parameters())) and (
@@ -109,10 +112,11 @@ def build_model(
 
 @torch.no_grad()
 def _start_new_head(rows_ND: Tensor, base: Any, new: NewPieces, input_ids: Tensor) -> None:
-    """Start the rows that predict new tokens as those of their first pieces, with logits lower by about 8 (`_BIAS`).
+    """Start the rows that predict new tokens as those of their first pieces, with logits lower by
+    about 8 (`_BIAS`).
 
-    A plain Llama's head has no bias. Instead, a multiple of the mean last state is added, measured on (1, T) old
-    tokens: all last states have about the same component along it.
+    A plain Llama's head has no bias. Instead, a multiple of the mean last state is added, measured
+    on (1, T) old tokens: all last states have about the same component along it.
     """
     mean_D = (
         base.model(input_ids, use_cache=False).last_hidden_state.float().flatten(0, 1).mean(dim=0)
@@ -125,7 +129,9 @@ def _start_new_head(rows_ND: Tensor, base: Any, new: NewPieces, input_ids: Tenso
 
 @torch.no_grad()
 def grow_plainly(base: PreTrainedModel, new: NewPieces) -> PreTrainedModel:
-    """Untie a plain base's embedding and head, and add rows for new tokens; the head's rows are not filled yet."""
+    """Untie a plain base's embedding and head, and add rows for new tokens; the head's rows are not
+    filled yet.
+    """
     model: Any = base
     rows, embed_tokens = new.rows(base).to(base.device), model.model.embed_tokens
     of_x = rows.embed_tokens.weight / family_of(base.config).embedding_factor(embed_tokens)

@@ -1,4 +1,6 @@
-"""The proof that a widened model preserves its base: bitwise equal logits, on text, at equal shapes."""
+"""The proof that a widened model preserves its base: bitwise equal logits, on text, at equal
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,17 @@ def sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
 
 @torch.no_grad()
 def own_logits(model: MethodModel, prompts: list[Tensor]) -> list[Tensor]:
-    """Return the trained head's logits on (1, T) prompts, which must stay equal when the model becomes a base."""
+    """Return the trained head's logits on (1, T) prompts, which must stay equal when the model
+    becomes a base.
+    """
     model.eval()
     return [trained_logits(model, ids) for ids in prompts]
 
 
 def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
-    """Return the trained head's logits: H x_a + H' u for a widened model, the only logits of any other."""
+    """Return the trained head's logits: H x_a + H' u for a widened model, the only logits of any
+    other.
+    """
     if isinstance(model, ScaleForCausalLM):
         return model.trained_logits(model.final_states(input_ids, preserved=False))
     return model(input_ids=input_ids, use_cache=False).logits
@@ -51,9 +57,9 @@ def check_preservation(
 ) -> None:
     """Raise PreservationError unless a method's model has its base's logits, bit for bit.
 
-    The base head of a widened model must equal them at any time; the only head of any other model, at its start.
-    `base_logits` are the base's logits on `prompts`
-    (`sample_ids`), computed before it became a part of the model.
+    The base head of a widened model must equal them at any time; the only head of any other model,
+    at its start. `base_logits` are the base's logits on `prompts` (`sample_ids`), computed before
+    it became a part of the model.
     """
     model.eval()
     for text, ids, expected in zip(SAMPLE_TEXTS, prompts, base_logits, strict=True):

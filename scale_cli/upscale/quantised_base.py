@@ -1,7 +1,8 @@
-"""A frozen base whose linear maps torchao holds in 8 bits; embedding, norms and vocabulary head stay whole.
+"""A frozen base whose linear maps torchao holds in 8 bits; embedding, norms and vocabulary head
+stay whole.
 
-A weight takes one byte, beside a float32 scale s for each row: y = (Q x) s, computed in the dtype that the base was
-loaded in. `plain_weight` returns the W that this stands for, as numbers.
+A weight takes one byte, beside a float32 scale s for each row: y = (Q x) s, computed in the dtype
+that the base was loaded in. `plain_weight` returns the W that this stands for, as numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def torchao_settings() -> Any:
 
 
 def quantise(base: Any) -> None:
-    """Quantise a plain base in place, as transformers does while loading; this works on the meta device too."""
+    """Quantise a plain base in place, as transformers does while loading; this works on the meta
+    device too.
+    """
     from torchao.quantization import quantize_
 
     for linear in base.model.modules():
@@ -42,12 +45,16 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def plain_weight(linear: nn.Linear) -> Tensor:
-    """Return W as numbers, in the dtype in which the map computes; not a copy if it is not quantised."""
+    """Return W as numbers, in the dtype in which the map computes; not a copy if it is not
+    quantised.
+    """
     return linear.weight.dequantize() if is_quantised(linear.weight) else linear.weight
 
 
 def dequantise(model: AnyModule) -> AnyModule:
-    """Replace every quantised weight of a model by its plain numbers, in place, and return the model."""
+    """Replace every quantised weight of a model by its plain numbers, in place, and return the
+    model.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear) and is_quantised(module.weight):
             module.weight = nn.Parameter(plain_weight(module), requires_grad=False)

@@ -14,15 +14,19 @@ from scale_cli.model.expansion_scale import ExpansionNorm
 
 
 def expansion_norms(model: nn.Module) -> dict[str, ExpansionNorm]:
-    """Return the norms of all expansions by name, bottom up in each expansion; empty if the model is not widened."""
+    """Return the norms of all expansions by name, bottom up in each expansion; empty if the model
+    is not widened.
+    """
     return {name: norm for name, norm in model.named_modules() if isinstance(norm, ExpansionNorm)}
 
 
 @contextmanager
 def measured_stream_ratios(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield a dict that the body's forward passes fill: for each norm, by name, the largest rms(u) / rms(x).
+    """Yield a dict that the body's forward passes fill: for each norm, by name, the largest rms(u)
+    / rms(x).
 
-    The values are scalars on the model's device, over all positions. No extra pass is run, and nothing waits for them.
+    The values are scalars on the model's device, over all positions. No extra pass is run, and
+    nothing waits for them.
     """
     largest: dict[str, Tensor] = {}
 
@@ -44,7 +48,9 @@ def measured_stream_ratios(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def layer_ratios(model: Any, by_norm: dict[str, Tensor]) -> Tensor:
-    """Return (layers + 1,): the largest ratio at any norm of each trained layer, then the ratio at the last norm."""
+    """Return (layers + 1,): the largest ratio at any norm of each trained layer, then the ratio at
+    the last norm.
+    """
     of_layers = [
         torch.stack(
             [by_norm[f"expansion.layers.{index}.{name}"] for name in expansion_norms(layer)]
