@@ -124,10 +124,15 @@ def run_expansions(
 ) -> FinalStates:
     """Run the base's decoder once, with every expansion beside it.
 
-    Args: base: the plain model. expansions: at least one. input_ids: (B, T). attention_mask: (B,
-        past + T) or None. position_ids: (B, T), or None: counted from the cache's length. cache:
-        extended in place. preserved: whether head 0 is wanted. From the layer where no expansion
-        reads the untouched stream any more, it costs one more frozen pass of the remaining layers.
+    Args:
+        base: the plain model.
+        expansions: at least one.
+        input_ids: (B, T).
+        attention_mask: (B, past + T) or None.
+        position_ids: (B, T), or None: counted from the cache's length.
+        cache: extended in place.
+        preserved: whether head 0 is wanted. From the layer where no expansion reads the untouched
+            stream any more, it costs one more frozen pass of the remaining layers.
         checkpointing: whether backward computes the activations of the trained part again.
     """
     decoder, family = base.model, family_of(base.config)

@@ -49,9 +49,11 @@ def named(cache: Any) -> dict[str, Any]:
 def require_state(attention_mask: Any, position_ids: Tensor | None, num_positions: int) -> None:
     """Raise ValueError if tokens came before these, in a call that was given no state of them.
 
-    Args: attention_mask: (B, past + T); None and prepared masks of four dimensions show nothing.
+    Args:
+        attention_mask: (B, past + T); None and prepared masks of four dimensions show nothing.
         position_ids: (B, T) or None. They are looked at for one token alone, which is a decoding
-        step. num_positions: T.
+            step.
+        num_positions: T.
     """
     num_before = 0
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:

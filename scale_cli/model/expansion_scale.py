@@ -1,5 +1,4 @@
-"""The blocks added to a frozen decoder: widened linear maps, norms, heads and MLP channels, layer
-by layer.
+"""What is added to each layer of a frozen decoder: heads, MLP channels, and maps between streams.
 
 Every linear map W of the decoder is widened in both directions; W itself is never touched:
 
@@ -9,9 +8,8 @@ Every linear map W of the decoder is widened in both directions; W itself is nev
 `walk` takes the base stream through one layer, and `AddedStream` takes u through the same two
 steps. Without W12 the base walks first and alone, and several expansions can follow the same walk.
 
-Shapes: B batch, T positions, D base channels, E expansion channels, N attention heads, A channels a
-    head.
-A tensor that may have several shapes carries no suffix.
+Shapes: B batch, T positions, D base channels, E expansion channels, N attention heads, A channels
+a head. A tensor that may have several shapes carries no suffix.
 
 Source: SCALE, arXiv 2511.03270; normalising both streams by the base stream's RMS is ours.
 """
@@ -48,12 +46,10 @@ Weights = dict[Tensor, Tensor]
 
 
 class ExpansionLinear(nn.Module):
-    """The blocks that widen one frozen linear map: W21 and W22, and W12 if the expansion
-    collaborates here.
+    """The blocks that widen one frozen linear map: W21, W22, and W12 if the expansion writes here.
 
     If nothing is to be written into the base stream, W12 is absent, not zero: no parameter, no
-      product, and a
-    non-finite u cannot reach x.
+    product, and a u that is not finite cannot reach x.
     """
 
     weight_22: nn.Parameter
@@ -70,9 +66,7 @@ class ExpansionLinear(nn.Module):
         self.bias_2 = None if frozen.bias is None else nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor, u: Tensor, weights: Weights) -> Tensor:
-        """Return y' = W21 x + W22 u, as two products so that no gradient is computed for a frozen
-        x.
-        """
+        """Return y' = W21 x + W22 u: two products, so that a frozen x gets no gradient."""
         weight_21 = weights[self.weight_21]
         bias_2 = None if self.bias_2 is None else weights[self.bias_2]
         read = F.linear(x.flatten(0, -2).to(weight_21.dtype), weight_21, bias_2)
@@ -99,9 +93,7 @@ class ExpansionNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, inverse_rms_BT1: Tensor, u_BTE: Tensor) -> Tensor:
-        """Return u^ (B, T, E), computed in float32 and cast to the dtype of the products that read
-        it.
-        """
+        """Return u^ (B, T, E), computed in float32, in the dtype of the products that read it."""
         return (self.weight * (u_BTE.float() * inverse_rms_BT1)).to(product_dtype(u_BTE))
 
 
@@ -139,9 +131,8 @@ def attend(
 
     `attention` is the base's module; transformers' attention functions read head ratio and scale
     from it. Both are the same for added heads, and so are the gains of a norm over each head's
-    channels, if the family has one. Window and
-    positions are passed beside the mask: flash attention reads them, and finds in the positions
-      where documents begin.
+    channels, if the family has one. Window and positions are passed beside the mask: flash
+    attention reads them, and finds in the positions where documents begin.
     """
     family = context.family
     window = family.window_of(attention)
@@ -176,9 +167,7 @@ def attend(
 
 @dataclass
 class LayerReads:
-    """What the linear maps of one layer read from the base stream, and the sizes by which its norms
-    divide.
-    """
+    """What one layer's maps read from the base stream, and the sizes by which its norms divide."""
 
     # Of each step: (B, T, D) for the maps that read the stream, and the input of the map that
     # writes into it.
@@ -365,10 +354,8 @@ class ExpansionLayer(nn.Module):
         """Return x and u after this layer, and what the layer's maps have read from x.
 
         While nothing has written into x (below every collaborating layer; always in Preserve), the
-        base layer runs
-        alone and without autograd: it costs one forward pass, and is never computed twice. Given
-            its `reads`, it does
-        not run at all, and x is returned as it is.
+        base layer runs alone and without autograd: it costs one forward pass, and is never computed
+        twice. Given its `reads`, it does not run at all, and x is returned as it is.
         """
         if reads is None and (self.collaborates or x_BTD.requires_grad):
             return context.run(

@@ -5,7 +5,7 @@ Each forward pass uses the base's own operations, so that the base stream keeps 
 for backward only what a cheap elementwise operation cannot compute again.
 
 Shapes: B batch, T positions, D base channels, E expansion channels, C MLP channels, N heads, A
-    channels a head.
+channels a head.
 """
 
 from __future__ import annotations

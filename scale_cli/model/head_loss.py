@@ -1,12 +1,11 @@
 """Cross-entropy of a vocabulary head in chunks: the (tokens x vocabulary) logits never exist whole.
 
-With distillation from the base, the loss of a token is -log p(target) + w KL(p_base || p), and its gradient by the
-logits is p - one-hot + w (p - p_base). The base's logits are the sum before the last head is added, so they cost no
-extra product.
+With distillation from the base, the loss of a token is -log p(target) + w KL(p_base || p), and its
+gradient by the logits is p - one-hot + w (p - p_base). The base's logits are the sum before the
+last head is added, so they cost no extra product.
 
 Shapes: N tokens of the text, S of them in one sequence, D base channels, E expansion channels, V
-    vocabulary, M new
-tokens, which the base's vocabulary lacks.
+vocabulary, M new tokens, which the base's vocabulary lacks.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     The heads are H; or H and H'; or H, H_new and H', where H_new gives the logits of the tokens
     that H lacks. `distilled` holds slices of the N tokens, each with a weight for its KL divergence
-    from the predictions without H'.
-    Gradients are computed only where they are needed: a frozen head costs one product and keeps
-      nothing.
-    `token_losses_N`, if given, is filled with every token's term of the sum.
+    from the predictions without H'. Gradients are computed only where they are needed: a frozen
+    head costs one product and keeps nothing. `token_losses_N`, if given, is filled with every
+    token's term of the sum.
     """
 
     @staticmethod
@@ -195,7 +193,9 @@ def _add_gradients(
     streams: Sequence[Tensor],
     heads: Sequence[Tensor],
 ) -> None:
-    """Fill some tokens' gradients of the streams, and add theirs to the heads', where one is wanted."""
+    """Fill some tokens' gradients of the streams, and add theirs to the heads', where one is
+    wanted.
+    """
     # Of each head, the columns of the logits that it adds to: its part of the vocabulary.
     columns = [slice(None)] * len(heads)
     if len(heads) == 3:
@@ -220,7 +220,8 @@ def _add_gradients(
 def _divergence_and_gradient(
     base_SV: Tensor, logits_SV: Tensor, ignored_S1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return KL(p_base || p) and its gradient by the logits, p - p_base; both are 0 where there is no target.
+    """Return KL(p_base || p) and its gradient by the logits, p - p_base; both are 0 where there is
+    no target.
 
     `base_SV` is log p_base, and is overwritten.
     """
@@ -254,13 +255,18 @@ def trained_head_cross_entropy(
 ) -> Tensor:
     """Return the summed cross-entropy of H x + H' u in float32, without IGNORED targets.
 
-    Args: x_BTD: the base stream after its last norm. u_BTE: the expansion stream after its last
-        norm. base_head_VD: H; frozen, it gets no gradient. head_VE: H'. targets_BT: the token after
-        each position, or IGNORED. distillation: each sequence's weight of its KL divergence from
-        the logits without H' u; None: 0 for all. new_head_MD: H_new, for the last M tokens of the
-        vocabulary, which H lacks. token_losses_BT: filled with every target's term of the sum, if
-        given. of_base: maps H x to the base's logits of all tokens; needed to distil a base that
-        lacks some.
+    Args:
+        x_BTD: the base stream after its last norm.
+        u_BTE: the expansion stream after its last norm.
+        base_head_VD: H; frozen, it gets no gradient.
+        head_VE: H'.
+        targets_BT: the token after each position, or IGNORED.
+        distillation: each sequence's weight of its KL divergence from the logits without H' u;
+            None: 0 for all.
+        new_head_MD: H_new, for the last M tokens of the vocabulary, which H lacks.
+        token_losses_BT: filled with every target's term of the sum, if given.
+        of_base: maps H x to the base's logits of all tokens; needed to distil a base that lacks
+            some.
     """
     length = targets_BT.shape[1]
     distilled = [

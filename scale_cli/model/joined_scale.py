@@ -2,11 +2,9 @@
 of the base.
 
 Expansions may bring tokens of their own, for different scripts or the same tokens. A head treats
-tokens that it lacks
-as a base does: it gives each a share of its first piece's probability (`PieceShares`), and reads it
-    as the mean of its
-pieces. On text without the others' scripts, a head predicts as it does alone, to a millionth of a
-nat a token.
+tokens that it lacks as a base does: it gives each a share of its first piece's probability
+(`PieceShares`), and reads it as the mean of its pieces. On text without the others' scripts, a head
+predicts as it does alone, to a millionth of a nat a token.
 
 Sources: ours; each expansion is SCALE's (arXiv 2511.03270), the rule is that of `routing.py`.
 """

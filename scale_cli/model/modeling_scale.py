@@ -288,9 +288,9 @@ class ScaleForCausalLM(WidenedModel):
     """A frozen causal language model and its expansion.
 
     In training mode the logits are the trained head's, H x_a + H' u, and the router is off: at step
-    0 both heads agree to rounding, so a routed loss would never start. In evaluation mode the logits
-    are those that are served: the trained head's for `preserve` and `adapt`, the router's for
-    `route`.
+    0 both heads agree to rounding, so a routed loss would never start. In evaluation mode the
+    logits are those that are served: the trained head's for `preserve` and `adapt`, the router's
+    for `route`.
     """
 
     config_class = ScaleConfig
@@ -321,8 +321,8 @@ class ScaleForCausalLM(WidenedModel):
         """Return the mean loss of `labels`, or of `shift_labels` (shifted already) over
         `num_items_in_batch`.
 
-        `distillation` holds each sequence's weight of KL(base head || trained head). `token_losses` (B, T) is filled
-        with every token's term of the sum.
+        `distillation` holds each sequence's weight of KL(base head || trained head). `token_losses`
+        (B, T) is filled with every token's term of the sum.
         """
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]

@@ -1,9 +1,10 @@
 """A plain export served with its router: the family's own model, whose one vocabulary head gives
 every head's logits.
 
-The plain model's hidden row holds all streams side by side, h = [x ; u_1 ; ...]. Its vocabulary head has one group of
-columns for each stream, [H | H'_1 | ...]. So one product gives every head's logits, z_0 = H x and z_k = z_0 + H'_k u_k,
-and the posterior rule of `routing.py` mixes them. `scale_router` in config.json says which columns are whose.
+The plain model's hidden row holds all streams side by side, h = [x ; u_1 ; ...]. Its vocabulary
+head has one group of columns for each stream, [H | H'_1 | ...]. So one product gives every head's
+logits, z_0 = H x and z_k = z_0 + H'_k u_k, and the posterior rule of `routing.py` mixes them.
+`scale_router` in config.json says which columns are whose.
 
 Layers, attention, cache, quantisation and devices are transformers' own. The router's memory
 between two calls is one more layer of the cache, so every operation on the cache also applies to

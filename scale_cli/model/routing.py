@@ -71,11 +71,14 @@ def posterior_log_weights(
 ) -> Tensor:
     """Return the log-weights before each token and after the last one.
 
-    Args: log_probs_KBT: each head's log-probability of the observed token, in nats; -inf and NaN
-        are allowed and count as probability zero. A token to which every head gives zero is no
-        evidence and is skipped. prior_K: log-weights of a new document, or (K, B) of each; the
-        weights start over from them once every head has given probability zero. start_KB: log-weights before the first
-        token, if the document began earlier: the last column of the last result.
+    Args:
+        log_probs_KBT: each head's log-probability of the observed token, in nats; -inf and NaN are
+            allowed and count as probability zero. A token to which every head gives zero is no
+            evidence and is skipped.
+        prior_K: log-weights of a new document, or (K, B) of each; the weights start over from them
+            once every head has given probability zero.
+        start_KB: log-weights before the first token, if the document began earlier: the last column
+            of the last result.
 
     Returns:
         (K, B, T + 1) in float64, each column normalised.
@@ -125,10 +128,12 @@ def mix_logits(
     (a repetition penalty) acts on them as on a plain model's. On log-probabilities, which are near
     0 for likely tokens, it would hardly act.
 
-    Args: log_weights: (K, ...). logits: (K, ..., V); a head with a NaN or a positive infinity at a
-        position is broken and ignored there. sizes: (K, ...), their log-sum-exps, if already known.
-        Given these, the logits may cover only a part of the vocabulary, so devices that share it
-        need not exchange logits.
+    Args:
+        log_weights: (K, ...).
+        logits: (K, ..., V); a head with a NaN or a positive infinity at a position is broken and
+            ignored there.
+        sizes: (K, ...), their log-sum-exps, if already known. Given these, the logits may cover
+            only a part of the vocabulary, so devices that share it need not exchange logits.
     """
     logits = [of_head.float() for of_head in logits]
     sizes = (
@@ -187,9 +192,11 @@ class PieceShares:
     - all but 2^-20 to the piece, if it begins other text too (a space): the base's prediction of
       that text stays the same to a millionth of a nat a token
 
-    Args: first: the first piece of each new token. own: those of them that only ever begin text in
-        the script. ids: ids of the tokens that the head has, then of the new ones; by default the
-        new ids follow the old ones.
+    Args:
+        first: the first piece of each new token.
+        own: those of them that only ever begin text in the script.
+        ids: ids of the tokens that the head has, then of the new ones; by default the new ids
+            follow the old ones.
     """
 
     def __init__(
@@ -237,9 +244,12 @@ def piece_shares(
 ) -> list[PieceShares | None]:
     """Return, for each head, the shares of the new tokens that it lacks; None if it has them all.
 
-    Args: first: the first piece of each new token. own: those of them that only ever begin text in
-        the new tokens' scripts. known: for each head, the range of new tokens that it has, as
-        (first, last + 1) among all new tokens. vocab_size: number of old and new tokens together.
+    Args:
+        first: the first piece of each new token.
+        own: those of them that only ever begin text in the new tokens' scripts.
+        known: for each head, the range of new tokens that it has, as (first, last + 1) among all
+            new tokens.
+        vocab_size: number of old and new tokens together.
     """
     num_old, shares = vocab_size - len(first), list[PieceShares | None]()
     for start, end in known:
@@ -324,12 +334,16 @@ def route(
 ) -> RoutedScores:
     """Weigh the heads by each token, and mix their predictions of the next one.
 
-    Args: logits_at: returns (K, B, positions, V): the heads' logits after the tokens at some
-        positions. ids_BT: the tokens. vocab_size: V. prior_K: log-weights before the first token of
-        a document, or (K, B) of each. memory: state after the tokens before these; None if there are none.
+    Args:
+        logits_at: returns (K, B, positions, V): the heads' logits after the tokens at some
+            positions.
+        ids_BT: the tokens.
+        vocab_size: V.
+        prior_K: log-weights before the first token of a document, or (K, B) of each.
+        memory: state after the tokens before these; None if there are none.
         evidence_BT: whether a token counts as evidence (`evidence_of`); None: every token does.
         logits_to_keep: return the scores of so many last positions, 0 for all, or of the positions
-        in a tensor.
+            in a tensor.
     """
     some = isinstance(logits_to_keep, int) and logits_to_keep > 0
     first = max(0, ids_BT.shape[1] - int(logits_to_keep)) if some else 0
