@@ -85,7 +85,7 @@ class ScaleConfig(_OverABase):
     @property
     def routes(self) -> bool:
         """Whether serving mixes the base's head and the trained one."""
-        return self.variant == "route"
+        return {"preserve": False, "adapt": False, "route": True}[self.variant]
 
     @property
     def head_names(self) -> list[str]:
