@@ -22,8 +22,9 @@ def with_precision(config: RunConfig, *, in_bfloat16: bool | None = None) -> Run
     | `evaluation.mixed_precision` | `train.mixed_precision`                                             |
 
     Args:
-        config: as a user wrote it. in_bfloat16: whether the device computes in bfloat16, for a
-        device that is not this process's.
+        config: as a user wrote it.
+        in_bfloat16: whether the device computes in bfloat16, for a device that is not this
+            process's.
 
     Raises:
         ConfigError: the device's precision does not go with another key.
