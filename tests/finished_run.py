@@ -43,6 +43,7 @@ class Made:
         default_factory=dict
     )  # difference in accuracy, p_holm
     base: str = "a" * 64  # hash of the base's only tensor
+    quantisation: str | None = None
     train: dict[str, Any] = field(default_factory=dict)  # keys of the config's section
     new_tokens: int = 0  # with which Korean takes a quarter of the tokens
 
@@ -79,7 +80,7 @@ def _model_config(made: Made) -> dict[str, Any]:
 def _config(folder: Path, made: Made) -> dict[str, Any]:
     return {
         "output_dir": str(folder),
-        "model": {"base": "some/base"},
+        "model": {"base": "some/base", "quantisation": made.quantisation},
         "method": {"variant": made.variant}
         | ({"vocabulary": {"new_tokens": made.new_tokens}} if made.new_tokens else {}),
         "corpus": {"sources": [{"name": "web", "path": "web.txt", "language": "ko"}]},

@@ -28,15 +28,15 @@ def config(shared_data: Path, tmp_path: Path) -> RunConfig:
 def test_every_library_is_in_the_extra_that_its_line_names_and_in_all() -> None:
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     extras = project["optional-dependencies"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
+
     for module, extra in EXTRA_OF.items():
-        names = {re.split(r"[^\w-]", requirement)[0] for requirement in extras[extra]}
-        assert module.replace("_", "-") in names
-        assert not names & {
-            re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]
-        }
-    of_all = dict.fromkeys(
-        extra for extra in EXTRA_OF.values() if extra != "quantised"
-    )  # which slows every start
+        assert module.replace("_", "-") in names(extras[extra])
+        assert not names(extras[extra]) & names(project["dependencies"])
+    # "quantised" slows every start.
+    of_all = [extra for extra in dict.fromkeys(EXTRA_OF.values()) if extra != "quantised"]
     assert extras["all"] == [f"scale-cli[{','.join(of_all)}]"]
     assert "scale-cli[all,quantised]" in extras["dev"]
 

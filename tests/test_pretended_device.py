@@ -11,10 +11,8 @@ from accelerate import Accelerator
 from lm_eval.api.instance import Instance
 from torch import Tensor, nn
 
-from scale_cli.commands.evaluate import evaluate
-from scale_cli.commands.export import export
 from scale_cli.commands.join import join
-from scale_cli.commands.train import train
+from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.load import load_config
@@ -37,7 +35,7 @@ from scale_cli.upscale import preservation
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.building import start_model
 from tests.pretended_device import accelerate_on, pretended_device
-from tests.small_runs import changed
+from tests.small_runs import changed, train_run
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 from tests.widening import as_if_trained, tiny_llama, widen
@@ -99,25 +97,16 @@ def test_the_device_refuses_what_cuda_refuses_and_takes_what_cuda_takes(
         lambda: y.add_(x[0]),
         lambda: y[index.to(device)],
         lambda: torch.where(x > 1, x, y),
-        lambda: torch.nn.functional.embedding(index, x[:, None]),
+        lambda: nn.functional.embedding(index, x[:, None]),
         lambda: torch.rand(3, device=device, generator=torch.Generator()),
         lambda: np.asarray(x),
     ]
     for mixture in refused:
         with pytest.raises((RuntimeError, TypeError), match=r"same device|for generator|to numpy"):
             mixture()
-    taken = [
-        x + number,
-        number * x,
-        x[index],
-        torch.where(x > 1, x, number),
-        y.copy_(x),
-        x.to("cpu"),
-        x.double().sum(),
-    ]
-    assert [tensor.device.type for tensor in taken] == [device.type] * 4 + ["cpu"] * 2 + [
-        device.type
-    ]
+    there = [x + number, number * x, x[index], torch.where(x > 1, x, number), x.double().sum()]
+    assert {tensor.device.type for tensor in there} == {device.type}
+    assert {tensor.device.type for tensor in (y.copy_(x), x.to("cpu"))} == {"cpu"}
     assert torch.equal(x.cpu(), torch.arange(3.0))
 
 
@@ -138,25 +127,17 @@ def test_two_training_steps_of_every_method(
 
     def steps(where: torch.device) -> list[StepResult]:
         torch.manual_seed(0)
-        model = start_model(
-            tiny_llama(num_hidden_layers=2),
-            MethodConfig.model_validate({"variant": variant, "freeze": {"num_layers": 1}}),
-            seed=0,
-        )
+        method = MethodConfig.model_validate({"variant": variant, "freeze": {"num_layers": 1}})
+        model = start_model(tiny_llama(num_hidden_layers=2), method, seed=0)
         with accelerate_on(where):
             accelerator = Accelerator()
             wrapped = accelerator.prepare(for_training(nn.Module.to(model, where), train)).train()
             optimiser, batches, results = build_optimiser(wrapped, train), small_batches(), []
             for index in range(2):
-                results.append(
-                    train_step(
-                        accelerator, wrapped, optimiser, batches.of_step(index), train
-                    ).result()
-                )
-                saved = {
-                    name: moment.cpu()
-                    for name, moment in optimiser_tensors(optimiser, wrapped).items()
-                }
+                batch = batches.of_step(index)
+                results.append(train_step(accelerator, wrapped, optimiser, batch, train).result())
+                moments = optimiser_tensors(optimiser, wrapped)
+                saved = {name: moment.cpu() for name, moment in moments.items()}
                 load_optimiser_tensors(optimiser, wrapped, saved)
         return results
 
@@ -182,18 +163,15 @@ def test_the_scores_of_documents_and_benchmarks(
     router = RouterConfig(prior=0.3, threshold=0.97)
 
     def scores(model: HeadedModel) -> list[Tensor]:
-        losses = score_corpus(model, corpus, router, Passes(16, 4, "no"))
         passes = Passes(16, 4, "no")
+        losses = score_corpus(model, corpus, router, passes)
         answering = heads_of(
             model, tokenizer, router=router, passes=passes, max_length=64, share=ALONE
         )
-        until = [
-            Instance("generate_until", {}, (text, {"until": ["\n"], "max_gen_toks": 2}), 0)
-            for text in PROMPTS
-        ]
-        asked = [
-            Instance("loglikelihood", {}, text, 0) for text in (("1 2", " 3"), ("30 31 32", " 4 5"))
-        ]
+        stop = {"until": ["\n"], "max_gen_toks": 2}
+        until = [Instance("generate_until", {}, (text, stop), 0) for text in PROMPTS]
+        texts = ("1 2", " 3"), ("30 31 32", " 4 5")
+        asked = [Instance("loglikelihood", {}, text, 0) for text in texts]
         told: list[float] = []
         for head, lm in answering.items():
             lm.head = head
@@ -206,13 +184,6 @@ def test_the_scores_of_documents_and_benchmarks(
     assert embedded_on(
         lambda: torch.testing.assert_close(scores(moved), here, rtol=1e-5, atol=1e-4)
     ) == {device.type}
-
-
-def check_all_on(device: torch.device, verbs: dict[str, Callable[[], Any]]) -> None:
-    """Run some verbs, which have to compute on a device alone."""
-    assert {name: embedded_on(verb) for name, verb in verbs.items()} == {
-        name: {device.type} for name in verbs
-    }
 
 
 def generated(folder: Path) -> Any:
@@ -241,55 +212,49 @@ def with_replay(config: RunConfig, folder: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("variant", "formats"),
-    [("route", ("llama", "transformers", "adapter")), ("full", ("llama",))],
+    ("variant", "formats"), [("route", "[llama, transformers, adapter]"), ("full", "llama")]
 )
 def test_every_verb_of_a_run_computes_on_the_device(
-    device: torch.device, config: RunConfig, tmp_path: Path, variant: str, formats: tuple[str, ...]
+    device: torch.device,
+    config: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+    formats: str,
 ) -> None:
+    # This device cannot be measured.
+    monkeypatch.setattr("scale_cli.commands.run._log_estimate", lambda *_: None)
     if variant == "full":
         config = with_replay(config, tmp_path)
-    config = shortened(config, tmp_path / "run", f"method={{variant: {variant}}}")
-
-    def exported(name: str) -> Callable[[], Any]:
-        return lambda: export(changed(config, f"export.format={name}"))
-
-    verbs: dict[str, Callable[[], Any]] = {
-        "upscale": lambda: upscale(config),
-        "train": lambda: train(config, None, print),
-        "evaluate": lambda: evaluate(config),
-        **{name: exported(name) for name in formats},
-        "generate": lambda: generated(config.output_dir),
-        "generate from an export": lambda: generated(RunFolder(config.output_dir).export("llama")),
-        "verify": lambda: verify(config.output_dir),
-    }
-    check_all_on(device, verbs)
+    keys = (f"method={{variant: {variant}}}", f"export.format={formats}")
+    config = shortened(config, tmp_path / "run", *keys)
+    verbs: list[Callable[[], Any]] = [
+        lambda: run_pipeline(config, print),
+        lambda: generated(config.output_dir),
+        lambda: generated(RunFolder(config.output_dir).export("llama")),
+        lambda: verify(config.output_dir),
+    ]
+    for verb in verbs:
+        assert embedded_on(verb) == {device.type}
 
 
 def test_a_precision_that_a_device_has_decided_is_kept_where_there_is_none(
     config: RunConfig, tmp_path: Path
 ) -> None:
-    config = shortened(config, tmp_path / "run")
+    config = shortened(config, tmp_path / "run", "export.format=[llama, adapter]")
     assert (config.model.dtype, config.train.mixed_precision) == ("auto", "auto")
     said: list[str] = []
     with pretended_device() as device, accelerate_on(device):
         upscale(config)
     with accelerate_on(CPU):
-        train(config, None, said.append)
-        report = evaluate(config)
-        for export_format in ("llama", "adapter"):
-            export(changed(config, f"export.format={export_format}"))
+        report = run_pipeline(config, said.append)
     assert "1 x cpu, bf16 autocast, base in bfloat16" in "\n".join(said)
-    assert (report.dtype, report.mixed_precision) == ("bfloat16", "bf16")
+    assert report and (report.dtype, report.mixed_precision) == ("bfloat16", "bf16")
     run = RunFolder(config.output_dir)
     for folder in (run.upscaled, run.final, run.evaluation, run.export("adapter")):
-        written = load_config(folder / "scale.yaml")
-        precisions = (
-            written.model.dtype,
-            written.train.mixed_precision,
-            written.evaluation.mixed_precision,
-        )
-        assert precisions == ("bfloat16", "bf16", "bf16")
+        of = load_config(folder / "scale.yaml")
+        kept = (of.model.dtype, of.train.mixed_precision, of.evaluation.mixed_precision)
+        assert kept == ("bfloat16", "bf16", "bf16")
 
 
 def test_two_runs_are_made_and_joined_on_the_device(
@@ -299,13 +264,13 @@ def test_two_runs_are_made_and_joined_on_the_device(
     one = shortened(config, tmp_path / "one", grown, f"corpus.sources=[{{{korean(tmp_path)}}}]")
     other = shortened(config, tmp_path / "other", "method={variant: route}")
     folder = tmp_path / "joined"
-    verbs: dict[str, Callable[[], Any]] = {
-        "upscale": lambda: upscale(one),
-        "train": lambda: train(one, None, print),
-        "upscale again": lambda: upscale(other),
-        "train again": lambda: train(other, None, print),
-        "join": lambda: join([one.output_dir, other.output_dir], folder, None),
-        "generate": lambda: generated(folder),
-        "verify": lambda: verify(folder),
-    }
-    check_all_on(device, verbs)
+    runs = [one.output_dir, other.output_dir]
+    verbs: list[Callable[[], Any]] = [
+        lambda: train_run(one),
+        lambda: train_run(other),
+        lambda: join(runs, folder, None),
+        lambda: generated(folder),
+        lambda: verify(folder),
+    ]
+    for verb in verbs:
+        assert embedded_on(verb) == {device.type}

@@ -1,6 +1,7 @@
 """Any verb under several processes, which are forks; `tests/integration/test_launcher.py` has them of a launcher."""
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +27,7 @@ from scale_cli.processes import (
     slow_in_bfloat16,
 )
 from scale_cli.runs.folder import TRAINED, RunFolder
-from scale_cli.storage.atomic import load_tensors, read_json
+from scale_cli.storage.atomic import load_tensors
 from scale_cli.training import loop, optimiser
 from scale_cli.training.interruption import StopRequest
 from scale_cli.training.metrics_log import read_records
@@ -105,8 +106,8 @@ def test_two_processes_run_all_verbs_as_one_does(
         trained = load_tensors(one.final / TRAINED)
         for name, tensor in load_tensors(two.final / TRAINED).items():
             torch.testing.assert_close(tensor, trained[name], rtol=1e-5, atol=1e-6, msg=name)
-    reports = [Report.from_json(read_json(run.evaluation / "report.json")) for run in (one, two)]
-    for alone, told in zip(*(report.corpora for report in reports), strict=True):
+    of_runs = (Report.load(run.evaluation).corpora for run in (one, two))
+    for alone, told in zip(*of_runs, strict=True):
         for head, figures in alone.heads.items():
             assert told.heads[head].bits_per_byte == pytest.approx(figures.bits_per_byte, rel=1e-4)
     verify(two.root)
@@ -126,40 +127,31 @@ def test_where_the_main_one_of_two_processes_is_refused_both_end_as_it_does_and_
 def count_waits() -> None:
     """Have a run print what it asked of tensors in its steps, and what is exchanged."""
     waits: Counter[str] = Counter()
-    at: list[str] = []
 
-    def counting(owner: Any, name: str, place: str | None) -> None:
-        function = getattr(owner, name)
+    def within(place: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+                    patch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
+                return work(*args)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if place is None:
-                waits.update([f"{name} in {at[-1]}"] if at else [])
-                return function(*args, **kwargs)
-            at.append(place)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                at.pop()
+        def counted(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+            def noting(*args: Any) -> Any:
+                waits[f"{name} in {place}"] += 1
+                return read(*args)
 
-        setattr(owner, name, counted)
+            return noting
 
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
-        counting(torch.Tensor, name, None)
-    counting(loop._Loop, "_take_step", "a step")
-    counting(StopRequest, "agreed", "agreeing")
+        return counting
+
+    loop._Loop._take_step = within("a step", loop._Loop._take_step)  # type: ignore[method-assign]
+    StopRequest.agreed = within("agreeing", StopRequest.agreed)  # type: ignore[method-assign]
     run_loop = loop.run_loop
 
     def run_and_tell(run: Any) -> None:
         run_loop(run)
         wrapped = run.wrapped
-        print(
-            "waits",
-            dict(waits),
-            "buffers",
-            wrapped.broadcast_buffers,
-            "views",
-            wrapped.gradient_as_bucket_view,
-        )
+        print(dict(waits), wrapped.broadcast_buffers, wrapped.gradient_as_bucket_view)
 
     vars(train_verb)["run_loop"] = run_and_tell
 
@@ -170,15 +162,11 @@ def test_between_logs_no_process_of_several_waits_for_its_device(tmp_path: Path)
     runs = Runs(tmp_path)
     config = str(runs.config("two"))
     assert run_verb("upscale", config).exit_code == 0
-    few = (
-        "train.max_steps=5",
-        "train.log_every_steps=5",
-        "train.save_every_steps=5",
-        "train.eval_every_steps=null",
-    )
+    keys = "max_steps=5 log_every_steps=5 save_every_steps=5 eval_every_steps=null"
+    few = [f"train.{key}" for key in keys.split()]
     for ended in ended_group(start_group("train", config, *few, num_processes=2, hook=count_waits)):
         assert ended.exit_code == 0, ended.printed
-        assert "waits {'item in agreeing': 3} buffers False views True" in ended.printed
+        assert "{'item in agreeing': 3} False True" in ended.printed
 
 
 @pytest.mark.usefixtures("group")

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import check_written_export, export, export_is_finished
@@ -68,31 +68,23 @@ def test_a_lora_adapter_is_loaded_by_peft_and_by_us_as_what_was_trained(
     assert torch.equal(answered(load_onto_base(folder, config.model)), expected)
     text, original = "Once upon a time", AutoTokenizer.from_pretrained(config.model.base)
     assert AutoTokenizer.from_pretrained(folder)(text).input_ids == prompt_ids(original, text)
-    told = read_json(folder / "adapter_config.json")
-    assert (told["base_model_name_or_path"], told["peft_type"]) == (config.model.base, "LORA")
-    assert (told["r"], told["target_modules"]) == (16, sorted(config.method.settings.targets))
-    (tensors,) = folder.glob("*.safetensors")
-    assert tensors.name == "adapter_model.safetensors"
-    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in load_tensors(tensors)
     assert "library_name: peft" in (folder / "README.md").read_text()
-
-
-def corrupted(model: PreTrainedModel) -> PreTrainedModel:
-    with torch.no_grad():
-        model.get_parameter("model.norm.weight")[7] *= 1.01
-    return model
 
 
 def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run(ROUTE)
-    monkeypatch.setattr(
-        "scale_cli.export.formats.plain_model", lambda *given: corrupted(plain_model(*given))
-    )
+
+    def corrupted(*given: Any) -> Any:
+        model = plain_model(*given)
+        model.get_parameter("model.norm.weight").data[7] *= 1.01
+        return model
+
+    monkeypatch.setattr("scale_cli.export.formats.plain_model", corrupted)
     with pytest.raises(ExportParityError, match="does not compute what the trained model computes"):
         export(config)
-    assert list((config.output_dir / "export").iterdir()) == []
+    assert not any((config.output_dir / "export").iterdir())
 
 
 def test_an_export_has_the_dtype_of_the_base_and_those_of_others_lie_beside_it(

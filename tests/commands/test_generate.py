@@ -1,5 +1,4 @@
 import json
-import math
 import re
 import shutil
 from dataclasses import replace
@@ -7,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from tests.command_line import Scale
 from tests.data.corpus_files import source_of
 from tests.small_runs import changed, petitions_run, train_run
 from tests.torture.attacker import edit_json
-from tests.widening import lower_stories
+from tests.widening import lower_stories, routed_heads
 
 PROMPTS = ["Once upon a time", "Lily saw a big", "학교에서"]
 GREEDY = Sampling(max_new_tokens=12)
@@ -103,10 +103,7 @@ def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_it(
     asked = generator.prompt_ids([{"role": "user", "content": f"a{mark}b"}])
     assert generator.tokenizer.eos_token_id not in asked.tolist()
     assert mark in str(generator.tokenizer.decode(asked))
-    for template, told in (
-        ("{{ raise_exception('no') }}", "the chat template refuses .*: no$"),
-        (None, "has no chat template"),
-    ):
+    for template, told in (("{{ raise_exception('no') }}", "refuses .*: no$"), (None, "has no")):
         generator.tokenizer.chat_template = template
         with pytest.raises(ConfigError, match=told):
             generator.continue_all([turns], GREEDY)
@@ -131,30 +128,22 @@ def test_a_prompt_in_the_new_script_begins_with_the_trained_head(
 def test_at_a_terminal_a_conversation_goes_on(
     run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = ["Once upon a time", "   ", "And then?"]
-
-    def one_line(_: str) -> str:
-        if not lines:
-            raise EOFError
-        return lines.pop(0)
-
+    lines = Mock(side_effect=["Once upon a time", "   ", "And then?", EOFError])
     seen: list[list[dict[str, str]]] = []
     continue_all = Generator.continue_all
 
     def noted(self: Generator, prompts: Any, *rest: Any) -> list[Continuation]:
-        seen.extend([dict(turn) for turn in prompt] for prompt in prompts)
+        seen.extend([*prompt] for prompt in prompts)
         return continue_all(self, prompts, *rest)
 
     monkeypatch.setattr(Generator, "continue_all", noted)
-    monkeypatch.setattr("builtins.input", one_line)
+    monkeypatch.setattr("builtins.input", lines)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     done = scale("generate", run.output_dir, "--chat", "--max-new-tokens", "6")
     assert done.exit_code == 0 and len(done.stdout.splitlines()) >= 2
-    assert [[turn["role"] for turn in turns] for turns in seen] == [
-        ["user"],
-        ["user", "assistant", "user"],
-    ]
-    assert seen[1][0] == seen[0][0] == {"role": "user", "content": "Once upon a time"}
+    (first,), (again, answer, then) = seen
+    assert first == again == {"role": "user", "content": "Once upon a time"}
+    assert (answer["role"], then["role"], then["content"]) == ("assistant", "user", "And then?")
 
 
 def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(
@@ -162,16 +151,12 @@ def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(
 ) -> None:
     assert isinstance(generator.model, ScaleForCausalLM)
     prompt = generator.prompt_ids(PROMPTS[0]).tolist()
-    ids = prompt + generator.tokenizer(continued[0].completion, add_special_tokens=False).input_ids
-    with torch.no_grad():
-        states = generator.model.final_states(torch.tensor([ids]), preserved=True)
-        heads = [
-            logits[0].double().log_softmax(-1) for logits in generator.model.routed_logits(states)
-        ]
+    logits = routed_heads(generator.model, torch.tensor([prompt]))
+    heads = [of_head[0].double().softmax(-1) for of_head in logits]
     weight = 0.98  # the prompt has no letter of the new script
-    for position, token in enumerate(ids[1 : len(prompt)]):
-        said = [math.exp(head[position, token]) for head in heads]
-        weight = weight * said[0] / (weight * said[0] + (1 - weight) * said[1])
+    for position, token in enumerate(prompt[1:]):
+        base, trained = (float(head[position, token]) for head in heads)
+        weight = weight * base / (weight * base + (1 - weight) * trained)
     shares = [token.shares or {} for token in continued[0].tokens]
     assert shares[0]["base"] == pytest.approx(weight, rel=1e-3)
     assert all(sum(share.values()) == pytest.approx(1.0) for share in shares)
@@ -207,25 +192,21 @@ def test_what_is_asked_for_alone_decides_the_text(
 def test_every_end_that_the_bases_settings_name_ends_a_text(
     run: RunConfig, generator: Generator, continued: list[Continuation]
 ) -> None:
-    framed = [generator.framed(prompt) for prompt in PROMPTS]
-    new = [
-        generator.model.generate(
-            prompt.ids_T[None], max_new_tokens=8, do_sample=False, router_prior=prompt.base_prior
-        )[0, len(prompt.ids_T) :].tolist()
-        for prompt in framed
-    ]
+    new = []
+    for prompt in map(generator.framed, PROMPTS):
+        asked: dict[str, Any] = {"max_new_tokens": 8, "router_prior": prompt.base_prior}
+        whole = generator.model.generate(prompt.ids_T[None], do_sample=False, **asked)[0]
+        new.append(whole[len(prompt.ids_T) :].tolist())
     ends = [generator.tokenizer.eos_token_id, new[0][4], new[1][5]]
     many = shutil.copytree(
         run.output_dir / "export" / "transformers", run.output_dir.parent / "many-ends"
     )
     edit_json(many / "generation_config.json", {"eos_token_id": ends})
-    for cut, text, row in zip(
-        Generator(many).continue_all(PROMPTS, GREEDY), continued, new, strict=True
-    ):
-        expected = min(
-            (row.index(end) for end in ends if end in row), default=GREEDY.max_new_tokens
-        )
-        assert len(cut.tokens) == expected and text.completion.startswith(cut.completion)
+    cut = Generator(many).continue_all(PROMPTS, GREEDY)
+    for short, text, row in zip(cut, continued, new, strict=True):
+        places = (row.index(end) for end in ends if end in row)
+        assert len(short.tokens) == min(places, default=GREEDY.max_new_tokens)
+        assert text.completion.startswith(short.completion)
 
 
 def test_text_is_on_standard_output_with_its_heads_where_asked_and_as_json_of_lines(
@@ -233,21 +214,18 @@ def test_text_is_on_standard_output_with_its_heads_where_asked_and_as_json_of_li
 ) -> None:
     texts = [printable(c.prompt + c.completion) for c in continued[:2]]
     command = ("generate", run.output_dir, "--max-new-tokens", "12", "--prompt", PROMPTS[0])
-    for number in (1, 2):  # one prompt is printed as it comes
-        done = scale(*command, *("--prompt", PROMPTS[1])[: 2 * number - 2])
-        assert done.stdout == "\n--------\n".join(texts[:number]) + "\n"
+    more: list[str]
+    for more, shown in ([], texts[:1]), (["--prompt", PROMPTS[1]], texts):
+        done = scale(*command, *more)
+        assert done.stdout == "\n--------\n".join(shown) + "\n"
         assert done.stderr.startswith("shares of the heads in ") and done.stderr.count("\n") == 1
-    spoken = re.split(
-        r"\[(base|trained)\]", scale(*command, "--show-heads").stdout.removesuffix("\n")
-    )
-    assert "".join(spoken[::2]) == f"{PROMPTS[0]}{continued[0].completion}" and len(spoken) > 1
+    spoken = re.split(r"\[(base|trained)\]", scale(*command, "--show-heads").stdout)
+    assert "".join(spoken[::2]) == texts[0] + "\n" and len(spoken) > 1
     assert all(before != after for before, after in pairwise(spoken[1::2]))
     monkeypatch.setattr("sys.stdin", ["Once\r\n", "\r\n", "Lily"])
     told = [json.loads(line) for line in scale(*command[:4], "--json").stdout.splitlines()]
     assert [one["prompt"] for one in told] == ["Once", "Lily"]
-    for one in told:
-        assert len(one["tokens"]) == 12
-        assert set(one["tokens"][0]["shares"]) == {"base", "trained"}
+    assert told[0]["tokens"][11]["shares"].keys() == {"base", "trained"}
 
 
 def test_an_answer_that_ends_at_once_is_told_and_its_model_has_its_heads(
@@ -326,7 +304,7 @@ def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_repl
         return [json.loads(line)["text"] for line in file.read_text().splitlines()]
 
     texts = drawn("one.jsonl")
-    assert len(set(texts)) == 5 == len(texts)
+    assert len({*texts}) == 5
     assert drawn("again.jsonl") == texts
     assert not set(drawn("other.jsonl", "--seed", "1")) & set(texts)
     begun = drawn("begun.jsonl", "--prompt", "Once", "--prompt", "Lily")

@@ -1,6 +1,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
+from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.planning import device as speed
 from scale_cli.planning.device import peak_tokens_per_s
 from scale_cli.planning.sizes import BaseSizes
@@ -46,7 +48,7 @@ def assert_same_run(one: RunFolder, other: RunFolder) -> None:
     assert are_equal(trained(one.final), trained(other.final))
 
 
-OTHERWISE = (
+MUON = (
     "train.eval_every_steps=4",
     "train.optimiser=muon",
     "train.schedule=wsd",
@@ -82,25 +84,19 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
     run = upscaled(config)
     position = train(config, None, print)
     logged = [record for record in read_records(run.metrics) if "loss" in record]
-    before = [0, *(record["num_tokens"] for record in logged)]
-    steps = [(0, 2), (2, 4), (4, 6), (6, 8), (8, 9)]
-    assert [record["tokens_per_s"] for record in logged] == [
-        pytest.approx((after - earlier) / (last - first), abs=0.1)
-        for earlier, after, (first, last) in zip(before, before[1:], steps, strict=False)
-    ]
+    assert [record["step"] for record in logged] == [2, 4, 6, 8, 9]
+    start: dict[str, Any] = {"num_tokens": 0, "step": 0}
+    for earlier, record in pairwise([start, *logged]):
+        tokens, steps = (record[key] - earlier[key] for key in ("num_tokens", "step"))
+        assert record["tokens_per_s"] == pytest.approx(tokens / steps, abs=0.1)
     assert (logged[-1]["evaluating_s"], logged[-1]["saving_s"]) == (2 * 7200.0, 2 * 3600.0)
     sizes = BaseSizes.of(Run(config).base_config.to_dict(), "base")
     peak = peak_tokens_per_s(config, sizes, "cpu", 1)
     assert peak is not None
-    assert [record["mfu"] for record in logged] == [
-        pytest.approx(record["tokens_per_s"] / peak, abs=1e-4) for record in logged
-    ]
-    assert (position.stepping_s, position.evaluating_s, position.saving_s) == (
-        9.0,
-        2 * 7200.0,
-        3 * 3600.0,
-    )
-    assert position.elapsed_s == position.stepping_s + position.evaluating_s + position.saving_s
+    for record in logged:
+        assert record["mfu"] == pytest.approx(record["tokens_per_s"] / peak, abs=1e-4)
+    spent = (position.stepping_s, position.evaluating_s, position.saving_s)
+    assert spent == (9.0, 2 * 7200.0, 3 * 3600.0) and position.elapsed_s == sum(spent)
     cost = read_json(run.final / "cost.json")
     assert cost["tokens_per_s"] == position.tokens_per_s == position.num_tokens / 9
     assert TrainState.load(run.final) == position
@@ -149,11 +145,11 @@ def everything(tmp_path: Path, shared_data: Path) -> tuple[str, ...]:
 def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    everything: tuple[str, ...],
     kind: str,
 ) -> None:
     """Steps after the last checkpoint are done again; the log shows none of them twice. One step is not finite."""
-    overrides = OTHERWISE if kind == "muon" else request.getfixturevalue(kind)
+    overrides = MUON if kind == "muon" else everything
     whole, cut = (make_config(name, *overrides) for name in ("whole", "cut"))
     kill_at: list[int] = []
 
@@ -165,8 +161,8 @@ def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
             raise Killed
         if kind != "everything" or done != 4:
             return take()
-        parameter = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-        poison = parameter.register_hook(lambda gradient: gradient * torch.nan)
+        trains = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        poison = trains.register_hook(lambda gradient: gradient * torch.nan)
         taken = take()
         poison.remove()
         return taken
@@ -178,9 +174,8 @@ def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
         with pytest.raises(Killed):
             go_on(cut)
         logged = [record["step"] for record in metrics(run) if "loss" in record]
-        assert logged[-1] == step - step % whole.train.log_every_steps and logged == sorted(
-            set(logged)
-        )
+        assert logged == sorted({*logged})
+        assert logged[-1] == step - step % whole.train.log_every_steps
     kill_at.clear()
     go_on(cut)
     assert TrainState.load(run.checkpoint(9)).skipped_steps == (kind == "everything")
@@ -189,20 +184,11 @@ def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
 
 def test_checkpoints_hold_the_expansion_and_nothing_frozen(make_config: MakeConfig) -> None:
     config = make_config("run")
-    added = {
-        name
-        for name, parameter in upscale(config).load_to_train().named_parameters()
-        if parameter.requires_grad
-    }
+    added = {*trainable_parameters(upscale(config).load_to_train())}
     train(config, None, print)
     assert all(name.startswith("expansion.") for name in added)
     run = RunFolder(config.output_dir)
     kept = sorted(run.checkpoints.iterdir())
     assert [folder.name for folder in kept] == ["step-00000006", "step-00000009"]
-    assert set(trained(kept[-1])) == added
-    assert {
-        name.partition(".")[2] for name in load_tensors(kept[-1] / "optimiser.safetensors")
-    } == added
-    assert not [
-        file for file in run.root.rglob("*") if file.suffix in (".pt", ".bin", ".pkl", ".pth")
-    ]
+    moments = load_tensors(kept[-1] / "optimiser.safetensors")
+    assert {*trained(kept[-1])} == added == {name.partition(".")[2] for name in moments}

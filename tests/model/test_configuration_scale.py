@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scale_cli.model import configuration_scale
+from scale_cli.model import cache_scale, configuration_scale
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.19.1"])
@@ -22,10 +22,8 @@ def test_under_an_older_transformers_a_self_contained_folder_names_the_one_it_ne
         runpy.run_path(configuration_scale.__file__)
 
 
-def test_this_package_asks_for_the_least_version() -> None:
+def test_pyproject_allows_the_versions_of_transformers_that_the_code_takes() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     least = ".".join(map(str, configuration_scale.LEAST_TRANSFORMERS))
-    project = tomllib.loads(
-        (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    )
-    (allowed,) = (one for one in project["project"]["dependencies"] if "transformers" in one)
-    assert allowed.startswith(f"transformers>={least},")
+    first_untested = "{}.{}".format(*cache_scale.FIRST_UNTESTED)
+    assert f"transformers>={least},<{first_untested}" in project["dependencies"]

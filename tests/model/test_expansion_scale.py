@@ -49,24 +49,14 @@ class Kernel:
         attention_mask: Any,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        for unread in (
-            "use_cache",
-            "output_router_logits",
-        ):  # the base's layers hand them on, and no kernel reads them
+        # The base's layers hand them on, and no kernel reads them.
+        for unread in ("use_cache", "output_router_logits"):
             options.pop(unread, None)
-        heads = (
-            {"query": query, "key": key, "value": value}
-            if query.shape[1] == module.config.num_attention_heads
-            else {}
-        )
-        options |= {
-            "layer": module.layer_idx,
-            "sliding_window": options.get("sliding_window"),
-            "mask": attention_mask,
-        }
-        self.calls.append(
-            {name: comparable(argument) for name, argument in (options | heads).items()}
-        )
+        options |= {"layer": module.layer_idx, "mask": attention_mask}
+        options.setdefault("sliding_window")
+        if query.shape[1] == module.config.num_attention_heads:
+            options |= {"query": query, "key": key, "value": value}
+        self.calls.append({name: comparable(argument) for name, argument in options.items()})
         return value.repeat_interleave(module.num_key_value_groups, dim=1).transpose(1, 2), None
 
     def taken(self) -> list[dict[str, Any]]:
@@ -91,16 +81,15 @@ def test_a_kernel_gets_of_every_layer_what_it_gets_in_the_base_and_the_same_for_
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention, kernel)
     model.base.config._attn_implementation = attention
     for inputs in INPUTS.values():
-        with (
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
-        ):  # flex attention's masks need no compiler
+        # Flex attention's masks need no compiler.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             model.base(input_ids=IDS, use_cache=False, **inputs)
             of_base = kernel.taken()
             model(input_ids=IDS, use_cache=False, **inputs)
         of_widened = kernel.taken()
         assert of_widened[::2] == of_base
         shared = of_base[0].keys() - {"query", "key", "value"}
-        assert [{name: call[name] for name in shared} for call in of_widened[1::2]] == [
-            {name: call[name] for name in shared} for call in of_base
-        ]
+        for added, of_layer in zip(of_widened[1::2], of_base, strict=True):
+            assert {name: added[name] for name in shared} == {
+                name: of_layer[name] for name in shared
+            }

@@ -216,27 +216,14 @@ def test_an_export_is_exact_where_a_norm_of_what_a_layer_makes_meets_its_epsilon
     model = as_if_trained(widen(tiny(family, base_dtype), "adapt", ratio=0.5))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            # The mean square of a head, or of what is written, is about eps.
             if any(of in name for of in maps):
-                parameter.mul_(
-                    0.003
-                )  # the mean square of a head, or of what is written, is about eps
+                parameter.mul_(0.003)
     exported = dense_model(model, dtype, [IDS])
     parity = measure_parity(exported, model, trained_logits, [ids[None] for ids in IDS])
-    assert dtype == "bfloat16" or parity.max_logit_difference <= max(
-        2e-5, 2 * parity.own_max_difference
-    )
+    if dtype == "float32":
+        assert parity.max_logit_difference <= max(2e-5, 2 * parity.own_max_difference)
     check_parity(parity, dtype)
-
-
-@families
-def test_routed_generation_with_a_cache_is_that_without_one(family: str) -> None:
-    model: Any = as_if_trained(widen(tiny(family), "route", "top:1", ratio=0.5))
-    settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    with torch.no_grad():
-        cached, plain = (
-            model.generate(IDS[:, :9], use_cache=use, **settings) for use in (True, False)
-        )
-    assert torch.equal(cached, plain)
 
 
 @families

@@ -22,9 +22,8 @@ def test_weights_are_lowered_and_their_gradients_raised_as_autocast_does_it() ->
     with torch.autocast("cpu", torch.bfloat16):
         lowered = tuple(cast_for_products(weights).values())
     expected = tuple(weight.bfloat16() for weight in weights)
-    assert {one.dtype for one in lowered} == {torch.bfloat16} and all(
-        map(torch.equal, lowered, expected)
-    )
+    assert {one.dtype for one in lowered} == {torch.bfloat16}
+    assert all(map(torch.equal, lowered, expected))
     given = [random(*weight.shape, seed=7).bfloat16() for weight in weights]
     ours, theirs = (torch.autograd.grad(made, weights, given) for made in (lowered, expected))
     assert all(map(torch.equal, ours, theirs))
@@ -49,17 +48,11 @@ def test_a_training_forward_of_sixteen_layers_launches_at_most_1500_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", 8 * 61)
-    monkeypatch.setattr(
-        routing, "FEWEST_ROWS", 8
-    )  # 16 chunks of the loss, as a GPU has of 8,192 tokens
+    # 16 chunks of the loss, as a GPU has of 8,192 tokens.
+    monkeypatch.setattr(routing, "FEWEST_ROWS", 8)
     model = widen(tiny_llama(num_hidden_layers=16).bfloat16(), "preserve")
     ids = random_ids(1, 128)
     with torch.autocast("cpu", torch.bfloat16), _Kernels() as kernels:
-        model.train()(
-            ids,
-            labels=ids,
-            shift_labels=ids,
-            num_items_in_batch=128,
-            token_losses=torch.empty(1, 128),
-        )
+        options = {"num_items_in_batch": 128, "token_losses": torch.empty(1, 128)}
+        model.train()(ids, labels=ids, shift_labels=ids, **options)
     assert kernels.count <= 1500

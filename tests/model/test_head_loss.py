@@ -33,26 +33,20 @@ def compare(chunked: Tensor, whole: Tensor, leaves: list[Tensor]) -> None:
 
 @pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize("weights", [None, (0.7, 0.0, 2.0)], ids=["plain", "distilled"])
-def test_loss_and_gradients_are_those_of_whole_logits(
-    weights: tuple[float, ...] | None,
-) -> None:
+def test_loss_and_gradients_are_those_of_whole_logits(weights: tuple[float, ...] | None) -> None:
     x, u, base_head, head, targets = inputs(torch.float64)
-    leaves = [
-        tensor.requires_grad_() for tensor in ((x, u, head) if weights is None else (u, head))
-    ]
+    leaves = [u.requires_grad_(), head.requires_grad_()]
+    if weights is None:
+        leaves.append(x.requires_grad_())
     base = x @ base_head.T
     trained = base + u @ head.T
     whole = F.cross_entropy(trained.flatten(0, 1), targets.flatten(), reduction="sum")
     if weights is not None:
-        apart = F.kl_div(
-            trained.log_softmax(-1), base.log_softmax(-1), log_target=True, reduction="none"
-        ).sum(-1)
+        shares, of_base = trained.log_softmax(-1), base.log_softmax(-1)
+        apart = F.kl_div(shares, of_base, log_target=True, reduction="none").sum(-1)
         whole = whole + (apart * (targets != IGNORED) * torch.tensor(weights).unsqueeze(1)).sum()
-    compare(
-        trained_head_cross_entropy(x, u, base_head, head, targets, distillation=weights),
-        whole,
-        leaves,
-    )
+    chunked = trained_head_cross_entropy(x, u, base_head, head, targets, distillation=weights)
+    compare(chunked, whole, leaves)
 
 
 @pytest.mark.usefixtures("in_chunks")
@@ -79,24 +73,20 @@ def test_a_sequence_that_is_not_distilled_keeps_every_bit_and_without_one_the_lo
     assert torch.equal(loss, plain_loss) and torch.equal(gradient, plain)
     loss, gradient = loss_and_gradient((0.0, 0.5, 0.0))
     assert loss > plain_loss
-    assert [torch.equal(one, other) for one, other in zip(gradient, plain, strict=True)] == [
-        True,
-        False,
-        True,
-    ]
+    is_same = [torch.equal(one, other) for one, other in zip(gradient, plain, strict=True)]
+    assert is_same == [True, False, True]
 
 
 def test_under_autocast_it_is_as_near_to_float32_as_whole_logits_are() -> None:
     x, u, base_head, head, targets = inputs(torch.float32)
     u.requires_grad_()
-    (exact,) = torch.autograd.grad(trained_head_cross_entropy(x, u, base_head, head, targets), u)
+
+    def gradient(loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, u)[0]
+
+    exact = gradient(trained_head_cross_entropy(x, u, base_head, head, targets))
     with torch.autocast("cpu", torch.bfloat16):
-        (chunked,) = torch.autograd.grad(
-            trained_head_cross_entropy(x, u, base_head, head, targets), u
-        )
-        logits = F.linear(x, base_head) + F.linear(u, head)
-        whole_loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
-        )
-    (whole,) = torch.autograd.grad(whole_loss, u)
+        chunked = gradient(trained_head_cross_entropy(x, u, base_head, head, targets))
+        logits = (F.linear(x, base_head) + F.linear(u, head)).flatten(0, 1).float()
+        whole = gradient(F.cross_entropy(logits, targets.flatten(), reduction="sum"))
     assert (chunked - exact).norm() <= 1.2 * (whole - exact).norm()

@@ -56,20 +56,18 @@ def test_scoring_a_text_and_answering_by_a_head_make_no_product_for_each_sequenc
 ) -> None:
     model = MODELS[name]()
     check_products(lambda: token_log_probs(model, IDS, IDS))
-    answers = SelectableHeads(
-        model, RouterConfig(), ["base", "one", "other"] if name == "joined" else TWO_HEADS
-    )
+    heads = ["base", "one", "other"] if name == "joined" else TWO_HEADS
+    answers = SelectableHeads(model, RouterConfig(), heads)
     for answers.head in ("base", "posterior"):
         check_products(lambda: answers.answers(IDS, PADDED, **OPTIONS))
 
 
-@pytest.mark.parametrize("rule", ["posterior", "cosine", "one row"])
-def test_neither_does_a_model_that_serves_nor_its_plain_export_with_its_router(rule: str) -> None:
-    model: Any = as_if_trained(widen(tiny_llama(), "route"))
-    if rule == "one row":
+@pytest.mark.parametrize("serve", ["posterior", "cosine", "one row"])
+def test_neither_does_a_model_that_serves_nor_its_plain_export_with_its_router(serve: str) -> None:
+    rule = "cosine" if serve == "cosine" else "posterior"
+    model: Any = as_if_trained(widen(tiny_llama(), "route", rule=rule))
+    if serve == "one row":
         model = routed(model).requires_grad_(False)
-    else:
-        model.config.router_rule = rule
     for kept in (0, 5):
         check_products(partial(model, input_ids=IDS, attention_mask=PADDED, logits_to_keep=kept))
     check_products(lambda: model.generate(IDS, attention_mask=PADDED, **OPTIONS))

@@ -23,7 +23,6 @@ from tests.widening import (
     joined,
     routed_heads,
     tiny_llama,
-    trained_head,
     widen,
 )
 
@@ -56,13 +55,9 @@ def together() -> JoinedForCausalLM:
 
 def said_alone(name: str, ids: Tensor) -> Tensor:
     """Return what the logits of a run alone, or of its base, give each of (T,) ids after the first."""
-    model = alone("none" if name == "base" else name)
-    logits = (
-        routed_heads(model, ids[None, :-1])[0]
-        if name == "base"
-        else trained_head(model, ids[None, :-1])
-    )
-    return logits[0].double().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    heads = routed_heads(alone("none" if name == "base" else name), ids[None, :-1])
+    logits_TV = heads[0 if name == "base" else 1][0].double()
+    return logits_TV.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -73,15 +68,10 @@ def test_of_a_document_without_the_others_script_a_head_says_what_it_says_alone(
     name: str, drawn: list[int]
 ) -> None:
     places, knows = PLACES[name], NEW.get(name)
-    mine, own = (
-        range(OLD + places.start, OLD + places.stop),
-        () if knows is None else knows.own_pieces,
-    )
-    document = [
-        index
-        for index in drawn
-        if index in mine or (index < OLD and (index in own or index not in OWN))
-    ]
+    mine = range(OLD + places.start, OLD + places.stop)
+    others = {*OWN} - {*(() if knows is None else knows.own_pieces)}
+    old = {*range(OLD)} - others
+    document = [index for index in drawn if index in mine or index in old]
     ids = torch.tensor(document if len(document) > 1 else [SPACE, 20, SPACE])
     said_KBT = token_log_probs(together(), ids[None, :-1], ids[None, 1:]).log_probs_KBT
     said = said_KBT[["base", *RUNS].index(name), 0].double()
@@ -98,9 +88,8 @@ def test_a_head_says_the_same_of_logits_by_ids_whatever_stands_at_the_tokens_tha
     for head, of_head in enumerate(shares):
         if of_head is not None:
             ids = torch.tensor(config.token_ids(head))
-            by_ids = torch.randn(
-                3, config.vocab_size, generator=torch.Generator().manual_seed(head)
-            )
+            draw = torch.Generator().manual_seed(head)
+            by_ids = torch.randn(3, config.vocab_size, generator=draw)
             first, end = config.known_by_heads()[head]
             num_known = OLD + end - first
             assert torch.equal(of_head(by_ids), of_head(by_ids[:, ids[:num_known]]))

@@ -40,11 +40,8 @@ def grown(shared_data: Path) -> tuple[Tokenizer, Tokenizer, ScaleForCausalLM]:
         first_id,
     )
     of_each = pieces(new, spelling, first_id)
-    own = [
-        i
-        for i in {one[0] for one in of_each}
-        if HANGUL.alone_begins(spelling.to_bytes(str(old.id_to_token(i))))
-    ]
+    spelled = {one[0]: spelling.to_bytes(str(old.id_to_token(one[0]))) for one in of_each}
+    own = [piece for piece, begins in spelled.items() if HANGUL.alone_begins(begins)]
     model = widen(base, "route", new=NewPieces([" ".join(map(str, o)) for o in of_each], own))
     with torch.no_grad():
         model.expansion.lm_head.weight.normal_(generator=torch.Generator().manual_seed(0))
@@ -70,11 +67,9 @@ def test_a_mixed_document_is_routed_within_the_bound_against_the_base_that_reads
     before, after = (
         tokenizer.encode(text, add_special_tokens=False).ids for tokenizer in (old, new)
     )
-    assert cost(model, after) <= cost(model.base, before) + math.log(2) + 1e-3
-    shared = next(
-        (at for at, pair in enumerate(zip(before, after, strict=False)) if len(set(pair)) > 1),
-        len(after),
-    )
-    if shared:
-        assert cost(model, after[:shared]) <= cost(model.base, before[:shared]) + math.log(2) + 1e-3
+    pairs = enumerate(zip(before, after, strict=False))
+    shared = next((at for at, (one, other) in pairs if one != other), len(after))
+    for length in {shared, None} - {0}:
+        bound = cost(model.base, before[:length]) + math.log(2) + 1e-3
+        assert cost(model, after[:length]) <= bound
     assert (before == after) == (not re.search(f"[{HANGUL.characters}]", text))

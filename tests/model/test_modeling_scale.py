@@ -46,9 +46,8 @@ def test_a_broken_expansion_reaches_neither_the_base_logits_nor_the_routed_ones(
     for rule in ("posterior", "cosine"):
         model.config.router_rule = rule
         routed = model(input_ids=input_ids, use_cache=False).logits
-        torch.testing.assert_close(
-            routed, expected, rtol=1e-6, atol=1e-5 if rule == "posterior" else 0.0
-        )
+        atol = 1e-5 if rule == "posterior" else 0.0
+        torch.testing.assert_close(routed, expected, rtol=1e-6, atol=atol)
 
 
 @torch.no_grad()
@@ -56,15 +55,12 @@ def test_scores_of_an_untrained_route_are_the_bases_logits_so_that_a_repetition_
     None
 ):
     base: Any = tiny_llama()
-    prompt = IDS
     settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
-    plain, penalised = (
-        base.generate(prompt, repetition_penalty=penalty, **settings) for penalty in (1.0, 1.3)
-    )
-    assert not torch.equal(plain, penalised)
+    penalised = base.generate(IDS, repetition_penalty=1.3, **settings)
+    assert not torch.equal(base.generate(IDS, **settings), penalised)
     model: Any = widen(base, "route")
-    torch.testing.assert_close(model(prompt).logits, base(prompt).logits, rtol=1e-5, atol=1e-5)
-    assert torch.equal(model.generate(prompt, repetition_penalty=1.3, **settings), penalised)
+    torch.testing.assert_close(model(IDS).logits, base(IDS).logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(model.generate(IDS, repetition_penalty=1.3, **settings), penalised)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +104,9 @@ def test_a_loaded_model_lies_on_one_device_or_is_refused(tmp_path: Path, model_c
     # The room there is would put its parts into different places.
     loaded = model_class.from_pretrained(tmp_path, device_map="auto", max_memory={"cpu": 20_000})
     assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}
-    assert torch.equal(
-        loaded(input_ids=some_ids(1, 9)).logits, model(input_ids=some_ids(1, 9)).logits
-    )
+    assert torch.equal(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits)
     for parts in ({"": "cpu", "base.model.layers.0": "meta"}, {"": "disk"}):
-        with pytest.raises(
-            ValueError, match="device_map: a widened model must lie on one device, not on"
-        ):
+        with pytest.raises(ValueError, match=r"device_map: .* on one device"):
             model_class.from_pretrained(tmp_path, device_map=parts)
 
 

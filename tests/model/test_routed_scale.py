@@ -85,9 +85,8 @@ def test_it_answers_as_the_two_streams_do_with_padding_and_without_and_has_their
     close(ours, theirs)
     theirs.backward()
     close(answered(one_row), answered(two_streams))
-    with_padding = {"attention_mask": PADDED}
-    seen = PADDED.bool()
-    close(answered(one_row, **with_padding)[seen], answered(two_streams, **with_padding)[seen])
+    ours, theirs = (answered(model, attention_mask=PADDED)[PADDED.bool()] for model in pair)
+    close(ours, theirs)
 
 
 @pytest.mark.parametrize("family", BASES)
@@ -115,15 +114,9 @@ def test_positions_are_read_a_few_at_a_time_and_kept_as_they_are_asked_for(
     monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", 3 * 2 * 61)
     monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
     monkeypatch.setattr(RoutedModel, "_head_logits", reading)
-    index = torch.tensor([13, 2, 19])
-    for keep, expected in (
-        (0, whole),
-        (1, whole[:, -1:]),
-        (8, whole[:, -8:]),
-        (99, whole),
-        (index, whole[:, index]),
-    ):
-        close(answered(one_row, attention_mask=PADDED, logits_to_keep=keep), expected)
+    for keep in (0, 1, 8, 99, torch.tensor([13, 2, 19])):
+        kept = slice(-keep, None) if isinstance(keep, int) else keep
+        close(answered(one_row, attention_mask=PADDED, logits_to_keep=keep), whole[:, kept])
     assert max(read) == 3
 
 
@@ -151,12 +144,10 @@ def test_however_it_generates_the_tokens_are_the_same(pair: Pair, way: str) -> N
 def test_it_goes_on_as_the_two_streams_do_from_any_prior(pair: Pair, cache: str) -> None:
     two_streams, one_row = pair
     options: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "attention_mask": PADDED}
-    said = []
     for prior in (1e-9, 0.5, torch.tensor([0.98, 0.02])):
-        generated = two_streams.generate(IDS, router_prior=prior, **options)
-        options_of_row = options | {"cache_implementation": cache}
-        assert torch.equal(one_row.generate(IDS, router_prior=prior, **options_of_row), generated)
-        said.append(generated)
+        options["router_prior"] = prior
+        generated = one_row.generate(IDS, **options, cache_implementation=cache)
+        assert torch.equal(generated, two_streams.generate(IDS, **options))
     with torch.no_grad():
         weights = one_row.log_weights(IDS[:, :1], router_prior=0.02).exp()
     assert weights[0].flatten().tolist() == pytest.approx([0.02, 0.02])
@@ -177,9 +168,8 @@ def test_a_step_with_a_static_cache_is_one_graph(two: Pair) -> None:
             asked = inputs(ids, next_sequence_length=1, attention_mask=mask, **{CACHE: cache})
             state = cache.layers[-1].last.logits_KBV.data_ptr()
             logits = step(**asked).logits
-            assert cache.layers[-1].last.logits_KBV.data_ptr() == state, (
-                "graphs replay on fixed addresses"
-            )
+            # Graphs replay on fixed addresses.
+            assert cache.layers[-1].last.logits_KBV.data_ptr() == state
     assert torch.equal(ids, expected)
 
 
@@ -217,15 +207,12 @@ def test_one_token_in_16_bits_asks_the_head_once_and_so_does_any_head_that_is_no
     cache = hooked(IDS[:1], use_cache=True)[CACHE]
     hooked(IDS[:1, :1], cache=cache)
     assert asked == [(2, 1, 1, hooked.config.hidden_size)]
-    hooked = copy.deepcopy(two[1])
-    add_hook_to_module(
-        hooked.lm_head, ModelHook()
-    )  # as accelerate puts one where it moves a module about
+    hooked, quantised = copy.deepcopy(two[1]), copy.deepcopy(two[1])
+    # As accelerate puts one where it moves a module about.
+    add_hook_to_module(hooked.lm_head, ModelHook())
     close(answered(hooked), answered(two[1]))
-    quantised = copy.deepcopy(two[1])
-    quantised.lm_head = torch.ao.quantization.quantize_dynamic(
-        torch.nn.Sequential(quantised.lm_head)
-    )[0]
+    in_8_bits = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(quantised.lm_head))
+    quantised.lm_head = in_8_bits[0]
     assert type(quantised.lm_head) is not torch.nn.Linear
     wanted = answered(two[1]).log_softmax(-1)
     assert (answered(quantised).log_softmax(-1) - wanted).abs().mean() < 0.05

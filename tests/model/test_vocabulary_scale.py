@@ -60,18 +60,16 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
     expected.backward()
     assert torch.allclose(loss, expected, atol=1e-5)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert {name for name in trained if "new_tokens" in name} == {
-        "expansion.new_tokens.lm_head.weight"
-    }
-    torch.testing.assert_close(
-        gradients, {name: p.grad for name, p in trained.items()}, rtol=1e-5, atol=1e-5
-    )
+    (of_new,) = (name for name in trained if "new_tokens" in name)
+    assert of_new == "expansion.new_tokens.lm_head.weight"
+    wanted = {name: p.grad for name, p in trained.items()}
+    torch.testing.assert_close(gradients, wanted, rtol=1e-5, atol=1e-5)
 
 
 @families
 def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base(family: str) -> None:
-    base = tiny(family)
-    before = base(input_ids=torch.tensor([[1, 3, 7, 5]])).logits
+    base, old_ids = tiny(family), torch.tensor([[1, 3, 7, 5]])
+    before = base(input_ids=old_ids).logits
     widened = grown("route", family)
     full = start_model(tiny(family), MethodConfig(variant="full"), 0, None)
     assert full.lm_head.weight.shape[0] == OLD
@@ -79,14 +77,13 @@ def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base(family: s
     model = start_model(base, MethodConfig(variant="full"), 0, PIECES)
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert model.lm_head.weight is not model.model.embed_tokens.weight
-    assert torch.equal(model(input_ids=torch.tensor([[1, 3, 7, 5]])).logits[..., :OLD], before)
+    assert torch.equal(model(input_ids=old_ids).logits[..., :OLD], before)
 
-    new = torch.arange(OLD, ALL)
-    assert torch.allclose(
-        model.model.embed_tokens(new), PIECES.rows(widened.base).embed_tokens(new - OLD), atol=1e-5
-    )
-    plain = widened.base
-    beside = BaseAndTrained(BaseOfNewTokens(plain, PIECES.rows(plain), widened.config), plain)
+    new, plain = torch.arange(OLD, ALL), widened.base
+    rows = PIECES.rows(plain)
+    composed = rows.embed_tokens(new - OLD)
+    assert torch.allclose(model.model.embed_tokens(new), composed, atol=1e-5)
+    beside = BaseAndTrained(BaseOfNewTokens(plain, rows, widened.config), plain)
     ids = random_ids(1, 9, below=ALL, seed=4)
     states = beside.base.get_decoder()(ids, use_cache=False).last_hidden_state
     logits = beside.base.get_output_embeddings()(states)
