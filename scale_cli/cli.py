@@ -391,26 +391,24 @@ def generate(
     from scale_cli.generation.generator import Sampling
     from scale_cli.runs.precision import with_precision
 
-    length, usual_temperature = (
-        (128, 0.0) if config is None else (config.corpus.sequence_length, 1.0)
-    )
-    chosen = usual_temperature if temperature is None else temperature
-    sampling = Sampling(max_new_tokens or length, chosen, top_p, seed)
     if config is not None and samples and output:
+        length = max_new_tokens or config.corpus.sequence_length
+        drawn = Sampling(length, 1.0 if temperature is None else temperature, top_p, seed)
         base = with_precision(config).model
-        on_main(lambda: verb.write_samples(base, samples, output, sampling, prompt or [""]))
-    else:
-        on_main(
-            lambda: verb.generate(
-                folder,
-                prompt,
-                sampling,
-                chat=chat,
-                as_json=as_json,
-                show_heads=show_heads,
-                beside_base=beside_base,
-            )
+        on_main(lambda: verb.write_samples(base, samples, output, drawn, prompt or [""]))
+        return
+    sampling = Sampling(max_new_tokens or 128, temperature or 0.0, top_p, seed)
+    on_main(
+        lambda: verb.generate(
+            folder,
+            prompt,
+            sampling,
+            chat=chat,
+            as_json=as_json,
+            show_heads=show_heads,
+            beside_base=beside_base,
         )
+    )
 
 
 @app.command(context_settings={"ignore_unknown_options": True})  # the engine checks its own options

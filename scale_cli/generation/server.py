@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -280,11 +280,11 @@ class Endpoint:
             async with aclosing(answers.pieces(self._worker)) as pieces:
                 async for piece in pieces:
                     if await request.is_disconnected():
-                        return _refusal(_CLIENT_GONE, "the client has gone")
+                        raise HTTPException(_CLIENT_GONE, "the client has gone")
                     text = wholes[piece.index].text + piece.text
                     wholes[piece.index] = replace(piece, text=text)
         except asyncio.CancelledError:
-            return _refusal(503, "the server stops")
+            raise HTTPException(503, "the server stops") from None
         choices = [_choice(asked, whole) for whole in wholes]
         return JSONResponse(head | {"choices": choices, "usage": answers.usage})
 
@@ -315,29 +315,21 @@ def create_app(generator: Generator, name: str) -> FastAPI:
     endpoint = Endpoint(generator, name)
     began = int(time.time())
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse_body(_request: Request, error: RequestValidationError) -> JSONResponse:
-        problems = []
-        for problem in error.errors():
-            place = ".".join(str(part) for part in problem["loc"] if part != "body") or "body"
-            told = " ".join(str(problem["msg"]).split())
-            if problem["type"] == "json_invalid":
-                place = "body"  # without a position in it
-                told = f"is not JSON ({problem['ctx']['error']})"
-            if problem["type"] == "extra_forbidden":
-                told = "this server does not support it; remove it, or serve with vLLM"
-            problems.append(f"{place}: {told}")
-        return _refusal(400, "; ".join(problems))
+    async def refuse(request: Request, error: Exception) -> JSONResponse:
+        status = 400
+        told = str(error)
+        headers = None
+        if isinstance(error, HTTPException):
+            status = error.status_code
+            told = f"{request.method} {request.url.path}: {error.detail}"
+            headers = error.headers
+        if isinstance(error, RequestValidationError):
+            told = "; ".join(_problem(problem) for problem in error.errors())
+        fields = {"message": told, "type": "invalid_request_error", "param": None, "code": None}
+        return JSONResponse({"error": fields}, status_code=status, headers=headers)
 
-    @app.exception_handler(HTTPException)
-    async def refuse_request(request: Request, error: HTTPException) -> JSONResponse:
-        return _refusal(
-            error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers
-        )
-
-    @app.exception_handler(ScaleError)
-    async def refuse(_request: Request, error: ScaleError) -> JSONResponse:
-        return _refusal(400, str(error))
+    for kind in (RequestValidationError, HTTPException, ScaleError):
+        app.add_exception_handler(kind, refuse)
 
     @app.post("/v1/completions")
     async def complete(request: Request, asked: AskedCompletion) -> Response:
@@ -361,9 +353,14 @@ def create_app(generator: Generator, name: str) -> FastAPI:
     return app
 
 
-def _refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": error}, status_code=status, headers=headers)
+def _problem(problem: dict[str, Any]) -> str:
+    """Return one line of what pydantic says of a body."""
+    if problem["type"] == "json_invalid":
+        return f"body: is not JSON ({problem['ctx']['error']})"
+    place = ".".join(str(part) for part in problem["loc"] if part != "body")
+    if problem["type"] == "extra_forbidden":
+        return f"{place}: this server does not support it; remove it, or serve with vLLM"
+    return f"{place or 'body'}: {' '.join(str(problem['msg']).split())}"
 
 
 def run_server(generator: Generator, name: str, host: str, port: int) -> None:
