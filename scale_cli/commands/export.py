@@ -1,4 +1,4 @@
-"""The verb `scale export`: write an export, load and compare it, and only then keep it or send it to the hub."""
+"""The verb `scale export`: write an export, load and compare it, and only then keep or send it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.building import MethodModel
 from scale_cli.upscale.preservation import sample_ids
 
-# Not sent to the hub: these name local folders, and are only useful beside the run. An adapter needs them to load.
+# Not sent to the hub: these name local folders, and are only useful beside the run. An adapter
+# needs them to load.
 _STAYS_HERE = ["manifest.json", "parity.json", "scale.yaml"]
-# Left by an earlier export of another kind, these would change what a loader makes of the repository.
+# Left by an earlier export of another kind, these would change what a loader makes of a repository.
 _REPLACED = [
     "*.safetensors",
     "*.safetensors.index.json",
@@ -75,7 +76,8 @@ def export_each(formats: Sequence[Format], log: Log = log) -> list[Exported]:
         return []
     config = formats[0].config
     final = Run(config).open_final()
-    model, prompts = final.load_to_export(), _prompts(config, final.tokenizer)
+    model = final.load_to_export()
+    prompts = _prompts(config, final.tokenizer)
     return [_export(export_format, final, model, prompts, log) for export_format in formats]
 
 
@@ -125,11 +127,12 @@ def _export(
 
 
 def check_written_export(config: RunConfig, folder: Path) -> None:
-    """Raise ExportParityError if an export is of another training than the run's, or does not compute the same."""
+    """Raise ExportParityError if an export is of another training, or does not compute the same."""
     run = Run(config)
     if ExportRecord.load(folder).trained_sha256 != trained_sha256(run.folder.final):
         raise ExportParityError(
-            f"{folder}: was made from another training than {run.folder.final}; run `scale export` again"
+            f"{folder}: was made from another training than {run.folder.final}; "
+            "run `scale export` again"
         )
     final = open_folder(run.folder.final, run)
     (export_format,) = formats_of(config)
@@ -140,7 +143,7 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
 def _prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, text_may_be_missing: bool = False
 ) -> list[Tensor]:
-    """Return (1, T) ids: the beginnings of held-out documents, or sample sentences if the config names no corpus."""
+    """Return (1, T) ids: beginnings of held-out documents, or sample sentences if there are none."""
     length = min(config.corpus.sequence_length, 512)
     try:
         corpora = open_sources(config, config.evaluation.perplexity, tokenizer)
@@ -160,10 +163,11 @@ def _prompts(
 
 def export_is_finished(export_format: Format) -> bool:
     """Return whether an export of the current training and report exists."""
-    folder, config = export_format.folder, export_format.config
-    if not is_whole(folder) or differences(
-        load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS
-    ):
+    folder = export_format.folder
+    config = export_format.config
+    if not is_whole(folder):
+        return False
+    if differences(load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS):
         return False
     made = ExportRecord.load(folder)
     training = trained_sha256(RunFolder(config.output_dir).final)
@@ -172,7 +176,7 @@ def export_is_finished(export_format: Format) -> bool:
 
 
 def check_repository(repository: str, formats: Sequence[str]) -> None:
-    """Raise UsageError if the name is not OWNER/NAME, or if several formats would go to one repository."""
+    """Raise UsageError if the name is not OWNER/NAME, or if several formats would go to it."""
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
