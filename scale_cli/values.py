@@ -144,7 +144,8 @@ def source_pattern(written: str) -> str:
         raise ValueError(f"is a URL of an unknown store (known: {', '.join(STORES)})")
     if "@" in place.partition("/")[0] or "::" in written:
         raise ValueError(
-            "is a URL with a user name or a chain (::); put credentials into the store's own settings"
+            "is a URL with a user name or a chain (::); "
+            "put credentials into the store's own settings"
         )
     return written
 

@@ -23,7 +23,8 @@ def source_of(name: str, given: str, language: str, text_field: str = "text") ->
     """Return a text's entry in the config: files, or a dataset of the hub if none exist."""
     about = {"language": language, **({} if text_field == "text" else {"text_field": text_field})}
     dataset = _DATASET.fullmatch(given)
-    if dataset is None or _FILES.fullmatch(given) or glob.glob(os.path.expanduser(given)):  # noqa: PTH111 (a pattern)
+    there = glob.glob(os.path.expanduser(given))  # noqa: PTH111 (a pattern)
+    if dataset is None or _FILES.fullmatch(given) or there:
         return {"name": name, "path": given, **about}
     place = zip(("dataset", "subset", "split"), dataset.groups(), strict=True)
     return {"name": name, **{key: value for key, value in place if value}, **about}

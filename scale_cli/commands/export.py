@@ -143,7 +143,7 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
 def _prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, text_may_be_missing: bool = False
 ) -> list[Tensor]:
-    """Return (1, T) ids: beginnings of held-out documents, or sample sentences if there are none."""
+    """Return (1, T) ids: beginnings of held-out documents, or sample texts if there are none."""
     length = min(config.corpus.sequence_length, 512)
     try:
         corpora = open_sources(config, config.evaluation.perplexity, tokenizer)
@@ -208,7 +208,8 @@ def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
     if dry_run:
         paths = "               scale.yaml and base.json contain the paths of folders in the config"
         return [
-            f"dry run        {total} would go to https://huggingface.co/{repository} (private if it is new):",
+            f"dry run        {total} would go to https://huggingface.co/{repository} "
+            "(private if it is new):",
             *(f"  {num_bytes:>15,} bytes  {name}" for name, num_bytes in sizes.items()),
             *([paths] if is_adapter else []),
             "               weights and settings of an earlier export in that repository would go",
@@ -216,7 +217,8 @@ def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
         ]
     if get_token() is None:
         raise RunError(
-            "--push-to-hub: not logged in to the hub; run `hf auth login`, or set HF_TOKEN in the environment"
+            "--push-to-hub: not logged in to the hub; run `hf auth login`, "
+            "or set HF_TOKEN in the environment"
         )
     hub = HfApi()
     try:

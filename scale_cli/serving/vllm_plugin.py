@@ -183,13 +183,14 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
     routing = getattr(config, "scale_router", None)
     if not routing:
         raise ValueError(
-            f"{vllm_config.model_config.model}: config.json has no scale_router, so there is nothing to route between; "
-            "serve it as the plain model, or export it anew with `scale export`"
+            f"{vllm_config.model_config.model}: config.json has no scale_router, so there is "
+            "nothing to route between; serve it as the plain model, or export it anew with "
+            "`scale export`"
         )
     if sum(routing["stream_sizes"]) != config.hidden_size:
         raise ValueError(
-            f"{vllm_config.model_config.model}: config.json: scale_router.stream_sizes {routing['stream_sizes']} do "
-            f"not add up to hidden_size {config.hidden_size}"
+            f"{vllm_config.model_config.model}: config.json: scale_router.stream_sizes "
+            f"{routing['stream_sizes']} do not add up to hidden_size {config.hidden_size}"
         )
     parallel = vllm_config.parallel_config
     mode = vllm_config.compilation_config.cudagraph_mode
@@ -208,7 +209,8 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
     for what, asked in refused.items():
         if asked:
             raise ValueError(
-                f"{what}: a routed model cannot be served with it; remove it, or serve the plain model"
+                f"{what}: a routed model cannot be served with it; "
+                "remove it, or serve the plain model"
             )
 
 
