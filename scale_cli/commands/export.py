@@ -119,9 +119,9 @@ def _export(
     elif made.method.routes and not made.answers_as_served:
         note = "it holds only the trained head; for the router, set export.format=transformers"
         log(f"note           {note}")
-    log(f"parity         {parity}")
+    log(f"parity         good: {parity}")
     if parity.routed is not None:
-        log(f"parity, routed {parity.routed}")
+        log(f"parity, routed good: {parity.routed}")
     log(f"written        {made.folder} ({num_bytes / 1e6:,.1f} MB), its model card is README.md")
     return Exported(made.folder, parity)
 

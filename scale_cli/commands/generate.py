@@ -75,12 +75,13 @@ def generate(
             for c in continuations
         ]
         typer.echo(f"\n{_RULE}\n".join(texts))
-    shares = [token.shares for c in continuations for token in c.tokens if token.shares is not None]
-    if shares:
-        mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
-        each = ", ".join(f"{name} {percent(share)}" for name, share in mean.items())
-        typer.echo(f"shares of the heads in {len(shares):,} tokens: {each}", err=True)
-    elif show_heads and not generator.head_names:
+    for continuation in continuations:
+        shares = [token.shares for token in continuation.tokens if token.shares is not None]
+        if shares:
+            mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
+            each = ", ".join(f"{name} {percent(share)}" for name, share in mean.items())
+            typer.echo(f"shares of the heads in {len(shares):,} tokens: {each}", err=True)
+    if show_heads and not generator.head_names:
         typer.echo(
             "--show-heads: one head alone generates, so there are no heads to show", err=True
         )
