@@ -6,6 +6,7 @@ letters.
 
 from __future__ import annotations
 
+import codecs
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -44,11 +45,10 @@ SCRIPTS = {
     "thai": ("0E00-0E7F", "th"),
     "tibetan": ("0F00-0FFF", "bo"),
 }
-# UTF-8 lead bytes that narrow the second byte's range, to exclude overlong forms, surrogates and >
-# U+10FFFF.
-_SECOND_BYTES = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _LAST_CODE_POINT = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
+_BESIDE_SURROGATES = {0xD800: 0xE000, 0xDFFF: 0xD7FF}
 
 
 @dataclass(frozen=True)
@@ -117,31 +117,33 @@ class Script:
         space.
 
         If the last character is cut short, every way to complete it must give a letter of the
-        script.
+        script. UTF-8 has the order of the code points: so no character before the script's range,
+        and none behind it, may begin with these bytes.
         """
         letters = text.removeprefix(b" ")
-        whole = letters.decode(errors="ignore")
-        rest = letters[len(whole.encode()) :]
-        if not letters or not letters.startswith(whole.encode()):
+        decoder = _Utf8Decoder()
+        try:
+            whole = decoder.decode(letters)
+        except UnicodeDecodeError:  # these bytes begin no character
             return False
-        if not all(self.holds(ord(letter), ord(letter)) for letter in whole):
+        cut, _ = decoder.getstate()
+        if b"\xed\xa0" <= cut < b"\xee":  # a surrogate, which Python waits for
             return False
-        completed = _completions(rest) if rest else None
-        return not rest or (completed is not None and self.holds(*completed))
+        if not letters or not all(self.holds(ord(letter), ord(letter)) for letter in whole):
+            return False
+        return not cut or any(
+            _utf8(first - 1)[: len(cut)] < cut < _utf8(last + 1)[: len(cut)]
+            for first, last in self.ranges
+        )
 
 
-def _completions(cut: bytes) -> tuple[int, int] | None:
-    """Return the first and the last code point whose UTF-8 begins with the bytes `cut`; None if
-    there is none.
+def _utf8(code: int) -> bytes:
+    """Return the UTF-8 of a code point; of one outside of Unicode, what stands in its place in the
+    order.
     """
-    missing = (2 if cut[0] < 0xE0 else 3 if cut[0] < 0xF0 else 4) - len(cut)
-    least, greatest = _SECOND_BYTES.get(cut[0], (0x80, 0xBF)) if len(cut) == 1 else (0x80, 0xBF)
-    fillings = ([least] + [0x80] * (missing - 1), [greatest] + [0xBF] * (missing - 1))
-    try:
-        first, last = (ord((cut + bytes(filling)).decode()) for filling in fillings)
-    except (UnicodeDecodeError, TypeError):  # these bytes begin no character, or are more than one
-        return None
-    return first, last
+    if code > _LAST_CODE_POINT:
+        return b"\xff"
+    return chr(_BESIDE_SURROGATES.get(code, code)).encode()
 
 
 class VocabularyConfig(Section):
