@@ -37,9 +37,7 @@ _HASHES = ".sources.json"
 _LEAST_BYTES = 1 << 20
 _AS_TEXT = "; save it as plain text first, such as by "
 _REMEDIES = {
-    ".docx": f"{_AS_TEXT}`pandoc FILE -t plain -o FILE.txt`",
-    ".html": f"{_AS_TEXT}`pandoc FILE -t plain -o FILE.txt`",
-    ".epub": f"{_AS_TEXT}`pandoc FILE -t plain -o FILE.txt`",
+    **dict.fromkeys((".docx", ".html", ".epub"), f"{_AS_TEXT}`pandoc FILE -t plain -o FILE.txt`"),
     ".pdf": f"{_AS_TEXT}`pdftotext FILE FILE.txt`",
 }
 _SETTLED_NS = 2 * 10**9
