@@ -7,7 +7,7 @@ then too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,14 @@ class FolderCheck:
 
 
 def verify(path: Path) -> None:
-    """Log what is found.
+    """Log what is found, folder by folder as it is found.
 
     Raises:
         CheckFailed: a folder is not as it was written, or a check could not be made.
     """
-    checks = check_folders(path)
-    for check in checks:
+    checks = []
+    for check in check_folders(path):
+        checks.append(check)
         verdict = "BAD " if check.failed else "part" if check.unchecked else "good"
         log(f"{verdict}  {check.folder}: {', '.join(check.held)}".removesuffix(": "))
         for kind, lines in (("wrong", check.failed), ("not checked", check.unchecked)):
@@ -73,8 +74,8 @@ def verify(path: Path) -> None:
         raise CheckFailed(f"not everything could be checked: {unchecked[0]}")
 
 
-def check_folders(path: Path) -> list[FolderCheck]:
-    """Check one folder, or every folder of a run.
+def check_folders(path: Path) -> Iterator[FolderCheck]:
+    """Check one folder, or every folder of a run, one after another.
 
     Skip half-written ones, whose names begin with a dot.
     """
@@ -87,7 +88,7 @@ def check_folders(path: Path) -> list[FolderCheck]:
         raise RunFolderError(
             f"{path}: scale did not write this folder: nothing in it has a {MANIFEST}"
         )
-    return [_check(folder) for folder in folders]
+    yield from map(_check, folders)
 
 
 def _check(folder: Path) -> FolderCheck:

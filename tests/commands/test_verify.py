@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import GenerationMixin
 
+from scale_cli.commands import verify as verb
 from scale_cli.commands.export import export
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import FolderCheck, check_folders, verify
@@ -109,6 +110,21 @@ def test_a_moved_run_of_relative_paths_holds_from_any_folder(
     (tmp_path / "run").rename("moved")
     (check,) = [each for each in check_folders(Path("moved")) if each.folder.name == "upscaled"]
     assert check.held == ["hashes", "base and its preservation"]
+
+
+def test_a_verdict_is_told_before_the_next_folder_is_checked(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def check(folder: Path) -> FolderCheck:
+        order.append("checked")
+        return FolderCheck(folder)
+
+    monkeypatch.setattr(verb, "_check", check)
+    monkeypatch.setattr(verb, "log", lambda _: order.append("told"))
+    verify(run)
+    assert order[:4] == ["checked", "told"] * 2
 
 
 @pytest.mark.parametrize(
