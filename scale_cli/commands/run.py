@@ -133,8 +133,11 @@ def _export(config: RunConfig, log: Log) -> None:
     _log_disk_use(RunFolder(config.output_dir), log)
     folder = shlex.quote(str(config.output_dir))
     method = config.method
-    ways = [f"scale generate {folder} --prompt '...' --temperature 0.8"]
-    if "llama" in config.export.formats:
+    beside = "" if method.definition.widens else " --beside-base"
+    ways = [f"scale generate {folder}{beside} --prompt '...' --temperature 0.8"]
+    if beside:
+        ways.append(f"scale serve {folder}{beside}")
+    elif "llama" in config.export.formats:
         plainly = "" if method.definition.routes_plainly(method.settings) else " --plain"
         ways.append(f"scale serve {folder}{plainly}")
     log(f"next           {'; '.join(ways)}")
