@@ -16,12 +16,12 @@ from scale_cli.evaluation.benchmarks import open_benchmarks_of, summarise_benchm
 from scale_cli.evaluation.render import page, terminal_lines
 from scale_cli.evaluation.results import BenchmarkItems, Report, SkippedBenchmark, summarise
 from scale_cli.evaluation.scoring import (
-    BaseAlone,
     Passes,
     score_corpus,
     scored_lengths,
     tokens_bar,
 )
+from scale_cli.model.heads import base_alone
 from scale_cli.processes import (
     device,
     device_name,
@@ -81,7 +81,7 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         score = partial(
             score_corpus, router=config.method.router, passes=passes, bar=bar, share=share()
         )
-        base = BaseAlone(model)
+        base = base_alone(model)
         for source, corpus, of_base in zip_longest(asked.perplexity, corpora, by_base_tokens):
             losses = score(model, corpus)
             base_losses = None if of_base is None else score(base, of_base, heads=["base"])

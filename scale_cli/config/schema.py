@@ -117,7 +117,6 @@ class _AnyMethod(WideningConfig):
                 f"distillation.weight: {self.variant} does not keep the base in memory, as only preserve and route do; "
                 "set method.distillation.weight=0"
             )
-        self.definition.check(self.settings)
         return self
 
 

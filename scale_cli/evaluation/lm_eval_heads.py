@@ -45,10 +45,10 @@ from scale_cli.errors import RunError, one_line
 from scale_cli.evaluation.intervals import finite
 from scale_cli.evaluation.lm_eval_tasks import Benchmark, open_benchmark
 from scale_cli.evaluation.results import HEADS, BenchmarkItems, SkippedBenchmark
-from scale_cli.evaluation.scoring import TWO_HEADS, BaseAlone, Passes, observe, routed_rows
+from scale_cli.evaluation.scoring import TWO_HEADS, Passes, observe, routed_rows
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import HeadedModel
+from scale_cli.model.heads import HeadedModel, base_alone
 from scale_cli.processes import Share, is_main, lowered_dtype, map_over_processes
 from scale_cli.terminal import progress_bar
 from scale_cli.upscale.base_tokenizer import load_tokenizer
@@ -67,7 +67,7 @@ class HeadsLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
 
     def __init__(
         self,
-        model: HeadedModel | BaseAlone,  # in evaluation mode
+        model: HeadedModel,  # in evaluation mode
         tokenizer: PreTrainedTokenizerBase,
         heads: Sequence[str],  # names of the model's heads
         *,
@@ -174,7 +174,7 @@ def heads_of(
     exported = framed(tokenizer)
     answering = dict.fromkeys(HEADS, make(model, exported, TWO_HEADS))
     if of_base is not None or exported is not tokenizer:
-        answering["base"] = make(BaseAlone(model), of_base or tokenizer, ["base"])
+        answering["base"] = make(base_alone(model), of_base or tokenizer, ["base"])
     return answering
 
 

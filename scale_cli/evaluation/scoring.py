@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from scale_cli.config.schema import RunConfig
@@ -28,15 +28,7 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
 from scale_cli.evaluation.intervals import Values
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.branches_scale import ScaleCache
-from scale_cli.model.cache_scale import named
-from scale_cli.model.heads import (
-    BaseOfNewTokens,
-    HeadedModel,
-    HeadLogits,
-    TokenLogProbs,
-    token_log_probs,
-)
+from scale_cli.model.heads import HeadedModel, TokenLogProbs, token_log_probs
 from scale_cli.model.routing import mix_log_probs
 from scale_cli.processes import ALONE, Share, autocast, map_over_processes
 from scale_cli.terminal import progress_bar
@@ -86,37 +78,6 @@ class Passes:
         )
 
 
-class BaseAlone(nn.Module):
-    """The base of a model with several heads as it is served: one head, and no new tokens."""
-
-    def __init__(self, model: HeadedModel) -> None:
-        super().__init__()
-        of_router: Any = model.base
-        self.base = of_router.base if isinstance(of_router, BaseOfNewTokens) else of_router
-        self.config = self.base.config
-        self.generation_config = self.base.generation_config
-
-    def head_logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Any = None,  # ScaleCache
-    ) -> HeadLogits:
-        states = self.base.get_decoder()(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            use_cache=cache is not None,
-            **named(cache),
-        ).last_hidden_state
-        head = self.base.get_output_embeddings()
-        return lambda positions: [head(states[:, positions].contiguous())]
-
-    def new_cache(self) -> ScaleCache:
-        return ScaleCache()
-
-
 @dataclass(frozen=True)
 class RoutedScores:
     """Some rows of tokens under every head and rule, padded on the right."""
@@ -157,7 +118,7 @@ def tokens_bar(total: int, label: str | None) -> Any:
 
 
 def score_corpus(
-    model: HeadedModel | BaseAlone,
+    model: HeadedModel,
     corpus: TokenisedCorpus,
     router: RouterConfig,  # of both rules, whatever the model serves
     passes: Passes,
@@ -227,7 +188,7 @@ def batches_of(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def observe(
-    model: Any,  # HeadedModel or BaseAlone
+    model: Any,  # HeadedModel
     rows: Sequence[Tensor],  # of token ids
     passes: Passes,
     share: Share = ALONE,

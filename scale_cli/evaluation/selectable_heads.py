@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from scale_cli.evaluation.scoring import TWO_HEADS, BaseAlone
+from scale_cli.evaluation.scoring import TWO_HEADS
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.cache_scale import CACHE, named, require_state
@@ -61,14 +61,13 @@ class SelectableHeads(PreTrainedModel, RouterGenerationMixin):
 
     def __init__(
         self,
-        model: HeadedModel | BaseAlone,
+        model: HeadedModel,
         router: RouterConfig,
         heads: Sequence[str] = TWO_HEADS,
     ) -> None:
         super().__init__(copy.deepcopy(model.config))
         self.head = heads[0]
-        of_two: Any = getattr(model, "trained", model)
-        self.generation_config = copy.deepcopy(of_two.generation_config)
+        self.generation_config = copy.deepcopy(model.generation_config)
         self._model = model
         self._router = router
         self.heads = list(heads)

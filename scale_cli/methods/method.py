@@ -72,9 +72,6 @@ class Method(Generic[Settings]):
         ""  # format of a folder with only what trains; "": none
     )
 
-    def check(self, settings: Settings) -> None:
-        """Raise ValueError for settings that contradict each other."""
-
     def in_words(self, settings: Settings) -> str:
         """Return the most important settings in words, to follow the label."""
         return ""

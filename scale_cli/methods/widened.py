@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from scale_cli.errors import ConfigError
 from scale_cli.methods.method import Method, MethodSection
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from scale_cli.methods.starts import TextToLearn
     from scale_cli.model.configuration_scale import ScaleConfig
     from scale_cli.model.modeling_scale import ScaleForCausalLM
+
+
+# Collaborating layers, if the config does not say.
+_DEFAULT_LAYERS = {"preserve": "none", "adapt": "all", "route": "none"}
 
 
 class ExpansionConfig(Section):
@@ -117,6 +121,22 @@ class WideningConfig(MethodSection):
     router: RouterConfig = RouterConfig()
     distillation: DistillationConfig = DistillationConfig()
 
+    @model_validator(mode="after")
+    def _layers_go_with_the_variant(self) -> WideningConfig:
+        if self.variant not in _DEFAULT_LAYERS:
+            return self
+        if self.variant == "preserve" and self.collaboration.is_asked_for:
+            raise ValueError(
+                "collaboration.layers: the variant 'preserve' has no collaborating layer; use 'adapt' or 'route'"
+            )
+        by_default = _DEFAULT_LAYERS[self.variant] != "none"
+        if self.distils and (by_default or self.collaboration.is_asked_for):
+            raise ValueError(
+                "distillation.weight: with collaborating layers, training does not compute the base's predictions; "
+                "use preserve, or route with collaboration.layers none"
+            )
+        return self
+
     @property
     def distils(self) -> bool:
         """Whether windows of replay are also trained on the base's predictions."""
@@ -134,14 +154,6 @@ class _Widened(Method[WideningConfig]):
         "on small bases from about 0.5 on. Either model, served beside the untouched base, forgets "
         "as little, as two models."
     )
-
-    def check(self, settings: WideningConfig) -> None:
-        by_default = _DEFAULT_LAYERS[self.name] != "none"
-        if settings.distils and (by_default or settings.collaboration.is_asked_for):
-            raise ValueError(
-                "distillation.weight: with collaborating layers, training does not compute the base's predictions; "
-                "use preserve, or route with collaboration.layers none"
-            )
 
     def in_words(self, settings: WideningConfig) -> str:
         expansion = settings.expansion
@@ -186,13 +198,6 @@ class Preserve(_Widened):
     name, label = "preserve", "SCALE-Preserve"
     colour, mark = "#3a9bd9", ("v", "▼")
 
-    def check(self, settings: WideningConfig) -> None:
-        if settings.collaboration.is_asked_for:
-            raise ValueError(
-                "collaboration.layers: the variant 'preserve' has no collaborating layer; use 'adapt' or 'route'"
-            )
-        super().check(settings)
-
 
 class Adapt(_Widened):
     """The expansion writes into the base stream in collaborating layers."""
@@ -210,10 +215,6 @@ class Route(_Widened):
 
     def routes_plainly(self, settings: WideningConfig) -> bool:
         return settings.router.rule == "posterior" and not settings.collaboration.is_asked_for
-
-
-# Collaborating layers, if the config does not say.
-_DEFAULT_LAYERS = {"preserve": "none", "adapt": "all", "route": "none"}
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,6 @@ class ScaleConfig(_OverABase):
         layers = [*self.attention_collaboration_layers, *self.mlp_collaboration_layers]
         return min(layers, default=int(self.base_config.get("num_hidden_layers", 0)))
 
-    def expansions(self) -> list[ScaleConfig]:
-        return [self]
-
 
 class JoinedConfig(_OverABase):
     """Several expansions on one plain base, and the settings of the router over their heads."""

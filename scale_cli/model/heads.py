@@ -84,18 +84,20 @@ class CacheOfTwo(ScaleCache):
         self.trained.reorder_cache(beam_idx)
 
 
-class BaseAndTrained(nn.Module):
-    """Two causal language models of one vocabulary, whose heads are scored like the two of a
-    widened model.
+class PlainHeads(nn.Module):
+    """A base, and a model trained from it, whose heads are scored like the two of a widened model.
+
+    Without a trained model it is the base alone, with one head.
     """
 
     new_cache = CacheOfTwo
 
-    def __init__(self, base: Any, trained: Any) -> None:
+    def __init__(self, base: Any, trained: Any = None) -> None:
         super().__init__()
         self.base = base
         self.trained = trained
         self.config = base.config
+        self.generation_config = (trained or base).generation_config
 
     def head_logits(
         self,
@@ -106,7 +108,8 @@ class BaseAndTrained(nn.Module):
     ) -> HeadLogits:
         hidden, heads = [], []
         of_trained = None if cache is None else cache.trained
-        for model, of_model in ((self.base, cache), (self.trained, of_trained)):
+        of_models = [(self.base, cache), (self.trained, of_trained)]
+        for model, of_model in of_models if self.trained is not None else of_models[:1]:
             outputs = model.get_decoder()(
                 input_ids,
                 attention_mask=attention_mask,
@@ -146,4 +149,10 @@ class BaseOfNewTokens(nn.Module):
 
 # A model with several heads over one vocabulary; `head_logits` runs it and gives all heads' logits
 # at any positions.
-HeadedModel: TypeAlias = WidenedModel | BaseAndTrained
+HeadedModel: TypeAlias = WidenedModel | PlainHeads
+
+
+def base_alone(model: HeadedModel) -> PlainHeads:
+    """Return the base of a model as it is served: one head, and no new tokens."""
+    base = model.base
+    return PlainHeads(base.base if isinstance(base, BaseOfNewTokens) else base)

@@ -26,7 +26,7 @@ from scale_cli.config.vocabulary import Script
 from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import BaseAndTrained, BaseOfNewTokens, HeadedModel
+from scale_cli.model.heads import BaseOfNewTokens, HeadedModel, PlainHeads
 from scale_cli.processes import Share
 from scale_cli.runs.folder import TRAINED
 from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, write_json
@@ -174,9 +174,7 @@ def model_with_base(model: Any, untouched: PreTrainedModel) -> HeadedModel:
     """Return a plain model and its untouched base, a second model in memory, as one model with two
     heads.
     """
-    beside: BaseAndTrained = BaseAndTrained(beside_new_tokens(untouched, model), model).to(
-        model.device
-    )
+    beside: PlainHeads = PlainHeads(beside_new_tokens(untouched, model), model).to(model.device)
     return beside.eval()
 
 

@@ -30,7 +30,7 @@ from scale_cli.errors import (
 )
 from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.methods.recipes import Training, make_hooks
-from scale_cli.model.heads import BaseAndTrained, HeadedModel
+from scale_cli.model.heads import HeadedModel, PlainHeads
 from scale_cli.processes import (
     gathered,
     main_first,
@@ -179,7 +179,7 @@ def open_training(
     if train.observes:
         observed: HeadedModel = model  # with two heads
         if untouched is not None and is_sharded(model) and train.sharding == "all":
-            observed = BaseAndTrained(beside_new_tokens(untouched, model), model)
+            observed = PlainHeads(beside_new_tokens(untouched, model), model)
             shard_for_evaluation(untouched, accelerator)
         elif untouched is not None:
             observed = model_with_base(model, untouched)

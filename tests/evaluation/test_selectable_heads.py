@@ -10,7 +10,7 @@ from torch import Tensor
 from scale_cli.evaluation.scoring import TWO_HEADS
 from scale_cli.evaluation.selectable_heads import SelectableHeads, padded_left
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import BaseAndTrained, HeadedModel
+from scale_cli.model.heads import HeadedModel, PlainHeads
 from scale_cli.model.routing import (
     log_prior,
     logit_cosine,
@@ -36,7 +36,7 @@ MODELS: dict[str, Callable[[], HeadedModel]] = {
     "preserve": lambda: as_if_trained(widen(tiny_llama(), "preserve"), std=0.4),
     "new tokens": lambda: as_if_trained(widen(tiny_llama(), "route", new=NEW), std=0.4),
     "joined": of_three_heads,
-    "two models": lambda: BaseAndTrained(tiny_llama(), tiny_llama(seed=1)).eval(),
+    "two models": lambda: PlainHeads(tiny_llama(), tiny_llama(seed=1)).eval(),
 }
 
 
