@@ -23,7 +23,7 @@ from scale_cli.planning.memory import Memory, memory_of_run, num_served, step_of
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.walk import ITEMSIZES, PLANNED
 from scale_cli.report import Table, duration, quantity
-from scale_cli.runs.early import check_context, check_processes
+from scale_cli.runs.early import check_sizes
 from scale_cli.runs.precision import with_precision
 from scale_cli.upscale.base_files import read_config_file
 
@@ -94,8 +94,7 @@ def plan(
     """Plan a run, and with `compared` every other method beside it; no weights are read."""
     base = read_config_file(config.model)
     sizes = BaseSizes.of(base, config.model.base)
-    check_context(config, sizes.max_position_embeddings)
-    check_processes(config.train, num_processes)
+    check_sizes(config, sizes.max_position_embeddings, num_processes)
     growth = None if config.method.vocabulary is None else growth_of(config)
     warnings = [*_absent(config), *idle_settings(config)]
 

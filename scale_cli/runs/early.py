@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
-from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.runs.folder import RunFolder
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
@@ -88,7 +87,8 @@ def _check_sources(sources: Sequence[TextSource]) -> None:
             check_source(source)
 
 
-def check_context(config: RunConfig, num_positions: int) -> None:
+def check_sizes(config: RunConfig, num_positions: int, num_processes: int) -> None:
+    """Check the lengths of windows and the sizes of batches, for a base and a launch."""
     lengths = {
         "corpus.sequence_length": config.corpus.sequence_length,
         "evaluation.sequence_length": config.evaluation.sequence_length or 0,
@@ -97,8 +97,7 @@ def check_context(config: RunConfig, num_positions: int) -> None:
         if length > num_positions:
             raise ConfigError(f"{key}: {length}, but the base has {num_positions} positions")
 
-
-def check_processes(train: TrainConfig, num_processes: int) -> None:
+    train = config.train
     at_once = train.sequences_at_once(num_processes)
     if train.global_batch_size % (at_once * num_processes):
         raise ConfigError(

@@ -43,7 +43,7 @@ from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import Share, move_to_device, share_of_machine
-from scale_cli.runs.early import check_context, check_processes
+from scale_cli.runs.early import check_sizes
 from scale_cli.runs.folder import RunFolder, check_folder
 from scale_cli.runs.method_folder import (
     load_onto_base,
@@ -150,8 +150,7 @@ class Run:
             check_folder("corpus.cache_dir", config.corpus.cache_dir)
         base = base_without_weights(self.base_config, config.model.dtype, config.model.quantisation)
         check_weight_files(config.model)
-        check_context(config, base.config.max_position_embeddings)
-        check_processes(config.train, num_processes)
+        check_sizes(config, base.config.max_position_embeddings, num_processes)
         with torch.device("meta"):
             build_model(base, config.method, config.seed)
         tokenizer = self.base_tokenizer

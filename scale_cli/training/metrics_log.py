@@ -60,15 +60,13 @@ class MetricsRecord(TypedDict, total=False):
     best_step: int  # step of the evaluation whose weights are kept, if one is chosen
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    """Return the lines of a log, without a last line that a kill cut off before its newline."""
-    return path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
-
-
 def read_records(path: Path) -> list[MetricsRecord]:
-    """Read every whole record of a log; [] if there is no log."""
+    """Read every record of a log, without a last line that a kill cut off; [] if there is no log."""
+    if not path.exists():
+        return []
     records = []
-    for number, line in enumerate(_whole_lines(path), 1):
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    for number, line in enumerate(whole.splitlines(), start=1):
         try:
             record = json.loads(line)
             int(record["step"])
@@ -93,14 +91,11 @@ class MetricsLog:
 
     def __init__(self, path: Path, resumed_step: int, *, evaluation_due: bool = False) -> None:
         self.path = path
-        self.listeners: list[
-            Callable[[MetricsRecord], None]
-        ] = []  # called with every written record
-        lines = zip(_whole_lines(path), read_records(path), strict=True)
-        kept = [
-            line for line, record in lines if place_of(record) <= (resumed_step, not evaluation_due)
-        ]
-        write_text(path, "".join(f"{line.decode()}\n" for line in kept))
+        # Called with every written record.
+        self.listeners: list[Callable[[MetricsRecord], None]] = []
+        last = (resumed_step, not evaluation_due)
+        kept = [record for record in read_records(path) if place_of(record) <= last]
+        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def append(self, record: MetricsRecord) -> None:
         """Write one record and pass it to the listeners; it is flushed, but not synced."""

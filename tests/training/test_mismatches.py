@@ -11,7 +11,7 @@ from scale_cli.commands.upscale import upscale_is_finished
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ACCEPTABLE, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
-from scale_cli.runs.early import check_processes
+from scale_cli.runs.early import check_sizes
 from scale_cli.runs.folder import TRAINED, RunFolder
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import file_sha256
@@ -153,4 +153,4 @@ def test_another_base_and_another_text_are_named(
 
 def test_processes_among_which_a_batch_does_not_divide_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="is not a multiple of"):
-        check_processes(make().train, 3)
+        check_sizes(make(), 4096, 3)
