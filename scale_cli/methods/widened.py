@@ -50,9 +50,7 @@ class ExpansionConfig(Section):
 
 
 class CollaborationConfig(Section):
-    """Where W12 exists, that is, where the expansion writes into the base stream (paper:
-    collaborative adaptation).
-    """
+    """Where W12 exists, and so writes into the base stream (paper: collaborative adaptation)."""
 
     layers: str | list[int] | None = Field(
         default=None, description="none | all | top:K | [indices]; null: the variant's default"
@@ -74,6 +72,13 @@ class CollaborationConfig(Section):
                 f"{layers!r} is none of: none, all, top:K (K >= 1), a list of layer indices"
             )
         return layers
+
+    @field_validator("modules")
+    @classmethod
+    def _distinct_modules(cls, modules: list[str]) -> list[str]:
+        if len(set(modules)) != len(modules):
+            raise ValueError("names a module twice")
+        return modules
 
     @property
     def is_asked_for(self) -> bool:
@@ -101,9 +106,7 @@ class RouterConfig(Section):
 
 
 class DistillationConfig(Section):
-    """Learning from the base's own predictions, on text that it knows: sources with the role
-    replay.
-    """
+    """Learning from the base's own predictions on text that it knows (sources of role replay)."""
 
     weight: Accepted[float] = Field(
         default=0.0,
