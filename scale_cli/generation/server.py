@@ -53,7 +53,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False  # the number of tokens, in a last event
 
 
-class Asked(BaseModel):
+class GenerationRequest(BaseModel):
     """Fields of both endpoints; an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid")
@@ -87,7 +87,7 @@ class Asked(BaseModel):
         return Sampling(most, self.temperature, self.top_p if self.temperature else 1.0, seed)
 
 
-class AskedCompletion(Asked):
+class CompletionRequest(GenerationRequest):
     """The body of /v1/completions; several prompts are computed as one batch."""
 
     prompt: OneOrMore = Field(min_length=1)
@@ -113,7 +113,7 @@ class Message(BaseModel):
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class AskedChat(Asked):
+class ChatRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
@@ -165,7 +165,7 @@ class Answer:
         return certain
 
 
-class _Enough(Exception):
+class _Stopped(Exception):
     """Ends a generation that nobody needs any more."""
 
 
@@ -173,7 +173,11 @@ class Answers(BaseStreamer):
     """All answers to one request: takes tokens from transformers, and passes on certain text."""
 
     def __init__(
-        self, generator: Generator, asked: Asked, prompts: Sequence[str | Messages], most: int
+        self,
+        generator: Generator,
+        asked: GenerationRequest,
+        prompts: Sequence[str | Messages],
+        most: int,
     ) -> None:
         """Prepare `asked.n` answers to each prompt."""
         framed = [generator.framed(prompt) for prompt in prompts]
@@ -188,7 +192,7 @@ class Answers(BaseStreamer):
         self._generator = generator
         self._sampling = asked.sampling(most)
         self._loop = asyncio.get_running_loop()
-        self._told = asyncio.Queue[Piece | Exception]()
+        self._queue = asyncio.Queue[Piece | Exception]()
         self._is_wanted = True
 
     @property
@@ -204,10 +208,10 @@ class Answers(BaseStreamer):
         """Yield the pieces of all answers as they come."""
         worker.submit(self._compute)
         try:
-            while isinstance(told := await self._told.get(), Piece):
-                yield told
-            if not isinstance(told, _Enough):
-                raise told
+            while isinstance(item := await self._queue.get(), Piece):
+                yield item
+            if not isinstance(item, _Stopped):
+                raise item
         finally:
             self._is_wanted = False  # the client may have gone
 
@@ -215,24 +219,24 @@ class Answers(BaseStreamer):
         try:
             self._generator.generate(self._asked, self._sampling, self)
         except Exception as error:
-            self._tell(error)
+            self._put_later(error)
 
-    def _tell(self, told: Piece | Exception) -> None:
-        self._loop.call_soon_threadsafe(self._told.put_nowait, told)
+    def _put_later(self, item: Piece | Exception) -> None:
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
     def put(self, value: Tensor) -> None:
         """Take the prompts' ids (B, T) first, then one token of each prompt (B,) per call."""
         if not self._is_wanted:
-            raise _Enough
+            raise _Stopped
         if value.dim() > 1:
             return
         for index, (answer, token) in enumerate(zip(self._answers, value.tolist(), strict=True)):
             if answer.finish is None:
                 text = answer.take(token)
                 if text or answer.finish:
-                    self._tell(Piece(index, text, answer.finish))
+                    self._put_later(Piece(index, text, answer.finish))
         if all(answer.finish for answer in self._answers):
-            raise _Enough
+            raise _Stopped
 
     def end(self) -> None:
         """Do nothing: each answer has already sent its end."""
@@ -248,7 +252,11 @@ class Endpoint:
         self._worker = ThreadPoolExecutor(1)
 
     async def respond(
-        self, request: Request, asked: Asked, prompts: Sequence[str | Messages], most: int
+        self,
+        request: Request,
+        asked: GenerationRequest,
+        prompts: Sequence[str | Messages],
+        most: int,
     ) -> Response:
         """Return the answers to a request, whole or as a stream of events.
 
@@ -263,7 +271,7 @@ class Endpoint:
             raise HTTPException(400, f"prompt, n: {number:,} answers, but at most {_MOST_ANSWERS}")
         answers = Answers(self._generator, asked, prompts, most)
         kind = "text_completion"
-        if isinstance(asked, AskedChat):
+        if isinstance(asked, ChatRequest):
             kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -289,7 +297,7 @@ class Endpoint:
         return JSONResponse(head | {"choices": choices, "usage": answers.usage})
 
     async def _events(
-        self, asked: Asked, answers: Answers, head: dict[str, Any]
+        self, asked: GenerationRequest, answers: Answers, head: dict[str, Any]
     ) -> AsyncIterator[str]:
         def event(**fields: Any) -> str:
             return f"data: {json.dumps(head | fields, ensure_ascii=False)}\n\n"
@@ -302,9 +310,9 @@ class Endpoint:
         yield "data: [DONE]\n\n"
 
 
-def _choice(asked: Asked, piece: Piece) -> dict[str, Any]:
+def _choice(asked: GenerationRequest, piece: Piece) -> dict[str, Any]:
     said: dict[str, Any] = {"text": piece.text}
-    if isinstance(asked, AskedChat):
+    if isinstance(asked, ChatRequest):
         message = {"role": "assistant", "content": piece.text}
         said = {"delta" if asked.stream else "message": message}
     return {"index": piece.index, **said, "logprobs": None, "finish_reason": piece.finish}
@@ -332,11 +340,11 @@ def create_app(generator: Generator, name: str) -> FastAPI:
         app.add_exception_handler(kind, refuse)
 
     @app.post("/v1/completions")
-    async def complete(request: Request, asked: AskedCompletion) -> Response:
+    async def complete(request: Request, asked: CompletionRequest) -> Response:
         return await endpoint.respond(request, asked, asked.prompt, asked.max_tokens)
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request, asked: AskedChat) -> Response:
+    async def chat(request: Request, asked: ChatRequest) -> Response:
         turns = [message.model_dump() for message in asked.messages]
         most = asked.max_completion_tokens or asked.max_tokens
         return await endpoint.respond(request, asked, [turns], most)

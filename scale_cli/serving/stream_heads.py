@@ -62,30 +62,30 @@ class SharedPieces:
         return said_TV
 
 
-def heads_of(parts: Sequence[Tensor], said: Sequence[Tensor | None] = ()) -> list[Tensor]:
+def heads_of(parts: Sequence[Tensor], completed: Sequence[Tensor | None] = ()) -> list[Tensor]:
     """Return every head's logits, from the streams' parts of them.
 
-    `said` has those of the heads that lack tokens, and None for the others.
+    `completed` has those of the heads that lack tokens, and None for the others.
     """
     base = parts[0].float()
     heads = [base, *(base + part.float() for part in parts[1:])]
-    for head, instead in enumerate(said):
+    for head, instead in enumerate(completed):
         if instead is not None:
             heads[head] = instead
     return heads
 
 
-def sizes_of(parts: Sequence[Tensor], said: Sequence[Tensor | None], length: int) -> Tensor:
+def sizes_of(parts: Sequence[Tensor], completed: Sequence[Tensor | None], length: int) -> Tensor:
     """Return (T, K): the log-sum-exps of the heads' logits over the first `length` tokens."""
-    heads = heads_of(parts, said)
+    heads = heads_of(parts, completed)
     return torch.stack([torch.logsumexp(of[:, :length], dim=-1) for of in heads], dim=-1)
 
 
 def scores_of(
-    parts: Sequence[Tensor], said: Sequence[Tensor | None], taken_KT: Tensor, added_KT: Tensor
+    parts: Sequence[Tensor], completed: Sequence[Tensor | None], taken_KT: Tensor, added_KT: Tensor
 ) -> Tensor:
     """Return (T, V) scores of the heads' mixture, given the results of `score_shifts`."""
-    return mix_shifted(heads_of(parts, said), taken_KT, added_KT)
+    return mix_shifted(heads_of(parts, completed), taken_KT, added_KT)
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class StreamHeads:
         the whole of it.
         """
         parts = self._parts(rows_TD)
-        said = self._said(parts)
-        sizes_TK = self._over_all_devices(self.sizes_of(parts, said, self.shard.length))
+        completed = self._completed(parts)
+        sizes_TK = self._over_all_devices(self.sizes_of(parts, completed, self.shard.length))
         # Not inside the compiled function, which would compute these numbers of a row again for
         # every token.
         shifts = score_shifts(log_weights_TK.T, sizes_TK.T)
-        return self.scores_of(parts, said, *shifts), sizes_TK
+        return self.scores_of(parts, completed, *shifts), sizes_TK
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps.
@@ -133,13 +133,13 @@ class StreamHeads:
                 length = max(0, min(parts[0].shape[-1], self.shard.length - start))  # no padding
                 columns = partial(_columns, parts)
                 chosen_of_tiles.append(self._chosen(columns, ids, start, length))
-                sizes_of_tiles.append(self.sizes_of(parts, self._said(parts), length))
+                sizes_of_tiles.append(self.sizes_of(parts, self._completed(parts), length))
                 start += parts[0].shape[-1]
             chosen.append(torch.stack(chosen_of_tiles).sum(dim=0))
             sizes.append(torch.logsumexp(torch.stack(sizes_of_tiles), dim=0))
         return self.shard.sum(torch.cat(chosen)), self._over_all_devices(torch.cat(sizes))
 
-    def _said(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
+    def _completed(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
         """Return, for each head, its logits of all tokens if it lacks some; else None."""
         if not any(self.shared):
             return [None] * len(self.shared)
