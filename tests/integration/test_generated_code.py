@@ -9,17 +9,7 @@ from torch import Tensor
 
 from scale_cli.training.objective import compiled
 from tests.model.test_families import tiny
-from tests.training.test_objective import losses, start
 from tests.widening import as_if_trained, random_ids, tiny_llama, widen
-
-
-@pytest.mark.parametrize(("name", "num_layers"), [("route", 2), ("lora", 1)])
-def test_compiled_training_has_the_losses_of_plain_training(name: str, num_layers: int) -> None:
-    compiled_model, plain_model = (
-        start(name, num_hidden_layers=num_layers),
-        start(name, num_hidden_layers=num_layers),
-    )
-    assert losses(compiled_model, compile=True) == pytest.approx(losses(plain_model), rel=1e-4)
 
 
 @pytest.mark.parametrize(

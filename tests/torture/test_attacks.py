@@ -42,12 +42,9 @@ def finished_once(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def finished(finished_once: Path, tmp_path: Path, stories: Path) -> Configured:
     """A function that writes the config of a finished run, which lies in `tmp_path`, with other sections if need be."""
     shutil.copytree(finished_once / "run", tmp_path / "run")
-    corpus = {
-        "sources": [{"name": "news", "path": str(finished_once / "news.txt"), "language": "en"}]
-    }
-    return lambda **sections: write_config(
-        tmp_path, stories, train=TWO_STEPS, corpus=corpus, **sections
-    )
+    news = {"name": "news", "path": str(finished_once / "news.txt"), "language": "en"}
+    fixed = {"train": TWO_STEPS, "corpus": {"sources": [news]}}
+    return lambda **sections: write_config(tmp_path, stories, **fixed, **sections)
 
 
 # What is more than data
@@ -73,10 +70,8 @@ def test_a_yaml_tag_in_a_run_or_in_a_task_of_a_benchmark_runs_nothing(
     scale: Scale, finished: Configured, tmp_path: Path, canary: Path
 ) -> None:
     evil = f"seed: !!python/object/apply:os.mkdir [{canary}]\n"
-    config, final = (
-        finished(evaluation={"benchmarks": [write_benchmark(tmp_path)]}),
-        tmp_path / "run" / "final",
-    )
+    config = finished(evaluation={"benchmarks": [write_benchmark(tmp_path)]})
+    final = tmp_path / "run" / "final"
     for tagged in (evil, "doc_to_text: !function os.getcwd\n"):
         (tmp_path / "mine.yaml").write_text(tagged)
         assert re.search(r"mine\.yaml(:1)?: not valid YAML", scale("evaluate", config).error())
@@ -101,10 +96,8 @@ def test_the_template_of_a_benchmark_runs_in_a_sandbox(
     scale: Scale, finished: Configured, tmp_path: Path, canary: Path, template: str
 ) -> None:
     benchmark = write_benchmark(tmp_path, doc_to_text=template.format(canary=str(canary)))
-    assert (
-        f"{tmp_path / 'mine.yaml'}: "
-        in scale("evaluate", finished(evaluation={"benchmarks": [benchmark]})).error()
-    )
+    config = finished(evaluation={"benchmarks": [benchmark]})
+    assert f"{tmp_path / 'mine.yaml'}: " in scale("evaluate", config).error()
     assert not canary.exists()
 
 
@@ -129,14 +122,15 @@ def test_nothing_of_a_zip_lands_outside_and_nothing_of_it_stays(
 ) -> None:
     with zipfile.ZipFile(tmp_path / "items.jsonl", "w") as archive:
         for member in ("../evil.jsonl", "/tmp/evil.jsonl", "a/../../evil.jsonl", "C:\\evil.jsonl"):
-            archive.writestr(
-                member, json.dumps({"query": "One", "choices": ["a", "b"], "gold": 0}) + "\n"
-            )
+            archive.writestr(member, '{"query": "One", "choices": ["a", "b"], "gold": 0}\n')
     config = finished(evaluation={"benchmarks": [write_benchmark(tmp_path)]})
-    before = {path for path in tmp_path.rglob("*") if "run" not in path.parts}
-    done = scale("evaluate", config)
-    assert done.exit_code in (0, 2), done.stderr
-    assert {path for path in tmp_path.rglob("*") if "run" not in path.parts} == before
+
+    def outside() -> set[Path]:
+        return {path for path in tmp_path.rglob("*") if "run" not in path.parts}
+
+    before = outside()
+    assert scale("evaluate", config).exit_code in (0, 2)
+    assert outside() == before
     assert not Path("/tmp/evil.jsonl").exists()
 
 
@@ -178,18 +172,14 @@ def test_an_export_with_code_is_opened_without_it_and_without_asking(
 ) -> None:
     exported = tmp_path / "run" / "export" / "llama"
     (exported / "modeling_evil.py").write_bytes(evil_python(canary))
-    edit_json(
-        exported / "config.json", REMOTE_MODEL | {"model_type": "evil", "architectures": ["Evil"]}
-    )
+    evil = {"model_type": "evil", "architectures": ["Evil"]}
+    edit_json(exported / "config.json", REMOTE_MODEL | evil)
     reseal(exported)
-    for arguments, exit_code in (
-        (("generate", exported, "--prompt", "x"), 1),
-        (("verify", exported), 3),
-    ):
-        done = scale(*arguments)
+    for exit_code, verb, *options in ((1, "generate", "--prompt", "x"), (3, "verify")):
+        done = scale(verb, exported, *options)
+        said = done.stdout + done.stderr
         assert done.exit_code == exit_code
-        assert f"{exported}: cannot be loaded: " in done.stdout + done.stderr
-        assert "[y/N]" not in done.stdout + done.stderr
+        assert f"{exported}: cannot be loaded: " in said and "[y/N]" not in said
     assert not canary.exists()
 
 
@@ -235,11 +225,8 @@ def test_a_link_out_of_output_dir_is_refused_before_anything_is_written(
     link = tmp_path / "run" / place
     link.parent.mkdir(parents=True)
     link.symlink_to(outside / "precious" if place in FILES.split() else outside)
-    assert (
-        scale(verb, write_config(tmp_path, base))
-        .error()
-        .startswith(f"{link}: points outside output_dir")
-    )
+    told = scale(verb, write_config(tmp_path, base)).error()
+    assert told.startswith(f"{link}: points outside output_dir")
     assert {file.name: file.read_text() for file in outside.iterdir()} == {"precious": "precious"}
 
 
@@ -258,14 +245,10 @@ def test_a_name_of_a_source_is_no_path(scale: Scale, base: Path, tmp_path: Path)
     for name in ("/etc/passwd", "a/b", "..", ".hidden", "a\nb", "a" * 65, "<script>"):
         told = scale("prepare", config, f"corpus.sources.0.name={json.dumps(name)}").error()
         assert "corpus.sources.0.name" in told
-    held_out = (
-        "evaluation.perplexity=[{name: ../../evil, path: x.txt, language: en, role: retention}]"
-    )
-    assert "perplexity.0.name" in scale("prepare", config, held_out).error()
-    assert (
-        "benchmarks.0.name"
-        in scale("prepare", config, "evaluation.benchmarks=[../../evil]").error()
-    )
+    evil = "{name: ../../evil, path: x.txt, language: en, role: retention}"
+    for section, entry in (("perplexity", evil), ("benchmarks", "../../evil")):
+        told = scale("prepare", config, f"evaluation.{section}=[{entry}]").error()
+        assert f"{section}.0.name" in told
 
 
 # What is shown of names and texts that others chose

@@ -99,12 +99,8 @@ def check_that_no_code_is_run(scale: Scale, base: Path, canary: Path, *, harmles
     if done.exit_code == 0:
         assert harmless
         assert scale("train", config).exit_code == 0
-        assert (
-            scale(
-                "generate", canary.parent / "run", "--prompt", "One", "--max-new-tokens", "2"
-            ).exit_code
-            == 0
-        )
+        asked = ("--prompt", "One", "--max-new-tokens", "2")
+        assert scale("generate", canary.parent / "run", *asked).exit_code == 0
     else:
         assert "model.base" in done.error()
         assert not (canary.parent / "run").exists()
@@ -128,14 +124,10 @@ def test_an_index_of_shards_names_only_files_of_its_folder(
     scale: Scale, base: Path, tmp_path: Path, name: Any
 ) -> None:
     (base / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
-    edit_json(
-        base / "model.safetensors.index.json",
-        {"metadata": {}, "weight_map": {"model.norm.weight": name}},
-    )
-    assert (
-        "model.safetensors.index.json names"
-        in scale("upscale", write_config(tmp_path, base)).error()
-    )
+    index = base / "model.safetensors.index.json"
+    edit_json(index, {"metadata": {}, "weight_map": {"model.norm.weight": name}})
+    told = scale("upscale", write_config(tmp_path, base)).error()
+    assert "model.safetensors.index.json names" in told
 
 
 def of_tensors(**ends: tuple[int, int]) -> bytes:

@@ -1,6 +1,7 @@
 """A damaged file in any folder: always found, never used."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,9 +87,8 @@ def test_the_newest_good_checkpoint_outlives_damaged_ones_of_later_steps(runs: R
     run = runs.midway("damaged")
     DAMAGES["empty"](run.checkpoint(6) / "optimiser.safetensors")
     for step in (4, 5):
-        ended = run_verb(
-            *runs.arguments("train", "damaged"), "train.max_hours=1e-9", "train.keep_checkpoints=1"
-        )
+        stops = ("train.max_hours=1e-9", "train.keep_checkpoints=1")
+        ended = run_verb(*runs.arguments("train", "damaged"), *stops)
         assert f"stopped by train.max_hours after step {step};" in ended.printed
         assert newest_whole_checkpoint(run)[0] == run.checkpoint(step)
     runs.finish_as("whole", "damaged")
@@ -112,9 +112,7 @@ def test_a_damaged_final_or_start_is_refused_by_every_verb(
                 ended = run_verb(*runs.arguments(verb, "damaged"))
                 assert ended.exit_code in (1, 2), ended.printed
                 assert "Traceback" not in ended.printed
-                (line,) = [
-                    line for line in ended.printed.splitlines() if line.startswith("error: ")
-                ]
+                (line,) = re.findall(r"^error: .*", ended.printed, re.MULTILINE)
                 assert str(folder) in line
                 refused += 1
     assert refused >= len(verbs)

@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import random
+import re
 import resource
 import signal
 import threading
@@ -111,7 +112,7 @@ def whole_folders(run: RunFolder) -> set[Path]:
 def assert_told_clearly(ended: Ended, place: Path, error: int) -> None:
     assert ended.exit_code == 1, ended.printed
     assert "Traceback" not in ended.printed
-    (line,) = [line for line in ended.printed.splitlines() if line.startswith("error: ")]
+    (line,) = re.findall(r"^error: .*", ended.printed, re.MULTILINE)
     assert str(place) in line and os.strerror(error) in line
 
 
@@ -120,16 +121,8 @@ def test_what_goes_wrong_at_any_call_is_told_and_the_same_command_then_does_what
     runs: Runs, in_full: bool, record_property: Record, verb: str
 ) -> None:
     calls = undisturbed(runs, verb)
-    assert verb != "train" or {
-        "open",
-        "write",
-        "fsync",
-        "rename",
-        "mkdir",
-        "unlink",
-        "rmdir",
-        "tensors",
-    } <= set(calls)
+    every_kind = "open write fsync rename mkdir unlink rmdir tensors"
+    assert verb != "train" or {*every_kind.split()} <= {*calls}
     num_faults = num_met = 0
     for fault in faults(runs, verb, calls, in_full):
         run = beginning(runs, verb)
@@ -235,17 +228,14 @@ def test_one_of_several_processes_is_killed_beside_steps_or_where_it_writes_and_
             whole, counted = several.upscaled("whole-of-several"), several.root / "calls.jsonl"
             count = OfProcess(rank, Fault(whole.root, 0, counted=counted))
             assert not any(train_together(several, "whole-of-several", num_processes, count))
-            num_calls, killed = (
-                len(counted.read_text().splitlines()),
-                several.folder("killed"),
-            )
+            num_calls = len(counted.read_text().splitlines())
+            killed = several.folder("killed")
             calls = range(1, num_calls, 1 + num_calls // 12) if in_full else (num_calls // 2,)
-            hooks: list[Hook] = [
-                Fault(killed.root, call, half=True) for call in calls if num_processes == 2
-            ]
-            hooks += (
-                [kill_beside_steps] if sharding != "none" else []
-            )  # else one process writes all
+            hooks: list[Hook] = []
+            if num_processes == 2:
+                hooks += [Fault(killed.root, call, half=True) for call in calls]
+            if sharding != "none":  # else one process writes all
+                hooks.append(kill_beside_steps)
             for hook in hooks:
                 several.upscaled("killed")
                 codes = train_together(several, "killed", num_processes, OfProcess(rank, hook))

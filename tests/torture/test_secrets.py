@@ -26,8 +26,10 @@ NAMES = [
     "WANDB_API_KEY",
     "AWS_SECRET_ACCESS_KEY",
     "OPENAI_API_KEY",
+    "GITHUB_TOKEN",
+    "SCALE_SECRET",
+    "PGPASSWORD",
 ]
-NAMES += ["GITHUB_TOKEN", "SCALE_SECRET", "PGPASSWORD"]
 
 
 def write_whole_config(folder: Path, base: Path) -> Path:
@@ -79,14 +81,8 @@ def run_in_processes_of_their_own(config: Path, run: Path) -> str:
 
 def test_a_password_in_a_url_is_not_repeated(scale: Scale, tmp_path: Path) -> None:
     config = write_whole_config(tmp_path, tmp_path / "absent")
-    for key in (
-        "model.base",
-        "corpus.sources.0.path",
-        "output_dir",
-        "corpus.cache_dir",
-        "corpus.sources.9.path",
-        "a.b",
-    ):
+    keys = "model.base corpus.sources.0.path output_dir corpus.cache_dir corpus.sources.9.path a.b"
+    for key in keys.split():
         done = scale("upscale", config, f"{key}=https://user:hunter2@example.org/x.jsonl")
         assert "hunter2" not in done.stdout + done.error()
     assert not (tmp_path / "run").exists()
@@ -126,33 +122,16 @@ def test_a_whole_run_repeats_no_token_of_the_environment_and_neither_reads_nor_w
     said = ""
     with monkeypatch.context() as patch:
         refuse_pickles(patch)
-        for command in (
-            ["run", config],
-            ["verify", run],
-            ["export", config, "export.format=adapter"],
-        ):
+        adapter = ["export", config, "export.format=adapter"]
+        for command in (["run", config], ["verify", run], adapter):
             done = scale(*command)
             assert done.exit_code == 0, done.stderr
             said += done.stdout + done.stderr
     written = files_of(run)
     assert run / "export" / "transformers" / "config.json" in written
     assert_not_repeated(planted, said, run)
-    assert {file.suffix for file in written} <= {
-        *(
-            ".safetensors",
-            ".json",
-            ".jsonl",
-            ".yaml",
-            ".md",
-            ".html",
-            ".png",
-            ".py",
-            ".bin",
-            ".jinja",
-            ".lock",
-            "",
-        )
-    }
+    kinds = ".safetensors .json .jsonl .yaml .md .html .png .py .bin .jinja .lock"
+    assert {file.suffix for file in written} <= {"", *kinds.split()}
     pickles = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5", b"PK")  # the last is torch.save's
     assert not [file for file in written if file.read_bytes().startswith(pickles)]
     record_property("files searched for planted tokens", len(written))
@@ -168,7 +147,5 @@ def test_no_call_of_ours_asks_for_what_runs_code() -> None:
                 assert called != "__import__", path
                 assert called not in ("np.load", "np.save") or "allow_pickle" in given, path
                 for name in ("allow_pickle", "trust_remote_code"):
-                    assert (
-                        not isinstance(given.get(name), ast.Constant)
-                        or ast.unparse(given[name]) == "False"
-                    ), path
+                    value = given.get(name)
+                    assert not isinstance(value, ast.Constant) or value.value is False, path

@@ -1,6 +1,7 @@
 """Losses and gradients that are not finite, that leap, or that overflow float16."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from scale_cli.runs.opened import Run
 from scale_cli.training.metrics_log import read_records
 from scale_cli.training.records import TrainState
 from scale_cli.training.step import TakenStep
+from tests.small_runs import changed
 from tests.training.conftest import (
     MakeConfig,
     are_equal,
@@ -100,11 +102,7 @@ def test_a_checkpoint_before_the_first_good_step_is_one_to_resume_from(
     break_gradient_at(monkeypatch, 1)
     run = upscaled(cut)
     with pytest.raises(Interrupted):
-        train(
-            cut.model_copy(update={"train": cut.train.model_copy(update={"max_hours": 1e-9})}),
-            None,
-            print,
-        )
+        train(changed(cut, "train.max_hours=1e-9"), None, print)
     go_on(cut)
     assert are_equal(trained(run.final), trained(finished(whole).final))
 
@@ -118,10 +116,7 @@ def test_a_leap_is_warned_of_by_its_batch_and_the_log_says_how_large_the_expansi
 
     around_steps(monkeypatch, leaping)
     run = finished(make_config("run", "train.activation_checkpointing=true"))
-    (told,) = [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: step")
-    ]
-    assert told.startswith("warning: step 8: loss ")
+    (told,) = re.findall(r"warning: step 8: loss .*", capsys.readouterr().err)
     for part in (" of petitions (windows ", "train.warmup_steps (now 2)", "train.lr (now 0.003)"):
         assert part in told
     assert [len(record["stream_ratios"]) for record in read_records(run.metrics)] == [3 + 1] * 9
@@ -142,10 +137,8 @@ def test_overflows_lower_the_scale_are_left_out_and_a_resumed_run_ends_in_the_sa
     break_gradient_at(monkeypatch, 2, 5, by=torch.inf)
     go_on(cut)
     assert are_equal(trained(runs[0].final), trained(runs[1].final))
-    assert (state.skipped_steps, state.step) == (
-        0,
-        6,
-    )  # `on_nonfinite: stop` has nothing to say of them
+    # `on_nonfinite: stop` has nothing to say of them.
+    assert (state.skipped_steps, state.step) == (0, 6)
     counted = sum(tokens.num_trained for tokens in TokenLedger.load(runs[0].final).sources.values())
     assert counted == state.num_tokens + state.skipped_tokens
     left_out = [record for record in read_records(runs[1].metrics) if "skipped" in record]
@@ -158,10 +151,8 @@ def test_a_float16_base_trains_under_float16_autocast_alone(make_config: MakeCon
     config = make_config("run", *FP16, "train.max_steps=2", "model.dtype=float16")
     run = upscaled(config)  # which proves the base's logits
     train(config, None, print)
-    assert all(
-        tensor.isfinite().all() and tensor.dtype == torch.float32
-        for tensor in trained(run.final).values()
-    )
+    for tensor in trained(run.final).values():
+        assert tensor.isfinite().all() and tensor.dtype == torch.float32
     for other in ("model.dtype=bfloat16", "train.sharding=all"):
         with pytest.raises(ConfigError, match=r"train.mixed_precision: fp16"):
             make_config("other", *FP16, other)

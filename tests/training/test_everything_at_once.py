@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor
 
 from scale_cli.config.schema import MethodConfig
@@ -16,12 +15,9 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, MicroBatch, PackedWindows
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.starts import TextToLearn
-from scale_cli.training.objective import for_training
-from scale_cli.training.optimiser import build_optimiser
-from scale_cli.training.step import train_step
 from scale_cli.upscale.building import NewPieces, start_model
-from tests.hooks import hooks_for
 from tests.plain_torch import logits_of, shared_with_new_tokens
+from tests.steps import Steps
 from tests.widening import as_if_trained, tiny_llama
 
 OLD, NEW = 57, NewPieces(["7 8", "3 7", "10 11", "3 10"], own_pieces=[7, 10])
@@ -84,9 +80,8 @@ class InPlainTorch:
         self.bound = model.config.expansion_embedding_rms if widened else math.inf
         groups = []
         for name, leaf in self.leaves.items():
-            kind = (
-                "embedding" if "embed_tokens" in name else "head" if "lm_head" in name else "matrix"
-            )
+            kinds = {"embed_tokens": "embedding", "lm_head": "head"}
+            kind = next((kind for part, kind in kinds.items() if part in name), "matrix")
             kind = "gains" if leaf.ndim == 1 else kind
             # The rates of codes, unless the config says.
             rate = {"head": 10.0, "matrix": 16.0} if widened else {}
@@ -100,17 +95,14 @@ class InPlainTorch:
         """Return the logits of what trains, and the probabilities of the base where it is beside it."""
         if not self.widened:
             return logits_of(self.config, self.leaves, None, ids, documents), None
-        base = {
-            name.removeprefix("base."): t
-            for name, t in self.frozen.items()
-            if name.startswith("base.")
-        }
-        tensors = {
-            name: t
-            for name, t in (self.frozen | self.leaves).items()
-            if name.startswith("expansion.")
-        }
-        added = {name.removeprefix("expansion."): tensor for name, tensor in tensors.items()}
+        base, added = (
+            {
+                name.removeprefix(prefix): tensor
+                for name, tensor in (self.frozen | self.leaves).items()
+                if name.startswith(prefix)
+            }
+            for prefix in ("base.", "expansion.")
+        )
         rows = tuple(added["new_tokens.embed_tokens.weight"])
         of_base = logits_of(self.config, base, None, ids, documents, rows)
         return logits_of(self.config, base, added, ids, documents), shared_with_new_tokens(
@@ -149,21 +141,13 @@ class InPlainTorch:
 @pytest.mark.parametrize("widened", [True, False])
 def test_steps_with_everything_asked_for_are_adamws_on_one_big_batch(widened: bool) -> None:
     distilled, train = (DISTILLED, settings(**WIDENED)) if widened else (0.0, settings(**FULL))
-    method = (
-        {"variant": "route", "distillation": {"weight": distilled}}
-        if widened
-        else {"variant": "full"}
-    )
-    with_new_tokens = TextToLearn(
-        torch.ones(OLD + 4).double() / (OLD + 4), torch.tensor([[OLD, 3]])
-    )
-    model: Any = start_model(
-        tiny_llama(vocab_size=OLD),
-        MethodConfig.model_validate(method),
-        seed=0,
-        new=NEW,
-        text=with_new_tokens,
-    )
+    keys: dict[str, Any] = {"variant": "full"}
+    if widened:
+        keys = {"variant": "route", "distillation": {"weight": distilled}}
+    method = MethodConfig.model_validate(keys)
+    shares = torch.ones(OLD + 4).double() / (OLD + 4)
+    text = TextToLearn(shares, torch.tensor([[OLD, 3]]))
+    model: Any = start_model(tiny_llama(vocab_size=OLD), method, 0, NEW, text)
     if widened:
         of_tokens = (model.expansion.new_tokens.embed_tokens, model.expansion.embed_tokens)
         started = [embedding.weight.clone() for embedding in of_tokens]
@@ -171,13 +155,10 @@ def test_steps_with_everything_asked_for_are_adamws_on_one_big_batch(widened: bo
         for embedding, weight in zip(of_tokens, started, strict=True):
             embedding.weight.data = weight
     reference = InPlainTorch(model, train, widened=widened)
-    optimiser, hooks = build_optimiser(model, train), hooks_for(model, train)
-    wrapped, accelerator = for_training(model.train(), train), Accelerator(cpu=True)
     in_parts, whole = (batches_of(size, distilled) for size in (2, GLOBAL_BATCH))
+    steps = Steps(model, train, in_parts)
     for index in range(NUM_STEPS):
-        ours = train_step(
-            accelerator, wrapped, optimiser, in_parts.of_step(index), train, hooks=hooks
-        ).result()
+        ours = steps.take(index).result()
         (batch,) = whole.of_step(index).micro_batches
         loss, norm, by_source = reference.step(index, batch, distilled)
         assert ours.loss == pytest.approx(loss, rel=1e-5)

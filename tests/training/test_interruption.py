@@ -1,29 +1,23 @@
+import shlex
+
 import pytest
 
 from scale_cli.training.interruption import command_to_go_on
 
 
 @pytest.mark.parametrize(
-    ("arguments", "num_processes", "expected"),
+    ("given", "num_processes", "expected"),
     [
-        (["train", "a.yaml"], None, "scale train a.yaml --resume auto"),
-        (
-            ["train", "a.yaml", "train.lr=1e-4"],
-            None,
-            "scale train a.yaml train.lr=1e-4 --resume auto",
-        ),
-        (["train", "a.yaml", "--resume", "auto"], "1", "scale train a.yaml --resume auto"),
-        (
-            ["train", "--resume=x/step-3", "my run.yaml"],
-            None,
-            "scale train --resume=x/step-3 'my run.yaml' --resume auto",
-        ),
-        (["run", "a.yaml", "output_dir=b c"], None, "scale run a.yaml 'output_dir=b c'"),
-        (["run", "a.yaml"], "4", "accelerate launch --num_processes 4 -m scale_cli run a.yaml"),
+        ("train a.yaml", None, "scale train a.yaml --resume auto"),
+        ("train a.yaml train.lr=1", None, "scale train a.yaml train.lr=1 --resume auto"),
+        ("train a.yaml --resume auto", "1", "scale train a.yaml --resume auto"),
+        ("train --resume=x 'a b'", None, "scale train --resume=x 'a b' --resume auto"),
+        ("run a.yaml 'output_dir=b c'", None, "scale run a.yaml 'output_dir=b c'"),
+        ("run a.yaml", "4", "accelerate launch --num_processes 4 -m scale_cli run a.yaml"),
     ],
 )
 def test_the_command_to_go_on_is_the_one_that_was_given(
-    arguments: list[str], num_processes: str | None, expected: str
+    given: str, num_processes: str | None, expected: str
 ) -> None:
     environment = {} if num_processes is None else {"WORLD_SIZE": num_processes}
-    assert command_to_go_on(arguments, environment) == expected
+    assert command_to_go_on(shlex.split(given), environment) == expected

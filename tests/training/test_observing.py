@@ -22,7 +22,7 @@ from scale_cli.data.corpora import open_sources
 from scale_cli.errors import Interrupted
 from scale_cli.runs.folder import TRAINED, RunFolder
 from scale_cli.runs.opened import Run
-from scale_cli.storage.atomic import file_sha256, read_json, remove_folder
+from scale_cli.storage.atomic import file_sha256, remove_folder
 from scale_cli.training import training_run
 from scale_cli.training.checkpoint import checkpoints, step_of
 from scale_cli.training.metrics_log import (
@@ -40,7 +40,7 @@ from scale_cli.training.observing import Observer, better_of
 from scale_cli.training.records import Score, TrainState
 from scale_cli.training.training_run import write_checkpoint
 from tests.evaluation.task_files import task_of
-from tests.small_runs import SMALLEST, load_text
+from tests.small_runs import SMALLEST, changed, held_out, load_text
 from tests.training.conftest import MakeConfig, configs_in, finished, go_on, upscaled
 
 OF_BITS = st.floats(-2.0, 9.0).map(lambda bits: round(bits, 1))
@@ -70,23 +70,17 @@ def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> N
         return {"base": base, "trained": trained, "routed": routed}
 
     roles = {"a": "retention", "b": "retention", "c": "acquisition", "d": "acquisition"}
-    sources = [
-        f"{{name: {name}, path: x.txt, language: en, role: {role}}}" for name, role in roles.items()
-    ]
+    sources = [json.dumps(held_out(name, "x.txt", role)) for name, role in roles.items()]
     losses = {"a": bits(1, 9, 1.5), "b": bits(1, 9, 1.2), "c": bits(9, 2, 3), "d": bits(9, 4, 5)}
     for variant, acquisition, forgetting in (("route", 4.0, 0.5), ("preserve", 3.0, 8.0)):
         overrides = (f"method.variant={variant}", f"evaluation.perplexity=[{', '.join(sources)}]")
-        nothing: Any = None
-        observer = Observer(
-            load_text(SMALLEST, *overrides), nothing, nothing, nothing, nothing, [], nothing
-        )
+        no: Any = None
+        observer = Observer(load_text(SMALLEST, *overrides), no, no, no, no, [], no)
         score = observer.score(7, losses)
         assert score is not None and score.step == 7
         assert (score.acquisition, score.forgetting) == pytest.approx((acquisition, forgetting))
-        assert (
-            observer.score(7, losses | {"c": {"base": 1.0, "trained": None, "routed": None}})
-            is None
-        )
+        not_finite = {"c": {"base": 1.0, "trained": None, "routed": None}}
+        assert observer.score(7, losses | not_finite) is None
 
 
 class Killed(Exception):
@@ -108,14 +102,12 @@ def chosen(
     """A finished run that was evaluated at every second step and kept the best of them, and the steps it saved."""
     folder = tmp_path_factory.mktemp("chosen")
     tales = f"{shared_data}/en-tinystories/tinystories_val.txt"
-    corpora = ", ".join(
-        f"{{name: {role}, path: {tales}, language: en, role: {role}, max_documents: 2}}"
-        for role in ("acquisition", "retention")
-    )
+    roles = ("acquisition", "retention")
+    corpora = json.dumps([held_out(role, tales, role, max_documents=2) for role in roles])
     arc = json.dumps(task_of(shared_data, folder, "arc_easy", limit=3))
     config = configs_in(folder, shared_data, tmp_path_factory.getbasetemp() / "tokens")(
         "whole",
-        f"evaluation.perplexity=[{corpora}]",
+        f"evaluation.perplexity={corpora}",
         f"evaluation.benchmarks=[{arc}]",
         "evaluation.bootstrap_resamples=100",
         "train.eval_every_steps=2",
@@ -181,32 +173,24 @@ def check_is_of_final(record: MetricsRecord, config: RunConfig) -> None:
     """The record has the figures of the report on `final/`, and the continuation that its model generates."""
     report, (acquisition, *_) = evaluate(config), config.evaluation.perplexity
     for corpus in report.corpora:
-        heads = {
-            head: corpus.heads["posterior" if head == "routed" else head]
-            for head in ("base", "trained", "routed")
-        }
-        assert record[EVALUATION][corpus.name] == {
-            head: of_one.nats_per_token for head, of_one in heads.items()
-        }
-        assert record[BITS][corpus.name] == {
-            head: of_one.bits_per_byte for head, of_one in heads.items()
-        }
-        assert record[SHARES][corpus.name] == heads["routed"].base_share
+        for head in ("base", "trained", "routed"):
+            figures = corpus.heads["posterior" if head == "routed" else head]
+            assert record[EVALUATION][corpus.name][head] == figures.nats_per_token
+            assert record[BITS][corpus.name][head] == figures.bits_per_byte
+        assert record[SHARES][corpus.name] == figures.base_share
     (arc,) = report.benchmarks
-    assert record[BENCHMARKS]["arc_easy"] == {
-        head: of_one.metrics["acc"].value for head, of_one in arc.heads.items()
-    }
+    accuracies = {head: of_one.metrics["acc"].value for head, of_one in arc.heads.items()}
+    assert record[BENCHMARKS]["arc_easy"] == accuracies
     final = Run(config).open_final()
     (heard,) = open_sources(config, [acquisition], final.tokenizer)
     model: Any = final.load()
     ids = torch.tensor(heard.document(0)[None, :32].astype("int64"))
     greedy = model.generate(ids, max_new_tokens=32, do_sample=False)[0]
-    prompt, continuation = (
-        final.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[0], greedy[32:])
-    )
-    assert record[SAMPLES] == {
-        acquisition.name: {"prompt": prompt, "continuation": continuation}
-    }, "of one language"
+    said = {
+        name: final.tokenizer.decode(part, skip_special_tokens=True)
+        for name, part in (("prompt", ids[0]), ("continuation", greedy[32:]))
+    }
+    assert record[SAMPLES] == {acquisition.name: said}, "of one language"
 
 
 def test_the_best_weights_outlive_later_checkpoints_and_are_final(
@@ -215,19 +199,13 @@ def test_the_best_weights_outlive_later_checkpoints_and_are_final(
     config, saved = chosen
     run = RunFolder(config.output_dir)
     assert saved == [2, 4, 6, 8, 9], "a step that has a checkpoint is not saved again"
-    assert read_json(run.final / "cost.json")["saving_s"] >= 0
     assert [step_of(folder) for folder in checkpoints(run)] == [4, 9]
-    assert file_sha256(run.final / TRAINED) == file_sha256(run.checkpoint(4) / TRAINED)
-    assert file_sha256(run.final / TRAINED) != file_sha256(run.checkpoint(9) / TRAINED)
+    kept, *others = (folder / TRAINED for folder in (run.final, *checkpoints(run)))
+    assert [file_sha256(kept) == file_sha256(other) for other in others] == [True, False]
     assert TrainState.load(run.final).step == 4
     records = evaluations(run)
-    assert [(record["step"], record["best_step"]) for record in records] == [
-        (2, 2),
-        (4, 4),
-        (6, 4),
-        (8, 4),
-        (9, 4),
-    ]
+    best = {record["step"]: record["best_step"] for record in records}
+    assert best == {2: 2, 4: 4, 6: 4, 8: 4, 9: 4}
     verify(run.root)
     check_is_of_final(records[1], config)
 
@@ -244,7 +222,7 @@ def test_a_run_that_is_killed_or_stopped_after_an_evaluation_and_resumed_chooses
     step: int,
 ) -> None:
     whole, _ = chosen
-    config = whole.model_copy(update={"output_dir": tmp_path / "cut"})
+    config = changed(whole, f"output_dir={tmp_path / 'cut'}")
     run, undisturbed = upscaled(config), RunFolder(whole.output_dir)
     monkeypatch.setattr(Observer, "score", scored)
     work = getattr(owner, name)
@@ -267,45 +245,34 @@ def test_a_run_that_is_killed_or_stopped_after_an_evaluation_and_resumed_chooses
         for one in (run, undisturbed)
     )
     assert found == expected
-    of_both = [TrainState.load(one.final) for one in (run, undisturbed)]
-    assert [(state.step, state.best, state.evaluation_due) for state in of_both] == [
-        (4, of_both[0].best, False)
-    ] * 2
+    state = TrainState.load(run.final)
+    assert (state.step, state.evaluation_due) == (4, False)
+    assert state.best == TrainState.load(undisturbed.final).best
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("override", "told"),
     [
-        ("the text", "was scored on other held-out text"),
-        (
-            "the settings",
-            "the best checkpoint so far was scored with other settings (train.eval_max_tokens: 100000 -> 1)",
-        ),
-        ("the checkpoint", "the best checkpoint so far is missing"),
+        ("evaluation.perplexity.0.path=other.txt", "was scored on other held-out text"),
+        ("train.eval_max_tokens=1", "(train.eval_max_tokens: 100000 -> 1)"),
+        (None, "the best checkpoint so far is missing"),
     ],
 )
 def test_a_best_that_does_not_compare_any_more_or_is_gone_is_left_and_the_last_step_is_final(
     chosen: tuple[RunConfig, list[int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    changed: str,
+    override: str | None,
     told: str,
 ) -> None:
-    whole, _ = chosen
-    run = RunFolder(shutil.copytree(whole.output_dir, tmp_path / "run"))
+    monkeypatch.chdir(tmp_path)
+    Path("other.txt").write_text("Another text, at another place.\n")
+    run = RunFolder(shutil.copytree(chosen[0].output_dir, tmp_path / "run"))
     remove_folder(run.final)
-    (tmp_path / "other.txt").write_text("Another text, at another place.\n")
-    first, *rest = whole.evaluation.perplexity
-    evaluation, of_train = whole.evaluation, whole.train
-    if changed == "the text":
-        other = first.model_copy(update={"path": str(tmp_path / "other.txt")})
-        evaluation = evaluation.model_copy(update={"perplexity": [other, *rest]})
-    elif changed == "the settings":
-        of_train = of_train.model_copy(update={"eval_max_tokens": 1})
-    else:
+    config = changed(chosen[0], f"output_dir={run.root}", *filter(None, [override]))
+    if override is None:
         remove_folder(run.checkpoint(4))
     monkeypatch.setattr(Observer, "score", scored)
-    here = {"output_dir": run.root, "evaluation": evaluation, "train": of_train}
-    assert any(told in line for line in go_on(whole.model_copy(update=here)))
+    assert any(told in line for line in go_on(config))
     state = TrainState.load(run.final)
     assert state.step == 9 and state.best is None

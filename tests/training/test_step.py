@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import settings as cases
 from hypothesis import strategies as st
@@ -20,10 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.errors import GradientOverflow, NonFiniteError
 from scale_cli.methods.recipes import trainable_parameters
-from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import (
     build_optimiser,
     optimiser_tensors,
@@ -31,24 +28,10 @@ from scale_cli.training.optimiser import (
     rates_of,
     set_learning_rate,
 )
-from scale_cli.training.step import train_step
 from scale_cli.upscale.building import start_model
-from tests.hooks import hooks_for
+from tests.steps import Steps, batches_of
 from tests.training.conftest import are_equal
-from tests.widening import random_ids, tiny_llama
-
-
-def batches_of(micro_batch_size: int) -> Batches:
-    ids = random_ids(301, below=64, seed=1).numpy()
-    return Batches(
-        # 300 targets in windows of 16: the last window has 12, so micro-batches differ in their number of targets.
-        [PackedWindows(ids, 16)],
-        [1.0],
-        num_steps=20,
-        seed=0,
-        global_batch_size=8,
-        micro_batch_size=micro_batch_size,
-    )
+from tests.widening import tiny_llama
 
 
 def settings(lr: float, max_grad_norm: float = 1e9) -> TrainConfig:
@@ -152,18 +135,13 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
     model = start_model(tiny_llama(vocab_size=64), method, 0)
     keys = {"max_steps": 20, "lr": 1e-2, "optimiser": optimiser_name}
     train = TrainConfig.model_validate({**keys, "embedding_norm": "bounded"})
-    wrapped, optimiser = for_training(model, train), build_optimiser(model, train)
-    hooks = hooks_for(model, train)
+    steps = Steps(model, train, batches_of(4))
     trained = trainable_parameters(model)
-    train_step(
-        Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(0), train, hooks=hooks
-    ).result()
+    steps.take(0).result()
 
     def state() -> dict[str, torch.Tensor]:
-        return {
-            name: t.detach().clone()
-            for name, t in (trained | optimiser_tensors(optimiser, model)).items()
-        }
+        tensors = trained | optimiser_tensors(steps.optimiser, model)
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     def read(_: torch.Tensor) -> bool:
         raise AssertionError("waits for the device")
@@ -173,19 +151,14 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "__bool__", "__float__"):
             patch.setattr(torch.Tensor, name, read)
-        bad = train_step(
-            Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(1), train, hooks=hooks
-        )
-        between = state()
+        bad, between = steps.take(1), state()
         poison.remove()
-        good = train_step(
-            Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(2), train, hooks=hooks
-        )
-    assert all(torch.equal(between[name], tensor) for name, tensor in before.items())
+        good = steps.take(2)
+    assert are_equal(between, before)
     with pytest.raises(NonFiniteError, match="step 2: "):
         bad.result()
     assert good.result().loss > 0
-    assert not all(torch.equal(state()[name], tensor) for name, tensor in before.items())
+    assert not are_equal(state(), before)
 
 
 def test_a_scaled_loss_gives_the_gradients_of_the_loss_and_the_scale_grows_where_nothing_overflows() -> (
@@ -194,14 +167,10 @@ def test_a_scaled_loss_gives_the_gradients_of_the_loss_and_the_scale_grows_where
     """A power of two is exact in float32: no bit of the weights hangs on it."""
     ends, scaler = [], GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     for of_run in (scaler, GradScaler(enabled=False)):
-        model, plan = (
-            tiny_llama(vocab_size=64).requires_grad_(True),
-            settings(1e-2, max_grad_norm=1.0),
-        )
-        optimiser = build_optimiser(model, plan)
+        model = tiny_llama(vocab_size=64).requires_grad_(True)
+        steps = Steps(model, settings(1e-2, max_grad_norm=1.0), batches_of(4), wrapped=model)
         for step in range(3):
-            batch = batches_of(4).of_step(step)
-            train_step(Accelerator(cpu=True), model, optimiser, batch, plan, scaler=of_run).result()
+            steps.take(step, scaler=of_run).result()
         ends.append(dict(model.state_dict()))
     assert are_equal(*ends)
     assert scaler.get_scale() == 2.0**11
@@ -211,16 +180,13 @@ def test_a_scaled_loss_gives_the_gradients_of_the_loss_and_the_scale_grows_where
 def test_what_is_not_finite_under_no_scale_either_is_no_overflow(
     scale: float, error: type[Exception]
 ) -> None:
-    model, plan = tiny_llama(vocab_size=64).requires_grad_(True), settings(1e-2)
+    model = tiny_llama(vocab_size=64).requires_grad_(True)
+    steps = Steps(model, settings(1e-2), batches_of(8), wrapped=model)
     model.lm_head.weight.register_hook(lambda gradient: gradient * torch.nan)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     scaler = GradScaler("cpu", init_scale=scale)
-    batch = batches_of(8).of_step(0)
-    taken = train_step(
-        Accelerator(cpu=True), model, build_optimiser(model, plan), batch, plan, scaler=scaler
-    )
     with pytest.raises(NonFiniteError) as caught:
-        taken.result()
+        steps.take(0, scaler=scaler).result()
     assert type(caught.value) is error
     assert are_equal(before, dict(model.state_dict()))
     assert scaler.get_scale() == scale / 2
@@ -254,31 +220,20 @@ def test_a_frozen_base_in_16_bits_is_never_copied_and_what_trains_is_held_in_flo
     whole: Any = tiny_llama(num_key_value_heads=4)
     base = whole.to(dtype)
     frozen = [parameter for parameter in base.parameters() if parameter.ndim == 2]
-    model: Any = start_model(
-        base, MethodConfig.model_validate({"variant": variant, "lora": {"rank": 2}}), seed=0
-    )
+    method = MethodConfig.model_validate({"variant": variant, "lora": {"rank": 2}})
+    model = start_model(base, method, seed=0)
     train = TrainConfig(
-        max_steps=2,
-        mixed_precision=mixed_precision,
-        activation_checkpointing=checkpointing,
-        global_batch_size=4,
-        micro_batch_size=2,
+        max_steps=2, mixed_precision=mixed_precision, activation_checkpointing=checkpointing
     )
-    ids = random_ids(400, seed=1).numpy()
-    batches = Batches(
-        [PackedWindows(ids, 7)], [1.0], num_steps=2, seed=0, global_batch_size=4, micro_batch_size=2
-    )
-    optimiser, accelerator = build_optimiser(model, train), Accelerator(cpu=True)
-    wrapped = for_training(model.train(), train)
+    steps = Steps(model, train, batches_of(2, 4, window=7))
     with CopiesOf(frozen) as copies:
         for step in range(2):
-            train_step(accelerator, wrapped, optimiser, batches.of_step(step), train)
+            steps.take(step)
     assert copies.made == []
     assert {weight.dtype for weight in frozen} == {dtype}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    moments = [
-        state[name] for state in optimiser.state.values() for name in ("exp_avg", "exp_avg_sq")
-    ]
+    states = steps.optimiser.state.values()
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
     assert {tensor.dtype for tensor in (*trained, *moments)} == {torch.float32}
     num_trained = sum(parameter.numel() for parameter in trained)
     assert sum(moment.nbytes for moment in moments) == 8 * num_trained

@@ -32,9 +32,8 @@ def in_log(run: RunFolder) -> dict[str, list[tuple[int, Any]]]:
     points: dict[str, list[tuple[int, Any]]] = defaultdict(list)
     for record in read_records(run.metrics):
         for key, value in figures(record).items():
-            points[key].append(
-                (record["step"], pytest.approx(value, rel=1e-6))
-            )  # TensorBoard keeps float32
+            # TensorBoard keeps float32.
+            points[key].append((record["step"], pytest.approx(value, rel=1e-6)))
     return points
 
 
@@ -50,12 +49,10 @@ def test_tensorboard_has_every_figure_of_the_log_a_trace_the_steps_asked_for_and
     (trace,) = run.profile.iterdir()
     assert trace.name == "steps-2-3.process-0.json.gz"
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    steps = {
-        event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")
-    }
-    assert steps == {"ProfilerStep#1", "ProfilerStep#2"}, (
-        "of the steps that this process has taken, from 0"
-    )
+    names = {str(event.get("name")) for event in events}
+    # Of the steps that this process has taken, from 0.
+    steps = {name for name in names if name.startswith("ProfilerStep#")}
+    assert steps == {"ProfilerStep#1", "ProfilerStep#2"}
     assert are_equal(trained(run.final), trained(finished(make_config("unseen", *length)).final))
 
 

@@ -2,17 +2,13 @@ import copy
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.export.dense import plain_model
-from scale_cli.training.optimiser import build_optimiser
-from scale_cli.training.step import train_step
 from scripts.research.osf import OsfConfig
-from tests.hooks import hooks_for
 from tests.methods.test_methods import prepared
-from tests.training.test_step import batches_of
+from tests.steps import Steps, batches_of
 from tests.widening import tiny_llama
 
 
@@ -26,12 +22,9 @@ def test_osf_leaves_what_each_matrix_does_in_its_kept_directions_as_the_base_has
     train = TrainConfig.model_validate(
         {"max_steps": 20, "lr": 3e-2, "weight_decay": 0.0, "optimiser": optimiser}
     )
-    steps = build_optimiser(model, train)
-    hooks = hooks_for(model, train, MethodConfig(variant="osf"))
-    accelerator = Accelerator(cpu=True)
+    steps = Steps(model, train, batches_of(4), MethodConfig(variant="osf"))
     for step in range(3):
-        batch = batches_of(4).of_step(step)
-        train_step(accelerator, model, steps, batch, train, hooks=hooks).result()
+        steps.take(step).result()
     moved = set()
     for name, tensor in plain_model(model, "float32").state_dict().items():
         if change := float((difference := tensor.double() - before[name]).norm()):

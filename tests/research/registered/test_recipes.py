@@ -5,19 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scale_cli.config.training import TrainConfig
 from scale_cli.methods.recipes import Update
-from scale_cli.training.optimiser import build_optimiser
-from scale_cli.training.step import train_step
 from scripts.research.average import Average
-from tests.hooks import hooks_for, training_of
 from tests.research.registered.test_adept import ADEPT
+from tests.steps import Steps, batches_of, training_of
 from tests.training.conftest import MakeConfig, are_equal, finished, go_on, trained
-from tests.training.test_step import batches_of
 from tests.widening import tiny_llama
 
 OSF = ("method.variant=osf", "method.collaboration.layers=null")
@@ -53,23 +49,27 @@ def test_the_average_of_a_linear_sequence_is_its_closed_form(
 
 
 def test_lookahead_and_decay_to_the_base_are_their_formulas_around_adamws_steps() -> None:
-    keys: dict[str, Any] = {"max_steps": 5, "lr": 1e-2, "weight_decay": 0.0, "schedule": "constant"}
+    plainly: dict[str, Any] = {
+        "max_steps": 5,
+        "lr": 1e-2,
+        "weight_decay": 0.0,
+        "schedule": "constant",
+    }
     recipes = {"decay_to_base": 2.0, "lookahead": {"every_steps": 2, "share": 0.3}}
     ours, plain = (tiny_llama(vocab_size=64).requires_grad_(True) for _ in range(2))
-    train = TrainConfig.model_validate({**keys, **recipes})
-    without = TrainConfig.model_validate(keys)
-    optimiser, reference = build_optimiser(ours, train), build_optimiser(plain, without)
-    hooks, accelerator = hooks_for(ours, train), Accelerator(cpu=True)
+    train = TrainConfig.model_validate({**plainly, **recipes})
+    without = TrainConfig.model_validate(plainly)
+    steps, reference = (
+        Steps(model, keys, batches_of(4)) for model, keys in ((ours, train), (plain, without))
+    )
     start = {name: p.detach().clone() for name, p in plain.named_parameters()}
     slow: dict[str, torch.Tensor] = {}
     for step in range(5):
-        batch = batches_of(4).of_step(step)
-        train_step(accelerator, ours, optimiser, batch, train, hooks=hooks).result()
-
+        steps.take(step).result()
         if step % 2 == 0:
             slow = {name: p.detach().clone() for name, p in plain.named_parameters()}
         loss_at = {name: p.detach().clone() for name, p in plain.named_parameters()}
-        train_step(accelerator, plain, reference, batch, without).result()
+        reference.take(step).result()
         with torch.no_grad():
             for name, p in plain.named_parameters():
                 p.sub_(1e-2 * 2.0 * (loss_at[name] - start[name]))
