@@ -300,6 +300,20 @@ def test_a_source_without_text_is_refused_when_its_parts_are_joined(
         make(source, tokenizer, tmp_path / "cache")
 
 
+def test_a_changed_file_is_tokenised_again_and_the_other_parts_are_joined(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    source = write_files(tmp_path)
+    make_part(source, tokenizer, tmp_path / "many", 0, 1)
+    assert len(list((tmp_path / "many" / PARTS).iterdir())) > 2
+    with (tmp_path / "07.jsonl").open("a") as file:
+        file.write('{"text": "A new one."}\n')
+    many = make(source, tokenizer, tmp_path / "many").folder
+    [_left] = (tmp_path / "many" / PARTS).iterdir()  # of the file as it was
+    one = make(source, tokenizer, tmp_path / "one").folder
+    assert all((many / file.name).read_bytes() == file.read_bytes() for file in one.iterdir())
+
+
 # Workers
 
 

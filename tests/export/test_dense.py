@@ -1,14 +1,18 @@
+import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scale_cli.config.schema import MethodConfig
+from scale_cli.export import dense as dense_module
 from scale_cli.export.dense import dense_model
 from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
+from scale_cli.model.family_scale import OWNERS
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.building import start_model
 from tests.model.test_families import answered
@@ -69,3 +73,35 @@ def test_it_is_exact_and_the_base_untouched_whatever_the_sizes(
     assert (
         answered(dense_model(model, "float32"), ids) - trained_head(model, ids)
     ).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@torch.no_grad()
+def test_streams_are_scaled_by_powers_of_two_alone_so_that_no_mantissa_changes(
+    shared_data: Path, dtype: str
+) -> None:
+    model = as_if_trained(widen(real_base(shared_data, "ckpt-stories260K", dtype), "adapt"))
+    if dtype == "bfloat16":
+        model.expansion.to(torch.bfloat16).float()
+    dense: Any = dense_model(model, dtype)
+    a, b = vars(dense_module._SCALES[dtype]).values()
+    assert math.frexp(a)[0] == math.frexp(b)[0] == 0.5
+    base, added, num_base = model.base, model.expansion, model.base.config.hidden_size
+    of_x, of_u = dense.model.embed_tokens.weight.float().tensor_split([num_base], dim=1)
+    assert torch.equal(of_x, a * base.model.embed_tokens.weight.float())
+    assert torch.equal(of_u, b * added.embed_tokens.weight)
+    assert torch.equal(dense.lm_head.weight[:, :num_base], base.lm_head.weight)
+    for joined, frozen, own in zip(
+        dense.model.layers, base.model.layers, added.layers, strict=True
+    ):
+        for name, owner in OWNERS.items():
+            weight, blocks = getattr(getattr(frozen, owner), name).weight, getattr(own, name)
+            whole = [[weight, blocks.weight_12], [blocks.weight_21, blocks.weight_22]]
+            scales = (a, b) if name in ("o_proj", "down_proj") else (1.0, 1.0)
+            rows = [
+                scale * torch.cat(row, dim=1).float()
+                for scale, row in zip(scales, whole, strict=True)
+            ]
+            assert torch.equal(
+                getattr(getattr(joined, owner), name).weight.float(), torch.cat(rows)
+            )
