@@ -56,7 +56,7 @@ def case(name: str) -> Case:
     if name == "two vocabularies joined":
         other, none = run(base, OTHER, seed=3), run(base, seed=4)
         model = joined(base, one=one, other=other, none=none)
-        return Case(model, [(one, ONE), (other, OTHER), (none, None)])
+        return Case(model, [(one, ONE), (other, OTHER), (none, None)], plain=False)
     assert name == "a writer joined"
     writer = run(base, OTHER, seed=3, writes=True)
     return Case(joined(base, one=one, writer=writer), [(one, ONE), (writer, OTHER)], plain=False)
