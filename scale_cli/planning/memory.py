@@ -76,15 +76,18 @@ def memory_of(
     Logits that are kept whole exist three times in float32 when the backward pass begins: their
     log-softmax, its gradient and their own gradient. Logits in chunks exist in the precision of the
     products and, in float32, as log-probabilities. If the products are less precise, the gradient
-    for the next products exists too. Distillation adds both heads' log-probabilities, and the
-    base's probabilities of one sequence, all in float32.
+    for the next products exists too. Distillation adds, in float32, the base's log-probabilities,
+    and of one sequence its logits and both heads' probabilities, beside the last one's gradient.
     """
     num_tokens = train.sequences_at_once(num_processes) * sequence_length
     num_rows = min(rows_at_once(device_type, vocab_size), num_tokens)
     if step.keeps_logits:
         head = num_tokens * vocab_size * 3 * FLOAT32
     elif distils:
-        head = (4 * num_rows + min(num_rows, sequence_length)) * vocab_size * FLOAT32
+        of_one = min(num_rows, sequence_length)
+        of_last = min(num_rows - of_one, of_one)
+        head = (2 * num_rows + 3 * of_one + of_last) * vocab_size * FLOAT32
+        head += num_rows * vocab_size * (step.lowered or FLOAT32)
     else:
         of_products = 2 * step.lowered if step.lowered else FLOAT32
         head = num_rows * vocab_size * (of_products + FLOAT32)
