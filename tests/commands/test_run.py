@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import dump_config
@@ -11,7 +12,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.export.records import ExportRecord
 from scale_cli.report import quantity
 from scale_cli.runs.folder import RunFolder, folder_bytes
-from scale_cli.storage.atomic import read_json
+from scale_cli.storage.atomic import load_tensors, read_json
 from tests.command_line import Scale
 from tests.small_runs import petitions_run
 
@@ -126,3 +127,14 @@ def test_the_folder_of_a_run_stands_for_its_config_wherever_it_lies(
     assert (moved / "export/llama-bfloat16").is_dir()
     assert not finished.output_dir.exists()
     assert scale("evaluate", tmp_path).error(), "no run"
+
+
+def test_the_dtype_of_an_export_is_the_one_asked_for_on_the_command_line(
+    finished: RunConfig, scale: Scale
+) -> None:
+    run = finished.output_dir
+    assert scale("export", run, "export.format=llama", "--dtype", "bfloat16").exit_code == 0
+    folder = RunFolder(run).export("llama", "bfloat16")
+    dtypes = {tensor.dtype for tensor in load_tensors(folder / "model.safetensors").values()}
+    assert dtypes == {torch.bfloat16}
+    assert "'float32', 'bfloat16', 'float16'" in scale("export", run, "--dtype", "int8").stderr

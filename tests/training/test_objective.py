@@ -20,10 +20,11 @@ from scale_cli.training.objective import (
 )
 from scale_cli.upscale.building import MethodModel, NewPieces, start_model
 from scale_cli.upscale.stream_ratios import layer_ratios, measured_stream_ratios
+from scripts.benchmark.counting import peak_bytes
 from tests.command_line import refused
 from tests.small_runs import SMALLEST, load_text
 from tests.steps import Steps, batches_of
-from tests.widening import as_if_trained, tiny_llama, widen
+from tests.widening import as_if_trained, random_ids, tiny_llama, widen
 
 pytestmark = pytest.mark.long
 
@@ -88,6 +89,29 @@ def test_checkpointing_computes_again_what_trains_and_no_frozen_layer(
     losses(model, num_steps=1, activation_checkpointing=True)
     # Two micro-batches through three layers, and once more those that collaborate or train.
     assert len(calls) == 2 * (3 + num_again)
+
+
+def step_peak(name: str, *, activation_checkpointing: bool) -> int:
+    """Return the most bytes that forward and backward of one micro-batch hold at once."""
+    base = tiny_llama(hidden_size=64, intermediate_size=256, num_hidden_layers=6)
+    model = start_model(base, MethodConfig.model_validate(METHODS[name]), seed=0).train()
+    settings = TrainConfig(max_steps=1, activation_checkpointing=activation_checkpointing)
+    wrapped = for_training(model, settings)
+    ids = random_ids(8, 64)
+
+    def forward_and_backward() -> None:
+        wrapped(
+            input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=512, use_cache=False
+        ).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return peak_bytes(forward_and_backward)
+
+
+@pytest.mark.parametrize("name", ["adapt", "full"])
+def test_activation_checkpointing_holds_less_than_half_at_once(name: str) -> None:
+    whole = step_peak(name, activation_checkpointing=False)
+    assert step_peak(name, activation_checkpointing=True) < 0.5 * whole
 
 
 def trace_alone(monkeypatch: pytest.MonkeyPatch) -> None:
