@@ -48,7 +48,6 @@ SCRIPTS = {
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _LAST_CODE_POINT = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
-_BESIDE_SURROGATES = {0xD800: 0xE000, 0xDFFF: 0xD7FF}
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,9 @@ class Script:
         if not letters or not all(self.holds(ord(letter), ord(letter)) for letter in whole):
             return False
         return not cut or any(
-            _utf8(first - 1)[: len(cut)] < cut < _utf8(last + 1)[: len(cut)]
+            _utf8(_around_surrogates(first - 1, 0xD7FF))[: len(cut)]
+            < cut
+            < _utf8(_around_surrogates(last + 1, 0xE000))[: len(cut)]
             for first, last in self.ranges
         )
 
@@ -143,7 +144,12 @@ def _utf8(code: int) -> bytes:
     """
     if code > _LAST_CODE_POINT:
         return b"\xff"
-    return chr(_BESIDE_SURROGATES.get(code, code)).encode()
+    return chr(code).encode()
+
+
+def _around_surrogates(code: int, otherwise: int) -> int:
+    """Return a code point, or another one in place of a surrogate, which has no UTF-8."""
+    return otherwise if 0xD800 <= code <= 0xDFFF else code
 
 
 class VocabularyConfig(Section):
