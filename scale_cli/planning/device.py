@@ -70,7 +70,7 @@ def measure_device(
 ) -> Device:
     """Measure the speed of training steps of a method's layer and head, of at most 1,024 channels.
 
-    A whole step is taken to spend its FLOPs at these two speeds. Each is a median of a third of a second.
+    A whole step is taken to spend its FLOPs at these two speeds. Each is the fastest step's of half a second.
     """
     import torch
 

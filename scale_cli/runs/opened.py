@@ -265,7 +265,11 @@ class MethodFolder:
         if self.method.definition.widens:
             widened: Any = self.load(share_of_machine())
             return widened
-        model, untouched = self.load_beside_base()
+        base = load_recorded_base(self.path, self.run.config.model, share_of_machine())
+        # What the method leaves frozen lies in memory once.
+        held = {} if self.method.trains_base_weights else {id(of): of for of in base.parameters()}
+        untouched = copy.deepcopy(base, held)
+        model = put_on_base(self.path, base, self.run.config.seed)
         return model_with_base(move_to_device(model), untouched)
 
     def load_to_train(self) -> MethodModel:
@@ -276,7 +280,7 @@ class MethodFolder:
         return load_onto_base(self.path, config.model, config.seed, share_of_machine())
 
     def load_beside_base(self) -> tuple[MethodModel, PreTrainedModel]:
-        """Return what `load_to_train` does, and a copy of its base; the base is read once."""
+        """Return what `load_to_train` does, and a whole copy of its base; the base is read once."""
         base = load_recorded_base(self.path, self.run.config.model, share_of_machine())
         untouched = copy.deepcopy(base)
         return put_on_base(self.path, base, self.run.config.seed), untouched

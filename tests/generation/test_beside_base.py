@@ -13,6 +13,7 @@ from scale_cli.commands.serve import serve
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError
 from scale_cli.generation.generator import Generator, Sampling
+from scale_cli.storage.atomic import load_tensors
 from tests.command_line import Scale
 from tests.small_runs import petitions_run, train_run
 
@@ -75,6 +76,14 @@ def test_a_run_that_widens_nothing_is_mixed_with_its_base_by_the_posterior(lora:
         with torch.no_grad():
             shares = generator.head_shares(prompt, torch.cat([new_T, new_T[-1:]]))
         assert shares[-1] is not None and shares[-1]["base"] == pytest.approx(float(weight))
+
+
+def test_the_weights_that_lora_leaves_frozen_lie_in_memory_once(lora: RunConfig) -> None:
+    beside: Any = Generator(lora.output_dir, beside_base=True).model
+    held = {weight.data_ptr(): weight.numel() for weight in beside.parameters()}
+    trained = load_tensors(lora.output_dir / "final" / "trained.safetensors")
+    of_base = AutoModelForCausalLM.from_pretrained(lora.model.base).num_parameters()
+    assert sum(held.values()) == of_base + sum(tensor.numel() for tensor in trained.values())
 
 
 def test_what_does_not_name_its_base_is_refused(lora: RunConfig) -> None:
