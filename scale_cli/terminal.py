@@ -6,6 +6,7 @@ import io
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from tqdm import tqdm
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _PASSWORD = re.compile(r"://[^/@\s]*@")
 _SECONDS_APART = 30.0  # between the lines that replace a bar in a log; shorter work prints none
+_MANY_BYTES = 1 << 27  # to hash fewer takes no second
 Log = Callable[[str], None]
 _form: Literal["lines", "figures", "nothing"] = (
     "lines"  # of standard output; bars appear only with lines
@@ -38,7 +40,8 @@ def choose_form(as_json: bool | None) -> None:
 
 
 def shows_lines() -> bool:
-    return _form == "lines"
+    """Return whether this process shows lines and bars: of a launch's processes, rank 0 alone."""
+    return _form == "lines" and os.environ.get("RANK", "0") == "0"
 
 
 def log(line: str) -> None:
@@ -118,4 +121,18 @@ def progress_bar(**options: Any) -> Any:
     if sys.stderr.isatty():
         return tqdm(**options)
     apart: dict[str, Any] = dict.fromkeys(("delay", "mininterval", "maxinterval"), _SECONDS_APART)
-    return tqdm(**options, **apart, file=_Lines())
+    return tqdm(**{**options, **apart}, file=_Lines())
+
+
+@contextmanager
+def bytes_bar(label: str, num_bytes: int) -> Iterator[Callable[[int], object]]:
+    """Yield what moves a bar over bytes that are read, if they are many.
+
+    A thread shows none: it writes a checkpoint, beside the bar of the steps.
+    """
+    in_thread = threading.current_thread() is not threading.main_thread()
+    if num_bytes < _MANY_BYTES or in_thread:
+        yield lambda _num_bytes: None
+        return
+    with progress_bar(total=num_bytes, desc=label, unit="B", unit_scale=True, leave=False) as bar:
+        yield bar.update

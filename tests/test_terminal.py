@@ -4,15 +4,20 @@ import os
 import subprocess
 import sys
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import are_progress_bars_disabled
 from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
 from scale_cli import terminal
+from scale_cli.console import quieten_libraries
 from scale_cli.report import Interval
+from scale_cli.storage.atomic import new_folder, verify_folder
 from scale_cli.terminal import not_counted, print_json, printable, progress_bar, without_passwords
 
 
@@ -50,6 +55,42 @@ def test_a_log_gets_whole_lines_seldom_and_nothing_that_moves_a_cursor(
     lines = written.splitlines()
     assert all(line.startswith(("training: ", "evaluating: ")) for line in lines)
     assert bool(lines) == (seconds_apart == 0.0)
+
+
+def test_a_large_folder_moves_a_bar_by_bytes_while_it_is_hashed_but_not_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(terminal, "_MANY_BYTES", 3_000_000)
+    monkeypatch.setattr(terminal, "_SECONDS_APART", 0.0)
+    monkeypatch.setattr(terminal, "_form", "lines")
+
+    def write_and_check(name: str) -> None:
+        with new_folder(tmp_path / name) as partial:
+            (partial / "weights").write_bytes(bytes(3_000_000))
+        verify_folder(tmp_path / name)
+
+    with (tmp_path / "log").open("w") as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(write_and_check, "checkpoint").result()
+        write_and_check("final")
+        monkeypatch.setenv("RANK", "1")
+        write_and_check("another")
+    written = (tmp_path / "log").read_text()
+    assert "checkpoint" not in written and "another" not in written
+    for label in ("hashing final", "checking final"):
+        states = [line for line in written.splitlines() if line.startswith(label)]
+        assert "0.00/3.00M" in states[0] and "2.10M/3.00M" in "".join(states)
+
+
+@pytest.mark.parametrize(("form", "shown"), [("lines", True), ("figures", False)])
+def test_downloads_show_a_bar_where_lines_are_wanted(
+    monkeypatch: pytest.MonkeyPatch, form: str, shown: bool
+) -> None:
+    monkeypatch.setattr(terminal, "_form", form)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", None)
+    quieten_libraries()
+    assert are_progress_bars_disabled() != shown
 
 
 def test_figures_are_json_and_one_that_is_not_finite_is_null(

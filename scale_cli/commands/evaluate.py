@@ -65,10 +65,7 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         by_base_tokens = main_first(
             lambda: open_sources(config, asked.perplexity, run.base_tokenizer)
         )
-    num_tokens = sum(
-        int(scored_lengths(corpus, passes.sequence_length).sum())
-        for corpus in (*corpora, *by_base_tokens)
-    )
+    num_tokens = sum(int(scored_lengths(corpus).sum()) for corpus in (*corpora, *by_base_tokens))
     num_items = 0
     if benchmarks is not None:
         num_items = sum(benchmark.num_items for benchmark in benchmarks.ready)

@@ -41,7 +41,7 @@ def join(
         ],
         router_prior=joined.model.config.router_prior,
         max_cost_nats=-math.log(smallest_prior),  # ln(K + 1) if the prior is even
-        corpora=score_corpora(joined.model, configs, joined.tokenizer),
+        corpora=score_corpora(joined, configs),
     )
     with new_folder(output) as partial:
         write_self_contained(joined.model, joined.tokenizer, partial)

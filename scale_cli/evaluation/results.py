@@ -269,10 +269,10 @@ def summarise(
     num_tokens = num_base_tokens = float(losses.num_tokens.sum())
     if of_base is not None:
         # Without BOS and EOS, a document of one new token has nothing to score, but its pieces do.
-        scored_by_both = np.isin(of_base.places, losses.places)
+        of_base = of_base.among(losses.places)
         nats[_BASE_OF_NEW_TOKENS] = nats["base"]
-        nats["base"] = of_base.nats["base"][scored_by_both]
-        num_base_tokens = float(of_base.num_tokens[scored_by_both].sum())
+        nats["base"] = of_base.nats["base"]
+        num_base_tokens = float(of_base.num_tokens.sum())
 
     base_N = nats["base"]
     num_bits = float((losses.num_bytes * math.log(2)).sum())

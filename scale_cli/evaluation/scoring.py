@@ -33,6 +33,8 @@ from scale_cli.model.routing import mix_log_probs
 from scale_cli.processes import ALONE, Share, autocast, map_over_processes
 from scale_cli.terminal import progress_bar
 
+Integers = npt.NDArray[np.int64]
+
 TWO_HEADS = ("base", "trained")
 # Tokens of documents held in memory together; windows are sorted by length, to limit padding.
 _TOKENS_AT_ONCE = 2**20
@@ -44,7 +46,7 @@ _TOKENS_ROUTED_AT_ONCE = 2**16
 class DocumentLosses:
     """Losses of every document."""
 
-    places: npt.NDArray[np.int64]  # (N,) of the documents in the corpus
+    places: Integers  # (N,) of the documents in the corpus
     num_tokens: Values  # (N,) scored: the document's and its closing marker
     num_bytes: Values  # (N,) UTF-8 bytes of the text
     nats: dict[str, Values]  # (N,) of every head and rule, by name
@@ -58,6 +60,17 @@ class DocumentLosses:
 
     def base_share(self, rule: str) -> float:
         return float(self.served[rule][0].sum() / self.num_tokens.sum())
+
+    def among(self, places: Integers) -> DocumentLosses:
+        """Return the losses of those documents alone that have these places."""
+        kept = np.isin(self.places, places)
+        return DocumentLosses(
+            places=self.places[kept],
+            num_tokens=self.num_tokens[kept],
+            num_bytes=self.num_bytes[kept],
+            nats={name: nats_N[kept] for name, nats_N in self.nats.items()},
+            served={rule: served_KN[:, kept] for rule, served_KN in self.served.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -88,21 +101,34 @@ class RoutedScores:
     log_weights: dict[str, Tensor]  # (K, B, T) that a rule gives the heads, by rule
 
 
-def scored_lengths(
-    corpus: TokenisedCorpus, sequence_length: int, max_tokens: int | None = None
-) -> npt.NDArray[np.int64]:
-    """Return (N,) tokens of each document that an evaluation scores.
-
-    With `max_tokens`, the first documents are read, of each at most one window, its beginning. So a
-    long document does not take the place of many.
-    """
+def scored_lengths(corpus: TokenisedCorpus) -> Integers:
+    """Return (N,) tokens of each document that can be scored."""
     lengths_N = np.diff(corpus.offsets).astype(np.int64)
     if corpus.markers.bos is not None or corpus.markers.context is None:
         lengths_N = np.maximum(lengths_N - 1, 0)  # nothing precedes the first token
-    if max_tokens is None:
-        return lengths_N
-    cut_N = lengths_N.clip(max=sequence_length)
+    return lengths_N
+
+
+def beginnings(corpus: TokenisedCorpus, sequence_length: int, max_tokens: int) -> Integers:
+    """Return (N,) tokens of each document that a bounded evaluation scores.
+
+    It reads the first documents, of each at most one window, its beginning. So a long document does
+    not take the place of many.
+    """
+    cut_N = scored_lengths(corpus).clip(max=sequence_length)
     return (max_tokens - (cut_N.cumsum() - cut_N)).clip(0, cut_N)
+
+
+def same_beginnings(
+    lengths_N: Integers, corpus: TokenisedCorpus, other: TokenisedCorpus
+) -> Integers:
+    """Return (N,) tokens of `other` that are the text of the first `lengths_N` tokens of `corpus`.
+
+    Both hold the same documents, by two tokenizers. A document that is cut is cut in proportion, so
+    exactly where both have the same tokens.
+    """
+    shares_N = lengths_N / scored_lengths(corpus).clip(min=1)
+    return np.rint(shares_N * scored_lengths(other)).astype(np.int64)
 
 
 def tokens_bar(total: int, label: str | None) -> Any:
@@ -124,14 +150,15 @@ def score_corpus(
     passes: Passes,
     *,
     heads: Sequence[str] = TWO_HEADS,  # names of the model's heads
-    max_tokens: int | None = None,  # None for the whole corpus
+    lengths_N: Integers | None = None,  # tokens of each document; None for all
     bar: Any = None,  # `tokens_bar`, which moves with every batch of windows
     share: Share = ALONE,  # this process's share of the work; each process returns the whole
 ) -> DocumentLosses:
-    """Score a corpus, or as much of it as `scored_lengths` says, by a model in evaluation mode."""
+    """Score a corpus, or the beginnings of its documents, by a model in evaluation mode."""
     length = passes.sequence_length
-    whole_N = scored_lengths(corpus, length)
-    lengths_N = scored_lengths(corpus, length, max_tokens)
+    whole_N = scored_lengths(corpus)
+    if lengths_N is None:
+        lengths_N = whole_N
     scored = np.flatnonzero(lengths_N)
     if len(scored) == 0:
         raise CorpusError(f"{corpus.folder.name}: no document has a token that could be scored")

@@ -34,6 +34,7 @@ from scale_cli.processes import move_to_device
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.method_folder import describe_method, load_onto_base, write_peft, write_trained
 from scale_cli.runs.opened import MethodFolder
+from scale_cli.terminal import progress_bar
 from scale_cli.upscale.base import dtype_of_files, load_written
 from scale_cli.upscale.base_tokenizer import tokenizer_place
 from scale_cli.upscale.building import MethodModel
@@ -117,7 +118,13 @@ def measure_parity(
     lowered = {parameter: tensor.to(exported.dtype) for parameter, tensor in own.items()}
     of_export = []
     of_rounding = []
-    for input_ids in prompts:
+    bar = progress_bar(
+        iterable=prompts,
+        desc="comparing the export",
+        unit=" texts",
+        leave=False,
+    )
+    for input_ids in bar:
         with exact:
             wanted = expected(trained, input_ids)
         of_export.append(

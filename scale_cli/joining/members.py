@@ -62,6 +62,7 @@ class JoinedRuns:
     model: JoinedForCausalLM  # in evaluation mode
     members: list[Member]
     record: BaseRecord  # of the base
+    base_tokenizer: PreTrainedTokenizerBase
     tokenizer: PreTrainedTokenizerBase  # the base's, with the new tokens of all runs
     prompts: list[Tensor]  # the sample texts, in the base's own tokens
     base_logits: list[Tensor]  # the base's own on them
@@ -117,11 +118,17 @@ def join_runs(runs: Sequence[Path], prior: float | None) -> JoinedRuns:
             )
         )
 
-    tokenizer = joined_tokenizer(tokens, base.config.vocab_size)
-    prompts = sample_ids(tokens[0].base_tokenizer)
-    base_logits = own_logits(base, prompts)
-    model = put_together(base, members, prior)
-    return JoinedRuns(model, members, record, tokenizer, prompts, base_logits)
+    base_tokenizer = tokens[0].base_tokenizer
+    prompts = sample_ids(base_tokenizer)
+    return JoinedRuns(
+        base_logits=own_logits(base, prompts),
+        prompts=prompts,
+        tokenizer=joined_tokenizer(tokens, base.config.vocab_size),
+        base_tokenizer=base_tokenizer,
+        record=record,
+        members=members,
+        model=put_together(base, members, prior),
+    )
 
 
 def _finished_folder(run: Path) -> Path:

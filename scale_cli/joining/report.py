@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
@@ -18,9 +17,16 @@ from scale_cli.data.corpora import open_sources
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.intervals import finite
 from scale_cli.evaluation.results import NOT_COVERED
-from scale_cli.evaluation.scoring import Passes, score_corpus, scored_lengths, tokens_bar
+from scale_cli.evaluation.scoring import (
+    DocumentLosses,
+    Passes,
+    score_corpus,
+    scored_lengths,
+    tokens_bar,
+)
 from scale_cli.export.card import Licence, Stage, card
 from scale_cli.joining.members import JoinedRuns, free_name
+from scale_cli.model.heads import HeadedModel, base_alone
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.report import Table, number, percent
 from scale_cli.runs.method_folder import router_of
@@ -36,7 +42,8 @@ class HeadFigures:
 
     nats_per_token: float | None  # cross-entropy
     bits_per_byte: float | None  # the same loss per UTF-8 byte of text
-    share: float | None  # of the tokens, which this head served; None for the router
+    # Of the tokens, which this head served; None for what is not a head of the router.
+    share: float | None
 
 
 @dataclass(frozen=True)
@@ -47,10 +54,13 @@ class JoinedCorpus:
     language: str
     num_documents: int  # scored
     num_tokens: int  # scored
-    heads: dict[str, HeadFigures]  # by name, the base's first
+    # By name, the base's first. `base` is the base as it is served: by its own tokens.
+    heads: dict[str, HeadFigures]
     routed: HeadFigures  # the mixture
-    # The most that routing cost over the best head on any one document.
+    # The most that routing cost over the router's best head on any one document.
     worst_document_nats: float | None
+    # The base's head in the router, which reads the runs' new tokens; None if they add none.
+    base_of_new_tokens: HeadFigures | None = None
 
 
 @dataclass(frozen=True)
@@ -82,10 +92,12 @@ class JoinReport(RunRecord):
         ]
 
     def table(self) -> Table:
-        titles = ["corpus", "", *self.corpora[0].heads, "routed", "worst document"]
+        mixed = ["base of new tokens"] if self.corpora[0].base_of_new_tokens else []
+        titles = ["corpus", "", *self.corpora[0].heads, *mixed, "routed", "worst document"]
         rows = []
         for corpus in self.corpora:
-            heads = [*corpus.heads.values(), corpus.routed]
+            of_new = [corpus.base_of_new_tokens] if corpus.base_of_new_tokens else []
+            heads = [*corpus.heads.values(), *of_new, corpus.routed]
             name = f"{corpus.name} ({corpus.language})"
             nats = [number(head.nats_per_token, 4) for head in heads]
             bits = [number(head.bits_per_byte, 4) for head in heads]
@@ -100,58 +112,72 @@ class JoinReport(RunRecord):
 
     def bound_in_words(self) -> str:
         most = f"{self.max_cost_nats:.3f} at most, whatever was trained"
-        return f"worst document: routed - best head, in nats; {most}"
+        said = f"worst document: routed - best head, in nats; {most}"
+        if any(corpus.base_of_new_tokens for corpus in self.corpora):
+            said += "; on text with new tokens, the base's head is the base of new tokens"
+        return said
 
 
-def score_corpora(
-    model: JoinedForCausalLM, runs: Sequence[RunConfig], tokenizer: PreTrainedTokenizerBase
-) -> list[JoinedCorpus]:
+def score_corpora(joined: JoinedRuns, runs: Sequence[RunConfig]) -> list[JoinedCorpus]:
     """Score the held-out corpora of some runs, each in its run's windows and precision; a shared
     one is scored once.
+
+    As in a run's report, the base is scored by its own tokens.
     """
-    opened: dict[str, tuple[EvaluationSource, TokenisedCorpus, RunConfig]] = {}
+    tokenizers = [joined.tokenizer]
+    if joined.model.config.new_tokens:
+        tokenizers.append(joined.base_tokenizer)
+    opened: dict[str, tuple[EvaluationSource, list[TokenisedCorpus], RunConfig]] = {}
     for run in runs:
-        corpora = open_sources(run, run.evaluation.perplexity, tokenizer)
-        for source, corpus in zip(run.evaluation.perplexity, corpora, strict=True):
-            if any(corpus.name == other.name for _, other, _ in opened.values()):
+        for source in run.evaluation.perplexity:
+            corpora = [open_sources(run, [source], of)[0] for of in tokenizers]
+            if any(corpora[0].name == others[0].name for _, others, _ in opened.values()):
                 continue
             name = source.name
             if name in opened:
                 name = f"{name} ({run.output_dir.name})"
-            opened[free_name(name, opened)] = source, corpus, run
-    return [_score(model, name, *held_out) for name, held_out in opened.items()]
+            opened[free_name(name, opened)] = source, corpora, run
+    return [_score(joined.model, name, *held_out) for name, held_out in opened.items()]
 
 
 def _score(
     model: JoinedForCausalLM,
     name: str,
     source: EvaluationSource,
-    corpus: TokenisedCorpus,
+    corpora: Sequence[TokenisedCorpus],  # by the joined tokens; by the base's, if they differ
     run: RunConfig,
 ) -> JoinedCorpus:
     names = model.config.head_names
-    passes = Passes.of(run)
-    num_tokens = int(scored_lengths(corpus, passes.sequence_length).sum())
+    models: list[tuple[HeadedModel, list[str]]] = [(model, names), (base_alone(model), ["base"])]
+    num_tokens = sum(int(scored_lengths(corpus).sum()) for corpus in corpora)
     with tokens_bar(num_tokens, f"scoring {name}") as bar:
-        losses = score_corpus(model, corpus, router_of(model), passes, heads=names, bar=bar)
+        losses, *of_base = [
+            score_corpus(scored, corpus, router_of(model), Passes.of(run), heads=heads, bar=bar)
+            for corpus, (scored, heads) in zip(corpora, models, strict=False)
+        ]
 
-    def figures(head: str, share: float | None = None) -> HeadFigures:
-        nats_per_token = finite(losses.nats_per_token(head))
-        return HeadFigures(nats_per_token, finite(losses.bits_per_byte(head)), share)
+    def figures(of: DocumentLosses, head: str, share: float | None = None) -> HeadFigures:
+        return HeadFigures(finite(of.nats_per_token(head)), finite(of.bits_per_byte(head)), share)
 
-    routed = losses.nats["posterior"]
-    shares = losses.served["posterior"].sum(axis=1) / num_tokens
-    best = np.min([losses.nats[head] for head in names], axis=0)
+    shares = losses.served["posterior"].sum(axis=1) / losses.num_tokens.sum()
+    heads = {
+        head: figures(losses, head, float(share)) for head, share in zip(names, shares, strict=True)
+    }
+    base_of_new_tokens = None
+    if of_base:
+        base_of_new_tokens = heads["base"]
+        heads["base"] = figures(of_base[0].among(losses.places), "base")
+    routed_N = losses.nats["posterior"]
+    best_N = np.min([losses.nats[head] for head in names], axis=0)
     return JoinedCorpus(
         name=name,
         language=source.language,
-        num_documents=len(routed),
-        num_tokens=num_tokens,
-        heads={
-            head: figures(head, float(share)) for head, share in zip(names, shares, strict=True)
-        },
-        routed=figures("posterior"),
-        worst_document_nats=finite(float(np.max(routed - best))),
+        num_documents=len(routed_N),
+        num_tokens=int(losses.num_tokens.sum()),
+        heads=heads,
+        routed=figures(losses, "posterior"),
+        worst_document_nats=finite(float(np.max(routed_N - best_N))),
+        base_of_new_tokens=base_of_new_tokens,
     )
 
 

@@ -18,6 +18,7 @@ from scale_cli.errors import BaseModelError
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.family_scale import STEPS, family_of, linear_of
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.terminal import progress_bar
 
 # The rms of the codes, relative to the base's stream before its last norm.
 _CODES = 1.4
@@ -107,7 +108,16 @@ def initialise_expansion(
             directions = _start_head(model, text)
         start_layer = partial(_start_layer, base.config, directions)
         with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(start_layer, base.model.layers, expansion.layers))
+            started = threads.map(start_layer, base.model.layers, expansion.layers)
+            for _ in progress_bar(
+                iterable=started,
+                total=len(expansion.layers),
+                desc="filling the added blocks",
+                unit=" layers",
+                delay=1.0,  # most bases take less
+                leave=False,
+            ):
+                pass
     if directions is None:
         _start_codes(model, seed)
 

@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from scale_cli.errors import RunFolderError, StorageError, one_line
+from scale_cli.terminal import bytes_bar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,13 +34,20 @@ MANIFEST = "manifest.json"
 _SEAL = "manifest_sha256"
 # Libraries that may change a folder's numbers.
 _LIBRARIES = ("scale-cli", "torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
+_BYTES_AT_ONCE = 1 << 20  # read to be hashed
 # Folders that this process has claimed: a verb that runs other verbs already holds their folders.
 _claimed: set[str] = set()
 
 
-def file_sha256(path: Path) -> str:
+def file_sha256(path: Path, moved: Callable[[int], object] | None = None) -> str:
+    """Return a file's SHA-256; `moved` gets the number of bytes of every piece that is read."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(_BYTES_AT_ONCE):
+            digest.update(piece)
+            if moved is not None:
+                moved(len(piece))
+    return digest.hexdigest()
 
 
 def json_sha256(value: Any) -> str:
@@ -195,13 +203,15 @@ def publish_folder(partial: Path, path: Path) -> None:
         for leftover in (partial / MANIFEST, *partial.rglob(".*.partial")):  # of a killed process
             leftover.unlink(missing_ok=True)
         files = sorted(file for file in partial.rglob("*") if file.is_file())
-        entries = {
-            file.relative_to(partial).as_posix(): {
-                "bytes": file.stat().st_size,
-                "sha256": file_sha256(file),
+        num_bytes = {file: file.stat().st_size for file in files}
+        with bytes_bar(f"hashing {path.name}", sum(num_bytes.values())) as moved:
+            entries = {
+                file.relative_to(partial).as_posix(): {
+                    "bytes": num_bytes[file],
+                    "sha256": file_sha256(file, moved),
+                }
+                for file in files
             }
-            for file in files
-        }
         manifest = {"files": entries, "versions": _versions()}
         write_json(partial / MANIFEST, {**manifest, _SEAL: json_sha256(manifest)})
         # As the umask sets it; safetensors lets only the owner read.
@@ -319,15 +329,18 @@ def verify_folder(folder: Path) -> None:
     """Check every file of a folder against its manifest; StorageError names the first that is not
     as written.
     """
-    for name, described in described_files(folder).items():
-        file = folder / name
-        # Through a link, or through its name.
-        if os.path.realpath(file) != f"{os.path.realpath(folder)}/{name}":
-            raise StorageError(f"{folder}: {name} points outside the folder")
-        with _reading(file):
-            is_same_size = file.stat().st_size == described["bytes"]
-            if not is_same_size or file_sha256(file) != described["sha256"]:
-                raise ValueError("its content has changed since it was written")
+    files = described_files(folder)
+    num_bytes = sum(described["bytes"] for described in files.values())
+    with bytes_bar(f"checking {folder.name}", num_bytes) as moved:
+        for name, described in files.items():
+            file = folder / name
+            # Through a link, or through its name.
+            if os.path.realpath(file) != f"{os.path.realpath(folder)}/{name}":
+                raise StorageError(f"{folder}: {name} points outside the folder")
+            with _reading(file):
+                is_same_size = file.stat().st_size == described["bytes"]
+                if not is_same_size or file_sha256(file, moved) != described["sha256"]:
+                    raise ValueError("its content has changed since it was written")
 
 
 # One process at a time in a folder

@@ -5,6 +5,7 @@ best weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +16,16 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.decoding import before_cut_character, text_pieces
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.intervals import finite
-from scale_cli.evaluation.scoring import Passes, score_corpus, scored_lengths, tokens_bar
+from scale_cli.evaluation.scoring import (
+    DocumentLosses,
+    Passes,
+    beginnings,
+    same_beginnings,
+    score_corpus,
+    tokens_bar,
+)
 from scale_cli.evaluation.selectable_heads import SelectableHeads, before_end, ends_of
-from scale_cli.model.heads import HeadedModel
+from scale_cli.model.heads import HeadedModel, base_alone
 from scale_cli.processes import ALONE, autocast, is_main, share
 from scale_cli.training.metrics_log import (
     BENCHMARKS,
@@ -50,6 +58,7 @@ class Observer:
     observed: HeadedModel  # the same with its base head
     tokenizer: PreTrainedTokenizerBase
     held_out: list[TokenisedCorpus]  # in the config's order
+    by_base_tokens: list[TokenisedCorpus]  # the same text, if the run has new tokens; else empty
     benchmarks: OpenedBenchmarks | None
 
     def evaluate(self, step: int, *, losses: bool, benchmarks: bool) -> MetricsRecord:
@@ -72,33 +81,54 @@ class Observer:
         """Record every head's loss on the beginnings of the first documents of every held-out
         corpus.
 
-        `routed` is the loss under the router's rule.
+        `base` is the base as it is served, by its own tokens, as in the report. `routed` is the
+        loss under the router's rule.
         """
-        of_each = max(1, self.config.eval_tokens // len(self.held_out))
-        passes = Passes.of(self.config)
-        length = passes.sequence_length
-        total = sum(int(scored_lengths(c, length, of_each).sum()) for c in self.held_out)
-        bar = tokens_bar(total, "evaluating" if is_main() else None)
-        heads = {"base": "base", "trained": "trained", "routed": self.config.method.router.rule}
+        rule = self.config.method.router.rule
+        scored = self._score(self.observed, self.held_out, "evaluating")
+        of_base = self._losses_of_base or scored
         record[EVALUATION], record[BITS], record[SHARES] = {}, {}, {}
-        for source, corpus in zip(self.config.evaluation.perplexity, self.held_out, strict=True):
-            scored = score_corpus(
-                self.observed,
-                corpus,
-                self.config.method.router,
-                passes,
-                max_tokens=of_each,
-                bar=bar,
-                share=share(),
-            )
+        for source, losses, base in zip(
+            self.config.evaluation.perplexity, scored, of_base, strict=True
+        ):
+            heads = {
+                "base": (base.among(losses.places), "base"),
+                "trained": (losses, "trained"),
+                "routed": (losses, rule),
+            }
             record[EVALUATION][source.name] = {
-                head: finite(scored.nats_per_token(rule)) for head, rule in heads.items()
+                head: finite(of.nats_per_token(name)) for head, (of, name) in heads.items()
             }
             record[BITS][source.name] = {
-                head: finite(scored.bits_per_byte(rule)) for head, rule in heads.items()
+                head: finite(of.bits_per_byte(name)) for head, (of, name) in heads.items()
             }
-            record[SHARES][source.name] = finite(scored.base_share(heads["routed"]))
-        bar.close()
+            record[SHARES][source.name] = finite(losses.base_share(rule))
+
+    @cached_property
+    def _losses_of_base(self) -> list[DocumentLosses]:
+        """What the base loses by its own tokens if the run has others: the same at every step."""
+        base = base_alone(self.observed)
+        return self._score(base, self.by_base_tokens, "evaluating the base", heads=["base"])
+
+    def _score(
+        self, model: HeadedModel, corpora: list[TokenisedCorpus], label: str, **heads: list[str]
+    ) -> list[DocumentLosses]:
+        """Score the beginnings of the held-out text, by the tokens of the run or of the base."""
+        passes = Passes.of(self.config)
+        of_each = max(1, self.config.eval_tokens // len(self.held_out))
+        lengths = []
+        for of_run, corpus in zip(self.held_out, corpora, strict=False):
+            lengths_N = beginnings(of_run, passes.sequence_length, of_each)
+            lengths.append(same_beginnings(lengths_N, of_run, corpus))
+        score = partial(
+            score_corpus, model, router=self.config.method.router, passes=passes, share=share()
+        )
+        num_tokens = sum(int(lengths_N.sum()) for lengths_N in lengths)
+        with tokens_bar(num_tokens, label if is_main() else None) as bar:
+            return [
+                score(corpus, lengths_N=lengths_N, bar=bar, **heads)
+                for corpus, lengths_N in zip(corpora, lengths, strict=True)
+            ]
 
     def accuracies(self) -> Losses:
         """Return, by benchmark, every head's mean of the judging metric on the first items of every

@@ -145,7 +145,7 @@ def open_training(
     """
     config, train, start = run.config, run.config.train, run.open_start()
     _log_processes(run, accelerator, log)
-    corpora, held_out, batches = _open_text(start, accelerator, log)
+    corpora, held_out, by_base_tokens, batches = _open_text(start, accelerator, log)
     if resumed_from is not None:
         check_same_text(resumed_from.path, corpora)
     initialised_from = init_from(run) if resumed_from is None else None
@@ -183,7 +183,16 @@ def open_training(
             shard_for_evaluation(untouched, accelerator)
         elif untouched is not None:
             observed = model_with_base(model, untouched)
-        observer = Observer(config, model, wrapped, observed, start.tokenizer, held_out, benchmarks)
+        observer = Observer(
+            config=config,
+            model=model,
+            wrapped=wrapped,
+            observed=observed,
+            tokenizer=start.tokenizer,
+            held_out=held_out,
+            by_base_tokens=by_base_tokens,
+            benchmarks=benchmarks,
+        )
     metrics = None
     if accelerator.is_main_process:
         metrics = MetricsLog(run.folder.metrics, state.step, evaluation_due=state.evaluation_due)
@@ -246,24 +255,28 @@ def _open_model(
 
 def _open_text(
     start: MethodFolder, accelerator: Accelerator, log: Log
-) -> tuple[list[TokenisedCorpus], list[TokenisedCorpus], Batches]:
-    """Return the training corpora, the corpora to evaluate on during training, and the batches; log
-    what there is.
+) -> tuple[list[TokenisedCorpus], list[TokenisedCorpus], list[TokenisedCorpus], Batches]:
+    """Return the training corpora, the corpora to evaluate on during training, those by the base's
+    own tokens if the run has others, and the batches; log what there is.
 
     The main process tokenises what is not in the cache; on another machine with a cache of its own,
     one process does.
     """
     config, tokenizer = start.run.config, start.tokenizer
     corpora = main_first(lambda: open_sources(config, config.corpus.sources, tokenizer))
-    held_out = []
+    held_out, by_base_tokens = [], []
     if config.train.eval_every_steps:
-        held_out = main_first(lambda: open_sources(config, config.evaluation.perplexity, tokenizer))
-    names = [corpus.name for corpus in (*corpora, *held_out)]
+        sources = config.evaluation.perplexity
+        held_out = main_first(lambda: open_sources(config, sources, tokenizer))
+        if config.method.vocabulary is not None:
+            of_base = start.run.base_tokenizer
+            by_base_tokens = main_first(lambda: open_sources(config, sources, of_base))
+    names = [corpus.name for corpus in (*corpora, *held_out, *by_base_tokens)]
     of_all = gathered(names, share())
     on_main(lambda: _check_same_names(of_all))
     batches = build_batches(config, corpora, accelerator.num_processes)
     if not accelerator.is_main_process:
-        return corpora, held_out, batches
+        return corpora, held_out, by_base_tokens, batches
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         losses = corpus.ledger.described_losses()
         dropped = f"; dropped {losses}" if losses else ""
@@ -273,7 +286,7 @@ def _open_text(
         config, corpora, held_out or held_out_in_cache(config, tokenizer)
     ):
         log(f"warning: {warning}")
-    return corpora, held_out, batches
+    return corpora, held_out, by_base_tokens, batches
 
 
 def _check_same_names(of_all: list[list[str]]) -> None:

@@ -16,6 +16,7 @@ from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import ChangedBaseError
 from scale_cli.processes import ALONE, Share, gathered, share
 from scale_cli.storage.atomic import json_sha256
+from scale_cli.terminal import bytes_bar
 from scale_cli.upscale.base_record import REMEDY, BaseRecord
 from scale_cli.upscale.quantised_base import is_quantised, parts_of
 
@@ -71,11 +72,16 @@ def _hash(tensors: Mapping[str, Tensor], known: dict[str, str]) -> None:
     Copies from a device are made one by one, in the calling thread's stream.
     """
     new = {name: tensor for name, tensor in tensors.items() if name not in known}
-    if any(tensor.device.type != "cpu" for tensor in new.values()):
-        known.update({name: tensor_sha256(tensor) for name, tensor in new.items()})
-        return
-    with ThreadPoolExecutor(_THREADS) as threads:
-        known.update(zip(new, threads.map(tensor_sha256, new.values()), strict=True))
+    on_cpu = all(tensor.device.type == "cpu" for tensor in new.values())
+    num_bytes = sum(tensor.nbytes for tensor in new.values())
+    with (
+        bytes_bar("hashing the base", num_bytes) as moved,
+        ThreadPoolExecutor(_THREADS) as threads,
+    ):
+        hashes = (threads.map if on_cpu else map)(tensor_sha256, new.values())
+        for (name, tensor), sha256 in zip(new.items(), hashes, strict=True):
+            known[name] = sha256
+            moved(tensor.nbytes)
 
 
 def changed_tensors(

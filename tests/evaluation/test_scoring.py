@@ -18,6 +18,7 @@ from scale_cli.evaluation.scoring import (
     DocumentLosses,
     Passes,
     batches_of,
+    beginnings,
     score_corpus,
     scored_lengths,
 )
@@ -158,11 +159,12 @@ def test_a_bounded_evaluation_reads_one_window_of_each_document(
     documents = CorpusReader(source(shared_data, "en"), 10**6)
     texts = [document.text for document in documents if isinstance(document, Document)]
     assert whole.num_bytes.tolist() == [len(text.encode()) for text in texts]
-    assert scored_lengths(corpus, length).sum() == whole.num_tokens.sum()
-    cut = score(model, corpus, sequence_length=length, max_tokens=40)
+    assert scored_lengths(corpus).sum() == whole.num_tokens.sum()
+    lengths_N = beginnings(corpus, length, 40)
+    cut = score(model, corpus, sequence_length=length, lengths_N=lengths_N)
     assert cut.num_tokens.tolist() == [16, 16, 8]
-    assert scored_lengths(corpus, length, 40).sum() == 40
-    assert scored_lengths(corpus, length, 10**6).sum() == 16 * NUM_DOCUMENTS
+    assert lengths_N.sum() == 40
+    assert beginnings(corpus, length, 10**6).sum() == 16 * NUM_DOCUMENTS
     np.testing.assert_allclose(
         cut.num_bytes, whole.num_bytes[:3] * cut.num_tokens / whole.num_tokens[:3]
     )

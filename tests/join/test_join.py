@@ -32,7 +32,6 @@ from scale_cli.joining.members import join_runs
 from scale_cli.joining.report import score_corpora
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.storage.atomic import new_folder, read_json
-from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.command_line import Scale
 from tests.small_runs import at_its_start, changed, petitions_run
 from tests.widening import load_widened, lower_stories, random_ids
@@ -94,7 +93,7 @@ def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
     config = runs["writer"]
     report = evaluate(config)
     joined = join_runs([config.output_dir], prior=None)
-    scored = score_corpora(joined.model, [joined.members[0].run], joined.tokenizer)
+    scored = score_corpora(joined, [joined.members[0].run])
     for told, got in zip(report.corpora, scored, strict=True):
         pairs = {"base": got.heads["base"], "trained": got.heads["writer"], "posterior": got.routed}
         for head, figures in pairs.items():
@@ -228,8 +227,8 @@ def test_a_corpus_is_opened_once_and_another_of_its_name_beside_it(runs: Runs) -
         changed(runs["writer"], f"evaluation.perplexity.0.max_documents={number}")
         for number in (1, 3)
     )
-    model = join_runs([config.output_dir], None).model
-    scored = score_corpora(model, [config, config, fewer, more], load_tokenizer(config.model))
+    joined = join_runs([config.output_dir], None)
+    scored = score_corpora(joined, [config, config, fewer, more])
     assert [(corpus.name, corpus.num_documents) for corpus in scored] == [
         ("tiny", 2),
         ("petitions-held-out", 2),

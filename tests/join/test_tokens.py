@@ -8,12 +8,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.join import join
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ExportParityError, PreservationError, RunFolderError
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.joining.members import join_runs
+from scale_cli.joining.report import score_corpora
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.runs.opened import Run
@@ -95,6 +97,25 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model(
         assert torch.allclose(said, own, atol=1e-4)
     (continued,) = Generator(output).continue_all(["국민 люди"], Sampling(max_new_tokens=4))
     assert all(token.shares is not None and len(token.shares) == 4 for token in continued.tokens)
+
+
+def test_a_joins_base_is_the_base_by_its_own_tokens_as_in_the_runs_report(
+    runs: dict[str, RunConfig],
+) -> None:
+    """The bound is held against the base's head in the router, which has a row of its own."""
+    report = evaluate(runs["korean"])
+    joined = join_runs(folders(runs, "korean"), None)
+    scored = score_corpora(joined, [joined.members[0].run])
+    for told, found in zip(report.corpora, scored, strict=True):
+        mixed, expected = found.base_of_new_tokens, told.base_of_new_tokens
+        assert mixed is not None and expected is not None
+        for of_join, of_run in ((found.heads["base"], told.heads["base"]), (mixed, expected)):
+            assert of_join.bits_per_byte == pytest.approx(of_run.bits_per_byte)
+            assert of_join.nats_per_token == pytest.approx(of_run.nats_per_token)
+        assert found.heads["base"].share is None
+        assert mixed.share == pytest.approx(told.heads["posterior"].base_share)
+    korean = scored[1]
+    assert mixed.bits_per_byte != pytest.approx(korean.heads["base"].bits_per_byte, rel=0.05)
 
 
 def test_other_tokens_of_one_script_are_refused_in_one_line(runs: dict[str, RunConfig]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from scale_cli.data.corpora import open_sources
-from scale_cli.evaluation.scoring import scored_lengths
+from scale_cli.evaluation.scoring import beginnings, scored_lengths
 from scale_cli.planning.beginnings import held_out_texts, tokenizer_at_hand
 from scale_cli.planning.estimate import count_evaluated
 from scale_cli.runs.opened import Run
@@ -33,7 +33,7 @@ def test_evaluations_are_counted_as_they_read(
     (length, num_texts) = (128, 2)
     corpora = open_sources(config, config.evaluation.perplexity, Run(config).tokenizer)
     of_each = config.eval_tokens // num_texts
-    read = sum(int(scored_lengths(corpus, length).sum()) for corpus in corpora)
-    read += 3 * sum(int(scored_lengths(corpus, length, of_each).sum()) for corpus in corpora)
+    read = sum(int(scored_lengths(corpus).sum()) for corpus in corpora)
+    read += 3 * sum(int(beginnings(corpus, length, of_each).sum()) for corpus in corpora)
     texts = held_out_texts(config, tokenizer_at_hand(config.model))
     assert count_evaluated(config, texts) == pytest.approx(read, rel=0.1)

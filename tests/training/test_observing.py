@@ -40,8 +40,9 @@ from scale_cli.training.observing import Observer, better_of
 from scale_cli.training.records import Score, TrainState
 from scale_cli.training.training_run import write_checkpoint
 from tests.evaluation.task_files import task_of
-from tests.small_runs import SMALLEST, changed, held_out, load_text
+from tests.small_runs import SMALLEST, changed, held_out, load_text, train_run
 from tests.training.conftest import MakeConfig, configs_in, finished, go_on, upscaled
+from tests.vocabulary.grown_run import config_of
 
 OF_BITS = st.floats(-2.0, 9.0).map(lambda bits: round(bits, 1))
 SCORES = st.lists(st.tuples(OF_BITS, OF_BITS), max_size=12).map(
@@ -75,7 +76,7 @@ def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> N
     for variant, acquisition, forgetting in (("route", 4.0, 0.5), ("preserve", 3.0, 8.0)):
         overrides = (f"method.variant={variant}", f"evaluation.perplexity=[{', '.join(sources)}]")
         no: Any = None
-        observer = Observer(load_text(SMALLEST, *overrides), no, no, no, no, [], no)
+        observer = Observer(load_text(SMALLEST, *overrides), no, no, no, no, [], [], no)
         score = observer.score(7, losses)
         assert score is not None and score.step == 7
         assert (score.acquisition, score.forgetting) == pytest.approx((acquisition, forgetting))
@@ -208,6 +209,30 @@ def test_the_best_weights_outlive_later_checkpoints_and_are_final(
     assert best == {2: 2, 4: 4, 6: 4, 8: 4, 9: 4}
     verify(run.root)
     check_is_of_final(records[1], config)
+
+
+@pytest.mark.parametrize("variant", ["route", "full"])
+def test_a_periodic_evaluations_base_is_the_base_by_its_own_tokens_as_in_the_report(
+    shared_data: Path, tmp_path: Path, variant: str
+) -> None:
+    config = changed(
+        config_of(shared_data, tmp_path, variant),
+        "train.eval_every_steps=1",
+        "train.eval_max_tokens=100000",
+        "evaluation.sequence_length=512",
+        "evaluation.perplexity.0.documents=line",
+    )
+    first, last = evaluations(RunFolder(train_run(config).output_dir))
+    for corpus in evaluate(config).corpora:
+        for head in ("base", "trained", "routed"):
+            told = corpus.heads["posterior" if head == "routed" else head]
+            assert last[EVALUATION][corpus.name][head] == pytest.approx(told.nats_per_token)
+            assert last[BITS][corpus.name][head] == pytest.approx(told.bits_per_byte)
+        assert first[BITS][corpus.name]["base"] == last[BITS][corpus.name]["base"]
+        mixed = corpus.base_of_new_tokens
+        assert mixed is not None
+    base = corpus.heads["base"].bits_per_byte
+    assert mixed.bits_per_byte != pytest.approx(base, rel=0.05), "of the Korean text"
 
 
 @pytest.mark.parametrize(
