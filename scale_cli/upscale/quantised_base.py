@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
+from scale_cli.terminal import progress_bar
+
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
@@ -55,7 +57,8 @@ def dequantise(model: AnyModule) -> AnyModule:
     """Replace every quantised weight of a model by its plain numbers, in place, and return the
     model.
     """
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and is_quantised(module.weight):
-            module.weight = nn.Parameter(plain_weight(module), requires_grad=False)
+    held = [of for of in model.modules() if isinstance(of, nn.Linear) and is_quantised(of.weight)]
+    bar = progress_bar(iterable=held, desc="dequantising", unit=" maps", delay=1.0, leave=False)
+    for module in bar:
+        module.weight = nn.Parameter(plain_weight(module), requires_grad=False)
     return model

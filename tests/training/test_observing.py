@@ -220,8 +220,8 @@ def test_a_periodic_evaluations_base_is_the_base_by_its_own_tokens_as_in_the_rep
         "train.eval_every_steps=1",
         "train.eval_max_tokens=100000",
         "evaluation.sequence_length=512",
-        "evaluation.perplexity.0.documents=line",
     )
+    (tmp_path / "en.txt").write_text("It was the best of times.\n\nIt was the worst of times.\n")
     first, last = evaluations(RunFolder(train_run(config).output_dir))
     for corpus in evaluate(config).corpora:
         for head in ("base", "trained", "routed"):
