@@ -134,8 +134,8 @@ def quieten_libraries() -> None:
     for library in ("torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
     from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
-    from huggingface_hub.utils import enable_progress_bars
     from huggingface_hub.utils import logging as hub_logging
+    from huggingface_hub.utils.tqdm import enable_progress_bars
     from transformers.utils import logging as transformers_logging
 
     hub_logging.set_verbosity_error()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.utils import are_progress_bars_disabled
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm

@@ -4,6 +4,7 @@ best weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from scale_cli.data.decoding import before_cut_character, text_pieces
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.intervals import finite
 from scale_cli.evaluation.scoring import (
+    TWO_HEADS,
     DocumentLosses,
     Passes,
     beginnings,
@@ -108,10 +110,14 @@ class Observer:
     def _losses_of_base(self) -> list[DocumentLosses]:
         """What the base loses by its own tokens if the run has others: the same at every step."""
         base = base_alone(self.observed)
-        return self._score(base, self.by_base_tokens, "evaluating the base", heads=["base"])
+        return self._score(base, self.by_base_tokens, "evaluating the base", ["base"])
 
     def _score(
-        self, model: HeadedModel, corpora: list[TokenisedCorpus], label: str, **heads: list[str]
+        self,
+        model: HeadedModel,
+        corpora: list[TokenisedCorpus],
+        label: str,
+        heads: Sequence[str] = TWO_HEADS,
     ) -> list[DocumentLosses]:
         """Score the beginnings of the held-out text, by the tokens of the run or of the base."""
         passes = Passes.of(self.config)
@@ -121,12 +127,17 @@ class Observer:
             lengths_N = beginnings(of_run, passes.sequence_length, of_each)
             lengths.append(same_beginnings(lengths_N, of_run, corpus))
         score = partial(
-            score_corpus, model, router=self.config.method.router, passes=passes, share=share()
+            score_corpus,
+            model,
+            router=self.config.method.router,
+            passes=passes,
+            heads=heads,
+            share=share(),
         )
         num_tokens = sum(int(lengths_N.sum()) for lengths_N in lengths)
         with tokens_bar(num_tokens, label if is_main() else None) as bar:
             return [
-                score(corpus, lengths_N=lengths_N, bar=bar, **heads)
+                score(corpus, lengths_N=lengths_N, bar=bar)
                 for corpus, lengths_N in zip(corpora, lengths, strict=True)
             ]
 

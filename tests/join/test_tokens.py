@@ -115,7 +115,9 @@ def test_a_joins_base_is_the_base_by_its_own_tokens_as_in_the_runs_report(
         assert found.heads["base"].share is None
         assert mixed.share == pytest.approx(told.heads["posterior"].base_share)
     korean = scored[1]
-    assert mixed.bits_per_byte != pytest.approx(korean.heads["base"].bits_per_byte, rel=0.05)
+    assert korean.base_of_new_tokens is not None
+    of_router = korean.base_of_new_tokens.bits_per_byte
+    assert of_router != pytest.approx(korean.heads["base"].bits_per_byte, rel=0.05)
 
 
 def test_other_tokens_of_one_script_are_refused_in_one_line(runs: dict[str, RunConfig]) -> None:
