@@ -135,7 +135,7 @@ def test_a_resume_reads_a_checkpoint_through_once(
     with pytest.raises(Interrupted):
         go_on(config)
 
-    def sha256(path: Path) -> str:
+    def sha256(path: Path, *_moved: object) -> str:
         hashed.append(path)
         return file_sha256(path)
 
