@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, local
 from typing import Any, TypeVar
 
 import pytest
 
-from scale_cli import processes
 from scale_cli.processes import Share
 
 Result = TypeVar("Result")
@@ -19,17 +18,20 @@ def in_processes(
     """Return what `work` returns for every share, all of them at work together."""
     held: dict[int, Any] = {}
     meeting = Barrier(count, timeout=60)
+    process = local()
 
-    def gathered(mine: Any, share: Share) -> list[Any]:
-        if share.num_processes == 1:
-            return [mine]
-        held[share.index] = mine
+    def gather_object(mine: list[Any]) -> list[Any]:
+        held[process.index] = mine[0]
         meeting.wait()
         everyone = [held[place] for place in range(count)]
         meeting.wait()
         return everyone
 
-    monkeypatch.setattr(processes, "gathered", gathered)
+    monkeypatch.setattr("accelerate.utils.gather_object", gather_object)
+
+    def work_as(place: int) -> Result:
+        process.index = place
+        return work(Share(place, count))
 
     with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(lambda place: work(Share(place, count)), range(count)))
+        return list(threads.map(work_as, range(count)))

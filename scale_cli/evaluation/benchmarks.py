@@ -53,20 +53,36 @@ def summarise_benchmarks(
         statistic = partial(_figures, benchmark)
         value_MH = statistic(np.ones((1, num_items)))[0]
         drawn_RMH = bootstrap(statistic, num_items, num_resamples=num_resamples, rng=rng)
-        metrics = [*benchmark.scores, *([] if benchmark.classes is None else ["macro_f1"])]
-        of_metrics = {
-            name: (value_MH[at], drawn_RMH[:, at], num_items) for at, name in enumerate(metrics)
+        of_metrics = {}
+        for at, name in enumerate(benchmark.metrics):
+            of_metrics[name] = (value_MH[at], drawn_RMH[:, at], num_items)
+        source = benchmark.source
+        judging.setdefault(source.language, []).append(of_metrics[benchmark.judged_by])
+
+        by_metric = {name: _by_head(*of_metric) for name, of_metric in of_metrics.items()}
+        tests = _tests(benchmark.scores[benchmark.judged_by], rng)
+        heads = {
+            head: BenchmarkHead(
+                metrics={name: values[head] for name, (values, _) in by_metric.items()},
+                differences={
+                    name: changes[head]
+                    for name, (_, changes) in by_metric.items()
+                    if head != "base"
+                },
+                **tests.get(head, {}),
+            )
+            for head in HEADS
         }
-        result = BenchmarkResult(
-            name=benchmark.source.name,
-            language=benchmark.source.language,
-            role=benchmark.source.role,
-            num_items=num_items,
-            heads=_heads(benchmark, of_metrics, rng),
-            judged_by=benchmark.judged_by,
+        results.append(
+            BenchmarkResult(
+                name=source.name,
+                language=source.language,
+                role=source.role,
+                num_items=num_items,
+                heads=heads,
+                judged_by=benchmark.judged_by,
+            )
         )
-        results.append(result)
-        judging.setdefault(result.language, []).append(of_metrics[result.judged_by])
 
     for head in HEADS[1:]:
         p_values = [result.heads[head].p_value for result in results]
@@ -86,7 +102,7 @@ def _figures(benchmark: BenchmarkItems, counts_RN: Values) -> Values:
     num_drawn_R1 = counts_RN.sum(axis=1, keepdims=True)
     figures = [counts_RN @ scores_NH / num_drawn_R1 for scores_NH in benchmark.scores.values()]
     if benchmark.classes is not None:
-        figures.append(macro_f1(counts_RN, benchmark.classes))
+        figures.append(macro_f1(counts_RN, benchmark.classes))  # the last of `metrics`
     return np.stack(figures, axis=1)
 
 
@@ -109,33 +125,17 @@ def macro_f1(counts_RN: Values, classes_NC: Values) -> Values:
     return total / num_classes
 
 
-def _heads(
-    benchmark: BenchmarkItems,
-    of_metrics: dict[str, tuple[Values, Values, int]],
-    rng: np.random.Generator,
-) -> dict[str, BenchmarkHead]:
-    """Return the figures of every head, and the test of each head beside the base's."""
-    scores_NH = benchmark.scores[benchmark.judged_by]
-    base_N = scores_NH[:, 0]
+def _tests(scores_NH: Values, rng: np.random.Generator) -> dict[str, dict[str, Any]]:
+    """Return the test of each head's scores beside the base's, and the items gained and lost."""
     right_or_wrong = bool(np.isin(scores_NH, (0.0, 1.0)).all())
-    by_head = {name: _by_head(*of_metric) for name, of_metric in of_metrics.items()}
-
-    heads = {}
-    for head, scores_N in zip(HEADS, scores_NH.T, strict=True):
-        tested: dict[str, Any] = {}
-        if head != "base":
-            tested["p_value"] = paired_p(base_N, scores_N, rng)
-        if head != "base" and right_or_wrong:
-            tested["gained"] = int((scores_N > base_N).sum())
-            tested["lost"] = int((scores_N < base_N).sum())
-        heads[head] = BenchmarkHead(
-            metrics={name: values[head] for name, (values, _) in by_head.items()},
-            differences={
-                name: changes[head] for name, (_, changes) in by_head.items() if head in changes
-            },
-            **tested,
-        )
-    return heads
+    base_N, *others = scores_NH.T
+    tests = {}
+    for head, scores_N in zip(HEADS[1:], others, strict=True):
+        tests[head] = {"p_value": paired_p(base_N, scores_N, rng)}
+        if right_or_wrong:
+            tests[head]["gained"] = int((scores_N > base_N).sum())
+            tests[head]["lost"] = int((scores_N < base_N).sum())
+    return tests
 
 
 def _by_head(

@@ -35,7 +35,6 @@ from lm_eval import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
@@ -49,7 +48,7 @@ from scale_cli.evaluation.scoring import TWO_HEADS, Passes, observe, routed_rows
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel, base_alone
-from scale_cli.processes import Share, is_main, lowered_dtype, map_over_processes
+from scale_cli.processes import Share, gathered, lowered_dtype
 from scale_cli.terminal import progress_bar
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 
@@ -129,21 +128,17 @@ class HeadsLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         in_order = sorted(
             range(len(requests)), key=lambda at: (-len(self.tok_encode(contexts[at])), contexts[at])
         )
-        size = self.batch_size
-        batches = [in_order[first : first + size] for first in range(0, len(in_order), size)]
-
-        def answer(batch: Sequence[int]) -> list[Tensor]:
-            torch.manual_seed(_SEED)
-            texts = HFLM.generate_until(self, [requests[at] for at in batch], disable_tqdm=True)
-            encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-            return [torch.tensor(list(text), dtype=torch.uint8) for text in encoded]
-
         self.bar.total += len(requests)
-        answered = dict(map_over_processes(batches, self._share, answer, self.bar.update))
-        return [
-            bytes(answered[index].tolist()).decode("utf-8", "surrogatepass")
-            for index in range(len(requests))
-        ]
+        mine: dict[int, str] = {}
+        batches = range(0, len(requests), self.batch_size)
+        for first in batches[self._share.index :: self._share.num_processes]:
+            batch = in_order[first : first + self.batch_size]
+            torch.manual_seed(_SEED)
+            texts = super().generate_until([requests[at] for at in batch], disable_tqdm=True)
+            mine.update(zip(batch, texts, strict=True))
+            self.bar.update(self._share.num_processes * len(batch))
+        answers = {at: text for some in gathered(mine, self._share) for at, text in some.items()}
+        return [answers[at] for at in range(len(requests))]
 
 
 def framed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -163,18 +158,13 @@ def heads_of(
     model: HeadedModel,  # in evaluation mode
     tokenizer: PreTrainedTokenizerBase,  # the run's own, which begins a text as the base's does
     of_base: PreTrainedTokenizerBase | None = None,  # the base's, if the run has new tokens
-    *,
-    router: RouterConfig,
-    passes: Passes,
-    max_length: int,
-    share: Share,
+    **options: Any,  # of HeadsLM
 ) -> dict[str, HeadsLM]:
     """Return the lm-eval model that answers with each head: one for all, or one for the base."""
-    make = partial(HeadsLM, router=router, passes=passes, max_length=max_length, share=share)
     exported = framed(tokenizer)
-    answering = dict.fromkeys(HEADS, make(model, exported, TWO_HEADS))
+    answering = dict.fromkeys(HEADS, HeadsLM(model, exported, TWO_HEADS, **options))
     if of_base is not None or exported is not tokenizer:
-        answering["base"] = make(base_alone(model), of_base or tokenizer, ["base"])
+        answering["base"] = HeadsLM(base_alone(model), of_base or tokenizer, ["base"], **options)
     return answering
 
 
@@ -195,19 +185,18 @@ class OpenedBenchmarks:
     ) -> tuple[list[BenchmarkItems], list[SkippedBenchmark]]:
         """Return each benchmark's items under every head, and what could not be measured."""
         has_new_tokens = config.method.vocabulary is not None
-        of_base = load_tokenizer(config.model) if has_new_tokens else None
+        answering = heads_of(
+            model,
+            tokenizer,
+            load_tokenizer(config.model) if has_new_tokens else None,
+            router=config.method.router,
+            passes=Passes.of(config),
+            max_length=resolve_max_length(model.config, tokenizer),
+            share=share,
+        )
         measured = []
         skipped = list(self.skipped)
         for benchmark in self.ready:
-            answering = heads_of(
-                model,
-                tokenizer,
-                of_base,
-                router=config.method.router,
-                passes=Passes.of(config),
-                max_length=resolve_max_length(model.config, tokenizer),
-                share=share,
-            )
             try:
                 measured.append(measure_items(benchmark, answering, max_items))
             except RunError as error:
@@ -248,7 +237,6 @@ def measure_items(
         desc=f"evaluating {benchmark.source.name}",
         unit=" answers" if benchmark.is_generated else " tokens",
         unit_scale=not benchmark.is_generated,
-        disable=not is_main(),
         leave=False,
     )
     with bar, redirect_stderr(io.StringIO()):

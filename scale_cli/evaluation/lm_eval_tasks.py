@@ -94,24 +94,25 @@ def open_benchmark(source: BenchmarkSource) -> Benchmark:
         RunError: lm-eval cannot open the tasks, or we cannot measure them.
     """
     tasks = _named_tasks(source.name) if source.path is None else _read_task(source)
-    kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
-    if kinds not in (["multiple_choice"], ["generate_until"]):
+    kinds = {task.OUTPUT_TYPE for task in tasks.values()}
+    if kinds not in ({"multiple_choice"}, {"generate_until"}):
         raise RunError(
             "only multiple_choice and generate_until are measured, one kind per benchmark; "
-            f"this is {', '.join(kinds)}"
+            f"this is {', '.join(sorted(kinds))}"
         )
+    is_generated = kinds == {"generate_until"}
     for task in tasks.values():
         if getattr(task, "UNSAFE_CODE", False):
             raise RunError("it runs code that the model writes")
         for name, metric in getattr(task, "_metric_fn_list", {}).items():
             # lm-eval does not call this function for multiple choice.
-            if metric is None and kinds == ["generate_until"]:
+            if metric is None and is_generated:
                 raise RunError(_FOREIGN_METRIC.format(name))
         shown = task.get_config("num_fewshot")
         if shown != 0 and source.num_fewshot is not None:  # 0 stays 0, as in lm-eval
             shown = source.num_fewshot
         task.set_config("num_fewshot", shown or 0)
-    return Benchmark(source, tasks, is_generated=kinds == ["generate_until"])
+    return Benchmark(source, tasks, is_generated)
 
 
 @cache

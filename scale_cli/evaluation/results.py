@@ -170,6 +170,10 @@ class BenchmarkItems:
     classes: Values | None = None
 
     @property
+    def metrics(self) -> list[str]:
+        return [*self.scores, *([] if self.classes is None else ["macro_f1"])]
+
+    @property
     def judged_by(self) -> str:
         """The first metric with scores from 0 to 1 for all items: `acc` for multiple choice.
 

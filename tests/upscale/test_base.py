@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from scale_cli import processes
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, StorageError
-from scale_cli.processes import ALONE, Share
+from scale_cli.processes import Share
 from scale_cli.upscale import base as base_module
 from scale_cli.upscale import base_hashes
 from scale_cli.upscale.base import load_base, load_base_config, load_hashed_base, load_written
@@ -255,10 +254,7 @@ def test_processes_of_a_machine_hash_a_base_once_between_them_and_all_are_told_w
         return hash_of(tensor)
 
     monkeypatch.setattr(base_hashes, "tensor_sha256", counting)
-    monkeypatch.setattr(
-        base_hashes, "gathered", lambda mine, _: processes.gathered(mine, current.place)
-    )
-    monkeypatch.setattr(base_hashes, "share", lambda: ALONE)
+    monkeypatch.setattr(base_hashes, "share", lambda: current.place)
 
     def changed(place: Share) -> list[str]:
         current.place = place
