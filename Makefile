@@ -60,7 +60,7 @@ $(OLDEST)/.installed: $(STAMP) pyproject.toml constraints-oldest.txt
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
 	touch $@
 
-proofs: $(STAMP)  ## the petitions run from end to end, torchrun, the serving page as written, generated code: about 4 minutes
+proofs: $(STAMP)  ## the petitions run from end to end, torchrun, the serving page as written, generated code, the benchmark of scripts/research: about 8 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration --proofs --numprocesses 2 --dist loadfile
 
 reach: $(STAMP)  ## every verb on a random Llama of 1 B parameters, killed and resumed: about 8 minutes, 9 GiB of memory, 15 GB of disk

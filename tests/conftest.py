@@ -16,6 +16,9 @@ from scale_cli.cli import main
 from tests.command_line import ModelLoads, Outcome, Scale, handlers_put_back
 from tests.unwaited import let_nothing_wait_for_the_disk
 
+# No test asks the hub. Without a network each question would wait half a minute.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 FORKS = {
     "tests/test_processes.py",
     "tests/training/test_sharding.py",

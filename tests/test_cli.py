@@ -60,6 +60,14 @@ def test_a_command_line_that_makes_no_sense_exits_2_and_a_missing_config_is_name
         assert scale(verb, "absent.yaml") == Outcome(2, "", told)
 
 
+def test_a_pattern_without_quotes_gets_the_hint(scale: Scale, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")]
+    for file in files:
+        file.write_text("x")
+    done = scale("init", "new.yaml", "--corpus", *files)
+    assert done.exit_code == 2 and "quote it" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def upscaled_once(tmp_path_factory: pytest.TempPathFactory, stories: Path) -> Path:
     folder = tmp_path_factory.mktemp("cli")

@@ -110,14 +110,6 @@ def test_every_verb_refuses_what_is_missing_before_torch_is_imported(tmp_path: P
         assert not heavy, arguments
 
 
-def test_a_pattern_without_quotes_gets_the_hint(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.txt", "c.txt"):
-        (tmp_path / name).write_text("x")
-    words = ["-m", "scale_cli", "init", "new.yaml", "--corpus", "a.txt", "b.txt", "c.txt"]
-    done = run_python(*words, folder=tmp_path)
-    assert done.returncode == 2 and "quote it" in done.stderr
-
-
 def test_a_step_imports_nothing_that_it_does_not_use(shared_data: Path, tmp_path: Path) -> None:
     """Each in turn, in one process: what one step has imported, the next one finds."""
     base = lower_stories(shared_data)

@@ -15,6 +15,7 @@ from scale_cli.evaluation.selectable_heads import padded_left
 from scale_cli.model import cache_scale
 from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.cache_scale import CACHE
+from tests.model.test_families import tiny
 from tests.model.test_modeling_scale import some_ids
 from tests.model.test_routed_scale import routed
 from tests.widening import as_if_trained, joined, tiny_llama, trained_on, widen
@@ -53,6 +54,15 @@ def test_a_left_padded_batch_generates_what_its_prompts_do_one_by_one(model: Any
         for prompt, row in zip(prompts, together, strict=True):
             alone = generate(model, prompt[None], use_cache=use_cache)[0]
             assert torch.equal(row[13 - len(prompt) :], alone)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", "qwen2, upper layers windowed", "olmo3, yarn in full layers"]
+)
+def test_a_layer_that_collaborates_is_decoded_with_its_cache_in_other_families(family: str) -> None:
+    model = as_if_trained(widen(tiny(family), "route", "top:1"))
+    cached, again = (generate(model, some_ids(1, 13), use_cache=one) for one in (True, False))
+    assert torch.equal(cached, again)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from scale_cli.errors import StorageError
@@ -202,32 +200,6 @@ def test_a_manifest_tells_the_versions_and_every_changed_one_is_named(
     assert changed_versions(tmp_path / "folder") == []
     monkeypatch.setattr(atomic, "_versions", lambda: {**versions, "numpy": "0.1"})
     assert changed_versions(tmp_path / "folder") == [f"numpy {versions['numpy']} -> 0.1"]
-
-
-# verify_folder
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("verified") / "folder"
-    write_folder(folder, FILES)
-    return folder
-
-
-@settings(max_examples=100)
-@given(st.data())
-def test_one_flipped_bit_in_any_file_is_detected(whole: Path, data: st.DataObject) -> None:
-    file = data.draw(
-        st.sampled_from(sorted(f for f in whole.rglob("*") if f.is_file() and f.stat().st_size))
-    )
-    before = file.read_bytes()
-    after = bytearray(before)
-    after[data.draw(st.integers(0, len(before) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    file.write_bytes(after)
-    with pytest.raises(StorageError, match=str(file)):
-        verify_folder(whole)
-    file.write_bytes(before)
-    verify_folder(whole)
 
 
 def test_a_manifest_of_another_shape_is_damage(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 random strings.
 """
 
+import functools
 import random
 import unicodedata
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from tokenizers import Tokenizer
 from scale_cli.config.vocabulary import Script
 
 _NO_CHARACTERS = ("Cn", "Cs")  # of Unicode's categories: not assigned, and surrogates
-_NUM_STRINGS = 20_000
+_NUM_STRINGS = 4_000
 _LONGEST = 24
 
 
+@functools.cache
 def characters_outside(script: Script) -> list[str]:
     characters = (chr(code) for code in range(0x110000) if not script.holds(code, code))
     return [char for char in characters if unicodedata.category(char) not in _NO_CHARACTERS]

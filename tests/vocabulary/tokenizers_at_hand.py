@@ -1,5 +1,6 @@
 """Tokenizers of the kinds whose vocabulary can grow, small, and learned on English alone."""
 
+import functools
 import json
 from collections.abc import Callable
 
@@ -35,7 +36,8 @@ _WORDS = (
 _SPECIALS = ["<|begin|>", "<|end|>"]
 
 
-def _byte_level(*, ignore_merges: bool, nfc: bool) -> Tokenizer:
+@functools.cache
+def _byte_level(*, ignore_merges: bool, nfc: bool) -> str:
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -53,19 +55,19 @@ def _byte_level(*, ignore_merges: bool, nfc: bool) -> Tokenizer:
     tokenizer.add_special_tokens(
         [AddedToken(content, special=True, normalized=False) for content in _SPECIALS]
     )
-    return tokenizer
+    return tokenizer.to_str()
 
 
 def llama_3() -> Tokenizer:
     """Byte-level, with whole words taken from the vocabulary before any merge; specials that the
     model lacks.
     """
-    return _byte_level(ignore_merges=True, nfc=False)
+    return Tokenizer.from_str(_byte_level(ignore_merges=True, nfc=False))
 
 
 def qwen() -> Tokenizer:
     """Byte-level, on composed characters."""
-    return _byte_level(ignore_merges=False, nfc=True)
+    return Tokenizer.from_str(_byte_level(ignore_merges=False, nfc=True))
 
 
 # Bytes that SmolLM2's tokenizer has no token for: UTF-8 never has the last 12, and text hardly the

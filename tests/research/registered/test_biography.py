@@ -3,12 +3,10 @@
 import random
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from scale_cli.config.load import load_checked
 from scale_cli.errors import ConfigError, RunFolderError
@@ -18,19 +16,9 @@ from scale_cli.model.heads import PlainHeads
 from scale_cli.storage.atomic import read_json
 from scripts.research.biography.accuracy import first_token_accuracy
 from scripts.research.biography.config import BiographyConfig, ComparedMethod
-from scripts.research.biography.people import (
-    ATTRIBUTES,
-    NUM_NAMES,
-    Language,
-    Person,
-    answer,
-    biography,
-    generate_people,
-    question,
-)
-from scripts.research.biography.report import MethodResult, served_lines, verdicts
+from scripts.research.biography.people import NUM_NAMES
 from scripts.research.biography.run import run_biography
-from scripts.research.biography.tasks import Question, write_curriculum
+from scripts.research.biography.tasks import Question
 from tests.command_line import refused
 from tests.widening import tiny_llama
 
@@ -100,38 +88,6 @@ def test_a_setting_that_cannot_be_is_named(
         load_checked(BiographyConfig, tmp_path / "small.yaml", [override])
 
 
-PEOPLE = generate_people(2000, seed=0)
-
-
-@given(st.sampled_from(PEOPLE), st.sampled_from(get_args(Language)), st.integers(0, 2**63))
-def test_a_biography_tells_every_answer_in_six_sentences_of_which_the_first_names_the_person(
-    person: Person, language: Language, seed: int
-) -> None:
-    told = biography(person, language, seed)
-    assert told == biography(person, language, seed)
-    assert all(answer(person, attribute, language) in told for attribute in ATTRIBUTES)
-    sentences = told.split(". ")
-    assert told.endswith(".") and "\n" not in told and len(sentences) == len(ATTRIBUTES)
-    assert person.name.in_language(language) in sentences[0]
-    assert not re.search(r"[{}()]|  |^ | $| [.,]", told)
-    if language == "en":
-        assert all(sentence[0].isupper() for sentence in sentences)
-    else:
-        assert not re.search(r"[A-Za-z]", told)
-
-
-def test_task_1_is_about_people_of_whom_nothing_was_told(small: BiographyConfig) -> None:
-    curriculum, people = write_curriculum(small), generate_people(9, small.seed)
-    assert generate_people(12, small.seed)[:9] == people != generate_people(9, small.seed + 1)
-    decoded = curriculum.tokenizer.batch_decode
-    for asked, persons in ((curriculum.task_0, people[:4]), (curriculum.task_1, people[6:])):
-        assert decoded(curriculum.sequences(asked), skip_special_tokens=True) == [
-            f"{question(p, a, 'en')} {answer(p, a, 'en')}" for p in persons for a in ATTRIBUTES
-        ]
-    told = " ".join(decoded(curriculum.biographies))
-    assert [person.name.en in told for person in people] == [True] * 6 + [False] * 3
-
-
 def answer_by_hand(
     base: torch.nn.Module, trained: torch.nn.Module, asked: Question, threshold: float
 ) -> dict[str, int]:
@@ -171,30 +127,6 @@ def test_accuracy_is_what_one_question_at_a_time_gives_for_heads_and_rules() -> 
     assert len(set(shares.values())) > 1  # or the heads and rules would not have been told apart
 
 
-def a_result(variant: str, task_0: list[float], task_1: list[float]) -> MethodResult:
-    accuracies = [dict.fromkeys(HEADS, shares) for shares in (task_0, task_1)]
-    return MethodResult(variant, variant, {}, 1, 1.0, [*range(len(task_0))], *accuracies)
-
-
-@pytest.mark.parametrize(
-    ("task_0", "task_1", "kept", "learned"),
-    [
-        # A dip on the way counts.
-        ([0.9, 0.8, 0.9], [0.0, 0.0, 1.0], "88.9 % of Task 0 (bar 95 %: missed)", "100.0 %"),
-        ([1.0, 1.0], [0.0, 0.85], "100.0 % of Task 0 (bar 95 %: met)", "85.0 %"),
-        ([0.0, 0.0], [0.0, 1.0], "nothing of Task 0 (bar 95 %: missed)", "100.0 %"),
-    ],
-)
-def test_what_was_kept_at_every_step_and_learned_in_the_end_is_held_to_the_bars(
-    task_0: list[float], task_1: list[float], kept: str, learned: str
-) -> None:
-    full = a_result("full", [1.0] * len(task_0), [*[0.0] * (len(task_0) - 1), 1.0])
-    (sentence,) = verdicts(served_lines([full, a_result("route", task_0, task_1)]))
-    met = "met" if learned == "100.0 %" else "missed"
-    assert kept in sentence
-    assert f"{learned} of what full learned of Task 1 (bar 90 %: {met})" in sentence
-
-
 def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(
     small: BiographyConfig,
 ) -> None:
@@ -221,12 +153,3 @@ def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(
     fewer = small.people.model_copy(update={"task_1": 2})
     with pytest.raises(RunFolderError, match=r"other settings \(people\)"):
         run_biography(small.model_copy(update={"people": fewer}), print)
-
-
-def test_a_method_that_the_base_cannot_have_is_refused_before_the_base_is_learned(
-    small: BiographyConfig,
-) -> None:
-    rival = {"name": "rival", "method": {"variant": "osf", "osf": {"targets": ["none"]}}}
-    with refused(ConfigError, "^methods: rival: method.osf"):
-        run_biography(with_rivals(small, rival), print)
-    assert not small.output_dir.exists()
