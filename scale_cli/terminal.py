@@ -19,6 +19,7 @@ _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _PASSWORD = re.compile(r"://[^/@\s]*@")
 _SECONDS_APART = 30.0  # between the lines that replace a bar in a log; shorter work prints none
 _MANY_BYTES = 1 << 27  # to hash fewer takes no second
+_SHORT_S = 1.0  # what takes no longer shows no bar of bytes
 Log = Callable[[str], None]
 _form: Literal["lines", "figures", "nothing"] = (
     "lines"  # of standard output; bars appear only with lines
@@ -134,5 +135,7 @@ def bytes_bar(label: str, num_bytes: int) -> Iterator[Callable[[int], object]]:
     if num_bytes < _MANY_BYTES or in_thread:
         yield lambda _num_bytes: None
         return
-    with progress_bar(total=num_bytes, desc=label, unit="B", unit_scale=True, leave=False) as bar:
+    with progress_bar(
+        total=num_bytes, desc=label, unit="B", unit_scale=True, delay=_SHORT_S, leave=False
+    ) as bar:
         yield bar.update

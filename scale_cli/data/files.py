@@ -29,6 +29,7 @@ import pyarrow as pa
 from scale_cli.config.sources import TextSource
 from scale_cli.errors import CorpusError, StorageError, one_line
 from scale_cli.storage.atomic import file_sha256, json_sha256, read_json, write_json
+from scale_cli.terminal import bytes_bar
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
@@ -230,23 +231,27 @@ def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
     known = known if isinstance(known, dict) else {}
     hashes = []
     has_changed = False
-    for file in files:
-        if file.store is not None:
-            hashes.append(file.told)
-            continue
-        path = Path(file.name)
-        started_ns = time.time_ns()
-        with named_errors(file.name):
-            status = path.stat()
-            times_ns = [status.st_mtime_ns, status.st_ctime_ns]
-            key = json.dumps([str(path.resolve()), status.st_ino, status.st_size, *times_ns])
-            sha256 = known.get(key)
-            if not isinstance(sha256, str):
-                sha256 = file_sha256(path)
-                if max(times_ns) + _SETTLED_NS < started_ns and status.st_size >= _LEAST_BYTES:
-                    known[key] = sha256
-                    has_changed = True
-        hashes.append(sha256)
+    num_bytes = sum(file.size for file in files if file.store is None)
+    with bytes_bar("hashing text", num_bytes) as moved:
+        for file in files:
+            if file.store is not None:
+                hashes.append(file.told)
+                continue
+            path = Path(file.name)
+            started_ns = time.time_ns()
+            with named_errors(file.name):
+                status = path.stat()
+                times_ns = [status.st_mtime_ns, status.st_ctime_ns]
+                key = json.dumps([str(path.resolve()), status.st_ino, status.st_size, *times_ns])
+                sha256 = known.get(key)
+                if isinstance(sha256, str):
+                    moved(status.st_size)
+                else:
+                    sha256 = file_sha256(path, moved)
+                    if max(times_ns) + _SETTLED_NS < started_ns and status.st_size >= _LEAST_BYTES:
+                        known[key] = sha256
+                        has_changed = True
+            hashes.append(sha256)
     if has_changed:
         with suppress(StorageError):  # the hashes are then computed again
             write_json(remembered, known)

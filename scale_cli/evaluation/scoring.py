@@ -92,7 +92,7 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class RoutedScores:
+class ScoredRows:
     """Some rows of tokens under every head and rule, padded on the right."""
 
     places: list[int]  # of the rows
@@ -245,7 +245,7 @@ def observe(
 
 def routed_rows(
     observed: Sequence[Tensor], router: RouterConfig, heads: Sequence[str] = TWO_HEADS
-) -> Iterator[RoutedScores]:
+) -> Iterator[ScoredRows]:
     """Apply the routing rules to (C, T) numbers of rows, many rows at once.
 
     A single head is not routed, and the cosine rule needs two.
@@ -265,4 +265,4 @@ def routed_rows(
         lengths_B = torch.tensor([lengths[place] for place in places])
         is_token_BT = torch.arange(padded_CBT.shape[2]) < lengths_B[:, None]
         by_name = dict(zip(heads, log_probs_KBT, strict=True)) | routed
-        yield RoutedScores(places, is_token_BT, by_name, log_weights)
+        yield ScoredRows(places, is_token_BT, by_name, log_weights)

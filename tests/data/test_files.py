@@ -213,7 +213,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return the files that were read through, in a world an hour after every file was made."""
     through: list[Path] = []
 
-    def sha256(path: Path) -> str:
+    def sha256(path: Path, _moved: object) -> str:
         through.append(path)
         return file_sha256(path)
 

@@ -266,7 +266,7 @@ def test_a_task_reads_its_own_files_alone_and_what_all_have_made_is_joined_and_n
     opened = list[str]()
     sha256 = atomic.file_sha256
 
-    def noted(path: Path) -> str:
+    def noted(path: Path, _moved: object) -> str:
         opened.append(path.name)
         return sha256(path)
 
