@@ -39,7 +39,7 @@ from scale_cli.processes import (
     leave,
     name_lost_peers,
 )
-from scale_cli.terminal import printable, shows_lines, without_passwords
+from scale_cli.terminal import printable, progress_bar, shows_lines, without_passwords
 
 if TYPE_CHECKING:
     from scale_cli.config.schema import RunConfig
@@ -133,16 +133,21 @@ def quieten_libraries() -> None:
     # torchao warns of kernels for other devices, pytree of torchao.
     for library in ("torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
-    from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
     from huggingface_hub.utils import logging as hub_logging
-    from huggingface_hub.utils.tqdm import enable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils import logging as transformers_logging
 
     hub_logging.set_verbosity_error()
     transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()  # the hub's bars too
-    if shows_lines() and not HF_HUB_DISABLE_PROGRESS_BARS:
-        enable_progress_bars()  # of downloads, which may take minutes
+    transformers_logging.set_tqdm_hook(_bar_of_transformers)
+    if not shows_lines():
+        disable_progress_bars()  # of downloads
+
+
+def _bar_of_transformers(_factory: Any, iterables: Any, options: dict[str, Any]) -> Any:
+    """Return the bar of weights that are loaded, as the verbs' own bars are; short work has none."""
+    options |= {"iterable": next(iter(iterables), None), "delay": 1.0, "leave": False}
+    return progress_bar(**options)
 
 
 def import_libraries() -> None:

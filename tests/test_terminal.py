@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
 from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
 
 from scale_cli import terminal
 from scale_cli.console import quieten_libraries
@@ -84,13 +84,19 @@ def test_a_large_folder_moves_a_bar_by_bytes_while_it_is_hashed_but_not_in_a_thr
 
 
 @pytest.mark.parametrize(("form", "shown"), [("lines", True), ("figures", False)])
-def test_downloads_show_a_bar_where_lines_are_wanted(
-    monkeypatch: pytest.MonkeyPatch, form: str, shown: bool
+def test_downloads_and_weights_that_load_move_a_bar_where_lines_are_wanted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, shown: bool
 ) -> None:
     monkeypatch.setattr(terminal, "_form", form)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", None)
+    monkeypatch.setattr(terminal, "_SECONDS_APART", 0.0)
+    monkeypatch.setattr(transformers_logging, "_tqdm_hook", None)
+    enable_progress_bars()
     quieten_libraries()
     assert are_progress_bars_disabled() != shown
+    with (tmp_path / "log").open("w") as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        assert list(transformers_logging.tqdm(range(3), desc="Loading weights")) == [0, 1, 2]
+    assert ("Loading weights:" in (tmp_path / "log").read_text()) == shown
 
 
 def test_figures_are_json_and_one_that_is_not_finite_is_null(
