@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from scale_cli.methods.full import Freeze, Full
+from scale_cli.methods.freeze import Freeze
+from scale_cli.methods.full import Full
 from scale_cli.methods.llama_pro import LlamaPro
 from scale_cli.methods.lora import Lora
 from scale_cli.methods.method import Method

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from scale_cli.errors import ConfigError
-from scale_cli.methods.full import Plain
 from scale_cli.methods.method import PlainTraining, Settings
+from scale_cli.methods.plain import Plain
 from scale_cli.values import Section
 
 
