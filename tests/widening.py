@@ -18,7 +18,7 @@ from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.joining.members import Member, put_together
 from scale_cli.methods.recipes import trainable_parameters
-from scale_cli.methods.starts import TextToLearn
+from scale_cli.methods.starts.start import TextToLearn
 from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, RouterConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.joined_scale import JoinedForCausalLM

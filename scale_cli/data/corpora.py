@@ -20,7 +20,7 @@ from scale_cli.data.encoding import Document, encoder_of, gives_all_back
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.errors import CorpusError, RunFolderError
-from scale_cli.methods.starts import TextToLearn
+from scale_cli.methods.starts.start import TextToLearn
 from scale_cli.processes import is_main
 from scale_cli.report import percent
 from scale_cli.storage.atomic import read_json

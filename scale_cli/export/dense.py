@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from scale_cli.methods.starts import random_ids
+from scale_cli.methods.starts.stream_sizes import random_ids
 from scale_cli.model.expansion_scale import ExpansionLinear
 from scale_cli.model.family_scale import ATTENTION, OWNERS, STEPS, Family, family_of, linear_of
 from scale_cli.model.modeling_scale import ScaleForCausalLM

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from scale_cli.methods.recipes import Hook, Training
-    from scale_cli.methods.starts import TextToLearn
+    from scale_cli.methods.starts.start import TextToLearn
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

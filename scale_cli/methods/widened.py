@@ -17,7 +17,7 @@ from scale_cli.values import Accepted, Section
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from scale_cli.methods.starts import TextToLearn
+    from scale_cli.methods.starts.start import TextToLearn
     from scale_cli.model.configuration_scale import ScaleConfig
     from scale_cli.model.modeling_scale import ScaleForCausalLM
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,13 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import Hook, local_part, trainable_parameters
+from scale_cli.methods.starts import start_of
 from scale_cli.model.configuration_scale import ScaleConfig
-
-# Rates of a widened model's tensors, relative to train.lr. Which hold depends on how u starts
-# (`methods/starts.py`); the rate of codes is relative to their size too. Source: ours
-# (docs/results/real-base.md).
-_OF_A_DIFFERENCE_STREAM = {"embedding": 4.0, "head": 1.0, "gains": 1.0, "matrix": 1.5}
-_OF_CODES = {"embedding": 200.0, "head": 10.0, "gains": 0.5, "matrix": 16.0}
 
 # Muon's updates times this and the root of a matrix's longer side have the size of AdamW's (arXiv
 # 2502.16982).
@@ -34,15 +29,12 @@ def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:
     """Return the learning rates by kind of tensor, relative to `train.lr`: the config's, or
     defaults by the start.
     """
-    rates = {"embedding": 1.0, "head": 1.0, "gains": 1.0, "matrix": 1.0}
+    rates: Mapping[str, float] = dict.fromkeys(("embedding", "head", "gains", "matrix"), 1.0)
     config = getattr(model, "config", None)
     if isinstance(config, ScaleConfig):
-        embedding_rms = config.expansion_embedding_rms
-        rates = _OF_A_DIFFERENCE_STREAM
-        if embedding_rms is not None:
-            rates = _OF_CODES | {"embedding": _OF_CODES["embedding"] * embedding_rms}
+        rates = start_of(config).rates(config)
     given: dict[str, float] = train.lr_multipliers.model_dump(exclude_none=True)
-    return rates | given
+    return {**rates, **given}
 
 
 def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.vocabulary import Script
 from scale_cli.errors import ConfigError
-from scale_cli.methods.starts import TextToLearn, random_ids
+from scale_cli.methods.starts.start import TextToLearn
+from scale_cli.methods.starts.stream_sizes import random_ids
 from scale_cli.model.family_scale import family_of
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import NewTokens

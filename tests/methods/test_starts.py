@@ -8,8 +8,10 @@ from torch import Tensor
 
 from scale_cli.config.training import LrMultipliers, TrainConfig
 from scale_cli.errors import BaseModelError
-from scale_cli.methods import starts
-from scale_cli.methods.starts import TextToLearn, knows, leading_directions, measured_stream_rms
+from scale_cli.methods.starts import copies, difference_stream
+from scale_cli.methods.starts.difference_stream import knows, leading_directions
+from scale_cli.methods.starts.start import TextToLearn
+from scale_cli.methods.starts.stream_sizes import measured_stream_rms
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.training.optimiser import build_optimiser, rates_of
 from scale_cli.upscale.building import NewPieces
@@ -110,7 +112,7 @@ def centred_head(base: Any) -> Tensor:
 def test_the_directions_are_those_of_the_tokens_that_the_text_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(starts, "knows", lambda _base, _text: True)
+    monkeypatch.setattr(difference_stream, "knows", lambda _base, _text: True)
     base = tiny_llama()
     shares = torch.zeros(61, dtype=torch.float64)
     shares[[3, 7, 9]] = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -135,13 +137,13 @@ def test_leading_directions_are_those_of_the_svd(shape: tuple[int, int]) -> None
 def test_the_start_has_the_same_bits_on_any_number_of_threads_in_any_dtype(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(starts, "_ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(difference_stream, "_ROWS_AT_ONCE", 64)
 
     def started(dtype: Any, global_seed: int, num_threads: int) -> dict[str, Tensor]:
         torch.manual_seed(global_seed)
         before = torch.get_num_threads()
         torch.set_num_threads(num_threads)
-        monkeypatch.setattr(starts, "_THREADS", num_threads)
+        monkeypatch.setattr(copies, "_THREADS", num_threads)
         try:
             # The base's numbers are those of bfloat16 in any dtype.
             base = tiny_llama(hidden_size=96, vocab_size=700).bfloat16().to(dtype)

@@ -14,7 +14,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, MicroBatch, PackedWindows
 from scale_cli.methods.recipes import trainable_parameters
-from scale_cli.methods.starts import TextToLearn
+from scale_cli.methods.starts.start import TextToLearn
 from scale_cli.upscale.building import NewPieces, start_model
 from tests.plain_torch import logits_of, shared_with_new_tokens
 from tests.steps import Steps

@@ -1,0 +1,82 @@
+"""The initial values of every added block: `STARTS` lists the ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from scale_cli.methods.starts.codes import Codes
+from scale_cli.methods.starts.difference_stream import DifferenceStream
+from scale_cli.methods.starts.start import Start, TextToLearn
+from scale_cli.model.configuration_scale import ScaleConfig
+from scale_cli.model.expansion_scale import ExpansionNorm
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+
+# The first that suits a base and its text is taken.
+STARTS: tuple[Start, ...] = (DifferenceStream(), Codes())
+
+
+@torch.no_grad()
+def initialise_expansion(
+    model: ScaleForCausalLM, seed: int, text: TextToLearn | None = None
+) -> None:
+    """Fill every added block; the base is only read.
+
+    The added heads and MLP channels are copies of the base's: those with the largest weights. They
+    read x as the originals do. What u is depends on whether the base knows the text (`knows`).
+
+    If it does, u is a difference stream, u = P dx, where dx is what training changes in x. The rows
+    of P are orthonormal directions in which the vocabulary head tells the text's tokens apart best.
+    The copies read x + P^T u. What they write is P times what they compute, less what the originals
+    compute: 0 at the start. H' reads u as H reads P^T u. So from the first step on, the gradient is
+    that of full fine-tuning, within P and the copied parts.
+
+    If it does not, x says little, and u begins as codes: random rows of E', as large as x becomes.
+    They tell every layer which token stands where, and E' learns fast.
+
+    | block          | reads -> writes | difference stream   | codes                                |
+    |----------------|-----------------|---------------------|--------------------------------------|
+    | E'             | token -> u      | 0                   | N(0, e^2), e = 1.4 rms(x) at the end |
+    | W21 of q to up | x -> heads, MLP | W                   | W                                    |
+    | W22 of q to up | u -> heads, MLP | W diag(g / g') P^T  | 0                                    |
+    | W21 of o, down | x -> u          | -P W                | 0                                    |
+    | W22 of o, down | heads, MLP -> u | P W                 | 0                                    |
+    | W12            | u -> x          | 0                   | 0                                    |
+    | H'             | u -> logits     | H diag(g / g') P^T  | 0                                    |
+    | g'             | of norm k       | rms(g)              | min(1, rms(x) before norm k / e)     |
+
+    W are the copied rows or columns; biases of rows are copied too. g are the gains of the base's
+    norm before W or H; were they folded into W22 whole, it would learn too fast by 1 / rms(g), and
+    u would grow without bound. A norm over a layer's output folds its gains g into W likewise: g'
+    is the rms of g, and W above stands for diag(g / g') W. Norms over all queries or keys have the
+    copied heads' gains.
+
+    Numbers are drawn on the CPU in float32, and each product is computed there in float64 by one
+    thread, so the start does not depend on device, dtype or number of threads. The model's
+    configuration stores e; None: there are no codes.
+
+    Args:
+        model: the widened model, with its new tokens' rows filled.
+        seed: of the random numbers.
+        text: the text to be learned; None: the base knows it, and all tokens count alike.
+
+    Source: ours (docs/results/real-base.md). H' u = 0 and W12 = 0 keep the function, as in SCALE,
+    arXiv 2511.03270.
+    """
+    config: Any = model.config
+    for name, parameter in model.expansion.named_parameters():
+        if not name.startswith("new_tokens."):
+            parameter.zero_()
+    for norm in model.expansion.modules():
+        if isinstance(norm, ExpansionNorm):
+            norm.weight.fill_(1.0)
+
+    config.expansion_embedding_rms = None
+    start = next(start for start in STARTS if start.suits(model.base, text))
+    start.fill(model, seed, text)
+
+
+def start_of(config: ScaleConfig) -> Start:
+    """Return how a widened model began."""
+    return next(start for start in STARTS if start.made(config))

@@ -1,0 +1,155 @@
+"""The difference stream: u = P dx, where dx is what training changes in x."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from scale_cli.methods.starts.copies import (
+    copy_layer,
+    gains_of,
+    map_at_once,
+    numbers,
+    one_thread,
+    rms,
+)
+from scale_cli.methods.starts.start import Start, TextToLearn
+from scale_cli.model.configuration_scale import ScaleConfig
+from scale_cli.model.family_scale import STEPS, family_of
+
+# Most tokens whose rows of the head decide the directions: the most frequent ones.
+_NUM_TOKENS = 4096
+# Of the randomised SVD: extra dimensions of the random subspace, power iterations.
+_OVERSAMPLED = 16
+_PASSES = 4
+_ROWS_AT_ONCE = 4096
+
+
+class DifferenceStream(Start):
+    """For text that the base knows.
+
+    Copies read x + P^T u, and write P times what they compute, less what the originals compute. H'
+    reads u as H reads P^T u.
+    """
+
+    name = "difference stream"
+
+    def suits(self, base: PreTrainedModel, text: TextToLearn | None) -> bool:
+        return text is None or knows(base, text)
+
+    def fill(self, model: Any, seed: int, text: TextToLearn | None) -> None:
+        base, expansion = model.base, model.expansion
+        with one_thread():
+            start_layer = partial(_start_layer, base.config, _start_head(model, text))
+            map_at_once(start_layer, base.model.layers, expansion.layers)
+
+    def made(self, config: ScaleConfig) -> bool:
+        return config.expansion_embedding_rms is None
+
+    def rates(self, config: ScaleConfig) -> Mapping[str, float]:
+        return {"embedding": 4.0, "head": 1.0, "gains": 1.0, "matrix": 1.5}
+
+
+def knows(base: Any, text: TextToLearn) -> bool:
+    """Return whether a base predicts a text better than the frequencies of its tokens do.
+
+    Text with new tokens counts as unknown: the base has no row for them.
+    """
+    if text.sample_ids.max() >= base.config.vocab_size:
+        return False
+    ids = text.sample_ids.to(base.device)
+    logits = base(ids, use_cache=False).logits[0, :-1].float()
+    of_base = torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item()
+    return of_base < torch.special.entr(text.token_shares).sum().item()
+
+
+def _start_head(model: Any, text: TextToLearn | None) -> Tensor:
+    """Fill H' and the gains of its norm; return P, (count, D)."""
+    base, expansion = model.base, model.expansion
+    head_VD = base.lm_head.weight.detach().cpu()
+    if expansion.new_tokens is not None:
+        head_VD = torch.cat([head_VD, expansion.new_tokens.lm_head.weight.detach().cpu()])
+    gains = gains_of(base.config, base.model, "norm")
+    size = rms(gains)
+    count = min(base.config.hidden_size, model.config.expansion_hidden_size)
+    directions = _head_directions(head_VD, gains, text, count)
+
+    def write(first: int) -> None:
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        expansion.lm_head.weight[rows, :count].copy_(
+            (head_VD[rows].double() * gains) @ directions.T / size
+        )
+
+    map_at_once(write, range(0, len(head_VD), _ROWS_AT_ONCE))
+    expansion.norm.weight.fill_(size)
+    return directions
+
+
+def _head_directions(
+    head_VD: Tensor, gains: Tensor, text: TextToLearn | None, count: int
+) -> Tensor:
+    """Return (count, D) orthonormal directions in which the rows of H diag(g) differ most, weighted
+    by frequency.
+
+    The mean row does not count: what all logits share, no probability shows.
+    """
+    shares = torch.ones(len(head_VD)) if text is None else text.token_shares
+    most = min(_NUM_TOKENS, len(head_VD))
+    shares, chosen = shares.double().sort(descending=True, stable=True)
+    shares, rows = shares[:most], head_VD[chosen[:most]].double() * gains
+    shares = (shares / shares.sum())[:, None]
+    return leading_directions((rows - (shares * rows).sum(dim=0)) * shares.sqrt(), count)
+
+
+def _start_layer(config: Any, directions: Tensor, base_layer: Any, layer: Any) -> None:
+    """Fill one layer's maps, and the gains of its norms; `directions` are the rows of P."""
+    family, count = family_of(config), len(directions)
+    places = copy_layer(config, base_layer, layer)
+
+    for step in STEPS:
+        before, after = family.norms_around(step)
+        gains = gains_of(config, base_layer, before)
+        size = rms(gains)
+        if before is not None:
+            getattr(layer, before).weight.fill_(size)
+        for name in step.reading:
+            rows = numbers(base_layer, name)[places.of(name)]
+            getattr(layer, name).weight_22[:, :count].copy_((rows * gains / size) @ directions.T)
+
+        added, columns = getattr(layer, step.writing), places.of(step.writing)
+        gains = gains_of(config, base_layer, after)
+        written = (directions * gains / rms(gains)) @ numbers(base_layer, step.writing)[:, columns]
+        added.weight_22[:count].copy_(written)
+        subtracted = torch.zeros(count, added.weight_21.shape[1]).double()
+        subtracted.index_add_(1, columns, -written)
+        added.weight_21[:count].copy_(subtracted)
+
+
+def leading_directions(weight: Tensor, count: int) -> Tensor:
+    """Return `count` leading right singular directions of a float64 matrix (rows, D): orthonormal
+    rows, largest first.
+
+    They are found in a random subspace, whose draw is fixed; the largest entry of each is positive.
+
+    Source: Halko, Martinsson & Tropp 2011, "Finding structure with randomness".
+    """
+    num_drawn = min(count + _OVERSAMPLED, weight.shape[1])
+    drawn = torch.randn(
+        weight.shape[1],
+        num_drawn,
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float64,
+    )
+    basis, _ = torch.linalg.qr(drawn)
+    for _ in range(_PASSES if num_drawn < weight.shape[1] else 0):
+        basis, _ = torch.linalg.qr(weight.T @ (weight @ basis))
+    projected = weight @ basis
+    _, vectors = torch.linalg.eigh(projected.T @ projected)
+    found = (basis @ vectors[:, -count:].flip(1)).T
+    largest = found.gather(1, found.abs().argmax(dim=1, keepdim=True))
+    return found * torch.where(largest < 0, -1.0, 1.0)

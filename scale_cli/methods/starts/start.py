@@ -1,0 +1,43 @@
+"""What a start of the added blocks is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from scale_cli.model.configuration_scale import ScaleConfig
+
+
+@dataclass(frozen=True)
+class TextToLearn:
+    """What the start asks of the text to be learned."""
+
+    token_shares: Tensor  # (V,) of the new tokens too, float64
+    sample_ids: Tensor  # (1, T), how it begins
+
+
+class Start(ABC):
+    """One way to fill the added blocks, which are 0 before, and whose gains are 1."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def suits(self, base: PreTrainedModel, text: TextToLearn | None) -> bool:
+        """Return whether a base begins like this with a text; None: text that it knows."""
+
+    @abstractmethod
+    def fill(self, model: Any, seed: int, text: TextToLearn | None) -> None:
+        """Fill a widened model's blocks; what the model must remember of it goes into its config."""
+
+    @abstractmethod
+    def made(self, config: ScaleConfig) -> bool:
+        """Return whether a model of this config began like this."""
+
+    @abstractmethod
+    def rates(self, config: ScaleConfig) -> Mapping[str, float]:
+        """Return the learning rates by kind of tensor, relative to `train.lr`."""
