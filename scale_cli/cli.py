@@ -23,7 +23,7 @@ from scale_cli.console import (
     run_folder,
 )
 from scale_cli.errors import ConfigError, UsageError
-from scale_cli.processes import on_main, refuse_several
+from scale_cli.processes import on_main, refuse_several, without_collections
 from scale_cli.terminal import accept_any_encoding, choose_form, log, print_json, show
 
 app = Typer(
@@ -112,7 +112,8 @@ def plan(
     checked = read(config, overrides)
     from scale_cli.commands.plan import plan
 
-    on_main(lambda: show(plan(checked, flops, num_processes, compared=compared)))
+    with without_collections():
+        on_main(lambda: show(plan(checked, flops, num_processes, compared=compared)))
 
 
 @app.command()
@@ -163,10 +164,11 @@ def init(
     text = source_of("corpus", learned, spoken, text_field)
     known = source_of("replay", kept, retention_language, retention_text_field)
     check_answers(file, model, text, known)
-    quieten_libraries()
-    from scale_cli.commands.init import init
+    with without_collections():
+        quieten_libraries()
+        from scale_cli.commands.init import init
 
-    init(file, model, text, known, minutes)
+        init(file, model, text, known, minutes)
 
 
 @app.command()

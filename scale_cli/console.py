@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -38,6 +37,7 @@ from scale_cli.processes import (
     is_main,
     leave,
     name_lost_peers,
+    without_collections,
 )
 from scale_cli.terminal import printable, progress_bar, shows_lines, without_passwords
 
@@ -151,21 +151,10 @@ def _bar_of_transformers(_factory: Any, iterables: Any, options: dict[str, Any])
 
 
 def import_libraries() -> None:
-    """Import and quieten torch and transformers, for a verb that loads a model.
-
-    Where torch is not there yet, the garbage collector waits, and afterwards takes what was
-    imported for permanent. Otherwise it would look through these million objects again and again,
-    for a second of CPU time in every verb.
-    """
-    is_first = "torch" not in sys.modules
-    if is_first:
-        gc.disable()
-    quieten_libraries()
-    from transformers import PreTrainedModel  # noqa: F401 (brings torch)
-
-    if is_first:
-        gc.freeze()
-        gc.enable()
+    """Import and quieten torch and transformers, for a verb that loads a model."""
+    with without_collections():
+        quieten_libraries()
+        from transformers import PreTrainedModel  # noqa: F401 (brings torch)
 
 
 @contextmanager

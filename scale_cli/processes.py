@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import sys
@@ -78,6 +79,24 @@ def check_launch() -> None:
         f"srun has started {number} independent processes; let it start one torchrun per node "
         "(--ntasks-per-node=1), as docs/processes.md shows"
     )
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Let a block run without garbage collections if it is the one that imports torch.
+
+    The collector then takes what is there for permanent. Otherwise it would look through the
+    million objects of torch and transformers again and again, for a second of CPU in every verb.
+    """
+    is_first = "torch" not in sys.modules and gc.isenabled()
+    if is_first:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if is_first:
+            gc.freeze()
+            gc.enable()
 
 
 def process_state() -> PartialState:

@@ -120,6 +120,8 @@ class Script:
         and none behind it, may begin with these bytes.
         """
         letters = text.removeprefix(b" ")
+        if letters.isascii():  # most tokens of most bases; no script holds ASCII
+            return False
         decoder = _Utf8Decoder()
         try:
             whole = decoder.decode(letters)
@@ -128,7 +130,7 @@ class Script:
         cut, _ = decoder.getstate()
         if b"\xed\xa0" <= cut < b"\xee":  # a surrogate, which Python waits for
             return False
-        if not letters or not all(self.holds(ord(letter), ord(letter)) for letter in whole):
+        if not all(self.holds(ord(letter), ord(letter)) for letter in whole):
             return False
         return not cut or any(
             _utf8(_around_surrogates(first - 1, 0xD7FF))[: len(cut)]

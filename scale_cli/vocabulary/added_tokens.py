@@ -31,7 +31,7 @@ from scale_cli.errors import BaseModelError
 _SPACE = "▁"  # a space in tokenizers with byte fallback
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 # GPT-2's spelling.
-_BYTE_OF: dict[str, int] = {spelt: byte for byte, spelt in bytes_to_unicode().items()}
+_BYTE_OF: dict[str, bytes] = {spelt: bytes([byte]) for byte, spelt in bytes_to_unicode().items()}
 # Token for an id with a row in the base but no token in its tokenizer; no text and no spelling of
 # bytes contains it.
 _UNUSED = "\ue000unused {}\ue000"
@@ -78,9 +78,9 @@ class Spelling:
             steps = json.dumps([described.get("pre_tokenizer"), described.get("normalizer")])
             byte_level = '"type": "ByteLevel"' in steps
             if byte_level or model.get("byte_fallback"):
-                spelt = _BYTE_OF if byte_level else {f"<0x{byte:02X}>": byte for byte in range(256)}
-                known = {byte for token, byte in spelt.items() if token in model["vocab"]}
-                return cls(byte_level, frozenset(range(256)) - known)
+                spelt = bytes_to_unicode() if byte_level else {b: f"<0x{b:02X}>" for b in range(256)}
+                missing = [byte for byte, token in spelt.items() if token not in model["vocab"]]
+                return cls(byte_level, frozenset(missing))
         raise BaseModelError(
             f"method.vocabulary: the tokenizer of {name} ({model['type']}) is neither byte-level BPE nor BPE with byte "
             "fallback, so no token can be added to it"
@@ -113,7 +113,7 @@ class Spelling:
 
     def to_bytes(self, token: str) -> bytes:
         if self.byte_level:
-            return b"".join(bytes([_BYTE_OF[c]]) if c in _BYTE_OF else c.encode() for c in token)
+            return b"".join([_BYTE_OF.get(c) or c.encode() for c in token])
         of_one = _BYTE.fullmatch(token)
         return bytes([int(of_one[1], 16)]) if of_one else token.replace(_SPACE, " ").encode()
 

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.config.vocabulary import ROWS_MULTIPLE, TAKEN_FOR_OTHERS, Script, VocabularyConfig
@@ -251,7 +257,14 @@ def open_tokenizer(
         BaseModelError: it has no tokenizer.json form.
         Exception: a damaged folder may raise anything.
     """
-    tokenizer: Any = kind.from_pretrained(place, revision=revision, trust_remote_code=False)
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
+    named = get_tokenizer_config(place, revision=revision)
+    if kind is AutoTokenizer and named.get("tokenizer_class") and "auto_map" not in named:
+        # The base's own class of configs decides nothing then; its import takes a second of CPU.
+        described, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
+        family = described.get("model_type")
+        options["config"] = PreTrainedConfig(name_or_path=str(place), model_type=family)
+    tokenizer: Any = kind.from_pretrained(place, **options)
     if not tokenizer.is_fast:
         raise BaseModelError(
             f"{place}: its tokenizer has no tokenizer.json form (a fast tokenizer); choose another in "
