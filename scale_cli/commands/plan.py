@@ -329,12 +329,12 @@ def _tables(plan: Plan) -> list[str]:
         parts = (*vars(held).values(), held.total, held.checkpoint)
         memory.append([name, *(quantity(part, "B") for part in parts)])
     work_titles = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
-    of_parts = ["frozen", "weights", "gradients", "moments", "saved", "head"]
+    of_parts = ["frozen", "weights", "gradients", "moments", "saved", "head", "process"]
     memory_titles = ["memory", *of_parts, "in all", "checkpoint"]
     return [
         *Table(work_titles, work, "lrrrrr").lines(),
         "",
-        *Table(memory_titles, memory, "lrrrrrrrr").lines(),
+        *Table(memory_titles, memory, "lrrrrrrrrr").lines(),
     ]
 
 
@@ -349,10 +349,10 @@ def _footnotes(plan: Plan) -> list[str]:
         ]
     note = (
         "Parameters, FLOPs and memory are computed from config.json; only the device's speed is "
-        "measured. The table's time is that of training alone. memory: of one process, without libraries and "
-        "allocator, which take 1 to 2 GB more on a CPU; saved: for the "
+        "measured. The table's time is that of training alone. memory: of one process; saved: for the "
         f"backward pass of a micro-batch of {train.sequences_at_once(plan.num_processes):,}, "
-        f"{train.mixed_precision} autocast; head: logits held at once, on {plan.estimate.device.type}."
+        f"{train.mixed_precision} autocast; head: logits held at once, on {plan.estimate.device.type}; "
+        "process: on a CPU libraries, texts and the allocator's gaps."
     )
     if len(plan.methods) == 1:
         note += " --all shows every method beside this one."

@@ -22,6 +22,9 @@ _BYTES_READ = 1 << 20  # of a held-out text
 _CHARACTERS_COUNTED = 20_000  # in tokens
 _CHARACTERS_OF_EACH = 2_000
 _BYTES_PER_TOKEN = 3  # where no tokenizer is at hand
+# As `_prompts` of commands/export.py, which imports torch; a test compares.
+_DOCUMENTS_COMPARED = 4
+_LONGEST_COMPARED = 512
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,11 @@ class Beginning:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """About how many tokens of a held-out text evaluations read."""
+    """About how many tokens of a held-out text the rest of a run reads."""
 
-    num_tokens: int  # all
-    num_in_windows: int  # of every document's first window alone
+    num_tokens: int  # all, by the last evaluation
+    num_in_windows: int  # of every document's first window alone, by the others
+    num_compared: int  # by the comparison of an export with the trained model
 
     @classmethod
     def of(
@@ -75,7 +79,13 @@ class HeldOut:
             tokens_per_byte = num_tokens / len(sample.encode())
         lengths = [len(document.encode()) * tokens_per_byte for document in documents]
         in_windows = sum(min(length, window) for length in lengths)
-        return cls(round(times * sum(lengths)), round(times * in_windows))
+        longest = min(window, _LONGEST_COMPARED)
+        compared = sum(min(length, longest) for length in lengths[:_DOCUMENTS_COMPARED])
+        return cls(
+            num_tokens=round(times * sum(lengths)),
+            num_in_windows=round(times * in_windows),
+            num_compared=round(compared),
+        )
 
 
 def held_out_texts(config: RunConfig, tokenizer: Tokenizer | None) -> list[HeldOut]:

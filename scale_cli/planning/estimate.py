@@ -13,10 +13,13 @@ from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.step import Step
 from scale_cli.report import duration, quantity
 
-# What is no pass over text, in seconds and as tokens of forward passes: from a run of SmolLM2-135M on a CPU.
-_START_S = 10.0
-_TOKENS_OF_START_AND_EXPORT = 45_000  # proofs, and comparisons of the export with the model
-_TOKENS_OF_A_SAMPLE = 3_500  # a continuation, one token at a time
+# What is no pass over text, from runs of SmolLM2-135M on a CPU (docs/planning.md).
+_FIXED_S = 20.0  # imports, tokenizers, checks, reports and cards
+_PARAMETER_S = 8e-8  # to load, start, prove, hash and write each parameter, as often as a run does
+_TOKENS_OF_A_SAMPLE = 3_500  # a continuation, one token at a time, in tokens of a pass
+# Passes over a token that is compared, for each way to load an export: in a higher precision, by
+# the model's own rounding, with and without the cache.
+_PASSES_OF_A_COMPARISON = 10
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,19 @@ class Estimate:
     evaluation_s: float  # while training, and at the end
     evaluated_tokens: int
     scored_per_s: float  # tokens of text
-    rest_s: float  # of the start, the proof and the export
+    start_s: float  # up to the first step, and what else takes the same time for any text
+    export_s: float  # of the export's comparison with the trained model
     omitted: str  # what is not counted; empty if nothing
 
     @property
     def total_s(self) -> float:
-        return self.training_s + self.evaluation_s + self.rest_s
+        return self.training_s + self.evaluation_s + self.start_s + self.export_s
 
     def in_words(self) -> str:
         return (
             f"about {duration(self.total_s)}{self.omitted}: {duration(self.training_s)} of training, "
             f"{duration(self.evaluation_s)} of evaluation ({self.evaluated_tokens:,} tokens and samples), "
-            f"{duration(self.rest_s)} of start and export; by {quantity(self.flops_per_s, 'FLOP/s')} "
+            f"{duration(self.start_s + self.export_s)} of start and export; by {quantity(self.flops_per_s, 'FLOP/s')} "
             f"{self.device.origin}"
         )
 
@@ -54,7 +58,7 @@ def estimate(
     num_processes: int = 1,
     num_new: int = 0,
 ) -> Estimate:
-    """Estimate a run: its FLOPs at the device's speed, and what is no pass over text as one run had it.
+    """Estimate a run: its FLOPs at the device's speed, and what is no pass over text by its size.
 
     Raises:
         ConfigError: the method has no closed form, or asks for what the base does not have.
@@ -62,14 +66,21 @@ def estimate(
     step = step_of(config, sizes, device.type, num_new)
     length = config.corpus.sequence_length
     training_s, flops_per_s = time_of_training(config, step, device, num_processes)
-    passes = 1 if config.method.definition.widens else 2  # else the base is a model of its own
-    per_parameter_s = 2.0 * device.token_s(step, length) / step.flops(length) / num_processes
-    per_token_s = passes * per_parameter_s * (step.num_frozen + step.num_trainable)
+    definition = config.method.definition
+    num_parameters = step.num_frozen + step.num_trainable
+    flop_s = device.token_s(step, length) / step.flops(length) / num_processes
+    pass_s = 2.0 * flop_s * num_parameters
+    # A method that does not widen has its base beside it, as a model of its own.
+    per_token_s = pass_s if definition.widens else 2 * pass_s
     evaluated_tokens = count_evaluated(config, texts)
     num_samples = 0
     if config.train.attention != "flex_attention":
         languages = {source.language for source in config.evaluation.perplexity}
         num_samples = len(languages) * _num_evaluations(config)
+    num_ways = len(config.export.formats)
+    if "llama" in config.export.formats and definition.routes_plainly(config.method.settings):
+        num_ways += 1
+    compared = num_ways * sum(text.num_compared for text in texts)
     return Estimate(
         device=device,
         flops_per_s=flops_per_s,
@@ -77,7 +88,8 @@ def estimate(
         evaluation_s=per_token_s * (evaluated_tokens + num_samples * _TOKENS_OF_A_SAMPLE),
         evaluated_tokens=evaluated_tokens,
         scored_per_s=1 / per_token_s,
-        rest_s=_START_S + per_token_s * _TOKENS_OF_START_AND_EXPORT,
+        start_s=_FIXED_S + _PARAMETER_S * num_parameters,
+        export_s=_PASSES_OF_A_COMPARISON * pass_s * compared * num_processes,
         omitted=" without benchmarks" if config.evaluation.benchmarks else "",
     )
 

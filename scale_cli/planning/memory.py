@@ -14,6 +14,11 @@ from scale_cli.planning.walk import ITEMSIZES, Base, walk
 # As `LOGITS_AT_ONCE` and `FEWEST_ROWS` of model/routing.py, which imports torch; a test compares.
 _LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
 _FEWEST_ROWS = 128
+# Of a process on a CPU, measured in runs of SmolLM2-135M (docs/planning.md): what it holds beside
+# weights and a step's tensors, and the share of the tensors kept for the backward pass that the C
+# library's allocator cannot use again between them, in a widened model and in any other.
+_PROCESS_BYTES = 940_000_000
+_UNUSABLE_SHARES = {True: 0.1, False: 0.5}
 
 
 @dataclass(frozen=True)
@@ -26,10 +31,10 @@ class Memory:
     moments: int  # of the optimiser
     saved: int  # by a micro-batch for the backward pass, with weights in autocast's precision
     head: int  # logits computed at once, and what is derived from them
+    process: int  # libraries, texts and the allocator's gaps, in main memory; 0 on a GPU
 
     @property
     def total(self) -> int:
-        """The sum; allocators, libraries and data need more."""
         return sum(vars(self).values())
 
     @property
@@ -69,6 +74,7 @@ def memory_of(
     vocab_size: int,
     num_processes: int = 1,
     device_type: str = "cpu",
+    widens: bool,
     distils: bool = False,
 ) -> Memory:
     """Return what one process holds.
@@ -99,13 +105,16 @@ def memory_of(
     )
     of_masks = step.bytes_per_pair + step.masked  # and the one mask that all are made from
     per_token = step.bytes_per_token + sequence_length * of_masks
+    saved = step.copies_bytes + num_tokens * per_token
+    process = _PROCESS_BYTES + round(_UNUSABLE_SHARES[widens] * saved)
     return Memory(
         frozen=step.frozen_bytes,
         trainable=trainable,
         gradients=trainable,
         moments=moments,
-        saved=step.copies_bytes + num_tokens * per_token,
+        saved=saved,
         head=head,
+        process=process if device_type == "cpu" else 0,
     )
 
 
@@ -124,6 +133,7 @@ def memory_of_run(
         vocab_size=sizes.vocab_size + num_new,
         num_processes=num_processes,
         device_type=device_type,
+        widens=config.method.definition.widens,
         distils=config.method.distils,
     )
 

@@ -87,7 +87,8 @@ def fit_sizes(
             sequence_length=length,
             vocab_size=base.vocab_size + num_new,
             device_type=device.type,
-            distils=True,
+            widens=METHOD.definition.widens,
+            distils=METHOD.distils,
         ).total
 
     most_tokens = MOST_READINGS * num_tokens

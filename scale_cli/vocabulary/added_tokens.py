@@ -78,7 +78,9 @@ class Spelling:
             steps = json.dumps([described.get("pre_tokenizer"), described.get("normalizer")])
             byte_level = '"type": "ByteLevel"' in steps
             if byte_level or model.get("byte_fallback"):
-                spelt = bytes_to_unicode() if byte_level else {b: f"<0x{b:02X}>" for b in range(256)}
+                spelt = (
+                    bytes_to_unicode() if byte_level else {b: f"<0x{b:02X}>" for b in range(256)}
+                )
                 missing = [byte for byte, token in spelt.items() if token not in model["vocab"]]
                 return cls(byte_level, frozenset(missing))
         raise BaseModelError(

@@ -1,15 +1,19 @@
-"""The estimate of a run counts the held-out tokens that its evaluations read."""
+"""The estimate of a run counts the tokens that evaluations and the comparison of exports read."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scale_cli.commands.export import _prompts
 from scale_cli.data.corpora import open_sources
 from scale_cli.evaluation.scoring import beginnings, scored_lengths
-from scale_cli.planning.beginnings import held_out_texts, tokenizer_at_hand
-from scale_cli.planning.estimate import count_evaluated
+from scale_cli.planning.beginnings import HeldOut, held_out_texts, tokenizer_at_hand
+from scale_cli.planning.device import Device
+from scale_cli.planning.estimate import Estimate, count_evaluated, estimate
+from scale_cli.planning.sizes import BaseSizes
 from scale_cli.runs.opened import Run
+from scale_cli.storage.atomic import read_json
 from tests.small_runs import held_out, small_run
 
 
@@ -37,3 +41,27 @@ def test_evaluations_are_counted_as_they_read(
     read += 3 * sum(int(beginnings(corpus, length, of_each).sum()) for corpus in corpora)
     texts = held_out_texts(config, tokenizer_at_hand(config.model))
     assert count_evaluated(config, texts) == pytest.approx(read, rel=0.1)
+
+    compared = sum(ids.numel() for ids in _prompts(config, Run(config).tokenizer))
+    assert sum(text.num_compared for text in texts) == pytest.approx(compared, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("variant", "formats", "num_ways"),
+    [("preserve", ["llama"], 1), ("route", ["llama"], 2), ("route", ["llama", "adapter"], 3)],
+)
+def test_every_way_to_load_an_export_is_compared_on_its_tokens(
+    variant: str, formats: list[str], num_ways: int, shared_data: Path, tmp_path: Path
+) -> None:
+    base = shared_data / "ckpt-eltec/hf"
+    sizes = BaseSizes.of(read_json(base / "config.json"), "base")
+    config = small_run(tmp_path, base, method={"variant": variant}, export={"format": formats})
+
+    def estimated(*texts: HeldOut) -> Estimate:
+        return estimate(config, sizes, Device("cpu", 1e9, 1e9, "stated"), texts)
+
+    text = HeldOut(num_tokens=0, num_in_windows=0, num_compared=100)
+    takes = estimated(text)
+    pass_s = 1 / takes.scored_per_s
+    assert takes.export_s == pytest.approx(num_ways * 10 * 100 * pass_s)
+    assert takes.total_s - estimated().total_s == pytest.approx(takes.export_s)

@@ -34,6 +34,7 @@ def planned_memory(method: MethodConfig, mixed_precision: Any, **train: Any) -> 
         TrainConfig.model_validate({"max_steps": 1, **sizes, **train}),
         sequence_length=LENGTH,
         vocab_size=VOCAB_SIZE,
+        widens=method.definition.widens,
         distils=method.distils,
     )
 
@@ -100,4 +101,14 @@ def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes() -
     )
     planned = memory_of_run(config, BaseSizes.of(base.to_dict(), "8b"), device_type="cuda")
     assert planned.frozen == pytest.approx(9.09e9, rel=0.01)
+    assert planned.process == 0, "a GPU holds neither libraries nor texts"
     assert planned.total < 0.9 * 24 * 2**30  # the rest is for allocator, libraries, and W made anew
+
+
+def test_on_a_cpu_libraries_texts_and_the_allocators_gaps_are_part_of_the_sum() -> None:
+    preserve, lora = (planned_memory(method, "bf16") for method in (EACH[0], LORA))
+    for planned in (preserve, lora):
+        assert planned.total - planned.process == sum(list(vars(planned).values())[:-1])
+        assert planned.process > 5e8
+    # More of what a plain model frees lies between what it keeps.
+    assert (lora.process - preserve.process) > 0.3 * lora.saved
