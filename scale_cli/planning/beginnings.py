@@ -67,16 +67,10 @@ class HeldOut:
     def of(
         cls,
         documents: Sequence[str],
-        tokenizer: Tokenizer | None,  # None: three bytes are a token
+        tokens_per_byte: float,
         window: int,
         times: float = 1.0,  # as many documents as these
     ) -> HeldOut:
-        sample = "".join(document[:_CHARACTERS_OF_EACH] for document in documents)
-        sample = sample[:_CHARACTERS_COUNTED]
-        tokens_per_byte = 1 / _BYTES_PER_TOKEN
-        if tokenizer is not None and sample:
-            num_tokens = len(tokenizer.encode(sample, add_special_tokens=False).ids)
-            tokens_per_byte = num_tokens / len(sample.encode())
         lengths = [len(document.encode()) * tokens_per_byte for document in documents]
         in_windows = sum(min(length, window) for length in lengths)
         longest = min(window, _LONGEST_COMPARED)
@@ -108,7 +102,13 @@ def held_out_texts(config: RunConfig, tokenizer: Tokenizer | None) -> list[HeldO
             num_read = min(num_read, source.max_documents)
         first = source.skip_documents
         typical = text.documents[first:][: source.max_documents] or text.documents
-        texts.append(HeldOut.of(typical, tokenizer, window, max(0.0, num_read) / len(typical)))
+        rate = 1 / _BYTES_PER_TOKEN
+        sample = "".join(document[:_CHARACTERS_OF_EACH] for document in typical)
+        sample = sample[:_CHARACTERS_COUNTED]
+        if tokenizer is not None:
+            ids = tokenizer.encode(sample, add_special_tokens=False).ids
+            rate = len(ids) / len(sample.encode())
+        texts.append(HeldOut.of(typical, rate, window, max(0.0, num_read) / len(typical)))
     return texts
 
 

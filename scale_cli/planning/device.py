@@ -39,7 +39,7 @@ class Device:
     head_flops_per_s: float  # and in the head, with the loss
     origin: str  # where they come from, for the terminal
     load: float = 0.0  # how many processes wanted a core meanwhile
-    num_threads: int = 0  # that were measured with; 0 if the speed is stated
+    num_threads: int = 0  # that compute at these speeds; 0 if they are stated
 
     def token_s(self, step: Step, sequence_length: int) -> float:
         """Return the seconds of training on a token, without the update."""
@@ -84,7 +84,10 @@ def measure_device(
     precision = str(dtype or torch.float32).removeprefix("torch.")
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
     # Other work does not change the time that a processor spends; what waits for a device counts.
-    num_threads = torch.get_num_threads() if is_cpu else 0
+    # Threads that wait for each other spend time too, where other work keeps one of them waiting.
+    before = torch.get_num_threads()
+    num_threads = before if is_cpu else 1
+    num_timed = num_threads if load < _IDLE_LOAD else 1
     clock = time.process_time if is_cpu else time.perf_counter
     measured = f"a layer and the head of `{method.variant}` in {precision}"
     log(f"measuring      {name}: training steps of {measured}")
@@ -100,18 +103,22 @@ def measure_device(
             stand_in.run()
             if not is_cpu:
                 torch.accelerator.synchronize()
-            taken_s = (clock() - begun_s) / max(num_threads, 1)
+            taken_s = (clock() - begun_s) / num_timed
             if started_s >= _WARM_UP_S:
                 speeds.append(stand_in.flops / (taken_s - started_s))
-        return max(speeds)
+        return max(speeds) * num_threads / num_timed
 
     small = within_bounds(sizes)
     length = min(window, _LONGEST_WINDOW)
     batch = (_MOST_TOKENS["cpu" if is_cpu else "cuda"] // length, length)
     num_rows = rows_at_once(where.type, sizes.vocab_size)
-    with torch.autocast(where.type, dtype, enabled=dtype is not None):
-        layers_flops_per_s = speed_of(LayersStandIn(small, method, where, batch))
-        head_flops_per_s = speed_of(HeadStandIn(small, method, where, num_rows))
+    torch.set_num_threads(num_timed)
+    try:
+        with torch.autocast(where.type, dtype, enabled=dtype is not None):
+            layers_flops_per_s = speed_of(LayersStandIn(small, method, where, batch))
+            head_flops_per_s = speed_of(HeadStandIn(small, method, where, num_rows))
+    finally:
+        torch.set_num_threads(before)
 
     origin = f"measured on {name}: training steps of {measured}"
     if is_cpu:

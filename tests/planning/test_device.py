@@ -49,22 +49,36 @@ def test_lora_is_timed_with_a_frozen_base_and_adapters() -> None:
     assert of_layers <= layers.flops <= 1.3 * of_layers  # the lowest layer reads no gradient
 
 
-def test_the_speeds_are_those_of_the_fastest_steps_once_the_threads_are_warm(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("load", "num_timed"), [(0.0, 3), (2.0, 1)])
+def test_the_speeds_are_those_of_the_fastest_steps_once_warm_of_all_threads(
+    monkeypatch: pytest.MonkeyPatch, load: float, num_timed: int
 ) -> None:
-    num_threads = torch.get_num_threads()
+    """Beside other work threads would wait for each other: one of them is measured there."""
     # A measurement begins at 0 s, and its first step warms up.
     spent = [0.0, 0.15, 0.5, 0.3, 40.0, 0.7, 0.0, 0.15, 0.6, 9.0, 0.9, 40.0]
-    now = accumulate(seconds * num_threads for seconds in spent)
-    monkeypatch.setattr(speed, "time", SimpleNamespace(process_time=lambda: next(now)))
+    now = accumulate(seconds * 3 for seconds in spent)
+    used = []
+
+    def process_time() -> float:
+        used.append(torch.get_num_threads())
+        return next(now)
+
+    monkeypatch.setattr(speed, "time", SimpleNamespace(process_time=process_time))
+    monkeypatch.setattr(speed, "busyness", lambda: load)
     method = MethodConfig()
-    device = measure_device(TINY_SIZES, method, "no", 32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        device = measure_device(TINY_SIZES, method, "no", 32)
+        assert set(used) == {num_timed} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
     step = walk(Base(TINY_SIZES, itemsize=4), method)
     of_layers = 768 * (step.flops(32) - step.head_flops)
     assert device.layers_flops_per_s == pytest.approx(of_layers / 0.3)
     num_rows = 2**21 // TINY_SIZES.vocab_size
     assert device.head_flops_per_s == pytest.approx(num_rows * step.head_flops / 0.6)
-    assert "float32" in device.origin and f"{num_threads} thread" in device.origin
+    assert "float32" in device.origin and "3 threads" in device.origin
 
 
 def test_a_step_spends_its_products_at_the_speed_of_layers_or_head_and_muons_once() -> None:
