@@ -262,8 +262,8 @@ def open_tokenizer(
     if kind is AutoTokenizer and named.get("tokenizer_class") and "auto_map" not in named:
         # The base's own class of configs decides nothing then; its import takes a second of CPU.
         described, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
-        family = described.get("model_type")
-        options["config"] = PreTrainedConfig(name_or_path=str(place), model_type=family)
+        known = {"name_or_path": str(place), "model_type": described.get("model_type")}
+        options["config"] = PreTrainedConfig.from_dict(known)
     tokenizer: Any = kind.from_pretrained(place, **options)
     if not tokenizer.is_fast:
         raise BaseModelError(
