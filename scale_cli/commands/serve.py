@@ -17,8 +17,8 @@ from typing import Any, Literal
 from scale_cli.errors import MissingExtraError, UsageError, is_installed, require
 from scale_cli.export.plain_folder import KEY, find_plain_export, routed_name
 from scale_cli.generation.generator import Generator
-from scale_cli.generation.opening import PriorByScript
 from scale_cli.model.configuration_scale import JoinedConfig
+from scale_cli.model.script_prior import PriorByScript
 from scale_cli.serving import FAMILIES
 from scale_cli.storage.atomic import read_json
 from scale_cli.terminal import Log
@@ -50,11 +50,13 @@ def serve(
     if engine == "vllm":
         architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
         routed = [] if plainly else ["--hf-overrides", architectures]
-        prior = None if plainly else PriorByScript(config[KEY]["prior"])
+        prior = None if plainly else PriorByScript.of_export(config[KEY])
         _announce(folder, "vllm", address, log, config=config, prior=prior)
         command = [*_VLLM, str(folder), *routed, *options]
-        # vLLM sends usage statistics unless told not to.
-        os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ})
+        # vLLM sends usage statistics unless told not to. Its runner V2 tells no prompt to a plug-in.
+        routed_only = {} if plainly else {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+        environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ, **routed_only}
+        os.execve(command[0], command, environment)
 
     _check_server(address, others)
     for number in (signal.SIGINT, signal.SIGTERM):  # stopping a server leaves nothing unfinished
@@ -135,7 +137,7 @@ def _announce(
     else:
         smallest = min(prior.otherwise, (1.0 - prior.otherwise) / (num_heads - 1))
         what = f"no document costs more than {-math.log(smallest):.3f} nats over its best head"
-        if prior.in_script is not None and prior.in_script < smallest:
+        if prior.ranges and prior.in_script is not None and prior.in_script < smallest:
             what += (
                 f", or {-math.log(prior.in_script):.3f} where the prompt's script speaks for the "
                 f"other head (method.router.script_prior {prior.in_script:g})"

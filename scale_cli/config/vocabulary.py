@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import re
-import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -84,17 +83,6 @@ class Script:
             if code == "ko":
                 names.append("1100-11FF")  # letters of syllables too
         return cls(tuple(span for name in names for span in cls.named(name).ranges))
-
-    def share(self, text: str) -> float | None:
-        """Return the share of the script's letters in all letters of a text; None if it has none.
-
-        The text is put together first (NFKC), so that a letter counts the same however it is
-        written.
-        """
-        letters = [ord(c) for c in unicodedata.normalize("NFKC", text) if c.isalpha()]
-        if not letters:
-            return None
-        return sum(self.holds(letter, letter) for letter in letters) / len(letters)
 
     @property
     def characters(self) -> str:

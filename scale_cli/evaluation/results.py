@@ -352,7 +352,7 @@ def guarantee(router: RouterConfig, *, knows_script: bool, has_new_tokens: bool)
         )
     if knows_script and router.script_prior is not None:
         sentences.append(
-            "`scale generate`, and `scale serve` with transformers, weigh the heads at the start "
+            "`scale generate`, `scale serve` and vLLM weigh the heads at the start "
             "by the script of the prompt: there the bound is "
             f"{-math.log(router.script_prior):.3f} nats."
         )

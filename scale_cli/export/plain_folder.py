@@ -47,11 +47,11 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     be routed.
 
     Returns:
-        `stream_sizes`: channels of the hidden row by stream, the base's first;
-        `prior` of the base head, while the others share the rest evenly;
+        `stream_sizes`: channels of x and of u in the hidden row;
+        `prior` of the base head;
         `script_prior` and `script`, if the config has both, as in ScaleConfig;
-        `new_tokens`, if the base lacks some (`PieceShares`): the `first` of the pieces of each, the
-        pieces that are the scripts' `own`, and the range that is `known` by each head.
+        `new_tokens`, if the base lacks some (`PieceShares`): the `first` of the pieces of each, and
+        those that are the script's `own`.
     """
     if not isinstance(model, ScaleForCausalLM):
         return None
@@ -63,8 +63,7 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     if config.router_script_prior is not None and config.router_script:
         keys |= {"script_prior": config.router_script_prior, "script": config.router_script}
     if first := [pieces[0] for pieces in config.pieces()]:
-        known = [(0, 0), (0, len(first))]
-        keys["new_tokens"] = {"first": first, "own": config.own_pieces, "known": known}
+        keys["new_tokens"] = {"first": first, "own": config.own_pieces}
     return keys
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.config.vocabulary import Script
 from scale_cli.errors import RunFolderError
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.export.plain_folder import routed_class
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import RoutedModel
+from scale_cli.model.script_prior import PriorByScript
 from scale_cli.processes import move_to_device
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.method_folder import set_router
@@ -24,21 +23,6 @@ from scale_cli.storage.atomic import read_json
 from scale_cli.upscale.base import load_base, load_written
 from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import load_tokenizer
-
-
-@dataclass(frozen=True)
-class PriorByScript:
-    """The base head's weight at the start of a prompt, by the script of the user's words."""
-
-    otherwise: float  # where the script does not tell
-    in_script: float | None = None  # where it is the new language's; None: it never tells
-    script: Script = field(default_factory=lambda: Script(()))
-
-    def __call__(self, words: str) -> float:
-        share = self.script.share(words)
-        if self.in_script is None or share is None or 0.0 < share < 0.5:
-            return self.otherwise
-        return self.in_script if share else 1.0 - self.in_script
 
 
 def open_model(source: Path | ModelConfig, *, plainly: bool, beside_base: bool) -> tuple[Any, Any]:
@@ -87,13 +71,9 @@ def head_names_of(model: Any) -> list[str]:
 def prior_of(model: Any) -> PriorByScript:
     """Return the prior of a model that is served: as its config says, whichever config it has."""
     if isinstance(model, RoutedModel):
-        router = model.config.scale_router
-        ranges = router.get("script", [])
-        prior = router["prior"]
-        in_script = router.get("script_prior")
-    else:
-        ranges = getattr(model.config, "router_script", [])
-        prior = getattr(model.config, "router_prior", 0.5)
-        in_script = getattr(model.config, "router_script_prior", None)
-    script = Script(tuple((first, last) for first, last in ranges))
-    return PriorByScript(prior, in_script if ranges else None, script)
+        return PriorByScript.of_export(model.config.scale_router)
+    return PriorByScript(
+        getattr(model.config, "router_prior", 0.5),
+        getattr(model.config, "router_script_prior", None),
+        getattr(model.config, "router_script", ()),
+    )

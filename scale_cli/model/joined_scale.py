@@ -18,7 +18,7 @@ from .branches_scale import FinalStates
 from .configuration_scale import JoinedConfig
 from .expansion_scale import Expansion
 from .modeling_scale import WidenedModel
-from .routing import piece_shares
+from .routing import PieceShares
 
 
 class JoinedForCausalLM(WidenedModel):
@@ -44,7 +44,12 @@ class JoinedForCausalLM(WidenedModel):
             if expansion.new_tokens is not None:
                 expansion.new_tokens.first_id += first_known
         first = [pieces[0] for pieces in config.pieces()]
-        self._shares = piece_shares(first, config.own_pieces, known, vocab_size)
+        self._shares: list[PieceShares | None] = []
+        for head, (start, end) in enumerate(known):
+            unknown = [*first[:start], *first[end:]]
+            own = sorted(set(config.own_pieces).intersection(unknown))
+            shares = PieceShares(unknown, own, config.token_ids(head)) if unknown else None
+            self._shares.append(shares)
         self.freeze()
         self.eval()
         self.post_init()

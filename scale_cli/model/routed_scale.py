@@ -1,22 +1,20 @@
 """A plain export served with its router: the family's own model, whose one vocabulary head gives
-every head's logits.
+both heads' logits.
 
-The plain model's hidden row holds all streams side by side, h = [x ; u_1 ; ...]. Its vocabulary
-head has one group of columns for each stream, [H | H'_1 | ...]. So one product gives every head's
-logits, z_0 = H x and z_k = z_0 + H'_k u_k, and the posterior rule of `routing.py` mixes them.
-`scale_router` in config.json says which columns are whose.
+The plain model's hidden row holds both streams side by side, h = [x ; u]. Its vocabulary head has
+the columns of both, [H | H']. So one product gives both heads' logits, z_base = H x and
+z_trained = z_base + H' u, and the posterior rule of `routing.py` mixes them. `scale_router` in
+config.json says how many columns are whose.
 
 Layers, attention, cache, quantisation and devices are transformers' own. The router's memory
 between two calls is one more layer of the cache, so every operation on the cache also applies to
 it.
 
-Shapes: K heads (0 is the base's), B batch, T positions, D channels, V vocabulary.
+Shapes: K = 2 heads (0 is the base's), B batch, T positions, D channels, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -39,11 +37,11 @@ from transformers.utils.generic import can_return_tuple
 from .cache_scale import CACHE, require_state
 from .routing import (
     RouterMemory,
+    base_shares,
     evidence_of,
     evidence_of_words,
     log_prior,
     route,
-    shares_of_router,
 )
 
 
@@ -157,10 +155,9 @@ class RoutedModel(nn.Module):
             raise ValueError(
                 "config.json: scale_router does not fit hidden_size; it belongs to another model"
             )
-        self._columns = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
-        self.num_heads = len(sizes)
+        self._num_base, self._num_added = sizes
         self._prior = router["prior"]
-        self._shares = shares_of_router(router, config.vocab_size)
+        self._shares = base_shares(router)
 
     def log_weights(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
         """Return (K, B, T): the log-weight of each head after each of `input_ids` (B, T)."""
@@ -223,9 +220,7 @@ class RoutedModel(nn.Module):
             input_ids,
             self.config.vocab_size,
             prior_K=log_prior(
-                self._prior if router_prior is None else router_prior,
-                self.num_heads,
-                rows_BTD.device,
+                self._prior if router_prior is None else router_prior, device=rows_BTD.device
             ),
             memory=self._last(layer),
             evidence_BT=evidence_mask,
@@ -267,9 +262,9 @@ class RoutedModel(nn.Module):
 
         For many rows, and in float32, each stream is multiplied with its own columns. For one row
         in 16 bits, reading the matrix takes the time, not the arithmetic: the whole head is called
-        with one row for every head, in which the streams that this head does not read are zero. In
-        float32 a processor would read the matrix once per row. A head that is no plain matrix
-        (quantised, offloaded, split over devices) is called as a whole too.
+        with one row for each head, in which u is zero for the base. In float32 a processor would
+        read the matrix once per row. A head that is no plain matrix (quantised, offloaded, split
+        over devices) is called as a whole too.
         """
         head = self.lm_head
         plain = (
@@ -281,29 +276,18 @@ class RoutedModel(nn.Module):
             # Flattened first: on a slice of a three-dimensional tensor, `linear` makes one product
             # per sequence.
             rows_ND = rows_BTD.flatten(0, 1)
-            base, *added = (
-                F.linear(rows_ND[:, at], head.weight[:, at])
-                .float()
-                .unflatten(0, rows_BTD.shape[:2])
-                for at in self._columns
+            base_NV, added_NV = (
+                F.linear(rows_ND[:, at], head.weight[:, at]).float()
+                for at in (slice(self._num_base), slice(self._num_base, None))
             )
-            return self._of_all_tokens([base, *(base + own for own in added)])
-        read_KBTD = rows_BTD.new_zeros(self.num_heads, *rows_BTD.shape)
-        for number, own in enumerate(self._columns):
-            for at in (self._columns[0], own):  # every head reads x
-                read_KBTD[number, ..., at] = rows_BTD[..., at]
-        return self._of_all_tokens(head(read_KBTD).float())
-
-    def _of_all_tokens(self, heads: Sequence[Tensor] | Tensor) -> Tensor:
-        """Return (K, B, T, V) logits over all tokens, also those that a head does not know."""
-        if isinstance(heads, Tensor) and not any(self._shares):
-            return heads
-        return torch.stack(
-            [
-                of if shares is None else shares(of)
-                for of, shares in zip(heads, self._shares, strict=True)
-            ]
-        )
+            heads_KBTV = torch.stack([base_NV, base_NV + added_NV]).unflatten(1, rows_BTD.shape[:2])
+        else:
+            x_BTD = F.pad(rows_BTD[..., : self._num_base], (0, self._num_added))
+            heads_KBTV = head(torch.stack([x_BTD, rows_BTD])).float()
+        if self._shares is None:
+            return heads_KBTV
+        num_old = heads_KBTV.shape[-1] - len(self._shares.first)
+        return torch.stack([self._shares(heads_KBTV[0, ..., :num_old]), heads_KBTV[1]])
 
     def prepare_inputs_for_generation(
         self,

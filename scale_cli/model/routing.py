@@ -206,11 +206,7 @@ class PieceShares:
         self._made: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return float32 logits (..., V + N) by id, from (..., V) in the head's own order or from
-        (..., V + N) by id.
-
-        In the second form, the entries of tokens that the head lacks are not read.
-        """
+        """Return float32 logits (..., V + N) by id, from (..., V) in the head's own order."""
         made = logits.device, logits.shape[-1]
         if made not in self._made:
             sources, added = self.table(logits.shape[-1])
@@ -218,12 +214,10 @@ class PieceShares:
         sources, added = self._made[made]
         return logits.float()[..., sources] + added
 
-    def table(self, num_read: int) -> tuple[Tensor, Tensor]:
-        """Return two tables by token id: the index of the logit to read, among `num_read`, and the
+    def table(self, num_old: int) -> tuple[Tensor, Tensor]:
+        """Return two tables by token id: the index of the logit to read, among `num_old`, and the
         number to add.
         """
-        by_ids = self.ids is not None and num_read == len(self.ids)
-        num_old = num_read - len(self.first) if by_ids else num_read
         first_N, own_N = torch.tensor(self.first), torch.tensor(self.own, dtype=torch.long)
         sharing_V = torch.bincount(first_N, minlength=num_old).double()
         kept_V = torch.zeros_like(sharing_V)
@@ -234,40 +228,16 @@ class PieceShares:
         added = torch.cat([kept_V, given_V[first_N]]).float()
         if self.ids is None:
             return sources, added
-        ids = torch.tensor(self.ids)
-        places = ids.argsort()
-        return (ids[sources] if by_ids else sources)[places], added[places]
+        places = torch.tensor(self.ids).argsort()
+        return sources[places], added[places]
 
 
-def piece_shares(
-    first: Sequence[int], own: Sequence[int], known: Sequence[Sequence[int]], vocab_size: int
-) -> list[PieceShares | None]:
-    """Return, for each head, the shares of the new tokens that it lacks; None if it has them all.
-
-    Args:
-        first: the first piece of each new token.
-        own: those of them that only ever begin text in the new tokens' scripts.
-        known: for each head, the range of new tokens that it has, as (first, last + 1) among all
-            new tokens.
-        vocab_size: number of old and new tokens together.
+def base_shares(router: dict[str, Any]) -> PieceShares | None:
+    """Return the base's shares of new tokens, from `scale_router` in a plain export's config.json;
+    None if it has all tokens.
     """
-    num_old, shares = vocab_size - len(first), list[PieceShares | None]()
-    for start, end in known:
-        unknown = [*range(start), *range(end, len(first))]
-        of_unknown = [first[at] for at in unknown]
-        ids = [*range(num_old), *(num_old + at for at in (*range(start, end), *unknown))]
-        own_of_unknown = sorted(set(own).intersection(of_unknown))
-        shares.append(PieceShares(of_unknown, own_of_unknown, ids) if unknown else None)
-    return shares
-
-
-def shares_of_router(router: dict[str, Any], vocab_size: int) -> list[PieceShares | None]:
-    """Return `piece_shares` for the heads of a plain export, from `scale_router` in its
-    config.json.
-    """
-    if (new := router.get("new_tokens")) is None:
-        return [None] * len(router["stream_sizes"])
-    return piece_shares(new["first"], new["own"], new["known"], vocab_size)
+    new = router.get("new_tokens")
+    return None if new is None else PieceShares(new["first"], new["own"])
 
 
 def logit_cosine(base: Tensor, trained: Tensor) -> Tensor:

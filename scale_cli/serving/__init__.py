@@ -1,8 +1,10 @@
-"""Routed serving in vLLM: all heads of a plain export from one forward pass, and the router beside
+"""Routed serving in vLLM: both heads of a plain export from one forward pass, and the router beside
 the KV cache.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 # The families of `model/family_scale.py` that vLLM implements; with transformers, all families can
 # be routed.
@@ -16,7 +18,20 @@ def register() -> None:
     processes.
     """
     from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+    class WithPrompts(VerifyAndUpdateConfig):
+        """Have vLLM tell the router of every request's prompt."""
+
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            model = vllm_config.model_config
+            is_routed = bool(getattr(model.hf_config, "scale_router", None))
+            if is_routed and not vllm_config.use_v2_model_runner:  # else the model refuses
+                of_user = model.logits_processors or []
+                model.logits_processors = [*of_user, "scale_cli.serving.prompts:Prompts"]
 
     for family in FAMILIES:
         name = f"ScaleRouted{family}ForCausalLM"
         ModelRegistry.register_model(name, f"scale_cli.serving.vllm_plugin:{name}")
+        MODELS_CONFIG_MAP[name] = WithPrompts

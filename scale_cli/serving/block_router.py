@@ -11,9 +11,12 @@ its state.
 In a step with one token per document, nothing here waits for the device, and all tensors keep their
 addresses. So such a step can be recorded as a graph and replayed.
 
-Shapes: K heads, T tokens of a step, R documents of a step, N blocks (and a scrap row), B blocks of
-    one document,
-D channels, V vocabulary, or one device's share of it.
+The state is the evidence alone, a number for each document: ln of the trained head's probability of
+its text over the base head's. Two documents that begin alike may have priors of their own, and yet
+share cached blocks. A document's prior is added where its weights are read.
+
+Shapes: T tokens of a step, R documents of a step, N blocks (and a scrap row), B blocks of one
+    document, P positions of a document, D channels; 2: the base head and the trained one.
 """
 
 from __future__ import annotations
@@ -24,19 +27,19 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-_WORDS_ALIGNED = 4  # products are faster if rows start at multiples of 16 bytes
+_WORDS = 4  # of 32 bits, for a row's state: products are faster if rows start at 16 bytes
 
 
 class Heads(Protocol):
     """Interface of the vocabulary heads that the router needs."""
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (T, K) logits of `ids_T` and (T, K) log-sum-exps of all logits, by a full product
+        """Return (T, 2) logits of `ids_T` and (T, 2) log-sum-exps of all logits, by a full product
         with the heads.
         """
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
-        """Return (T, K) logits of `ids_T`, without computing other tokens' logits if possible."""
+        """Return (T, 2) logits of `ids_T`, without computing other tokens' logits if possible."""
 
 
 @dataclass(frozen=True)
@@ -52,46 +55,45 @@ class Step:
     starts_R: Tensor
     longest: int  # the largest number of tokens that a document has in this step
     block_size: int  # tokens in a block
+    prior_R: Tensor  # of every document: the log-odds of the trained head before its first token
+    judged_RP: Tensor  # of every document: whether its token at a position counts as evidence
 
 
 class BlockRouter(nn.Module):
-    """One row of router state for each block, updated by every step.
+    """One row of router state for each block, updated by every step."""
 
-    `log_prior` (K,) is float64.
-    """
-
-    log_prior_K: Tensor
     hidden_ND: Tensor
-    sizes_NK: Tensor
-    log_weights_NK: Tensor
+    sizes_N2: Tensor
+    evidence_N: Tensor
 
-    def __init__(self, log_prior: Tensor) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("log_prior_K", log_prior, persistent=False)
-        self.allocate(0, 0, torch.float32)
+        self.allocate(0, 0, torch.float32, torch.device("cpu"))
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks that have a row."""
-        return len(self.sizes_NK) - 1
+        """The number of blocks that have a row, and the index of the scrap row."""
+        return len(self.evidence_N) - 1
 
-    def allocate(self, num_blocks: int, width: int, dtype: torch.dtype) -> None:
+    def allocate(
+        self, num_blocks: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Make an empty row for each block, and a scrap row that no token reads."""
         rows = num_blocks + 1
-        heads = len(self.log_prior_K)
-        device = self.log_prior_K.device
-        self.register_buffer(
-            "hidden_ND", torch.zeros(rows, width, dtype=dtype, device=device), persistent=False
-        )
-        self.register_buffer("sizes_NK", torch.zeros(rows, heads, device=device), persistent=False)
-        self.register_buffer("log_weights_NK", self.log_prior_K.repeat(rows, 1), persistent=False)
+        for name, tensor in (
+            ("hidden_ND", torch.zeros(rows, width, dtype=dtype, device=device)),
+            ("sizes_N2", torch.zeros(rows, 2, device=device)),
+            ("evidence_N", torch.zeros(rows, dtype=torch.float64, device=device)),
+        ):
+            self.register_buffer(name, tensor, persistent=False)
 
     def advance(self, hidden_TD: Tensor, step: Step, heads: Heads) -> tuple[Tensor, Tensor]:
         """Weigh the heads after each token of a step, and store the state for the documents' next
         tokens.
 
-        Returns: (T, K) log-weights for predicting the token after each one, and (T,) the row that
-            expects the log-sum-exps of each token's logits (see `remember`), or the scrap row.
+        Returns: (T,) log-odds of the trained head for predicting the token after each one, and (T,)
+            the row that expects the log-sum-exps of each token's logits (see `remember`), or the
+            scrap row.
         """
         scrap = self.num_blocks
         size = step.block_size
@@ -111,96 +113,84 @@ class BlockRouter(nn.Module):
 
         since_T = torch.where(padding_T, 0, at_T - step.starts_R[document_T])
         if step.longest == 1:
-            logits_TK = heads.logits_of(self.hidden_ND[before_T], step.ids_T)
-            sizes_TK = self.sizes_NK[before_T]
+            logits_T2 = heads.logits_of(self.hidden_ND[before_T], step.ids_T)
+            sizes_T2 = self.sizes_N2[before_T]
         else:
             shifted_TD = hidden_TD.roll(1, dims=0)
             earlier_TD = torch.where((since_T == 0)[:, None], self.hidden_ND[before_T], shifted_TD)
-            logits_TK, sizes_TK = heads.observe(earlier_TD, step.ids_T)
-        evidence_TK = torch.where(fresh_T[:, None], 0.0, (logits_TK - sizes_TK).double())
-        start_TK = torch.where(fresh_T[:, None], self.log_prior_K, self.log_weights_NK[before_T])[
-            at_T - since_T
-        ]
-        log_weights_TK = self._weigh(evidence_TK, start_TK, since_T, step.longest)
+            logits_T2, sizes_T2 = heads.observe(earlier_TD, step.ids_T)
+        silent_T = fresh_T | ~step.judged_RP[document_T, step.positions_T]
+        own_T = torch.where(silent_T, 0.0, _log_ratios(logits_T2 - sizes_T2))
+        start_T = torch.where(fresh_T, 0.0, self.evidence_N[before_T])
+        own_T = torch.where(since_T == 0, _zero_for_nan(start_T + own_T), own_T)
+        evidence_T = own_T if step.longest == 1 else _sums(own_T, since_T, step.longest)
 
         last_T = at_T == step.starts_R[document_T + 1] - 1
         kept_T = torch.where(last_T | (place_T == size - 1), here_T, scrap).long()
         self.hidden_ND[kept_T] = hidden_TD
-        self.log_weights_NK[kept_T] = log_weights_TK
+        self.evidence_N[kept_T] = evidence_T
         if step.longest > 1:  # for a document's last token in this step, `remember` sets them
-            self.sizes_NK[kept_T] = sizes_TK.roll(-1, dims=0)
-        return log_weights_TK, torch.where(last_T, kept_T, scrap)
+            self.sizes_N2[kept_T] = sizes_T2.roll(-1, dims=0)
+        return step.prior_R[document_T] + evidence_T, torch.where(last_T, kept_T, scrap)
 
-    def remember(self, rows: Tensor, sizes_RK: Tensor) -> None:
+    def remember(self, rows: Tensor, sizes_R2: Tensor) -> None:
         """Write the log-sum-exps of some tokens' logits into the rows that `advance` returned."""
-        self.sizes_NK[rows] = sizes_RK
-
-    def _weigh(
-        self, evidence_TK: Tensor, start_TK: Tensor, since_T: Tensor, longest: int
-    ) -> Tensor:
-        """Return the log-weights after each token; `since_T` counts from the document's first token
-        in this step.
-
-        They are sums of evidence within each document. If every head's weight is zero, the weights
-        restart at the prior, as in model/routing.py.
-        """
-        evidence_TK = torch.where(evidence_TK.isnan(), -torch.inf, evidence_TK)
-        silent_T1 = (evidence_TK == -torch.inf).all(dim=-1, keepdim=True)
-        evidence_TK = torch.where(silent_T1, 0.0, evidence_TK)
-        evidence_TK = torch.where((since_T == 0)[:, None], start_TK + evidence_TK, evidence_TK)
-        if longest == 1:
-            return self._normalise(evidence_TK)
-
-        at_T = torch.arange(len(since_T), device=since_T.device)
-        while True:
-            log_weights_TK = _sums(evidence_TK, since_T, longest)
-            lost_T = (log_weights_TK == -torch.inf).all(dim=-1)
-            if not lost_T.any():
-                return self._normalise(log_weights_TK)
-            # The first lost token of a document begins its sums anew.
-            first_T = lost_T & ~(lost_T.roll(1) & (since_T > 0))
-            evidence_TK = torch.where(first_T[:, None], self.log_prior_K, evidence_TK)
-            since_T = at_T - torch.where(first_T | (since_T == 0), at_T, 0).cummax(dim=0).values
-
-    def _normalise(self, log_weights_TK: Tensor) -> Tensor:
-        normalised_TK = log_weights_TK - torch.logsumexp(log_weights_TK, dim=-1, keepdim=True)
-        return torch.where(normalised_TK.isnan(), self.log_prior_K, normalised_TK)
+        self.sizes_N2[rows] = sizes_R2
 
 
-def _sums(evidence_TK: Tensor, since_T: Tensor, longest: int) -> Tensor:
-    """Return, at each token, the sum of the evidence since `since_T` tokens ago; it takes
-    log2(longest) rounds.
+def _log_ratios(log_probs_T2: Tensor) -> Tensor:
+    """Return (T,) the evidence of tokens; none if both heads give zero or are broken."""
+    log_probs_T2 = log_probs_T2.double()
+    base_T, trained_T = torch.where(log_probs_T2.isnan(), -torch.inf, log_probs_T2).unbind(dim=-1)
+    return _zero_for_nan(trained_T - base_T)
+
+
+def _zero_for_nan(evidence_T: Tensor) -> Tensor:
+    """Return evidence that starts over where both heads have given probability zero, as in
+    model/routing.py: infinite evidence for each is not a number.
+    """
+    return torch.where(evidence_T.isnan(), 0.0, evidence_T)
+
+
+def _sums(own_T: Tensor, since_T: Tensor, longest: int) -> Tensor:
+    """Return the evidence after each token: the sum within its document, which began `since_T`
+    tokens ago.
 
     One sum over all tokens will not do: after a zero probability, differences of sums are not
-      numbers.
+    numbers. So sums over 2, 4, 8, ... tokens are added, in log2(longest) rounds.
     """
-    shift = 1
-    while shift < longest:
-        within = (since_T[shift:] >= shift)[:, None]
-        added = torch.where(within, evidence_TK[:-shift], 0.0)
-        evidence_TK = torch.cat([evidence_TK[:shift], evidence_TK[shift:] + added])
-        shift *= 2
-    return evidence_TK
+    at_T = torch.arange(len(since_T), device=since_T.device)
+    while True:
+        evidence_T = own_T
+        shift = 1
+        while shift < longest:
+            within_T = since_T[shift:] >= shift
+            added_T = torch.where(within_T, evidence_T[:-shift], 0.0)
+            evidence_T = torch.cat([evidence_T[:shift], evidence_T[shift:] + added_T])
+            shift *= 2
+        lost_T = evidence_T.isnan()
+        if not lost_T.any():
+            return evidence_T
+        # The first lost token of a document begins its sums anew.
+        first_T = lost_T & ~(lost_T.roll(1) & (since_T > 0))
+        own_T = torch.where(first_T, 0.0, own_T)
+        since_T = at_T - torch.where(first_T | (since_T == 0), at_T, 0).cummax(dim=0).values
 
 
-def attach_state(hidden_TD: Tensor, log_weights_TK: Tensor, rows_T: Tensor) -> Tensor:
-    """Return the hidden rows with extra channels that hold the bits of the log-weights and of the
-    row to write to.
+def attach_state(hidden_TD: Tensor, log_odds_T: Tensor, rows_T: Tensor) -> Tensor:
+    """Return the hidden rows with extra channels that hold the bits of the log-odds and of the row
+    to write to.
 
     A server selects rows of this tensor, and carries no other data per token.
     """
-    words = torch.cat([log_weights_TK.float().view(torch.int32), rows_T.int()[:, None]], dim=-1)
-    words = nn.functional.pad(words, (0, -words.shape[-1] % _WORDS_ALIGNED))
-    return torch.cat([hidden_TD, words.view(hidden_TD.dtype)], dim=-1)
+    words_T2 = torch.stack([log_odds_T.float().view(torch.int32), rows_T.int()], dim=-1)
+    words_TW = nn.functional.pad(words_T2, (0, _WORDS - 2))
+    return torch.cat([hidden_TD, words_TW.view(hidden_TD.dtype)], dim=-1)
 
 
-def detach_state(rows: Tensor, width: int, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arguments of `attach_state`: hidden rows of `width` channels, log-weights, rows to
+def detach_state(rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arguments of `attach_state`: hidden rows of `width` channels, log-odds, rows to
     write to.
     """
-    words = rows[:, width:].contiguous().view(torch.int32)
-    return (
-        rows[:, :width],
-        words[:, :num_heads].contiguous().view(torch.float32),
-        words[:, num_heads].long(),
-    )
+    words_TW = rows[:, width:].contiguous().view(torch.int32)
+    return rows[:, :width], words_TW[:, 0].contiguous().view(torch.float32), words_TW[:, 1].long()

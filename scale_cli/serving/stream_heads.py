@@ -1,26 +1,28 @@
-"""All heads from one matrix: the columns of a plain export's lm_head, stream by stream.
+"""Both heads from one matrix: the columns of a plain export's lm_head, stream by stream.
 
-    z_0 = H x        z_k = z_0 + H'_k u_k        [H | H'_1 | ...] = lm_head.weight
+    z_base = H x        z_trained = z_base + H' u        [H | H'] = lm_head.weight
 
-The plain model computes one product over all columns. Products with each stream's columns give
-every head at the same cost. If a head lacks some tokens, `PieceShares` (`model/routing.py`) gives
-its logits of all tokens from its z.
+The plain model computes one product over all columns. A product with each stream's columns gives
+both heads at the same cost. If the base lacks new tokens, `PieceShares` (`model/routing.py`) gives
+its logits of all tokens from z_base; the trained head has them.
 
-Shapes: T rows, D channels, K heads, V the vocabulary, or this device's share of it.
+Shapes: T rows, D channels, V the vocabulary, or this device's share of it; 2: the heads, or the two
+products that they are made of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..model.routing import PieceShares, mix_shifted, score_shifts
 
 _ROWS_AT_ONCE = 512  # tokens of a prompt whose logits are held at once
+Product = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,17 @@ class Shard:
 
 
 class SharedPieces:
-    """`PieceShares` of a head on this device's share of the vocabulary; `vocab_size` counts all
+    """`PieceShares` of the base on this device's share of the vocabulary; `vocab_size` counts all
     tokens.
     """
 
     def __init__(
         self, shares: PieceShares, vocab_size: int, shard: Shard, device: torch.device
     ) -> None:
-        self.sources_V, self.added_V = (table.to(device) for table in shares.table(vocab_size))
-        lacking_N = (self.sources_V != torch.arange(vocab_size, device=device)).nonzero()[:, 0]
-        pieces_P, piece_N = self.sources_V[lacking_N].unique(return_inverse=True)
+        num_old = vocab_size - len(shares.first)
+        self.sources_V, self.added_V = (of.to(device) for of in shares.table(num_old))
+        lacking_N = torch.arange(num_old, vocab_size, device=device)
+        pieces_P, piece_N = self.sources_V[num_old:].unique(return_inverse=True)
         self.local_P = (pieces_P - shard.start).clamp(0, shard.length - 1)
         self.is_here_P = pieces_P - shard.start == self.local_P
         here_N = (lacking_N >= shard.start) & (lacking_N < shard.start + shard.length)
@@ -55,155 +58,125 @@ class SharedPieces:
         self.shard = shard
 
     def __call__(self, logits_TV: Tensor) -> Tensor:
-        """Return (T, V) logits of all tokens, from the float32 logits of the head's columns."""
+        """Return (T, V) float32 logits of all tokens, from those of the head's columns."""
+        logits_TV = logits_TV.float()
         pieces_TP = self.shard.sum(torch.where(self.is_here_P, logits_TV[:, self.local_P], 0.0))
         said_TV = logits_TV.index_copy(-1, self.lacking_here_N, pieces_TP[:, self.piece_here_N])
         said_TV[:, : self.shard.length] += self.added_here_V
         return said_TV
 
 
-def heads_of(parts: Sequence[Tensor], completed: Sequence[Tensor | None] = ()) -> list[Tensor]:
-    """Return every head's logits, from the streams' parts of them.
-
-    `completed` has those of the heads that lack tokens, and None for the others.
+def sizes_of(base_TV: Tensor, z_TV: Tensor, added_TV: Tensor, length: int) -> Tensor:
+    """Return (T, 2): the log-sum-exps of the base's logits, and of the trained head's z + added,
+    over the first `length` tokens.
     """
-    base = parts[0].float()
-    heads = [base, *(base + part.float() for part in parts[1:])]
-    for head, instead in enumerate(completed):
-        if instead is not None:
-            heads[head] = instead
-    return heads
-
-
-def sizes_of(parts: Sequence[Tensor], completed: Sequence[Tensor | None], length: int) -> Tensor:
-    """Return (T, K): the log-sum-exps of the heads' logits over the first `length` tokens."""
-    heads = heads_of(parts, completed)
+    trained_TV = z_TV.float() + added_TV.float()
+    heads = (base_TV.float(), trained_TV)
     return torch.stack([torch.logsumexp(of[:, :length], dim=-1) for of in heads], dim=-1)
 
 
 def scores_of(
-    parts: Sequence[Tensor], completed: Sequence[Tensor | None], taken_KT: Tensor, added_KT: Tensor
+    base_TV: Tensor, z_TV: Tensor, added_TV: Tensor, taken_2T: Tensor, more_2T: Tensor
 ) -> Tensor:
     """Return (T, V) scores of the heads' mixture, given the results of `score_shifts`."""
-    return mix_shifted(heads_of(parts, completed), taken_KT, added_KT)
+    return mix_shifted([base_TV.float(), z_TV.float() + added_TV.float()], taken_2T, more_2T)
 
 
 @dataclass(frozen=True)
 class StreamHeads:
-    """The heads of a plain export; implements `block_router.Heads`."""
+    """The two heads of a plain export; implements `block_router.Heads`."""
 
-    # by tile (a few thousand tokens) and stream: multiplies the stream's channels with their
-    # columns of the head, (T, D_k) to (T, tokens)
-    tiles: Sequence[Sequence[Callable[[Tensor], Tensor]]]
-    stream_sizes: Sequence[int]  # channels of every stream
+    # by tile (a few thousand tokens): multiply x and u with their columns, (T, D) to (T, tokens)
+    tiles: Sequence[tuple[Product, Product]]
+    stream_sizes: Sequence[int]  # channels of x and of u
     shard: Shard  # of the vocabulary
     # (V, D), the whole head, if its rows can be read one by one: a token's logits are then its row
     # times the hidden row; None if it is quantised
     weight: Tensor | None
-    # For every head, maps z to logits of all tokens; None: z covers them.
-    shared: Sequence[SharedPieces | None]
+    shared: SharedPieces | None = None  # None: the base has all tokens
     sizes_of: Callable[..., Tensor] = sizes_of  # or a compiled version
     scores_of: Callable[..., Tensor] = scores_of  # likewise
 
-    def mix(self, rows_TD: Tensor, log_weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores of this device's share of the vocabulary, and (T, K) log-sum-exps over
+    def mix(self, rows_TD: Tensor, log_odds_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores of this device's share of the vocabulary, and (T, 2) log-sum-exps over
         the whole of it.
         """
-        parts = self._parts(rows_TD)
-        completed = self._completed(parts)
-        sizes_TK = self._over_all_devices(self.sizes_of(parts, completed, self.shard.length))
+        z_TV, added_TV = self._products(rows_TD)
+        base_TV = self._base(z_TV)
+        sizes_T2 = self._over_all_devices(self.sizes_of(base_TV, z_TV, added_TV, self.shard.length))
+        log_weights_2T = F.logsigmoid(torch.stack([-log_odds_T, log_odds_T]))
         # Not inside the compiled function, which would compute these numbers of a row again for
         # every token.
-        shifts = score_shifts(log_weights_TK.T, sizes_TK.T)
-        return self.scores_of(parts, completed, *shifts), sizes_TK
+        shifts = score_shifts(log_weights_2T, sizes_T2.T)
+        return self.scores_of(base_TV, z_TV, added_TV, *shifts), sizes_T2
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps.
+        """Return (T, 2) logits of `ids_T`, and (T, 2) log-sum-exps.
 
         Few rows and tokens are computed at once; where pieces are shared, all tokens of a row.
         """
-        chosen = []
+        logits = []
         sizes = []
         for rows, ids in zip(rows_TD.split(_ROWS_AT_ONCE), ids_T.split(_ROWS_AT_ONCE), strict=True):
-            tiles = [self._parts(rows)] if any(self.shared) else self._products_of_tiles(rows)
-            chosen_of_tiles = []
+            whole = self._products(rows) if self.weight is None or self.shared else None
+            logits.append(self._logits_here(rows, ids, whole))
             sizes_of_tiles = []
-            start = 0
-            for parts in tiles:
-                length = max(0, min(parts[0].shape[-1], self.shard.length - start))  # no padding
-                columns = partial(_columns, parts)
-                chosen_of_tiles.append(self._chosen(columns, ids, start, length))
-                sizes_of_tiles.append(self.sizes_of(parts, self._completed(parts), length))
-                start += parts[0].shape[-1]
-            chosen.append(torch.stack(chosen_of_tiles).sum(dim=0))
+            left = self.shard.length  # without padding
+            for z_TV, added_TV in self._products_of_tiles(rows) if whole is None else [whole]:
+                base_TV = self._base(z_TV)
+                sizes_of_tiles.append(self.sizes_of(base_TV, z_TV, added_TV, max(0, left)))
+                left -= z_TV.shape[-1]
             sizes.append(torch.logsumexp(torch.stack(sizes_of_tiles), dim=0))
-        return self.shard.sum(torch.cat(chosen)), self._over_all_devices(torch.cat(sizes))
-
-    def _completed(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return, for each head, its logits of all tokens if it lacks some; else None."""
-        if not any(self.shared):
-            return [None] * len(self.shared)
-        heads = heads_of(parts)
-        return [
-            None if shared is None else shared(own)
-            for own, shared in zip(heads, self.shared, strict=True)
-        ]
+        return self.shard.sum(torch.cat(logits)), self._over_all_devices(torch.cat(sizes))
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
-        """Return (T, K) logits of `ids_T`."""
-        if self.weight is None:
-            parts_of = partial(_columns, self._parts(rows_TD))
-        else:
-            parts_of = partial(self._products, self.weight, rows_TD)
-        return self.shard.sum(self._chosen(parts_of, ids_T, 0, self.shard.length))
+        """Return (T, 2) logits of `ids_T`."""
+        whole = self._products(rows_TD) if self.weight is None else None
+        return self.shard.sum(self._logits_here(rows_TD, ids_T, whole))
 
-    def _products(self, weight_VD: Tensor, rows_TD: Tensor, local_T: Tensor) -> list[Tensor]:
-        products_TD = rows_TD.float() * weight_VD[local_T].float()
-        # Rounded like the head's own products.
-        return [
-            part.sum(dim=-1).to(rows_TD.dtype)
-            for part in products_TD.split(list(self.stream_sizes), dim=-1)
-        ]
-
-    def _parts(self, rows_TD: Tensor) -> list[Tensor]:
-        """Return, for every stream, its part (T, V) of the logits."""
-        tiles = list(self._products_of_tiles(rows_TD))
-        if len(tiles) == 1:
-            return tiles[0]
-        return [torch.cat(parts, dim=-1) for parts in zip(*tiles, strict=True)]
-
-    def _products_of_tiles(self, rows_TD: Tensor) -> Iterator[list[Tensor]]:
-        streams = rows_TD.split(list(self.stream_sizes), dim=-1)
-        for products in self.tiles:
-            yield [product(stream) for product, stream in zip(products, streams, strict=True)]
-
-    def _chosen(
-        self, parts_of: Callable[[Tensor], Sequence[Tensor]], ids_T: Tensor, start: int, length: int
+    def _logits_here(
+        self, rows_TD: Tensor, ids_T: Tensor, whole: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """Return (T, K) logits of `ids_T`; 0 for tokens outside this device's `length` tokens from
-        `start` on.
+        """Return (T, 2) logits of `ids_T`; 0 for tokens of other devices.
 
-        `parts_of` returns every stream's part (T,) of the tokens' logits, given their indices
-        within that range.
+        `whole` has the products of the rows with all tokens, if they are known.
         """
-        local_T, ours_T = self._local(ids_T, start, length)
-        chosen_TK = torch.stack(heads_of(parts_of(local_T)), dim=-1)
-        chosen_TK = torch.where(ours_T[:, None], chosen_TK, 0.0)
-        for head, shared in enumerate(self.shared):
-            if shared is not None:
-                local_T, ours_T = self._local(shared.sources_V[ids_T], start, length)
-                said_T = heads_of(parts_of(local_T))[head] + shared.added_V[ids_T]
-                chosen_TK[:, head] = torch.where(ours_T, said_T, 0.0)
-        return chosen_TK
 
-    def _local(self, ids_T: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
-        local_T = ids_T.long() - (self.shard.start + start)
-        ours_T = (local_T >= 0) & (local_T < length)
-        return torch.where(ours_T, local_T, 0), ours_T
+        def parts_of(ids_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            local_T = ids_T.long() - self.shard.start
+            here_T = (local_T >= 0) & (local_T < self.shard.length)
+            local_T = torch.where(here_T, local_T, 0)
+            if whole is not None:
+                z_T, added_T = (of.gather(-1, local_T[:, None])[:, 0].float() for of in whole)
+                return z_T, added_T, here_T
+            assert self.weight is not None, "only its rows are read one by one"
+            products_TD = rows_TD.float() * self.weight[local_T].float()
+            parts = products_TD.split(list(self.stream_sizes), dim=-1)
+            # Rounded like the head's own products.
+            z_T, added_T = (part.sum(dim=-1).to(rows_TD.dtype).float() for part in parts)
+            return z_T, added_T, here_T
 
-    def _over_all_devices(self, sizes_TK: Tensor) -> Tensor:
-        return torch.logsumexp(self.shard.gather(sizes_TK), dim=0)
+        z_T, added_T, here_T = parts_of(ids_T)
+        trained_T = torch.where(here_T, z_T + added_T, 0.0)
+        if self.shared is not None:
+            z_T, _, here_T = parts_of(self.shared.sources_V[ids_T])
+            z_T = z_T + self.shared.added_V[ids_T]
+        return torch.stack([torch.where(here_T, z_T, 0.0), trained_T], dim=-1)
 
+    def _base(self, z_TV: Tensor) -> Tensor:
+        return z_TV if self.shared is None else self.shared(z_TV)
 
-def _columns(parts: Sequence[Tensor], local_T: Tensor) -> list[Tensor]:
-    return [part.gather(-1, local_T[:, None])[:, 0] for part in parts]
+    def _products(self, rows_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (T, V) z and what the trained head adds to it."""
+        z_tiles, added_tiles = zip(*self._products_of_tiles(rows_TD), strict=True)
+        if len(self.tiles) == 1:
+            return z_tiles[0], added_tiles[0]
+        return torch.cat(z_tiles, dim=-1), torch.cat(added_tiles, dim=-1)
+
+    def _products_of_tiles(self, rows_TD: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        x_TD, u_TD = rows_TD.split(list(self.stream_sizes), dim=-1)
+        for product_of_x, product_of_u in self.tiles:
+            yield product_of_x(x_TD), product_of_u(u_TD)
+
+    def _over_all_devices(self, sizes_T2: Tensor) -> Tensor:
+        return torch.logsumexp(self.shard.gather(sizes_T2), dim=0)

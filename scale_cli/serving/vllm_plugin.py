@@ -1,15 +1,18 @@
 """vLLM's own model classes with the router on top; `scale_cli.serving.register` registers them.
 
-The trunk is vLLM's, untouched: its kernels, graphs, quantisation and tensor parallelism. All heads
+The trunk is vLLM's, untouched: its kernels, graphs, quantisation and tensor parallelism. Both heads
 are computed from the last hidden row, and the router's state lies in tables beside the KV cache
 (block_router.py).
 
-Shapes: T tokens of a step, D channels, K heads, V vocabulary.
+A document begins with the prior of its prompt (prompts.py). So it costs at most -ln of the smaller
+head's weight there over the better head: with `script_prior` p, ln(1/p).
+
+Shapes: T tokens of a step, D channels, V vocabulary; 2: the heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,9 +31,10 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.platforms import current_platform
 from vllm.v1.worker.utils import select_common_block_size
 
-from ..model.routing import log_prior, shares_of_router
+from ..model.routing import base_shares
 from .block_router import BlockRouter, Step, attach_state, detach_state
-from .stream_heads import Shard, SharedPieces, StreamHeads, scores_of, sizes_of
+from .prompts import Prompts
+from .stream_heads import Product, Shard, SharedPieces, StreamHeads, scores_of, sizes_of
 
 _PROFILED_ROWS = 512
 # Used on a CPU: the logits of so many tokens stay in its cache.
@@ -55,27 +59,32 @@ class VllmRoutedModel:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg] # of vLLM's class
         routing = self.config.scale_router
         self._vllm_config = vllm_config
+        self._prompts = Prompts.of_engines[id(vllm_config)]
         self._attention = self.model.layers[0].self_attn.attn
         self._blocks_of_cache = 0
         self._block_size = 0
-        device = next(self.parameters()).device  # type: ignore[attr-defined] # of vLLM's class; a quantised head has no weight
-        prior_K = log_prior(routing["prior"], len(routing["stream_sizes"]))
-        self.router = BlockRouter(prior_K).to(device)
-        self.columns, tiles, weight = head_products(self.lm_head, routing["stream_sizes"])
-        shard = shard_of(self.lm_head)
-        vocab_size = self.config.vocab_size
-        shared = [
-            None if shares is None else SharedPieces(shares, vocab_size, shard, device)
-            for shares in shares_of_router(routing, vocab_size)
-        ]
+        self.router = BlockRouter()
+        self.columns, tiles, weight = head_products(self.lm_head, *routing["stream_sizes"])
+        indices = self.lm_head.shard_indices
+        shard = Shard(
+            indices.org_vocab_start_index,
+            indices.num_org_elements,
+            gather=lambda tensor: tensor_model_parallel_all_gather(tensor[None].contiguous(), 0),
+            sum=tensor_model_parallel_all_reduce,
+        )
+        shares = base_shares(routing)
+        shared = None
+        if shares is not None:
+            device = self._prompts.prior_R.device
+            shared = SharedPieces(shares, self.config.vocab_size, shard, device)
         self.heads = StreamHeads(
             tiles,
             routing["stream_sizes"],
             shard,
             weight,
-            shared,
-            _compiled(sizes_of),
-            _compiled(scores_of),
+            shared=shared,
+            sizes_of=_compiled(sizes_of),
+            scores_of=_compiled(scores_of),
         )
 
     def forward(
@@ -90,29 +99,21 @@ class VllmRoutedModel:
         step = self._step(input_ids, positions)
         if step is None:  # no documents: vLLM is measuring memory, or compiling
             self.heads.observe(hidden_TD[:_PROFILED_ROWS], input_ids[:_PROFILED_ROWS])
-            log_weights_TK = self.router.log_prior_K.expand(len(hidden_TD), -1)
-            rows_T = torch.full((len(hidden_TD),), self.router.num_blocks, device=hidden_TD.device)
-            return attach_state(hidden_TD, log_weights_TK, rows_T)
-        log_weights_TK, rows_T = self.router.advance(hidden_TD, step, self.heads)
-        return attach_state(hidden_TD, log_weights_TK, rows_T)
+            nobody_T = torch.full_like(input_ids, self.router.num_blocks)
+            return attach_state(hidden_TD, torch.zeros_like(positions), nobody_T)
+        log_odds_T, rows_T = self.router.advance(hidden_TD, step, self.heads)
+        return attach_state(hidden_TD, log_odds_T, rows_T)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Return the scores of the mixture; None if another device gathers them."""
-        scores = self.compute_logits_local(hidden_states)
-        if self.lm_head.tp_size > 1:
-            scores = self.logits_processor._gather_logits(scores)
-        return None if scores is None else scores[..., : self.config.vocab_size]
-
-    def compute_logits_local(self, hidden_states: Tensor) -> Tensor:
-        """Return the scores of this device's share of the vocabulary."""
-        hidden_TD, log_weights_TK, rows_T = detach_state(
-            hidden_states, self.config.hidden_size, len(self.router.log_prior_K)
-        )
-        scores_TV, sizes_TK = self.heads.mix(hidden_TD, log_weights_TK)
+        hidden_TD, log_odds_T, rows_T = detach_state(hidden_states, self.config.hidden_size)
+        scores_TV, sizes_T2 = self.heads.mix(hidden_TD, log_odds_T)
         # vLLM also asks for the logits of random rows, to measure memory.
         known_T = (rows_T >= 0) & (rows_T < self.router.num_blocks)
-        self.router.remember(torch.where(known_T, rows_T, self.router.num_blocks), sizes_TK)
-        return scores_TV
+        self.router.remember(torch.where(known_T, rows_T, self.router.num_blocks), sizes_T2)
+        if self.lm_head.tp_size > 1:
+            scores_TV = self.logits_processor._gather_logits(scores_TV)
+        return None if scores_TV is None else scores_TV[..., : self.config.vocab_size]
 
     def _step(self, input_ids: Tensor, positions: Tensor) -> Step | None:
         context = get_forward_context()
@@ -129,6 +130,8 @@ class VllmRoutedModel:
             starts_R=attention.query_start_loc,
             longest=attention.max_query_len,
             block_size=self._beside_the_cache(),
+            prior_R=self._prompts.prior_R,
+            judged_RP=self._prompts.judged_RP,
         )
 
     def _beside_the_cache(self) -> int:
@@ -136,16 +139,17 @@ class VllmRoutedModel:
         its cache.
         """
         num_blocks = self._vllm_config.cache_config.num_gpu_blocks
-        if (
-            self._blocks_of_cache != num_blocks
-        ):  # before the first documents; vLLM may have tried a smaller cache first
+        # Before the first documents; vLLM may have tried a smaller cache first.
+        if self._blocks_of_cache != num_blocks:
             spec = self._attention.get_kv_cache_spec(self._vllm_config)
             self._block_size = select_common_block_size(
                 spec.block_size, [self._attention.get_attn_backend()], [spec]
             )
-            rows = num_blocks * (spec.block_size // self._block_size)
             self.router.allocate(
-                rows, self.config.hidden_size, self._vllm_config.model_config.dtype
+                num_blocks * (spec.block_size // self._block_size),
+                self.config.hidden_size,
+                self._vllm_config.model_config.dtype,
+                self._prompts.prior_R.device,
             )
             self._blocks_of_cache = num_blocks
         return self._block_size
@@ -195,6 +199,7 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     mode = vllm_config.compilation_config.cudagraph_mode
     refused = {
+        "model runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
@@ -214,52 +219,28 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
             )
 
 
-def shard_of(lm_head: Any) -> Shard:
-    """Return this device's share of the vocabulary."""
-    indices = lm_head.shard_indices
-    start = indices.org_vocab_start_index
-    length = indices.num_org_elements
-    if lm_head.tp_size > 1:
-        return Shard(
-            start,
-            length,
-            gather=lambda tensor: tensor_model_parallel_all_gather(
-                tensor[None].contiguous(), dim=0
-            ),
-            sum=tensor_model_parallel_all_reduce,
-        )
-    return Shard(start, length, gather=partial(torch.unsqueeze, dim=0), sum=lambda tensor: tensor)
-
-
 def head_products(
-    lm_head: Any, stream_sizes: Sequence[int]
-) -> tuple[nn.ModuleList, Sequence[Sequence[Callable[[Tensor], Tensor]]], Tensor | None]:
-    """Return modules that hold the head's columns, products with them by tile and stream, and the
+    lm_head: Any, num_base: int, num_added: int
+) -> tuple[nn.ModuleList, Sequence[tuple[Product, Product]], Tensor | None]:
+    """Return modules that hold the head's columns, products of x and u with them by tile, and the
     weight itself.
 
     The columns of a quantised head cannot be separated. It multiplies rows in which the other
-    streams are zero: correct for any linear method, at the cost of one whole product for each head.
+    stream is zero: correct for any linear method, at the cost of one whole product for each head.
     There are no modules and no weight then.
     """
-    method = lm_head.quant_method
-    if not isinstance(method, UnquantizedEmbeddingMethod):
-        ends = torch.tensor(stream_sizes).cumsum(0).tolist()
-        margins = [
-            (end - size, ends[-1] - end) for end, size in zip(ends, stream_sizes, strict=True)
-        ]
-        return (
-            nn.ModuleList(),
-            [[partial(_product_of_one_stream, lm_head, margin) for margin in margins]],
-            None,
-        )
+    if not isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod):
+
+        def product(rows_TD: Tensor, margins: tuple[int, int]) -> Tensor:
+            return lm_head.quant_method.apply(lm_head, nn.functional.pad(rows_TD, margins))
+
+        of_x = partial(product, margins=(0, num_added))
+        of_u = partial(product, margins=(num_base, 0))
+        return nn.ModuleList(), [(of_x, of_u)], None
     weight = lm_head.weight.data
     tiles = weight.split(_TOKENS_OF_A_TILE) if current_platform.is_cpu() else [weight]
-    columns = [[_Columns(part) for part in tile.split(list(stream_sizes), dim=1)] for tile in tiles]
+    columns = [(_Columns(tile[:, :num_base]), _Columns(tile[:, num_base:])) for tile in tiles]
     return nn.ModuleList(part for of_tile in columns for part in of_tile), columns, weight
-
-
-def _product_of_one_stream(lm_head: Any, margins: tuple[int, int], rows_TD: Tensor) -> Tensor:
-    return lm_head.quant_method.apply(lm_head, nn.functional.pad(rows_TD, margins))
 
 
 class _Columns(nn.Module):

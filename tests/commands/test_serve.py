@@ -65,7 +65,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], Any]
     def become(*server: Any) -> None:
         raise Became(server)
 
-    monkeypatch.setattr("os.execve", lambda _path, command, _environment: become(command))
+    monkeypatch.setattr("os.execve", lambda _path, *server: become(*server))
     monkeypatch.setattr("scale_cli.generation.server.run_server", become)
     monkeypatch.setattr("signal.signal", lambda *_: None)
 
@@ -85,11 +85,13 @@ def test_vllm_is_taken_where_it_is_and_told_the_routed_class(
 ) -> None:
     installed.add("vllm")
     options = ["--port", "9000", "--max-model-len", "64"]
-    (promise, model, ask), (command,) = said(folder, None, options)
+    (promise, model, ask), (command, environment) = said(folder, None, options)
     engine = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     override = json.dumps({"architectures": ["ScaleRoutedLlamaForCausalLM"]})
     assert command == [*engine, "--hf-overrides", override, *options]
-    assert said(folder, None, [], plainly=True)[1] == (engine,)
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # the other tells no prompts
+    plain, environment = said(folder, None, [], plainly=True)[1]
+    assert plain == engine and "VLLM_USE_V2_MODEL_RUNNER" not in environment
     assert "in vllm: the trained model's answers, up to rounding" in promise
     assert "0.693 nats over its best head" in promise
     assert str(folder) in model and "curl http://localhost:9000/v1/completions" in ask
@@ -122,7 +124,7 @@ def test_the_bound_of_a_prior_is_promised(
     of_one_prior = with_config(folder, tmp_path / "one prior", scale_router=unknown)
     assert "3.912" not in said(of_one_prior)[0][0]
     installed.add("vllm")
-    assert "3.912" not in said(folder)[0][0]  # vLLM has one prior for every prompt
+    assert "in vllm" in said(folder)[0][0] and "3.912 where" in said(folder)[0][0]
 
 
 def test_what_cannot_be_served_routed_is_refused_in_one_line(

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scale_cli.config.vocabulary import SCRIPTS, Script
-from scale_cli.generation.opening import PriorByScript
+from scale_cli.model.script_prior import PriorByScript
 from tests.small_runs import SMALLEST, load_text
 
 HANGUL = Script.of_languages(["ko"])
-PRIOR = PriorByScript(0.5, 0.02, HANGUL)
+PRIOR = PriorByScript(0.5, 0.02, HANGUL.ranges)
 SYLLABLES = st.text(st.characters(min_codepoint=0xAC00, max_codepoint=0xD7A3), max_size=20)
 LATIN = st.text("abcdefghijklmnopqrstuvwxyzé", max_size=20)
 OTHERS = st.text(st.characters(categories=("N", "P", "S", "Z")), max_size=20)
@@ -30,7 +30,7 @@ def test_only_letters_count_in_any_order_and_any_normal_form(
     total = len(syllables) + len(latin)
     expected = len(syllables) / total if total else None
     for form in ("NFC", "NFD"):
-        share = HANGUL.share(unicodedata.normalize(form, "".join(written)))
+        share = PRIOR.share(unicodedata.normalize(form, "".join(written)))
         assert share == (None if expected is None else pytest.approx(expected))
 
 
@@ -52,7 +52,7 @@ def test_a_prompt_in_the_script_goes_to_the_trained_head_and_one_without_it_to_t
     words: str, expected: float
 ) -> None:
     assert PRIOR(words) == expected
-    assert PriorByScript(0.3, None, HANGUL)(words) == 0.3
+    assert PriorByScript(0.3, None, HANGUL.ranges)(words) == 0.3
 
 
 def script(*languages: str, replay: str = "en", tokens: str | None = None) -> Script | None:
@@ -71,7 +71,7 @@ def test_the_script_is_that_of_the_new_languages_and_tokens() -> None:
     assert script("uk", replay="ru") is None  # the base's language has the same letters
     assert script("de", tokens="greek") == Script.named("greek")
     both = script("ko", tokens="hangul")
-    assert both is not None and both.share("ㅋ한") == 1.0
+    assert both is not None and PriorByScript(0.5, 0.02, both.ranges).share("ㅋ한") == 1.0
 
 
 def test_every_script_in_the_table_has_ranges() -> None:

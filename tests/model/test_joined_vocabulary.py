@@ -15,7 +15,6 @@ from torch import Tensor
 from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.routing import piece_shares
 from scale_cli.upscale.building import NewPieces
 from tests.widening import (
     TINY,
@@ -77,19 +76,3 @@ def test_of_a_document_without_the_others_script_a_head_says_what_it_says_alone(
     said = said_KBT[["base", *RUNS].index(name), 0].double()
     by_itself = said_alone(name, torch.where(ids >= OLD, ids - places.start, ids))
     torch.testing.assert_close(said, by_itself, rtol=0.0, atol=2e-4)
-
-
-def test_a_head_says_the_same_of_logits_by_ids_whatever_stands_at_the_tokens_that_it_does_not_know() -> (
-    None
-):
-    """As a plain export holds them, where the columns of a head give something for every token."""
-    config = together().config
-    shares = piece_shares(FIRST, OWN, config.known_by_heads(), config.vocab_size)
-    for head, of_head in enumerate(shares):
-        if of_head is not None:
-            ids = torch.tensor(config.token_ids(head))
-            draw = torch.Generator().manual_seed(head)
-            by_ids = torch.randn(3, config.vocab_size, generator=draw)
-            first, end = config.known_by_heads()[head]
-            num_known = OLD + end - first
-            assert torch.equal(of_head(by_ids), of_head(by_ids[:, ids[:num_known]]))

@@ -21,8 +21,9 @@ from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.widening import train_steps, widen
 
-# A processor's engine, in one process, that compiles nothing.
+# A processor's engine, in one process, that compiles nothing. It imports this checkout.
 ENVIRONMENT = {
+    "PYTHONPATH": str(Path(__file__).parents[3]),
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -56,7 +57,7 @@ def ask(vllm: Path) -> Ask:
         questions.write_text(json.dumps(jobs))
         command = [vllm, Path(__file__).parent / "ask.py", questions, answers]
         with log.open("w") as told:
-            environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": ""}
+            environment = {**os.environ, **ENVIRONMENT}
             ran = subprocess.run(command, stdout=told, stderr=subprocess.STDOUT, env=environment)
         assert ran.returncode == 0, log.read_text()
         found: dict[str, Any] = json.loads(answers.read_text())

@@ -1,4 +1,4 @@
-"""Every family, several heads: random plain models beside their own transformers classes."""
+"""Every family: random plain models beside their own transformers classes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scale_cli.model.family_scale import FAMILIES as BASES
-from scale_cli.model.routing import log_prior, mix_logits, posterior_log_weights, shares_of_router
+from scale_cli.model.routing import base_shares, log_prior, mix_logits, posterior_log_weights
 from scale_cli.serving import FAMILIES
 from tests.serving.engine.conftest import Ask
 
-STREAMS, PRIOR = [64, 32, 16, 16], 0.6
+STREAMS, PRIOR = [80, 48], 0.6
 ROUTER = {"stream_sizes": STREAMS, "prior": PRIOR}
 VOCABULARY, LENGTH = 9001, 90  # more than one tile, and no multiple of what vLLM rounds up to
 SIZES: dict[str, Any] = {
@@ -41,14 +41,13 @@ OWN: dict[str, dict[str, Any]] = {
     "Exaone4": WINDOWS,
 }
 SHARED = "Llama, its vocabulary and its attention heads shared by two processes"
-LACKING = f"{SHARED}; every head lacks some tokens"
+LACKING = f"{SHARED}; the base lacks some tokens"
 COMPILED = "Qwen3, its trunk compiled"
 MODEL_TYPES = {family.class_name: model_type for model_type, family in BASES.items()}
 NUM_NEW = 40
 NEW_TOKENS: dict[str, Any] = {
     "first": [index % 7 for index in range(NUM_NEW)],
     "own": [0, 3, 5],
-    "known": [[0, 0], [0, 25], [0, 25], [25, NUM_NEW]],
 }
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -66,23 +65,21 @@ IDS = torch.randint(0, VOCABULARY, (8, LENGTH), generator=torch.Generator().manu
 def routed_log_probs(model: Any, new_tokens: dict[str, Any] | None = None) -> Tensor:
     """(B, T - 1): of each token after the first, routed in torch over what the plain model's head reads."""
     hidden = model.model(input_ids=IDS).last_hidden_state
-    parts = [
+    base, added = (
         stream @ columns.T
         for stream, columns in zip(
             hidden.split(STREAMS, -1), model.lm_head.weight.split(STREAMS, -1), strict=True
         )
-    ]
-    heads = [parts[0], *(parts[0] + part for part in parts[1:])]
+    )
+    trained = base + added
     if new_tokens is not None:
-        shares = shares_of_router({"stream_sizes": STREAMS, "new_tokens": new_tokens}, VOCABULARY)
-        heads = [
-            of if shared is None else shared(of) for of, shared in zip(heads, shares, strict=True)
-        ]
-    logits_KBTV = torch.stack(heads)
-    next_ids = IDS[:, 1:, None].expand(len(STREAMS), -1, -1, -1)
+        shares = base_shares({"new_tokens": new_tokens})
+        assert shares is not None
+        base = shares(base[..., :-NUM_NEW])
+    logits_KBTV = torch.stack([base, trained])
+    next_ids = IDS[:, 1:, None].expand(2, -1, -1, -1)
     said_KBT = logits_KBTV.log_softmax(-1)[:, :, :-1].gather(-1, next_ids)[..., 0]
-    prior_K = log_prior(PRIOR, len(STREAMS))
-    weights = posterior_log_weights(said_KBT, prior_K)
+    weights = posterior_log_weights(said_KBT, log_prior(PRIOR))
     mixed = mix_logits(weights[..., :-1].float(), logits_KBTV[:, :, :-1]).log_softmax(-1)
     return mixed.gather(-1, IDS[:, 1:, None])[..., 0]
 
@@ -127,7 +124,7 @@ def tell_of_the_router(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, SHARED, LACKING, COMPILED])
-def test_a_family_routes_among_its_heads_as_torch_does(
+def test_a_family_routes_between_its_heads_as_torch_does(
     family: str, served_and_expected: dict[str, tuple[Any, Tensor]]
 ) -> None:
     answers, expected = served_and_expected[family]

