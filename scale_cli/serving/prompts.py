@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from vllm.config import VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -55,7 +56,7 @@ class Prompts(LogitsProcessor):
         if read:
             priors, judged = zip(*read, strict=True)
             self.prior_R[: len(read)] = torch.tensor(priors, dtype=torch.float64)
-            padded = torch.nn.utils.rnn.pad_sequence(judged, batch_first=True, padding_value=True)
+            padded = pad_sequence(list(judged), batch_first=True, padding_value=True)
             self.judged_RP[: len(read)] = True
             self.judged_RP[: len(read), : padded.shape[1]] = padded
 

@@ -56,7 +56,10 @@ def heads(
 ) -> StreamHeads:
     # The columns of a head that cannot be read are not in tiles.
     tiles = [
-        tuple(partial(F.linear, weight=part) for part in tile.split(STREAMS, dim=1))
+        (
+            partial(F.linear, weight=tile[:, : STREAMS[0]]),
+            partial(F.linear, weight=tile[:, STREAMS[0] :]),
+        )
         for tile in weight_VD.split(TILE if readable else len(weight_VD))
     ]
     shared = None if shares is None else SharedPieces(shares, VOCABULARY, shard, weight_VD.device)

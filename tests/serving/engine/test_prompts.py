@@ -124,7 +124,7 @@ def test_every_prompt_begins_with_the_prior_of_its_script_and_a_template_is_no_e
     served: dict[str, Served], name: str
 ) -> None:
     of = served[name]
-    priors = [prompt.base_prior for prompt in of.prompts]
+    priors = [prompt.base_prior or 0.0 for prompt in of.prompts]
     assert {0.02, 0.98} <= {*priors}
     assert all(prompt.judged_T.all() for prompt in of.prompts) == (name != "by script, chats")
     torch.testing.assert_close(of.log_probs, of.expected(priors), atol=1e-3, rtol=0)
