@@ -27,7 +27,8 @@ def register() -> None:
         def verify_and_update_config(vllm_config: Any) -> None:
             model = vllm_config.model_config
             is_routed = bool(getattr(model.hf_config, "scale_router", None))
-            if is_routed and not vllm_config.use_v2_model_runner:  # else the model refuses
+            is_refused = vllm_config.use_v2_model_runner or vllm_config.speculative_config
+            if is_routed and not is_refused:  # else the model says why, in a line of its own
                 of_user = model.logits_processors or []
                 model.logits_processors = [*of_user, "scale_cli.serving.prompts:Prompts"]
 
