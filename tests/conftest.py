@@ -28,6 +28,8 @@ FORKS = {
     ),
 }
 
+LONG_OPTIONS = ("--proofs", "--torture", "--runtimes", "--serving")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -88,7 +90,7 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """Print what the long proofs counted: `record_property(what, how_many)`."""
-    if not any(config.getoption(option) for option in ("--torture", "--runtimes", "--serving")):
+    if not any(map(config.getoption, LONG_OPTIONS)):
         return
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
@@ -96,6 +98,23 @@ def pytest_terminal_summary(
                 terminalreporter.write_line(
                     f"{outcome}  {report.nodeid.split('/')[-1]}: {what}: {how_many}"
                 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_proofs(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Have `scale upscale`, `export` and `verify` prove what they make on less text.
+
+    `make proofs`, `torture`, `runtimes` and `serving` prove it on all that users have.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not any(map(pytestconfig.getoption, LONG_OPTIONS)):
+            in_full = import_module("scale_cli.upscale.preservation").SAMPLE_TEXTS
+            for module in ("upscale.preservation", "commands.upscale"):
+                # An English one and a Korean one.
+                patch.setattr(f"scale_cli.{module}.SAMPLE_TEXTS", (in_full[0], in_full[5]))
+            patch.setattr("scale_cli.commands.export._DOCUMENTS_PER_CORPUS", 1)
+            patch.setattr("scale_cli.export.cached_decoding._NUM_PROMPTS", 1)
+        yield
 
 
 @pytest.fixture(scope="session")

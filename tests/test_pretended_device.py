@@ -31,7 +31,6 @@ from scale_cli.runs.folder import RunFolder
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, load_optimiser_tensors, optimiser_tensors
 from scale_cli.training.step import StepResult, train_step
-from scale_cli.upscale import preservation
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.building import start_model
 from tests.pretended_device import accelerate_on, pretended_device
@@ -59,16 +58,14 @@ def device() -> Iterator[torch.device]:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunConfig]:
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """Of a run of a second that has been upscaled; two texts are read, for every operator costs here."""
     root = tmp_path_factory.mktemp("pretended")
     write_base_and_texts(root, num_hidden_layers=2)
     fewer = [f"evaluation.perplexity.{index}.max_documents=2" for index in range(2)]
     config = load_config(Runs(root).config("run"), fewer)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preservation, "SAMPLE_TEXTS", preservation.SAMPLE_TEXTS[:2])
-        upscale(config)
-        yield config
+    upscale(config)
+    return config
 
 
 def embedded_on(compute: Callable[[], Any]) -> set[str]:

@@ -29,7 +29,6 @@ from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.building import MethodModel, NewPieces, start_model
 
-CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
 CORPORA = (
     "en-tinystories/tinystories_val.txt",
     "en-eltec/valid.txt.xz",

@@ -1,3 +1,4 @@
+import io
 import json
 import re
 import shutil
@@ -287,7 +288,8 @@ def test_what_cannot_be_had_is_one_line(
 def test_standard_input_that_is_closed_or_no_text_is_one_line(
     run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for stdin, told in ((None, "no prompt given"), (["good\n", "\udcff\n"], "not UTF-8")):
+    foreign = io.TextIOWrapper(io.BytesIO("good\n한국의 수도는\n".encode("cp949")), "utf-8")
+    for stdin, told in ((None, "no prompt given"), (foreign, "not UTF-8")):
         monkeypatch.setattr("sys.stdin", stdin)
         assert told in scale("generate", run.output_dir).error()
 

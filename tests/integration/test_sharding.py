@@ -8,10 +8,18 @@ import torch
 from scale_cli.commands.train import train
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.training.metrics_log import EVALUATION
-from tests.training.test_sharding import EVALUATED, Runs, exact_products, no_runs
+from tests.training.test_sharding import (
+    EVALUATED,
+    NEW_TOKENS,
+    Runs,
+    check_checkpoint,
+    exact_products,
+    no_runs,
+)
 from tests.widening import load_model
 
 PAIRS = {
+    "full": ("all", "method.variant=full", *NEW_TOKENS),
     "freeze": ("expansion", "method.variant=freeze", "method.freeze.num_layers=1", *EVALUATED),
     "llama-pro": ("expansion", "method.variant=llama-pro"),
     # Of batches cut alike: products in bfloat16 show how they are cut. Muon would magnify their rounding.
@@ -47,6 +55,8 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "train.micro_batch_size=1",
     )
     made.add("checkpointed-four", *checkpointed, like="one")
+    node = ("train.sharding=all", "train.sharded_within=node", "train.micro_batch_size=1")
+    made.add("node-four", *node, like="one")
     made.add("expansion-four", "train.micro_batch_size=1", "train.sharding=expansion", like="one")
     with made.training_in_processes(2):
         for name in PAIRS:
@@ -62,6 +72,7 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     [
         *((f"{name}-two", f"{name}-one") for name in PAIRS),
         ("expansion-four", "one"),
+        ("node-four", "one"),
         ("checkpointed-four", "one"),
         ("all-two-then-four", "one"),
     ],
@@ -78,6 +89,10 @@ def test_more_methods_and_four_processes_have_the_losses_and_weights_of_one(
     if name != "lowered-two":  # whose rounding shows in the weights
         for key, tensor in expected.items():
             torch.testing.assert_close(trained[key], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_of_two_machines_that_hold_the_same_shards_one_writes_them(runs: Runs) -> None:
+    check_checkpoint(runs, "node-four", num_shards=4)
 
 
 def test_compiled_or_not_losses_are_those_of_one_process(runs: Runs) -> None:

@@ -63,7 +63,7 @@ _SMALLER = {"train": "whole/final/trained.safetensors", "export": "base/model.sa
 # In short, a verb is killed at so many calls, and meets one of the errors.
 IN_SHORT = {
     "prepare": (1, errno.EIO),
-    "train": (3, errno.ENOSPC),
+    "train": (1, errno.ENOSPC),
     "evaluate": (1, errno.EACCES),
     "export": (1, 0),
 }
@@ -151,7 +151,7 @@ def test_killed_at_random_instants_a_run_ends_as_the_whole_one(
     runs.do("train", "timed")
     usual_s = time.monotonic() - started_s
     kills = 0
-    while kills < (200 if in_full else 3):
+    while kills < (200 if in_full else 1):
         runs.upscaled("killed")
         longest_s = usual_s
         while runs.start("killed").is_killed_after(instants.uniform(0, longest_s)):

@@ -131,8 +131,8 @@ def grown() -> MethodModel:
     ).train()
 
 
-# As generated code it is in tests/integration.
-@pytest.mark.parametrize("name", ["lora", "route", "grown"])
+# A run of `route` is compiled, into generated code too, in tests/integration/test_sharding.py.
+@pytest.mark.parametrize("name", ["lora", "grown"])
 def test_compiled_training_is_traced_whole_and_has_the_losses_of_plain_training(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
