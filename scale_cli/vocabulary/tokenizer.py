@@ -34,6 +34,7 @@ from scale_cli.storage.atomic import (
     write_json,
     writing,
 )
+from scale_cli.terminal import progress_bar
 from scale_cli.vocabulary.added_tokens import (
     SENTENCEPIECE,
     NewToken,
@@ -183,13 +184,17 @@ def read_texts(
 ) -> Iterator[str]:
     """Yield the documents of some sources, from each until `most_bytes` are read."""
     for source in sources:
-        size = 0
-        for record in CorpusReader(source, reading.max_document_bytes):
-            if isinstance(record, Document):
-                yield record.text
-                size += record.num_bytes
-                if size >= most_bytes:
-                    break
+        with progress_bar(
+            desc=f"reading {source.name}", unit="B", unit_scale=True, delay=1.0, leave=False
+        ) as bar:
+            size = 0
+            for record in CorpusReader(source, reading.max_document_bytes):
+                if isinstance(record, Document):
+                    yield record.text
+                    bar.update(record.num_bytes)
+                    size += record.num_bytes
+                    if size >= most_bytes:
+                        break
 
 
 def _given(first_id: int, folder: str) -> PreTrainedTokenizerBase:
