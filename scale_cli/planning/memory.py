@@ -17,8 +17,8 @@ _FEWEST_ROWS = 128
 # Of a process on a CPU, measured in runs of SmolLM2-135M (docs/planning.md): what it holds beside
 # weights and a step's tensors, and the share of the tensors kept for the backward pass that the C
 # library's allocator cannot use again between them, in a widened model and in any other.
-_PROCESS_BYTES = 940_000_000
-_UNUSABLE_SHARES = {True: 0.1, False: 0.5}
+_PROCESS_BYTES = 960_000_000
+_UNUSABLE_SHARES = {True: 0.1, False: 0.35}
 
 
 @dataclass(frozen=True)

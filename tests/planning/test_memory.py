@@ -111,4 +111,4 @@ def test_on_a_cpu_libraries_texts_and_the_allocators_gaps_are_part_of_the_sum() 
         assert planned.total - planned.process == sum(list(vars(planned).values())[:-1])
         assert planned.process > 5e8
     # More of what a plain model frees lies between what it keeps.
-    assert (lora.process - preserve.process) > 0.3 * lora.saved
+    assert (lora.process - preserve.process) > 0.2 * lora.saved
