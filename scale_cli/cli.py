@@ -159,12 +159,12 @@ def init(
     learned = corpus or ask("--corpus", "text to learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]]")
     spoken = language or ask("--language", "language of that text: ko, de, ...")
     kept = retention or ask("--retention", "text that the base knows, to measure forgetting")
-    from scale_cli.commands.answers import check_answers, source_of
-
-    text = source_of("corpus", learned, spoken, text_field)
-    known = source_of("replay", kept, retention_language, retention_text_field)
-    check_answers(file, model, text, known)
     with without_collections():
+        from scale_cli.commands.answers import check_answers, source_of
+
+        text = source_of("corpus", learned, spoken, text_field)
+        known = source_of("replay", kept, retention_language, retention_text_field)
+        check_answers(file, model, text, known)
         quieten_libraries()
         from scale_cli.commands.init import init
 

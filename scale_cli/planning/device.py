@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 # Of what is timed.
 _LONGEST_WINDOW = 512
-_MOST_TOKENS = {"cpu": 768, "cuda": 1 << 14}
+_MOST_TOKENS = {"cpu": 512, "cuda": 1 << 14}
 # A processor that has begun to compute gets faster, or slower, for a while.
 _WARM_UP_S = 0.1
-_TIMED_S = 0.3  # of each of the two
+_TIMED_S = 0.2  # of each of the two
 _FEWEST_TIMINGS = 4
 _IDLE_LOAD = 0.3  # processes that wait for a core, on a machine that is called idle
 # FLOP/s of dense 16-bit products, from the makers' data sheets; an NVL of the same name is slower.
@@ -70,7 +70,7 @@ def measure_device(
 ) -> Device:
     """Measure the speed of training steps of a method's layer and head, of at most 1,024 channels.
 
-    A whole step is taken to spend its FLOPs at these two speeds. Each is the fastest step's of 0.3 s.
+    A whole step is taken to spend its FLOPs at these two speeds. Each is the fastest step's of 0.2 s.
     """
     import torch
 

@@ -102,7 +102,8 @@ class Spelling:
                 "letters of method.vocabulary.script need, so it loses them; choose another base"
             )
         tokens = tokenizer.get_vocab()
-        of_script = sum(script.alone_begins(self.to_bytes(token)) for token in tokens)
+        spelt = (token for token in tokens if not token.removeprefix(self.space).isascii())
+        of_script = sum(script.alone_begins(self.to_bytes(token)) for token in spelt)
         if of_script > _MOST_OF_A_SCRIPT * len(tokens):
             raise BaseModelError(
                 f"method.vocabulary.script: {of_script:,} of the {len(tokens):,} tokens of {name} are of this "

@@ -74,7 +74,7 @@ def test_the_speeds_are_those_of_the_fastest_steps_once_warm_of_all_threads(
     finally:
         torch.set_num_threads(before)
     step = walk(Base(TINY_SIZES, itemsize=4), method)
-    of_layers = 768 * (step.flops(32) - step.head_flops)
+    of_layers = 512 * (step.flops(32) - step.head_flops)
     assert device.layers_flops_per_s == pytest.approx(of_layers / 0.3)
     num_rows = 2**21 // TINY_SIZES.vocab_size
     assert device.head_flops_per_s == pytest.approx(num_rows * step.head_flops / 0.6)
