@@ -151,14 +151,9 @@ def _fit(
         words = config_text(file, takes="", **found)
         config = checked(RunConfig, parse(words, str(file)), str(file))
         measured = [of for parts in held_out.values() for of in parts]
-        rates = {
-            "acquisition": new.tokens_per_byte or text.tokens_per_byte,
-            "retention": retention.tokens_per_byte,
-        }
+        counting = new.grown or tokenizer.backend_tokenizer
         texts = [
-            HeldOut.of(of.held_out_documents, rates[role], sizes.sequence_length)
-            for role, parts in held_out.items()
-            for of in parts
+            HeldOut.of(of.held_out_documents, counting, sizes.sequence_length) for of in measured
         ]
         takes = estimate(config, base_sizes, device, texts, num_new=new.number)
         training_s = max(0.0, 60 * minutes - takes.total_s + takes.training_s)

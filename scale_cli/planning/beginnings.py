@@ -19,7 +19,7 @@ from scale_cli.errors import CorpusError
 _LARGEST_DOCUMENT = 1 << 28  # bytes
 _OF_A_DATASET = 1 << 40  # bytes that a dataset is taken to have: more than a first run reads
 _BYTES_READ = 1 << 20  # of a held-out text
-_CHARACTERS_COUNTED = 20_000  # in tokens
+_CHARACTERS_COUNTED = 10_000  # in tokens
 _CHARACTERS_OF_EACH = 2_000
 _BYTES_PER_TOKEN = 3  # where no tokenizer is at hand
 # As `_prompts` of commands/export.py, which imports torch; a test compares.
@@ -67,10 +67,16 @@ class HeldOut:
     def of(
         cls,
         documents: Sequence[str],
-        tokens_per_byte: float,
+        tokenizer: Tokenizer | None,  # None: three bytes are a token
         window: int,
         times: float = 1.0,  # as many documents as these
     ) -> HeldOut:
+        sample = "".join(document[:_CHARACTERS_OF_EACH] for document in documents)
+        sample = sample[:_CHARACTERS_COUNTED]
+        tokens_per_byte = 1 / _BYTES_PER_TOKEN
+        if tokenizer is not None and sample:
+            num_tokens = len(tokenizer.encode(sample, add_special_tokens=False).ids)
+            tokens_per_byte = num_tokens / len(sample.encode())
         lengths = [len(document.encode()) * tokens_per_byte for document in documents]
         in_windows = sum(min(length, window) for length in lengths)
         longest = min(window, _LONGEST_COMPARED)
@@ -102,13 +108,7 @@ def held_out_texts(config: RunConfig, tokenizer: Tokenizer | None) -> list[HeldO
             num_read = min(num_read, source.max_documents)
         first = source.skip_documents
         typical = text.documents[first:][: source.max_documents] or text.documents
-        rate = 1 / _BYTES_PER_TOKEN
-        sample = "".join(document[:_CHARACTERS_OF_EACH] for document in typical)
-        sample = sample[:_CHARACTERS_COUNTED]
-        if tokenizer is not None:
-            ids = tokenizer.encode(sample, add_special_tokens=False).ids
-            rate = len(ids) / len(sample.encode())
-        texts.append(HeldOut.of(typical, rate, window, max(0.0, num_read) / len(typical)))
+        texts.append(HeldOut.of(typical, tokenizer, window, max(0.0, num_read) / len(typical)))
     return texts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.vocabulary import VocabularyConfig
@@ -31,6 +32,7 @@ class NewTokens:
     number: int = 0  # that the config has
     offered: int = 0  # that it has as a comment
     tokens_per_byte: float = 0.0  # with those that it has
+    grown: Tokenizer | None = None  # about the tokenizer with those that it has
 
 
 def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) -> NewTokens:
@@ -70,4 +72,5 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
         found.script,
         number,
         tokens_per_byte=1 / found.bytes_per_token_with_new,
+        grown=found.grown,
     )

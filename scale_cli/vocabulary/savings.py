@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.vocabulary import SCRIPTS, Script
@@ -23,6 +24,7 @@ class Savings:
     tokens_per_character: float
     bytes_per_token: float
     bytes_per_token_with_new: float  # of text that the new tokens were not learned on
+    grown: Tokenizer  # the base's, with the new tokens
 
 
 def estimate_savings(
@@ -72,6 +74,7 @@ def estimate_savings(
         tokens_per_character=num_before / len(held_out),
         bytes_per_token=num_bytes / num_before,
         bytes_per_token_with_new=num_bytes / num_after,
+        grown=grown,
     )
 
 
