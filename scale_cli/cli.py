@@ -145,6 +145,9 @@ def init(
     retention_text_field: Annotated[
         str, Option(metavar="NAME", help="The same for --retention.")
     ] = "text",
+    method: Annotated[
+        str, Option(metavar="NAME", help="What trains: route, lora, full, ... (docs/concepts.md).")
+    ] = "route",
     minutes: Annotated[
         float, Option(metavar="N", min=0.1, max=1e6, help="Time to plan for, of the whole run.")
     ] = 5.0,
@@ -160,15 +163,16 @@ def init(
     spoken = language or ask("--language", "language of that text: ko, de, ...")
     kept = retention or ask("--retention", "text that the base knows, to measure forgetting")
     with without_collections():
-        from scale_cli.commands.answers import check_answers, source_of
+        from scale_cli.commands.answers import check_answers, checked_method, source_of
 
         text = source_of("corpus", learned, spoken, text_field)
         known = source_of("replay", kept, retention_language, retention_text_field)
         check_answers(file, model, text, known)
+        chosen = checked_method(method)
         quieten_libraries()
         from scale_cli.commands.init import init
 
-        init(file, model, text, known, minutes)
+        init(file, model, text, known, method=chosen, minutes=minutes)
 
 
 @app.command()

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from scale_cli.config.load import checked
-from scale_cli.config.schema import ModelConfig
+from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.sources import CorpusSource
 from scale_cli.data.files import check_source
 from scale_cli.errors import UsageError
+from scale_cli.methods import METHODS
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
 
 _FILES = re.compile(r".*\.(txt|jsonl|json|csv|parquet)(\.(gz|xz|zst))?")
@@ -41,3 +42,10 @@ def check_answers(file: Path, base: str, learned: dict[str, Any], known: dict[st
         text = checked(CorpusSource, source, source["name"])
         if text.is_local:
             check_source(text)
+
+
+def checked_method(name: str) -> MethodConfig:
+    """Return the settings with which a method is tried first."""
+    if name not in METHODS:
+        raise UsageError(f"--method: no method is called {name!r}; one of: {', '.join(METHODS)}")
+    return MethodConfig.model_validate({"variant": name, **METHODS[name].first_run})

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli import report
 from scale_cli.config.load import checked, dump_line, json_schema_text, parse
-from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Encoder
 from scale_cli.data.files import check_source
@@ -26,13 +26,12 @@ from scale_cli.planning.sizes import BaseSizes
 from scale_cli.runs.folder import RunFolder
 from scale_cli.starter.fitting import (
     LEAST_STEP_TOKENS,
-    METHOD,
     MIN_STEPS,
     MOST_READINGS,
     faster_precision,
     fit_sizes,
 )
-from scale_cli.starter.offer import NewTokens, offer_tokens
+from scale_cli.starter.offer import NewTokens, offer_tokens, own_tokens
 from scale_cli.starter.parts import Parted, chat_of, measured_on_alone, part
 from scale_cli.starter.texts import Text, look_into
 from scale_cli.storage.atomic import write_text
@@ -47,7 +46,13 @@ _HELD_OUT_SHARE = 0.1  # of the time, for the last evaluation of one text
 
 
 def init(
-    file: Path, base: str, learned: dict[str, Any], known: dict[str, Any], minutes: float
+    file: Path,
+    base: str,
+    learned: dict[str, Any],
+    known: dict[str, Any],
+    *,
+    method: MethodConfig,
+    minutes: float,
 ) -> None:
     """Write a config that `scale run` accepts unchanged; `learned` and `known` are the texts' entries in it.
 
@@ -65,7 +70,9 @@ def init(
         raise UsageError(
             "--retention: is the same text as --corpus; give text that the base already knows"
         )
-    new = offer_tokens(text, tokenizer, base_sizes.vocab_size)
+    new = own_tokens(text)
+    if method.definition.takes_new_tokens:
+        new = offer_tokens(text, tokenizer, base_sizes.vocab_size)
     num_tokens = int(text.num_bytes * (new.tokens_per_byte or text.tokens_per_byte))
     if num_tokens < LEAST_STEP_TOKENS:
         raise CorpusError(
@@ -77,6 +84,7 @@ def init(
         base,
         base_sizes,
         tokenizer,
+        method=method,
         text=text,
         retention=retention,
         new=new,
@@ -108,6 +116,7 @@ def _fit(
     base_sizes: BaseSizes,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    method: MethodConfig,
     text: Text,
     retention: Text,
     new: NewTokens,
@@ -116,12 +125,13 @@ def _fit(
 ) -> _Draft:
     """Return sizes and parts of the texts with which the whole run takes the minutes."""
     mixed_precision = faster_precision()
-    device = measure_device(base_sizes, METHOD, mixed_precision)
+    device = measure_device(base_sizes, method, mixed_precision)
     training_s = 60 * minutes
     most_held_out = math.inf  # tokens, of each text
     for _ in range(3):  # each time with the time that evaluation, start and export have left
         sizes = fit_sizes(
             base_sizes,
+            method,
             device,
             mixed_precision,
             num_new=new.number,
@@ -140,6 +150,7 @@ def _fit(
                 parts.append(chat_of(parts[0], role, file))
         found = {
             "model": {"base": base},
+            "method": method,
             "corpus": corpus,
             "kept": kept,
             "held_out": held_out,

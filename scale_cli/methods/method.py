@@ -62,6 +62,8 @@ class Method(Generic[Settings]):
         "lr": 1.0e-5
     }  # values of `train` keys that the config leaves out
 
+    first_run: ClassVar[Mapping[str, object]] = {}  # settings of the config by `scale init`
+
     is_planned: ClassVar[bool] = False  # `scale plan` counts it in closed form
     widens: ClassVar[bool] = False  # the base stays in the model, bit for bit
     routes: ClassVar[bool] = False  # serving mixes the model with that base

@@ -149,6 +149,7 @@ class WideningConfig(MethodSection):
 class _Widened(Method[WideningConfig]):
     settings = WideningConfig
     left_out = {"optimiser": "muon"}
+    first_run = {"distillation": {"weight": 4.0}}
     widens = takes_new_tokens = is_planned = True
     adapter = "scale"
     advice = (
@@ -205,6 +206,7 @@ class Preserve(_Widened):
 class Adapt(_Widened):
     """The expansion writes into the base stream in collaborating layers."""
 
+    first_run = {}  # its collaborating layers keep it from distilling
     name, label = "adapt", "SCALE-Adapt"
     colour, mark = "#00866a", ("P", "✚")
 

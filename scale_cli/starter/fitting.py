@@ -14,8 +14,6 @@ from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.walk import Base, walk
 from scale_cli.processes import computes_in_bfloat16, cpu_precision
 
-# Of a first run; it distils, if there is replay.
-METHOD = MethodConfig.model_validate({"distillation": {"weight": 4.0}})
 MIN_STEPS = 10
 LEAST_STEP_TOKENS = 2048  # a step of fewer is too noisy
 _MOST_STEP_TOKENS = 131_072
@@ -54,6 +52,7 @@ def faster_precision() -> str:
 
 def fit_sizes(
     base: BaseSizes,
+    method: MethodConfig,
     device: Device,
     mixed_precision: str,
     *,
@@ -65,6 +64,7 @@ def fit_sizes(
 
     Args:
         base: sizes of the base.
+        method: what trains.
         device: with the speed of training in `mixed_precision`.
         mixed_precision: no, bf16 or fp16.
         num_new: tokens that the config adds.
@@ -75,10 +75,11 @@ def fit_sizes(
         ConfigError: the base does not fit the memory.
     """
     available = _memory_bytes(device.type)
-    step = walk(Base(base, itemsize=4), METHOD, mixed_precision, num_new=num_new)
+    step = walk(Base(base, itemsize=4), method, mixed_precision, num_new=num_new)
 
     def train(batch_size: int) -> TrainConfig:
-        return TrainConfig(max_steps=1, global_batch_size=batch_size, optimiser="muon")
+        left_out = method.definition.left_out
+        return TrainConfig(max_steps=1, global_batch_size=batch_size, **left_out)
 
     def memory(length: int, at_once: int) -> int:
         return memory_of(
@@ -87,8 +88,8 @@ def fit_sizes(
             sequence_length=length,
             vocab_size=base.vocab_size + num_new,
             device_type=device.type,
-            widens=METHOD.definition.widens,
-            distils=METHOD.distils,
+            widens=method.definition.widens,
+            distils=method.distils,
         ).total
 
     most_tokens = MOST_READINGS * num_tokens

@@ -35,11 +35,21 @@ class NewTokens:
     grown: Tokenizer | None = None  # about the tokenizer with those that it has
 
 
+def own_tokens(text: Text) -> NewTokens:
+    """Return that a text is read by the base's own tokens, and what it costs."""
+    return NewTokens(f"{_cost(text):.2f} per character, {1 / text.tokens_per_byte:.2f} bytes each")
+
+
+def _cost(text: Text) -> float:
+    """Return how many tokens a character costs."""
+    return text.tokens_per_byte * len(text.sample.encode()) / len(text.sample)
+
+
 def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) -> NewTokens:
     """Find new tokens for a text whose characters cost many tokens."""
     num_bytes = len(text.sample.encode())
-    cost = text.tokens_per_byte * num_bytes / len(text.sample)
-    words = f"{cost:.2f} per character, {1 / text.tokens_per_byte:.2f} bytes each"
+    cost = _cost(text)
+    words = own_tokens(text).words
     if cost < _OFFERED_FROM:
         return NewTokens(words)
     wanted = VocabularyConfig()

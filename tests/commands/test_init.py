@@ -14,13 +14,14 @@ from transformers import LlamaConfig
 from scale_cli.commands import init as verb_init
 from scale_cli.commands import plan as verb_plan
 from scale_cli.commands import run as verb_run
-from scale_cli.commands.answers import source_of
+from scale_cli.commands.answers import checked_method, source_of
 from scale_cli.commands.init import SCHEMA_FILE, config_text
 from scale_cli.config.load import checked, load_config, parse
-from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.documents import CorpusReader
 from scale_cli.errors import ConfigError
+from scale_cli.methods import METHODS
 from scale_cli.planning.device import Device
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.walk import Base, walk
@@ -105,6 +106,7 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
         ("--retention", "empty.txt", "no document with text"),
         ("--language", "korean", "korean is not an ISO 639 code"),
         ("--retention-language", "kr", "the language code is ko"),
+        ("--method", "qlora", "--method: no method is called 'qlora'; one of: preserve, "),
     ],
 )
 def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
@@ -126,15 +128,18 @@ def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def written_for(base: str, corpus: str, language: str, sizes: Sizes = SIZES) -> Any:
+def written_for(
+    base: str, corpus: str, language: str, sizes: Sizes = SIZES, method: str = "route"
+) -> Any:
     """Return the config that is written, parsed, for texts that nobody looks into."""
     trained, held, known = (
         {"name": name, "path": f"{corpus}.txt", "language": language} for name in ("a", "b", "c")
     )
-    learned, kept = Parted(trained, held, "", []), Parted({}, known, "", [])
+    learned, kept = Parted(trained, held, "", []), Parted(known, known, "", [])
     text = config_text(
         Path("mine.yaml"),
         model={"base": base},
+        method=checked_method(method),
         corpus=learned,
         kept=kept,
         held_out={"acquisition": [learned], "retention": [kept]},
@@ -153,8 +158,17 @@ def test_any_name_comes_back_out_of_the_yaml_as_it_was_given(name: str) -> None:
     assume("://" not in name)
     tree = written_for(name, name, "no")
     assert tree["model"]["base"] == name
-    (source,) = tree["corpus"]["sources"]
+    source, _ = tree["corpus"]["sources"]
     assert (source["path"], source["language"]) == (f"{name}.txt", "no")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_config_of_any_method_is_valid_and_takes_its_own_rate(method: str) -> None:
+    tree = written_for("b", "c", "ko", method=method)
+    config = checked(RunConfig, tree, "mine.yaml")
+    assert config.method.variant == method
+    assert config.method.distils == (method in ("preserve", "route"))
+    assert "lr" not in tree["train"]
 
 
 @settings(max_examples=12)
@@ -168,19 +182,19 @@ def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
     flops: float, minutes: float, gib: float, num_tokens: int
 ) -> None:
     base = BaseSizes.of(LlamaConfig(**TINY).to_dict(), "tiny")
+    method = checked_method("route")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitting, "_memory_bytes", lambda _: int(gib * 2**30))
         device = Device("cpu", flops, flops, "measured on cpu")
         try:
             asked: dict[str, Any] = {"training_s": 60 * minutes, "num_tokens": num_tokens}
-            sizes = fit_sizes(base, device, "no", num_new=0, **asked)
+            sizes = fit_sizes(base, method, device, "no", num_new=0, **asked)
         except ConfigError as error:
             assert str(error).startswith("--base: training needs ")
             return
     assert sizes.memory_bytes <= sizes.available_bytes
     assert sizes.sequence_length <= base.max_position_embeddings
     assert sizes.global_batch_size % sizes.micro_batch_size == 0
-    method = MethodConfig.model_validate({"distillation": {"weight": 4.0}})
     step = walk(Base(base, itemsize=4), method)
     train = TrainConfig(max_steps=1, global_batch_size=sizes.global_batch_size, optimiser="muon")
     training_s = sizes.max_steps * device.step_s(step, train, sizes.sequence_length)
