@@ -78,8 +78,8 @@ def fit_sizes(
     step = walk(Base(base, itemsize=4), method, mixed_precision, num_new=num_new)
 
     def train(batch_size: int) -> TrainConfig:
-        left_out = method.definition.left_out
-        return TrainConfig(max_steps=1, global_batch_size=batch_size, **left_out)
+        sizes = {"max_steps": 1, "global_batch_size": batch_size}
+        return TrainConfig.model_validate({**method.definition.left_out, **sizes})
 
     def memory(length: int, at_once: int) -> int:
         return memory_of(
