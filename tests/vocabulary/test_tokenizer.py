@@ -14,7 +14,7 @@ from scale_cli.config.vocabulary import VocabularyConfig
 from scale_cli.data.encoding import id_dtype
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, ScaleError
-from scale_cli.storage.atomic import read_json
+from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
 from scale_cli.vocabulary.tokenizer import (
     AddedTokens,
@@ -180,3 +180,19 @@ def test_an_id_without_a_row_is_refused_however_few_ids_there_are(
         grow(tokenizer, tmp_path, first_id=num_rows)
     check_ids(tokenizer, last + 1)
     assert id_dtype(tokenizer) == ("uint32" if last > 2**16 else "uint16")
+
+
+@pytest.mark.parametrize("named", ["GPT2Tokenizer", "LlamaTokenizer", "TokenizersBackend", None])
+def test_a_tokenizer_is_opened_as_transformers_opens_it_whatever_class_is_named(
+    named: str | None, shared_data: Path, tmp_path: Path
+) -> None:
+    """The class of the base's config is not imported for it."""
+    base = shared_data / "ckpt-eltec/hf"
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((base / name).read_bytes())
+    settings = read_json(base / "tokenizer_config.json") | {"tokenizer_class": named}
+    write_json(tmp_path / "tokenizer_config.json", settings)
+    wanted: Any = AutoTokenizer.from_pretrained(tmp_path)
+    opened: Any = open_tokenizer(tmp_path)
+    assert type(opened) is type(wanted)
+    assert opened.backend_tokenizer.to_str() == wanted.backend_tokenizer.to_str()
