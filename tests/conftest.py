@@ -112,7 +112,6 @@ def short_proofs(pytestconfig: pytest.Config) -> Iterator[None]:
             for module in ("upscale.preservation", "commands.upscale"):
                 # An English one and a Korean one.
                 patch.setattr(f"scale_cli.{module}.SAMPLE_TEXTS", (in_full[0], in_full[5]))
-            patch.setattr("scale_cli.commands.export._DOCUMENTS_PER_CORPUS", 1)
             patch.setattr("scale_cli.export.cached_decoding._NUM_PROMPTS", 1)
         yield
 

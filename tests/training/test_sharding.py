@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_cli.commands.train import train
@@ -323,40 +321,6 @@ def test_what_is_frozen_is_gathered_forward_alone_and_gradients_are_reduced_once
         assert counted["trains, backward"] > 0
         assert counted["trains, backward"] + counted["trains, forward"] <= 8 * counted["parameters"]
         assert counted["reduced"] == counted["parameters"]
-
-
-def compare_muon_on_sharded_and_whole_matrices() -> None:
-    """Take three steps, one of which is withheld, in one of two processes."""
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(7, 12), (7, 12), (12, 7), (1, 9), (16, 16)]
-    start, *gradients = ([torch.randn(s, generator=generator) for s in shapes] for _ in range(4))
-
-    def sharded(whole: torch.Tensor) -> DTensor:
-        return distribute_tensor(whole, mesh, [Shard(0)])
-
-    whole = [torch.nn.Parameter(tensor.clone()) for tensor in start]
-    parts = [torch.nn.Parameter(sharded(tensor)) for tensor in start]
-    optimisers = [
-        optimiser.BatchedMuon(matrices, adjust_lr_fn="match_rms_adamw")
-        for matrices in (whole, parts)
-    ]
-    for found_inf, of_step in zip((0.0, 1.0, 0.0), gradients, strict=True):
-        for one, part, gradient in zip(whole, parts, of_step, strict=True):
-            one.grad, part.grad = gradient.clone(), sharded(gradient)
-        for muon in optimisers:
-            muon.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]  # as a gradient scaler would
-            muon.step()
-    for one, part in zip(whole, parts, strict=True):
-        assert isinstance(part, DTensor) and torch.equal(part.full_tensor(), one)
-    dist.destroy_process_group()
-
-
-def test_sharded_matrices_have_the_bits_that_muon_gives_whole_ones() -> None:
-    hook = compare_muon_on_sharded_and_whole_matrices
-    for ended in ended_group(start_group("-h", num_processes=2, hook=hook)):
-        assert ended.exit_code == 0, ended.printed
 
 
 @pytest.fixture

@@ -1,7 +1,10 @@
 """One optimiser step: AdamW or Muon, whole or with autocast, and what it does where numbers are not finite."""
 
 import copy
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +109,18 @@ def test_matrices_orthogonalised_together_are_what_torchs_muon_makes_of_each(
     for ours, matrix in zip(together, matrices, strict=True):
         torchs = _zeropower_via_newtonschulz(matrix, *of_steps)
         assert (ours - torchs).norm() < 0.03 * torchs.norm()
+
+
+def test_sharded_matrices_have_the_bits_that_muon_gives_whole_ones() -> None:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ended = subprocess.run(
+        [sys.executable, *words, "-m", "tests.training.muon_in_processes"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 @pytest.mark.parametrize("optimiser_name", ["adamw", "muon"])
