@@ -10,7 +10,9 @@ from transformers import AutoTokenizer
 
 from scale_cli.commands.export import export
 from scale_cli.data.encoding import prompt_ids
+from scale_cli.model.script_prior import PriorByScript
 from scale_cli.runs.opened import Run
+from scale_cli.storage.atomic import read_json
 from tests.serving.engine.conftest import Ask
 from tests.serving.engine.test_vllm import ENGINE, GREEDY, NEW, SCORED
 from tests.small_runs import train_run
@@ -42,17 +44,23 @@ def test_texts_are_tokenised_continued_and_scored_as_in_transformers(
     prompts = [prompt_ids(tokenizer, text) for text in TEXTS]
     assert continued["prompts"] == prompts
     assert [max(ids) >= OLD for ids in prompts] == [True, True, False, True, True]
-    for ids, written, told in zip(
-        prompts, continued["tokens"], scored["prompt_log_probs"], strict=True
-    ):
+    prior_of = PriorByScript.of_export(read_json(folder / "config.json")["scale_router"])
+    answers = zip(TEXTS, prompts, continued["tokens"], scored["prompt_log_probs"], strict=True)
+    for text, ids, written, told in answers:
         ids_1T = torch.tensor([ids])
+        prior = prior_of(text)
         expected = trained.generate(
-            ids_1T, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0
+            ids_1T,
+            do_sample=False,
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            pad_token_id=0,
+            router_prior=prior,
         )
         assert written[0] == expected[0, len(ids) :].tolist()
         with torch.no_grad():
             log_probs = (
-                trained(input_ids=ids_1T)
+                trained(input_ids=ids_1T, router_prior=prior)
                 .logits[0, :-1]
                 .log_softmax(dim=-1)
                 .gather(-1, ids_1T[0, 1:, None])
