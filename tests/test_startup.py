@@ -128,7 +128,6 @@ def test_a_step_imports_nothing_that_it_does_not_use(shared_data: Path, tmp_path
         "init": {
             "transformers.modeling_utils",
             "transformers.models.llama.configuration_llama",
-            "torch.distributed.tensor",
             "scale_cli.upscale.base",
             "scale_cli.training.objective",
         },
