@@ -4,8 +4,6 @@ the KV cache.
 
 from __future__ import annotations
 
-from typing import Any
-
 # The families of `model/family_scale.py` that vLLM implements; with transformers, all families can
 # be routed.
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "Exaone4")
@@ -18,19 +16,9 @@ def register() -> None:
     processes.
     """
     from vllm import ModelRegistry
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    class WithPrompts(VerifyAndUpdateConfig):
-        """Have vLLM tell the router of every request's prompt."""
-
-        @staticmethod
-        def verify_and_update_config(vllm_config: Any) -> None:
-            model = vllm_config.model_config
-            is_routed = bool(getattr(model.hf_config, "scale_router", None))
-            is_refused = vllm_config.use_v2_model_runner or vllm_config.speculative_config
-            if is_routed and not is_refused:  # else the model says why, in a line of its own
-                of_user = model.logits_processors or []
-                model.logits_processors = [*of_user, "scale_cli.serving.prompts:Prompts"]
+    from .engine_config import WithPrompts
 
     for family in FAMILIES:
         name = f"ScaleRouted{family}ForCausalLM"

@@ -11,6 +11,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from transformers import PreTrainedModel
 
 from scale_cli.config.schema import LOCATION_KEYS, TRAIN_SECTIONS, RunConfig, scored_otherwise
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.corpora import (
     build_batches,
@@ -177,17 +178,11 @@ def open_training(
 
     observer = None
     if train.observes:
-        observed: HeadedModel = model  # with two heads
-        if untouched is not None and is_sharded(model) and train.sharding == "all":
-            observed = PlainHeads(beside_new_tokens(untouched, model), model)
-            shard_for_evaluation(untouched, accelerator)
-        elif untouched is not None:
-            observed = model_with_base(model, untouched)
         observer = Observer(
             config=config,
             model=model,
             wrapped=wrapped,
-            observed=observed,
+            observed=_beside_base(model, untouched, train, accelerator),
             tokenizer=start.tokenizer,
             held_out=held_out,
             by_base_tokens=by_base_tokens,
@@ -212,6 +207,20 @@ def open_training(
         branch_point=branch_point,
         saved_step=saved_step,
     )
+
+
+def _beside_base(
+    model: Any, untouched: PreTrainedModel | None, train: TrainConfig, accelerator: Accelerator
+) -> HeadedModel:
+    """Return a model with two heads: with its untouched base beside it, if it does not hold it."""
+    if untouched is None:
+        widened: HeadedModel = model
+        return widened
+    if is_sharded(model) and train.sharding == "all":
+        observed = PlainHeads(beside_new_tokens(untouched, model), model)
+        shard_for_evaluation(untouched, accelerator)
+        return observed
+    return model_with_base(model, untouched)
 
 
 def _log_processes(run: Run, accelerator: Accelerator, log: Log) -> None:

@@ -28,8 +28,6 @@ class Codes(Start):
     becomes, and the gains let them through at rms 1 at most.
     """
 
-    name = "codes"
-
     def suits(self, base: PreTrainedModel, text: TextToLearn | None) -> bool:
         return True
 

@@ -37,8 +37,6 @@ class DifferenceStream(Start):
     reads u as H reads P^T u.
     """
 
-    name = "difference stream"
-
     def suits(self, base: PreTrainedModel, text: TextToLearn | None) -> bool:
         return text is None or knows(base, text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,8 +23,6 @@ class TextToLearn:
 
 class Start(ABC):
     """One way to fill the added blocks, which are 0 before, and whose gains are 1."""
-
-    name: ClassVar[str]
 
     @abstractmethod
     def suits(self, base: PreTrainedModel, text: TextToLearn | None) -> bool:
