@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from scale_cli.methods import METHODS
-from scale_cli.values import language_name
+from scale_cli.values import counted, language_name
 
 NOT_FINITE = "not finite"
 DASH = "—"
@@ -226,6 +226,7 @@ def _environment(form: str) -> Environment:
     environment.globals.update(
         COLOURS=COLOURS,
         MARKS=MARKS,
+        counted=counted,
         language_name=language_name,
         number=number,
         percent=percent,

@@ -1,4 +1,4 @@
-"""Types of config sections and values: names, fractions, bounded counts, paths."""
+"""Types of config sections and values: names, fractions, bounded counts, paths; values in words."""
 
 from __future__ import annotations
 
@@ -79,6 +79,11 @@ _LANGUAGE_NAMES = {
 def language_name(code: str) -> str:
     """Return a language's English name, or its code."""
     return _LANGUAGE_NAMES.get(code, code)
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: 1 document, 2,000 documents."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 Language = Annotated[

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from scale_cli.values import Folder, PathText
+from scale_cli.values import Folder, PathText, counted
 
 TEXT, FOLDER = TypeAdapter(PathText), TypeAdapter(Folder)
 
@@ -45,3 +45,12 @@ def test_what_can_be_no_path_is_refused_without_being_repeated(written: str, tol
             kind.validate_python(written)
         messages = [detail["msg"] for detail in caught.value.errors()]
         assert not any("hunter2" in message for message in messages)
+
+
+def test_a_counted_noun_agrees_with_its_number() -> None:
+    assert [counted(number, "step") for number in (0, 1, 2000)] == [
+        "0 steps",
+        "1 step",
+        "2,000 steps",
+    ]
+    assert counted(2, "process", "processes") == "2 processes"

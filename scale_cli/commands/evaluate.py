@@ -36,6 +36,7 @@ from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.terminal import Log, log
 from scale_cli.training.records import TrainState
+from scale_cli.values import counted
 
 
 def evaluate(config: RunConfig, log: Log = log) -> Report:
@@ -69,8 +70,8 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
     num_items = 0
     if benchmarks is not None:
         num_items = sum(benchmark.num_items for benchmark in benchmarks.ready)
-    and_items = f" and {num_items:,} items of benchmarks" if num_items else ""
-    log(f"evaluating on {num_tokens:,} tokens of text{and_items}")
+    and_items = f" and {counted(num_items, 'item')} of benchmarks" if num_items else ""
+    log(f"evaluating on {counted(num_tokens, 'token')} of text{and_items}")
 
     resampling = {"num_resamples": asked.bootstrap_resamples, "seed": config.seed}
     results = []

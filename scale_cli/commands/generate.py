@@ -24,6 +24,7 @@ from scale_cli.report import percent
 from scale_cli.runs.folder import check_folder
 from scale_cli.storage.atomic import write_text
 from scale_cli.terminal import log, printable, progress_bar
+from scale_cli.values import counted
 
 _AT_ONCE = 32
 _RULE = "-" * 8  # between the texts of several prompts
@@ -80,7 +81,7 @@ def generate(
         if shares:
             mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
             each = ", ".join(f"{name} {percent(share)}" for name, share in mean.items())
-            typer.echo(f"shares of the heads in {len(shares):,} tokens: {each}", err=True)
+            typer.echo(f"shares of the heads in {counted(len(shares), 'token')}: {each}", err=True)
     if show_heads and not generator.head_names:
         typer.echo(
             "--show-heads: one head alone generates, so there are no heads to show", err=True
@@ -155,5 +156,5 @@ def write_samples(
     texts = [text for text in texts if text.strip()]
     lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
     write_text(file, "".join(lines))
-    log(f"written        {file}: {len(texts):,} texts")
+    log(f"written        {file}: {counted(len(texts), 'text')}")
     log(f"a source       {{name: replay, path: {file}, language: ..., weight: 0.1, role: replay}}")

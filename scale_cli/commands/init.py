@@ -38,6 +38,7 @@ from scale_cli.storage.atomic import write_text
 from scale_cli.terminal import log, print_json
 from scale_cli.upscale.base_files import read_config_file
 from scale_cli.upscale.base_tokenizer import load_tokenizer
+from scale_cli.values import counted
 from scale_cli.vocabulary.tokenizer import check_ids
 
 SCHEMA_FILE = "scale.schema.json"
@@ -190,7 +191,7 @@ def _say(file: Path, draft: _Draft, minutes: float) -> None:
             "replay too (docs/training.md)"
         )
     told["sizes"] = (
-        f"{sizes.max_steps:,} steps of {sizes.global_batch_size} x {sizes.sequence_length:,} tokens, "
+        f"{counted(sizes.max_steps, 'step')} of {sizes.global_batch_size} x {sizes.sequence_length:,} tokens, "
         f"{sizes.micro_batch_size} at once"
     )
     told["time"] = draft.takes.in_words()

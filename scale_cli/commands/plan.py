@@ -26,6 +26,7 @@ from scale_cli.report import Table, duration, quantity
 from scale_cli.runs.early import check_sizes
 from scale_cli.runs.precision import with_precision
 from scale_cli.upscale.base_files import read_config_file
+from scale_cli.values import counted
 
 _WIDTH = 100  # of terminal lines
 _LABEL = 15  # of what stands before them
@@ -275,13 +276,13 @@ def _heading(plan: Plan) -> list[str]:
         ("base", f"{config.model.base} ({config.model.held_in})"),
         (
             "sizes",
-            f"{sizes.num_hidden_layers} layers, hidden {sizes.hidden_size:,}, MLP "
+            f"{counted(sizes.num_hidden_layers, 'layer')}, hidden {sizes.hidden_size:,}, MLP "
             f"{sizes.intermediate_size:,}, heads {sizes.num_attention_heads} over "
             f"{sizes.num_key_value_heads}, vocabulary {sizes.vocab_size:,}",
         ),
         (
             "run",
-            f"{train.max_steps:,} steps x {train.global_batch_size:,} windows x "
+            f"{counted(train.max_steps, 'step')} x {counted(train.global_batch_size, 'window')} x "
             f"{config.corpus.sequence_length:,} tokens = {own.num_tokens:,} tokens",
         ),
         (

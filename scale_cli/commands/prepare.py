@@ -12,6 +12,7 @@ from scale_cli.data.ledger import Ledger
 from scale_cli.processes import Share
 from scale_cli.runs.opened import Run
 from scale_cli.terminal import log
+from scale_cli.values import counted
 
 
 def prepare(config: RunConfig) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def prepare(config: RunConfig) -> dict[str, Any]:
     for name, corpus in corpora.items():
         ledger = corpus.ledger
         kept = ledger.kept
-        amount = f"{kept.documents:,} documents, {kept.num_bytes:,} bytes"
+        amount = f"{counted(kept.documents, 'document')}, {kept.num_bytes:,} bytes"
         log(f"corpus         {name}: {amount}, {ledger.num_tokens:,} tokens")
         if losses := ledger.described_losses():
             log(f"dropped        {losses}")
@@ -44,7 +45,7 @@ def prepare_part(config: RunConfig, share: Share) -> dict[str, Ledger]:
     ledgers = dict(zip(_names(config), parts, strict=True))
     for name, part in ledgers.items():
         log(
-            f"part           {name}: {part.files:,} files, {part.kept.num_bytes:,} bytes, "
+            f"part           {name}: {counted(part.files, 'file')}, {part.kept.num_bytes:,} bytes, "
             f"{part.num_tokens:,} tokens"
         )
     return ledgers

@@ -28,6 +28,7 @@ from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import check_tokenizer
 from scale_cli.upscale.building import new_pieces, start_model
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, check_preservation, own_logits, sample_ids
+from scale_cli.values import counted
 
 
 def upscale(config: RunConfig, log: Log = log) -> MethodFolder:
@@ -129,7 +130,7 @@ def _described(
     else:
         yield f"method         {method.variant}: widens nothing; the folder is prepared for `scale train`"
     if num_new:
-        yield f"new tokens     {num_new:,}; the ids of {num_texts:,} texts checked against the base's"
+        yield f"new tokens     {num_new:,}; the ids of {counted(num_texts, 'text')} checked against the base's"
     yield f"frozen         {sum(p.numel() for p in parameters) - num_trainable:>15,} parameters"
     yield f"trainable      {num_trainable:>15,} parameters"
     held = "base logits" if definition.widens else "logits at the start"

@@ -17,7 +17,7 @@ from scale_cli.report import (
     verdict_of,
     with_interval,
 )
-from scale_cli.values import language_name
+from scale_cli.values import counted, language_name
 
 
 def methods_table(options: Sequence[Option], sides: dict[str, str]) -> Table:
@@ -82,7 +82,9 @@ def benchmark_table(options: Sequence[Option]) -> Table:
     titles: list[str | Cell] = ["method"]
     base: list[str | Cell] = ["base"]
     for name, result in measured.items():
-        titles.append(Cell(name, f"{language_name(result.language)}, {result.num_items:,} items"))
+        titles.append(
+            Cell(name, f"{language_name(result.language)}, {counted(result.num_items, 'item')}")
+        )
         base.append(number(result.heads["base"].metrics[result.judged_by].value))
 
     rows: list[Row] = [base]

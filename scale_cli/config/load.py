@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from scale_cli.config.paths import with_absolute_paths
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, one_line
-from scale_cli.values import Section
+from scale_cli.values import Section, counted
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)
 # If a plain value stands where a section should, the user most likely meant this key of the
@@ -81,7 +81,7 @@ def checked(
     described = (_describe(schema, detail, where, overrides) for detail in details)
     lines = list(dict.fromkeys(described))
     if len(lines) > _MAX_ERRORS:
-        lines[_MAX_ERRORS:] = [f"{where}: and {len(lines) - _MAX_ERRORS:,} more errors"]
+        lines[_MAX_ERRORS:] = [f"{where}: and {counted(len(lines) - _MAX_ERRORS, 'more error')}"]
     raise ConfigError("\n".join(lines))
 
 

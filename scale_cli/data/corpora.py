@@ -24,6 +24,7 @@ from scale_cli.methods.starts.start import TextToLearn
 from scale_cli.processes import is_main
 from scale_cli.report import percent
 from scale_cli.storage.atomic import read_json
+from scale_cli.values import counted
 
 # The first 4 epochs on a text teach nearly as much as new text; an epoch after 16 teaches less than
 # half of that (Muennighoff et al., arXiv 2305.16264).
@@ -206,20 +207,18 @@ def corpus_warnings(
             share = opened.num_bytes[found].sum() / opened.num_bytes.sum()
             if share >= _LEAST_SHARED:
                 lines.append(
-                    f"held-out {held.name}: {found.sum():,} of its {len(opened):,} documents "
-                    f"({percent(share)} of its text) are in {name}, which is trained on: results on "
-                    "them measure memorisation"
+                    f"corpus {held.name}: {found.sum():,} of its {counted(len(opened), 'document')} "
+                    f"({percent(share)} of its text) {'is' if found.sum() == 1 else 'are'} in {name}, "
+                    "which is trained on: results on them measure memorisation"
                 )
         if len(opened) < _FEWEST_HELD_OUT:
-            has = f"only {len(opened)} documents"
             intervals = "confidence intervals that are too narrow"
             if len(opened) == 1:
-                has = "only one document"
                 intervals = "no confidence intervals"
             lines.append(
-                f"held-out {held.name}: has {has}, so its results have {intervals}, which are over "
-                "documents; give more text, separate documents in a .txt by blank lines, or set "
-                "`documents: line`"
+                f"corpus {held.name}: has only {counted(len(opened), 'document')}, so its results have "
+                f"{intervals}, which are over documents; give more text, separate documents in a "
+                ".txt by blank lines, or set `documents: line`"
             )
     return lines
 

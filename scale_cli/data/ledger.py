@@ -12,6 +12,7 @@ from scale_cli.errors import CorpusError
 from scale_cli.report import percent
 from scale_cli.storage.records import RunRecord
 from scale_cli.terminal import printable
+from scale_cli.values import counted
 
 _PLACES = 3
 _FIELDS = 12
@@ -214,8 +215,9 @@ def check_bad_fraction(source: TextSource, ledger: Ledger, max_bad_fraction: flo
     check_has_text(source, ledger)
     if ledger.bad_fraction > max_bad_fraction:
         raise CorpusError(
-            f"{_described(source)}: {percent(ledger.bad_fraction, 3)} of it is bad, more than corpus.max_bad_fraction "
-            f"{max_bad_fraction} allows, among {ledger.read.documents:,} records in {ledger.files:,} files: "
+            f"{_described(source)}: {percent(ledger.bad_fraction, 3)} of it is bad, more than "
+            f"corpus.max_bad_fraction {max_bad_fraction} allows, among "
+            f"{counted(ledger.read.documents, 'record')} in {counted(ledger.files, 'file')}: "
             f"{ledger.described_losses()}"
         )
 

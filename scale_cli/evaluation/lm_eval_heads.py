@@ -51,6 +51,7 @@ from scale_cli.model.heads import HeadedModel, base_alone
 from scale_cli.processes import Share, gathered, lowered_dtype
 from scale_cli.terminal import progress_bar
 from scale_cli.upscale.base_tokenizer import load_tokenizer
+from scale_cli.values import counted
 
 # lm-eval's own seed for few-shot examples, and for tasks that sample their answers.
 _SEED = 1234
@@ -104,7 +105,7 @@ class HeadsLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         for (context, continuation), context_ids, continuation_ids in requests:
             if not context_ids or not 0 < len(continuation_ids) <= self.max_length:
                 raise RunError(
-                    f"{continuation!r} after {context[-40:]!r} has {len(continuation_ids)} tokens "
+                    f"{continuation!r} after {context[-40:]!r} has {counted(len(continuation_ids), 'token')} "
                     f"after {len(context_ids)}, but lm-eval can score only 1 to {self.max_length} "
                     "after 1 or more"
                 )

@@ -146,6 +146,7 @@ def page(report: Report, config: RunConfig, form: str) -> str:
         shares=Table(["language", *_RULES], share_rows, "lrr"),
         bound=-math.log(config.method.router.prior),
         prior=f"{config.method.router.prior:g}",
+        threshold=f"{config.method.router.threshold:g}",
         not_covered=NOT_COVERED,
     )
 

@@ -10,7 +10,7 @@ from scale_cli.storage.records import RunRecord
 
 @dataclass(frozen=True)
 class Parity:
-    """How far an export is from the trained model."""
+    """How far an export is from the trained model; one that is too far is never written."""
 
     max_logit_difference: float  # largest over all positions of all prompts
     mean_logit_difference: float
@@ -23,8 +23,9 @@ class Parity:
 
     def __str__(self) -> str:
         return (
-            f"max difference of a logit from the trained model {self.max_logit_difference:.1e} over "
-            f"{self.num_positions:,} positions (that model's own rounding: {self.own_max_difference:.1e})"
+            f"its logits at {self.num_positions:,} positions agree with the trained model's to "
+            f"rounding: {self.max_logit_difference:.1e} apart at most, where the trained model's own "
+            f"rounding is {self.own_max_difference:.1e}"
         )
 
 

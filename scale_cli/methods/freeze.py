@@ -10,7 +10,7 @@ from pydantic import Field
 from scale_cli.errors import ConfigError
 from scale_cli.methods.method import PlainTraining
 from scale_cli.methods.plain import Plain
-from scale_cli.values import Section
+from scale_cli.values import Section, counted
 
 
 class FreezeConfig(Section):
@@ -31,13 +31,13 @@ class Freeze(Plain[FreezeConfig]):
     left_out = {"lr": 4.0e-4}  # as full fine-tuning's
 
     def in_words(self, settings: FreezeConfig) -> str:
-        return f", bottom {settings.num_layers} layers frozen"
+        return f", bottom {counted(settings.num_layers, 'layer')} frozen"
 
     def plain_training(self, settings: FreezeConfig, num_layers: int) -> PlainTraining:
         count = settings.num_layers
         if count > num_layers:
             raise ConfigError(
-                f"method.freeze.num_layers: {count}, but the base has {num_layers} layers"
+                f"method.freeze.num_layers: {count}, but the base has {counted(num_layers, 'layer')}"
             )
         layers = [(layer, layer >= count) for layer in range(num_layers)]
         return PlainTraining(layers, trains_top=True)

@@ -7,7 +7,7 @@ from pydantic import Field
 from scale_cli.errors import ConfigError
 from scale_cli.methods.method import PlainTraining, Settings
 from scale_cli.methods.plain import Plain
-from scale_cli.values import Section
+from scale_cli.values import Section, counted
 
 
 class LlamaProConfig(Section):
@@ -56,5 +56,5 @@ def evenly_spaced(num_layers: int, num_blocks: int | None, key: str) -> list[int
     """
     count = max(1, num_layers // 4) if num_blocks is None else num_blocks
     if count > num_layers:
-        raise ConfigError(f"{key}: {count}, but the base has {num_layers} layers")
+        raise ConfigError(f"{key}: {count}, but the base has {counted(num_layers, 'layer')}")
     return [round((index + 1) * num_layers / count) - 1 for index in range(count)]

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from scale_cli.errors import ConfigError
 from scale_cli.methods.method import Method, MethodSection
-from scale_cli.values import Accepted, Section
+from scale_cli.values import Accepted, Section, counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -289,6 +289,6 @@ def collaborating_layers(
         chosen = sorted(set(layers))
     if chosen and (chosen[0] < 0 or chosen[-1] >= num_layers):
         raise ConfigError(
-            f"method.collaboration.layers: {layers!r}, but the base has {num_layers} layers"
+            f"method.collaboration.layers: {layers!r}, but the base has {counted(num_layers, 'layer')}"
         )
     return chosen

@@ -14,6 +14,7 @@ from scale_cli.planning.memory import rows_at_once, step_of
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.step import Step
 from scale_cli.terminal import log
+from scale_cli.values import counted
 
 if TYPE_CHECKING:
     from scale_cli.planning.stand_ins import StandIn
@@ -129,10 +130,10 @@ def measure_device(
 
 
 def in_words(load: float) -> str:
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = counted(len(os.sched_getaffinity(0)), "core")
     if load < _IDLE_LOAD:
-        return f"of an idle machine ({num_cores} cores)"
-    return f"alone; other work (load {load:.1f} on {num_cores} cores) makes it slower"
+        return f"of an idle machine ({num_cores})"
+    return f"alone; other work (load {load:.1f} on {num_cores}) makes it slower"
 
 
 def peak_tokens_per_s(

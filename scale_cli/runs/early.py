@@ -13,6 +13,7 @@ from scale_cli.config.sources import TextSource
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.runs.folder import RunFolder
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
+from scale_cli.values import counted
 
 
 def check_start(config: RunConfig) -> None:
@@ -102,5 +103,5 @@ def check_sizes(config: RunConfig, num_positions: int, num_processes: int) -> No
     if train.global_batch_size % (at_once * num_processes):
         raise ConfigError(
             f"train.global_batch_size {train.global_batch_size} is not a multiple of "
-            f"train.micro_batch_size {at_once} x {num_processes} processes"
+            f"train.micro_batch_size {at_once} x {counted(num_processes, 'process', 'processes')}"
         )

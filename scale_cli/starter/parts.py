@@ -14,6 +14,7 @@ from typing import Any
 
 from scale_cli.errors import CorpusError
 from scale_cli.starter.texts import FEW_DOCUMENTS, Text
+from scale_cli.values import counted
 
 # Held out are so many documents with so much text, if it does not take too long to measure on them.
 _DOCUMENTS = 32
@@ -108,8 +109,8 @@ def _cut(text: Text, held_name: str, file: Path) -> Parted:
         sources.append({"name": part_name, "path": str(path), "language": text.source["language"]})
     if not all(parts.values()):
         raise CorpusError(
-            f"{name}: {number} documents of {text.num_bytes:,} bytes are too little text to hold out a part; "
-            "give more text"
+            f"{name}: too little text to hold out a part ({counted(number, 'document')}, "
+            f"{text.num_bytes:,} bytes); give more text"
         )
     cut = "1 document: its last tenth"
     if number > 1:

@@ -14,6 +14,7 @@ from scale_cli.training.checkpoint import load_checkpoint
 from scale_cli.training.records import Cost, TrainState
 from scale_cli.training.sharding import whole_tensor
 from scale_cli.training.training_run import TrainingRun
+from scale_cli.values import counted
 
 
 def put_back_best(run: TrainingRun, log: Log) -> TrainState:
@@ -75,8 +76,8 @@ def log_trained(run: TrainingRun, log: Log) -> None:
         else ""
     )
     log(
-        f"trained        {state.step:,} steps, {state.num_tokens:,} tokens in {state.stepping_s:,.0f} s{rate}; "
-        f"also {state.evaluating_s:,.0f} s evaluating, {state.saving_s:,.0f} s saving"
+        f"trained        {counted(state.step, 'step')}, {state.num_tokens:,} tokens in "
+        f"{state.stepping_s:,.0f} s{rate}; also {state.evaluating_s:,.0f} s evaluating, {state.saving_s:,.0f} s saving"
     )
     log(f"written        {run.folder.final}{kept}")
     if not state.num_tokens:

@@ -58,6 +58,7 @@ from scale_cli.training.sharding import (
 )
 from scale_cli.training.tracking import check_trackers
 from scale_cli.training.training_run import TrainingRun
+from scale_cli.values import counted
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.lm_eval_heads import OpenedBenchmarks
@@ -289,7 +290,7 @@ def _open_text(
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         losses = corpus.ledger.described_losses()
         dropped = f"; dropped {losses}" if losses else ""
-        read = f"{len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}"
+        read = f"{counted(len(corpus), 'document')}, {corpus.ledger.num_tokens:,} tokens{dropped}"
         log(f"corpus         {source.name}{' (replay)' if source.role == 'replay' else ''}: {read}")
     for warning in corpus_warnings(
         config, corpora, held_out or held_out_in_cache(config, tokenizer)

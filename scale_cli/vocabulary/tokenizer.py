@@ -35,6 +35,7 @@ from scale_cli.storage.atomic import (
     writing,
 )
 from scale_cli.terminal import progress_bar
+from scale_cli.values import counted
 from scale_cli.vocabulary.added_tokens import (
     SENTENCEPIECE,
     NewToken,
@@ -139,7 +140,7 @@ class AddedTokens:
             instead = f"set it to {most}, or lower" if most > 0 else "lower"
             raise ConfigError(
                 f"method.vocabulary.new_tokens: {self.vocabulary.new_tokens:,}, but the text gives only "
-                f"{num_found:,} that occur at least {self.vocabulary.min_count:,} times; {instead} "
+                f"{num_found:,} that occur at least {counted(self.vocabulary.min_count, 'time')}; {instead} "
                 "method.vocabulary.min_count"
             )
 

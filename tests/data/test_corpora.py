@@ -64,7 +64,7 @@ SENTENCES = "".join(f"w{number % 60} w{30 + number % 7}\n" for number in range(1
         (
             ["w30 " + HELD_OUT[0], "  w4\n\nw5 ", HELD_OUT[2], WHOLE, HELD_OUT[2]],
             {"held_out": [*HELD_OUT, HELD_OUT[2]]},
-            "held-out held: 3 of its 5 documents (",
+            "corpus held: 3 of its 5 documents (",
         ),
         ([WHOLE, "w1"], {"held_out": [*["w1"] * 4, *[f"{WHOLE} w{n} " * 5 for n in range(4)]]}, ""),
         (
@@ -72,8 +72,8 @@ SENTENCES = "".join(f"w{number % 60} w{30 + number % 7}\n" for number in range(1
             {},
             "corpus c0: the tokenizer loses 0.48 % of its text, as in '고양이'",
         ),
-        ([WHOLE], {"held_out": HELD_OUT[:1]}, "held-out held: has only one document,"),
-        ([WHOLE], {"held_out": HELD_OUT[:2]}, "held-out held: has only 2 documents,"),
+        ([WHOLE], {"held_out": HELD_OUT[:1]}, "corpus held: has only 1 document,"),
+        ([WHOLE], {"held_out": HELD_OUT[:2]}, "corpus held: has only 2 documents,"),
         ([WHOLE], {"schedule": "cosine", "decay_steps": 1}, "train.decay_steps: has no effect"),
         ([WHOLE], {"schedule": "wsd", "decay_steps": 1}, ""),
         ([WHOLE], {"warmup_steps": 40}, "train.warmup_steps 40: more than train.max_steps 4"),

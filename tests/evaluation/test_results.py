@@ -175,6 +175,10 @@ def test_every_form_of_a_report_shows_every_corpus_and_rule(
         (line,) = [line for line in terminal_lines(made) if line.startswith(f"  {result.name} ")]
         assert with_interval(result.heads["posterior"].bits_per_byte_difference, 4) in line
     assert "not finite" in text or not of_losses.get("broken")
+    assert ("\n\n1 document, " in text) == (
+        of_losses.get("count") == 1
+    ) and "1 documents" not in text
+    assert "“Routed, cosine” is the paper's rule" in text and "is at least 0.5 (" in text
     assert not re.search(r"\b(nan|inf|None)\b", text)
     assert terminal_lines(made)[-1] == "base head served 25.0 % of English, 25.0 % of Korean tokens"
 
