@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from scale_cli.commands.export import Exported, export_all
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import dump_config, load_config
@@ -128,6 +129,12 @@ def train_run(config: RunConfig) -> RunConfig:
     upscale(config)
     train(config, None, print)
     return config
+
+
+def export(config: RunConfig) -> Exported:
+    """Export a run in its config's only format."""
+    (exported,) = export_all(config, None, dry_run=False)
+    return exported
 
 
 def at_its_start(config: RunConfig) -> RunConfig:

@@ -64,14 +64,8 @@ def export_all(config: RunConfig, repository: str | None, *, dry_run: bool) -> l
     return exports
 
 
-def export(config: RunConfig) -> Exported:
-    """Write the trained model in the config's only format; a failed export leaves no folder."""
-    (exported,) = export_each(formats_of(Run(config).config))
-    return exported
-
-
 def export_each(formats: Sequence[Format], log: Log = log) -> list[Exported]:
-    """Load a run's trained model once, and write it in each format."""
+    """Load a run's trained model once, and write it in each format; one that fails leaves nothing."""
     if not formats:
         return []
     config = formats[0].config

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from scale_cli.commands.export import check_written_export
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
@@ -21,12 +19,12 @@ from scale_cli.errors import (
     BaseModelError,
     ChangedBaseError,
     CheckFailed,
-    PreservationError,
     RunFolderError,
     ScaleError,
 )
 from scale_cli.export.cached_decoding import check_cached_decoding
 from scale_cli.export.records import ExportRecord
+from scale_cli.joining.checks import check_head
 from scale_cli.joining.report import KIND, JoinReport
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import move_to_device
@@ -173,11 +171,7 @@ def _check_joined(folder: Path) -> None:
         )
     num_old = model.base.config.vocab_size  # it has no new tokens: old ones replace them
     prompts = [ids % num_old for ids in sample_ids(load_tokenizer(ModelConfig(base=str(folder))))]
-    alone = [model.of_all_tokens(0, logits) for logits in own_logits(model.base, prompts)]
-    with torch.no_grad():
-        heads = [model.routed_logits(model.final_states(ids, preserved=True))[0] for ids in prompts]
-    if not all(torch.equal(*pair) for pair in zip(heads, alone, strict=True)):
-        raise PreservationError("the base logits are not preserved")
+    check_head(model, 0, prompts, own_logits(model.base, prompts))
 
 
 def _is_joined(folder: Path) -> bool:

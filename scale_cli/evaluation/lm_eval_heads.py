@@ -288,16 +288,6 @@ def measure_items(
 
 def _outcome(task: Any, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what a head said of an item, and lm-eval's marks; a figure not finite is None."""
-    first = samples[0]
-    if task.OUTPUT_TYPE == "multiple_choice":
-        num_choices = len(task.doc_to_choice(first["doc"]))
-        said = [response[0] for response in first["filtered_resps"][:num_choices]]
-        return {
-            "log_likelihoods": [finite(of_choice) for of_choice in said],  # in nats
-            "prediction": int(np.argmax(said)),
-            "metrics": {name: finite(first[name]) for name in ("acc", "acc_norm") if name in first},
-        }
-
     higher_is_better = task.higher_is_better()
     means = [
         metric
@@ -310,4 +300,13 @@ def _outcome(task: Any, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for metric in means
         if isinstance(sample.get(metric), int | float | np.number)
     }
-    return {"prediction": str(first["resps"][0][0]), "metrics": metrics}
+    first = samples[0]
+    if task.OUTPUT_TYPE == "generate_until":
+        return {"prediction": str(first["resps"][0][0]), "metrics": metrics}
+    num_choices = len(task.doc_to_choice(first["doc"]))
+    said = [response[0] for response in first["filtered_resps"][:num_choices]]
+    return {
+        "log_likelihoods": [finite(of_choice) for of_choice in said],  # in nats
+        "prediction": int(np.argmax(said)),
+        "metrics": metrics,
+    }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from scale_cli.errors import ExportParityError, PreservationError
 from scale_cli.joining.members import JoinedRuns
@@ -16,26 +18,30 @@ from scale_cli.upscale.preservation import sample_ids
 _NUM_NEW_READ = 64  # of the new tokens, spread over all of them: no text covers every script
 
 
-@torch.no_grad()
 def prove(joined: JoinedRuns) -> None:
-    """Check that every head of a joined model computes, bit for bit, what it does in its run alone.
+    """Check that every head of a joined model computes, bit for bit, what it does in its run alone."""
+    check_head(joined.model, 0, joined.prompts, joined.base_logits)
+    for head, member in enumerate(joined.members, start=1):
+        check_head(joined.model, head, member.prompts, member.logits)
 
-    For tokens that its run does not have, `JoinedForCausalLM.of_all_tokens` gives the expected
-    logits.
-    """
-    model = joined.model
-    num_old = model.base.config.vocab_size
-    alone = [("base", joined.prompts, joined.base_logits)]
-    alone += [(member.name, member.prompts, member.logits) for member in joined.members]
-    for head, (name, prompts, expected) in enumerate(alone):
-        before, _ = model.config.known_by_heads()[head]
-        for ids, of_one in zip(prompts, expected, strict=True):
-            ids = torch.where(ids < num_old, ids, ids + before)
-            logits = model.routed_logits(model.final_states(ids, preserved=True))[head]
-            if not torch.equal(logits, model.of_all_tokens(head, of_one)):
-                raise PreservationError(
-                    f"the head {name} computes other logits in the joined model than alone"
-                )
+
+@torch.no_grad()
+def check_head(
+    model: JoinedForCausalLM,
+    head: int,
+    prompts: Sequence[Tensor],  # (1, T) ids of the head's own run
+    alone: Sequence[Tensor],  # its logits there
+) -> None:
+    """Check one head; for tokens that its run does not have, `of_all_tokens` gives the logits."""
+    before, _ = model.config.known_by_heads()[head]
+    for ids, of_one in zip(prompts, alone, strict=True):
+        ids = torch.where(ids < model.base.config.vocab_size, ids, ids + before)
+        logits = model.routed_logits(model.final_states(ids, preserved=True))[head]
+        if not torch.equal(logits, model.of_all_tokens(head, of_one)):
+            name = model.config.head_names[head]
+            raise PreservationError(
+                f"the head {name} computes other logits in the joined model than alone"
+            )
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scale_cli.commands.evaluate import evaluate
-from scale_cli.commands.export import check_written_export, export, export_is_finished
+from scale_cli.commands.export import check_written_export, export_is_finished
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.encoding import prompt_ids
@@ -19,7 +19,7 @@ from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import load_tensors, read_json
 from scale_cli.upscale.preservation import sample_ids
 from tests.export.conftest import TrainedRun
-from tests.small_runs import changed
+from tests.small_runs import changed, export
 from tests.widening import load_model, load_widened, random_ids
 
 ROUTE = {"variant": "route", "collaboration": {"layers": "top:1"}}

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from scale_cli.commands.export import export
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import ConfigError
@@ -23,7 +22,7 @@ from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.terminal import printable
 from tests.command_line import Scale
 from tests.data.corpus_files import source_of
-from tests.small_runs import changed, petitions_run, train_run
+from tests.small_runs import changed, export, petitions_run, train_run
 from tests.torture.attacker import edit_json
 from tests.widening import lower_stories, routed_heads
 

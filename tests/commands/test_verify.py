@@ -8,7 +8,6 @@ import pytest
 from transformers import GenerationMixin
 
 from scale_cli.commands import verify as verb
-from scale_cli.commands.export import export
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import FolderCheck, check_folders, verify
 from scale_cli.config.load import dump, load_config
@@ -17,7 +16,7 @@ from scale_cli.errors import CheckFailed, ExportParityError, RunFolderError
 from scale_cli.model.cache_scale import CACHE
 from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, write_json
 from tests.command_line import Scale
-from tests.small_runs import changed, petitions_run, train_run
+from tests.small_runs import changed, export, petitions_run, train_run
 from tests.torture.attacker import reseal
 from tests.widening import lower_stories
 

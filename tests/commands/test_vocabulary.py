@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scale_cli.commands.evaluate import evaluate
-from scale_cli.commands.export import export
 from scale_cli.commands.plan import growth_of, plan
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
@@ -25,7 +24,7 @@ from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import read_json
 from scale_cli.vocabulary.added_tokens import Spelling
 from tests.command_line import ModelLoads, model_loads
-from tests.small_runs import changed, train_run
+from tests.small_runs import changed, export, train_run
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 

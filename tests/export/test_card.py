@@ -6,7 +6,6 @@ import pytest
 from huggingface_hub import ModelCard
 
 from scale_cli.commands.evaluate import evaluate
-from scale_cli.commands.export import export
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.evaluation.results import Report
 from scale_cli.export.card import base_licence, model_card
@@ -15,7 +14,7 @@ from scale_cli.export.records import Parity, ServedSize
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.storage.atomic import read_json
 from tests.export.conftest import TrainedRun
-from tests.small_runs import changed
+from tests.small_runs import changed, export
 from tests.torture.attacker import edit_json
 
 ROUTE = {"variant": "route"}

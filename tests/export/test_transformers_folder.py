@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from scale_cli.commands.export import check_written_export, export
+from scale_cli.commands.export import check_written_export
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ExportParityError
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import read_json
 from tests.export.conftest import TrainedRun
+from tests.small_runs import export
 from tests.torture.attacker import edit_json
 from tests.widening import load_widened, trained_head
 

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from scale_cli.commands.export import export
 from scale_cli.commands.serve import serve
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.storage.atomic import load_tensors
 from tests.command_line import Scale
-from tests.small_runs import petitions_run, train_run
+from tests.small_runs import export, petitions_run, train_run
 
 PROMPTS = ["Once upon a time", "학교에서", "Lily saw a big"]
 GREEDY = Sampling(max_new_tokens=8)

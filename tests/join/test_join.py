@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from scale_cli.commands.evaluate import evaluate
-from scale_cli.commands.export import export
 from scale_cli.commands.join import join
 from scale_cli.commands.serve import serve
 from scale_cli.commands.upscale import upscale
@@ -33,7 +32,7 @@ from scale_cli.joining.report import score_corpora
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.storage.atomic import new_folder, read_json
 from tests.command_line import Scale
-from tests.small_runs import at_its_start, changed, petitions_run
+from tests.small_runs import at_its_start, changed, export, petitions_run
 from tests.widening import load_widened, lower_stories, random_ids
 
 Runs = dict[str, RunConfig]

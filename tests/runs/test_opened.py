@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from scale_cli.commands.evaluate import evaluate
-from scale_cli.commands.export import export
 from scale_cli.commands.prepare import prepare
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.train import train
@@ -26,7 +25,7 @@ from scale_cli.runs.precision import with_precision
 from scale_cli.storage.atomic import write_text
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scripts.from_scratch import train_tokenizer, write_base
-from tests.small_runs import write_config
+from tests.small_runs import export, write_config
 from tests.vocabulary.tokenizers_at_hand import BROKEN, ENGLISH, KOREAN
 from tests.widening import tiny_llama
 

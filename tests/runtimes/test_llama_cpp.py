@@ -30,12 +30,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from scale_cli.commands.export import export
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.processes import cpu_precision
 from tests.serving_page import commands, run, write_small_config
-from tests.small_runs import train_run
+from tests.small_runs import export, train_run
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 from tests.widening import TINY

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scale_cli.commands.export import export
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.export.dense import plain_model
@@ -29,7 +28,7 @@ from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.building import MethodModel, start_model
 from scale_cli.upscale.preservation import trained_logits
-from tests.small_runs import train_run
+from tests.small_runs import export, train_run
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 from tests.widening import TINY, as_if_trained, lower_stories, move

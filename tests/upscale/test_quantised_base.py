@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from scale_cli.commands.export import export
 from scale_cli.commands.plan import plan
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
@@ -33,7 +32,7 @@ from scale_cli.upscale.quantised_base import (
     torchao_settings,
 )
 from scripts.benchmark.counting import kept_for_backward, num_bytes
-from tests.small_runs import petitions_run, train_run
+from tests.small_runs import export, petitions_run, train_run
 from tests.training.conftest import are_equal, trained
 from tests.widening import lower_layers, real_ids
 

@@ -104,7 +104,7 @@ def test_a_folder_that_has_the_tokens_is_taken_and_another_base_s_is_not(
         (
             {"new_tokens": 4096},
             ConfigError,
-            r"4,096, but the text gives only \d+ that occur at least 1 times",
+            r"4,096, but the text gives only \d+ that occur at least 1 time;",
         ),
         (
             {"new_tokens": 49_152 - ROWS},

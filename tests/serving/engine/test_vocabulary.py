@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from scale_cli.commands.export import export
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import read_json
 from tests.serving.engine.conftest import Ask
 from tests.serving.engine.test_vllm import ENGINE, GREEDY, NEW, SCORED
-from tests.small_runs import train_run
+from tests.small_runs import export, train_run
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 
