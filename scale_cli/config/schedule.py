@@ -23,19 +23,10 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     return train.lr * (low + (1.0 - low) * SCHEDULES[train.schedule](step, train))
 
 
-def _progress(step: int, train: TrainConfig) -> float:
-    """Return a step's progress after the warm-up, from 0 to 1 at the last step (0 if only one step
-    is left).
-    """
-    return (step - train.warmup_steps) / max(1, train.max_steps - 1 - train.warmup_steps)
-
-
 def _cosine(step: int, train: TrainConfig) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * _progress(step, train)))
-
-
-def _linear(step: int, train: TrainConfig) -> float:
-    return 1.0 - _progress(step, train)
+    """Half a cosine from the end of the warm-up to the last step."""
+    progress = (step - train.warmup_steps) / max(1, train.max_steps - 1 - train.warmup_steps)
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def _constant(_step: int, _train: TrainConfig) -> float:
@@ -58,7 +49,6 @@ def _wsd(step: int, train: TrainConfig) -> float:
 # down.
 SCHEDULES: dict[Schedule, Callable[[int, TrainConfig], float]] = {
     "cosine": _cosine,
-    "linear": _linear,
     "constant": _constant,
     "wsd": _wsd,
 }

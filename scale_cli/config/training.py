@@ -41,7 +41,7 @@ def _left_out(key: str) -> str:
 
 
 # `SCHEDULES` (config/schedule.py) has the function of each.
-Schedule = Literal["cosine", "linear", "constant", "wsd"]
+Schedule = Literal["cosine", "constant", "wsd"]
 
 
 Multiplier = Annotated[float, Field(gt=0.0, le=1e6)]
@@ -168,12 +168,6 @@ class _AnyTraining(Section):
     keep_checkpoints: Free[int] = Field(
         default=2, ge=1, le=1_000_000, description="newest to keep; older are deleted"
     )
-    profile_steps: Free[list[Steps] | None] = Field(
-        default=None,
-        min_length=2,
-        max_length=2,
-        description="first and last step that torch.profiler traces; every process writes its trace into profile/",
-    )
     max_forgetting: Accepted[float | None] = Field(
         default=None,
         ge=0.0,
@@ -187,9 +181,6 @@ class _AnyTraining(Section):
     )
     project: Free[Name] = Field(
         default="scale", description="project in a tracker (in MLflow, the experiment)"
-    )
-    run_name: Free[Name | None] = Field(
-        default=None, description="run's name in a tracker; null: output_dir's name"
     )
     eval_every_steps: Free[Steps | None] = Field(
         default=None,
@@ -215,8 +206,6 @@ class _AnyTraining(Section):
                 f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size "
                 f"{self.global_batch_size}"
             )
-        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
-            raise ValueError("profile_steps: the first step comes after the last")
         if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
             raise ValueError(
                 f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences"

@@ -24,7 +24,6 @@ class RunFolder:
         self.tokens = root / "tokens"  # tokenised corpora, unless corpus.cache_dir says otherwise
         self.evaluation = root / "evaluation"  # the forgetting report
         self.exports = root / "export"  # a folder per format
-        self.profile = root / "profile"  # traces of `train.profile_steps`
         # a line for every logged step and periodic evaluation
         self.metrics = root / "metrics.jsonl"
 

@@ -12,15 +12,13 @@ import signal
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.profiler import profile, schedule
 from tqdm import tqdm
 
 from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
@@ -69,41 +67,8 @@ def run_loop(run: TrainingRun) -> None:
         stop_requests(train.max_hours, alone=num_processes == 1) as stop,
         batches_ahead(run.batches, done, rank, num_processes, accelerator.device) as batches,
         run.saving(),
-        _profiled(run) as count_step,
     ):
-        _Loop(run, batches, stop, bar, count_step, done, run.state).take_all_steps()
-
-
-@contextmanager
-def _profiled(run: TrainingRun) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after every step; if `train.profile_steps` lie ahead, torch.profiler
-    traces them.
-
-    Each process writes a trace of its own, for Perfetto or TensorBoard.
-    """
-    done, steps = run.state.step, run.config.train.profile_steps
-    if steps is None or steps[1] <= done:
-        yield lambda: None
-        return
-    first, last = max(steps[0], done + 1), steps[1]
-    path = (
-        run.folder.profile / f"steps-{first}-{last}.process-{run.accelerator.process_index}.json.gz"
-    )
-    path.parent.mkdir(exist_ok=True)
-    warmup = min(first - done - 1, 1)
-    parts = schedule(
-        wait=first - done - 1 - warmup, warmup=warmup, active=last - first + 1, repeat=1
-    )
-    with profile(
-        schedule=parts, on_trace_ready=lambda trace: trace.export_chrome_trace(str(path))
-    ) as profiler:
-
-        def count_step() -> None:
-            profiler.step()
-            if profiler.step_num == last - done:
-                run.accelerator.wait_for_everyone()  # writing a trace may take longer than the timeout of a step
-
-        yield count_step
+        _Loop(run, batches, stop, bar, done, run.state).take_all_steps()
 
 
 @dataclass
@@ -120,7 +85,6 @@ class _Loop:
     batches: Prefetched[StepBatches]  # of this process, from that state on
     stop: StopRequest
     bar: Any  # the progress bar
-    count_step: Callable[[], None]  # for the profiler
     first_step: int  # that this process takes, counted from 0
     logged: TrainState  # state at the last record
     taken: list[TakenStep] = field(default_factory=list)  # steps after that state, not settled yet
@@ -192,7 +156,6 @@ class _Loop:
             self.taken_since_s = started_s
         self.taken.append(taken)
         self.bar.update(1)
-        self.count_step()
         return taken.asked
 
     def _is_logged(self, done: int) -> bool:

@@ -32,7 +32,7 @@ def tracked(log: MetricsLog | None, config: RunConfig, accelerator: Accelerator)
     if log is None or not config.train.trackers:
         yield
         return
-    name = config.train.run_name or config.output_dir.resolve().name
+    name = config.output_dir.resolve().name
     named = {"wandb": {"name": name, "dir": str(config.output_dir)}, "mlflow": {"run_name": name}}
     settings = {key: str(value) for key, value in leaves(config.model_dump(mode="json"))}
     try:

@@ -63,7 +63,6 @@ FLASH = (
             ["evaluation.benchmarks=[kobest, kobest]"],
             ": evaluation.benchmarks: two sources are named 'kobest'",
         ),
-        (["train.profile_steps=[3,2]"], "the first step comes after the last"),
         # keys that do not go together
         (
             ["method.variant=preserve", "method.collaboration.layers=top:1"],

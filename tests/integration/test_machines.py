@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from accelerate import Accelerator
-from torch.profiler import profile
 
 from scale_cli import processes
 from scale_cli.data.tokens import TokenCache
@@ -24,7 +23,7 @@ from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.torture.verbs import Ended, ended_group, start_group
 
 _STEPS_WAIT_S, _ALONE_S = 8, 12
-_LOGGED = ("train.log_every_steps=2", "train.trackers=[tensorboard]", "train.profile_steps=[1, 1]")
+_LOGGED = ("train.log_every_steps=2", "train.trackers=[tensorboard]")
 _SOURCES = (
     "model.base=./base",
     "corpus.cache_dir=./tokens",
@@ -51,7 +50,6 @@ class OnMachine:
             self.delay(TokenCache, "open")
             self.delay(Observer, "samples")
             self.delay(Accelerator, "log")
-            self.delay(profile, "export_chrome_trace")
             self.delay(atomic, "publish_folder")
 
     def delay(self, owner: Any, name: str) -> None:
