@@ -56,7 +56,7 @@ class Exported:
 def export_all(config: RunConfig, repository: str | None, *, dry_run: bool) -> list[Exported]:
     """Write every format of a config, and send it to a repository of the hub, if one is named."""
     if repository is not None:
-        check_repository(repository, config.export.formats)
+        check_repository(repository, config.export.format)
     exports = export_each(formats_of(Run(config).config))
     if repository is not None:
         for line in publish(exports[0].folder, repository, dry_run=dry_run):

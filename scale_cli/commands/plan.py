@@ -258,7 +258,7 @@ def _disk_bytes(config: RunConfig, own: MethodPlan, export_dtype: str) -> int:
     num_bytes = 2 * memory.trainable + num_kept * memory.checkpoint
     itemsize = ITEMSIZES.get(export_dtype, 4)
     sizes = {"llama": own.num_served * itemsize, "transformers": memory.frozen + memory.trainable}
-    return num_bytes + sum(sizes.get(name, memory.trainable) for name in config.export.formats)
+    return num_bytes + sum(sizes.get(name, memory.trainable) for name in config.export.format)
 
 
 def _heading(plan: Plan) -> list[str]:

@@ -137,7 +137,7 @@ def _export(config: RunConfig, log: Log) -> None:
     ways = [f"scale generate {folder}{beside} --prompt '...' --temperature 0.8"]
     if beside:
         ways.append(f"scale serve {folder}{beside}")
-    elif "llama" in config.export.formats:
+    elif "llama" in config.export.format:
         plainly = "" if method.definition.routes_plainly(method.settings) else " --plain"
         ways.append(f"scale serve {folder}{plainly}")
     log(f"next           {'; '.join(ways)}")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
@@ -173,6 +174,7 @@ class ExportConfig(Section):
     format: Annotated[
         list[ExportFormat],
         Field(min_length=1),
+        AfterValidator(lambda formats: list(dict.fromkeys(formats))),  # each once
         BeforeValidator(
             lambda given: given if isinstance(given, list) else [given],
             json_schema_input_type=ExportFormat | list[ExportFormat],
@@ -192,11 +194,6 @@ class ExportConfig(Section):
         if "adapter" in self.format and self.dtype not in (None, "float32"):
             raise ValueError("dtype: an adapter is always written in float32; remove this key")
         return self
-
-    @property
-    def formats(self) -> list[ExportFormat]:
-        """The formats, each once."""
-        return list(dict.fromkeys(self.format))
 
 
 class RunConfig(Section):
@@ -270,11 +267,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_go_together(self) -> RunConfig:
-        for problem in (
-            *self._method_problems(),
-            *self._observing_problems(),
-            *self._flash_attention_problems(),
-        ):
+        for problem in (*self._method_problems(), *self._observing_problems()):
             raise ValueError(problem)
         return self
 
@@ -322,31 +315,6 @@ class RunConfig(Section):
             source.role for source in self.evaluation.perplexity
         }:
             yield f"train.max_forgetting: evaluation.perplexity has no corpus of role {min(missing)}"
-
-    def _flash_attention_problems(self) -> Iterator[str]:
-        train = self.train
-        at_once = train.sequences_at_once(1)
-        if train.attention != "flash_attention_2":
-            return
-        if self.corpus.isolate_documents and at_once > 1:
-            # It finds documents by their positions, and only in a batch of one; in larger batches
-            # it would join them.
-            yield (
-                f"train.attention: with train.micro_batch_size {at_once}, flash_attention_2 cannot isolate documents "
-                "(corpus.isolate_documents); set train.micro_batch_size to 1, or use flex_attention"
-            )
-        if train.compile and at_once == 1:
-            yield "train.compile: flash_attention_2 cannot be compiled with train.micro_batch_size 1"
-        computes = {"train": train.mixed_precision}
-        if train.observes:
-            computes["evaluation"] = self.evaluation.mixed_precision
-        dtype = self.model.dtype
-        is_float32 = dtype == "float32" or (dtype == "auto" and train.mixed_precision == "no")
-        if is_float32 or self.method.trains_base_weights:
-            for section in (
-                section for section, precision in computes.items() if precision == "no"
-            ):
-                yield f"train.attention: flash_attention_2 computes in 16 bits: set {section}.mixed_precision to bf16"
 
 
 # Keys that say where something lies. Callers that compare its content by hash (base, corpora)

@@ -147,12 +147,9 @@ class _AnyTraining(Section):
         le=1e6,
         description="time limit of one invocation; it then writes a checkpoint and ends",
     )
-    attention: Accepted[Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] | None] = (
-        Field(
-            default=None,
-            description="kernel, by transformers' name; null: its choice; for isolated documents on a "
-            "GPU, flex_attention",
-        )
+    attention: Accepted[Literal["sdpa", "eager", "flex_attention"] | None] = Field(
+        default=None,
+        description="kernel, by transformers' name; null: its choice; for isolated documents on a GPU, flex_attention",
     )
     compile: Accepted[bool] = Field(
         default=False,

@@ -17,10 +17,10 @@ from functools import lru_cache
 from typing import Any, Generic, Self, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from scale_cli.data.encoding import Flags, Ids, Integers
 from scale_cli.data.ledger import TrainedTokens
 
 _STEPS_AHEAD = 2
@@ -42,10 +42,10 @@ class PackedWindows:
 
     def __init__(
         self,
-        ids: npt.NDArray[np.integer],
+        ids: Ids,
         sequence_length: int,
-        learned: npt.NDArray[np.bool_] | None = None,
-        offsets: npt.NDArray[np.integer] | None = None,
+        learned: Flags | None = None,
+        offsets: Ids | None = None,
         lead: int = 0,
     ) -> None:
         assert len(ids) >= 2, "a stream needs an input and a target"
@@ -56,16 +56,14 @@ class PackedWindows:
         self._lead = lead
         starts = np.arange(0, len(ids) - 1, sequence_length)
         if learned is None:
-            self.num_targets: npt.NDArray[np.int64] = np.minimum(
-                sequence_length, len(ids) - 1 - starts
-            )
+            self.num_targets: Integers = np.minimum(sequence_length, len(ids) - 1 - starts)
         else:
             self.num_targets = np.add.reduceat(learned[1:], starts, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.num_targets)
 
-    def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def window(self, index: int) -> tuple[Integers, Integers]:
         """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
         start = index * self.sequence_length
         ids = self.ids[start : start + self.sequence_length + 1]
@@ -78,7 +76,7 @@ class PackedWindows:
             targets[:num_inputs][~self._learned[start + 1 : start + num_inputs + 1]] = IGNORED
         return inputs, targets
 
-    def positions(self, index: int) -> npt.NDArray[np.int64] | None:
+    def positions(self, index: int) -> Integers | None:
         """Return each input's position, (T,), in its document or, if that began earlier, window;
         padding counts on. None if documents are not isolated.
         """
@@ -124,8 +122,7 @@ def stacked(
     windows = [sources[source].window(window) for source, window in located]
     inputs, targets = (torch.from_numpy(np.stack(rows)) for rows in zip(*windows, strict=True))
     positions = [sources[source].positions(window) for source, window in located]
-    isolated = [row for row in positions if row is not None]
-    assert len(isolated) in (0, len(positions)), "documents are isolated in every source or in none"
+    isolated = [row for row in positions if row is not None]  # all rows, or none
     position_ids = torch.from_numpy(np.stack(isolated)) if isolated else None
     return MicroBatch(
         inputs, targets, torch.tensor([source for source, _ in located]), position_ids, distillation
@@ -191,7 +188,7 @@ class Batches:
             self._turn_of[mine] = np.arange(mine.sum())
         self._epoch_order = lru_cache(maxsize=2 * len(sources))(self._shuffled)
 
-    def _shuffled(self, source: int, epoch: int) -> npt.NDArray[np.int64]:
+    def _shuffled(self, source: int, epoch: int) -> Integers:
         random = np.random.default_rng([self.seed, 1, source, epoch])
         return random.permutation(len(self.sources[source]))
 

@@ -111,14 +111,12 @@ def check_sample(
     is_folder = source.dataset is not None and Path(source.dataset).is_dir()
     if not source.is_local and not is_folder:
         return
-    conversations = source.messages_field is not None
     is_lossless = gives_all_back(tokenizer.backend_tokenizer)
     ledger = Ledger()
     is_whole = True
     parts = [source.model_copy(update={"path": path}) for path in source.paths] or [source]
     for part in parts:
-        template_of = tokenizer if conversations else None
-        reader = CorpusReader(part, reading.max_document_bytes, template_of)
+        reader = CorpusReader(part, reading.max_document_bytes, tokenizer)
         room = _SAMPLE_CHARACTERS
         sample = []
         for record in islice(reader, _SAMPLE_RECORDS):
@@ -131,7 +129,7 @@ def check_sample(
         is_whole = is_whole and room > 0 and reader.ledger.read.documents < _SAMPLE_RECORDS
         ledger.take(reader.ledger)
         if not is_lossless:
-            encoder = encoder_of(tokenizer, conversations=conversations)
+            encoder = encoder_of(tokenizer, conversations=source.messages_field is not None)
             ledger.round_trip += encoder.encode(sample).round_trip
     all_skipped = ledger.num_skipped > 0 and len(parts) == 1
     too_bad = ledger.bad_fraction > reading.max_bad_fraction

@@ -21,16 +21,14 @@ class Decoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int]) -> None:
         """Begin after the ids of a prompt, which end with a whole character."""
         self._tokenizer = tokenizer
-        self._given = self._tail(list(before))
         self._held = list[int]()
-
-    def _tail(self, before: list[int]) -> list[int]:
-        """Return the fewest last ids that are text from the beginning of a character on."""
-        for length in range(1, len(before)):
-            text = self._text(before[-length:])
+        self._given = list[int]()
+        # The fewest last ids that are text from the beginning of a character on.
+        for length in range(1, len(before) + 1):
+            self._given = list(before[-length:])
+            text = self._text(self._given)
             if text and _NO_CHARACTER not in text:
-                return before[-length:]
-        return before
+                break
 
     def add(self, token: int) -> str:
         self._held.append(token)

@@ -60,15 +60,15 @@ Line = tuple[int, str | Reason, int]
 class CorpusReader:
     """Iterate once over a source's records in order, good and bad, and enter each into the ledger.
 
-    The chat template of `template_of` writes conversations. `files`, if given, are the source's
-    files to read.
+    The chat template of `tokenizer` writes conversations, if the source has any. `files`, if given,
+    are the source's files to read.
     """
 
     def __init__(
         self,
         source: TextSource,
         max_document_bytes: int,
-        template_of: PreTrainedTokenizerBase | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         files: Sequence[SourceFile] | None = None,
     ) -> None:
         self.source = source
@@ -76,7 +76,7 @@ class CorpusReader:
         self.total_bytes = sum(file.size for file in self.files)
         self.ledger = Ledger(files=len(self.files))
         self._limit = max_document_bytes
-        self._template_of = template_of
+        self._tokenizer = tokenizer if source.messages_field is not None else None
         self._finished_bytes = 0
         self._raw: IO[bytes] | None = None
 
@@ -98,8 +98,8 @@ class CorpusReader:
                     continue  # but the documents that a damaged file has lost cannot be counted
             kept += isinstance(record, Document)
             dropped += isinstance(record, Rejected)
-            if self._template_of is not None and isinstance(record, Document):
-                record = _conversation(record, self._template_of, self._limit)
+            if self._tokenizer is not None and isinstance(record, Document):
+                record = _conversation(record, self._tokenizer, self._limit)
             self.ledger.enter(record)
             yield record
             # So many bad records are no corpus, and a hub dataset may be endless.
@@ -180,7 +180,7 @@ def _read_txt(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
 def _lines(stream: IO[bytes], limit: int) -> Iterator[Line]:
     number = 0
     while line := stream.readline(limit + 1):
-        number = number + 1
+        number += 1
         length = len(line)
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)  # Windows programs write one

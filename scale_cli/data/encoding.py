@@ -53,6 +53,8 @@ GUARD = "\ufdd0"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 Ids = npt.NDArray[np.integer]
+Integers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 Spans = tuple[tuple[int, int], ...]  # of characters, from and to
 
 
@@ -138,11 +140,11 @@ class Encoded:
     """Some consecutive documents as ids."""
 
     ids: Ids  # (tokens,) one document after another, markers included
-    lengths: npt.NDArray[np.int64]  # (documents,) in tokens
-    num_bytes: npt.NDArray[np.int64]  # (documents,) of each text
+    lengths: Integers  # (documents,) in tokens
+    num_bytes: Integers  # (documents,) of each text
     hashes: npt.NDArray[np.uint64]  # (documents,) of each text, ignoring white space
     round_trip: RoundTrip  # of the texts
-    learned: npt.NDArray[np.bool_] | None = None  # (tokens,) whether each is learned; None: all are
+    learned: Flags | None = None  # (tokens,) whether each is learned; None: all are
 
 
 class Encoder:
@@ -348,7 +350,7 @@ def _plain(character: str) -> str:
 
 def learned_tokens(
     text: str, spans: Spans, offsets: list[tuple[int, int]], num_tokens: int
-) -> npt.NDArray[np.bool_]:
+) -> Flags:
     """Return (tokens,): whether any character of each token is learned; tokens after the text are
     not.
     """

@@ -20,7 +20,6 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
@@ -162,16 +161,10 @@ def _local(name: str, pattern: str) -> list[SourceFile]:
         elif not path.is_dir():
             raise CorpusError(f"{name}: {path} is a broken link or a device, not a file")
         elif path.suffix in (*FORMATS, *COMPRESSIONS) or path == Path(pattern):
-            raise CorpusError(f"{name}: {path} is a folder, not a file{_text_in(path)}")
+            raise CorpusError(
+                f"{name}: {path} is a folder, not a file; give a pattern, such as {path}/**/*.txt"
+            )
     return files
-
-
-def _text_in(folder: Path) -> str:
-    """Return a hint, for a message, which pattern finds text in a folder; "" if there is no text."""
-    for below, form, compression in product(("*", "**/*"), FORMATS, ("", *COMPRESSIONS)):
-        if any(folder.glob(below + form + compression)):
-            return f"; give {folder / below}{form}{compression}"
-    return ""
 
 
 def _in_store(name: str, pattern: str) -> list[SourceFile]:

@@ -136,10 +136,6 @@ class Ledger(RunRecord):
             dropped / max(self.read.documents, 1), self.num_damaged_files / max(self.files, 1)
         )
 
-    @property
-    def targets_an_epoch(self) -> int:
-        return self.num_tokens - 1 if self.num_targets is None else self.num_targets
-
     def described_losses(self) -> str:
         """Return one line that says what was dropped and where; "" if nothing was."""
         losses = dict(self.dropped)
@@ -165,7 +161,7 @@ class TrainedTokens:
     """One source's target tokens in the first steps of a run.
 
     Every token of the stream but the first is a target once an epoch; in conversations, every
-    learned token is. So num_trained + num_held_over = num_epochs x targets_an_epoch.
+    learned token is. So num_trained + num_held_over = num_epochs x the targets of an epoch.
     """
 
     num_trained: int  # targets trained, counted each time
@@ -203,9 +199,8 @@ def check_has_text(source: TextSource, ledger: Ledger) -> None:
         raise CorpusError(
             f"{name}: no document is left, because skip_documents skips all {ledger.num_skipped:,}"
         )
-    if ledger.num_tokens < 2 or not ledger.targets_an_epoch:  # an input and a target
-        losses = f" ({losses})" if losses else ""
-        raise CorpusError(f"{name}: no document with text{losses}")
+    if ledger.num_tokens < 2 or ledger.num_targets == 0:  # an input and a target
+        raise CorpusError(f"{name}: no document with text{losses and f' ({losses})'}")
 
 
 def check_bad_fraction(source: TextSource, ledger: Ledger, max_bad_fraction: float) -> None:

@@ -46,7 +46,9 @@ from scale_cli.data.encoding import (
     Document,
     DocumentMarkers,
     Encoded,
+    Flags,
     Ids,
+    Integers,
     RoundTrip,
     encode_all,
     encoder_of,
@@ -92,10 +94,10 @@ class TokenisedCorpus:
     ledger: Ledger
     markers: DocumentMarkers  # the tokenizer's marks
     ids: Ids  # (tokens,) all documents, framed by their markers
-    offsets: npt.NDArray[np.int64]  # (documents + 1,)
-    num_bytes: npt.NDArray[np.int64]  # (documents,)
+    offsets: Integers  # (documents + 1,)
+    num_bytes: Integers  # (documents,)
     hashes: npt.NDArray[np.uint64]  # (documents,) of the texts
-    learned: npt.NDArray[np.bool_] | None = None  # (tokens,) which ids are targets; None: all
+    learned: Flags | None = None  # (tokens,) which ids are targets; None: all
 
     def __len__(self) -> int:
         return len(self.num_bytes)
@@ -256,11 +258,8 @@ def tokenise(
     The folder is named after its content, so an unfinished one beside it is continued.
     """
     reading = cache.reading
-    is_chat = source.messages_field is not None
-    encoder = encoder_of(cache.tokenizer, conversations=is_chat)
-    reader = CorpusReader(
-        source, reading.max_document_bytes, cache.tokenizer if is_chat else None, files=part
-    )
+    encoder = encoder_of(cache.tokenizer, conversations=source.messages_field is not None)
+    reader = CorpusReader(source, reading.max_document_bytes, cache.tokenizer, files=part)
     documents = (record for record in reader if isinstance(record, Document))
 
     def encoded_after(num_done: int) -> Iterator[Encoded]:

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.encoding import Integers
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
 from scale_cli.evaluation.intervals import Values
@@ -32,8 +32,6 @@ from scale_cli.model.heads import HeadedModel, TokenLogProbs, token_log_probs
 from scale_cli.model.routing import mix_log_probs
 from scale_cli.processes import ALONE, Share, autocast, map_over_processes
 from scale_cli.terminal import progress_bar
-
-Integers = npt.NDArray[np.int64]
 
 TWO_HEADS = ("base", "trained")
 # Tokens of documents held in memory together; windows are sorted by length, to limit padding.

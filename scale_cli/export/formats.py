@@ -332,7 +332,7 @@ def formats_of(config: RunConfig) -> list[Format]:
         ConfigError: one of the formats cannot hold a model of this method.
     """
     made = []
-    for name in config.export.formats:
+    for name in config.export.format:
         alone = config.export.model_copy(update={"format": [name]})
         made.append(FORMATS[name](config.model_copy(update={"export": alone})))
         if not made[-1].fits_method:

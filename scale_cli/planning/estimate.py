@@ -77,8 +77,8 @@ def estimate(
     if config.train.attention != "flex_attention":
         languages = {source.language for source in config.evaluation.perplexity}
         num_samples = len(languages) * _num_evaluations(config)
-    num_ways = len(config.export.formats)
-    if "llama" in config.export.formats and definition.routes_plainly(config.method.settings):
+    num_ways = len(config.export.format)
+    if "llama" in config.export.format and definition.routes_plainly(config.method.settings):
         num_ways += 1
     compared = num_ways * sum(text.num_compared for text in texts)
     return Estimate(

@@ -92,10 +92,7 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
                 f"train.attention: flex_attention (which corpus.isolate_documents takes on a GPU) needs heads of "
                 f"{_FLEX_HEAD_DIM} dimensions or more, and this model's have {head_dim}; set train.attention=sdpa"
             )
-        try:
-            _attending(model).set_attn_implementation(train.attention)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"train.attention: {train.attention}: {one_line(error)}") from None
+        _attending(model).set_attn_implementation(train.attention)
     if train.compile:
         decoder = model.expansion if isinstance(model, ScaleForCausalLM) else plain_of(model).model
         layers: list[Any] = list(decoder.layers)

@@ -13,11 +13,6 @@ REPLAY = "corpus.sources=[{name: a, path: a.txt, language: ko}, {name: b, path: 
 INT8 = "model.quantisation=int8"
 DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded"
 TWIN = "{name: twin, path: a.txt, language: en}"
-FLASH = (
-    "train.attention=flash_attention_2",
-    "train.mixed_precision=bf16",
-    "evaluation.mixed_precision=bf16",
-)
 
 
 @pytest.mark.parametrize(
@@ -100,28 +95,6 @@ FLASH = (
             ["method.vocabulary={sources: [x]}"],
             "method.vocabulary.sources: 'x' is not one of corpus.sources (news)",
         ),
-        (
-            [*FLASH, "corpus.isolate_documents=true"],
-            "train.attention: with train.micro_batch_size 8",
-        ),
-        (
-            [*FLASH, "train.compile=true", "train.micro_batch_size=1"],
-            "train.compile: flash_attention_2",
-        ),
-        ([*FLASH, "train.mixed_precision=no"], "set train.mixed_precision"),
-        (
-            [
-                *FLASH,
-                "model.dtype=float32",
-                "evaluation.mixed_precision=no",
-                "train.eval_every_steps=5",
-            ],
-            "set evaluation.mixed_precision",
-        ),
-        (
-            [*FLASH, "train.mixed_precision=no", "model.dtype=bfloat16", "method.variant=full"],
-            "set train.mixed_precision",
-        ),
     ],
 )
 def test_a_mistake_is_one_line_that_names_its_field(overrides: list[str], told: str) -> None:
@@ -130,22 +103,10 @@ def test_a_mistake_is_one_line_that_names_its_field(overrides: list[str], told: 
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        *(
-            ["method.variant=preserve", f"method.collaboration.layers={layers}", DISTILS, REPLAY]
-            for layers in ("none", "[]", "~")
-        ),
-        [*FLASH, "corpus.isolate_documents=true", "train.micro_batch_size=1"],
-        [*FLASH, "train.compile=true"],
-        [*FLASH, "evaluation.mixed_precision=no"],
-        [*FLASH, "train.mixed_precision=no", "model.dtype=bfloat16", "train.eval_every_steps=5"],
-    ],
-)
-def test_keys_that_go_together_are_accepted(overrides: list[str]) -> None:
-    config = load_text(SMALLEST, *overrides)
-    assert config.method.distils == (DISTILS in overrides)
+@pytest.mark.parametrize("layers", ["none", "[]", "~"])
+def test_a_model_without_collaborating_layers_distils(layers: str) -> None:
+    variant = ("method.variant=preserve", f"method.collaboration.layers={layers}")
+    assert load_text(SMALLEST, *variant, DISTILS, REPLAY).method.distils
 
 
 def test_every_error_of_a_file_is_told_at_once_each_once() -> None:

@@ -83,7 +83,7 @@ def test_the_mask_is_the_assistants_turns_and_the_ids_are_transformers_own(
     corpus: Any = tokenised(
         folder / "talks.jsonl", tokenizer, folder, ReadingConfig(), messages_field="messages"
     )
-    assert corpus.ledger.targets_an_epoch == corpus.learned[1:].sum()
+    assert corpus.ledger.num_targets == corpus.learned[1:].sum()
     marked = with_template(tokenizer, MARKED)
     for index, messages in enumerate(all_messages):
         theirs: Any = marked.apply_chat_template(

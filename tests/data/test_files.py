@@ -175,8 +175,7 @@ TREE = (
         ("x.pdf", {}, "{}: not a corpus format (known: .txt"),
         *((name, {"documents": "line"}, "{}: documents: line is") for name in TREE[4:6]),
         *((name, {"messages_field": "m"}, "{}: messages_field") for name in TREE[4:6]),
-        ("text", {}, "source: {0} is a folder, not a file; give {0}/*.jsonl.gz"),
-        ("more", {}, "source: {0} is a folder, not a file; give {0}/**/*.txt"),
+        ("more", {}, "source: {0} is a folder, not a file; give a pattern, such as {0}/**/*.txt"),
     ],
 )
 @pytest.mark.usefixtures("store")

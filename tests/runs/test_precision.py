@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import ConfigError
 from scale_cli.runs import precision
 from scale_cli.runs.opened import Run
 from scale_cli.runs.precision import with_precision
@@ -71,12 +70,3 @@ def test_a_config_without_auto_asks_no_device(
     config = with_precision(small_config(tmp_path), in_bfloat16=True)
     monkeypatch.setattr(precision, "computes_in_bfloat16", lambda: pytest.fail("asked"))
     assert Run(config).config is config
-
-
-def test_a_precision_that_does_not_go_with_another_key_is_refused_once_it_is_decided(
-    tmp_path: Path,
-) -> None:
-    config = small_config(tmp_path, "train.attention=flash_attention_2")
-    with_precision(config, in_bfloat16=True)
-    with pytest.raises(ConfigError, match=r"mixed_precision no: train\.attention"):
-        with_precision(config, in_bfloat16=False)
