@@ -49,20 +49,11 @@ ALONE = Share()
 _SET_UP = timedelta(hours=24)
 _STEPS = timedelta(minutes=30)
 _FAREWELL = timedelta(seconds=5)
-# Variables with the number of processes, on one machine and in all: of torchrun and Accelerate
-# first, then of MPI.
-_LOCAL_WORLD_SIZES = (
-    "LOCAL_WORLD_SIZE",
-    "MPI_LOCALNRANKS",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-)
-_WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def are_several() -> bool:
     """Return whether a launcher has started several processes; imports nothing."""
-    return any(os.environ.get(name, "1") not in ("", "1") for name in _WORLD_SIZES)
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "1")
 
 
 def check_launch() -> None:
@@ -71,7 +62,7 @@ def check_launch() -> None:
     Raises UsageError on the first process, EndedElsewhere on the others.
     """
     number = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if number == "1" or any(name in os.environ for name in _WORLD_SIZES):
+    if number == "1" or "WORLD_SIZE" in os.environ:
         return
     if os.environ.get("SLURM_PROCID", "0") != "0":
         raise EndedElsewhere(UsageError.exit_code)
@@ -109,14 +100,9 @@ def process_state() -> PartialState:
     from accelerate.utils import parse_flag_from_env
 
     # Without `cpu`, Accelerate takes each of several processes without an accelerator to be alone.
-    # The router's weights are float64, which Apple's GPUs do not have.
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    on_cpu = (
-        parse_flag_from_env("ACCELERATE_USE_CPU")
-        or accelerator is None
-        or accelerator.type == "mps"
-    )
-    is_told = any(name in os.environ for name in _LOCAL_WORLD_SIZES)
+    has_none = torch.accelerator.current_accelerator(check_available=True) is None
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or has_none
+    is_told = "LOCAL_WORLD_SIZE" in os.environ
     state = PartialState(cpu=on_cpu, timeout=_SET_UP)
     if not is_told:  # Accelerate has then set it as if a CPU process were alone on its machine
         os.environ.pop("LOCAL_WORLD_SIZE", None)
@@ -140,8 +126,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def lowered_dtype(mixed_precision: str) -> torch.dtype | None:

@@ -227,8 +227,8 @@ def test_without_one_dnn_bfloat16_is_slow_and_every_setting_that_uses_it_is_told
     assert slow_in_bfloat16("cuda", settings) == []
 
 
-@pytest.mark.parametrize(("accelerator", "on_cpu"), [("cuda", False), ("mps", True), (None, True)])
-def test_the_processor_is_taken_where_there_is_no_accelerator_or_one_without_float64(
+@pytest.mark.parametrize(("accelerator", "on_cpu"), [("cuda", False), (None, True)])
+def test_the_processor_is_taken_where_there_is_no_accelerator(
     monkeypatch: pytest.MonkeyPatch, accelerator: str | None, on_cpu: bool
 ) -> None:
     found = None if accelerator is None else torch.device(accelerator)

@@ -19,8 +19,6 @@ from scale_cli.console import quieten_libraries
 from scale_cli.report import Interval
 from scale_cli.storage.atomic import new_folder, verify_folder
 from scale_cli.terminal import not_counted, print_json, printable, progress_bar, without_passwords
-from scale_cli.vocabulary.tokenizer import read_texts
-from tests.small_runs import SMALLEST, load_text
 
 
 @given(st.text(st.characters()))
@@ -99,19 +97,6 @@ def test_downloads_and_weights_that_load_move_a_bar_where_lines_are_wanted(
         monkeypatch.setattr(sys, "stderr", log)
         assert list(transformers_logging.tqdm(range(3), desc="Loading weights")) == [0, 1, 2]
     assert ("Loading weights:" in (tmp_path / "log").read_text()) == shown
-
-
-def test_text_that_new_tokens_are_learned_on_moves_a_bar(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "news.txt").write_text("one\n\nthree")
-    corpus = load_text(SMALLEST, f"corpus.sources.0.path={tmp_path / 'news.txt'}").corpus
-    monkeypatch.setattr(terminal, "_form", "lines")
-    monkeypatch.setattr(terminal, "_SECONDS_APART", 0.0)
-    with (tmp_path / "log").open("w") as log:
-        monkeypatch.setattr(sys, "stderr", log)
-        assert list(read_texts(corpus.sources, corpus)) == ["one", "three"]
-    assert "reading news: 8.00B" in (tmp_path / "log").read_text()
 
 
 def test_figures_are_json_and_one_that_is_not_finite_is_null(

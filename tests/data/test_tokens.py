@@ -152,19 +152,6 @@ def test_a_cache_that_is_not_whole_is_made_again(
         assert again.ids.tolist() == ids and again.ledger == first.ledger
 
 
-def test_a_source_of_which_too_much_is_bad_is_refused_now_and_later(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    path = write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 3)
-    with path.open("ab") as file:
-        file.write(b"{\n")
-    strict, lenient = (ReadingConfig(max_bad_fraction=most) for most in (0.0999, 0.1))
-    for _ in range(2):
-        with pytest.raises(CorpusError, match=rf"source .* 10\.000 % .* 1 not JSON: {path}:10$"):
-            open_corpus(path, tokenizer, tmp_path / "cache", reading=strict)
-    assert len(open_corpus(path, tokenizer, tmp_path / "cache", reading=lenient)) == 9
-
-
 def test_a_dataset_is_tokenised_again_where_its_folder_has_changed(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
