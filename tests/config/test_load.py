@@ -62,14 +62,12 @@ def test_the_value_of_an_override_is_yaml_and_reaches_elements_of_lists() -> Non
 def test_a_routed_model_is_exported_in_two_folders_where_the_plain_one_cannot_be_routed_unless_the_config_says_so(
     overrides: list[str], formats: list[str]
 ) -> None:
-    assert load_text(SMALLEST, *overrides).export.formats == formats
+    assert load_text(SMALLEST, *overrides).export.format == formats
 
 
 @pytest.mark.parametrize("section", ["export:", "export: ~", "export: {}"])
 def test_an_override_fills_an_empty_section(section: str) -> None:
-    assert load_text(f"{SMALLEST}{section}\n", "export.format=adapter").export.formats == [
-        "adapter"
-    ]
+    assert load_text(f"{SMALLEST}{section}\n", "export.format=adapter").export.format == ["adapter"]
     text = SMALLEST.replace("- {name: news, path: news.txt, language: ko}", "-")
     overrides = [f"corpus.sources.0.{field}" for field in ("name=a", "path=a.txt", "language=en")]
     assert load_text(text, *overrides).corpus.sources[0].name == "a"
