@@ -14,6 +14,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from tqdm import tqdm
 
 from scale_cli.methods import METHODS
 from scale_cli.values import counted, language_name
@@ -78,13 +79,12 @@ def percent(share: float, digits: int = 1) -> str:
 
 def quantity(value: float, unit: str = "") -> str:
     """Return a figure in three digits with an SI prefix: 9.03 GFLOP, 263 k, 42."""
-    for prefix in ("", "k", "M", "G", "T", "P", "E", "Z"):
-        if abs(value) < 999.5 or prefix == "Z":
-            break
-        value /= 1000
-    whole = not prefix and value == int(value)
-    digits = 0 if whole or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-    return f"{value:.{digits}f} {prefix}{unit}".rstrip()
+    told = tqdm.format_sizeof(value)  # 9.03G
+    figure = told.rstrip("kMGTPEZ")
+    prefix = told.removeprefix(figure)
+    if not prefix and value == int(value):
+        figure = f"{value:.0f}"
+    return f"{figure} {prefix}{unit}".rstrip()
 
 
 def duration(seconds: float) -> str:

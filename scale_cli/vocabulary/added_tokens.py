@@ -18,7 +18,7 @@ import json
 import re
 import struct
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -98,7 +98,7 @@ class Spelling:
             needed.add(ord(" "))
         if lacking := self.missing & needed:
             raise BaseModelError(
-                f"method.vocabulary: the tokenizer of {name} has no token for the bytes {byte_names(lacking)}, which "
+                f"method.vocabulary: the tokenizer of {name} has no token for the bytes {bytes(sorted(lacking)).hex(' ')}, which "
                 "letters of method.vocabulary.script need, so it loses them; choose another base"
             )
         tokens = tokenizer.get_vocab()
@@ -125,19 +125,6 @@ class Spelling:
         if self.byte_level:
             return "".join(tokens)
         return b"".join(map(self.to_bytes, tokens)).decode().replace(" ", _SPACE)
-
-
-def byte_names(some: Collection[int]) -> str:
-    """Return bytes in hexadecimal, neighbours as ranges: `00-08, C0`."""
-    runs: list[list[int]] = []
-    for byte in sorted(some):
-        if runs and byte == runs[-1][-1] + 1:
-            runs[-1].append(byte)
-        else:
-            runs.append([byte])
-    return ", ".join(
-        f"{run[0]:02X}" if len(run) == 1 else f"{run[0]:02X}-{run[-1]:02X}" for run in runs
-    )
 
 
 # Learning continues byte-pair encoding from a tokenizer's own merges, on the letters of one script

@@ -40,7 +40,6 @@ from scale_cli.vocabulary.added_tokens import (
     SENTENCEPIECE,
     NewToken,
     Spelling,
-    byte_names,
     count_words,
     extended,
     learn,
@@ -82,7 +81,7 @@ class AddedTokens:
         if not missing:
             return ""
         return (
-            f"the base's tokenizer has no token for the bytes {byte_names(missing)}, with or without new tokens; "
+            f"the base's tokenizer has no token for the bytes {bytes(sorted(missing)).hex(' ')}, with or without new tokens; "
             f"{self.vocabulary.script} needs none of them"
         )
 
