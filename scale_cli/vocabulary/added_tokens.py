@@ -98,8 +98,9 @@ class Spelling:
             needed.add(ord(" "))
         if lacking := self.missing & needed:
             raise BaseModelError(
-                f"method.vocabulary: the tokenizer of {name} has no token for the bytes {bytes(sorted(lacking)).hex(' ')}, which "
-                "letters of method.vocabulary.script need, so it loses them; choose another base"
+                f"method.vocabulary: the tokenizer of {name} has no token for the bytes "
+                f"{bytes(sorted(lacking)).hex(' ')}, which letters of method.vocabulary.script need, so it loses them; "
+                "choose another base"
             )
         tokens = tokenizer.get_vocab()
         spelt = (token for token in tokens if not token.removeprefix(self.space).isascii())

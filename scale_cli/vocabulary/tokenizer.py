@@ -81,8 +81,8 @@ class AddedTokens:
         if not missing:
             return ""
         return (
-            f"the base's tokenizer has no token for the bytes {bytes(sorted(missing)).hex(' ')}, with or without new tokens; "
-            f"{self.vocabulary.script} needs none of them"
+            f"the base's tokenizer has no token for the bytes {bytes(sorted(missing)).hex(' ')}, with or without new "
+            f"tokens; {self.vocabulary.script} needs none of them"
         )
 
     @property
