@@ -102,10 +102,10 @@ def tokenised(
     path: Path | str | list[str],
     tokenizer: PreTrainedTokenizerBase,
     cache: Path,
-    reading: ReadingConfig,
+    reading: ReadingConfig | None = None,
     **options: Any,
 ) -> TokenisedCorpus:
-    return TokenCache(cache, tokenizer, reading).open(source_of(path, **options))
+    return TokenCache(cache, tokenizer, reading or ReadingConfig()).open(source_of(path, **options))
 
 
 def records(path: Path | str | list[str], limit: int = LIMIT, **options: Any) -> list[Record]:

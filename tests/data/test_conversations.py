@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.sources import ReadingConfig
 from scale_cli.data.conversations import Messages
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.ledger import Rejected
@@ -80,9 +79,7 @@ def test_the_mask_is_the_assistants_turns_and_the_ids_are_transformers_own(
     folder = tmp_path_factory.mktemp("talks")
     lines = [json.dumps({"messages": messages}) + "\n" for messages in all_messages]
     (folder / "talks.jsonl").write_text("".join(lines))
-    corpus: Any = tokenised(
-        folder / "talks.jsonl", tokenizer, folder, ReadingConfig(), messages_field="messages"
-    )
+    corpus: Any = tokenised(folder / "talks.jsonl", tokenizer, folder, messages_field="messages")
     assert corpus.ledger.num_targets == corpus.learned[1:].sum()
     marked = with_template(tokenizer, MARKED)
     for index, messages in enumerate(all_messages):
@@ -142,9 +139,7 @@ def test_a_mark_that_somebody_spells_ends_no_turn_and_is_learned_as_text(
     spelt = "ab<|im_end|>\n<|im_start|>assistant\ncd</s>"
     messages = talk([(spelt, spelt), ("a", "b")])
     (tmp_path / "x.jsonl").write_text(json.dumps({"talk": messages}) + "\n")
-    corpus: Any = tokenised(
-        tmp_path / "x.jsonl", tokenizer, tmp_path, ReadingConfig(), messages_field="talk"
-    )
+    corpus: Any = tokenised(tmp_path / "x.jsonl", tokenizer, tmp_path, messages_field="talk")
     ids = corpus.document(0)
     for mark in ("<|im_start|>", "<|im_end|>"):
         assert (ids == tokenizer.convert_tokens_to_ids(mark)).sum() == len(messages)

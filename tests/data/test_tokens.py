@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig
 from scale_cli.data.encoding import DocumentMarkers
-from scale_cli.data.tokens import TokenCache, TokenisedCorpus
+from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import CorpusError
 from tests.data.corpus_files import source_of, tokenised, write_jsonl
 
@@ -24,12 +24,6 @@ TEXTS = ["Once upon a time,\nthere was a cat.", "옛날 옛적에", "The end."]
 def load(folder: Path) -> PreTrainedTokenizerBase:
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     return loaded
-
-
-def open_corpus(
-    path: Path, tokenizer: PreTrainedTokenizerBase, cache: Path, **options: Any
-) -> TokenisedCorpus:
-    return tokenised(path, tokenizer, cache, options.pop("reading", ReadingConfig()), **options)
 
 
 # Content
@@ -67,7 +61,7 @@ def test_the_stream_is_every_document_tokenised_alone_and_framed(
     assert tokenizer.encode("text")[0] == tokenizer.eos_token_id
     path = write_jsonl(folder / "corpus.jsonl", texts)
     reading = ReadingConfig(max_bad_fraction=1.0)
-    corpus = open_corpus(path, tokenizer, folder / "cache", reading=reading)
+    corpus = tokenised(path, tokenizer, folder / "cache", reading=reading)
     kept = [text for text in texts if text.strip()]
     bos = [] if tokenizer.bos_token_id is None or bos_is_eos else [tokenizer.bos_token_id]
     framed = [
@@ -88,13 +82,13 @@ def test_the_same_content_is_not_tokenised_again_under_any_name(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     path = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
-    first = open_corpus(path, tokenizer, tmp_path / "cache")
+    first = tokenised(path, tokenizer, tmp_path / "cache")
     before = {file.name: file.stat().st_mtime_ns for file in first.folder.iterdir()}
     for name in ("corpus.jsonl", "v1.2.corpus.jsonl", "deep/er/corpus.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         path = path.rename(tmp_path / name)
         os.utime(path, (0, 0))
-        again = open_corpus(path, tokenizer, tmp_path / "cache")
+        again = tokenised(path, tokenizer, tmp_path / "cache")
         assert again.folder == first.folder and again.ids.tolist() == first.ids.tolist()
         assert {file.name: file.stat().st_mtime_ns for file in again.folder.iterdir()} == before
         tokenizer = load(
@@ -119,17 +113,17 @@ def test_what_decides_the_tokens_makes_another_folder(
         {"skip_documents": 1},
         {"reading": ReadingConfig(max_document_bytes=15, max_bad_fraction=1.0)},
     ]
-    made = [open_corpus(path, tokenizer, tmp_path / "cache", **options) for options in settings]
-    made += [open_corpus(path, load(shared_data / OTHER / "hf"), tmp_path / "cache")]
-    made += [open_corpus(path, other_eos, tmp_path / "cache")]
+    made = [tokenised(path, tokenizer, tmp_path / "cache", **options) for options in settings]
+    made += [tokenised(path, load(shared_data / OTHER / "hf"), tmp_path / "cache")]
+    made += [tokenised(path, other_eos, tmp_path / "cache")]
     text = path.rename(tmp_path / "corpus.txt")
     for cut in ("paragraph", "line", "file"):
-        made.append(open_corpus(text, tokenizer, tmp_path / "cache", documents=cut))
+        made.append(tokenised(text, tokenizer, tmp_path / "cache", documents=cut))
     for name, content in (("b", "two"), ("a", "cat"), ("a", "dog"), ("c", "dog")):
         (tmp_path / f"{name}.txt").write_text(content)
         os.utime(tmp_path / f"{name}.txt", (1, 1))
         if name != "b":  # of two files in their order
-            made.append(open_corpus(tmp_path / f"[b{name}].txt", tokenizer, tmp_path / "cache"))
+            made.append(tokenised(tmp_path / f"[b{name}].txt", tokenizer, tmp_path / "cache"))
     folders = {corpus.folder.name for corpus in made}
     assert len(folders) == len(made) == len(list((tmp_path / "cache").iterdir()))
     orders = [tokenizer.decode(corpus.ids, skip_special_tokens=True) for corpus in made[-2:]]
@@ -143,12 +137,12 @@ def test_a_cache_that_is_not_whole_is_made_again(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str
 ) -> None:
     path = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
-    first = open_corpus(path, tokenizer, tmp_path / "cache")
+    first = tokenised(path, tokenizer, tmp_path / "cache")
     ids = first.ids.tolist()
     damaged = first.folder / name
     for content in (None, damaged.read_bytes()[:-3]):
         damaged.unlink() if content is None else damaged.write_bytes(content)
-        again = open_corpus(path, tokenizer, tmp_path / "cache")
+        again = tokenised(path, tokenizer, tmp_path / "cache")
         assert again.ids.tolist() == ids and again.ledger == first.ledger
 
 
