@@ -59,13 +59,8 @@ class Verbs(TyperGroup):
         width = max(map(len, self.commands))
         for title, names in _GROUPS.items():
             with formatter.section(title):
-                helps = (
-                    self.commands[name].get_short_help_str(formatter.width - width - 6)
-                    for name in names
-                )
-                formatter.write_dl(
-                    [(name.ljust(width), told) for name, told in zip(names, helps, strict=True)]
-                )
+                helps = {name: self.commands[name].get_short_help_str(80) for name in names}
+                formatter.write_dl([(name.ljust(width), told) for name, told in helps.items()])
 
 
 def ask(flag: str, meaning: str) -> str:

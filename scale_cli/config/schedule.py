@@ -29,10 +29,6 @@ def _cosine(step: int, train: TrainConfig) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _constant(_step: int, _train: TrainConfig) -> float:
-    return 1.0
-
-
 def _wsd(step: int, train: TrainConfig) -> float:
     """Constant, then down by 1 - sqrt (Hu et al. 2024, arXiv 2404.06395); the last step is at the
     minimum.
@@ -49,6 +45,6 @@ def _wsd(step: int, train: TrainConfig) -> float:
 # down.
 SCHEDULES: dict[Schedule, Callable[[int, TrainConfig], float]] = {
     "cosine": _cosine,
-    "constant": _constant,
+    "constant": lambda _step, _train: 1.0,
     "wsd": _wsd,
 }

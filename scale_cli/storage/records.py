@@ -12,6 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from scale_cli.errors import StorageError
 from scale_cli.storage.atomic import read_json, write_json
 
+_adapter_of = cache(TypeAdapter)  # building one takes longer than a hundred validations
+
 
 class RunRecord:
     """A dataclass that is saved in a folder as JSON; unknown keys are ignored."""
@@ -26,7 +28,7 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        return _adapter_of(cast("Any", cls)).validate_python(value)
+        return cast("Self", _adapter_of(cast("Any", cls)).validate_python(value))
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
@@ -46,8 +48,3 @@ class RunRecord:
     @classmethod
     def load_if_there(cls, folder: Path) -> Self | None:
         return cls.load(folder) if cls.is_in(folder) else None
-
-
-@cache  # building one takes longer than a hundred validations
-def _adapter_of(record: type[RunRecord]) -> TypeAdapter[Any]:
-    return TypeAdapter(record)

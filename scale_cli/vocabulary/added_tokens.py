@@ -243,7 +243,11 @@ def _merges_of_units(
         show_progress=False,
         special_tokens=[],
     )
-    texts = (text for word in words for text in _repeated(word, counted[word]))
+    texts = (
+        " ".join([word] * min(counted[word] - done, _WORDS_AT_ONCE))
+        for word in words
+        for done in range(0, counted[word], _WORDS_AT_ONCE)
+    )
     bpe.train_from_iterator(texts, trainer)
     merges: list[tuple[str, str]] = json.loads(bpe.to_str())["model"]["merges"]
 
@@ -257,12 +261,6 @@ def _merges_of_units(
         made[left] += made[left + right]
         made[right] += made[left + right]
     return [(left, right, made[left + right]) for left, right in reversed(last_first)]
-
-
-def _repeated(word: str, count: int) -> Iterator[str]:
-    while count > 0:
-        yield " ".join([word] * min(count, _WORDS_AT_ONCE))
-        count -= _WORDS_AT_ONCE
 
 
 def _letters(of_units: Mapping[Unit, int], spelling: Spelling) -> list[tuple[int, NewToken]]:
