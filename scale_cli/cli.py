@@ -125,7 +125,6 @@ def init(
     corpus: Annotated[
         str | None,
         Option(
-            metavar="TEXT",
             help="Text to learn: files (a pattern in quotes), or OWNER/DATASET[:SUBSET[:SPLIT]].",
         ),
     ] = None,
@@ -134,7 +133,7 @@ def init(
     ] = None,
     retention: Annotated[
         str | None,
-        Option(metavar="TEXT", help="Text that the base already knows, given like --corpus."),
+        Option(help="Text that the base already knows, given like --corpus."),
     ] = None,
     retention_language: Annotated[
         str, Option(metavar="CODE", help="Language of that text.")
@@ -342,7 +341,7 @@ def generate(
     ],
     prompt: Annotated[
         list[str] | None,
-        Option(metavar="TEXT", help="Prompt to continue; may be given several times."),
+        Option(help="Prompt to continue; may be given several times."),
     ] = None,
     max_new_tokens: Annotated[
         int | None,

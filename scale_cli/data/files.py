@@ -218,12 +218,11 @@ def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
     not remembered: another change might fall into the same clock tick.
     """
     remembered = cache_dir / _HASHES
-    known: Any = None
-    with suppress(StorageError):
-        known = read_json(remembered)
-    known = known if isinstance(known, dict) else {}
+    known: dict[str, Any] = {}
+    with suppress(StorageError, TypeError, ValueError):
+        known = dict(read_json(remembered))
+    before = {**known}
     hashes = []
-    has_changed = False
     num_bytes = sum(file.size for file in files if file.store is None)
     with bytes_bar("hashing text", num_bytes) as moved:
         for file in files:
@@ -243,9 +242,8 @@ def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
                     sha256 = file_sha256(path, moved)
                     if max(times_ns) + _SETTLED_NS < started_ns and status.st_size >= _LEAST_BYTES:
                         known[key] = sha256
-                        has_changed = True
             hashes.append(sha256)
-    if has_changed:
+    if known != before:
         with suppress(StorageError):  # the hashes are then computed again
             write_json(remembered, known)
     return hashes

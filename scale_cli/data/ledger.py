@@ -100,9 +100,10 @@ class Ledger(RunRecord):
             self.num_damaged_files += 1
             self.damaged_files = (*self.damaged_files, printable(record.place))[:_PLACES]
             return
-        self.read.take(Count(1, record.num_bytes))
+        one = Count(1, record.num_bytes)
+        self.read.take(one)
         if isinstance(record, Document):
-            self.kept.take(Count(1, record.num_bytes))
+            self.kept.take(one)
         else:
             fields = tuple(printable(name[:_LONGEST_FIELD]) for name in record.fields[:_FIELDS])
             self._drop(

@@ -28,7 +28,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -241,12 +241,10 @@ def is_tokenised(folder: Path) -> bool:
     costs too much.
     """
     try:
-        sizes = {name: file["bytes"] for name, file in described_files(folder).items()}
-        whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
+        files = described_files(folder).items()
+        return all((folder / name).stat().st_size == file["bytes"] for name, file in files)
     except (StorageError, FileNotFoundError):  # another process removes a part that it has joined
         return False
-    needed = {Ledger.FILE, *COLUMNS.values()} - {COLUMNS["learned"]}
-    return whole and sizes.keys() >= needed
 
 
 def tokenise(
@@ -362,42 +360,34 @@ def _write(
 class _Written(RunRecord):
     """How much of an unfinished folder is written; its progress file holds this."""
 
-    documents: int = 0
-    tokens: int = 0
-    round_trip: RoundTrip = field(default_factory=RoundTrip)
+    documents: int
+    tokens: int
+    round_trip: RoundTrip
+    sizes: dict[str, int]  # of the files, in bytes, by array
 
 
 class _Columns:
     """The files of an unfinished folder, cut to what is safely on disk and then appended to."""
 
-    def __init__(self, folder: Path, progress: Path, dtypes: dict[str, str]) -> None:
+    def __init__(self, folder: Path, progress: Path, names: Iterable[str]) -> None:
         self._folder = folder
         self._progress = progress
-        self._dtypes = dtypes
         self._files: dict[str, IO[bytes]] = {}
-        self.written = _Written()
+        sizes = dict.fromkeys(names, 0) | {"offsets": 8}  # the first offset, 0
+        self.written = _Written(0, 0, RoundTrip(), sizes)
         # What the progress file says, if the files are at least that long.
         with suppress(StorageError, ValueError, FileNotFoundError):
             written = _Written.from_json(read_json(progress))
-            sizes = self._sizes(written).items()
-            if all((folder / COLUMNS[name]).stat().st_size >= size for name, size in sizes):
+            if written.sizes.keys() == sizes.keys() and all(
+                (folder / COLUMNS[name]).stat().st_size >= size
+                for name, size in written.sizes.items()
+            ):
                 self.written = written
         self._recorded_tokens = self.written.tokens
 
-    def _sizes(self, written: _Written) -> dict[str, int]:
-        lengths = {
-            "ids": written.tokens,
-            "learned": written.tokens,
-            "offsets": written.documents + 1,
-        }
-        return {
-            name: np.dtype(dtype).itemsize * lengths.get(name, written.documents)
-            for name, dtype in self._dtypes.items()
-        }
-
     def __enter__(self) -> _Columns:
         with writing(self._folder):
-            for name, size in self._sizes(self.written).items():
+            for name, size in self.written.sizes.items():
                 self._files[name] = (self._folder / COLUMNS[name]).open("ab")
                 if not self.written.documents:
                     self._files[name].truncate(0)
@@ -428,6 +418,7 @@ class _Columns:
             self.written.documents + len(encoded.lengths),
             self.written.tokens + len(encoded.ids),
             self.written.round_trip + encoded.round_trip,
+            {name: size + arrays[name].nbytes for name, size in self.written.sizes.items()},
         )
         if self.written.tokens - self._recorded_tokens >= _TOKENS_BETWEEN_RECORDS:
             self._record()
