@@ -125,6 +125,7 @@ def init(
     corpus: Annotated[
         str | None,
         Option(
+            metavar="TEXT",
             help="Text to learn: files (a pattern in quotes), or OWNER/DATASET[:SUBSET[:SPLIT]].",
         ),
     ] = None,
@@ -133,7 +134,7 @@ def init(
     ] = None,
     retention: Annotated[
         str | None,
-        Option(help="Text that the base already knows, given like --corpus."),
+        Option(metavar="TEXT", help="Text that the base already knows, given like --corpus."),
     ] = None,
     retention_language: Annotated[
         str, Option(metavar="CODE", help="Language of that text.")
@@ -341,7 +342,7 @@ def generate(
     ],
     prompt: Annotated[
         list[str] | None,
-        Option(help="Prompt to continue; may be given several times."),
+        Option(metavar="TEXT", help="Prompt to continue; may be given several times."),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
