@@ -9,8 +9,8 @@ run's new tokens, and puts the boundary before a text that stood before a docume
 Where the two give the same ids, the base's head answers with the others; else the base alone reads
 its own.
 
-`lm_eval.simple_evaluate` would also collect facts about the machine for every head, which takes
-seconds, and seed every random generator. So it is lm-eval's `evaluate` that runs the tasks.
+lm-eval's tasks build the requests and mark the answers. Its loop, `lm_eval.evaluate`, would build
+and hash all of them anew for every head, and aggregate what is resampled here.
 
 Shapes: B requests of a batch, T positions.
 """
@@ -26,12 +26,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 from jinja2 import TemplateError
-from lm_eval import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from tokenizers.processors import TemplateProcessing
@@ -91,13 +91,26 @@ class HeadsLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         self._share = share
         # By context and continuation: a log-likelihood of each head and rule.
         self._known: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+        self._ids: dict[str, list[int]] = {}  # of texts that lm-eval is about to ask for
 
     def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
         """Return the head's log-likelihoods of continuations; `is_greedy` is False."""
         unseen = {request.args: request for request in requests if request.args not in self._known}
         if unseen:
+            # All at once: lm-eval encodes a context anew beside each continuation, and each text by
+            # a call of its own, which takes ten times as long.
+            texts = {text: None for pair in unseen for text in (pair[0].rstrip(), "".join(pair))}
+            prefix = self.tokenizer.decode(self.prefix_token_id)
+            usual = [text for text in texts if not text.startswith(prefix)]
+            self._ids = dict(zip(usual, self.tokenizer(usual).input_ids, strict=True))
             super().loglikelihood(list(unseen.values()), disable_tqdm=True)
+            self._ids = {}
         return [(self._known[request.args][self.head], False) for request in requests]
+
+    def tok_encode(self, string: str, *args: Any, **options: Any) -> list[int]:
+        known = None if args or options else self._ids.get(string)
+        ids: list[int] = super().tok_encode(string, *args, **options) if known is None else known
+        return ids
 
     def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> None:
         """Score requests by every head and rule, and keep the scores."""
@@ -231,8 +244,6 @@ def measure_items(
         RunError: lm-eval cannot score a request, or says of no item whether it is right.
     """
     limit = min(benchmark.source.limit or sys.maxsize, max_items or sys.maxsize)
-    # What lm-eval logged by task and item, then by head: one sample for each filter.
-    logged: dict[tuple[str, int], dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     bar = progress_bar(
         total=0,
         desc=f"evaluating {benchmark.source.name}",
@@ -240,35 +251,43 @@ def measure_items(
         unit_scale=not benchmark.is_generated,
         leave=False,
     )
+    asked = []  # of every item: its task, its requests, and what is reported of it
+    pairs = []  # for macro-F1: the right class and the head's, of every item, head by head
     with bar, redirect_stderr(io.StringIO()):
-        for head, lm in answering.items():
-            lm.head = head
-            lm.bar = bar
-            for task in benchmark.tasks.values():
-                task.set_fewshot_seed(_SEED)  # all heads get the same examples
-            try:
-                found: Any = evaluate(
-                    lm, {"tasks": benchmark.tasks}, limit=limit, bootstrap_iters=0
-                )
-            except (
-                AssertionError,  # lm-eval's own, of answers that are longer than the model reads
-                LookupError,  # this and the others: of an item that its task does not fit
-                SyntaxError,
-                TemplateError,
-                TypeError,
-                ValueError,
-            ) as error:
-                raise RunError(one_line(error)) from None
-            for name, samples in found["samples"].items():
-                for sample in samples:
-                    logged[name, sample["doc_id"]][head].append(sample)
+        try:
+            for name, task in benchmark.tasks.items():
+                task.set_fewshot_seed(_SEED)
+                task.build_all_requests(limit=limit)
+                for doc_id, of_item in groupby(task.instances, key=lambda request: request.doc_id):
+                    requests = list(of_item)
+                    target = task.doc_to_target(requests[0].doc)
+                    item = {"subtask": name, "doc_id": doc_id, "target": target, "heads": {}}
+                    asked.append((task, requests, item))
+            for head, lm in answering.items():
+                lm.head = head
+                lm.bar = bar
+                _answer(benchmark, lm)
+                for task, requests, item in asked:
+                    marks = {
+                        kept: task.process_results(
+                            requests[0].doc, [request.filtered_resps[kept] for request in requests]
+                        )
+                        for kept in requests[0].filtered_resps
+                    }
+                    item["heads"][head] = _outcome(task, requests, marks)
+                    if benchmark.reports_macro_f1:
+                        pairs.append(next(iter(marks.values()))["f1"])
+        except (
+            AssertionError,  # lm-eval's own, of answers that are longer than the model reads
+            LookupError,  # this and the others: of an item that its task does not fit
+            SyntaxError,
+            TemplateError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise RunError(one_line(error)) from None
 
-    items = []
-    for (name, doc_id), by_head in logged.items():
-        task = benchmark.tasks[name]
-        heads = {head: _outcome(task, samples) for head, samples in by_head.items()}
-        target = by_head["base"][0]["target"]
-        items.append({"subtask": name, "doc_id": doc_id, "target": target, "heads": heads})
+    items = [item for _, _, item in asked]
     of_base = [item["heads"]["base"]["metrics"] for item in items]
     scores = {
         name: np.array(
@@ -278,16 +297,45 @@ def measure_items(
         if all(name in metrics for metrics in of_base)
     }
     classes = None
-    if benchmark.reports_macro_f1:  # each sample has the right class and the head's
-        pairs = [[head[0]["f1"] for head in by_head.values()] for by_head in logged.values()]
-        classes = np.array([[of_item[0][0], *(said for _, said in of_item)] for of_item in pairs])
+    if pairs:
+        pairs_HN2 = np.array(pairs).reshape(len(answering), -1, 2)
+        classes = np.column_stack([pairs_HN2[0, :, 0], pairs_HN2[..., 1].T])
     measured = BenchmarkItems(benchmark.source, items, scores, classes)
     _ = measured.judged_by  # raises if there is none
     return measured
 
 
-def _outcome(task: Any, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a head said of an item, and lm-eval's marks; a figure not finite is None."""
+def _answer(benchmark: Benchmark, lm: HeadsLM) -> None:
+    """Let lm-eval's requests hold a head's answers, as its filters make them."""
+    requests = [request for task in benchmark.tasks.values() for request in task.instances]
+    repeated = [request for request in requests for _ in range(request.repeats)]
+    answers = lm.generate_until(repeated) if benchmark.is_generated else lm.loglikelihood(repeated)
+    for request in requests:
+        request.resps = []
+    for request, answer in zip(repeated, answers, strict=True):
+        request.resps.append(answer)
+    for task in benchmark.tasks.values():
+        task.apply_filters()
+
+
+def _outcome(task: Any, requests: list[Any], marks: dict[str, Any]) -> dict[str, Any]:
+    """Return what a head said of an item, and lm-eval's marks; a figure not finite is None.
+
+    `requests` are the item's, and `marks` lm-eval's by the filter that made the answers.
+    """
+    if task.OUTPUT_TYPE == "multiple_choice":
+        kept, of_kept = next(iter(marks.items()))
+        num_choices = len(task.doc_to_choice(requests[0].doc))
+        said = [request.filtered_resps[kept][0] for request in requests[:num_choices]]
+        return {
+            "log_likelihoods": [finite(of_choice) for of_choice in said],  # in nats
+            "prediction": int(np.argmax(said)),
+            # No others: `exact_match` would need to know whether a choice is the likeliest text.
+            "metrics": {
+                name: finite(of_kept[name]) for name in ("acc", "acc_norm") if name in of_kept
+            },
+        }
+
     higher_is_better = task.higher_is_better()
     means = [
         metric
@@ -295,18 +343,9 @@ def _outcome(task: Any, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if getattr(aggregated, "__name__", "") == "mean" and higher_is_better.get(metric, True)
     ]
     metrics = {
-        metric if len(samples) == 1 else f"{metric}, {sample['filter']}": finite(sample[metric])
-        for sample in samples
+        metric if len(marks) == 1 else f"{metric}, {kept}": finite(of_kept[metric])
+        for kept, of_kept in marks.items()
         for metric in means
-        if isinstance(sample.get(metric), int | float | np.number)
+        if isinstance(of_kept.get(metric), int | float | np.number)
     }
-    first = samples[0]
-    if task.OUTPUT_TYPE == "generate_until":
-        return {"prediction": str(first["resps"][0][0]), "metrics": metrics}
-    num_choices = len(task.doc_to_choice(first["doc"]))
-    said = [response[0] for response in first["filtered_resps"][:num_choices]]
-    return {
-        "log_likelihoods": [finite(of_choice) for of_choice in said],  # in nats
-        "prediction": int(np.argmax(said)),
-        "metrics": metrics,
-    }
+    return {"prediction": str(requests[0].resps[0]), "metrics": metrics}
