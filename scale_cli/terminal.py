@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
@@ -105,12 +104,23 @@ class _Lines:
 
 @contextmanager
 def not_counted(bar: Any) -> Iterator[None]:
-    """Leave the body's time out of a bar's speed, elapsed time and time left."""
-    began_s = time.time()
-    yield
-    if not bar.disable:
-        bar.start_t += time.time() - began_s
-        bar.last_print_t += time.time() - began_s
+    """Stop a bar's clock: the body moves neither its speed, nor its elapsed time, nor what is left.
+
+    Lines that are printed meanwhile draw the bar again, so its clock must stand still at once.
+    """
+    if bar.disable:
+        yield
+        return
+    clock = bar._time
+    stopped_s = clock()
+    bar._time = lambda: stopped_s
+    try:
+        yield
+    finally:
+        bar._time = clock
+        passed_s = clock() - stopped_s
+        bar.start_t += passed_s
+        bar.last_print_t += passed_s
 
 
 def progress_bar(**options: Any) -> Any:

@@ -136,7 +136,9 @@ def test_what_is_not_counted_moves_neither_speed_nor_elapsed_time_of_a_bar(
         for _ in range(3):
             now_s += 2.0
             bar.update(1)
+            before = bar.format_dict
             with not_counted(bar):
                 now_s += 300.0
+                assert bar.format_dict == before, "as a line printed meanwhile draws it"
         assert bar.format_dict["elapsed"] == pytest.approx(6.0)
         assert bar.format_dict["rate"] == pytest.approx(0.5)

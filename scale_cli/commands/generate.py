@@ -14,6 +14,8 @@ import typer
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.conversations import Messages
 from scale_cli.errors import ConfigError
+from scale_cli.evaluation.scoring import tokens_bar
+from scale_cli.evaluation.selectable_heads import TokensWritten
 from scale_cli.generation.generator import (
     Continuation,
     Generator,
@@ -23,7 +25,7 @@ from scale_cli.generation.generator import (
 from scale_cli.report import percent
 from scale_cli.runs.folder import check_folder
 from scale_cli.storage.atomic import write_text
-from scale_cli.terminal import log, printable, progress_bar
+from scale_cli.terminal import log, printable
 from scale_cli.values import counted
 
 _AT_ONCE = 32
@@ -64,8 +66,11 @@ def generate(
             err=True,
         )
     streams = len(prompts) == 1 and not as_json and not show_heads
-    streamer = TextStreamer("" if chat else prompts[0], generator) if streams else None
-    continuations = generator.continue_all(asked, sampling, streamer)
+    with tokens_bar(len(prompts) * sampling.max_new_tokens, None if streams else "writing") as bar:
+        streamer = TextStreamer("" if chat else prompts[0], generator)
+        continuations = generator.continue_all(
+            asked, sampling, streamer if streams else TokensWritten(bar)
+        )
     if as_json:
         for continuation in continuations:
             typer.echo(json.dumps(asdict(continuation), ensure_ascii=False))
@@ -76,18 +81,17 @@ def generate(
             for c in continuations
         ]
         typer.echo(f"\n{_RULE}\n".join(texts))
+    if show_heads and not generator.head_names:
+        typer.echo(
+            "--show-heads: one head alone generates, so there are no heads to show", err=True
+        )
     for continuation in continuations:
         shares = [token.shares for token in continuation.tokens if token.shares is not None]
         if shares:
             mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
             each = ", ".join(f"{name} {percent(share)}" for name, share in mean.items())
             typer.echo(f"shares of the heads in {counted(len(shares), 'token')}: {each}", err=True)
-    if show_heads and not generator.head_names:
-        typer.echo(
-            "--show-heads: one head alone generates, so there are no heads to show", err=True
-        )
-    for continuation in continuations:
-        if not continuation.tokens:
+        elif not continuation.tokens:
             typer.echo(
                 f"nothing was written after {continuation.prompt!r}: "
                 "the model ended the text at once",
@@ -145,14 +149,13 @@ def write_samples(
     generator = Generator(base)
     begun = list(islice(cycle(prompts), num_samples))
     texts: list[str] = []
-    with progress_bar(total=num_samples, desc="writing", unit=" texts") as bar:
+    with tokens_bar(num_samples * sampling.max_new_tokens, "writing") as bar:
         for first in range(0, num_samples, _AT_ONCE):
             batch = begun[first : first + _AT_ONCE]
             # A CPU's generator takes no larger seed.
             seed = (sampling.seed * _SEEDS_APART + first // _AT_ONCE) % 2**32
-            drawn = generator.continue_all(batch, replace(sampling, seed=seed))
+            drawn = generator.continue_all(batch, replace(sampling, seed=seed), TokensWritten(bar))
             texts += [written.prompt + written.completion for written in drawn]
-            bar.update(len(batch))
     texts = [text for text in texts if text.strip()]
     lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
     write_text(file, "".join(lines))

@@ -25,11 +25,12 @@ from scale_cli.planning.estimate import estimate
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.report import quantity
-from scale_cli.runs.folder import RunFolder, folder_bytes
+from scale_cli.runs.folder import folder_bytes
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import claimed
 from scale_cli.terminal import Log
-from scale_cli.training.checkpoint import check_init_from
+from scale_cli.training.checkpoint import check_init_from, check_to_go_on
+from scale_cli.training.time_left import PlannedTime
 from scale_cli.training.tracking import check_trackers
 
 
@@ -37,14 +38,13 @@ def run_pipeline(config: RunConfig, log: Log, accepted: Collection[str] = ()) ->
     """Upscale, train or resume, evaluate and export; return the report, on the main process."""
     run = Run(config)
     config = run.config
-    on_main(lambda: _check(run))
-    if not run.folder.final.is_dir():
-        on_main(lambda: _log_estimate(run, log))
+    on_main(lambda: _check(run, accepted))
+    planned = on_main(lambda: _log_estimate(run, log))
     with ExitStack() as held:
         on_main(lambda: held.enter_context(claimed(run.folder.root)))
         on_main(lambda: _upscale(run, log))
         log("== train")
-        train(config, "auto", log, accepted)
+        train(config, "auto", log, accepted, planned)
         log("== evaluate")
         report = on_main(lambda: _report_of_same_text(run))
         if main_decides(lambda: report is None):
@@ -52,13 +52,14 @@ def run_pipeline(config: RunConfig, log: Log, accepted: Collection[str] = ()) ->
         elif report is not None:
             log(f"done already   {run.folder.evaluation}")
             log_report(report, run.folder.evaluation, log)
-        on_main(lambda: _export(config, log))
+        on_main(lambda: _export(run, log))
     return report
 
 
-def _check(run: Run) -> None:
+def _check(run: Run, accepted: Collection[str]) -> None:
     """Check before the first verb what the last ones would reject."""
     config = run.config
+    check_to_go_on(run, "auto", accepted)
     formats_of(config)
     if not config.evaluation.perplexity and not config.evaluation.benchmarks:
         raise ConfigError("evaluation: names nothing to evaluate on; add perplexity or benchmarks")
@@ -69,11 +70,14 @@ def _check(run: Run) -> None:
         open_benchmarks_of(config.evaluation)
 
 
-def _log_estimate(run: Run, log: Log) -> None:
-    """Log how long all of it takes, as `scale plan` says it."""
+def _log_estimate(run: Run, log: Log) -> PlannedTime | None:
+    """Log how long all of it takes, as `scale plan` says it, and return it.
+
+    None: the run is finished, or its method cannot be planned.
+    """
     config = run.config
-    if not config.method.definition.is_planned:
-        return
+    if run.folder.final.is_dir() or not config.method.definition.is_planned:
+        return None
     sizes = BaseSizes.of(run.base_config.to_dict(), config.model.base)
     tokenizer: Any = run.known_tokenizer() or run.base_tokenizer
     precision = config.train.mixed_precision
@@ -86,6 +90,7 @@ def _log_estimate(run: Run, log: Log) -> None:
         num_new=0 if run.added_tokens is None else run.added_tokens.num_new,
     )
     log(f"time           {takes.in_words()}")
+    return PlannedTime(takes.training_s, takes.evaluation_s, takes.export_s)
 
 
 def _sources(run: Run) -> Sequence[TextSource]:
@@ -116,8 +121,9 @@ def _report_of_same_text(run: Run) -> Report | None:
     return report
 
 
-def _export(config: RunConfig, log: Log) -> None:
+def _export(run: Run, log: Log) -> None:
     """Write the exports that are missing, and log what can be done with a finished run."""
+    config = run.config
     log("== export")
     formats = formats_of(config)
     missing = []
@@ -130,29 +136,25 @@ def _export(config: RunConfig, log: Log) -> None:
     for one in formats:
         if (size := ExportRecord.load(one.folder).size) is not None:
             log(f"served         {one.name}: {size}")
-    _log_disk_use(RunFolder(config.output_dir), log)
+    removable = []
+    for place, needed in (
+        (run.folder.checkpoints, "only to train further"),
+        (run.folder.tokens, "made again when text is read"),
+    ):
+        if num_bytes := folder_bytes(place):
+            removable.append(f"{place} ({quantity(num_bytes, 'B')}: {needed})")
+    may_go = f"; may be deleted: {'; '.join(removable)}" if removable else ""
+    held = quantity(folder_bytes(run.folder.root), "B")
+    log(f"on disk        {held} in {run.folder.root}{may_go}")
     folder = shlex.quote(str(config.output_dir))
     method = config.method
     beside = "" if method.definition.widens else " --beside-base"
     ways = [f"scale generate {folder}{beside} --prompt '...' --temperature 0.8"]
+    if run.base_tokenizer.chat_template:
+        ways.append(f"scale generate {folder}{beside} --chat --prompt '...'")
     if beside:
         ways.append(f"scale serve {folder}{beside}")
     elif "llama" in config.export.format:
         plainly = "" if method.definition.routes_plainly(method.settings) else " --plain"
         ways.append(f"scale serve {folder}{plainly}")
     log(f"next           {'; '.join(ways)}")
-
-
-def _log_disk_use(run: RunFolder, log: Log) -> None:
-    """Log how much a finished run holds, and what of it nothing but further training reads."""
-    held = {place: folder_bytes(place) for place in (run.root, run.checkpoints, run.tokens)}
-    removable = "; ".join(
-        f"{place} ({quantity(held[place], 'B')}: {needed})"
-        for place, needed in (
-            (run.checkpoints, "only to train further"),
-            (run.tokens, "made again when text is read"),
-        )
-        if held[place]
-    )
-    may_go = f"; may be deleted: {removable}" if removable else ""
-    log(f"on disk        {quantity(held[run.root], 'B')} in {run.root}{may_go}")

@@ -12,7 +12,7 @@ from scale_cli.processes import device_name, on_main, process_state
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import claimed, remove_leftovers
 from scale_cli.terminal import Log
-from scale_cli.training.checkpoint import starting_point
+from scale_cli.training.checkpoint import check_to_go_on, starting_point
 from scale_cli.training.finishing import log_trained, put_back_best, write_final
 from scale_cli.training.loop import run_loop
 from scale_cli.training.opening import (
@@ -23,16 +23,22 @@ from scale_cli.training.opening import (
     open_training,
 )
 from scale_cli.training.records import TrainState
+from scale_cli.training.time_left import PlannedTime
 from scale_cli.training.tracking import tracked
 
 
 def train(
-    config: RunConfig, resume: str | None, log: Log, accepted: Collection[str] = ()
+    config: RunConfig,
+    resume: str | None,
+    log: Log,
+    accepted: Collection[str] = (),
+    planned: PlannedTime | None = None,
 ) -> TrainState:
     """Train from `upscaled/` or from a checkpoint, and write `final/`.
 
     Return its state: the last step's or the best. `resume` is None, `auto` or a checkpoint's path;
-    `accepted` are the keys that may have changed since the run began. A finished run is only
+    `accepted` are the keys that may have changed since the run began; `planned` is what the user was
+    told, to be corrected by the first steps. A finished run is only
     checked under `auto`, unless `accepted` allows the config to ask for more steps now.
     """
     process_state()  # joins the process group, with our own time-out
@@ -40,6 +46,7 @@ def train(
     accelerator = open_accelerator(run)
     log = log if accelerator.is_main_process else lambda _: None  # only the main process logs
 
+    on_main(lambda: check_to_go_on(run, resume, accepted))
     if resume == "auto" and (finished := finished_state(run, accepted, log)) is not None:
         return finished
 
@@ -61,7 +68,7 @@ def train(
         )
         training = open_training(run, accelerator, resumed_from, benchmarks, peak, log)
         on_main(lambda: held.enter_context(tracked(training.metrics, run.config, accelerator)))
-        run_loop(training)
+        run_loop(training, planned)
         kept = put_back_best(training, log)
         write_final(training, kept)
     log_trained(training, log)

@@ -24,7 +24,6 @@ from scale_cli.storage.atomic import claimed, new_folder, write_text
 from scale_cli.terminal import Log, log
 from scale_cli.upscale.base import check_finite, dtype_of_files, load_hashed_base
 from scale_cli.upscale.base_hashes import check_same_base, record_base
-from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import check_tokenizer
 from scale_cli.upscale.building import new_pieces, start_model
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, check_preservation, own_logits, sample_ids
@@ -65,6 +64,8 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
     base, known = load_hashed_base(config.model)
     check_finite(base, config.model.base)
     record = record_base(base, config.model, tokenizer, known)
+    log(f"base           {record.name} ({record.dtype})")
+    log(f"base hash      sha256 {record.content_sha256}")
     if method.trains_base_weights:
         base.float()  # training uses a float32 master copy: compare in that precision
     definition = method.definition
@@ -86,7 +87,7 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
         else:
             write_grown_tokenizer(partial, config.model, tokenizer)
         write_text(partial / "scale.yaml", dump_config(config))
-    for line in _described(method, model, record, len(tokenizer) - len(of_base), num_texts):
+    for line in _described(method, model, len(tokenizer) - len(of_base), num_texts):
         log(line)
     size = served_size(model, run.base_config, config.export.dtype or dtype_of_files(config.model))
     asked = method.expansion.hidden_ratio or method.expansion.ratio
@@ -98,9 +99,7 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
     return MethodFolder(upscaled, run)
 
 
-def _described(
-    method: MethodConfig, model: Any, record: BaseRecord, num_new: int, num_texts: int
-) -> Iterator[str]:
+def _described(method: MethodConfig, model: Any, num_new: int, num_texts: int) -> Iterator[str]:
     """Yield lines on what was made.
 
     The new tokens left the base's ids of `num_texts` texts unchanged.
@@ -108,8 +107,6 @@ def _described(
     definition = method.definition
     parameters = list(model.parameters())
     num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    yield f"base           {record.name} ({record.dtype})"
-    yield f"base hash      sha256 {record.content_sha256}"
     if definition.widens:
         base = model.base.config
         config = model.config

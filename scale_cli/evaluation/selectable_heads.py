@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scale_cli.evaluation.scoring import TWO_HEADS
@@ -45,6 +46,21 @@ def padded_left(prompts: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor
         [torch.ones_like(ids) for ids in prompts], batch_first=True, padding_side="left"
     )
     return ids_BT, mask_BT
+
+
+class TokensWritten(BaseStreamer):
+    """Moves a bar by every token that `generate` writes."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompts' ids (B, T) first, which do not count, then one token of each (B,)."""
+        if value.dim() == 1:
+            self._bar.update(len(value))
+
+    def end(self) -> None:
+        """Do nothing: the bar may move on with other prompts."""
 
 
 class SelectableHeads(PreTrainedModel, RouterGenerationMixin):

@@ -23,10 +23,16 @@ from scale_cli.data.conversations import Messages, conversation_ids, said_tokens
 from scale_cli.data.decoding import Decoder, text_pieces
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ConfigError, one_line
-from scale_cli.evaluation.selectable_heads import before_end, ends_of, padded_left
-from scale_cli.generation.opening import head_names_of, open_model, prior_of
+from scale_cli.evaluation.selectable_heads import (
+    SelectableHeads,
+    before_end,
+    ends_of,
+    padded_left,
+)
+from scale_cli.generation.opening import open_model
 from scale_cli.model.heads import token_log_probs
 from scale_cli.model.routed_scale import RoutedModel
+from scale_cli.model.script_prior import PriorByScript
 from scale_cli.runs.method_folder import router_of
 from scale_cli.terminal import printable
 
@@ -89,9 +95,20 @@ class Generator:
             beside_base: route between a run's trained model and its base, two models.
         """
         self.model, self.tokenizer = open_model(source, plainly=plainly, beside_base=beside_base)
-        self.prior = prior_of(self.model)
-        self.head_names = head_names_of(self.model)
-        self.num_positions = int(self.model.config.max_position_embeddings)
+        config = self.model.config
+        self.num_positions = int(config.max_position_embeddings)
+        # Of the routed heads, the base's first; empty if one head alone is served.
+        self.head_names: list[str] = list(getattr(config, "head_names", []))
+        self.prior = PriorByScript(
+            getattr(config, "router_prior", 0.5),
+            getattr(config, "router_script_prior", None),
+            getattr(config, "router_script", ()),
+        )
+        if isinstance(self.model, RoutedModel):  # its config has no names
+            self.head_names = ["base", "trained"]
+            self.prior = PriorByScript.of_export(config.scale_router)
+        elif isinstance(self.model, SelectableHeads):
+            self.head_names = self.model.heads
         self.ends = ends_of(self.model.generation_config, self.tokenizer)
         # No penalty and no beam of the base: what is asked for acts.
         self.model.generation_config = GenerationConfig()

@@ -1,7 +1,8 @@
-"""Opens what can generate, and says which heads it has and how they begin."""
+"""Opens what can generate."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.export.plain_folder import routed_class
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.routed_scale import RoutedModel
-from scale_cli.model.script_prior import PriorByScript
 from scale_cli.processes import move_to_device
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.method_folder import set_router
 from scale_cli.runs.opened import open_folder
 from scale_cli.storage.atomic import read_json
+from scale_cli.training.checkpoint import checkpoints
 from scale_cli.upscale.base import load_base, load_written
 from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import load_tokenizer
@@ -32,9 +32,14 @@ def open_model(source: Path | ModelConfig, *, plainly: bool, beside_base: bool) 
     """
     if isinstance(source, ModelConfig):
         return move_to_device(load_base(source)), load_tokenizer(source)
-    final = RunFolder(source).final
-    folder = final if final.is_dir() else source
+    run = RunFolder(source)
+    folder = run.final if run.final.is_dir() else source
     if not (folder / "config.json").is_file():
+        if begun := checkpoints(run):
+            raise RunFolderError(
+                f"{source}: has not ended, so it has no final/; generate with its newest "
+                f"checkpoint: scale generate {shlex.quote(str(begun[-1]))}"
+            )
         raise RunFolderError(
             f"{source}: contains no model; give a run with a final/, a checkpoint or an export"
         )
@@ -57,23 +62,3 @@ def open_model(source: Path | ModelConfig, *, plainly: bool, beside_base: bool) 
         loader = routed_class(folder) or loader
     model = move_to_device(load_written(loader, folder)).eval()
     return model, load_tokenizer(ModelConfig(base=str(folder)))
-
-
-def head_names_of(model: Any) -> list[str]:
-    """Return the names of a model's routed heads; empty if one head alone is served."""
-    if isinstance(model, RoutedModel):  # its config has no names
-        return ["base", "trained"]
-    if isinstance(model, SelectableHeads):
-        return model.heads
-    return list(getattr(model.config, "head_names", []))
-
-
-def prior_of(model: Any) -> PriorByScript:
-    """Return the prior of a model that is served: as its config says, whichever config it has."""
-    if isinstance(model, RoutedModel):
-        return PriorByScript.of_export(model.config.scale_router)
-    return PriorByScript(
-        getattr(model.config, "router_prior", 0.5),
-        getattr(model.config, "router_script_prior", None),
-        getattr(model.config, "router_script", ()),
-    )

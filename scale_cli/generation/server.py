@@ -75,12 +75,13 @@ class GenerationRequest(BaseModel):
         if not isinstance(body, dict):
             return body
 
-        def asks(name: str, value: Any) -> bool:
+        asked = {}
+        for name, value in body.items():
             if value is None or value is False or _ASKS_NOTHING.get(name, ...) == value:
-                return False
-            return name in cls.model_fields or value not in ("", [], {})
-
-        return {name: value for name, value in body.items() if asks(name, value)}
+                continue
+            if name in cls.model_fields or value not in ("", [], {}):
+                asked[name] = value
+        return asked
 
     def sampling(self, most: int) -> Sampling:
         seed = secrets.randbits(32) if self.seed is None else self.seed % 2**32
@@ -219,10 +220,7 @@ class Answers(BaseStreamer):
         try:
             self._generator.generate(self._asked, self._sampling, self)
         except Exception as error:
-            self._put_later(error)
-
-    def _put_later(self, item: Piece | Exception) -> None:
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, error)
 
     def put(self, value: Tensor) -> None:
         """Take the prompts' ids (B, T) first, then one token of each prompt (B,) per call."""
@@ -234,7 +232,8 @@ class Answers(BaseStreamer):
             if answer.finish is None:
                 text = answer.take(token)
                 if text or answer.finish:
-                    self._put_later(Piece(index, text, answer.finish))
+                    piece = Piece(index, text, answer.finish)
+                    self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
         if all(answer.finish for answer in self._answers):
             raise _Stopped
 

@@ -42,9 +42,7 @@ def check_training(config: RunConfig) -> None:
 
 def check_finished(config: RunConfig) -> None:
     """Check what `scale export` reads."""
-    run = RunFolder(config.output_dir)
-    if not run.final.is_dir():
-        raise RunFolderError(f"{run.final}: does not exist; run `scale train` first")
+    RunFolder(config.output_dir).check_finished()
     _check_base(config)
 
 

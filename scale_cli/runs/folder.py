@@ -52,6 +52,12 @@ class RunFolder:
             f"{self.root}: is a folder, but not that of a run; give a config (YAML), or the folder of a run"
         )
 
+    def check_finished(self) -> None:
+        """Raise RunFolderError if training has not written `final/`."""
+        if not self.final.is_dir():
+            resumed = " --resume auto" if any(self.checkpoints.glob("step-*")) else ""
+            raise RunFolderError(f"{self.final}: does not exist; run `scale train{resumed}` first")
+
     def check(self) -> None:
         """Raise RunFolderError, before any work, if results cannot be written here or would land
         elsewhere.

@@ -25,8 +25,15 @@ from pathlib import Path
 
 import torch
 
-from scale_cli.config.schema import BASE_KEYS, LOCATION_KEYS, TRAIN_SECTIONS, differences
-from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.config.schema import (
+    ACCEPTABLE,
+    BASE_KEYS,
+    FREE,
+    LOCATION_KEYS,
+    TRAIN_SECTIONS,
+    differences,
+)
+from scale_cli.errors import ConfigError, RunFolderError, ScaleError, StorageError
 from scale_cli.methods.recipes import Hook, trainable_parameters
 from scale_cli.processes import main_decides
 from scale_cli.runs.folder import RunFolder
@@ -106,6 +113,45 @@ def load_checkpoint(
     return state
 
 
+def check_to_go_on(run: Run, resume: str | None, accepted: Collection[str]) -> None:
+    """Raise an error, before any work, if the config has become that of another run.
+
+    Under `auto` the run's newest folder that can be read tells: what is damaged is found when it is
+    opened. Whatever `resume` is, keys that may not change are not accepted.
+    """
+    for key in accepted:
+        if key not in ACCEPTABLE | FREE:
+            may_change = ", ".join(sorted(ACCEPTABLE))
+            raise ConfigError(
+                f"--accept {key}: only these may change within a run: {may_change}; "
+                "those that change no weights need no --accept"
+            )
+    begun_in = [run.folder.final, *reversed(checkpoints(run.folder))]
+    for path in begun_in if resume == "auto" else ():
+        begun = MethodFolder(path, run)
+        try:
+            _ = begun.config, TrainState.load(path)
+        except ScaleError:
+            continue
+        _changes_since(begun, accepted)
+        return
+
+
+def _changes_since(begun: MethodFolder, accepted: Collection[str]) -> list[str]:
+    """Return a line for every change of the config since a folder was written.
+
+    RunFolderError: it has become that of another run.
+    """
+    run = begun.run
+    changed = begun.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted)
+    step, max_steps = TrainState.load(begun.path).step, run.config.train.max_steps
+    if step > max_steps and begun.path != run.folder.final:
+        raise RunFolderError(
+            f"{begun.path}: is beyond train.max_steps {max_steps}; set it to at least {step}"
+        )
+    return changed
+
+
 def starting_point(
     run: Run, resume: str | None, log: Log, accepted: Collection[str]
 ) -> MethodFolder | None:
@@ -117,7 +163,12 @@ def starting_point(
 
     def decide() -> Path | None:
         if (start := _find(run.folder, resume, log)) is not None:
-            _hold_to(MethodFolder(start, run), log, accepted)
+            for line in _changes_since(MethodFolder(start, run), accepted):
+                log(f"changed        {line}")
+            log(f"resuming       {start}")
+            if changed := changed_versions(start):
+                words = "this checkpoint was written by other versions, so the last bits may differ"
+                log(f"warning: {words}: {', '.join(changed)}")
             return start
         check_init_from(run)
         if (initialised_from := init_from(run)) is not None:
@@ -161,23 +212,6 @@ def _find(run_folder: RunFolder, resume: str | None, log: Log) -> Path | None:
         )
     verify_folder(start)
     return start
-
-
-def _hold_to(start: MethodFolder, log: Log, accepted: Collection[str]) -> None:
-    """Raise RunFolderError if the config has become that of another run since a checkpoint was
-    written.
-    """
-    path, config = start.path, start.run.config
-    for line in start.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
-        log(f"changed        {line}")
-    if (step := TrainState.load(path).step) > config.train.max_steps:
-        raise RunFolderError(
-            f"{path}: is beyond train.max_steps {config.train.max_steps}; set it to at least {step}"
-        )
-    log(f"resuming       {path}")
-    if changed := changed_versions(path):
-        words = "this checkpoint was written by other versions, so the last bits may differ"
-        log(f"warning: {words}: {', '.join(changed)}")
 
 
 def init_from(run: Run) -> MethodFolder | None:

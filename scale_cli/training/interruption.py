@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,14 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from scale_cli.terminal import shows_lines
+
 # The signals caught have numbers above 1, so that by the maximum a signal wins over the clock.
 OUT_OF_TIME = 1
+_STDERR = 2  # written to in a signal handler, past every buffer
+_STOPPING = (
+    b"\nstopping, a checkpoint is written first; a second Ctrl-C stops at once and loses it\n"
+)
 
 
 class StopNow(BaseException):
@@ -104,8 +109,10 @@ class StopRequest:
         """Handle a signal: remember it; a second SIGINT ends the process at once, like a kill."""
         if signal.SIGINT in self.signals and number == signal.SIGINT:
             # An orderly exit would abort while other threads run torch code.
-            os.write(sys.stderr.fileno(), b"stopped at once; what was not saved is lost\n")
+            os.write(_STDERR, b"stopped at once; what was not saved is lost\n")
             os._exit(128 + number)
+        if not self.signals and shows_lines():
+            os.write(_STDERR, _STOPPING)
         self.signals.append(number)
         self._leave_if_asked()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 import time
 from collections import defaultdict, deque
 from contextlib import AbstractContextManager, nullcontext
@@ -19,12 +18,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
 from scale_cli.errors import GradientOverflow, Interrupted, NonFiniteError, TrainingError
+from scale_cli.evaluation.intervals import finite
 from scale_cli.processes import peak_memory_bytes, waiting_for_steps
-from scale_cli.terminal import not_counted, printable, progress_bar, shows_lines
+from scale_cli.terminal import not_counted, progress_bar
 from scale_cli.training.interruption import (
     OUT_OF_TIME,
     StopNow,
@@ -36,17 +35,20 @@ from scale_cli.training.metrics_log import BITS, SAMPLES, MetricsRecord
 from scale_cli.training.observing import better_of
 from scale_cli.training.records import TrainState
 from scale_cli.training.step import StepResult, TakenStep, train_step
+from scale_cli.training.time_left import PlannedTime
 from scale_cli.training.training_run import TrainingRun
 from scale_cli.upscale.stream_ratios import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8
+# Steps of a process by which the time that is left is corrected: from the first of these numbers on, to the second.
+_WARM_UP_STEPS, _TIMED_STEPS = 1, 4
 # A loss leaps if it is above 1.5 times the highest of up to 64 losses before it, of which there
 # must be 3. A mean would warn of ordinary steps, while losses fall steeply or spread widely.
 _LEAP, _COMPARED_STEPS, _FEWEST_STEPS = 1.5, 64, 3
 
 
-def run_loop(run: TrainingRun) -> None:
-    """Train from the run's position to its last step.
+def run_loop(run: TrainingRun, planned: PlannedTime | None = None) -> None:
+    """Train from the run's position to its last step; correct what was `planned` by its first ones.
 
     Raises:
         TrainingError: losses or gradients were not finite more often than the config allows.
@@ -68,7 +70,8 @@ def run_loop(run: TrainingRun) -> None:
         batches_ahead(run.batches, done, rank, num_processes, accelerator.device) as batches,
         run.saving(),
     ):
-        _Loop(run, batches, stop, bar, done, run.state).take_all_steps()
+        loop = _Loop(run, batches, stop, bar, planned, began=run.state, logged=run.state)
+        loop.take_all_steps()
 
 
 @dataclass
@@ -77,25 +80,29 @@ class _Loop:
 
     Steps are taken, and later settled. To take a step is to give it to the device, without a wait.
     To settle it is to read its loss, and to count it in the run's state. The loop settles only for
-    a record, an evaluation, a checkpoint or the end. A step that is not finite needs no check
-    before then: the device does not apply its update.
+    a record, an evaluation, a checkpoint, the end, or to time its first steps. A step that is not
+    finite needs no check before then: the device does not apply its update.
     """
 
     run: TrainingRun  # its state is that after the last step whose loss is known
     batches: Prefetched[StepBatches]  # of this process, from that state on
     stop: StopRequest
     bar: Any  # the progress bar
-    first_step: int  # that this process takes, counted from 0
+    planned: PlannedTime | None  # None: no time was told
+    began: TrainState  # state at the start of this process
     logged: TrainState  # state at the last record
     taken: list[TakenStep] = field(default_factory=list)  # steps after that state, not settled yet
     taken_since_s: float = 0.0  # when the first of them began
     logged_wait_s: float = 0.0  # total wait for batches by then
+    warmed_up: TrainState = field(default_factory=TrainState)  # after the first step
     # of the last steps
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_COMPARED_STEPS))
 
     def take_all_steps(self) -> None:
         """Train from the run's position to its last step."""
-        run, train, done = self.run, self.run.config.train, self.first_step
+        run = self.run
+        train = run.config.train
+        done = self.began.step
         if run.state.evaluation_due:
             run.state = replace(run.state, evaluation_due=False)
             with not_counted(self.bar):
@@ -108,21 +115,24 @@ class _Loop:
                 self._save_and_leave(self.stop.mine())
             done += 1
             last = done == train.max_steps
-            if self._is_logged(done):
+            is_due = any(self._what_is_due(done))
+            is_saved = last or done % train.save_every_steps == 0
+            is_timed = done - self.began.step in (_WARM_UP_STEPS, _TIMED_STEPS)
+            if self._is_logged(done) or is_due or is_saved or is_timed:
                 self._settle_steps()
-                if train.trackers:
-                    run.accelerator.wait_for_everyone()  # sending to trackers may take longer than a step's timeout
+            self.bar.update(1)  # with this step's record
+            if is_timed:
+                self._correct_time(done)
+            if self._is_logged(done) and train.trackers:
+                # Sending to trackers may take longer than a step's timeout.
+                run.accelerator.wait_for_everyone()
             if not last and (asked := self.stop.agreed(run.accelerator, summed)):
-                self._settle_steps()
-                run.state = replace(
-                    run.state, evaluation_due=any(self._what_is_due(done))
-                )  # a resumed run begins with it
+                run.state = replace(run.state, evaluation_due=is_due)  # a resume begins with it
                 self._save_and_leave(asked)
             with not_counted(self.bar):
                 self._evaluate_what_is_due(done)
-            if last or done % train.save_every_steps == 0:
-                self._settle_steps()
-                run.save()
+                if is_saved:
+                    run.save()
         run.finish_saving()
         since_then = self.stop.signals[0] if self.stop.signals else 0
         if asked := largest_of_all(run.accelerator, since_then):
@@ -133,7 +143,7 @@ class _Loop:
         still be computing.
         """
         run, started_s = self.run, time.monotonic()
-        look = partial(self.stop.between_micro_batches, clock_too=step > self.first_step)
+        look = partial(self.stop.between_micro_batches, clock_too=step > self.began.step)
         measured: AbstractContextManager[dict[str, Tensor]] = nullcontext({})
         # Compiled layers cannot be measured.
         if self._is_logged(step + 1) and not run.config.train.compile:
@@ -155,8 +165,28 @@ class _Loop:
         if not self.taken:
             self.taken_since_s = started_s
         self.taken.append(taken)
-        self.bar.update(1)
         return taken.asked
+
+    def _correct_time(self, done: int) -> None:
+        """Say what is left of the whole run, if steps take another time than was planned.
+
+        The first step may compile or warm up, so it is left out.
+        """
+        if done == self.began.step + _WARM_UP_STEPS:
+            self.warmed_up = self.run.state
+            return
+        if self.planned is None:
+            return
+        state = self.run.state
+        stepping_s = state.stepping_s - self.warmed_up.stepping_s
+        line = self.planned.corrected(
+            step_s=stepping_s / (_TIMED_STEPS - _WARM_UP_STEPS),
+            num_steps=self.run.config.train.max_steps - self.began.step,
+            steps_left=self.run.config.train.max_steps - done,
+            evaluated_s=state.evaluating_s - self.began.evaluating_s,
+        )
+        if line:
+            self.run.say(line)
 
     def _is_logged(self, done: int) -> bool:
         train = self.run.config.train
@@ -189,7 +219,8 @@ class _Loop:
         """Count a step that was not finite; TrainingError if the config does not allow it, and it
         is no overflow.
         """
-        run, train = self.run, self.run.config.train
+        run = self.run
+        train = run.config.train
         overflowed = isinstance(error, GradientOverflow)
         if not overflowed:
             message = f"{error}; its batch: {self._sources(taken.step)}"
@@ -200,7 +231,7 @@ class _Loop:
                 raise TrainingError(
                     f"{message}; the limit train.max_skipped_steps {train.max_skipped_steps} is reached"
                 )
-            run.warn(f"{message}; the step is skipped")
+            run.say(f"warning: {message}; the step is skipped")
         run.log({"step": taken.step + 1, "skipped": str(error)})
         run.state = run.state.skipped(taken.num_tokens, counts=not overflowed)
 
@@ -213,8 +244,8 @@ class _Loop:
             batch = (
                 f"its batch: {self._sources(step - 1)}; if this happens again and again, {advice}"
             )
-            self.run.warn(
-                f"step {step}: loss {loss:.4f}, but the highest of the last steps was {highest:.4f}; {batch}"
+            self.run.say(
+                f"warning: step {step}: loss {loss:.4f}, but the highest of the last steps was {highest:.4f}; {batch}"
             )
         self.losses.append(loss)
 
@@ -240,30 +271,29 @@ class _Loop:
         steps since the last record, since a source may have no sequence in a single step. The run's
         state holds the sums of the losses, so that they are the same after a resume.
         """
-        run, state = self.run, self.run.state
+        run = self.run
+        state = run.state
         tokens_per_s = state.rate_since(self.logged) or 0.0
-        shown, by_source = result.loss, dict[str, float]()
-        if state.since_logged:
-            sources = zip(run.config.corpus.sources, state.since_logged, strict=True)
-            seen = [(source, loss, num) for source, (loss, num) in sources if num]
-            by_source = {source.name: loss / num for source, loss, num in seen}
-            new = [(loss, num) for source, loss, num in seen if source.role == "new"]
-            if new:
-                shown = sum(loss for loss, _ in new) / sum(num for _, num in new)
+        # Without sums there are no pairs.
+        sources = zip(run.config.corpus.sources, state.since_logged, strict=False)
+        seen = [(source, loss, num) for source, (loss, num) in sources if num]
+        new = [(loss, num) for source, loss, num in seen if source.role == "new"]
+        shown = result.loss
+        if new:
+            shown = sum(loss for loss, _ in new) / sum(num for _, num in new)
         self.bar.set_postfix_str(f"loss {shown:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
         waited_s = self.batches.waited_s - self.logged_wait_s
-        self.logged, self.logged_wait_s = state, self.batches.waited_s
+        self.logged = state
+        self.logged_wait_s = self.batches.waited_s
         run.state = replace(state, since_logged=())
         record: MetricsRecord = {"step": state.step}
         if state.since_logged:
-            record["loss_by_source"] = by_source
+            record["loss_by_source"] = {source.name: loss / num for source, loss, num in seen}
         if run.peak_tokens_per_s is not None:
             record["mfu"] = round(tokens_per_s / run.peak_tokens_per_s, 4)
         if taken.stream_ratios is not None:
-            ratios = taken.stream_ratios.tolist()
-            record["stream_ratios"] = [
-                float(f"{ratio:.4g}") if math.isfinite(ratio) else None for ratio in ratios
-            ]
+            ratios = map(finite, taken.stream_ratios.tolist())
+            record["stream_ratios"] = [ratio and float(f"{ratio:.4g}") for ratio in ratios]
         run.log(
             {
                 **record,
@@ -309,6 +339,7 @@ class _Loop:
                 record = run.observer.evaluate(done, losses=losses_due, benchmarks=benchmarks_due)
         except StopNow:
             run.state = replace(run.state, evaluation_due=True)
+            run.count_time("evaluating_s", started_s)
             self._save_and_leave(self.stop.mine())
         if losses_due and bound is not None:
             best = better_of(best, run.observer.score(done, record[BITS]), bound)
@@ -318,12 +349,10 @@ class _Loop:
         run.state = replace(run.state, best=best)
         run.count_time("evaluating_s", started_s)
         run.log(record)
-        if run.accelerator.is_main_process and shows_lines():
-            for name, said in record.get(SAMPLES, {}).items():
-                # Without incomplete characters.
-                text = f"{said['prompt']} ... {said['continuation']}".replace("\ufffd", "")
-                line = f"step {record['step']:,}, {name}: {' '.join(text.split())}"
-                tqdm.write(printable(line), file=sys.stderr)
+        for name, said in record.get(SAMPLES, {}).items():
+            # Without incomplete characters.
+            text = f"{said['prompt']} ... {said['continuation']}".replace("\ufffd", "")
+            run.say(f"step {done:,}, {name}: {' '.join(text.split())}")
         run.accelerator.wait_for_everyone()  # the main process's samples may take longer than a step's timeout
         if is_new:
             run.save()

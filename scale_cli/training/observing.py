@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +26,12 @@ from scale_cli.evaluation.scoring import (
     score_corpus,
     tokens_bar,
 )
-from scale_cli.evaluation.selectable_heads import SelectableHeads, before_end, ends_of
+from scale_cli.evaluation.selectable_heads import (
+    SelectableHeads,
+    TokensWritten,
+    before_end,
+    ends_of,
+)
 from scale_cli.model.heads import HeadedModel, base_alone
 from scale_cli.processes import ALONE, autocast, is_main, share
 from scale_cli.training.metrics_log import (
@@ -167,10 +172,12 @@ class Observer:
         languages: dict[str, tuple[str, TokenisedCorpus]] = {}
         for source, corpus in zip(config.evaluation.perplexity, self.held_out, strict=True):
             languages.setdefault(source.language, (source.name, corpus))
-        return {name: self._sample(corpus) for name, corpus in languages.values()}
+        num_tokens = len(languages) * _NEW_TOKENS
+        with tokens_bar(num_tokens, "sampling" if is_main() else None) as bar:
+            return {name: self._sample(corpus, bar) for name, corpus in languages.values()}
 
     @torch.no_grad()
-    def _sample(self, corpus: TokenisedCorpus) -> dict[str, str]:
+    def _sample(self, corpus: TokenisedCorpus, bar: Any) -> dict[str, str]:
         """Return the beginning of a document, and the served head's greedy continuation of it."""
         answers = SelectableHeads(self.observed, self.config.method.router)
         method = self.config.method
@@ -192,7 +199,9 @@ class Observer:
             prompt_T = torch.cat([torch.tensor([corpus.markers.context]), prompt_T])
         prompt_BT = prompt_T[None].to(answers.device)
         with autocast(answers.device.type, self.config.evaluation.mixed_precision):
-            new_BT = answers.answers(prompt_BT, torch.ones_like(prompt_BT))
+            new_BT = answers.answers(
+                prompt_BT, torch.ones_like(prompt_BT), streamer=TokensWritten(bar)
+            )
         new_T = before_end(ends, new_BT[0].cpu())
         begun = str(self.tokenizer.decode(prompt_T, skip_special_tokens=True))
         said = text_pieces(self.tokenizer, prompt_T.tolist(), new_T.tolist())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
@@ -48,39 +49,28 @@ def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     would shrink at every step without their token.
     """
     rates = rates_of(model, train)
-    members: dict[str, list[nn.Parameter]] = {
-        "embedding": [],
-        "gains": [],
-        "head": [],
-        "matrix": [],
-    }
     kinds = kinds_of_parameters(model)
-    for name, parameter in trainable_parameters(model).items():
-        members[kinds[name]].append(parameter)
-
+    trained = trainable_parameters(model)
     of_adamw: list[dict[str, Any]] = []
     of_muon: list[dict[str, Any]] = []
-    for kind, parameters in members.items():
+    for kind in sorted({*kinds.values()}):
         by_muon = kind == "matrix" and train.optimiser == "muon"
         group = {
-            "params": parameters,
+            "params": [trained[name] for name, its_kind in kinds.items() if its_kind == kind],
             "lr_multiplier": rates[kind],
             "weight_decay": train.weight_decay if kind in ("head", "matrix") else 0.0,
             # torch's names of what is kept per parameter, each as large as the parameter
             "moments": ("momentum_buffer",) if by_muon else ("exp_avg", "exp_avg_sq"),
         }
-        if parameters:
-            (of_muon if by_muon else of_adamw).append(group)
+        (of_muon if by_muon else of_adamw).append(group)
 
     parts: list[torch.optim.Optimizer] = []
     if of_muon:
         parts.append(BatchedMuon(of_muon, lr=train.lr, adjust_lr_fn="match_rms_adamw"))
     if of_adamw:
         betas = (train.adam_beta1, train.adam_beta2)
-        adamw = torch.optim.AdamW(
-            of_adamw, lr=train.lr, betas=betas, eps=train.adam_epsilon, fused=True
-        )
-        parts.append(adamw)
+        eps = train.adam_epsilon
+        parts.append(torch.optim.AdamW(of_adamw, lr=train.lr, betas=betas, eps=eps, fused=True))
     return MuonBesideAdamW(parts) if of_muon else parts[0]
 
 
@@ -142,29 +132,23 @@ class BatchedMuon(torch.optim.Muon):
         like = matrices[0]
         updates = updates.to(_DTYPE_OF_PRODUCTS)
         if isinstance(like, DTensor):
-            mesh, split, shape, stride = (
-                like.device_mesh,
-                like.placements,
-                like.shape,
-                like.stride(),
-            )
+            mesh = like.device_mesh
+            split = like.placements
+            size: Any = {"shape": like.shape, "stride": like.stride()}
             parts = [
-                DTensor.from_local(part, mesh, split, run_check=False, shape=shape, stride=stride)
-                for part in updates
+                DTensor.from_local(part, mesh, split, run_check=False, **size) for part in updates
             ]
             updates = torch.stack([part.full_tensor() for part in parts])
         directions = orthogonalised(
             updates, group["ns_coefficients"], group["ns_steps"], group["eps"]
         )
         if isinstance(like, DTensor):
-            copies = [Replicate()] * mesh.ndim
-            wholes = [
-                DTensor.from_local(whole.contiguous(), mesh, copies, run_check=False)
+            # Every process has the whole, so none is sent.
+            parts = [
+                distribute_tensor(whole.contiguous(), mesh, split, src_data_rank=None)
                 for whole in directions
             ]
-            directions = torch.stack(
-                [whole.redistribute(placements=split).to_local() for whole in wholes]
-            )
+            directions = torch.stack([part.to_local() for part in parts])
         rate = group["lr"] * _SIZE_OF_ADAMW * math.sqrt(max(like.shape))
         after = (before * (1 - group["lr"] * group["weight_decay"])).add_(directions, alpha=-rate)
 
@@ -198,15 +182,14 @@ def _pieces(matrices: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Return the matrices that have gradients, those of one shape together, in pieces of bounded
     memory.
     """
-    alike: dict[Any, list[nn.Parameter]] = {}
+    alike = defaultdict(list)
     for matrix in matrices:
         if matrix.grad is not None:
-            alike.setdefault((matrix.shape, matrix.device), []).append(matrix)
+            alike[matrix.shape, matrix.device].append(matrix)
     pieces = []
-    for same in alike.values():
-        on_cpu = same[0].device.type == "cpu"
-        entries = _ENTRIES_AT_ONCE_ON_CPU if on_cpu else _ENTRIES_AT_ONCE
-        at_once = max(1, entries // same[0].numel())
+    for (shape, device), same in alike.items():
+        entries = _ENTRIES_AT_ONCE_ON_CPU if device.type == "cpu" else _ENTRIES_AT_ONCE
+        at_once = max(1, entries // shape.numel())
         pieces += [same[first : first + at_once] for first in range(0, len(same), at_once)]
     return pieces
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,7 @@ from scale_cli.storage.atomic import (
     write_text,
 )
 from scale_cli.storage.shards import shard_of
+from scale_cli.terminal import printable, shows_lines
 from scale_cli.training.checkpoint import OPTIMISER, checkpoints, step_of
 from scale_cli.training.metrics_log import MetricsLog, MetricsRecord
 from scale_cli.training.observing import Observer
@@ -50,6 +52,8 @@ from scale_cli.training.records import BranchPoint, TrainState
 from scale_cli.training.sharding import is_sharded, parts_here
 from scale_cli.upscale.base_hashes import changed_tensors, tensor_sha256
 from scale_cli.upscale.building import MethodModel
+
+_SILENT_S = 1.0  # a longer wait is said
 
 
 @dataclass(frozen=True)
@@ -114,10 +118,11 @@ class TrainingRun:
     def folder(self) -> RunFolder:
         return self.start.run.folder
 
-    def warn(self, line: str) -> None:
-        """Print a warning above the progress bar."""
-        if self.accelerator.is_main_process:
-            tqdm.write(f"warning: {line}", file=sys.stderr)
+    def say(self, line: str) -> None:
+        """Print a line above the progress bar; where none are wanted, only warnings."""
+        wanted = shows_lines() or line.startswith("warning:")
+        if wanted and self.accelerator.is_main_process:
+            tqdm.write(printable(line), file=sys.stderr)
 
     def log(self, record: MetricsRecord) -> None:
         """Write a record to the log; only the main process has one."""
@@ -129,11 +134,8 @@ class TrainingRun:
         to now.
         """
         now_s = time.monotonic()
-        times: dict[str, Any] = {
-            what: getattr(self.state, what) + now_s - since_s,
-            "elapsed_s": now_s - self._began_s,
-        }
-        self.state = replace(self.state, **times)
+        times = {what: getattr(self.state, what) + now_s - since_s}
+        self.state = replace(self.state, elapsed_s=now_s - self._began_s, **times)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -176,6 +178,8 @@ class TrainingRun:
         """
         if self._job is not None and (wait or self._job.done()):
             job, self._job = self._job, None
+            if futures.wait([job], timeout=_SILENT_S).not_done:
+                self.say(f"waiting for the checkpoint of step {self.saved_step:,} to be written")
             job.result()
 
     def check_base(self, step: int, here: Mapping[str, Tensor] | None = None) -> None:

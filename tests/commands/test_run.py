@@ -1,19 +1,23 @@
 """`scale run`: what is certain to be refused is refused before anything is spent, and a finished run may go on."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from scale_cli.commands import run as run_verb
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.export.records import ExportRecord
+from scale_cli.planning.device import Device
 from scale_cli.report import quantity
 from scale_cli.runs.folder import RunFolder, folder_bytes
 from scale_cli.storage.atomic import load_tensors, read_json
 from tests.command_line import Scale
+from tests.data.test_conversations import PLAIN
 from tests.small_runs import petitions_run
 
 
@@ -56,11 +60,14 @@ def test_a_gate_without_a_retention_corpus_is_refused_before_anything(
 def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
     config: RunConfig, of_config: Scale
 ) -> None:
-    asked = ("export={}", "method.collaboration.layers=top:1")
+    base = shutil.copytree(config.model.base, config.output_dir.parent / "base")
+    (base / "chat_template.jinja").write_text(PLAIN)
+    asked = ("export={}", "method.collaboration.layers=top:1", f"model.base={base}")
     done = of_config("run", *asked)
     assert done.exit_code == 0
     run = RunFolder(config.output_dir)
-    for told in (f"scale generate {run.root} --prompt", f"scale serve {run.root} --plain"):
+    chat = f"scale generate {run.root} --chat --prompt"
+    for told in (f"scale generate {run.root} --prompt", chat, f"scale serve {run.root} --plain"):
         assert told in done.stdout.splitlines()[-1]
     for one in ("llama", "transformers"):
         size = ExportRecord.load(run.export(one)).size
@@ -92,6 +99,36 @@ def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says
     assert position["step"] == 14
     report = read_json(RunFolder(finished.output_dir).evaluation / "report.json")
     assert report["num_tokens_trained"] == position["num_tokens"]
+
+
+def test_a_changed_config_is_refused_before_anything_is_measured_with_what_may_be_accepted(
+    finished: RunConfig, of_config: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(RunFolder(finished.output_dir).final)
+    monkeypatch.setattr(run_verb, "measure_device", None)
+    asked = ("run", "train.max_steps=14", "train.log_every_steps=3")
+    assert "(--accept train.max_steps)" in of_config(*asked).error()
+    told = of_config(*asked, "--accept", "seed").error()
+    assert told.startswith("--accept seed: only these may change")
+    # What changes freely may be named too.
+    named = of_config(*asked, "--accept", "train.log_every_steps").error()
+    assert "(--accept train.max_steps)" in named
+    refused = of_config("generate", "--prompt", "x").error()
+    newest = RunFolder(finished.output_dir).checkpoint(12)
+    assert refused.endswith(f"scale generate {newest}")
+    assert "run `scale train --resume auto` first" in of_config("export").error()
+
+
+def test_a_run_corrects_the_time_it_has_told_once_its_first_steps_are_measured(
+    config: RunConfig, of_config: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far_too_fast = Device("cpu", 1e15, 1e15, "by a maker")
+    monkeypatch.setattr(run_verb, "measure_device", lambda *_: far_too_fast)
+    done = of_config("run")
+    assert done.exit_code == 0
+    (told,) = (line for line in done.stderr.splitlines() if " left: " in line)
+    assert re.search(r"^time +about .* of training, .* of evaluation, .* of export; ", told)
+    assert "--chat" not in done.stdout, "the base has no template"
 
 
 def test_a_finished_run_is_measured_again_where_the_held_out_text_has_changed(

@@ -1,5 +1,9 @@
+import io
 import json
+import os
+import re
 import shutil
+import signal
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -7,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
+from scale_cli import terminal
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
+from scale_cli.errors import Interrupted
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.planning import device as speed
 from scale_cli.planning.device import peak_tokens_per_s
@@ -22,6 +29,7 @@ from scale_cli.training.metrics_log import read_records
 from scale_cli.training.observing import Observer
 from scale_cli.training.records import TrainState
 from scale_cli.training.step import TakenStep, train_step
+from scale_cli.training.time_left import PlannedTime
 from tests.data.test_conversations import PLAIN, talk
 from tests.torture.tiny_run import CLOCK
 from tests.training.conftest import (
@@ -62,10 +70,16 @@ MUON = (
 
 
 def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_same(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Evaluations take two hours, checkpoints one, a step one second, by a clock that nothing else moves."""
     now_s = 0.0
+    written = io.StringIO()
+    bar: Any = tqdm(total=9, desc="training", mininterval=0, file=written)
+    bar._time = lambda: now_s
+    bar.start_t = bar.last_print_t = now_s
+    monkeypatch.setattr(loop, "progress_bar", lambda **_: bar)
+    monkeypatch.setattr(terminal, "_form", "lines")
 
     def takes(seconds: float, real: Callable[..., Any]) -> Callable[..., Any]:
         def take(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +96,8 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
     monkeypatch.setattr(training_run, "take_snapshot", takes(3600.0, training_run.take_snapshot))
     config = make_config("run", "train.eval_every_steps=4", "train.log_every_steps=2")
     run = upscaled(config)
-    position = train(config, None, print)
+    planned = PlannedTime(training_s=9 * 0.25, evaluation_s=3600.0, export_s=10.0)
+    position = train(config, None, print, planned=planned)
     logged = [record for record in read_records(run.metrics) if "loss" in record]
     assert [record["step"] for record in logged] == [2, 4, 6, 8, 9]
     start: dict[str, Any] = {"num_tokens": 0, "step": 0}
@@ -100,6 +115,35 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
     cost = read_json(run.final / "cost.json")
     assert cost["tokens_per_s"] == position.tokens_per_s == position.num_tokens / 9
     assert TrainState.load(run.final) == position
+    drawn = re.findall(r"(\d)/9 \[00:0(\d)<[^]]* 1\.00it/s([^]]*)", written.getvalue())
+    for number, elapsed_s, more in drawn:
+        assert number == elapsed_s and ("256 tokens/s" in more) == (int(number) >= 2)
+    assert {number for number, *_ in drawn} == {*"123456789"}
+    # Four times slower than planned, after four of nine steps, before the first evaluation.
+    (told,) = (line for line in capsys.readouterr().err.splitlines() if "left: " in line)
+    assert "about 4.0 h left: 5.0 s of training, 4.0 h of evaluation, 40.0 s of export" in told
+
+
+def test_the_time_that_an_evaluation_took_until_it_was_interrupted_is_kept(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    evaluate = Observer.evaluate
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        nonlocal now_s
+        now_s += 100.0
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    monkeypatch.setattr(Observer, "evaluate", interrupted)
+    config = make_config("run", "train.eval_every_steps=4")
+    run = upscaled(config)
+    with pytest.raises(Interrupted):
+        train(config, None, print)
+    monkeypatch.setattr(Observer, "evaluate", evaluate)
+    go_on(config)
+    assert TrainState.load(run.final).evaluating_s == 100.0
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale_is_finished
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ACCEPTABLE, RunConfig
@@ -90,6 +91,9 @@ def test_a_key_that_makes_another_run_cannot_be_accepted(make: Make) -> None:
     message = refusal(make(), ConfigError, "seed")
     assert message.startswith("--accept seed: ")
     assert "train.lr" in message
+    for resume in (None, str(RunFolder(make().output_dir).checkpoint(2))):
+        with pytest.raises(ConfigError, match=r"^--accept seed: "):
+            train(make("seed=1"), resume, print, ("seed",))
 
 
 def test_an_accepted_change_is_said_and_written_down(make: Make, folder: Path) -> None:

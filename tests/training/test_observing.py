@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from functools import reduce
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from scale_cli import terminal
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.train import train
 from scale_cli.commands.verify import verify
@@ -168,6 +170,16 @@ def test_a_plain_model_beside_its_base_is_trained_to_the_bits_of_one_unseen_and_
         hashes.append({file.name: file_sha256(file) for file in trained.glob("*.safetensors")})
         assert num_read == 1
     assert hashes[0] and hashes[0] == hashes[1]
+
+
+def test_samples_move_a_bar_by_every_token(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "_form", "lines")
+    monkeypatch.setattr(terminal, "_SECONDS_APART", 0.0)
+    finished(make_config("run", "train.max_steps=1", "train.eval_every_steps=1"))
+    states = re.findall(r"sampling: .*?(\d+\.?\d*)/32\.0", capsys.readouterr().err)
+    assert [*map(float, states)] == [float(number) for number in range(33)]
 
 
 def check_is_of_final(record: MetricsRecord, config: RunConfig) -> None:
