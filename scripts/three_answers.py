@@ -33,6 +33,7 @@ _WORDS = {
     "routed": "trained, with the router",
 }
 _NUM_TOKENS = 80
+_LONGEST_REPEAT = 5  # tokens; small models go round in circles
 _COLUMNS = 34  # of a card, in letters; a Hangul syllable counts as two
 _LINES_SHOWN = 6
 _LINE_PX = 20
@@ -66,13 +67,17 @@ def three_answers(base: Path, export: Path, prompts: list[str]) -> list[Answers]
 
 
 def continuation(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    """Return what a model says after a prompt, on one line, taking the likeliest token each time."""
+    """Return what a model says after a prompt, on one line, taking the likeliest token each time.
+
+    No six tokens in a row are said twice.
+    """
     ids = torch.tensor([prompt_ids(tokenizer, prompt)])
     said = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=_NUM_TOKENS,
         do_sample=False,
+        no_repeat_ngram_size=_LONGEST_REPEAT + 1,
         pad_token_id=tokenizer.eos_token_id,
     )[0]
     before = tokenizer.decode(ids[0], skip_special_tokens=True)
