@@ -174,15 +174,17 @@ def _check_joined(folder: Path) -> None:
     check_head(model, 0, prompts, own_logits(model.base, prompts))
 
 
-def _is_joined(folder: Path) -> bool:
-    return JoinReport.is_in(folder) and read_json(folder / JoinReport.FILE).get("kind") == KIND
-
-
 # Of each check: its name, whether a folder needs it, and how it is done.
 _CHECKS: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], None]], ...] = (
     ("hashes", Path.is_dir, _check_files),
     ("base and its preservation", BaseRecord.is_in, _check_base),
     ("log", lambda folder: folder.name == "final" and TrainState.is_in(folder), _check_log),
     ("parity", ExportRecord.is_in, _check_export),
-    ("base and its preservation", _is_joined, _check_joined),
+    (
+        "base and its preservation",
+        lambda folder: (
+            JoinReport.is_in(folder) and read_json(folder / JoinReport.FILE).get("kind") == KIND
+        ),
+        _check_joined,
+    ),
 )

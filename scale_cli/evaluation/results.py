@@ -14,7 +14,6 @@ from scale_cli.config.schema import EVALUATE_SECTIONS, RunConfig, differences
 from scale_cli.config.sources import BenchmarkSource, EvaluationSource
 from scale_cli.errors import RunError
 from scale_cli.evaluation.intervals import Values, finite, paired_differences
-from scale_cli.methods.widened import RouterConfig
 from scale_cli.report import (
     DASH,
     Cell,
@@ -325,35 +324,3 @@ def finished_report(config: RunConfig) -> Report | None:
 def report_sha256(config: RunConfig, report: Report | None) -> str | None:
     path = RunFolder(config.output_dir).evaluation / Report.FILE
     return None if report is None else file_sha256(path)
-
-
-def guarantee(router: RouterConfig, *, knows_script: bool, has_new_tokens: bool) -> str:
-    """Return the guarantee of a router of two heads in words; empty if there is none.
-
-    With `knows_script`, the first weights of `scale serve` are those of the prompt's script. With
-    `has_new_tokens`, the router's base head is not the base by its own tokens, as in the report.
-    """
-    if router.rule != "posterior":
-        return ""
-    over_base = -math.log(router.prior)
-    over_trained = -math.log(1.0 - router.prior)
-    what = f"{over_base:.3f} nats over the better of the two heads"
-    if over_base != over_trained:
-        what = (
-            f"{over_base:.3f} nats over the base head, "
-            f"nor more than {over_trained:.3f} over the trained head"
-        )
-    weight = "-ln of that head's weight at the start"
-    sentences = [f"Whatever was trained, no document costs more than {what} ({weight})."]
-    if has_new_tokens:
-        sentences.append(
-            "On text with new tokens, this is the base head that reads them, "
-            "not the base by its own tokens."
-        )
-    if knows_script and router.script_prior is not None:
-        sentences.append(
-            "`scale generate`, `scale serve` and vLLM weigh the heads at the start "
-            "by the script of the prompt: there the bound is "
-            f"{-math.log(router.script_prior):.3f} nats."
-        )
-    return " ".join([*sentences, NOT_COVERED])

@@ -6,6 +6,7 @@ https://huggingface.co/docs/hub/model-cards.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from markupsafe import Markup
 
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.ledger import TokenLedger
-from scale_cli.evaluation.results import Report, guarantee
+from scale_cli.evaluation.results import NOT_COVERED, Report
 from scale_cli.export.formats import Format
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report import render
@@ -88,13 +89,12 @@ class Stage:
 def model_card(config: RunConfig, export: Format, *, report: Report | None, **values: Any) -> str:
     """Return the README.md of an export; `values` are the licence and others of `card.md.j2`."""
     is_served = export.answers_as_served
-    bound = ""
-    if config.method.definition.routes and is_served:
-        bound = guarantee(
-            config.method.router,
-            knows_script=config.new_script is not None,
-            has_new_tokens=config.method.vocabulary is not None,
-        )
+    router = config.method.router
+    bounds = {}  # nats that a document costs at most
+    if config.method.definition.routes and is_served and router.rule == "posterior":
+        bounds = {"base": -math.log(router.prior), "trained": -math.log(1.0 - router.prior)}
+        if config.new_script is not None and router.script_prior is not None:
+            bounds["script"] = -math.log(router.script_prior)
     return card(
         [Stage(config, RunFolder(config.output_dir).final)],
         tag=config.method.variant,
@@ -105,7 +105,8 @@ def model_card(config: RunConfig, export: Format, *, report: Report | None, **va
         export=export,
         report=report,
         answers=report.served if report is not None and is_served else "trained",
-        guarantee=bound,
+        bounds=bounds,
+        not_covered=NOT_COVERED,
         **values,
     )
 

@@ -258,29 +258,25 @@ def _files_at(key: str, name: str, revision: str | None, names: Sequence[str]) -
 
 
 def _configuration(written: dict[str, Any], plain: PreTrainedModel, base: Any) -> dict[str, Any]:
-    """Return a base's config.json, changed to describe a plain model."""
+    """Return a base's config.json, changed to describe a plain model.
+
+    RoPE's settings are in the spellings of transformers 4 and 5; some families have them per kind
+    of layer.
+    """
     dtype = str(plain.dtype).removeprefix("torch.")
     now = {name: getattr(plain.config, name, None) for name in _CHANGED}
+    rope = plain.config.rope_parameters
+    of_all = rope.get("full_attention", rope)
+    scaling = {name: value for name, value in of_all.items() if name != "rope_theta"}
+    local = rope.get("sliding_attention")
     return {
         **{name: value for name, value in written.items() if name not in _LEFT_OUT},
         **{name: value for name, value in now.items() if value != getattr(base, name, None)},
-        **_rope(plain.config.rope_parameters),
-        "architectures": [type(plain).__name__],
-        "torch_dtype": dtype,
-        "dtype": dtype,
-    }
-
-
-def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return RoPE's settings in the spellings of transformers 4 and 5; some families have them per
-    kind of layer.
-    """
-    of_all = parameters.get("full_attention", parameters)
-    local = parameters.get("sliding_attention")
-    scaling = {name: value for name, value in of_all.items() if name != "rope_theta"}
-    return {
         "rope_theta": of_all["rope_theta"],
         "rope_scaling": None if of_all["rope_type"] == "default" else scaling,
         **({} if local is None else {"rope_local_base_freq": local["rope_theta"]}),
-        "rope_parameters": parameters,
+        "rope_parameters": rope,
+        "architectures": [type(plain).__name__],
+        "torch_dtype": dtype,
+        "dtype": dtype,
     }

@@ -18,11 +18,9 @@ from scale_cli.evaluation.results import (
     HEADS,
     CorpusResult,
     Report,
-    guarantee,
     summarise,
 )
 from scale_cli.evaluation.scoring import DocumentLosses
-from scale_cli.methods.widened import RouterConfig
 from scale_cli.report import Interval, number, with_interval
 
 
@@ -217,17 +215,8 @@ def test_the_verdict_is_right_for_gains_losses_and_no_difference(
     assert f": {verdict}.**" in page(made, ROUTE, "md")
 
 
-def test_the_guarantee_has_the_figures_of_its_router() -> None:
-    usual = guarantee(RouterConfig(), knows_script=True, has_new_tokens=True)
-    assert f"{math.log(2):.3f} nats over the better" in usual
-    assert "3.912 nats" in usual and "reads them" in usual
-    uneven = RouterConfig(prior=0.9, script_prior=None)
-    told = guarantee(uneven, knows_script=True, has_new_tokens=False)
-    assert "0.105 nats over the base head, nor more than 2.303 over the trained head" in told
-    assert "does not cover" in told and "script" not in told and "reads them" not in told
+def test_the_bound_is_that_of_the_routers_prior() -> None:
     assert "at most 0.105 nats (" in page(report(), run_of(router={"prior": 0.9}), "md")
-    cosine = RouterConfig(rule="cosine")
-    assert guarantee(cosine, knows_script=True, has_new_tokens=True) == ""
 
 
 def of_new_tokens() -> CorpusResult:

@@ -94,6 +94,15 @@ def test_a_card_promises_a_bound_where_its_router_has_one_and_says_its_size(
         assert "264 M parameters, 528 MB" in card and "(the base: 135 M, 270 MB)" in card
         for unbound in (changed(config, "method.router.rule=cosine"), preserve):
             assert BOUND not in card_of(unbound, None, of_two)
+    assert (
+        "0.693 nats over the better" in card and "3.912 nats" in card and "reads them" not in card
+    )
+    uneven = changed(config, "method.router.prior=0.9", "method.router.script_prior=null")
+    told = card_of(uneven, None)
+    assert "0.105 nats over the base head, nor more than 2.303 over the trained head" in told
+    assert "does not cover" in told and "script" not in told.split(BOUND)[1].split("## ")[0]
+    grown = changed(config, "method.vocabulary={new_tokens: 64, script: hangul}")
+    assert "the base head that reads them, not the base by its own tokens." in card_of(grown, None)
 
 
 def test_replay_is_called_so_and_not_taught_and_what_began_a_run_is_told(
