@@ -14,7 +14,7 @@ import argparse
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import Base, walk
+from scale_cli.planning.walk import walk
 from scripts.random_base import reference_config
 
 LENGTH, WINDOWS = 8192, 512  # of a step of the reference config
@@ -53,7 +53,7 @@ def main() -> None:
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for name, (layers, hidden) in SHAPES.items():
         base = reference_config(layers, hidden, 128_256).to_dict()
-        step = walk(Base(BaseSizes.of(base, name), itemsize=2), METHOD)
+        step = walk(BaseSizes.of(base, name), METHOD)
         trained, frozen = step.num_trainable, step.num_frozen
         flops_per_token = step.flops(LENGTH)
         for gpus in GPUS:

@@ -12,7 +12,7 @@ from scale_cli.config.load import checked
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.sources import CorpusSource
 from scale_cli.data.files import check_source
-from scale_cli.errors import UsageError
+from scale_cli.errors import ConfigError, UsageError
 from scale_cli.methods import METHODS
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
 
@@ -38,10 +38,14 @@ def check_answers(file: Path, base: str, learned: dict[str, Any], known: dict[st
     model = checked(ModelConfig, {"base": base}, "--base")
     check_config_file(model)
     check_weight_files(model)
-    for source in (learned, known):
-        text = checked(CorpusSource, source, source["name"])
+    for source, flag in ((learned, "--corpus"), (known, "--retention")):
+        try:
+            text = checked(CorpusSource, source, flag)
+        except ConfigError as error:
+            own = {"--corpus": "--language", "--retention": "--retention-language"}[flag]
+            raise UsageError(str(error).replace(f"{flag}: language:", f"{own}:")) from None
         if text.is_local:
-            check_source(text)
+            check_source(text.model_copy(update={"name": flag}))
 
 
 def checked_method(name: str) -> MethodConfig:

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,18 @@ from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, CorpusError, UsageError
 from scale_cli.planning.beginnings import HeldOut
 from scale_cli.planning.device import measure_device
-from scale_cli.planning.estimate import Estimate, estimate
+from scale_cli.planning.estimate import estimate
 from scale_cli.planning.sizes import BaseSizes
+from scale_cli.processes import computes_in_bfloat16, cpu_precision
 from scale_cli.runs.folder import RunFolder
-from scale_cli.starter.fitting import (
-    LEAST_STEP_TOKENS,
-    MIN_STEPS,
-    MOST_READINGS,
-    faster_precision,
-    fit_sizes,
-)
-from scale_cli.starter.offer import NewTokens, offer_tokens, own_tokens
-from scale_cli.starter.parts import Parted, chat_of, measured_on_alone, part
-from scale_cli.starter.texts import Text, look_into
+from scale_cli.starter.fitting import LEAST_STEP_TOKENS, MIN_STEPS, MOST_READINGS, fit_sizes
+from scale_cli.starter.offer import offer_tokens, own_tokens
+from scale_cli.starter.parts import chat_of, measured_on_alone, part
+from scale_cli.starter.texts import look_into
 from scale_cli.storage.atomic import write_text
 from scale_cli.terminal import log, print_json
 from scale_cli.upscale.base_files import read_config_file
 from scale_cli.upscale.base_tokenizer import load_tokenizer
-from scale_cli.values import counted
 from scale_cli.vocabulary.tokenizer import check_ids
 
 SCHEMA_FILE = "scale.schema.json"
@@ -65,8 +58,8 @@ def init(
     tokenizer = load_tokenizer(model)
     check_ids(tokenizer, base_sizes.vocab_size)
     encoder = Encoder(tokenizer, conversations=False)
-    text = look_into(learned, encoder)
-    retention = look_into(known, encoder)
+    text = look_into(learned, encoder, "--corpus")
+    retention = look_into(known, encoder, "--retention")
     if text.documents == retention.documents:
         raise UsageError(
             "--retention: is the same text as --corpus; give text that the base already knows"
@@ -80,53 +73,9 @@ def init(
             f"--corpus: only about {num_tokens:,} tokens, but a step takes {LEAST_STEP_TOKENS:,}; "
             "give more text"
         )
-    draft = _fit(
-        file,
-        base,
-        base_sizes,
-        tokenizer,
-        method=method,
-        text=text,
-        retention=retention,
-        new=new,
-        num_tokens=num_tokens,
-        minutes=minutes,
-    )
-    files = {path: content for of in draft.measured for path, content in of.files.items()}
-    with _new_files(files):
-        _check(draft.config, tokenizer)
-        write_text(file, config_text(file, takes=draft.takes.in_words(), **draft.found))
-    if not (schema := file.with_name(SCHEMA_FILE)).exists():
-        write_text(schema, json_schema_text())
-    _say(file, draft, minutes)
 
-
-@dataclass(frozen=True)
-class _Draft:
-    """A config, and what it was made from."""
-
-    found: dict[str, Any]  # what the template shows
-    config: RunConfig
-    measured: list[Parted]  # the parts of texts that evaluations read
-    takes: Estimate
-
-
-def _fit(
-    file: Path,
-    base: str,
-    base_sizes: BaseSizes,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    method: MethodConfig,
-    text: Text,
-    retention: Text,
-    new: NewTokens,
-    num_tokens: int,  # of the whole text
-    minutes: float,
-) -> _Draft:
-    """Return sizes and parts of the texts with which the whole run takes the minutes."""
-    mixed_precision = faster_precision()
-    device = measure_device(base_sizes, method, mixed_precision)
+    precision = "bf16" if computes_in_bfloat16() else cpu_precision()
+    device = measure_device(base_sizes, method, precision)
     training_s = 60 * minutes
     most_held_out = math.inf  # tokens, of each text
     for _ in range(3):  # each time with the time that evaluation, start and export have left
@@ -134,7 +83,7 @@ def _fit(
             base_sizes,
             method,
             device,
-            mixed_precision,
+            precision,
             num_new=new.number,
             training_s=training_s,
             num_tokens=num_tokens,
@@ -149,6 +98,7 @@ def _fit(
         if tokenizer.chat_template:
             for role, parts in held_out.items():
                 parts.append(chat_of(parts[0], role, file))
+        measured = [of for parts in held_out.values() for of in parts]
         found = {
             "model": {"base": base},
             "method": method,
@@ -162,7 +112,6 @@ def _fit(
         }
         words = config_text(file, takes="", **found)
         config = checked(RunConfig, parse(words, str(file)), str(file))
-        measured = [of for parts in held_out.values() for of in parts]
         counting = new.grown or tokenizer.backend_tokenizer
         texts = [
             HeldOut.of(of.held_out_documents, counting, sizes.sequence_length) for of in measured
@@ -170,45 +119,29 @@ def _fit(
         takes = estimate(config, base_sizes, device, texts, num_new=new.number)
         training_s = max(0.0, 60 * minutes - takes.total_s + takes.training_s)
         most_held_out = 60 * minutes * _HELD_OUT_SHARE * takes.scored_per_s
-    return _Draft(found, config, measured, takes)
 
+    files = {path: content for of in measured for path, content in of.files.items()}
+    with _new_files(files):
+        _check(config, tokenizer)
+        write_text(file, config_text(file, takes=takes.in_words(), **found))
+    if not (schema := file.with_name(SCHEMA_FILE)).exists():
+        write_text(schema, json_schema_text())
 
-def _say(file: Path, draft: _Draft, minutes: float) -> None:
-    sizes = draft.found["sizes"]
-    told = {
-        "corpus": draft.found["corpus"].words,
-        "retention": draft.found["kept"].words,
-        "tokens": draft.found["new"].words,
-    }
-    if draft.found["new"].offered:
-        told["tokens"] += "; a comment in the config adds them"
-    print_json({"file": file, **told, "sizes": sizes, "estimate": draft.takes})
-    if draft.found["has_chat"]:
-        told["chat"] = (
-            "the base has a chat template. Plain text makes the plain export forget to answer; so\n"
-            "               a turn in each language is measured, before and after. For a model that "
-            "answers, train on\n               conversations: messages_field in a source, and as "
-            "replay too (docs/training.md)"
-        )
-    told["sizes"] = (
-        f"{counted(sizes.max_steps, 'step')} of {sizes.global_batch_size} x {sizes.sequence_length:,} tokens, "
-        f"{sizes.micro_batch_size} at once"
+    told = {"corpus": corpus.words, "retention": kept.words, "tokens": new.words}
+    print_json({"file": file, **told, "sizes": sizes, "estimate": takes})
+    is_too_long = sizes.max_steps == MIN_STEPS and takes.total_s > 60 * minutes
+    said = report.render(
+        "init.txt.j2",
+        file=file,
+        **found,
+        takes=takes.in_words(),
+        schema=SCHEMA_FILE,
+        texts=[path.name for path in files],
+        too_long=f"{minutes:g}" if is_too_long else "",
+        min_steps=MIN_STEPS,
     )
-    told["time"] = draft.takes.in_words()
-    told[""] = (
-        "a run of minutes only shows that everything works; a model that writes well takes hours"
-    )
-    told["written"] = f"{file}, and {SCHEMA_FILE} beside it, with which an editor checks it"
-    if texts := [path for of in draft.measured for path in of.files]:
-        told["written"] += f"; texts for it in {', '.join(path.name for path in texts)}"
-    told["next"] = f"scale plan {file}; scale run {file}"
-    for name, words in told.items():
-        log(f"{name:15}{words}")
-    if sizes.max_steps == MIN_STEPS and draft.takes.total_s > 60 * minutes:
-        log(
-            f"warning: longer than --minutes {minutes:g}: {MIN_STEPS} steps, evaluations, start and "
-            "export are the least that a run takes"
-        )
+    for line in said.splitlines():
+        log(line)
 
 
 def config_text(file: Path, **found: object) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -18,15 +19,14 @@ from scale_cli.methods import METHODS
 from scale_cli.methods.widened import added_sizes
 from scale_cli.planning.beginnings import held_out_texts, tokenizer_at_hand
 from scale_cli.planning.device import Device, measure_device
-from scale_cli.planning.estimate import Estimate, estimate, time_of_training
-from scale_cli.planning.memory import Memory, memory_of_run, num_served, step_of
+from scale_cli.planning.estimate import Estimate, estimate
+from scale_cli.planning.memory import Memory, memory_of, num_served, step_of
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.walk import ITEMSIZES, PLANNED
-from scale_cli.report import Table, duration, quantity
+from scale_cli.report import Table, duration, quantity, render
 from scale_cli.runs.early import check_sizes
 from scale_cli.runs.precision import with_precision
 from scale_cli.upscale.base_files import read_config_file
-from scale_cli.values import counted
 
 _WIDTH = 100  # of terminal lines
 _LABEL = 15  # of what stands before them
@@ -44,7 +44,6 @@ class Growth:
     is_learned: bool  # if not, they are estimated from the beginnings of the sources
     sources: list[dict[str, Any]]  # of each training source: its tokens before and after
     tokens_without: float  # tokens without them for each token of the run, on the same text
-    tokenizer: Tokenizer  # with them
 
 
 @dataclass(frozen=True)
@@ -78,61 +77,96 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Return lines of at most 100 columns: the run, its work and memory, and footnotes."""
-        return [*_heading(self), "", *_tables(self), *_footnotes(self)]
+        own = self.methods[0]
+        real_ratio = 0.0
+        if self.config.method.definition.widens:
+            added = added_sizes(self.sizes, self.config.method.expansion)
+            real_ratio = added.num_key_value_heads / self.sizes.num_key_value_heads
+        tables = self._tables()
+        text = render(
+            "plan.txt.j2",
+            **vars(self),
+            own=own,
+            served_bytes=own.num_served * ITEMSIZES.get(self.export_dtype, 4),
+            real_ratio=real_ratio,
+            quantity=quantity,
+            tables="\n".join(tables),
+        )
+        lines = []
+        for line in text.splitlines():
+            indent = " " * _LABEL if line[_LABEL - 1 : _LABEL] == " " else ""
+            wrapped = wrap(line, _WIDTH, subsequent_indent=indent)
+            lines += [line] if not line or line in tables else wrapped
+        return lines
 
     def to_json(self) -> dict[str, Any]:
-        hidden = ("config", "sizes", "new_tokens")
-        shown = {name: value for name, value in vars(self).items() if name not in hidden}
-        if self.new_tokens is None:
-            return shown | {"new_tokens": None}
-        grown = {name: of for name, of in vars(self.new_tokens).items() if name != "tokenizer"}
-        return shown | {"new_tokens": grown}
+        return {name: of for name, of in vars(self).items() if name not in ("config", "sizes")}
+
+    def _tables(self) -> list[str]:
+        work = []
+        memory = []
+        for method in self.methods:
+            name = f"{'>' if method is self.methods[0] else ' '} {method.variant:{_LABEL - 2}}"
+            counts = [
+                method.num_frozen,
+                method.num_trainable,
+                method.flops_per_token,
+                method.flops_per_token * method.num_tokens,
+            ]
+            work.append([name, *map(quantity, counts), duration(method.time_s)])
+            held = method.memory
+            parts = (*vars(held).values(), held.total, held.checkpoint)
+            memory.append([name, *(quantity(part, "B") for part in parts)])
+        work_titles = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
+        memory_titles = ["memory", "frozen", "weights", "gradients", "moments", "saved", "head"]
+        memory_titles += ["process", "in all", "checkpoint"]
+        return [
+            *Table(work_titles, work, "lrrrrr").lines(),
+            "",
+            *Table(memory_titles, memory, "lrrrrrrrrr").lines(),
+        ]
 
 
 def plan(
     config: RunConfig, flops: float | None, num_processes: int, *, compared: bool = False
 ) -> Plan:
-    """Plan a run, and with `compared` every other method beside it; no weights are read."""
+    """Plan a run, and with `compared` every other method beside it; no weights are read.
+
+    `flops` is the speed of a device, taken for a GPU; None: that of the device at hand is measured.
+    """
     base = read_config_file(config.model)
     sizes = BaseSizes.of(base, config.model.base)
     check_sizes(config, sizes.max_position_embeddings, num_processes)
-    growth = None if config.method.vocabulary is None else growth_of(config)
+    growth = None
+    tokenizer = None
+    if config.method.vocabulary is not None:
+        growth, tokenizer = growth_of(config)
+    else:
+        tokenizer = tokenizer_at_hand(config.model)
     warnings = [*_absent(config), *idle_settings(config)]
 
     of_files = base.get("dtype") or base.get("torch_dtype") or "float32"
     export_dtype = config.export.dtype or str(of_files)
     config = with_precision(config, in_bfloat16=None if flops is None else True)
     step_of(config, sizes)  # refuses before anything is measured
-    device = _device(config, sizes, flops)
-    own = _plan_method(config, sizes, device, num_processes, growth)
+
+    def device_of(one: RunConfig) -> Device:
+        if flops is not None:
+            return Device("cuda", flops, "as stated, taken for a GPU's")
+        precision = one.train.mixed_precision
+        return measure_device(sizes, one.method, precision, one.corpus.sequence_length)
+
+    device = device_of(config)
+    own = _plan_method("", config, sizes, device, num_processes, growth)
     planned = [own]
     refused = {}
-    if compared and growth is not None:  # the same text in old tokens
-        method = config.method.model_copy(update={"vocabulary": None})
-        without = config.model_copy(update={"method": method})
-        of_old = _plan_method(without, sizes, device, num_processes, growth)
-        planned.append(replace(of_old, variant="no new tokens"))
-    for method in _methods_beside(config.method) if compared else ():
-        train = config.train
-        if train.optimiser == _optimiser(config.method):  # not another that was asked for
-            train = train.model_copy(update={"optimiser": _optimiser(method)})
-        other = config.model_copy(update={"method": method, "train": train})
+    for label, other in _others(config) if compared else ():
         try:
             step_of(other, sizes)
-            of_other = _device(other, sizes, flops)
-            planned.append(_plan_method(other, sizes, of_other, num_processes, growth))
+            of_other = device if other.method.variant == own.variant else device_of(other)
+            planned.append(_plan_method(label, other, sizes, of_other, num_processes, growth))
         except ConfigError as error:
-            refused[method.variant] = str(error)
-
-    tokenizer = tokenizer_at_hand(config.model) if growth is None else growth.tokenizer
-    takes = estimate(
-        config,
-        sizes,
-        device,
-        held_out_texts(config, tokenizer),
-        num_processes=num_processes,
-        num_new=0 if growth is None else growth.num_new,
-    )
+            refused[label] = str(error)
     return Plan(
         config=config,
         sizes=sizes,
@@ -140,71 +174,86 @@ def plan(
         methods=planned,
         refused=refused,
         export_dtype=export_dtype,
-        estimate=takes,
+        estimate=estimate(
+            config,
+            sizes,
+            device,
+            held_out_texts(config, tokenizer),
+            num_processes=num_processes,
+            num_new=0 if growth is None else growth.num_new,
+        ),
         disk_bytes=_disk_bytes(config, own, export_dtype),
         warnings=warnings,
         new_tokens=growth,
     )
 
 
-def _device(config: RunConfig, sizes: BaseSizes, flops: float | None) -> Device:
-    """Return the device at hand with the speed at which it trains a run, or a GPU of a stated speed."""
-    if flops is not None:
-        return Device("cuda", flops, flops, "as stated, taken for a GPU's")
-    precision = config.train.mixed_precision
-    return measure_device(sizes, config.method, precision, config.corpus.sequence_length)
+def _others(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Yield the run without its new tokens, and by every other method, with their names.
 
-
-def _optimiser(method: MethodConfig) -> object:
-    """Return the optimiser that trains a method unless the config names one."""
-    return method.definition.left_out.get("optimiser", "adamw")
-
-
-def _methods_beside(method: MethodConfig) -> list[MethodConfig]:
-    """Return every other method at the config's sizes, with its default collaboration layers."""
-    sections = method.model_dump()
+    Every method has the config's sizes, its own collaboration layers, and its own optimiser, unless
+    the config asks for another than its method's own.
+    """
+    own = config.method
+    if own.vocabulary is not None:
+        method = own.model_copy(update={"vocabulary": None})
+        yield "no new tokens", config.model_copy(update={"method": method})
+    sections = own.model_dump()
     sections["collaboration"]["layers"] = None
     del sections["distillation"]  # most have no base to distil from
-    vocabulary = sections.pop("vocabulary")
-    return [
-        MethodConfig.model_validate(
-            sections
-            | {
-                "variant": name,
-                "vocabulary": vocabulary if METHODS[name].takes_new_tokens else None,
-            }
-        )
-        for name in PLANNED
-        if name != method.variant
-    ]
+    usual = own.definition.left_out.get("optimiser", "adamw")
+    for name in PLANNED:
+        if name == own.variant:
+            continue
+        differs: dict[str, Any] = {"variant": name}
+        if not METHODS[name].takes_new_tokens:
+            differs["vocabulary"] = None
+        train = config.train
+        if train.optimiser == usual:
+            optimiser = METHODS[name].left_out.get("optimiser", "adamw")
+            train = train.model_copy(update={"optimiser": optimiser})
+        method = MethodConfig.model_validate(sections | differs)
+        yield name, config.model_copy(update={"method": method, "train": train})
 
 
 def _plan_method(
-    config: RunConfig, sizes: BaseSizes, device: Device, num_processes: int, growth: Growth | None
+    label: str,
+    config: RunConfig,
+    sizes: BaseSizes,
+    device: Device,
+    num_processes: int,
+    growth: Growth | None,
 ) -> MethodPlan:
-    length = config.corpus.sequence_length
-    num_tokens = of_run = config.train.max_steps * config.train.global_batch_size * length
+    train, length = config.train, config.corpus.sequence_length
     num_new = 0
+    times = 1.0  # as many tokens of the same text
     if growth is not None and config.method.vocabulary is not None:
         num_new = growth.num_new
     elif growth is not None:
-        num_tokens = round(num_tokens * growth.tokens_without)
+        times = growth.tokens_without
     step = step_of(config, sizes, device.type, num_new)
-    per_token = step.flops(length)
+    memory = memory_of(
+        step,
+        config.method,
+        train,
+        length,
+        num_processes=num_processes,
+        device_type=device.type,
+    )
     return MethodPlan(
-        variant=config.method.variant,
+        variant=label or config.method.variant,
         num_frozen=step.num_frozen,
         num_trainable=step.num_trainable,
         num_served=num_served(sizes, config.method, num_new),
-        num_tokens=num_tokens,
-        flops_per_token=per_token,
-        memory=memory_of_run(config, sizes, num_processes, device.type, num_new),
-        time_s=num_tokens / of_run * time_of_training(config, step, device, num_processes)[0],
+        num_tokens=round(times * train.max_steps * train.global_batch_size * length),
+        flops_per_token=step.flops(length),
+        memory=memory,
+        time_s=times * train.max_steps * device.step_s(step, train, length, num_processes),
     )
 
 
-def growth_of(config: RunConfig) -> Growth:
-    """Return how new tokens change the token counts, measured on the beginnings of the sources."""
+def growth_of(config: RunConfig) -> tuple[Growth, Tokenizer]:
+    """Return how new tokens change the token counts of the sources' beginnings, and the grown tokenizer."""
     from scale_cli.runs.opened import Run  # needs transformers, for the base's tokenizer
     from scale_cli.vocabulary.tokenizer import read_texts
 
@@ -227,7 +276,8 @@ def growth_of(config: RunConfig) -> Growth:
         sources.append(counted)
         tokens_without += share * counted["num_tokens_before"] / max(counted["num_tokens_after"], 1)
     num_new = added_tokens.num_new if known is None else len(known) - added_tokens.first_id
-    return Growth(num_new, added_tokens.note, known is not None, sources, tokens_without, grown)
+    growth = Growth(num_new, added_tokens.note, known is not None, sources, tokens_without)
+    return growth, grown
 
 
 def _absent(config: RunConfig) -> list[str]:
@@ -259,102 +309,3 @@ def _disk_bytes(config: RunConfig, own: MethodPlan, export_dtype: str) -> int:
     itemsize = ITEMSIZES.get(export_dtype, 4)
     sizes = {"llama": own.num_served * itemsize, "transformers": memory.frozen + memory.trainable}
     return num_bytes + sum(sizes.get(name, memory.trainable) for name in config.export.format)
-
-
-def _heading(plan: Plan) -> list[str]:
-    config = plan.config
-    train = config.train
-    sizes = plan.sizes
-    own = plan.methods[0]
-    num_bytes = own.num_served * ITEMSIZES.get(plan.export_dtype, 4)
-    ratio = ""
-    if config.method.definition.widens:
-        asked = config.method.expansion
-        real = added_sizes(sizes, asked).num_key_value_heads / sizes.num_key_value_heads
-        ratio = f"; ratio {asked.ratio:g} is {real:.3g} in whole heads"
-    rows = [
-        ("base", f"{config.model.base} ({config.model.held_in})"),
-        (
-            "sizes",
-            f"{counted(sizes.num_hidden_layers, 'layer')}, hidden {sizes.hidden_size:,}, MLP "
-            f"{sizes.intermediate_size:,}, heads {sizes.num_attention_heads} over "
-            f"{sizes.num_key_value_heads}, vocabulary {sizes.vocab_size:,}",
-        ),
-        (
-            "run",
-            f"{counted(train.max_steps, 'step')} x {counted(train.global_batch_size, 'window')} x "
-            f"{config.corpus.sequence_length:,} tokens = {own.num_tokens:,} tokens",
-        ),
-        (
-            "served",
-            f"{quantity(own.num_served)} parameters as a plain model, {quantity(num_bytes, 'B')} "
-            f"in {plan.export_dtype}{ratio}",
-        ),
-        ("time", plan.estimate.in_words()),
-        (
-            "disk",
-            f"{quantity(plan.disk_bytes, 'B')} when it is finished: checkpoints, weights, exports",
-        ),
-    ]
-    if plan.num_processes > 1:
-        rows.append(("processes", f"{plan.num_processes:,}, each on a device of its own"))
-    if (growth := plan.new_tokens) is not None:
-        origin = "" if growth.is_learned else "; estimated from the beginnings of the sources:"
-        in_all = sizes.vocab_size + growth.num_new
-        rows.append(("new tokens", f"{growth.num_new:,}, {in_all:,} in all{origin}"))
-        for of in growth.sources:
-            before, after = of["num_tokens_before"], of["num_tokens_after"]
-            each = [f"{of['num_bytes'] / max(number, 1):.2f}" for number in (before, after)]
-            text = f"{of['num_bytes']:,} bytes are {before:,} -> {after:,} tokens"
-            rows.append(("", f"{of['name']}: {text}, {' -> '.join(each)} bytes each"))
-        rows.append(("note", growth.note))
-    advice = config.method.definition.advice
-    rows.append(("budget", advice.format(own.num_tokens / max(own.num_frozen, 1))))
-    rows += [("warning", warning) for warning in plan.warnings]
-    lines = []
-    for label, text in rows:  # of no text there is no line
-        first = f"{label:{_LABEL}}"
-        lines += wrap(text, _WIDTH, initial_indent=first, subsequent_indent=" " * _LABEL)
-    return lines
-
-
-def _tables(plan: Plan) -> list[str]:
-    work = []
-    memory = []
-    for method in plan.methods:
-        name = f"{'>' if method is plan.methods[0] else ' '} {method.variant:{_LABEL - 2}}"
-        held = method.memory
-        counts = [method.num_frozen, method.num_trainable, method.flops_per_token]
-        counts.append(method.flops_per_token * method.num_tokens)
-        work.append([name, *map(quantity, counts), duration(method.time_s)])
-        parts = (*vars(held).values(), held.total, held.checkpoint)
-        memory.append([name, *(quantity(part, "B") for part in parts)])
-    work_titles = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
-    of_parts = ["frozen", "weights", "gradients", "moments", "saved", "head", "process"]
-    memory_titles = ["memory", *of_parts, "in all", "checkpoint"]
-    return [
-        *Table(work_titles, work, "lrrrrr").lines(),
-        "",
-        *Table(memory_titles, memory, "lrrrrrrrrr").lines(),
-    ]
-
-
-def _footnotes(plan: Plan) -> list[str]:
-    train = plan.config.train
-    lines = [f"{variant:{_LABEL}}not possible: {why}" for variant, why in plan.refused.items()]
-    if plan.new_tokens is not None and len(plan.methods) > 1:
-        times = plan.new_tokens.tokens_without
-        lines += [
-            "",
-            f"methods that cannot add tokens: the same text is {times:.2f} times as many.",
-        ]
-    note = (
-        "Parameters, FLOPs and memory are computed from config.json; only the device's speed is "
-        "measured. The table's time is that of training alone. memory: of one process; saved: for the "
-        f"backward pass of a micro-batch of {train.sequences_at_once(plan.num_processes):,}, "
-        f"{train.mixed_precision} autocast; head: logits held at once, on {plan.estimate.device.type}; "
-        "process: on a CPU libraries, texts and the allocator's gaps."
-    )
-    if len(plan.methods) == 1:
-        note += " --all shows every method beside this one."
-    return [*lines, "", *wrap(note, _WIDTH)]

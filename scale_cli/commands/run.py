@@ -71,12 +71,13 @@ def _check(run: Run, accepted: Collection[str]) -> None:
 
 
 def _log_estimate(run: Run, log: Log) -> PlannedTime | None:
-    """Log how long all of it takes, as `scale plan` says it, and return it.
+    """Log how long all of it takes, or what is left of it, as `scale plan` says it, and return it.
 
-    None: the run is finished, or its method cannot be planned.
+    None: the run is trained, or its method cannot be planned.
     """
     config = run.config
-    if run.folder.final.is_dir() or not config.method.definition.is_planned:
+    is_evaluated = run.folder.final.is_dir() and run.folder.evaluation.is_dir()
+    if is_evaluated or not config.method.definition.is_planned:
         return None
     sizes = BaseSizes.of(run.base_config.to_dict(), config.model.base)
     tokenizer: Any = run.known_tokenizer() or run.base_tokenizer
@@ -90,6 +91,8 @@ def _log_estimate(run: Run, log: Log) -> PlannedTime | None:
         num_new=0 if run.added_tokens is None else run.added_tokens.num_new,
     )
     log(f"time           {takes.in_words()}")
+    if not takes.training_s:
+        return None
     return PlannedTime(takes.training_s, takes.evaluation_s, takes.export_s)
 
 

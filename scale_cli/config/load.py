@@ -78,6 +78,8 @@ def checked(
         return schema.model_validate(tree)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
+    # A misspelt key is also missing under its right name: its hint comes first.
+    details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
     described = (_describe(schema, detail, where, overrides) for detail in details)
     lines = list(dict.fromkeys(described))
     if len(lines) > _MAX_ERRORS:

@@ -19,8 +19,8 @@ from scale_cli.errors import CorpusError
 _LARGEST_DOCUMENT = 1 << 28  # bytes
 _OF_A_DATASET = 1 << 40  # bytes that a dataset is taken to have: more than a first run reads
 _BYTES_READ = 1 << 20  # of a held-out text
-_CHARACTERS_COUNTED = 10_000  # in tokens
-_CHARACTERS_OF_EACH = 2_000
+_CHARACTERS_COUNTED = 4_000  # in tokens
+_CHARACTERS_OF_EACH = 1_000
 _BYTES_PER_TOKEN = 3  # where no tokenizer is at hand
 # As `_prompts` of commands/export.py, which imports torch; a test compares.
 _DOCUMENTS_COMPARED = 4

@@ -1,139 +1,135 @@
-"""The speed of a device: measured on a layer and a head like a run's, stated, or a maker's peak."""
+"""The speed of a device: measured on a small model like a run's, stated, or a maker's peak."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.planning.memory import rows_at_once, step_of
 from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.step import Step
+from scale_cli.planning.step import FLOAT32, Step
+from scale_cli.planning.walk import take, walk
 from scale_cli.terminal import log
 from scale_cli.values import counted
 
-if TYPE_CHECKING:
-    from scale_cli.planning.stand_ins import StandIn
-
-# Of what is timed.
+# Of the small model.
+_MOST_CHANNELS = 1024
+_LEAST_BYTES = 1 << 23  # of its layers' weights: more than a cache holds, as a model's are
 _LONGEST_WINDOW = 512
-_MOST_TOKENS = {"cpu": 512, "cuda": 1 << 14}
-# A processor that has begun to compute gets faster, or slower, for a while.
-_WARM_UP_S = 0.1
-_TIMED_S = 0.2  # of each of the two
-_FEWEST_TIMINGS = 4
-_IDLE_LOAD = 0.3  # processes that wait for a core, on a machine that is called idle
+_MOST_TOKENS = {"cpu": 2048, "cuda": 1 << 14}  # of a step
+_MOST_FLOPS = {"cpu": 2.5e10, "cuda": 1e13}
+_TIMED_S = 0.2
 # FLOP/s of dense 16-bit products, from the makers' data sheets; an NVL of the same name is slower.
 _PEAK_FLOPS_PER_S = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12, "B200": 2.25e15}
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device, with the speeds that a plan's times use."""
+    """A device, with the speed that a plan's times use."""
 
     type: str  # `cpu` or `cuda`; `cuda` if the speed is stated
-    layers_flops_per_s: float  # that one process sustains in training, in the layers
-    head_flops_per_s: float  # and in the head, with the loss
-    origin: str  # where they come from, for the terminal
+    flops_per_s: float  # that one process sustains in training
+    origin: str  # where it comes from, for the terminal
     load: float = 0.0  # how many processes wanted a core meanwhile
-    num_threads: int = 0  # that compute at these speeds; 0 if they are stated
-
-    def token_s(self, step: Step, sequence_length: int) -> float:
-        """Return the seconds of training on a token, without the update."""
-        in_layers = step.flops(sequence_length) - step.head_flops
-        return in_layers / self.layers_flops_per_s + step.head_flops / self.head_flops_per_s
 
     def step_s(
         self, step: Step, train: TrainConfig, sequence_length: int, num_processes: int = 1
     ) -> float:
         """Return the seconds of an optimiser step, whose batch the processes share."""
         num_tokens = train.global_batch_size * sequence_length / num_processes
-        update_s = update_flops(step, train) / self.layers_flops_per_s
-        return num_tokens * self.token_s(step, sequence_length) + update_s
-
-
-def update_flops(step: Step, train: TrainConfig) -> float:
-    """Return the FLOPs of an update's products; AdamW has none."""
-    return step.muon_flops if train.optimiser == "muon" else 0.0
-
-
-def busyness() -> float:
-    """Return how many processes have wanted a core in the last minute."""
-    return os.getloadavg()[0]
+        of_update = step.muon_flops if train.optimiser == "muon" else 0.0  # AdamW has no product
+        return (num_tokens * step.flops(sequence_length) + of_update) / self.flops_per_s
 
 
 def measure_device(
     sizes: BaseSizes, method: MethodConfig, mixed_precision: str, window: int = 256
 ) -> Device:
-    """Measure the speed of training steps of a method's layer and head, of at most 1,024 channels.
+    """Measure at what speed a small model like the base trains by a method.
 
-    A whole step is taken to spend its FLOPs at these two speeds. Each is the fastest step's of 0.2 s.
+    The time is that on the wall, beside whatever else the machine does: a run gets no more of it.
     """
     import torch
 
-    from scale_cli.planning.stand_ins import HeadStandIn, LayersStandIn, within_bounds
+    from scale_cli.planning.measured import MeasuredStep
+    from scale_cli.processes import device as device_at_hand
+    from scale_cli.processes import device_name
 
-    load = busyness()
-    is_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "1"
-    accelerator = None if is_cpu else torch.accelerator.current_accelerator()
-    where = torch.device("cpu") if accelerator is None else accelerator
+    load = os.getloadavg()[0]
+    device = device_at_hand()
+    name = device_name(device)
+    is_cpu = device.type == "cpu"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
-    precision = str(dtype or torch.float32).removeprefix("torch.")
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
-    # Other work does not change the time that a processor spends; what waits for a device counts.
-    # Threads that wait for each other spend time too, where other work keeps one of them waiting.
-    before = torch.get_num_threads()
-    num_threads = before if is_cpu else 1
-    num_timed = num_threads if load < _IDLE_LOAD else 1
-    clock = time.process_time if is_cpu else time.perf_counter
-    measured = f"a layer and the head of `{method.variant}` in {precision}"
-    log(f"measuring      {name}: training steps of {measured}")
+    origin = f"measured on {name} in {str(dtype or torch.float32).removeprefix('torch.')}"
+    log(f"measuring      {name}: training steps of a small model by `{method.variant}`")
 
-    def speed_of(stand_in: StandIn) -> float:
-        """Return the FLOP/s of a stand-in's fastest step: other work has slowed the others down."""
-        speeds: list[float] = []
-        begun_s = clock()
-        taken_s = 0.0
-        while len(speeds) < _FEWEST_TIMINGS or taken_s < _WARM_UP_S + _TIMED_S:
-            started_s = taken_s
-            stand_in.flops = 0.0
-            stand_in.run()
+    small = small_sizes(sizes)
+    alike = method_on_all_layers(method)
+    length = min(window, _LONGEST_WINDOW)
+    flops = walk(small, alike, mixed_precision).flops(length)  # of a token
+    kind = "cpu" if is_cpu else "cuda"
+    num_tokens = min(_MOST_TOKENS[kind], int(_MOST_FLOPS[kind] / flops))
+    batch = (max(1, num_tokens // length), length)
+    num_rows = rows_at_once(device.type, sizes.vocab_size)
+    step = MeasuredStep(small, device, batch, num_rows, lowered=None if dtype is None else 2)
+    taken_s: list[float] = []  # by each step; the first one makes the weights
+    with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        while sum(taken_s[1:]) < _TIMED_S:
+            begun_s = time.perf_counter()
+            step.start()
+            take(step, alike)
             if not is_cpu:
                 torch.accelerator.synchronize()
-            taken_s = (clock() - begun_s) / num_timed
-            if started_s >= _WARM_UP_S:
-                speeds.append(stand_in.flops / (taken_s - started_s))
-        return max(speeds) * num_threads / num_timed
+            taken_s.append(time.perf_counter() - begun_s)
 
-    small = within_bounds(sizes)
-    length = min(window, _LONGEST_WINDOW)
-    batch = (_MOST_TOKENS["cpu" if is_cpu else "cuda"] // length, length)
-    num_rows = rows_at_once(where.type, sizes.vocab_size)
-    torch.set_num_threads(num_timed)
-    try:
-        with torch.autocast(where.type, dtype, enabled=dtype is not None):
-            layers_flops_per_s = speed_of(LayersStandIn(small, method, where, batch))
-            head_flops_per_s = speed_of(HeadStandIn(small, method, where, num_rows))
-    finally:
-        torch.set_num_threads(before)
-
-    origin = f"measured on {name}: training steps of {measured}"
     if is_cpu:
-        origin += f", {num_threads} thread{'s' if num_threads > 1 else ''} {in_words(load)}"
-    return Device(
-        where.type, layers_flops_per_s, head_flops_per_s, origin, round(load, 1), num_threads
+        num_threads = torch.get_num_threads()
+        num_cores = len(os.sched_getaffinity(0))
+        origin += f", {counted(num_threads, 'thread')} on {counted(num_cores, 'core')}"
+        if load + num_threads > num_cores + 0.5:
+            origin += (
+                f". Other work (load {load:.1f}) slows this machine down: the run is faster without it; "
+                "end it, and plan again"
+            )
+    num_timed = len(taken_s) - 1
+    flops_per_s = num_timed * batch[0] * length * flops / sum(taken_s[1:])
+    return Device(device.type, flops_per_s, origin, round(load, 1))
+
+
+def small_sizes(sizes: BaseSizes) -> BaseSizes:
+    """Return sizes of a model that is small enough to be measured.
+
+    It has a base's widths, up to a bound, and the same share of its layers and of its vocabulary: so it spends the
+    part of its time in the head that the base does.
+    """
+    share = min(1.0, _MOST_CHANNELS / sizes.hidden_size)
+    num_key_value_heads = max(1, round(share * sizes.num_key_value_heads))
+    group = sizes.num_attention_heads // sizes.num_key_value_heads
+    narrow = replace(
+        sizes,
+        hidden_size=round(share * sizes.hidden_size),
+        intermediate_size=max(1, round(share * sizes.intermediate_size)),
+        num_key_value_heads=num_key_value_heads,
+        num_attention_heads=num_key_value_heads * group,
     )
+    layer_bytes = FLOAT32 * narrow.hidden_size * sum(narrow.map_widths.values())
+    num_layers = min(sizes.num_hidden_layers, -(-_LEAST_BYTES // layer_bytes))
+    vocab_size = share * sizes.vocab_size * num_layers / sizes.num_hidden_layers
+    return replace(narrow, num_hidden_layers=num_layers, vocab_size=max(1, round(vocab_size)))
 
 
-def in_words(load: float) -> str:
-    num_cores = counted(len(os.sched_getaffinity(0)), "core")
-    if load < _IDLE_LOAD:
-        return f"of an idle machine ({num_cores})"
-    return f"alone; other work (load {load:.1f} on {num_cores}) makes it slower"
+def method_on_all_layers(method: MethodConfig) -> MethodConfig:
+    """Return a method as it is measured, without settings of single layers."""
+    definition = method.definition
+    variant = method.variant if definition.widens or definition.adapter else "full"
+    sections = method.model_dump()
+    rank = {"rank": sections["lora"]["rank"]}
+    return MethodConfig.model_validate(
+        {"variant": variant, "expansion": sections["expansion"], "lora": rank}
+    )
 
 
 def peak_tokens_per_s(

@@ -1,4 +1,4 @@
-"""How long a whole run takes: one estimate, and one sentence, for `init`, `plan` and `run`."""
+"""How long a whole run takes, or what is left of it: one estimate, and one sentence, for `init`, `plan` and `run`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.planning.beginnings import HeldOut
-from scale_cli.planning.device import Device, update_flops
+from scale_cli.planning.device import Device
 from scale_cli.planning.memory import step_of
 from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.step import Step
 from scale_cli.report import duration, quantity
+from scale_cli.runs.folder import RunFolder
 
 # What is no pass over text, from runs of SmolLM2-135M on a CPU (docs/planning.md).
 _FIXED_S = 20.0  # imports, tokenizers, checks, reports and cards
@@ -24,16 +24,16 @@ _PASSES_OF_A_COMPARISON = 10
 
 @dataclass(frozen=True)
 class Estimate:
-    """The seconds of `scale run`, at a device's speed."""
+    """The seconds of `scale run`, at a device's speed, without what is done already."""
 
     device: Device
-    flops_per_s: float  # of training, update included
     training_s: float
     evaluation_s: float  # while training, and at the end
     evaluated_tokens: int
     scored_per_s: float  # tokens of text
     start_s: float  # up to the first step, and what else takes the same time for any text
     export_s: float  # of the export's comparison with the trained model
+    done: str  # what is done already; empty if nothing
     omitted: str  # what is not counted; empty if nothing
 
     @property
@@ -42,10 +42,10 @@ class Estimate:
 
     def in_words(self) -> str:
         return (
-            f"about {duration(self.total_s)}{self.omitted}: {duration(self.training_s)} of training, "
+            f"about {duration(self.total_s)}{self.done}{self.omitted}: {duration(self.training_s)} of training, "
             f"{duration(self.evaluation_s)} of evaluation ({self.evaluated_tokens:,} tokens and samples), "
-            f"{duration(self.start_s + self.export_s)} of start and export; by {quantity(self.flops_per_s, 'FLOP/s')} "
-            f"{self.device.origin}"
+            f"{duration(self.start_s + self.export_s)} of start and export; by "
+            f"{quantity(self.device.flops_per_s, 'FLOP/s')} {self.device.origin}"
         )
 
 
@@ -58,64 +58,71 @@ def estimate(
     num_processes: int = 1,
     num_new: int = 0,
 ) -> Estimate:
-    """Estimate a run: its FLOPs at the device's speed, and what is no pass over text by its size.
+    """Estimate what is left of a run: its FLOPs at the device's speed, and what is no pass over text by its size.
 
     Raises:
         ConfigError: the method has no closed form, or asks for what the base does not have.
     """
     step = step_of(config, sizes, device.type, num_new)
-    length = config.corpus.sequence_length
-    training_s, flops_per_s = time_of_training(config, step, device, num_processes)
-    definition = config.method.definition
+    train = config.train
+    folder = RunFolder(config.output_dir)
+    steps_done = _steps_done(folder, train.max_steps)
+    is_trained = steps_done == train.max_steps
+    is_evaluated = is_trained and folder.evaluation.is_dir()
+    exports = [
+        name
+        for name in config.export.format
+        if not (is_trained and folder.export(name, config.export.dtype).is_dir())
+    ]
+    done = f" left, after step {steps_done:,} of {train.max_steps:,}" if steps_done else ""
+
     num_parameters = step.num_frozen + step.num_trainable
-    flop_s = device.token_s(step, length) / step.flops(length) / num_processes
-    pass_s = 2.0 * flop_s * num_parameters
+    pass_s = 2.0 * num_parameters / device.flops_per_s / num_processes
     # A method that does not widen has its base beside it, as a model of its own.
+    definition = config.method.definition
     per_token_s = pass_s if definition.widens else 2 * pass_s
-    evaluated_tokens = count_evaluated(config, texts)
-    num_samples = 0
-    if config.train.attention != "flex_attention":
-        languages = {source.language for source in config.evaluation.perplexity}
-        num_samples = len(languages) * _num_evaluations(config)
-    num_ways = len(config.export.format)
-    if "llama" in config.export.format and definition.routes_plainly(config.method.settings):
+    evaluated_tokens, num_samples = count_evaluated(config, texts, steps_done, is_evaluated)
+
+    num_ways = len(exports)
+    if "llama" in exports and definition.routes_plainly(config.method.settings):
         num_ways += 1
     compared = num_ways * sum(text.num_compared for text in texts)
+    step_s = device.step_s(step, train, config.corpus.sequence_length, num_processes)
     return Estimate(
         device=device,
-        flops_per_s=flops_per_s,
-        training_s=training_s,
+        training_s=(train.max_steps - steps_done) * step_s,
         evaluation_s=per_token_s * (evaluated_tokens + num_samples * _TOKENS_OF_A_SAMPLE),
         evaluated_tokens=evaluated_tokens,
         scored_per_s=1 / per_token_s,
-        start_s=_FIXED_S + _PARAMETER_S * num_parameters,
+        start_s=0.0 if is_evaluated and not exports else _FIXED_S + _PARAMETER_S * num_parameters,
         export_s=_PASSES_OF_A_COMPARISON * pass_s * compared * num_processes,
+        done=done,
         omitted=" without benchmarks" if config.evaluation.benchmarks else "",
     )
 
 
-def time_of_training(
-    config: RunConfig, step: Step, device: Device, num_processes: int = 1
-) -> tuple[float, float]:
-    """Return the seconds of all steps, and the FLOP/s that each of the processes sustains in them."""
+def _steps_done(folder: RunFolder, max_steps: int) -> int:
+    """Return from which step a run would go on."""
+    if folder.final.is_dir():
+        return max_steps
+    steps = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
+    return min(max_steps, max((int(step) for step in steps if step.isdecimal()), default=0))
+
+
+def count_evaluated(
+    config: RunConfig, texts: Sequence[HeldOut], steps_done: int = 0, is_evaluated: bool = False
+) -> tuple[int, int]:
+    """Return how many tokens of text all evaluations read that are left, and how many samples they write."""
     train = config.train
-    length = config.corpus.sequence_length
-    step_s = device.step_s(step, train, length, num_processes)
-    flops = step.flops(length) * train.global_batch_size * length / num_processes
-    return train.max_steps * step_s, (flops + update_flops(step, train)) / step_s
+    num_left = 0  # of those during training
+    if (every := train.eval_every_steps) is not None and steps_done < train.max_steps:
+        num_left = train.max_steps // every - steps_done // every
+        num_left += train.max_forgetting is not None and train.max_steps % every > 0
 
-
-def count_evaluated(config: RunConfig, texts: Sequence[HeldOut]) -> int:
-    """Return how many tokens of text all evaluations of a run read."""
     of_each = config.eval_tokens // max(1, len(config.evaluation.perplexity))
-    on_the_way = sum(min(text.num_in_windows, of_each) for text in texts)
-    return _num_evaluations(config) * on_the_way + sum(text.num_tokens for text in texts)
-
-
-def _num_evaluations(config: RunConfig) -> int:
-    """Return how often text is measured on during training."""
-    train = config.train
-    if train.eval_every_steps is None:
-        return 0
-    number, steps_after = divmod(train.max_steps, train.eval_every_steps)
-    return number + (train.max_forgetting is not None and steps_after > 0)
+    num_tokens = num_left * sum(min(text.num_in_windows, of_each) for text in texts)
+    if not is_evaluated:
+        num_tokens += sum(text.num_tokens for text in texts)
+    if train.attention == "flex_attention":  # does not generate
+        return num_tokens, 0
+    return num_tokens, num_left * len({text.language for text in config.evaluation.perplexity})

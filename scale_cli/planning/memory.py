@@ -8,8 +8,8 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.methods.widened import added_sizes
 from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.step import FLOAT32, Step
-from scale_cli.planning.walk import ITEMSIZES, Base, walk
+from scale_cli.planning.step import FLOAT32, Step, Weights
+from scale_cli.planning.walk import ITEMSIZES, walk
 
 # As `LOGITS_AT_ONCE` and `FEWEST_ROWS` of model/routing.py, which imports torch; a test compares.
 _LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
@@ -51,11 +51,12 @@ def step_of(
     asked = config.train.attention
     by_sdpa = asked == "sdpa" or (asked is None and device_type != "cuda")
     # `auto` is float32 until a run decides it, as for `load_base`.
-    base = Base(sizes, ITEMSIZES.get(model.dtype, FLOAT32), model.quantisation == "int8")
+    base = Weights(ITEMSIZES.get(model.dtype, FLOAT32), in_8_bits=model.quantisation == "int8")
     return walk(
-        base,
+        sizes,
         config.method,
         config.train.mixed_precision,
+        base=base,
         num_new=num_new,
         masked=config.corpus.isolate_documents and by_sdpa,
     )
@@ -68,14 +69,12 @@ def rows_at_once(device_type: str, vocab_size: int) -> int:
 
 def memory_of(
     step: Step,
+    method: MethodConfig,
     train: TrainConfig,
-    *,
     sequence_length: int,
-    vocab_size: int,
+    *,
     num_processes: int = 1,
     device_type: str = "cpu",
-    widens: bool,
-    distils: bool = False,
 ) -> Memory:
     """Return what one process holds.
 
@@ -85,11 +84,12 @@ def memory_of(
     for the next products exists too. Distillation adds, in float32, the base's log-probabilities,
     and of one sequence its logits and both heads' probabilities, beside the last one's gradient.
     """
+    vocab_size = step.sizes.vocab_size + step.num_new
     num_tokens = train.sequences_at_once(num_processes) * sequence_length
     num_rows = min(rows_at_once(device_type, vocab_size), num_tokens)
     if step.keeps_logits:
         head = num_tokens * vocab_size * 3 * FLOAT32
-    elif distils:
+    elif method.distils:
         of_one = min(num_rows, sequence_length)
         of_last = min(num_rows - of_one, of_one)
         head = (2 * num_rows + 3 * of_one + of_last) * vocab_size * FLOAT32
@@ -106,7 +106,7 @@ def memory_of(
     of_masks = step.bytes_per_pair + step.masked  # and the one mask that all are made from
     per_token = step.bytes_per_token + sequence_length * of_masks
     saved = step.copies_bytes + num_tokens * per_token
-    process = _PROCESS_BYTES + round(_UNUSABLE_SHARES[widens] * saved)
+    process = _PROCESS_BYTES + round(_UNUSABLE_SHARES[method.definition.widens] * saved)
     return Memory(
         frozen=step.frozen_bytes,
         trainable=trainable,
@@ -115,26 +115,6 @@ def memory_of(
         saved=saved,
         head=head,
         process=process if device_type == "cpu" else 0,
-    )
-
-
-def memory_of_run(
-    config: RunConfig,
-    sizes: BaseSizes,
-    num_processes: int = 1,
-    device_type: str = "cpu",
-    num_new: int = 0,
-) -> Memory:
-    """Return what one process of a run holds."""
-    return memory_of(
-        step_of(config, sizes, device_type, num_new),
-        config.train,
-        sequence_length=config.corpus.sequence_length,
-        vocab_size=sizes.vocab_size + num_new,
-        num_processes=num_processes,
-        device_type=device_type,
-        widens=config.method.definition.widens,
-        distils=config.method.distils,
     )
 
 
@@ -147,4 +127,4 @@ def num_served(sizes: BaseSizes, method: MethodConfig, num_new: int = 0) -> int:
     else:
         training = method.definition.plain_training(method.settings, sizes.num_hidden_layers)
         served = replace(sizes, num_hidden_layers=len(training.layers))
-    return walk(Base(served, FLOAT32), MethodConfig(variant="full"), num_new=num_new).num_trainable
+    return walk(served, MethodConfig(variant="full"), num_new=num_new).num_trainable

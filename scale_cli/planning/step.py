@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from scale_cli.planning.sizes import BaseSizes
 
@@ -43,13 +43,25 @@ class Value:
     width: int
     itemsize: int
     needs_grad: bool
+    tensor: Any = None  # of all positions, if the step is computed too
+
+    def cast(self, itemsize: int) -> Value:
+        if self.itemsize == itemsize:
+            return self
+        return Value(self.width, itemsize, self.needs_grad, self.tensor)
+
+    def plus(self, other: Value, itemsize: int | None = None) -> Value:
+        """Return the sum, in the wider precision unless told."""
+        tensor = None if self.tensor is None else self.tensor + other.tensor
+        itemsize = itemsize or max(self.itemsize, other.itemsize)
+        return Value(self.width, itemsize, self.needs_grad or other.needs_grad, tensor)
 
 
 @dataclass(frozen=True)
 class Weights:
     """How the weights of a module are held, and whether they train."""
 
-    itemsize: int
+    itemsize: int = FLOAT32
     train: bool = False
     in_8_bits: bool = False  # a byte a weight; a float32 scale and a zero point a row
 
@@ -58,13 +70,14 @@ class Weights:
 class Step:
     """What the operations of a step on one token add up to."""
 
-    lowered: int | None  # bytes of an element under autocast; None without it
+    sizes: BaseSizes
+    lowered: int | None = None  # bytes of an element under autocast; None without it
     masked: bool = False  # each attention keeps a mask, as for isolated documents
+    num_new: int = 0  # tokens that are added to the vocabulary
     num_frozen: int = 0
     frozen_bytes: int = 0
     trained: Counter[Kind] = field(default_factory=Counter)
-    linear_flops: float = 0.0
-    head_flops: float = 0.0
+    product_flops: float = 0.0  # of all maps, the head's included
     muon_flops: float = 0.0  # of an update of all matrices
     attention_per_key: float = 0.0
     kept: dict[Value, None] = field(default_factory=dict)
@@ -83,8 +96,11 @@ class Step:
     def keep(self, *values: Value) -> None:
         self.kept.update(dict.fromkeys(values))
 
-    def product_itemsize(self, itemsize: int) -> int:
-        return self.lowered or itemsize
+    def embed(self, width: int, itemsize: int, needs_grad: bool) -> Value:
+        """Return what is looked up; who trains an embedding, or adapts it, keeps the ids."""
+        if needs_grad:
+            self.keep(Value(1, 8, False))
+        return Value(width, itemsize, needs_grad)
 
     def linear(
         self,
@@ -93,102 +109,100 @@ class Step:
         weights: Weights,
         *,
         bias: bool = False,
-        held: bool = True,
-        kind: Kind = "matrix",
+        kind: Kind | None = "matrix",
     ) -> Value:
-        """Return W x; the parameters are counted unless another map holds them."""
-        itemsize = self.product_itemsize(weights.itemsize)
+        """Return W x; its parameters are counted as of a kind, or held by another map (None)."""
+        itemsize = self.lowered or weights.itemsize
         size = x.width * width
-        if held and weights.in_8_bits:
+        if weights.in_8_bits:
             self.num_frozen += size
             self.frozen_bytes += size + width * (FLOAT32 + 1)
-        elif held:
+        elif kind is not None:
             self.hold(size, weights, kind)
-        if held and bias:
+        if bias:
             self.hold(width, weights, "gains")
-        self.linear_flops += 2.0 * size * (1 + x.needs_grad + weights.train)
-        if held and weights.train and kind == "matrix":
+        self.product_flops += 2.0 * size * (1 + x.needs_grad + weights.train)
+        if weights.train and kind == "matrix":
             shorter = min(x.width, width)
             self.muon_flops += _MUON_STEPS * 2.0 * shorter * (2 * size + shorter**2)
         if x.needs_grad and (weights.in_8_bits or itemsize != weights.itemsize):
             self.copies_bytes += size * itemsize
         if weights.train:
-            self.keep(cast(x, itemsize))
+            self.keep(x.cast(itemsize))
         return Value(width, itemsize, x.needs_grad or weights.train)
 
-    def norm(
-        self, x: Value, base: BaseSizes, weights: Weights, *, times: int = 1, held: bool = True
-    ) -> Value:
-        """Return x^ by transformers' RMSNorm of a family, over each of `times` parts of x."""
-        width = x.width // times
-        if held:
-            self.hold(width, weights, "gains")
-        wide = cast(x, FLOAT32)
+    def norm(self, x: Value, weights: Weights, *, times: int = 1) -> Value:
+        """Return x^ by transformers' RMSNorm of the family, over each of `times` parts of x."""
+        is_cast_first = self.sizes.form.gain == "cast, times gain"
         if x.needs_grad:
-            self.keep(wide, Value(times, FLOAT32, False))
-        normed = Value(x.width, FLOAT32, x.needs_grad)
-        needs_grad = x.needs_grad or weights.train
-        if base.form.gain == "cast, times gain":
-            normed = cast(normed, x.itemsize)
-            itemsize = max(x.itemsize, weights.itemsize)
-        else:
-            itemsize = x.itemsize
+            self.keep(x.cast(FLOAT32), Value(times, FLOAT32, False))
+            if self.sizes.form.gain == "times 1 + gain, cast":
+                self.copies_bytes += x.width // times * FLOAT32
         if weights.train:
-            self.keep(normed)
-        if base.form.gain == "times 1 + gain, cast" and x.needs_grad:
-            self.copies_bytes += width * FLOAT32
-        return Value(x.width, itemsize, needs_grad)
+            self.keep(Value(x.width, x.itemsize if is_cast_first else FLOAT32, x.needs_grad))
+        itemsize = max(x.itemsize, weights.itemsize) if is_cast_first else x.itemsize
+        return Value(x.width, itemsize, x.needs_grad or weights.train)
 
-    def rotate(self, q: Value, k: Value, base: BaseSizes, angles: list[Value]) -> list[Value]:
+    def widened_norm(self, x: Value, u: Value, base_itemsize: int) -> tuple[Value, Value]:
+        """Return x^ by the base's norm, and the added gains times u / rms(x)."""
+        gain = self.sizes.form.gain
+        self.keep(Value(1, FLOAT32, x.needs_grad), Value(u.width, FLOAT32, True))
+        if x.needs_grad:
+            self.keep(x, u.cast(FLOAT32))
+            if gain == "times 1 + gain, cast":
+                self.copies_bytes += x.width * FLOAT32
+        itemsize = max(x.itemsize, base_itemsize) if gain == "cast, times gain" else x.itemsize
+        return (
+            Value(x.width, itemsize, x.needs_grad),
+            Value(u.width, self.lowered or u.itemsize, True),
+        )
+
+    def rotate(self, q: Value, k: Value, angles: list[Value]) -> tuple[Value, Value]:
         if q.needs_grad or k.needs_grad:
             self.keep(*angles)
-        in_own = base.form.rotates_in_float32
-        return [
-            Value(
-                of.width,
-                of.itemsize if in_own else max(of.itemsize, angles[0].itemsize),
-                of.needs_grad,
-            )
-            for of in (q, k)
-        ]
+        if self.sizes.form.rotates_in_float32:
+            return q, k
+        itemsize = angles[0].itemsize
+        return q.cast(max(q.itemsize, itemsize)), k.cast(max(k.itemsize, itemsize))
 
-    def attend(
-        self, q: Value, k: Value, v: Value, base: BaseSizes, *, rotated_together: bool = False
-    ) -> Value:
+    def attend(self, q: Value, k: Value, v: Value, *, rotated_together: bool = False) -> Value:
         """Return the heads' sums of values; q and k are rotated already, perhaps as one tensor."""
+        any_grad = q.needs_grad or k.needs_grad or v.needs_grad
         num_products = 2 + (q.needs_grad or k.needs_grad)
         num_products += q.needs_grad + k.needs_grad + v.needs_grad
-        any_grad = q.needs_grad or k.needs_grad or v.needs_grad
         self.attention_per_key += 2.0 * num_products * q.width
-        itemsize = self.product_itemsize(v.itemsize)
+        head_dim = self.sizes.head_dim
+        itemsize = self.lowered or v.itemsize
         heads = Value(q.width, itemsize, any_grad)
-        if any_grad:
-            kept = [cast(of, itemsize) for of in (q, k, v)]
-            if self.masked or base.head_dim > 256:  # the kernel then takes a key for each query
-                if rotated_together and q.itemsize == itemsize and k.width > base.head_dim:
-                    self.keep(k)
-                kept[1:] = [
-                    of
-                    if of.width == base.head_dim and of.itemsize == itemsize  # repeated as a view
-                    else Value(q.width, itemsize, of.needs_grad)
-                    for of in (k, v)
-                ]
-            self.keep(*kept, heads, Value(q.width // base.head_dim, FLOAT32, False))
-            self.bytes_per_pair += self.masked * itemsize
+        if not any_grad:
+            return heads
+        kept = [of.cast(itemsize) for of in (q, k, v)]
+        if self.masked or head_dim > 256:  # the kernel then takes a key for each query
+            if rotated_together and q.itemsize == itemsize and k.width > head_dim:
+                self.keep(k)
+            kept[1:] = [
+                of
+                if of.width == head_dim and of.itemsize == itemsize  # repeated as a view
+                else Value(q.width, itemsize, of.needs_grad)
+                for of in (k, v)
+            ]
+        self.keep(*kept, heads, Value(q.width // head_dim, FLOAT32, False))
+        self.bytes_per_pair += self.masked * itemsize
         return heads
 
     def gate(self, gate: Value, up: Value, *, fused: bool) -> Value:
         """Return act(gate) up."""
-        acted = Value(gate.width, gate.itemsize, gate.needs_grad)
-        kept = {gate: gate.needs_grad, up: gate.needs_grad, acted: up.needs_grad and not fused}
-        self.keep(*(value for value, is_kept in kept.items() if is_kept))
+        if gate.needs_grad:
+            self.keep(gate, up)
+        if up.needs_grad and not fused:
+            self.keep(Value(gate.width, gate.itemsize, gate.needs_grad))
         return Value(gate.width, gate.itemsize, gate.needs_grad or up.needs_grad)
 
     def cross_entropy(self, streams: list[tuple[Value, int, Weights]]) -> None:
         """Add the loss under sum_k H_k x_k, of streams with their heads' rows and weights."""
         for x, num_rows, weights in streams:
             size = x.width * num_rows
-            self.head_flops += 2.0 * size * (1 + x.needs_grad + weights.train)
+            self.product_flops += 2.0 * size * (1 + x.needs_grad + weights.train)
             if x.needs_grad:
                 self.keep(Value(x.width, x.itemsize, False))
             if weights.train:
@@ -196,8 +210,7 @@ class Step:
 
     def flops(self, sequence_length: int) -> float:
         """Return the FLOPs of training on a token of a window: it sees (T + 1) / 2 keys on average."""
-        of_attention = self.attention_per_key * (sequence_length + 1) / 2
-        return self.linear_flops + self.head_flops + of_attention
+        return self.product_flops + self.attention_per_key * (sequence_length + 1) / 2
 
     @property
     def num_trainable(self) -> int:
@@ -207,13 +220,3 @@ class Step:
     def bytes_per_token(self) -> int:
         """Bytes that autograd keeps of every token."""
         return sum(value.width * value.itemsize for value in self.kept)
-
-
-def cast(value: Value, itemsize: int) -> Value:
-    if value.itemsize == itemsize:
-        return value
-    return Value(value.width, itemsize, value.needs_grad)
-
-
-def add(x: Value, y: Value) -> Value:
-    return Value(x.width, max(x.itemsize, y.itemsize), x.needs_grad or y.needs_grad)

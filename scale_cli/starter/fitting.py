@@ -11,8 +11,7 @@ from scale_cli.errors import ConfigError
 from scale_cli.planning.device import Device
 from scale_cli.planning.memory import memory_of
 from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import Base, walk
-from scale_cli.processes import computes_in_bfloat16, cpu_precision
+from scale_cli.planning.walk import walk
 
 MIN_STEPS = 10
 LEAST_STEP_TOKENS = 2048  # a step of fewer is too noisy
@@ -45,11 +44,6 @@ class Sizes:
         return self.max_steps * self.global_batch_size * self.sequence_length
 
 
-def faster_precision() -> str:
-    """Return the `mixed_precision` that is fast on this process's device."""
-    return "bf16" if computes_in_bfloat16() else cpu_precision()
-
-
 def fit_sizes(
     base: BaseSizes,
     method: MethodConfig,
@@ -75,25 +69,19 @@ def fit_sizes(
         ConfigError: the base does not fit the memory.
     """
     available = _memory_bytes(device.type)
-    step = walk(Base(base, itemsize=4), method, mixed_precision, num_new=num_new)
+    step = walk(base, method, mixed_precision, num_new=num_new)
 
     def train(batch_size: int) -> TrainConfig:
         sizes = {"max_steps": 1, "global_batch_size": batch_size}
         return TrainConfig.model_validate({**method.definition.left_out, **sizes})
 
     def memory(length: int, at_once: int) -> int:
-        return memory_of(
-            step,
-            train(at_once),
-            sequence_length=length,
-            vocab_size=base.vocab_size + num_new,
-            device_type=device.type,
-            widens=method.definition.widens,
-            distils=method.distils,
-        ).total
+        return memory_of(step, method, train(at_once), length, device_type=device.type).total
 
     most_tokens = MOST_READINGS * num_tokens
-    step_tokens = min(training_s / device.token_s(step, _LENGTHS[-1]), most_tokens) / _WANTED_STEPS
+    step_tokens = (
+        min(training_s * device.flops_per_s / step.flops(_LENGTHS[-1]), most_tokens) / _WANTED_STEPS
+    )
     step_tokens = min(max(step_tokens, LEAST_STEP_TOKENS), _MOST_STEP_TOKENS)
     longest = min(base.max_position_embeddings, step_tokens // _LEAST_BATCH_SIZE)
     fitting = [of for of in _LENGTHS if of <= longest and memory(of, 1) <= available]

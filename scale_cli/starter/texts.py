@@ -15,8 +15,9 @@ from scale_cli.planning.beginnings import Beginning
 
 BYTES_READ = 1 << 22
 FEW_DOCUMENTS = 10  # of fewer, the end of each is held out; of more, one of ten
-_SAMPLED = 100_000  # characters whose tokens are counted
+_SAMPLED = 100_000  # characters that new tokens are learned from
 _SAMPLED_DOCUMENTS = 64
+_COUNTED_OF_EACH = 500  # characters of such a document, whose tokens are counted
 _FEWEST_LINES = 100
 _UNEVEN = 1.5  # times the median: so long are some lines of a text whose lines are documents
 _PLAINLY_LOST = 0.1  # of a text's bytes: a sample does not show less
@@ -39,8 +40,8 @@ class Text:
         return re.search(r"\.txt(\.\w+)?$", self.source.get("path", "")) is not None
 
 
-def look_into(source: dict[str, Any], encoder: Encoder) -> Text:
-    """Read the beginning of a user's text: files, or a dataset of the hub.
+def look_into(source: dict[str, Any], encoder: Encoder, flag: str) -> Text:
+    """Read the beginning of a user's text: files, or a dataset of the hub; errors name its flag.
 
     A .txt without blank lines is read line by line if its lines vary in length, like comments,
     unlike those of a page.
@@ -48,9 +49,9 @@ def look_into(source: dict[str, Any], encoder: Encoder) -> Text:
     Raises:
         CorpusError: it has no document, too many bad ones, or characters that the tokenizer loses.
     """
-    text = _read(source, encoder)
+    text = _read(source, encoder, flag)
     if len(text.documents) < FEW_DOCUMENTS and text.is_txt:
-        by_line = _read({**source, "documents": "line"}, encoder)
+        by_line = _read({**source, "documents": "line"}, encoder, flag)
         lengths = [len(line) for line in by_line.documents]
         if len(lengths) >= _FEWEST_LINES and quantiles(lengths, n=20)[-1] > _UNEVEN * median(
             lengths
@@ -59,13 +60,14 @@ def look_into(source: dict[str, Any], encoder: Encoder) -> Text:
     return text
 
 
-def _read(source: dict[str, Any], encoder: Encoder) -> Text:
-    known = checked(CorpusSource, source, source["name"])
+def _read(source: dict[str, Any], encoder: Encoder, flag: str) -> Text:
+    known = checked(CorpusSource, source, flag).model_copy(update={"name": flag})
     beginning = Beginning.of(known, BYTES_READ)
     documents = beginning.documents
-    sample = "\n".join(documents[:: max(1, len(documents) // _SAMPLED_DOCUMENTS)])[:_SAMPLED]
-    num_bytes = len(sample.encode())
-    encoded = encoder.encode([Document(sample, num_bytes)])
+    sampled = documents[:: max(1, len(documents) // _SAMPLED_DOCUMENTS)]
+    counted = "\n".join(document[:_COUNTED_OF_EACH] for document in sampled)
+    num_bytes = len(counted.encode())
+    encoded = encoder.encode([Document(counted, num_bytes)])
 
     reading = ReadingConfig()
     beginning.ledger.num_tokens = len(encoded.ids) if documents else 0  # markers are no text
@@ -80,6 +82,6 @@ def _read(source: dict[str, Any], encoder: Encoder) -> Text:
         is_whole=beginning.is_whole,
         bytes_read=beginning.bytes_read,
         num_bytes=beginning.num_bytes,
-        sample=sample,
+        sample="\n".join(sampled)[:_SAMPLED],
         tokens_per_byte=len(encoded.ids) / max(num_bytes, 1),
     )

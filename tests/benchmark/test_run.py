@@ -4,7 +4,7 @@ import pytest
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import Base, walk
+from scale_cli.planning.walk import walk
 from scale_cli.storage.atomic import read_json
 from scripts.benchmark.__main__ import run_benchmark
 from scripts.benchmark.algebra import ideal_flops_per_token
@@ -65,5 +65,5 @@ def test_no_more_products_are_computed_than_the_mathematics_asks_for(
     # What a run's `mfu` is reckoned by is the same, but that a fused kernel computes its scores twice.
     sizes = BaseSizes.of(TINY.llama_config().to_dict(), "tiny")
     ideal = ideal_flops_per_token(TINY.llama_config(), settings, TINY.sequence_length)
-    per_token = walk(Base(sizes, 4), settings).flops(TINY.sequence_length)
+    per_token = walk(sizes, settings).flops(TINY.sequence_length)
     assert per_token == pytest.approx(ideal.total, rel=1e-9)

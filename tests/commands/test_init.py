@@ -24,7 +24,7 @@ from scale_cli.errors import ConfigError
 from scale_cli.methods import METHODS
 from scale_cli.planning.device import Device
 from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import Base, walk
+from scale_cli.planning.walk import walk
 from scale_cli.starter import fitting, offer, texts
 from scale_cli.starter.fitting import Sizes, fit_sizes
 from scale_cli.starter.offer import NewTokens
@@ -34,7 +34,7 @@ from tests.data.corpus_files import COMPRESSORS, as_jsonl, as_parquet, as_txt, k
 from tests.vocabulary.tokenizers_at_hand import ENGLISH
 from tests.widening import TINY, lower_stories
 
-CPU = Device("cpu", 4e11, 4e11, "measured on cpu")
+CPU = Device("cpu", 4e11, "measured on cpu")
 SIZES = Sizes("bf16", 256, 16, 8, 200, 2**30, 2**34)
 NO_NEW = NewTokens("1.2 a character")
 
@@ -65,6 +65,7 @@ def test_what_is_written_offers_new_tokens_and_replay_and_is_never_written_over(
     file = tmp_path / "mine.yaml"
     done = scale("init", file, *flat(flags))
     assert (done.exit_code, done.stderr) == (0, "")
+    assert "--method lora" not in done.stdout
     config = load_config(file)
     (corpus, _), (held_out, retention) = config.corpus.sources, config.evaluation.perplexity
     assert (held_out.role, retention.role) == ("acquisition", "retention")
@@ -84,9 +85,11 @@ def test_new_tokens_are_a_comment_where_the_base_reads_the_script_by_its_own(
     monkeypatch.setattr(texts, "BYTES_READ", 1 << 18)
     monkeypatch.setattr(offer, "_TAKEN_FROM", 10.0)
     file = tmp_path / "mine.yaml"
-    assert scale("init", file, *flat(flags)).exit_code == 0
+    done = scale("init", file, *flat(flags))
+    assert done.exit_code == 0
     assert load_config(file).method.vocabulary is None
     assert "# vocabulary: {new_tokens: " in file.read_text()
+    assert "`--method lora`" in done.stdout and "docs/results/real-base.md" in done.stdout
 
 
 def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
@@ -101,11 +104,16 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--corpus", "/absent/*.txt", "corpus: no file matches /absent/*.txt"),
+        ("--corpus", "/absent/*.txt", "--corpus: no file matches /absent/*.txt"),
+        ("--retention", "/absent/*.txt", "--retention: no file matches /absent/*.txt"),
         ("--corpus", "short.txt", "but a step takes 2,048"),
-        ("--retention", "empty.txt", "no document with text"),
-        ("--language", "korean", "korean is not an ISO 639 code"),
-        ("--retention-language", "kr", "the language code is ko"),
+        ("--retention", "empty.txt", "--retention (empty.txt): no document with text"),
+        ("--language", "korean", "--language: korean is not an ISO 639 code"),
+        (
+            "--retention-language",
+            "kr",
+            "--retention-language: kr is a country code; the language code is ko",
+        ),
         ("--method", "qlora", "--method: no method is called 'qlora'; one of: preserve, "),
     ],
 )
@@ -185,7 +193,7 @@ def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
     method = checked_method("route")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitting, "_memory_bytes", lambda _: int(gib * 2**30))
-        device = Device("cpu", flops, flops, "measured on cpu")
+        device = Device("cpu", flops, "measured on cpu")
         try:
             asked: dict[str, Any] = {"training_s": 60 * minutes, "num_tokens": num_tokens}
             sizes = fit_sizes(base, method, device, "no", num_new=0, **asked)
@@ -195,7 +203,7 @@ def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
     assert sizes.memory_bytes <= sizes.available_bytes
     assert sizes.sequence_length <= base.max_position_embeddings
     assert sizes.global_batch_size % sizes.micro_batch_size == 0
-    step = walk(Base(base, itemsize=4), method)
+    step = walk(base, method)
     train = TrainConfig(max_steps=1, global_batch_size=sizes.global_batch_size, optimiser="muon")
     training_s = sizes.max_steps * device.step_s(step, train, sizes.sequence_length)
     if sizes.max_steps > 10:
@@ -236,7 +244,7 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fitting, "MIN_STEPS", 2)
-    slow = Device("cpu", 1e6, 1e6, "measured on cpu")
+    slow = Device("cpu", 1e6, "measured on cpu")
     monkeypatch.setattr(verb_init, "measure_device", lambda *_: slow)
     petitions = read(shared_data / "ko-petitions/valid.txt.xz", max_documents=60)
     documents = [re.sub(r"\s*\n\s*", "\n", text)[:1500] for text in petitions]
@@ -305,7 +313,7 @@ def test_init_plan_and_run_print_one_estimate_of_the_whole_run(
 def test_minutes_are_those_of_the_whole_run_and_few_documents_are_measured_on(
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = Device("cpu", 3e8, 3e8, "measured on cpu")
+    slow = Device("cpu", 3e8, "measured on cpu")
     monkeypatch.setattr(verb_init, "measure_device", lambda *_: slow)
     files = {minutes: tmp_path / f"{minutes}.yaml" for minutes in (1, 60)}
     told = {}

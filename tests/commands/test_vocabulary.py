@@ -145,7 +145,7 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
 
     two = "{{name: {0}, path: {1}/{0}.txt, language: {0}, weight: {2}}}".format
     sources = f"[{two('ko', tmp_path, 1.0)}, {two('en', tmp_path, 0.6)}]"
-    mixed = growth_of(changed(config, f"corpus.sources={sources}"))
+    mixed, _ = growth_of(changed(config, f"corpus.sources={sources}"))
     assert mixed.tokens_without == pytest.approx(0.625 * before / after + 0.375), "1 to 0.6"
 
 

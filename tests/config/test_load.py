@@ -171,3 +171,9 @@ def test_no_more_is_read_than_a_config_can_be(tmp_path: Path) -> None:
     for path in (tmp_path / "large.yaml", Path("/dev/zero")):
         with pytest.raises(ConfigError, match=r"more than 262,144 bytes"):
             read_text(path)
+
+
+def test_a_misspelt_key_is_named_before_what_it_leaves_out() -> None:
+    """The first line is read most; the key under its right name is missing only because of it."""
+    first = error_of(SMALLEST.replace("max_steps:", "max_step:")).splitlines()[0]
+    assert "train.max_step: unknown key (did you mean max_steps?)" in first

@@ -1,10 +1,12 @@
-"""What a device is taken to sustain is what the fastest steps of layers and a head reached."""
+"""What a device is taken to sustain is what training steps of a small model reached on it."""
 
-from itertools import accumulate
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, Qwen3Config
 
 from scale_cli.config.schema import MethodConfig
@@ -12,93 +14,78 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.planning import device as speed
 from scale_cli.planning.device import (
     Device,
-    busyness,
-    in_words,
     measure_device,
+    method_on_all_layers,
     peak_flops_per_s,
+    small_sizes,
 )
+from scale_cli.planning.measured import MeasuredStep
 from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.stand_ins import HeadStandIn, LayersStandIn, within_bounds
-from scale_cli.planning.walk import Base, walk
+from scale_cli.planning.walk import PLANNED, take, walk
 from tests.widening import TINY
 
 TINY_SIZES = BaseSizes.of(LlamaConfig(**TINY).to_dict(), "tiny")
+QWEN = Qwen3Config(**TINY)
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("variant", ["full", "route"])
-def test_what_is_timed_has_the_flops_of_the_methods_own_step(variant: str) -> None:
-    method = MethodConfig(variant=variant)
-    step = walk(Base(TINY_SIZES, itemsize=4), method)
-    layers = LayersStandIn(TINY_SIZES, method, CPU, (3, 16))
-    layers.run()
-    assert len(layers.layers) == TINY_SIZES.num_hidden_layers
-    assert layers.flops == pytest.approx(3 * 16 * (step.flops(16) - step.head_flops))
-    head = HeadStandIn(TINY_SIZES, method, CPU, num_rows=40)
-    head.run()
-    assert head.flops == 40 * step.head_flops
-
-
-def test_lora_is_timed_with_a_frozen_base_and_adapters() -> None:
-    method = MethodConfig(variant="lora")
-    layers = LayersStandIn(TINY_SIZES, method, CPU, (1, 8))
-    assert [weight.requires_grad for weight in layers.layers[0]["q_proj"]] == [False, True, True]
-    layers.run()
-    planned = walk(Base(TINY_SIZES, itemsize=4), method)
-    of_layers = 8 * (planned.flops(8) - planned.head_flops)
-    assert of_layers <= layers.flops <= 1.3 * of_layers  # the lowest layer reads no gradient
-
-
-@pytest.mark.parametrize(("load", "num_timed"), [(0.0, 3), (2.0, 1)])
-def test_the_speeds_are_those_of_the_fastest_steps_once_warm_of_all_threads(
-    monkeypatch: pytest.MonkeyPatch, load: float, num_timed: int
+@pytest.mark.parametrize("variant", PLANNED)
+@pytest.mark.parametrize("base", [LlamaConfig(**TINY), QWEN], ids=["llama", "qwen3"])
+def test_what_is_timed_computes_the_products_of_the_methods_own_step(
+    base: Any, variant: str
 ) -> None:
-    """Beside other work threads would wait for each other: one of them is measured there."""
-    # A measurement begins at 0 s, and its first step warms up.
-    spent = [0.0, 0.15, 0.5, 0.3, 40.0, 0.7, 0.0, 0.15, 0.6, 9.0, 0.9, 40.0]
-    now = accumulate(seconds * 3 for seconds in spent)
-    used = []
+    sizes = BaseSizes.of(base.to_dict(), "tiny")
+    method = method_on_all_layers(MethodConfig(variant=variant))
+    step = MeasuredStep(sizes, CPU, (3, 16), rows_at_once=20, lowered=None)
+    take(step, method)  # makes the weights
+    step.start()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        take(step, method)
+    of_attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    planned = walk(sizes, method)
+    assert counter.get_total_flops() - of_attention == 3 * 16 * planned.product_flops
+    assert of_attention == 3 * 16 * 16 * planned.attention_per_key
 
-    def process_time() -> float:
-        used.append(torch.get_num_threads())
-        return next(now)
 
-    monkeypatch.setattr(speed, "time", SimpleNamespace(process_time=process_time))
-    monkeypatch.setattr(speed, "busyness", lambda: load)
+@pytest.mark.parametrize("load", [0.0, 9.0])
+def test_the_speed_is_that_of_all_steps_by_the_clock_on_the_wall_but_the_first(
+    monkeypatch: pytest.MonkeyPatch, load: float
+) -> None:
+    """What other work takes of the machine, the run does not get; the words say what to do."""
+    # A step begins, and ends: 9 s for the first one, 0.1 s and 0.3 s for the others.
+    now = iter([0.0, 9.0, 9.0, 9.1, 10.0, 10.3])
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     method = MethodConfig()
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        device = measure_device(TINY_SIZES, method, "no", 32)
-        assert set(used) == {num_timed} and torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-    step = walk(Base(TINY_SIZES, itemsize=4), method)
-    of_layers = 512 * (step.flops(32) - step.head_flops)
-    assert device.layers_flops_per_s == pytest.approx(of_layers / 0.3)
-    num_rows = 2**21 // TINY_SIZES.vocab_size
-    assert device.head_flops_per_s == pytest.approx(num_rows * step.head_flops / 0.6)
-    assert "float32" in device.origin and "3 threads" in device.origin
+    device = measure_device(TINY_SIZES, method, "no", 32)
+    flops = 2048 * walk(small_sizes(TINY_SIZES), method).flops(32)
+    assert device.flops_per_s == pytest.approx(flops / 0.2)
+    assert "float32" in device.origin
+    assert ("Other work (load 9.0)" in device.origin) == (load > 0)
+    assert ("plan again" in device.origin) == (load > 0)
 
 
-def test_a_step_spends_its_products_at_the_speed_of_layers_or_head_and_muons_once() -> None:
-    step = walk(Base(TINY_SIZES, itemsize=4), MethodConfig())
-    device = Device("cpu", 2e9, 1e9, "stated")
+def test_a_step_spends_its_products_and_muons_at_the_speed_of_the_device() -> None:
+    step = walk(TINY_SIZES, MethodConfig())
+    device = Device("cpu", 2e9, "stated")
     train = TrainConfig(max_steps=1, global_batch_size=6)
-    batch_s = 6 * 32 * ((step.flops(32) - step.head_flops) / 2e9 + step.head_flops / 1e9)
+    batch_s = 6 * 32 * step.flops(32) / 2e9
     assert device.step_s(step, train, 32) == pytest.approx(batch_s)
     muon = train.model_copy(update={"optimiser": "muon"})
     assert device.step_s(step, muon, 32, 2) == pytest.approx(batch_s / 2 + step.muon_flops / 2e9)
 
 
-def test_a_large_base_is_measured_by_small_layers_and_a_busy_machine_is_told() -> None:
-    base = Qwen3Config(hidden_size=16384, intermediate_size=65536, vocab_size=10**7)
-    small = within_bounds(BaseSizes.of(base.to_dict(), "large"))
+def test_a_large_base_is_measured_by_a_small_model_with_the_same_part_in_its_head() -> None:
+    base = Qwen3Config(hidden_size=16384, intermediate_size=65536, vocab_size=10**6)
+    sizes = BaseSizes.of(base.to_dict(), "large")
+    small = small_sizes(sizes)
     assert (small.hidden_size, small.intermediate_size) == (1024, 4096)
-    device = measure_device(small, MethodConfig(variant="full"), "bf16")
-    assert device.head_flops_per_s > 0 and "bfloat16" in device.origin
-    assert "idle" in in_words(0.0) and "load 3.0" in in_words(3.0)
-    assert busyness() >= 0.0
+    layers_by_head = [
+        of.num_hidden_layers * sum(of.map_widths.values()) / of.vocab_size for of in (sizes, small)
+    ]
+    assert layers_by_head[1] == pytest.approx(layers_by_head[0], rel=0.15)
+    device = measure_device(sizes, MethodConfig(variant="full"), "bf16")
+    assert device.flops_per_s > 0 and "bfloat16" in device.origin
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from scale_cli.planning.beginnings import HeldOut, held_out_texts, tokenizer_at_
 from scale_cli.planning.device import Device
 from scale_cli.planning.estimate import Estimate, count_evaluated, estimate
 from scale_cli.planning.sizes import BaseSizes
+from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import read_json
 from tests.small_runs import held_out, small_run
@@ -40,7 +41,9 @@ def test_evaluations_are_counted_as_they_read(
     read = sum(int(scored_lengths(corpus).sum()) for corpus in corpora)
     read += 3 * sum(int(beginnings(corpus, length, of_each).sum()) for corpus in corpora)
     texts = held_out_texts(config, tokenizer_at_hand(config.model))
-    assert count_evaluated(config, texts) == pytest.approx(read, rel=0.1)
+    num_tokens, num_samples = count_evaluated(config, texts)
+    assert num_tokens == pytest.approx(read, rel=0.1)
+    assert num_samples == 3  # one language, three times
 
     compared = sum(ids.numel() for ids in _prompts(config, Run(config).tokenizer))
     assert sum(text.num_compared for text in texts) == pytest.approx(compared, rel=0.15)
@@ -58,10 +61,40 @@ def test_every_way_to_load_an_export_is_compared_on_its_tokens(
     config = small_run(tmp_path, base, method={"variant": variant}, export={"format": formats})
 
     def estimated(*texts: HeldOut) -> Estimate:
-        return estimate(config, sizes, Device("cpu", 1e9, 1e9, "stated"), texts)
+        return estimate(config, sizes, Device("cpu", 1e9, "stated"), texts)
 
     text = HeldOut(num_tokens=0, num_in_windows=0, num_compared=100)
     takes = estimated(text)
     pass_s = 1 / takes.scored_per_s
     assert takes.export_s == pytest.approx(num_ways * 10 * 100 * pass_s)
     assert takes.total_s - estimated().total_s == pytest.approx(takes.export_s)
+
+
+def test_a_run_that_goes_on_is_estimated_by_what_is_left_of_it(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    """Steps, evaluations and exports that are done take no time again, and the words say so."""
+    base = shared_data / "ckpt-eltec/hf"
+    sizes = BaseSizes.of(read_json(base / "config.json"), "base")
+    train = {"max_steps": 10, "eval_every_steps": 4}
+    config = small_run(tmp_path, base, train=train, export={"format": ["llama"]})
+    folder = RunFolder(config.output_dir)
+    text = HeldOut(num_tokens=70, num_in_windows=4, num_compared=20)
+
+    def left() -> Estimate:
+        return estimate(config, sizes, Device("cpu", 1e9, "stated"), [text])
+
+    whole = left()
+    assert " left," not in whole.in_words() and whole.evaluated_tokens == 2 * 4 + 70
+    folder.checkpoint(4).mkdir(parents=True)
+    resumed = left()
+    assert resumed.training_s == pytest.approx(0.6 * whole.training_s)
+    assert resumed.evaluated_tokens == 4 + 70 and resumed.evaluation_s < whole.evaluation_s
+    assert " left, after step 4 of 10: " in resumed.in_words()
+    assert resumed.export_s == whole.export_s > 0
+
+    folder.final.mkdir()
+    assert left().training_s == 0.0 and left().evaluated_tokens == 70
+    folder.evaluation.mkdir()
+    folder.export("llama").mkdir(parents=True)
+    assert left().total_s == 0.0

@@ -9,7 +9,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.methods.recipes import trainable_parameters
-from scale_cli.planning.memory import Memory, memory_of, memory_of_run
+from scale_cli.planning.memory import Memory, memory_of, step_of
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.walk import PLANNED
 from scale_cli.training.objective import for_training
@@ -29,14 +29,8 @@ methods = pytest.mark.parametrize("method", EACH, ids=PLANNED)
 def planned_memory(method: MethodConfig, mixed_precision: Any, **train: Any) -> Memory:
     sizes = {"global_batch_size": 8, "micro_batch_size": 4, "mixed_precision": mixed_precision}
     step = walked(tiny_llama(vocab_size=VOCAB_SIZE), method, mixed_precision)
-    return memory_of(
-        step,
-        TrainConfig.model_validate({"max_steps": 1, **sizes, **train}),
-        sequence_length=LENGTH,
-        vocab_size=VOCAB_SIZE,
-        widens=method.definition.widens,
-        distils=method.distils,
-    )
+    settings = TrainConfig.model_validate({"max_steps": 1, **sizes, **train})
+    return memory_of(step, method, settings, LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +93,9 @@ def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes() -
         num_key_value_heads=8,
         max_position_embeddings=131072,
     )
-    planned = memory_of_run(config, BaseSizes.of(base.to_dict(), "8b"), device_type="cuda")
+    step = step_of(config, BaseSizes.of(base.to_dict(), "8b"), "cuda")
+    length = config.corpus.sequence_length
+    planned = memory_of(step, config.method, config.train, length, device_type="cuda")
     assert planned.frozen == pytest.approx(9.09e9, rel=0.01)
     assert planned.process == 0, "a GPU holds neither libraries nor texts"
     assert planned.total < 0.9 * 24 * 2**30  # the rest is for allocator, libraries, and W made anew

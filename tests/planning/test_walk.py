@@ -13,8 +13,8 @@ from scale_cli.model.family_scale import FAMILIES
 from scale_cli.model.routing import rows_at_once
 from scale_cli.planning.memory import _FEWEST_ROWS, _LOGITS_AT_ONCE, num_served
 from scale_cli.planning.sizes import FORMS, BaseSizes
-from scale_cli.planning.step import Step
-from scale_cli.planning.walk import ITEMSIZES, PLANNED, Base, walk
+from scale_cli.planning.step import Step, Weights
+from scale_cli.planning.walk import ITEMSIZES, PLANNED, walk
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, kinds_of_parameters
 from scale_cli.upscale.building import NewPieces, start_model
@@ -53,7 +53,7 @@ def sizes_of(base: Any) -> BaseSizes:
 
 def walked(base: PreTrainedModel, method: MethodConfig, *asked: Any, **more: Any) -> Step:
     itemsize = ITEMSIZES[str(base.dtype).removeprefix("torch.")]
-    return walk(Base(sizes_of(base), itemsize), method, *asked, **more)
+    return walk(sizes_of(base), method, *asked, base=Weights(itemsize), **more)
 
 
 def window(vocab_size: int, length: int, batch_size: int = 1) -> dict[str, Any]:
@@ -93,8 +93,7 @@ def test_parameters_products_and_what_is_kept_are_a_real_steps(
     with FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE) as counter:
         for_training(real, TrainConfig(max_steps=1))(**window(61, length)).loss.backward()
     of_attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
-    products = planned.linear_flops + planned.head_flops
-    assert products * length == counter.get_total_flops() - of_attention
+    assert planned.product_flops * length == counter.get_total_flops() - of_attention
     assert planned.attention_per_key * length**2 == pytest.approx(of_attention, rel=1e-12)
 
     if method is not SOME:  # adapters of an embedding are not multiplied as they are held

@@ -14,7 +14,8 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import Base, walk
+from scale_cli.planning.step import Weights
+from scale_cli.planning.walk import walk
 from scale_cli.runs.opened import Run
 from scale_cli.training.objective import for_training
 from scale_cli.upscale.base import (
@@ -156,7 +157,7 @@ def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_kee
     model, method = named(shared_data, "ckpt-eltec"), MethodConfig(variant=variant)
     base = load_base(model)
     sizes = BaseSizes.of(base.config.to_dict(), "base")
-    planned = walk(Base(sizes, itemsize=2, in_8_bits=True), method, "bf16")
+    planned = walk(sizes, method, "bf16", base=Weights(2, in_8_bits=True))
     parts = [part for parameter in base.parameters() for part in parts_of(parameter)]
     assert planned.frozen_bytes == sum(part.untyped_storage().nbytes() for part in parts)
     assert planned.num_frozen == sum(parameter.numel() for parameter in base.parameters())
