@@ -7,6 +7,7 @@ import re
 import time
 from dataclasses import dataclass, replace
 
+from scale_cli import processes
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.planning.memory import rows_at_once, step_of
@@ -48,30 +49,39 @@ class Device:
 def measure_device(
     sizes: BaseSizes, method: MethodConfig, mixed_precision: str, window: int = 256
 ) -> Device:
-    """Measure at what speed a small model like the base trains by a method.
+    """Measure at what speed a small model like the base trains by a method, by the clock on the wall.
 
-    The time is that on the wall, beside whatever else the machine does: a run gets no more of it.
+    Beside other work, threads wait for each other, for a time that no short measurement tells. Then
+    one thread is measured, and counts as often as cores are free.
     """
     import torch
 
     from scale_cli.planning.measured import MeasuredStep
-    from scale_cli.processes import device as device_at_hand
-    from scale_cli.processes import device_name
 
-    load = os.getloadavg()[0]
-    device = device_at_hand()
-    name = device_name(device)
-    is_cpu = device.type == "cpu"
+    device = processes.device()
+    name = processes.device_name(device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
     origin = f"measured on {name} in {str(dtype or torch.float32).removeprefix('torch.')}"
     log(f"measuring      {name}: training steps of a small model by `{method.variant}`")
+    load = os.getloadavg()[0]
+    num_threads = torch.get_num_threads()
+    times = 1.0  # as fast as what is measured
+    if device.type == "cpu":
+        num_cores = len(os.sched_getaffinity(0))
+        origin += f", {counted(num_threads, 'thread')} on {counted(num_cores, 'core')}"
+        if load + num_threads > num_cores + 0.5:
+            torch.set_num_threads(1)
+            times = min(max(num_cores - load, 1.0), num_threads)
+            origin += (
+                f". Other work (load {load:.1f}) slows this machine down: the run is faster without it; "
+                "end it, and plan again"
+            )
 
     small = small_sizes(sizes)
     alike = method_on_all_layers(method)
     length = min(window, _LONGEST_WINDOW)
     flops = walk(small, alike, mixed_precision).flops(length)  # of a token
-    kind = "cpu" if is_cpu else "cuda"
-    num_tokens = min(_MOST_TOKENS[kind], int(_MOST_FLOPS[kind] / flops))
+    num_tokens = min(_MOST_TOKENS[device.type], int(_MOST_FLOPS[device.type] / flops))
     batch = (max(1, num_tokens // length), length)
     num_rows = rows_at_once(device.type, sizes.vocab_size)
     step = MeasuredStep(small, device, batch, num_rows, lowered=None if dtype is None else 2)
@@ -81,22 +91,12 @@ def measure_device(
             begun_s = time.perf_counter()
             step.start()
             take(step, alike)
-            if not is_cpu:
-                torch.accelerator.synchronize()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             taken_s.append(time.perf_counter() - begun_s)
-
-    if is_cpu:
-        num_threads = torch.get_num_threads()
-        num_cores = len(os.sched_getaffinity(0))
-        origin += f", {counted(num_threads, 'thread')} on {counted(num_cores, 'core')}"
-        if load + num_threads > num_cores + 0.5:
-            origin += (
-                f". Other work (load {load:.1f}) slows this machine down: the run is faster without it; "
-                "end it, and plan again"
-            )
-    num_timed = len(taken_s) - 1
-    flops_per_s = num_timed * batch[0] * length * flops / sum(taken_s[1:])
-    return Device(device.type, flops_per_s, origin, round(load, 1))
+    torch.set_num_threads(num_threads)
+    step_s = sum(taken_s[1:]) / len(taken_s[1:])
+    return Device(device.type, times * batch[0] * length * flops / step_s, origin, round(load, 1))
 
 
 def small_sizes(sizes: BaseSizes) -> BaseSizes:

@@ -102,11 +102,11 @@ def estimate(
 
 
 def _steps_done(folder: RunFolder, max_steps: int) -> int:
-    """Return from which step a run would go on."""
-    if folder.final.is_dir():
-        return max_steps
-    steps = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
-    return min(max_steps, max((int(step) for step in steps if step.isdecimal()), default=0))
+    """Return from which step a run would go on; a trained run may have lost its checkpoints."""
+    names = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
+    none_there = max_steps if folder.final.is_dir() else 0
+    newest = max((int(name) for name in names if name.isdecimal()), default=none_there)
+    return min(newest, max_steps)
 
 
 def count_evaluated(

@@ -109,7 +109,7 @@ def _cut(text: Text, held_name: str, file: Path) -> Parted:
         sources.append({"name": part_name, "path": str(path), "language": text.source["language"]})
     if not all(parts.values()):
         raise CorpusError(
-            f"{name}: too little text to hold out a part ({counted(number, 'document')}, "
+            f"{text.flag}: too little text to hold out a part ({counted(number, 'document')}, "
             f"{text.num_bytes:,} bytes); give more text"
         )
     cut = "1 document: its last tenth"

@@ -27,6 +27,7 @@ _PLAINLY_LOST = 0.1  # of a text's bytes: a sample does not show less
 class Text:
     """A user's text, and what its beginning shows."""
 
+    flag: str  # that named it
     source: dict[str, Any]  # an entry of a config
     documents: list[str]  # the first
     is_whole: bool  # whether those are all
@@ -77,6 +78,7 @@ def _read(source: dict[str, Any], encoder: Encoder, flag: str) -> Text:
         most_lost = max(most_lost, _PLAINLY_LOST)
     check_unknown_fraction(known, encoded.round_trip, most_lost)
     return Text(
+        flag=flag,
         source=source,
         documents=documents,
         is_whole=beginning.is_whole,

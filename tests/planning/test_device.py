@@ -47,22 +47,41 @@ def test_what_is_timed_computes_the_products_of_the_methods_own_step(
     assert of_attention == 3 * 16 * 16 * planned.attention_per_key
 
 
-@pytest.mark.parametrize("load", [0.0, 9.0])
+@pytest.mark.parametrize(
+    ("num_cores", "load", "num_timed", "times"),
+    [(4, 0.0, 3, 1.0), (4, 9.0, 1, 1.0), (4, 2.0, 1, 2.0)],
+    ids=["idle", "full", "half full"],
+)
 def test_the_speed_is_that_of_all_steps_by_the_clock_on_the_wall_but_the_first(
-    monkeypatch: pytest.MonkeyPatch, load: float
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, load: float, num_timed: int, times: float
 ) -> None:
-    """What other work takes of the machine, the run does not get; the words say what to do."""
+    """What other work takes of the machine, the run does not get; the words say what to do.
+
+    Beside other work threads would wait for each other: one of them is measured there.
+    """
     # A step begins, and ends: 9 s for the first one, 0.1 s and 0.3 s for the others.
     now = iter([0.0, 9.0, 9.0, 9.1, 10.0, 10.3])
-    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    used = []
+
+    def perf_counter() -> float:
+        used.append(torch.get_num_threads())
+        return next(now)
+
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=perf_counter))
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(num_cores))
     method = MethodConfig()
-    device = measure_device(TINY_SIZES, method, "no", 32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        device = measure_device(TINY_SIZES, method, "no", 32)
+        assert set(used) == {num_timed} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
     flops = 2048 * walk(small_sizes(TINY_SIZES), method).flops(32)
-    assert device.flops_per_s == pytest.approx(flops / 0.2)
-    assert "float32" in device.origin
-    assert ("Other work (load 9.0)" in device.origin) == (load > 0)
-    assert ("plan again" in device.origin) == (load > 0)
+    assert device.flops_per_s == pytest.approx(times * flops / 0.2)
+    assert "float32, 3 threads on 4 cores" in device.origin
+    assert ("Other work (load" in device.origin) == ("plan again" in device.origin) == (load > 0)
 
 
 def test_a_step_spends_its_products_and_muons_at_the_speed_of_the_device() -> None:

@@ -93,6 +93,7 @@ def test_a_run_that_goes_on_is_estimated_by_what_is_left_of_it(
     assert " left, after step 4 of 10: " in resumed.in_words()
     assert resumed.export_s == whole.export_s > 0
 
+    folder.checkpoint(4).rmdir()
     folder.final.mkdir()
     assert left().training_s == 0.0 and left().evaluated_tokens == 70
     folder.evaluation.mkdir()
