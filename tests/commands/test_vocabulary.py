@@ -156,4 +156,4 @@ def test_the_plan_names_the_bytes_that_the_bases_tokenizer_lacks(
     monkeypatch.setattr(Spelling, "of", lambda *told: replace(of(*told), missing=missing))
     lines = plan(config_of(shared_data, tmp_path), 1e12, 1).lines()
     (note,) = (line for line in lines if line.startswith("note "))
-    assert "has no token for the bytes C0-C1" in note
+    assert "has no token for the bytes c0 c1" in note
