@@ -122,7 +122,7 @@ def test_a_changed_config_is_refused_before_anything_is_measured_with_what_may_b
 def test_a_run_corrects_the_time_it_has_told_once_its_first_steps_are_measured(
     config: RunConfig, of_config: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    far_too_fast = Device("cpu", 1e15, 1e15, "by a maker")
+    far_too_fast = Device("cpu", 1e15, "by a maker")
     monkeypatch.setattr(run_verb, "measure_device", lambda *_: far_too_fast)
     done = of_config("run")
     assert done.exit_code == 0
