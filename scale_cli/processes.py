@@ -284,13 +284,12 @@ def map_over_processes(
     batches: Sequence[Sequence[Item]],
     share: Share,
     compute: Callable[[Sequence[Item]], Sequence[Tensor]],
-    done: Callable[[int], object] = lambda _: None,
 ) -> list[tuple[Item, Tensor]]:
     """Compute batches on all processes.
 
     Return each item with its result, on the CPU, in one order for every process. The caller cuts
     the batches, so no figure depends on the number of processes. `compute` returns a tensor of any
-    length for each item; `done` is told how many more items all processes have done.
+    length for each item.
     """
     import torch
 
@@ -298,7 +297,6 @@ def map_over_processes(
     for first in range(0, len(batches), share.num_processes):
         if (place := first + share.index) < len(batches):
             mine += compute(batches[place])
-            done(share.num_processes * len(batches[place]))
         else:  # a sharded model can be run only by all processes together
             compute(batches[first])
     shares = (batches[place :: share.num_processes] for place in range(share.num_processes))

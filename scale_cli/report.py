@@ -61,11 +61,11 @@ def number(value: float | None, digits: int = 3, sign: str = "") -> str:
     return text.lstrip("+-") if float(text) == 0.0 else text
 
 
-def bounds(interval: Interval, digits: int = 3, sign: str = "+") -> str:
+def bounds(interval: Interval, digits: int = 3) -> str:
     """Return the two ends of an interval in brackets; empty if there is no interval."""
     if interval.low is None or interval.high is None:
         return ""
-    return f"[{number(interval.low, digits, sign)}, {number(interval.high, digits, sign)}]"
+    return f"[{number(interval.low, digits, '+')}, {number(interval.high, digits, '+')}]"
 
 
 def with_interval(interval: Interval, digits: int = 3) -> str:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.training import KEYS_OF_SCHEDULES
 
 
 def idle_settings(config: RunConfig) -> list[str]:
     """Return a warning for every setting that has no effect in this run, or is never reached."""
     train = config.train
-    lines = [
-        f"train.{key}: has no effect with train.schedule {train.schedule}, only with "
-        f"{' and '.join(schedules)}"
-        for key, schedules in KEYS_OF_SCHEDULES.items()
-        if getattr(train, key) is not None and train.schedule not in schedules
-    ]
+    lines = []
+    if train.decay_steps is not None and train.schedule != "wsd":
+        lines.append(
+            f"train.decay_steps: has no effect with train.schedule {train.schedule}, only with wsd"
+        )
     if train.warmup_steps > train.max_steps:
         reached = 100 * train.max_steps / train.warmup_steps
         lines.append(

@@ -24,8 +24,6 @@ from scale_cli.values import (
 
 # Largest default of micro_batch_size.
 _MICRO_BATCH_SIZE = 8
-# Keys, and the only schedules that use them.
-KEYS_OF_SCHEDULES = {"decay_steps": ("wsd",)}
 # The order of a run's sequences is kept in memory: 18 bytes each.
 _MAX_SEQUENCES = 10**9
 

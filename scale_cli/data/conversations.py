@@ -53,16 +53,13 @@ def _guard(value: Any, marks: re.Pattern[str]) -> Any:
     return value
 
 
-def conversation_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, asks: bool = True
-) -> list[int]:
-    """Return the ids of a conversation, as in training; with `asks`, the assistant is to speak
-    next.
+def conversation_ids(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
+    """Return the ids of a conversation, as in training; the assistant is to speak next.
 
     Every verb that answers conversations takes its ids from here. It raises what the template
     raises.
     """
-    text = write_conversation(tokenizer, messages, asks=asks)
+    text = write_conversation(tokenizer, messages, asks=True)
     return encoder_of(tokenizer, conversations=True).encodings([text])[0].ids
 
 

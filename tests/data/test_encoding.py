@@ -127,5 +127,5 @@ def test_in_a_conversation_the_templates_marks_alone_are_marks(
     assert marks(said, role) in ([copy_of(kind).token_to_id(mark)] * 2, marks("ab", "user"))
 
     harmless: Any = [{"role": "user", "content": "ab a"}]
-    theirs = tokenizer.apply_chat_template(harmless, tokenize=True, return_dict=False)
-    assert conversation_ids(tokenizer, harmless, asks=False) == theirs
+    theirs = tokenizer.apply_chat_template(harmless, add_generation_prompt=True, return_dict=False)
+    assert conversation_ids(tokenizer, harmless) == theirs
