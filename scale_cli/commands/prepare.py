@@ -60,4 +60,4 @@ def _tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
 def _names(config: RunConfig) -> list[str]:
     """Return a distinct name for each source; a held-out one may be named like a training one."""
     names = [f"{source.name} (trained on)" for source in config.corpus.sources]
-    return [*names, *(f"{source.name} (held out)" for source in config.evaluation.perplexity)]
+    return [*names, *(f"{source.name} (evaluated on)" for source in config.evaluation.perplexity)]

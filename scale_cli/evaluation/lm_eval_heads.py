@@ -102,7 +102,8 @@ class HeadsLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
             texts = {text: None for pair in unseen for text in (pair[0].rstrip(), "".join(pair))}
             prefix = self.tokenizer.decode(self.prefix_token_id)
             usual = [text for text in texts if not text.startswith(prefix)]
-            self._ids = dict(zip(usual, self.tokenizer(usual).input_ids, strict=True))
+            if usual:  # a tokenizer takes no empty list
+                self._ids = dict(zip(usual, self.tokenizer(usual).input_ids, strict=True))
             super().loglikelihood(list(unseen.values()), disable_tqdm=True)
             self._ids = {}
         return [(self._known[request.args][self.head], False) for request in requests]

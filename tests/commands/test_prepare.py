@@ -29,7 +29,7 @@ def test_shares_of_the_files_are_prepared_one_by_one_then_joined_and_not_tokenis
     joined = prepare(config)["corpora"]
     assert {name: [share[name].kept.documents for share in shares] for name in joined} == {
         "news (trained on)": [3, 0],
-        "tales (held out)": [2, 0],
+        "tales (evaluated on)": [2, 0],
     }
     assert [corpus["ledger"].kept.documents for corpus in joined.values()] == [3, 2]
     assert prepare(config)["corpora"] == joined

@@ -133,14 +133,17 @@ def test_beside_new_tokens_the_base_scores_and_answers_as_its_own_folder_does(
     assert heads["base"].generate_until(task.instances) == theirs.generate_until(task.instances)
 
 
-def test_what_is_too_long_loses_the_tokens_that_it_loses_in_lm_eval(
+def test_odd_requests_have_the_tokens_that_they_have_in_lm_eval(
     shared_data: Path, models: dict[str, ScaleForCausalLM]
 ) -> None:
     folder = shared_data / STORIES / "hf"
     long = "Once upon a time there was a cat. " * 20
-    requests = asked((long, " It sat."), ("", " The cat sat."), ("<s>One", " day"))
-    ours = said(answering(models[STORIES], tokenizer_of(folder))["base"], requests)
-    np.testing.assert_allclose(ours, said(hf(str(folder)), requests), rtol=1e-5, atol=1e-5)
+    # Too long, without a context, with spaces between, and with a boundary of its own.
+    texts = [(long, " It sat."), ("", " The cat sat."), ("One  ", "day"), ("<s>One", " day")]
+    theirs = hf(str(folder))
+    ours = answering(models[STORIES], tokenizer_of(folder))["base"]
+    for requests in (asked(texts[-1]), asked(*texts)):
+        np.testing.assert_allclose(said(ours, requests), said(theirs, requests), atol=1e-5)
 
 
 @torch.no_grad()
