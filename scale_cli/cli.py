@@ -5,7 +5,6 @@ Each function imports its own code, so that `scale --help` is fast.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -186,9 +185,7 @@ def schema() -> None:
 @app.command()
 def upscale(config: Config, overrides: Overrides = None, _form: Form = None) -> None:
     """Widen the base model without changing what it computes."""
-    from scale_cli.runs.early import check_start
-
-    checked = load(config, overrides, check_start)
+    checked = load(config, overrides, "upscale")
     from scale_cli.commands.upscale import upscale
 
     if (upscaled := on_main(lambda: upscale(checked))) is not None:
@@ -213,9 +210,7 @@ def prepare(
     After a stop or a kill, the same command continues.
     """
     share = None if part is None else parse_share("--part", part)
-    from scale_cli.runs.early import check_text
-
-    checked = load(config, overrides, check_text)
+    checked = load(config, overrides, "prepare")
     from scale_cli.commands.prepare import prepare, prepare_part
 
     print_json(on_main(lambda: prepare(checked) if share is None else prepare_part(checked, share)))
@@ -236,9 +231,7 @@ def train(
 
     Uses one process, or several under `accelerate launch -m scale_cli`.
     """
-    from scale_cli.runs.early import check_training
-
-    checked = load(config, overrides, check_training)
+    checked = load(config, overrides, "train")
     from scale_cli.commands.train import train
 
     print_json(train(checked, resume, log, accept or ()))
@@ -255,9 +248,7 @@ def evaluate(
 
     Uses held-out text, and benchmarks if the config names any.
     """
-    from scale_cli.runs.early import check_measured
-
-    checked = load(config, overrides, partial(check_measured, fail_above=fail_above))
+    checked = load(config, overrides, "evaluate", fail_above)
     from scale_cli.commands.evaluate import check_forgetting, evaluate
 
     report = evaluate(checked, log)
@@ -286,10 +277,8 @@ def export(
     _form: Form = None,
 ) -> None:
     """Write the trained model as a folder that other tools load."""
-    from scale_cli.runs.early import check_finished
-
     asked = [] if dtype is None else [f"export.dtype={dtype}"]
-    checked = load(config, [*(overrides or ()), *asked], check_finished)
+    checked = load(config, [*(overrides or ()), *asked], "export")
     from scale_cli.commands.export import export_all
 
     print_json(on_main(lambda: export_all(checked, push_to_hub, dry_run=dry_run)))
@@ -471,9 +460,7 @@ def run_all(
     _form: Form = None,
 ) -> None:
     """Upscale, train, evaluate and export; skip what is done."""
-    from scale_cli.runs.early import check_all
-
-    checked = load(config, overrides, partial(check_all, fail_above=fail_above))
+    checked = load(config, overrides, "run", fail_above)
     from scale_cli.commands.evaluate import check_forgetting
     from scale_cli.commands.run import run_pipeline
 

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -86,16 +86,18 @@ def read(path: Path, overrides: Sequence[str] | None) -> RunConfig:
 
 
 def load(
-    path: Path, overrides: Sequence[str] | None, check: Callable[[RunConfig], None]
+    path: Path, overrides: Sequence[str] | None, verb: str, fail_above: float | None = None
 ) -> RunConfig:
-    """Return a config like `read`, after one of the checks in runs/early.py, which import no torch.
+    """Return a config like `read`, after the checks of a verb that import no torch.
 
     Processes of a launch skip it: the verb's own check comes when they have joined, so that one
     says why they end.
     """
     config = read(path, overrides)
     if not are_several():
-        check(config)
+        from scale_cli.runs.early import check_early
+
+        check_early(verb, config, fail_above)
     import_libraries()
     return config
 

@@ -17,7 +17,7 @@ from scale_cli.evaluation.results import (
 from scale_cli.report import Interval
 from scale_cli.runs.folder import trained_sha256
 from scale_cli.storage.atomic import new_folder, write_json
-from scale_cli.upscale.base_record import BaseRecord
+from scale_cli.upscale.base_files import BaseRecord
 
 BASE_BITS = {"en": 0.95, "ko": 2.6}
 _WIDENED = ("preserve", "adapt", "route")

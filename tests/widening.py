@@ -23,7 +23,7 @@ from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, Rout
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
-from scale_cli.runs.method_folder import load_onto_base
+from scale_cli.runs.method_folder import load_recorded_base, put_on_base
 from scale_cli.storage.atomic import read_json, verify_folder, write_json
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import load_base
@@ -139,7 +139,7 @@ def widen(
 def load_model(folder: Path, base: ModelConfig) -> MethodModel:
     """Load a base and what a folder makes of it, both held to their hashes."""
     verify_folder(folder)
-    return load_onto_base(folder, base)
+    return put_on_base(folder, load_recorded_base(folder, base))
 
 
 def load_widened(folder: Path, base: ModelConfig) -> ScaleForCausalLM:

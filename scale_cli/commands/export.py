@@ -27,7 +27,7 @@ from scale_cli.runs.folder import RunFolder, trained_sha256
 from scale_cli.runs.opened import MethodFolder, Run, open_folder
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_text
 from scale_cli.terminal import Log, log
-from scale_cli.upscale.base_record import BaseRecord
+from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.building import MethodModel
 from scale_cli.upscale.preservation import sample_ids
 

@@ -35,8 +35,8 @@ from scale_cli.terminal import log, print_json
 from scale_cli.training.metrics_log import place_of, read_records
 from scale_cli.training.records import TrainState
 from scale_cli.upscale.base import load_written
+from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.base_hashes import record_base
-from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 

@@ -15,7 +15,7 @@ from scale_cli.evaluation.results import Report
 from scale_cli.runs.folder import RunFolder, trained_sha256
 from scale_cli.storage.atomic import MANIFEST, read_json
 from scale_cli.training.records import Cost
-from scale_cli.upscale.base_record import BaseRecord
+from scale_cli.upscale.base_files import BaseRecord
 
 # Relative. Rounding, also to bfloat16, moves the base's loss by less; another context, by more.
 _SAME_BASE_LOSS = 5e-3

@@ -22,7 +22,7 @@ from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.cache_scale import CACHE, named, require_state
 from scale_cli.model.heads import HeadedModel
 from scale_cli.model.modeling_scale import RouterGenerationMixin
-from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
+from scale_cli.model.routing import chosen_by_cosine, route
 
 
 def ends_of(settings: GenerationConfig, tokenizer: Any) -> list[int]:
@@ -117,26 +117,20 @@ class SelectableHeads(PreTrainedModel, RouterGenerationMixin):
             require_state(attention_mask, position_ids, input_ids.shape[1])
         logits_at = self._model.head_logits(input_ids, attention_mask, position_ids, cache)
         if self.head == "posterior":
-            if evidence_mask is None:
-                evidence_mask = evidence_of(attention_mask, input_ids.shape[1])
-            base_prior = self._router.prior if router_prior is None else router_prior
-            routed = route(
+            logits, _, cache.router = route(
                 logits_at,
                 input_ids,
                 self.config.vocab_size,
-                prior_K=log_prior(base_prior, len(self.heads), input_ids.device),
+                base_prior=self._router.prior if router_prior is None else router_prior,
                 memory=cache.router,
+                attention_mask=attention_mask,
                 evidence_BT=evidence_mask,
                 logits_to_keep=logits_to_keep,
             )
-            cache.router = routed.memory
-            return CausalLMOutputWithPast(logits=routed.scores_BTV, **named(cache))
+            return CausalLMOutputWithPast(logits=logits, **named(cache))
         heads = logits_at(slice(-logits_to_keep or None, None))
         if self.head == "cosine":
-            serves_base = cosine_serves_base(
-                logit_cosine(heads[0], heads[-1]), self._router.threshold
-            )
-            logits = torch.where(serves_base.unsqueeze(-1), heads[0].to(heads[-1].dtype), heads[-1])
+            logits = chosen_by_cosine(heads[0], heads[-1], self._router.threshold)
         else:
             logits = heads[self.heads.index(self.head)]
         return CausalLMOutputWithPast(logits=logits, **named(cache))

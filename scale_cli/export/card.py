@@ -25,8 +25,7 @@ from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report import render
 from scale_cli.runs.folder import RunFolder
 from scale_cli.training.records import BranchPoint, TrainState
-from scale_cli.upscale.base_files import looks_local
-from scale_cli.upscale.base_record import BaseRecord
+from scale_cli.upscale.base_files import BaseRecord, looks_local
 from scale_cli.values import language_name
 
 # Names that the hub's models use: Llama has USE_POLICY.md, Apache-licensed work may have NOTICE.

@@ -32,7 +32,13 @@ from scale_cli.export.records import Parity
 from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.processes import move_to_device
 from scale_cli.runs.folder import RunFolder
-from scale_cli.runs.method_folder import describe_method, load_onto_base, write_peft, write_trained
+from scale_cli.runs.method_folder import (
+    describe_method,
+    load_recorded_base,
+    put_on_base,
+    write_peft,
+    write_trained,
+)
 from scale_cli.runs.opened import MethodFolder
 from scale_cli.terminal import progress_bar
 from scale_cli.upscale.base import dtype_of_files, load_written
@@ -318,7 +324,8 @@ class Adapter(Format):
         write_peft(folder, model, self.config.model)
 
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
-        yield load_onto_base(folder, self.config.model), served_logits
+        base = load_recorded_base(folder, self.config.model)
+        yield put_on_base(folder, base), served_logits
 
 
 FORMATS: dict[str, type[Format]] = {one.name: one for one in (Llama, Transformers, Adapter)}

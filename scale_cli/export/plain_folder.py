@@ -28,6 +28,7 @@ from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError, UsageError, one_line
 from scale_cli.model import cache_scale, routed_scale, routing
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.vocabulary_scale import pieces_of
 from scale_cli.storage.atomic import read_json, write_json, write_text
 from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.base_tokenizer import TokenizerPlace, tokenizer_place
@@ -62,7 +63,7 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     keys: dict[str, Any] = {"stream_sizes": sizes, "prior": config.router_prior}
     if config.router_script_prior is not None and config.router_script:
         keys |= {"script_prior": config.router_script_prior, "script": config.router_script}
-    if first := [pieces[0] for pieces in config.pieces()]:
+    if first := [pieces[0] for pieces in pieces_of(config.new_tokens)]:
         keys["new_tokens"] = {"first": first, "own": config.own_pieces}
     return keys
 

@@ -21,7 +21,7 @@ from scale_cli.runs.opened import open_folder
 from scale_cli.storage.atomic import read_json
 from scale_cli.training.checkpoint import checkpoints
 from scale_cli.upscale.base import load_base, load_written
-from scale_cli.upscale.base_record import BaseRecord
+from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 
 

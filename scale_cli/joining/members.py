@@ -21,11 +21,11 @@ from scale_cli.model.configuration_scale import JoinedConfig
 from scale_cli.model.expansion_scale import Expansion
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.vocabulary_scale import composed
+from scale_cli.model.vocabulary_scale import composed, pieces_of
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.opened import open_folder
+from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.base_hashes import check_same_base, record_base, tensor_sha256
-from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import check_tokenizer
 from scale_cli.upscale.preservation import own_logits, sample_ids
 
@@ -178,7 +178,8 @@ def _rows_of_all_tokens(rows_VE: Tensor, config: JoinedConfig, head: int) -> Ten
     """Return an expansion's embedding with rows for the other members' tokens, composed like the
     rows of x.
     """
-    ids, pieces = config.token_ids(head), config.pieces()
+    ids = config.token_ids(head)
+    pieces = pieces_of(config.new_tokens)
     num_old = len(ids) - len(pieces)
     if not (unknown := ids[len(rows_VE) :]):
         return rows_VE

@@ -24,9 +24,12 @@ class FreezeConfig(Section):
 class Freeze(Plain[FreezeConfig]):
     """Everything trains except the input embedding and the bottom layers."""
 
-    name, label = "freeze", "partial fine-tuning"
-    colour, mark = "#bf5f95", ("^", "▲")
-    section, settings = "freeze", FreezeConfig
+    name = "freeze"
+    label = "partial fine-tuning"
+    colour = "#bf5f95"
+    mark = ("^", "▲")
+    section = "freeze"
+    settings = FreezeConfig
     is_planned = True
     left_out = {"lr": 4.0e-4}  # as full fine-tuning's
 

@@ -9,8 +9,10 @@ from scale_cli.methods.plain import Plain
 class Full(Plain[MethodSection]):
     """Everything trains."""
 
-    name, label = "full", "full fine-tuning"
-    colour, mark = "#d55e00", ("o", "●")
+    name = "full"
+    label = "full fine-tuning"
+    colour = "#d55e00"
+    mark = ("o", "●")
     takes_new_tokens = is_planned = True
     left_out = {"lr": 4.0e-4}  # docs/results/rivals.md
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import Field
 
 from scale_cli.errors import ConfigError
-from scale_cli.methods.method import PlainTraining, Settings
+from scale_cli.methods.method import PlainTraining
 from scale_cli.methods.plain import Plain
 from scale_cli.values import Section, counted
 
@@ -18,36 +20,24 @@ class LlamaProConfig(Section):
     )
 
 
-class Deeper(Plain[Settings]):
-    """A method that copies layers."""
-
-    left_out = {"lr": 2.0e-4}
-
-    def copied(self, num_layers: int, settings: Settings) -> list[int]:
-        raise NotImplementedError
-
-    def plain_training(self, settings: Settings, num_layers: int) -> PlainTraining:
-        copied = self.copied(num_layers, settings)
-        layers = []
-        for layer in range(num_layers):
-            layers += [(layer, False), (layer, True)] if layer in copied else [(layer, False)]
-        return PlainTraining(layers)
-
-
-class LlamaPro(Deeper[LlamaProConfig]):
+class LlamaPro(Plain[LlamaProConfig]):
     """The copies are evenly spaced."""
 
-    name, label = "llama-pro", "LLaMA-Pro"
-    colour, mark = "#7a4a1e", ("D", "◆")
-    section, settings = "llama_pro", LlamaProConfig
+    name = "llama-pro"
+    label = "LLaMA-Pro"
+    colour = "#7a4a1e"
+    mark = ("D", "◆")
+    section = "llama_pro"
+    settings = LlamaProConfig
     is_planned = True
     left_out = {"lr": 3.0e-3}  # docs/results/rivals.md
 
     def in_words(self, settings: LlamaProConfig) -> str:
         return ", new blocks only"
 
-    def copied(self, num_layers: int, settings: LlamaProConfig) -> list[int]:
-        return evenly_spaced(num_layers, settings.num_blocks, "method.llama_pro.num_blocks")
+    def plain_training(self, settings: LlamaProConfig, num_layers: int) -> PlainTraining:
+        key = "method.llama_pro.num_blocks"
+        return copies_above(evenly_spaced(num_layers, settings.num_blocks, key), num_layers)
 
 
 def evenly_spaced(num_layers: int, num_blocks: int | None, key: str) -> list[int]:
@@ -58,3 +48,13 @@ def evenly_spaced(num_layers: int, num_blocks: int | None, key: str) -> list[int
     if count > num_layers:
         raise ConfigError(f"{key}: {count}, but the base has {counted(num_layers, 'layer')}")
     return [round((index + 1) * num_layers / count) - 1 for index in range(count)]
+
+
+def copies_above(copied: Sequence[int], num_layers: int) -> PlainTraining:
+    """Return that only copies of some layers train, each right above its original."""
+    layers = []
+    for layer in range(num_layers):
+        layers.append((layer, False))
+        if layer in copied:
+            layers.append((layer, True))
+    return PlainTraining(layers)

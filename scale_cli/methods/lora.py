@@ -63,9 +63,12 @@ def put_beside(base: PreTrainedModel, settings: PeftConfig, key: str) -> PeftMod
 class Lora(Method[LoraConfig]):
     """Adapters train."""
 
-    name, label = "lora", "LoRA"
-    colour, mark = "#d99000", ("s", "■")
-    section, settings = "lora", LoraConfig
+    name = "lora"
+    label = "LoRA"
+    colour = "#d99000"
+    mark = ("s", "■")
+    section = "lora"
+    settings = LoraConfig
     left_out = {"lr": 3.0e-3}  # docs/results/rivals.md
     adapter = "peft"
     is_planned = True

@@ -34,7 +34,8 @@ def deepen(base: Any, training: PlainTraining) -> Any:
 
     from scale_cli.model.family_scale import STEPS, family_of
 
-    family, sources = family_of(base.config), [source for source, _ in training.layers]
+    family = family_of(base.config)
+    sources = [source for source, _ in training.layers]
     sizes: dict[str, Any] = {"num_hidden_layers": len(sources)}
     if kinds := getattr(base.config, "layer_types", None):
         sizes["layer_types"] = [kinds[source] for source in sources]

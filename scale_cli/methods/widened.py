@@ -73,13 +73,6 @@ class CollaborationConfig(Section):
             )
         return layers
 
-    @field_validator("modules")
-    @classmethod
-    def _distinct_modules(cls, modules: list[str]) -> list[str]:
-        if len(set(modules)) != len(modules):
-            raise ValueError("names a module twice")
-        return modules
-
     @property
     def is_asked_for(self) -> bool:
         return self.layers not in (None, "none", [])
@@ -199,23 +192,29 @@ class _Widened(Method[WideningConfig]):
 class Preserve(_Widened):
     """The expansion never writes into the base stream."""
 
-    name, label = "preserve", "SCALE-Preserve"
-    colour, mark = "#3a9bd9", ("v", "▼")
+    name = "preserve"
+    label = "SCALE-Preserve"
+    colour = "#3a9bd9"
+    mark = ("v", "▼")
 
 
 class Adapt(_Widened):
     """The expansion writes into the base stream in collaborating layers."""
 
     first_run = {}  # its collaborating layers keep it from distilling
-    name, label = "adapt", "SCALE-Adapt"
-    colour, mark = "#00866a", ("P", "✚")
+    name = "adapt"
+    label = "SCALE-Adapt"
+    colour = "#00866a"
+    mark = ("P", "✚")
 
 
 class Route(_Widened):
     """Preserve or Adapt, served as a mixture with the untouched base."""
 
-    name, label = "route", "SCALE-Route"
-    colour, mark = "#0063a8", ("*", "★")
+    name = "route"
+    label = "SCALE-Route"
+    colour = "#0063a8"
+    mark = ("*", "★")
     routes = True
 
     def routes_plainly(self, settings: WideningConfig) -> bool:

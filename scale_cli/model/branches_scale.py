@@ -1,4 +1,4 @@
-"""One forward pass of a frozen base for every expansion beside it.
+"""What one forward pass of a frozen base, with every expansion beside it, remembers and returns.
 
 Heads are counted from the base's own, head 0; head k belongs to the k-th expansion, which reads x.
 Nothing that an expansion computes reaches another head, so all of them keep their bits.
@@ -24,10 +24,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from .cache_scale import named
 from .expansion_scale import Expansion, LayerContext
-from .family_scale import Family, family_of
-from .fused_scale import frozen_norm, rotation_angles
+from .family_scale import Family
 from .routing import RouterMemory
-from .vocabulary_scale import brought_by, embed
 
 
 class ScaleCache(DynamicCache):
@@ -111,91 +109,14 @@ class FinalStates:
         return logits
 
 
-def run_expansions(
-    base: Any,
-    expansions: Sequence[Expansion],
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    cache: ScaleCache | None = None,
-    *,
-    preserved: bool,
-    checkpointing: bool = False,
-) -> FinalStates:
-    """Run the base's decoder once, with every expansion beside it.
-
-    Args:
-        base: the plain model.
-        expansions: at least one.
-        input_ids: (B, T).
-        attention_mask: (B, past + T) or None.
-        position_ids: (B, T), or None: counted from the cache's length.
-        cache: extended in place.
-        preserved: whether head 0 is wanted. From the layer where no expansion reads the untouched
-            stream any more, it costs one more frozen pass of the remaining layers.
-        checkpointing: whether backward computes the activations of the trained part again.
-    """
-    decoder, family = base.model, family_of(base.config)
-    x_BTD = embed(decoder.embed_tokens, brought_by(expansions), input_ids)
-    masks = _attention_masks(family, decoder, x_BTD, attention_mask, cache, position_ids)
-    if position_ids is None:
-        past = 0 if cache is None else cache.get_seq_length()
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device) + past
-        position_ids = positions.unsqueeze(0)
-    kinds = dict.fromkeys(family.rotary_kind(layer.self_attn) for layer in decoder.layers)
-    rotary = {}
-    for kind in kinds:
-        asked = () if kind is None else (kind,)
-        embeddings = decoder.rotary_emb(x_BTD, position_ids, *asked)
-        rotary[kind] = (embeddings, rotation_angles(*embeddings))
-    context = LayerContext(
-        family, position_ids, rotary, masks, cache, len(decoder.layers), checkpointing
-    )
-
-    streams = {0: x_BTD}  # by the head they belong to, as in `FinalStates`
-    u_KBTE = [expansion.embed_tokens(input_ids) for expansion in expansions]
-    for index, base_layer in enumerate(decoder.layers):
-        after: dict[int, Tensor] = {}
-        if preserved and all(index >= each.first_collaborating_layer for each in expansions):
-            # Before the others: a sharded layer is gathered for it, and parted again after them.
-            after[0] = _base_layer(base_layer, streams[0], position_ids, context)
-        reads = None  # of the base's own stream; the first expansion that follows it computes them
-        for head, expansion in enumerate(expansions, start=1):
-            layer: Any = expansion.layers[index]
-            own_slot = context.slot(head, index)
-            u_BTE = u_KBTE[head - 1]
-            if index < expansion.first_collaborating_layer:
-                x_BTD = streams[0] if reads is None else after[0]
-                slot = context.slot(0, index)
-                after[0], u_BTE, reads = layer(
-                    base_layer, x_BTD, u_BTE, context, slot, own_slot, reads
-                )
-            else:
-                # The cache's length is read from slot 0: if head 0 is not run, an adapted stream
-                # uses that slot.
-                slot = context.slot(len(expansions) + head if preserved else 0, index)
-                x_BTD = streams[head] if head in streams else streams[0]
-                after[head], u_BTE, _ = layer(base_layer, x_BTD, u_BTE, context, slot, own_slot)
-            u_KBTE[head - 1] = u_BTE
-        streams = after
-
-    x_BTD_of: dict[int, Tensor] = {}
-    inverse_rms: dict[int, Tensor] = {}
-    for head, x_BTD in streams.items():
-        x_BTD_of[head], inverse_rms[head] = frozen_norm(decoder.norm, family.norm_form, x_BTD)
-    for head, expansion in enumerate(expansions, start=1):
-        owner = head if head in inverse_rms else 0
-        u_KBTE[head - 1] = expansion.norm(inverse_rms[owner], u_KBTE[head - 1])
-    return FinalStates(expansions, x_BTD_of, u_KBTE)
-
-
-def _base_layer(
+def base_layer_alone(
     base_layer: Any, p_BTD: Tensor, position_ids: Tensor, context: LayerContext
 ) -> Tensor:
     """Return the untouched stream after a layer; it calls the module because a hook there gathers a
     sharded layer.
     """
-    attention, family = base_layer.self_attn, context.family
+    attention = base_layer.self_attn
+    family = context.family
     with torch.no_grad():
         return base_layer(
             p_BTD,
@@ -207,7 +128,7 @@ def _base_layer(
         )
 
 
-def _attention_masks(
+def attention_masks(
     family: Family,
     decoder: Any,
     x_BTD: Tensor,

@@ -17,25 +17,22 @@ from typing import Any
 import transformers
 from torch import Tensor
 
-OLDEST, FIRST_UNTESTED = (4, 57), (5, 25)  # pyproject.toml has the range of the package itself
+# pyproject.toml has the range of the package itself
+OLDEST = (4, 57)
+FIRST_UNTESTED = (5, 25)
 
 
 def _name_of_cache() -> str:
     version = transformers.__version__
     numbers = tuple(int(number) for number in version.split(".")[:2])
     generate = transformers.GenerationMixin.prepare_inputs_for_generation
-    known = [
-        name
-        for name in ("cache", "past_key_values")
-        if name in inspect.signature(generate).parameters
-    ]
-    if not OLDEST <= numbers < FIRST_UNTESTED or not known:
+    if not OLDEST <= numbers < FIRST_UNTESTED:
         raise ImportError(
             f"transformers {version}: this model's code is tested with transformers "
             f"{OLDEST[0]}.{OLDEST[1]} to {FIRST_UNTESTED[0]}.{FIRST_UNTESTED[1] - 1}, and may decode "
             f"without its state in others; pip install 'transformers<{FIRST_UNTESTED[0]}.{FIRST_UNTESTED[1]}'"
         )
-    return known[0]
+    return "cache" if "cache" in inspect.signature(generate).parameters else "past_key_values"
 
 
 CACHE = _name_of_cache()

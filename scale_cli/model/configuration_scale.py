@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from itertools import chain
 from typing import Any
 
 import transformers
@@ -16,7 +17,7 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < LEAST_TRANSFORMERS
         f"installed is {transformers.__version__}"
     )
 
-from transformers import AutoConfig, PreTrainedConfig  # noqa: E402 (an old transformers fails here)
+from transformers import PreTrainedConfig  # noqa: E402 (an old transformers fails here)
 
 # Fields that generation and evaluation tools read; a widened model copies them from its base.
 _READ_FROM_BASE = (
@@ -41,15 +42,6 @@ class _OverABase(PreTrainedConfig):
             given["vocab_size"] += len(self.new_tokens)
         # The base's own configuration says whether its embeddings are tied; E' and H' never are.
         super().__post_init__(**given | {"tie_word_embeddings": False})
-
-    def pieces(self: Any) -> list[list[int]]:
-        """Return, for each new token, the old ids that stand for it."""
-        return [[int(index) for index in token.split()] for token in self.new_tokens]
-
-    def base(self: Any) -> PreTrainedConfig:
-        """Return the base model's configuration as an object of its own class."""
-        fields = dict(self.base_config)
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 class ScaleConfig(_OverABase):
@@ -127,29 +119,26 @@ class JoinedConfig(_OverABase):
         """All tokens that the base lacks, as in ScaleConfig, each once, in the order of the
         members.
         """
-        return [token for tokens in dict.fromkeys(map(_brought, self.members)) for token in tokens]
+        return list(chain.from_iterable(dict.fromkeys(map(_brought, self.members))))
 
     @property
     def own_pieces(self) -> list[int]:
         """The first old ids of all members' new tokens that only ever begin text in the new tokens'
         scripts.
         """
-        brought = (
-            index for member in self.members for index in member["expansion"].get("own_pieces", ())
-        )
-        return list(dict.fromkeys(brought))
+        of_members = [member["expansion"].get("own_pieces", ()) for member in self.members]
+        return list(dict.fromkeys(chain.from_iterable(of_members)))
 
     def known_by_heads(self) -> list[tuple[int, int]]:
         """Return, for the base's head and each member's, the range of new tokens it knows as
         (first, last + 1): those that its run brought.
         """
-        places: dict[tuple[str, ...], tuple[int, int]] = {(): (0, 0)}
-        first = 0
+        first: dict[tuple[str, ...], int] = {(): 0}
+        known = [(0, 0)]
         for tokens in map(_brought, self.members):
-            if tokens not in places:
-                places[tokens] = (first, first + len(tokens))
-                first += len(tokens)
-        return [(0, 0), *(places[tokens] for tokens in map(_brought, self.members))]
+            first.setdefault(tokens, sum(map(len, first)))
+            known.append((first[tokens], first[tokens] + len(tokens)))
+        return known
 
     def token_ids(self, head: int) -> list[int]:
         """Return the ids of all tokens: first those that a head knows, in its own order, then the
@@ -163,13 +152,6 @@ class JoinedConfig(_OverABase):
     @property
     def head_names(self) -> list[str]:
         return ["base", *(member["name"] for member in self.members)]
-
-    def expansions(self) -> list[ScaleConfig]:
-        """Return the configurations of all expansions, each as if it were alone on the base."""
-        return [
-            ScaleConfig(base_config=self.base_config, **member["expansion"])
-            for member in self.members
-        ]
 
 
 def _brought(member: dict[str, Any]) -> tuple[str, ...]:

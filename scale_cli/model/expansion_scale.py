@@ -140,12 +140,14 @@ def attend(
     q_BTNA, k_BTNA, v_BTNA = (states.view(shape) for states in (q, k, v))
     if family.head_norms is not None:
         q_norm, k_norm = family.head_norms
-        q_BTNA, k_BTNA = getattr(attention, q_norm)(q_BTNA), getattr(attention, k_norm)(k_BTNA)
+        q_BTNA = getattr(attention, q_norm)(q_BTNA)
+        k_BTNA = getattr(attention, k_norm)(k_BTNA)
     if family.is_rotated(attention):
         rotary = context.rotary[family.rotary_kind(attention)]
         q_BNTA, k_BNTA = rotate(q_BTNA, k_BTNA, *rotary)
     else:
-        q_BNTA, k_BNTA = q_BTNA.transpose(1, 2), k_BTNA.transpose(1, 2)
+        q_BNTA = q_BTNA.transpose(1, 2)
+        k_BNTA = k_BTNA.transpose(1, 2)
     v_BNTA = v_BTNA.transpose(1, 2)
     if context.cache is not None:
         k_BNTA, v_BNTA = context.cache.update(k_BNTA, v_BNTA, slot)
@@ -405,9 +407,9 @@ class Expansion(nn.Module):
         super().__init__()
         family = family_of(base.config)
         self.first_collaborating_layer = config.first_collaborating_layer
-        self.new_tokens = (
-            NewTokens(base, config.pieces(), config.own_pieces) if config.new_tokens else None
-        )
+        self.new_tokens = None
+        if config.new_tokens:
+            self.new_tokens = NewTokens(base, config.new_tokens, config.own_pieces)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
         self.layers = nn.ModuleList(
             ExpansionLayer(family, base_layer, config, index)

@@ -10,7 +10,7 @@ channels a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +59,7 @@ def cast_for_products(weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     """Return a dict from each weight to itself in the dtype in which its products are computed."""
     read = {weight: weight for weight in weights}
     higher = [weight for weight in read if weight.dtype != product_dtype(weight)]
-    if (
-        torch.compiler.is_compiling()
-    ):  # the compiler fuses the casts with the operations that read them
+    if torch.compiler.is_compiling():  # it fuses the casts with the operations that read them
         return read | {weight: weight.to(product_dtype(weight)) for weight in higher}
     if higher:
         read |= zip(higher, _Cast.apply(product_dtype(higher[0]), *higher), strict=True)
@@ -123,11 +121,9 @@ class _FrozenNorm(torch.autograd.Function):
         return None, None, of_x.to(x.dtype)
 
 
-def frozen_norm(base_norm: Any, form: NormForm, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x^ by the base's RMSNorm, whose gains get no gradient, and 1 / rms(x) as (B, T, 1) in
-    float32.
-    """
-    return _FrozenNorm.apply(base_norm, form, x_BTD)
+# Returns x^ by the base's RMSNorm, whose gains get no gradient, and 1 / rms(x) as (B, T, 1) in
+# float32.
+frozen_norm: Callable[[Any, NormForm, Tensor], tuple[Tensor, Tensor]] = _FrozenNorm.apply
 
 
 class _Rotation(torch.autograd.Function):
@@ -167,11 +163,10 @@ def rotate(
     round differently. The angles of some families are float32 in any model, which then casts back.
     """
     if torch.compiler.is_compiling():
-        q_BNTA, k_BNTA = q_BTNA.transpose(1, 2), k_BTNA.transpose(1, 2)
-        q_BNTA, k_BNTA = apply_rotary_pos_emb(q_BNTA, k_BNTA, *embeddings)
+        turned = apply_rotary_pos_emb(q_BTNA.transpose(1, 2), k_BTNA.transpose(1, 2), *embeddings)
     else:
-        q_BNTA, k_BNTA = _Rotation.apply(q_BTNA, k_BTNA, *angles)
-    return q_BNTA.to(q_BTNA.dtype), k_BNTA.to(k_BTNA.dtype)
+        turned = _Rotation.apply(q_BTNA, k_BTNA, *angles)
+    return turned[0].to(q_BTNA.dtype), turned[1].to(k_BTNA.dtype)
 
 
 def rotation_angles(cos_BTA: Tensor, sin_BTA: Tensor) -> tuple[Tensor, Tensor]:

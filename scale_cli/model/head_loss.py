@@ -44,7 +44,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         of_base: OfBase | None,
         *streams_and_heads: Tensor,
     ) -> Tensor:
-        streams, heads = streams_and_heads[::2], streams_and_heads[1::2]
+        streams = streams_and_heads[::2]
+        heads = streams_and_heads[1::2]
         device = targets_N.device
         wanted = ctx.needs_input_grad[4:]
         of_streams = [
@@ -56,7 +57,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for head, want in zip(heads, wanted[1::2], strict=True)
         ]
         lowered = [head.to(product_dtype(head)) for head in heads]
-        loss = torch.zeros((), dtype=torch.float32, device=device)
+        loss = torch.zeros((), device=device)
         losses_N = token_losses_N
         if losses_N is None:
             losses_N = torch.empty(len(targets_N), device=device)
@@ -64,18 +65,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Allocated once: a chunk's log-probabilities, and its gradient in the precision of the
         # products that read it.
         num_rows = rows_at_once(device.type, len(lowered[-1]))
-        shape = min(num_rows, len(targets_N)), len(lowered[-1])
-        log_probs_MV = torch.empty(shape, dtype=torch.float32, device=device)
+        num_held = min(num_rows, len(targets_N))
+        log_probs_MV = torch.empty(num_held, len(lowered[-1]), device=device)
         grad_MV = log_probs_MV
         lowest = lowered[-1].dtype
-        if {head.dtype for head in lowered} == {lowest} and not distilled:
-            grad_MV = (
-                grad_MV if lowest == torch.float32 else torch.empty_like(grad_MV, dtype=lowest)
-            )
+        of_one_dtype = all(head.dtype == lowest for head in lowered)
+        if lowest != torch.float32 and of_one_dtype and not distilled:
+            grad_MV = torch.empty_like(log_probs_MV, dtype=lowest)
 
         ignored_N1 = (targets_N == IGNORED).unsqueeze(1)
         places_N1 = targets_N.unsqueeze(1).masked_fill(ignored_N1, 0)
-        rows_M1 = torch.arange(shape[0], device=device).unsqueeze(1)
+        rows_M1 = torch.arange(num_held, device=device).unsqueeze(1)
 
         for start in range(0, len(targets_N), num_rows):
             rows = slice(start, start + num_rows)
@@ -111,13 +111,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         # In place: nothing else uses them, and autograd refuses a second backward pass.
-        return (
-            None,
-            None,
-            None,
-            None,
-            *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors),
-        )
+        grads = [None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors]
+        return None, None, None, None, *grads
 
 
 def _logits_and_bases(
@@ -225,7 +220,8 @@ def _divergence_and_gradient(
 
     `base_SV` is log p_base, and is overwritten.
     """
-    log_p_SV, p_base_SV = logits_SV.log_softmax(dim=1), base_SV.exp()
+    log_p_SV = logits_SV.log_softmax(dim=1)
+    p_base_SV = base_SV.exp()
     divergence_S1 = base_SV.sub_(log_p_SV).mul_(p_base_SV).sum(dim=1, keepdim=True)
     gradient_SV = log_p_SV.exp_().sub_(p_base_SV).mul_(~ignored_S1)
     return divergence_S1.masked_fill_(ignored_S1, 0.0).squeeze(1), gradient_SV
@@ -236,7 +232,8 @@ def _within(places: Sequence[tuple[slice, float]], rows: slice) -> Iterator[tupl
     rows.
     """
     for place, weight in places:
-        start, stop = max(place.start, rows.start), min(place.stop, rows.stop)
+        start = max(place.start, rows.start)
+        stop = min(place.stop, rows.stop)
         if start < stop:
             yield slice(start - rows.start, stop - rows.start), weight
 

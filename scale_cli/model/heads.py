@@ -60,12 +60,12 @@ def token_log_probs(model: HeadedModel, input_ids: Tensor, next_ids_BT: Tensor) 
     heads, never holding all positions' logits.
     """
     logits_at = model.head_logits(input_ids)
-    log_probs, cosines = [], []
+    log_probs = []
+    cosines = []
     for at in parts_of_positions(next_ids_BT, model.config.vocab_size):
         heads = [logits.float() for logits in logits_at(at)]
-        log_probs.append(
-            torch.stack([observed_log_probs(logits, next_ids_BT[:, at]) for logits in heads])
-        )
+        said = [observed_log_probs(logits, next_ids_BT[:, at]) for logits in heads]
+        log_probs.append(torch.stack(said))
         cosines.append(logit_cosine(heads[0], heads[-1]))
     return TokenLogProbs(torch.cat(log_probs, dim=-1), torch.cat(cosines, dim=-1))
 
@@ -106,22 +106,22 @@ class PlainHeads(nn.Module):
         position_ids: Tensor | None = None,
         cache: Any = None,  # CacheOfTwo
     ) -> HeadLogits:
-        hidden, heads = [], []
-        of_trained = None if cache is None else cache.trained
-        of_models = [(self.base, cache), (self.trained, of_trained)]
-        for model, of_model in of_models if self.trained is not None else of_models[:1]:
-            outputs = model.get_decoder()(
+        caches = {self.base: cache}
+        if self.trained is not None:
+            caches[self.trained] = None if cache is None else cache.trained
+        hidden = {
+            model: model.get_decoder()(
                 input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 use_cache=cache is not None,
                 **named(of_model),
-            )
-            hidden.append(outputs.last_hidden_state)
-            heads.append(model.get_output_embeddings())
+            ).last_hidden_state
+            for model, of_model in caches.items()
+        }
         return lambda positions: [
-            head(states[:, positions].contiguous())
-            for head, states in zip(heads, hidden, strict=True)
+            model.get_output_embeddings()(states[:, positions].contiguous())
+            for model, states in hidden.items()
         ]
 
 

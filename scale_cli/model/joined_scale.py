@@ -11,14 +11,14 @@ Sources: ours; each expansion is SCALE's (arXiv 2511.03270), the rule is that of
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from .branches_scale import FinalStates
-from .configuration_scale import JoinedConfig
+from .configuration_scale import JoinedConfig, ScaleConfig
 from .expansion_scale import Expansion
 from .modeling_scale import WidenedModel
 from .routing import PieceShares
+from .vocabulary_scale import pieces_of
 
 
 class JoinedForCausalLM(WidenedModel):
@@ -34,8 +34,12 @@ class JoinedForCausalLM(WidenedModel):
 
     def __init__(self, config: JoinedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config, base)
-        vocab_size, known = config.vocab_size, config.known_by_heads()
-        self.expansions = [Expansion(self.base, sizes) for sizes in config.expansions()]
+        vocab_size = config.vocab_size
+        known = config.known_by_heads()
+        self.expansions = []
+        for member in config.members:
+            sizes = ScaleConfig(base_config=config.base_config, **member["expansion"])
+            self.expansions.append(Expansion(self.base, sizes))
         self.members = nn.ModuleList(self.expansions)
         for expansion, (first_known, _) in zip(self.expansions, known[1:], strict=True):
             rows = expansion.embed_tokens
@@ -43,8 +47,8 @@ class JoinedForCausalLM(WidenedModel):
                 expansion.embed_tokens = nn.Embedding(vocab_size, rows.embedding_dim)
             if expansion.new_tokens is not None:
                 expansion.new_tokens.first_id += first_known
-        first = [pieces[0] for pieces in config.pieces()]
-        self._shares: list[PieceShares | None] = []
+        first = [pieces[0] for pieces in pieces_of(config.new_tokens)]
+        self._shares = []
         for head, (start, end) in enumerate(known):
             unknown = [*first[:start], *first[end:]]
             own = sorted(set(config.own_pieces).intersection(unknown))
@@ -56,17 +60,6 @@ class JoinedForCausalLM(WidenedModel):
 
     def freeze(self) -> None:
         self.requires_grad_(False)
-
-    def of_all_tokens(self, head: int, logits: Tensor) -> Tensor:
-        """Return a head's logits of all tokens, from its logits of the tokens that it knows (the
-        last dimension).
-        """
-        shares = self._shares[head]
-        return logits if shares is None else shares(logits)
-
-    def routed_logits(self, states: FinalStates) -> list[Tensor]:
-        logits = super().routed_logits(states)
-        return [self.of_all_tokens(head, of_one) for head, of_one in enumerate(logits)]
 
     def train(self, mode: bool = True) -> JoinedForCausalLM:  # noqa: ARG002 (as every module's)
         """Stay in evaluation mode: nothing in this model trains."""

@@ -16,22 +16,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .branches_scale import FinalStates, ScaleCache, run_expansions
+from .branches_scale import FinalStates, ScaleCache, attention_masks, base_layer_alone
 from .cache_scale import CACHE, named, require_state
 from .configuration_scale import ScaleConfig
-from .expansion_scale import Expansion
+from .expansion_scale import Expansion, LayerContext
+from .family_scale import family_of
+from .fused_scale import frozen_norm, rotation_angles
 from .head_loss import IGNORED, trained_head_cross_entropy
 from .routing import (
-    cosine_serves_base,
-    evidence_of,
+    PieceShares,
+    chosen_by_cosine,
     evidence_of_words,
-    log_prior,
-    logit_cosine,
     route,
 )
+from .vocabulary_scale import brought_by, embed
 
 
 def _refusal(reason: str) -> Any:
@@ -57,7 +58,8 @@ class RouterGenerationMixin(GenerationMixin):
         generation: Any = super()
         inputs = generation.prepare_inputs_for_generation(input_ids, *args, **kwargs)
         if judged_mask is not None:
-            mask, num_positions = kwargs.get("attention_mask"), inputs["input_ids"].shape[1]
+            mask = kwargs.get("attention_mask")
+            num_positions = inputs["input_ids"].shape[1]
             inputs["evidence_mask"] = evidence_of_words(
                 judged_mask, mask, input_ids.shape[1], num_positions
             )
@@ -77,7 +79,9 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
     _no_split_modules = ["ExpansionLayer"]  # noqa: RUF012 (declared by transformers, which adds the base's own)
 
     gradient_checkpointing = False  # transformers reads it by this name
-    expansions: Sequence[Expansion]
+    expansions: list[Expansion]
+    # Of each head that lacks some of the tokens.
+    _shares: list[PieceShares | None]
     _training_loss: Callable[..., Tensor]
     new_cache = ScaleCache
 
@@ -97,9 +101,14 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
     def __init__(self, config: Any, base: PreTrainedModel | None = None) -> None:
         """Hold `base`, or one of the right shapes, which a checkpoint then fills."""
         super().__init__(config)
-        self.base: Any = base or AutoModelForCausalLM.from_config(
-            config.base(), attn_implementation=config._attn_implementation, dtype=config.dtype
-        )
+        if base is None:
+            fields = dict(config.base_config)
+            base = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(fields.pop("model_type"), **fields),
+                attn_implementation=config._attn_implementation,
+                dtype=config.dtype,
+            )
+        self.base: Any = base
         self.generation_config = self.base.generation_config
 
     @classmethod
@@ -126,16 +135,6 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
 
     def get_input_embeddings(self) -> nn.Module:
         return self.base.get_input_embeddings()
-
-    @staticmethod
-    def _own_cache(cache: Any) -> ScaleCache:
-        if isinstance(cache, ScaleCache):
-            return cache
-        if cache is not None and cache.get_seq_length() > 0:
-            raise ValueError(
-                f"{CACHE}: a widened model uses its own cache class; pass a ScaleCache, or none"
-            )
-        return ScaleCache()
 
     def forward(
         self,
@@ -173,7 +172,13 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
             self.config.use_cache if use_cache is None else use_cache
         )
         given = past_key_values if cache is None else cache
-        cache = self._own_cache(given) if use_cache else None
+        cache = None
+        if use_cache:
+            cache = given if isinstance(given, ScaleCache) else ScaleCache()
+            if given is not None and given is not cache and given.get_seq_length() > 0:
+                raise ValueError(
+                    f"{CACHE}: a widened model uses its own cache class; pass a ScaleCache, or none"
+                )
         if cache is None or cache.get_seq_length() == 0:
             require_state(attention_mask, position_ids, input_ids.shape[1])
         if self.training and labels is not None:
@@ -181,34 +186,29 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
             return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
         routed = self.config.routes and not self.training
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=routed)
-        kept = (
-            logits_to_keep
-            if isinstance(logits_to_keep, Tensor)
-            else slice(-logits_to_keep or None, None)
-        )
+        if isinstance(logits_to_keep, Tensor):
+            kept: slice | Tensor = logits_to_keep
+        else:
+            kept = slice(-logits_to_keep or None, None)
+
         if not routed:
             logits = self.trained_logits(states.at(kept))
         elif self.config.router_rule == "cosine":
             base, trained = self.routed_logits(states.at(kept))
-            cosine = logit_cosine(base, trained)
-            serves_base = cosine_serves_base(cosine, self.config.router_threshold)
-            logits = torch.where(serves_base.unsqueeze(-1), base.to(trained.dtype), trained)
+            logits = chosen_by_cosine(base, trained, self.config.router_threshold)
         else:
-            if evidence_mask is None:
-                evidence_mask = evidence_of(attention_mask, input_ids.shape[1])
-            prior = self.config.router_prior if router_prior is None else router_prior
-            mixed = route(
+            logits, _, memory = route(
                 lambda at: self.routed_logits(states.at(at)),
                 input_ids,
                 self.config.vocab_size,
-                prior_K=log_prior(prior, len(self.expansions) + 1, input_ids.device),
+                base_prior=self.config.router_prior if router_prior is None else router_prior,
                 memory=None if cache is None else cache.router,
+                attention_mask=attention_mask,
                 evidence_BT=evidence_mask,
                 logits_to_keep=logits_to_keep,
             )
-            logits = mixed.scores_BTV
             if cache is not None:
-                cache.router = mixed.memory
+                cache.router = memory
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -228,24 +228,90 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
         """Run the base's decoder once, every expansion beside it, and return the inputs of the
         vocabulary heads.
 
-        `preserved` says whether every routed head is wanted, or the last alone. The base's own head
-        costs one more frozen pass of those layers in which no expansion reads the untouched stream,
-        and nothing in the others.
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, past + T) or None.
+            position_ids: (B, T), or None: counted from the cache's length.
+            cache: extended in place.
+            preserved: whether head 0 is wanted, or the trained ones alone. From the layer where no
+                expansion reads the untouched stream any more, it costs one more frozen pass of the
+                remaining layers.
         """
-        return run_expansions(
-            self.base,
-            self.expansions,
-            input_ids,
-            attention_mask,
-            position_ids,
-            cache,
-            preserved=preserved,
-            checkpointing=self.gradient_checkpointing and self.training and torch.is_grad_enabled(),
+        decoder = self.base.model
+        family = family_of(self.base.config)
+        x_BTD = embed(decoder.embed_tokens, brought_by(self.expansions), input_ids)
+        masks = attention_masks(family, decoder, x_BTD, attention_mask, cache, position_ids)
+        if position_ids is None:
+            past = 0 if cache is None else cache.get_seq_length()
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device) + past
+            position_ids = positions.unsqueeze(0)
+        kinds = dict.fromkeys(family.rotary_kind(layer.self_attn) for layer in decoder.layers)
+        rotary = {}
+        for kind in kinds:
+            asked = () if kind is None else (kind,)
+            embeddings = decoder.rotary_emb(x_BTD, position_ids, *asked)
+            rotary[kind] = (embeddings, rotation_angles(*embeddings))
+        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        context = LayerContext(
+            family=family,
+            position_ids=position_ids,
+            rotary=rotary,
+            attention_masks=masks,
+            cache=cache,
+            num_layers=len(decoder.layers),
+            checkpointing=checkpointing,
         )
 
+        # From here on, no expansion reads the untouched stream.
+        last_first = max(each.first_collaborating_layer for each in self.expansions)
+        streams = {0: x_BTD}  # by the head they belong to, as in `FinalStates`
+        u_KBTE = [expansion.embed_tokens(input_ids) for expansion in self.expansions]
+        for index, base_layer in enumerate(decoder.layers):
+            after: dict[int, Tensor] = {}
+            if preserved and index >= last_first:
+                # Before the others: a sharded layer is gathered for it, and parted again after them.
+                after[0] = base_layer_alone(base_layer, streams[0], position_ids, context)
+            # Of the base's own stream; the first expansion that follows it computes them.
+            reads = None
+            for head, expansion in enumerate(self.expansions, start=1):
+                layer: Any = expansion.layers[index]
+                own_slot = context.slot(head, index)
+                u_BTE = u_KBTE[head - 1]
+                if index < expansion.first_collaborating_layer:
+                    x_BTD = streams[0] if reads is None else after[0]
+                    slot = context.slot(0, index)
+                    after[0], u_BTE, reads = layer(
+                        base_layer, x_BTD, u_BTE, context, slot, own_slot, reads
+                    )
+                else:
+                    # The cache's length is read from slot 0: if head 0 is not run, an adapted stream
+                    # uses that slot.
+                    slot = context.slot(len(self.expansions) + head if preserved else 0, index)
+                    x_BTD = streams[head] if head in streams else streams[0]
+                    after[head], u_BTE, _ = layer(base_layer, x_BTD, u_BTE, context, slot, own_slot)
+                u_KBTE[head - 1] = u_BTE
+            streams = after
+
+        x_BTD_of: dict[int, Tensor] = {}
+        inverse_rms: dict[int, Tensor] = {}
+        for head, x_BTD in streams.items():
+            x_BTD_of[head], inverse_rms[head] = frozen_norm(decoder.norm, family.norm_form, x_BTD)
+        for head, expansion in enumerate(self.expansions, start=1):
+            owner = head if head in inverse_rms else 0
+            u_KBTE[head - 1] = expansion.norm(inverse_rms[owner], u_KBTE[head - 1])
+        return FinalStates(self.expansions, x_BTD_of, u_KBTE)
+
     def routed_logits(self, states: FinalStates) -> list[Tensor]:
-        """Return the logits of all routed heads; shared products are computed once."""
-        return states.logits(self.base.lm_head, range(len(self.expansions) + 1))
+        """Return the logits of all routed heads, of all tokens; shared products are computed once."""
+        logits = states.logits(self.base.lm_head, range(len(self.expansions) + 1))
+        return [self.of_all_tokens(head, of_one) for head, of_one in enumerate(logits)]
+
+    def of_all_tokens(self, head: int, logits: Tensor) -> Tensor:
+        """Return a head's logits of all tokens, from its logits of the tokens that it knows (the
+        last dimension).
+        """
+        shares = self._shares[head]
+        return logits if shares is None else shares(logits)
 
     def head_logits(
         self,
@@ -300,13 +366,10 @@ class ScaleForCausalLM(WidenedModel):
         super().__init__(config, base)
         self.expansion = Expansion(self.base, config)
         self.expansions = [self.expansion]
+        new = self.expansion.new_tokens
+        self._shares = [None if new is None else new.shared, None]
         self.freeze()
         self.post_init()
-
-    def routed_logits(self, states: FinalStates) -> list[Tensor]:
-        base, trained = super().routed_logits(states)
-        new = self.expansion.new_tokens
-        return [base if new is None else new.shared(base), trained]
 
     def _training_loss(
         self,

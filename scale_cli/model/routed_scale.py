@@ -40,7 +40,6 @@ from .routing import (
     base_shares,
     evidence_of,
     evidence_of_words,
-    log_prior,
     route,
 )
 
@@ -50,7 +49,10 @@ class RouterLayer:
     the others.
     """
 
-    supports_early_init, is_initialized, is_sliding, is_croppable = False, True, False, True
+    supports_early_init = False
+    is_initialized = True
+    is_sliding = False
+    is_croppable = True
     keys = values = None
 
     def __init__(self, layers: list[Any]) -> None:
@@ -74,10 +76,8 @@ class RouterLayer:
 
     def keep(self, memory: RouterMemory, rows_BTD: Tensor, log_weights_KBT: Tensor) -> None:
         if not self.is_compileable:
-            self.before, self.call = (
-                None if self.is_empty else self.last,
-                (rows_BTD, log_weights_KBT),
-            )
+            self.before = None if self.is_empty else self.last
+            self.call = (rows_BTD, log_weights_KBT)
             self.last = memory
         elif self.last is None or self.last.logits_KBV.shape != memory.logits_KBV.shape:
             self.last = RouterMemory(*(tensor.clone() for tensor in memory))
@@ -102,12 +102,14 @@ class RouterLayer:
             raise NotImplementedError(
                 "a routed model's cache can remove only the tokens of the last call, not earlier ones"
             )
-        rows_BTD, log_weights_KBT = self.call[0][:, :-num_removed], self.call[1][..., :-num_removed]
+        rows_BTD = self.call[0][:, :-num_removed]
+        log_weights_KBT = self.call[1][..., :-num_removed]
         if rows_BTD.shape[1]:
             self.call = rows_BTD, log_weights_KBT
             self.last = None
         else:
-            self.last, self.is_empty = self.before, self.before is None
+            self.last = self.before
+            self.is_empty = self.before is None
             self._forget_how_it_came()
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -196,8 +198,6 @@ class RoutedModel(nn.Module):
             raise ValueError(
                 "inputs_embeds: the router weighs its heads by the tokens of the text; pass input_ids"
             )
-        if evidence_mask is None:
-            evidence_mask = evidence_of(attention_mask, input_ids.shape[1])
         cache = past_key_values if cache is None else cache
         layer = None if cache is None else _router_layer(cache)
         if layer is None or layer.is_empty:
@@ -215,21 +215,19 @@ class RoutedModel(nn.Module):
             layer = RouterLayer(cache.layers)
             cache.layers.append(layer)
         rows_BTD = outputs.last_hidden_state
-        routed = route(
+        logits, log_weights_KBT, memory = route(
             lambda at: self._head_logits(rows_BTD[:, at]),
             input_ids,
             self.config.vocab_size,
-            prior_K=log_prior(
-                self._prior if router_prior is None else router_prior, device=rows_BTD.device
-            ),
+            base_prior=self._prior if router_prior is None else router_prior,
             memory=self._last(layer),
+            attention_mask=attention_mask,
             evidence_BT=evidence_mask,
             logits_to_keep=logits_to_keep,
         )
         if layer is not None:
-            memory = RouterMemory(*(tensor.detach() for tensor in routed.memory))
-            layer.keep(memory, rows_BTD.detach(), routed.log_weights_KBT.detach())
-        logits = routed.scores_BTV
+            memory = RouterMemory(*(tensor.detach() for tensor in memory))
+            layer.keep(memory, rows_BTD.detach(), log_weights_KBT.detach())
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -306,7 +304,8 @@ class RoutedModel(nn.Module):
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
         )
-        mask, ids = kwargs.get("attention_mask"), inputs.get("input_ids")
+        mask = kwargs.get("attention_mask")
+        ids = inputs.get("input_ids")
         if isinstance(ids, Tensor) and mask is None:
             inputs["evidence_mask"] = torch.ones_like(ids, dtype=torch.bool)
         elif isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.ndim == 2:

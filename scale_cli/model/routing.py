@@ -202,7 +202,9 @@ class PieceShares:
     def __init__(
         self, first: Sequence[int], own: Sequence[int], ids: Sequence[int] | None = None
     ) -> None:
-        self.first, self.own, self.ids = list(first), list(own), ids
+        self.first = list(first)
+        self.own = list(own)
+        self.ids = ids
         self._made: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -218,7 +220,8 @@ class PieceShares:
         """Return two tables by token id: the index of the logit to read, among `num_old`, and the
         number to add.
         """
-        first_N, own_N = torch.tensor(self.first), torch.tensor(self.own, dtype=torch.long)
+        first_N = torch.tensor(self.first)
+        own_N = torch.tensor(self.own, dtype=torch.long)
         sharing_V = torch.bincount(first_N, minlength=num_old).double()
         kept_V = torch.zeros_like(sharing_V)
         kept_V[own_N] = -sharing_V[own_N].log1p()
@@ -255,6 +258,12 @@ def cosine_serves_base(cosine: Tensor, threshold: float) -> Tensor:
     return ~(cosine < threshold)
 
 
+def chosen_by_cosine(base: Tensor, trained: Tensor, threshold: float) -> Tensor:
+    """Return the logits (..., V) of the head with which the paper's rule answers."""
+    serves_base = cosine_serves_base(logit_cosine(base, trained), threshold)
+    return torch.where(serves_base.unsqueeze(-1), base.to(trained.dtype), trained)
+
+
 def rows_at_once(device_type: str, vocab_size: int) -> int:
     """Return the number of tokens whose logits are held at once, in training and outside it."""
     return max(FEWEST_ROWS, LOGITS_AT_ONCE.get(device_type, 2**26) // vocab_size)
@@ -284,24 +293,17 @@ class RouterMemory(NamedTuple):
         return RouterMemory(*(tensor.repeat_interleave(repeats, dim=1) for tensor in self))
 
 
-class RoutedScores(NamedTuple):
-    """Result of the posterior rule over some tokens."""
-
-    scores_BTV: Tensor  # their softmax is the mixture of the heads
-    log_weights_KBT: Tensor  # of each head after each token
-    memory: RouterMemory  # after the last token
-
-
 def route(
     logits_at: Callable[[slice], Tensor | Sequence[Tensor]],
     ids_BT: Tensor,
     vocab_size: int,
     *,
-    prior_K: Tensor,
-    memory: RouterMemory | None = None,
-    evidence_BT: Tensor | None = None,
-    logits_to_keep: int | Tensor = 0,
-) -> RoutedScores:
+    base_prior: float | Tensor,
+    memory: RouterMemory | None,
+    attention_mask: Any,
+    evidence_BT: Tensor | None,
+    logits_to_keep: int | Tensor,
+) -> tuple[Tensor, Tensor, RouterMemory]:
     """Weigh the heads by each token, and mix their predictions of the next one.
 
     Args:
@@ -309,26 +311,39 @@ def route(
             positions.
         ids_BT: the tokens.
         vocab_size: V.
-        prior_K: log-weights before the first token of a document, or (K, B) of each.
+        base_prior: the base head's weight before the first token of a document, or (B,) of each.
         memory: state after the tokens before these; None if there are none.
-        evidence_BT: whether a token counts as evidence (`evidence_of`); None: every token does.
+        attention_mask: (B, past + T) or None.
+        evidence_BT: whether a token counts as evidence; None: all but padding do (`evidence_of`).
         logits_to_keep: return the scores of so many last positions, 0 for all, or of the positions
             in a tensor.
+
+    Returns:
+        (B, T, V) scores whose softmax is the mixture; (K, B, T) log-weights after each token; the
+        state after the last token.
     """
-    some = isinstance(logits_to_keep, int) and logits_to_keep > 0
-    first = max(0, ids_BT.shape[1] - int(logits_to_keep)) if some else 0
-    log_weights, scores = [], []
+    if evidence_BT is None:
+        evidence_BT = evidence_of(attention_mask, ids_BT.shape[1])
+    first = 0
+    if isinstance(logits_to_keep, int) and logits_to_keep > 0:
+        first = max(0, ids_BT.shape[1] - logits_to_keep)
+
+    prior_K = None
+    log_weights = []
+    scores = []
     for at in parts_of_positions(ids_BT, vocab_size):
-        said = logits_at(at)
-        if not isinstance(said, Tensor):
-            said = torch.stack([of_head.float() for of_head in said])
-        logits_KBTV = said
-        device, sizes_KBT = logits_KBTV.device, logits_KBTV.logsumexp(dim=-1)
+        logits_KBTV = logits_at(at)
+        if not isinstance(logits_KBTV, Tensor):
+            logits_KBTV = torch.stack([of_head.float() for of_head in logits_KBTV])
+        device = logits_KBTV.device
+        sizes_KBT = logits_KBTV.logsumexp(dim=-1)
         said_KBT = token_log_probs(memory, logits_KBTV, sizes_KBT, ids_BT[:, at].to(device))
         if evidence_BT is not None:
             said_KBT = torch.where(evidence_BT[:, at].to(device), said_KBT, 0.0)
         start_KB = None if memory is None else memory.log_weights_KB
-        log_weights_KBS = posterior_log_weights(said_KBT, prior_K.to(device), start_KB)
+        if prior_K is None:
+            prior_K = log_prior(base_prior, len(said_KBT), device)
+        log_weights_KBS = posterior_log_weights(said_KBT, prior_K, start_KB)
         log_weights.append(log_weights_KBS[..., 1:])
         if at.stop > first:
             kept = slice(max(0, first - at.start), None)
@@ -342,7 +357,7 @@ def route(
     scores_BTV = torch.cat(scores, dim=1)
     if isinstance(logits_to_keep, Tensor):
         scores_BTV = scores_BTV[:, logits_to_keep]
-    return RoutedScores(scores_BTV, torch.cat(log_weights, dim=-1), memory)
+    return scores_BTV, torch.cat(log_weights, dim=-1), memory
 
 
 def token_log_probs(

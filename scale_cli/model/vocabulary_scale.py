@@ -27,22 +27,24 @@ from .routing import PieceShares
 class NewTokens(nn.Module):
     """The rows of new tokens in x, which are composed here, and in the vocabulary head.
 
-    `pieces` holds, for each new token, the old ids that stand for it; `own_pieces` those first ids
-    that begin no text without the new tokens' script.
+    `new_tokens` and `own_pieces` are as in `ScaleConfig`.
     """
 
-    def __init__(
-        self, base: Any, pieces: Sequence[Sequence[int]], own_pieces: Sequence[int]
-    ) -> None:
+    def __init__(self, base: Any, new_tokens: Sequence[str], own_pieces: Sequence[int]) -> None:
         super().__init__()
+        pieces = pieces_of(new_tokens)
         self.first_id, num_channels = base.model.embed_tokens.weight.shape
-        self.pieces = pieces
         self.shared = PieceShares([old[0] for old in pieces], own_pieces)
         self.embed_tokens = nn.Embedding(len(pieces), num_channels).requires_grad_(False)
         self.lm_head = nn.Linear(num_channels, len(pieces), bias=False)
         rows_VD = family_of(base.config).token_rows(base)
         if not rows_VD.is_meta:
             self.embed_tokens.weight.copy_(composed(rows_VD, pieces))
+
+
+def pieces_of(new_tokens: Iterable[str]) -> list[list[int]]:
+    """Return, for each new token as `ScaleConfig` stores it, the old ids that stand for it."""
+    return [[int(index) for index in token.split()] for token in new_tokens]
 
 
 def composed(rows_VD: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:
@@ -65,18 +67,15 @@ def embed(embedding: nn.Embedding, brought: Sequence[NewTokens], input_ids: Tens
         return cast(Tensor, embedding(input_ids))
     x_BTD = embedding(input_ids.clamp(max=embedding.num_embeddings - 1))
     for new in brought:
-        new_BTD = new.embed_tokens((input_ids - new.first_id).clamp(0, len(new.pieces) - 1)).to(
-            x_BTD.dtype
-        )
+        places_BT = (input_ids - new.first_id).clamp(0, new.embed_tokens.num_embeddings - 1)
+        new_BTD = new.embed_tokens(places_BT).to(x_BTD.dtype)
         x_BTD = torch.where((input_ids < new.first_id).unsqueeze(-1), x_BTD, new_BTD)
     return x_BTD
 
 
 def brought_by(expansions: Iterable[Any]) -> list[NewTokens]:
     """Return the new tokens of some expansions, each group once, in the order of their ids."""
-    found = {
-        one.new_tokens.first_id: one.new_tokens for one in expansions if one.new_tokens is not None
-    }
-    return [
-        found[first_id] for first_id in sorted(found)
-    ]  # torch.compile can trace a sort of plain numbers
+    brought = [one.new_tokens for one in expansions if one.new_tokens is not None]
+    found = {new.first_id: new for new in brought}
+    # torch.compile can trace a sort of plain numbers.
+    return [found[first_id] for first_id in sorted(found)]

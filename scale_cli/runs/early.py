@@ -6,8 +6,6 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.errors import ConfigError, RunFolderError
@@ -15,74 +13,56 @@ from scale_cli.runs.folder import RunFolder
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
 from scale_cli.values import counted
 
-
-def check_start(config: RunConfig) -> None:
-    """Check what `scale upscale` reads."""
-    _check_base(config)
-    if config.method.vocabulary is not None:
-        _check_sources(config.corpus.sources)
-
-
-def check_text(config: RunConfig) -> None:
-    """Check what `scale prepare` reads."""
-    check_config_file(config.model)
-    _check_sources([*config.corpus.sources, *config.evaluation.perplexity])
+# What each verb reads, beside the base's config.json.
+_READS = {
+    "upscale": {"weights", "text of new tokens"},
+    "prepare": {"training text", "held-out text"},
+    "train": {"upscaled", "weights", "training text"},
+    "evaluate": {"final", "weights", "held-out text"},
+    "export": {"final", "weights"},
+    "run": {"weights", "training text", "held-out text"},
+}
 
 
-def check_training(config: RunConfig) -> None:
-    """Check what `scale train` reads; a finished run needs no text any more."""
+def check_early(verb: str, config: RunConfig, fail_above: float | None = None) -> None:
+    """Check what a verb reads, and that the gate `--fail-above` has something to judge.
+
+    Local files alone are checked: a store or the hub is asked later.
+    """
     run = RunFolder(config.output_dir)
-    if run.final.is_dir():
+    reads = _READS[verb]
+    if run.final.is_dir() and verb == "train":
         return
-    if not run.upscaled.is_dir():
-        raise RunFolderError(f"{run.upscaled}: does not exist; run `scale upscale` first")
-    _check_base(config)
-    _check_sources(config.corpus.sources)
+    if run.final.is_dir() and verb == "run":
+        reads = reads - {"training text"}  # a finished run needs none any more
 
-
-def check_finished(config: RunConfig) -> None:
-    """Check what `scale export` reads."""
-    RunFolder(config.output_dir).check_finished()
-    _check_base(config)
-
-
-def check_measured(config: RunConfig, fail_above: float | None = None) -> None:
-    """Check what `scale evaluate` reads, and that its gate has something to judge."""
-    _check_gate(config, fail_above)
-    check_finished(config)
-    _check_sources(config.evaluation.perplexity)
-
-
-def check_all(config: RunConfig, fail_above: float | None = None) -> None:
-    """Check what `scale run` reads; a finished run does not need its training text any more."""
-    _check_gate(config, fail_above)
-    _check_base(config)
-    is_finished = RunFolder(config.output_dir).final.is_dir()
-    trained_on = [] if is_finished else config.corpus.sources
-    _check_sources([*trained_on, *config.evaluation.perplexity])
-
-
-def _check_gate(config: RunConfig, fail_above: float | None) -> None:
-    """Raise ConfigError if --fail-above is given but no corpus has the role retention."""
     roles = {source.role for source in config.evaluation.perplexity}
     if fail_above is not None and "retention" not in roles:
         raise ConfigError(
             "--fail-above: evaluation.perplexity has no corpus of role retention; add one"
         )
+    if "upscaled" in reads and not run.upscaled.is_dir():
+        raise RunFolderError(f"{run.upscaled}: does not exist; run `scale upscale` first")
+    if "final" in reads:
+        run.check_finished()
 
-
-def _check_base(config: RunConfig) -> None:
     check_config_file(config.model)
-    check_weight_files(config.model)
+    if "weights" in reads:
+        check_weight_files(config.model)
 
+    sources: list[TextSource] = []
+    if "training text" in reads or (
+        "text of new tokens" in reads and config.method.vocabulary is not None
+    ):
+        sources += config.corpus.sources
+    if "held-out text" in reads:
+        sources += config.evaluation.perplexity
+    local = [source for source in sources if source.is_local]
+    if local:
+        # This imports pyarrow, which a bad config does not need.
+        from scale_cli.data.files import check_source
 
-def _check_sources(sources: Sequence[TextSource]) -> None:
-    """Check local files alone: a store or the hub is asked later."""
-    # This imports pyarrow, which a bad config does not need.
-    from scale_cli.data.files import check_source
-
-    for source in sources:
-        if source.is_local:
+        for source in local:
             check_source(source)
 
 

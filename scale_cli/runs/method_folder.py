@@ -27,19 +27,21 @@ from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseOfNewTokens, HeadedModel, PlainHeads
+from scale_cli.model.vocabulary_scale import NewTokens
 from scale_cli.processes import Share
 from scale_cli.runs.folder import TRAINED
 from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, write_json
 from scale_cli.storage.shards import has_shards, load_shards
 from scale_cli.upscale.base import load_hashed_base
+from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.base_hashes import check_same_base
-from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.building import MethodModel, NewPieces, grow_plainly
 
 # PEFT's own files, which `PeftModel.from_pretrained` and adapter servers load. The config has rank,
 # alpha, targets and the base's name as in our config. A and B have PEFT's names, without `default`,
 # PEFT's name for the only adapter.
-_PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PEFT_CONFIG = "adapter_config.json"
+_PEFT_WEIGHTS = "adapter_model.safetensors"
 
 _METHOD = "method.json"
 
@@ -66,13 +68,6 @@ def read_method(folder: Path) -> MethodConfig:
         return MethodConfig.model_validate(read_json(folder / _METHOD))
     except ValidationError:
         raise StorageError(f"{folder / _METHOD}: damaged, or written by another version") from None
-
-
-def load_onto_base(
-    folder: Path, base: ModelConfig, seed: int = 0, of_machine: Share | None = None
-) -> MethodModel:
-    """Load a folder's base with `load_recorded_base`, and put the folder's parameters on it."""
-    return put_on_base(folder, load_recorded_base(folder, base, of_machine), seed)
 
 
 def load_recorded_base(
@@ -183,6 +178,5 @@ def beside_new_tokens(base: PreTrainedModel, trained: Any) -> nn.Module:
     config = trained.config
     if not getattr(config, "new_tokens", None):
         return base
-    return BaseOfNewTokens(
-        base, NewPieces(config.new_tokens, config.own_pieces).rows(base).to(trained.device), config
-    )
+    new = NewTokens(base, config.new_tokens, config.own_pieces).to(trained.device)
+    return BaseOfNewTokens(base, new, config)

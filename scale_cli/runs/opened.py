@@ -46,7 +46,6 @@ from scale_cli.processes import Share, move_to_device, share_of_machine
 from scale_cli.runs.early import check_sizes
 from scale_cli.runs.folder import RunFolder, check_folder
 from scale_cli.runs.method_folder import (
-    load_onto_base,
     load_recorded_base,
     model_with_base,
     put_on_base,
@@ -57,8 +56,7 @@ from scale_cli.runs.new_tokens import learned_on
 from scale_cli.runs.precision import with_precision
 from scale_cli.storage.atomic import is_whole, read_json, verify_folder
 from scale_cli.upscale.base import base_without_weights, load_base_config
-from scale_cli.upscale.base_files import check_weight_files
-from scale_cli.upscale.base_record import BaseRecord
+from scale_cli.upscale.base_files import BaseRecord, check_weight_files
 from scale_cli.upscale.base_tokenizer import check_tokenizer, load_tokenizer
 from scale_cli.upscale.building import MethodModel, build_model
 from scale_cli.upscale.quantised_base import dequantise
@@ -235,16 +233,14 @@ class MethodFolder:
 
     def load(self, of_machine: Share | None = None) -> MethodModel:
         """Return the model with the router that the config asks for now, on this process's device."""
-        return self._as_served(
-            load_onto_base(self.path, self.run.config.model, of_machine=of_machine)
-        )
+        return self._serve_on(load_recorded_base(self.path, self.run.config.model, of_machine))
 
     def load_to_export(self) -> MethodModel:
         """Return what `load` does, on a dequantised base: the quantised weights as plain numbers."""
-        base = load_recorded_base(self.path, self.run.config.model)
-        return self._as_served(put_on_base(self.path, dequantise(base)))
+        return self._serve_on(dequantise(load_recorded_base(self.path, self.run.config.model)))
 
-    def _as_served(self, model: MethodModel) -> MethodModel:
+    def _serve_on(self, base: PreTrainedModel) -> MethodModel:
+        model = put_on_base(self.path, base)
         if self.method.definition.widens:
             set_router(model, self.run.config.method.router, self.run.config.new_script)
         return move_to_device(model)
@@ -269,8 +265,8 @@ class MethodFolder:
         """Return the model on the device it was read to, not yet placed or sharded; all processes
         must call this.
         """
-        config = self.run.config
-        return load_onto_base(self.path, config.model, config.seed, share_of_machine())
+        base = load_recorded_base(self.path, self.run.config.model, share_of_machine())
+        return put_on_base(self.path, base, self.run.config.seed)
 
     def load_beside_base(self) -> tuple[MethodModel, PreTrainedModel]:
         """Return what `load_to_train` does, and a whole copy of its base; the base is read once."""

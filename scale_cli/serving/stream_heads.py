@@ -102,8 +102,9 @@ class StreamHeads:
         the whole of it.
         """
         z_TV, added_TV = self._products(rows_TD)
-        base_TV = self._base(z_TV)
-        sizes_T2 = self._over_all_devices(self.sizes_of(base_TV, z_TV, added_TV, self.shard.length))
+        base_TV = z_TV if self.shared is None else self.shared(z_TV)
+        own_sizes_T2 = self.sizes_of(base_TV, z_TV, added_TV, self.shard.length)
+        sizes_T2 = torch.logsumexp(self.shard.gather(own_sizes_T2), dim=0)
         log_weights_2T = F.logsigmoid(torch.stack([-log_odds_T, log_odds_T]))
         # Not inside the compiled function, which would compute these numbers of a row again for
         # every token.
@@ -123,11 +124,12 @@ class StreamHeads:
             sizes_of_tiles = []
             left = self.shard.length  # without padding
             for z_TV, added_TV in self._products_of_tiles(rows) if whole is None else [whole]:
-                base_TV = self._base(z_TV)
+                base_TV = z_TV if self.shared is None else self.shared(z_TV)
                 sizes_of_tiles.append(self.sizes_of(base_TV, z_TV, added_TV, max(0, left)))
                 left -= z_TV.shape[-1]
             sizes.append(torch.logsumexp(torch.stack(sizes_of_tiles), dim=0))
-        return self.shard.sum(torch.cat(logits)), self._over_all_devices(torch.cat(sizes))
+        sizes_T2 = torch.logsumexp(self.shard.gather(torch.cat(sizes)), dim=0)
+        return self.shard.sum(torch.cat(logits)), sizes_T2
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
         """Return (T, 2) logits of `ids_T`."""
@@ -163,9 +165,6 @@ class StreamHeads:
             z_T = z_T + self.shared.added_V[ids_T]
         return torch.stack([torch.where(here_T, z_T, 0.0), trained_T], dim=-1)
 
-    def _base(self, z_TV: Tensor) -> Tensor:
-        return z_TV if self.shared is None else self.shared(z_TV)
-
     def _products(self, rows_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return (T, V) z and what the trained head adds to it."""
         z_tiles, added_tiles = zip(*self._products_of_tiles(rows_TD), strict=True)
@@ -177,6 +176,3 @@ class StreamHeads:
         x_TD, u_TD = rows_TD.split(list(self.stream_sizes), dim=-1)
         for product_of_x, product_of_u in self.tiles:
             yield product_of_x(x_TD), product_of_u(u_TD)
-
-    def _over_all_devices(self, sizes_T2: Tensor) -> Tensor:
-        return torch.logsumexp(self.shard.gather(sizes_T2), dim=0)

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    TorchAoConfig,
+)
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, StorageError, one_line, require

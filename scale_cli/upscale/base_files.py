@@ -1,9 +1,13 @@
-"""The files of a base, checked without torch, so that what is missing is said within a second."""
+"""The files of a base, checked without torch, so that what is missing is said within a second;
+and the record of a base by hashes: which model it is.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, one_line
 from scale_cli.storage.atomic import read_json
-from scale_cli.upscale.base_record import BaseRecord
+from scale_cli.storage.records import RunRecord
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,6 +30,30 @@ _REFUSED = {
 }
 NAME_THE_ORIGINAL = "name the transformers model from which it was made"
 
+REMEDY = "restore the earlier one, or start anew in another output_dir"
+
+
+@dataclass(frozen=True)
+class BaseRecord(RunRecord):
+    """The base model that an expansion belongs to; in every method folder."""
+
+    FILE = "base.json"
+    name: str  # hub id or folder, as the config gave it
+    revision: str | None  # the hub's commit, if it came from there
+    dtype: str  # of the hashed tensors
+    tensors: dict[str, str]  # SHA-256 of every tensor, by name
+    config_sha256: str  # of the configuration's keys that affect computing: sizes, norms, RoPE
+    tokenizer_sha256: str  # of the files that the tokenizer saves; empty if not recorded
+
+    @property
+    def content_sha256(self) -> str:
+        """One hash for the whole model, independent of its folder."""
+        lines = "".join(f"{name} {sha256}\n" for name, sha256 in sorted(self.tensors.items()))
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"content_sha256": self.content_sha256, **asdict(self)}
+
 
 def looks_local(name: str) -> bool:
     """Return whether a base's name is a folder rather than a hub id."""
@@ -36,7 +64,8 @@ def check_config_file(model: ModelConfig) -> None:
     """Raise BaseModelError if a base is a run, or a local base is no transformers model with
     safetensors.
     """
-    name, base = model.base, Path(model.base)
+    name = model.base
+    base = Path(model.base)
     if any(BaseRecord.is_in(folder) for folder in (base, base / "final", base / "upscaled")):
         raise BaseModelError(
             f"model.base: {name} is a run, which cannot be widened again; export it as llama and "

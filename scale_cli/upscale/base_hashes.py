@@ -17,7 +17,7 @@ from scale_cli.errors import ChangedBaseError
 from scale_cli.processes import ALONE, Share, gathered, share
 from scale_cli.storage.atomic import json_sha256
 from scale_cli.terminal import bytes_bar
-from scale_cli.upscale.base_record import REMEDY, BaseRecord
+from scale_cli.upscale.base_files import REMEDY, BaseRecord
 from scale_cli.upscale.quantised_base import is_quantised, parts_of
 
 # Configuration fields that do not change the computation.

@@ -1,4 +1,7 @@
-"""The tokenizer of a base: where it lies, and that it is the one that was recorded."""
+"""The tokenizer of a base: where it lies, and that it is the one that was recorded.
+
+`scale init` needs it without the code of any model, which base.py imports.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, one_line
-from scale_cli.upscale.base_record import REMEDY, BaseRecord
+from scale_cli.upscale.base_files import REMEDY, BaseRecord
 from scale_cli.vocabulary.added_tokens import SENTENCEPIECE
 from scale_cli.vocabulary.tokenizer import open_tokenizer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -41,11 +41,6 @@ class NewPieces:
     new_tokens: list[str]
     own_pieces: list[int]
 
-    def rows(self, base: Any) -> NewTokens:
-        """Return the new tokens' rows for a plain base; the rows of x are filled."""
-        pieces = [[int(index) for index in token.split()] for token in self.new_tokens]
-        return NewTokens(base, pieces, self.own_pieces)
-
 
 def new_pieces(
     config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase
@@ -54,10 +49,8 @@ def new_pieces(
     vocabulary = config.method.vocabulary
     if vocabulary is None:
         return None
-    spelling, script = (
-        Spelling.of(base.backend_tokenizer, config.model.base),
-        Script.named(vocabulary.script),
-    )
+    spelling = Spelling.of(base.backend_tokenizer, config.model.base)
+    script = Script.named(vocabulary.script)
     of_each = pieces(grown.backend_tokenizer, spelling, load_base_config(config.model).vocab_size)
     first = sorted({old[0] for old in of_each})
     spelt = map(spelling.to_bytes, grown.convert_ids_to_tokens(first))
@@ -134,16 +127,17 @@ def grow_plainly(base: PreTrainedModel, new: NewPieces) -> PreTrainedModel:
     filled yet.
     """
     model: Any = base
-    rows, embed_tokens = new.rows(base).to(base.device), model.model.embed_tokens
+    embed_tokens = model.model.embed_tokens
+    rows = NewTokens(base, new.new_tokens, new.own_pieces).to(base.device)
     of_x = rows.embed_tokens.weight / family_of(base.config).embedding_factor(embed_tokens)
     embedding, head = (
         torch.cat([old.weight, added.to(old.weight)])
         for old, added in ((embed_tokens, of_x), (model.lm_head, rows.lm_head.weight))
     )
-    embed_tokens.weight, embed_tokens.num_embeddings = nn.Parameter(embedding), len(embedding)
+    embed_tokens.weight = nn.Parameter(embedding)
+    embed_tokens.num_embeddings = len(embedding)
     embed_tokens.padding_idx = None
     model.lm_head = nn.Linear(head.shape[1], len(head), bias=False)
     model.lm_head.weight = nn.Parameter(head)
-    grown = {"vocab_size": len(head), "tie_word_embeddings": False}
-    base.config.update({**grown, "new_tokens": new.new_tokens, "own_pieces": new.own_pieces})
+    base.config.update({"vocab_size": len(head), "tie_word_embeddings": False, **asdict(new)})
     return base

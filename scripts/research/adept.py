@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, model_validator
 
 from scale_cli.errors import ConfigError
-from scale_cli.methods.llama_pro import Deeper, evenly_spaced
+from scale_cli.methods.llama_pro import copies_above, evenly_spaced
+from scale_cli.methods.method import PlainTraining
+from scale_cli.methods.plain import Plain
 from scale_cli.methods.recipes import Hook, Training, Update
 from scale_cli.values import Section, Steps
 
@@ -62,28 +64,30 @@ class AdeptConfig(Section):
         return self
 
 
-class Adept(Deeper[AdeptConfig]):
+class Adept(Plain[AdeptConfig]):
     """The copies train, each tensor at a rate of its own."""
 
     name, label = "adept", "ADEPT"
     colour, mark = "#7b58b8", ("h", "⬢")
     section, settings = "adept", AdeptConfig
+    left_out = {"lr": 2.0e-4}
 
     def in_words(self, settings: AdeptConfig) -> str:
         return ", new blocks only, rates by importance"
 
-    def copied(self, num_layers: int, settings: AdeptConfig) -> list[int]:
-        if settings.layers is None:
+    def plain_training(self, settings: AdeptConfig, num_layers: int) -> PlainTraining:
+        copied = settings.layers
+        if copied is None:
             if num_layers < 2:
                 raise ConfigError(
                     "method.adept.layers: the base has a single layer, which cannot be bypassed; set layers: [0]"
                 )
-            return evenly_spaced(num_layers, settings.num_blocks, "method.adept.num_blocks")
-        if (highest := max(settings.layers)) >= num_layers:
+            copied = evenly_spaced(num_layers, settings.num_blocks, "method.adept.num_blocks")
+        if (highest := max(copied)) >= num_layers:
             raise ConfigError(
                 f"method.adept.layers: {highest}, but the base has {num_layers} layers, from 0"
             )
-        return sorted(settings.layers)
+        return copies_above(copied, num_layers)
 
     def hooks(self, settings: AdeptConfig, training: Training) -> list[Hook]:
         if training.config.train.sharding != "none":

@@ -14,7 +14,6 @@ from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError
 from scale_cli.export.dense import plain_model
 from scale_cli.export.formats import formats_of
-from scale_cli.runs.method_folder import load_onto_base
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import load_tensors, read_json
 from scale_cli.upscale.preservation import sample_ids
@@ -47,13 +46,13 @@ def test_an_adapter_holds_the_expansion_alone_and_loads_onto_its_base_alone(
     (tensors,) = folder.glob("*.safetensors")
     num_held = sum(tensor.numel() for tensor in load_tensors(tensors).values())
     assert num_held == sum(parameter.numel() for parameter in trained.parameters()) - base_size
-    assert torch.equal(answered(load_onto_base(folder, config.model)), answered(trained))
+    assert torch.equal(answered(load_model(folder, config.model)), answered(trained))
     for other in (
         ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf")),
         ModelConfig(base=config.model.base, dtype="bfloat16"),
     ):
         with pytest.raises(BaseModelError, match="not the base that was widened"):
-            load_onto_base(folder, other)
+            load_model(folder, other)
 
 
 @pytest.mark.parametrize("embeddings", [False, True])
@@ -66,7 +65,7 @@ def test_a_lora_adapter_is_loaded_by_peft_and_by_us_as_what_was_trained(
     base = AutoModelForCausalLM.from_pretrained(config.model.base)
     assert (answered(base) - expected).abs().max() > 0.01
     assert torch.equal(answered(PeftModel.from_pretrained(base, folder)), expected)
-    assert torch.equal(answered(load_onto_base(folder, config.model)), expected)
+    assert torch.equal(answered(load_model(folder, config.model)), expected)
     text, original = "Once upon a time", AutoTokenizer.from_pretrained(config.model.base)
     assert AutoTokenizer.from_pretrained(folder)(text).input_ids == prompt_ids(original, text)
     assert "library_name: peft" in (folder / "README.md").read_text()

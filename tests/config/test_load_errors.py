@@ -27,7 +27,6 @@ TWIN = "{name: twin, path: a.txt, language: en}"
         (["seed=true"], ": seed: "),
         (["method.expansion.ratio='0.25'"], ": method.expansion.ratio: "),
         (["method.collaboration.layers=top:0"], ": method.collaboration.layers: "),
-        (["method.collaboration.modules=[mlp, mlp]"], ": method.collaboration.modules: "),
         (["corpus.sources=[]"], ": corpus.sources: "),
         (["corpus.sources.0.weight=0"], ": corpus.sources.0.weight: "),
         (["corpus.sources.0.dataset=some/set"], ": corpus.sources.0: "),

@@ -17,8 +17,8 @@ from scale_cli.processes import cpu_precision
 from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import read_json
 from scale_cli.upscale.base import load_base
+from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.base_hashes import changed_tensors
-from scale_cli.upscale.base_record import BaseRecord
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"
 

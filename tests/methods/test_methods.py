@@ -34,10 +34,8 @@ def prepared(base: PreTrainedModel, variant: str, **settings: Any) -> MethodMode
 def test_a_baseline_starts_as_its_base_trains_in_float32_and_is_exported_as_a_model_of_the_bases_class(
     shared_data: Path, tmp_path: Path, variant: str, dtype: str
 ) -> None:
-    model, base = (
-        prepared(real_base(shared_data, STORIES, dtype), variant),
-        real_base(shared_data, STORIES),
-    )
+    model = prepared(real_base(shared_data, STORIES, dtype), variant)
+    base = real_base(shared_data, STORIES)
     if dtype == "float32":
         assert torch.equal(answered(METHODS[variant].as_base(model), IDS), answered(base, IDS))
     assert {parameter.dtype for parameter in trainable_parameters(model).values()} == {

@@ -41,7 +41,8 @@ def test_the_docs_name_every_method() -> None:
 
 
 def test_no_module_but_the_methods_asks_which_method_one_is() -> None:
-    root, asks = Path(__file__).parents[2], re.compile(r"variant\s*(==|!=|in\b|not in\b)")
+    root = Path(__file__).parents[2]
+    asks = re.compile(r"variant\s*(==|!=|in\b|not in\b)")
     files = [
         *root.glob("scale_cli/**/*.py"),
         *root.glob("scale_cli/**/*.j2"),

@@ -35,7 +35,8 @@ def llama_configs(draw: st.DrawFn) -> LlamaConfig:
 @given(llama_configs(), st.floats(0.01, 4.0))
 def test_whole_heads_are_added_at_the_bases_own_ratio(base: LlamaConfig, ratio: float) -> None:
     planned = plan_expansion(base, MethodConfig(expansion=ExpansionConfig(ratio=ratio)))
-    num_added, num_base = planned.expansion_num_key_value_heads, base.num_key_value_heads
+    num_added = planned.expansion_num_key_value_heads
+    num_base = base.num_key_value_heads
     assert num_base is not None and num_added >= 1
     assert planned.expansion_num_attention_heads * num_base == base.num_attention_heads * num_added
     assert abs(num_added - ratio * num_base) <= 0.5 or num_added == 1, "the nearest number of heads"

@@ -37,7 +37,8 @@ def test_every_head_is_what_it_is_alone_bit_for_bit_from_one_forward(
     for layer in base.model.layers[:-1]:
         layer.self_attn.o_proj.register_forward_hook(count)
     for loaded in (["writes"], ["writes", "reads"], ["reads", "writes", "other"]):
-        model, calls = joined(base, **{name: runs[name] for name in loaded}), 0
+        model = joined(base, **{name: runs[name] for name in loaded})
+        calls = 0
         base_logits, *others = routed_heads(model, IDS)
         assert calls == len(base.model.layers) - 1
         assert torch.equal(base_logits.float(), expected)
@@ -47,7 +48,8 @@ def test_every_head_is_what_it_is_alone_bit_for_bit_from_one_forward(
 
 def test_a_broken_expansion_reaches_no_head_but_its_own() -> None:
     base = tiny_llama()
-    good, bad = trained_on(base, "preserve", seed=1), trained_on(base, "adapt", seed=2)
+    good = trained_on(base, "preserve", seed=1)
+    bad = trained_on(base, "adapt", seed=2)
     model = joined(base, good=good, bad=bad)
     with torch.no_grad():
         for parameter in model.members[1].parameters():

@@ -77,7 +77,8 @@ def test_a_layer_that_collaborates_is_decoded_with_its_cache_in_other_families(f
 def test_a_cache_goes_on_as_the_sequences_that_it_is_of(
     model: Any, operation: str, argument: Any, order: list[int]
 ) -> None:
-    prompts, following = some_ids(3, 9), some_ids(len(order), 5, seed=1)
+    prompts = some_ids(3, 9)
+    following = some_ids(len(order), 5, seed=1)
     cache = model(input_ids=prompts)[CACHE]
     getattr(cache, operation)(argument)
     copied = copy.deepcopy(cache)
@@ -94,7 +95,8 @@ def test_taking_tokens_back_is_refused() -> None:
 
 
 def test_an_empty_foreign_cache_is_replaced_and_a_filled_one_refused() -> None:
-    model, cache = as_if_trained(widen(tiny_llama(), "route")), DynamicCache()
+    model = as_if_trained(widen(tiny_llama(), "route"))
+    cache = DynamicCache()
     assert isinstance(model(input_ids=some_ids(1, 4), cache=cache)[CACHE], ScaleCache)
     model.base(input_ids=some_ids(1, 4), **{CACHE: cache})
     with pytest.raises(ValueError, match="ScaleCache"):
@@ -102,7 +104,8 @@ def test_an_empty_foreign_cache_is_replaced_and_a_filled_one_refused() -> None:
 
 
 def test_a_decoding_step_without_its_state_is_an_error(model: Any) -> None:
-    prompt, following = some_ids(2, 5), some_ids(2, 1, seed=1)
+    prompt = some_ids(2, 5)
+    following = some_ids(2, 1, seed=1)
     whole = torch.ones(2, 6, dtype=torch.long)
     model(input_ids=prompt, use_cache=True)
     for cache in (None, ScaleCache()):
@@ -146,7 +149,8 @@ def test_a_step_judges_by_the_tokens_and_begins_from_the_prior_that_it_is_told(
     config = model.config
     if config.model_type == "scale" and (config.router_rule != "posterior" or not config.routes):
         model = as_if_trained(widen(tiny_llama(), "route"))
-    prompts, judged = some_ids(2, 9), torch.ones(2, 9, dtype=torch.bool)
+    prompts = some_ids(2, 9)
+    judged = torch.ones(2, 9, dtype=torch.bool)
     judged[:, :4] = False
     options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 4}
     told = {"judged_mask": judged, "router_prior": router_prior}

@@ -21,8 +21,10 @@ from tests.model.test_routed_scale import routed
 from tests.plain_torch import composed_rows, logits_of, shared_with_new_tokens
 from tests.widening import as_if_trained, joined, tiny_llama, widen
 
-OLD, LENGTH = 5, 3
-ONE, OTHER = NewPieces(["1 2", "3"], own_pieces=[1]), NewPieces(["4 4", "3 4"], own_pieces=[4])
+OLD = 5
+LENGTH = 3
+ONE = NewPieces(["1 2", "3"], own_pieces=[1])
+OTHER = NewPieces(["4 4", "3 4"], own_pieces=[4])
 
 
 def run(
@@ -54,7 +56,8 @@ def case(name: str) -> Case:
     if name == "new tokens":
         return Case(one, [(one, ONE)])
     if name == "two vocabularies joined":
-        other, none = run(base, OTHER, seed=3), run(base, seed=4)
+        other = run(base, OTHER, seed=3)
+        none = run(base, seed=4)
         model = joined(base, one=one, other=other, none=none)
         return Case(model, [(one, ONE), (other, OTHER), (none, None)], plain=False)
     assert name == "a writer joined"
@@ -124,7 +127,8 @@ def test_the_tokens_of_a_document_multiply_to_the_mixture_of_what_the_heads_say_
 ) -> None:
     these = case(name)
     num_new = these.model.config.vocab_size - OLD
-    ids, targets = all_documents(num_new), all_documents(num_new)[:, 1:, None]
+    ids = all_documents(num_new)
+    targets = all_documents(num_new)[:, 1:, None]
     heads = [said[:, :-1] for said in heads_said(these, ids)]
     documents_KB = torch.stack([said.gather(-1, targets).squeeze(-1).prod(-1) for said in heads])
     prior = these.model.config.router_prior

@@ -60,7 +60,8 @@ class Kernel:
         return value.repeat_interleave(module.num_key_value_groups, dim=1).transpose(1, 2), None
 
     def taken(self) -> list[dict[str, Any]]:
-        calls, self.calls = self.calls, []
+        calls = self.calls
+        self.calls = []
         return calls
 
 

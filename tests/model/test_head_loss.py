@@ -42,7 +42,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(weights: tuple[float, ...]
     trained = base + u @ head.T
     whole = F.cross_entropy(trained.flatten(0, 1), targets.flatten(), reduction="sum")
     if weights is not None:
-        shares, of_base = trained.log_softmax(-1), base.log_softmax(-1)
+        shares = trained.log_softmax(-1)
+        of_base = base.log_softmax(-1)
         apart = F.kl_div(shares, of_base, log_target=True, reduction="none").sum(-1)
         whole = whole + (apart * (targets != IGNORED) * torch.tensor(weights).unsqueeze(1)).sum()
     chunked = trained_head_cross_entropy(x, u, base_head, head, targets, distillation=weights)

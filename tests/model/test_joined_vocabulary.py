@@ -66,7 +66,8 @@ def said_alone(name: str, ids: Tensor) -> Tensor:
 def test_of_a_document_without_the_others_script_a_head_says_what_it_says_alone(
     name: str, drawn: list[int]
 ) -> None:
-    places, knows = PLACES[name], NEW.get(name)
+    places = PLACES[name]
+    knows = NEW.get(name)
     mine = range(OLD + places.start, OLD + places.stop)
     others = {*OWN} - {*(() if knows is None else knows.own_pieces)}
     old = {*range(OLD)} - others

@@ -33,7 +33,8 @@ def grown(shared_data: Path) -> tuple[Tokenizer, Tokenizer, ScaleForCausalLM]:
     """
     base = real_base(shared_data, "ckpt-stories260K")
     old = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K/hf").backend_tokenizer
-    spelling, first_id = Spelling.of(old, "a base"), base.config.vocab_size
+    spelling = Spelling.of(old, "a base")
+    first_id = base.config.vocab_size
     new = extended(
         old,
         learn(count_words(KOREAN, old, HANGUL), old, spelling, HANGUL, most=64, min_count=1),

@@ -36,7 +36,8 @@ IDS = some_ids(2, 9)
 def test_a_broken_expansion_reaches_neither_the_base_logits_nor_the_routed_ones(
     layers: str, broken: float
 ) -> None:
-    base, input_ids = tiny_llama(), some_ids(3, 17)
+    base = tiny_llama()
+    input_ids = some_ids(3, 17)
     expected = base(input_ids, use_cache=False).logits
     model = widen(base, "route", layers)
     for parameter in model.expansion.parameters():
@@ -71,7 +72,8 @@ def test_scores_of_an_untrained_route_are_the_bases_logits_so_that_a_repetition_
 def test_training_answers_with_the_trained_head_and_serving_by_the_router(
     variant: str, layers: str | None
 ) -> None:
-    model, input_ids = as_if_trained(widen(tiny_llama(), variant, layers)), IDS
+    model = as_if_trained(widen(tiny_llama(), variant, layers))
+    input_ids = IDS
     labels = input_ids.masked_fill(some_ids(2, 9, seed=2) < 20, -100)
     trained = trained_head(model, input_ids)
     for training in (True, False):
@@ -87,7 +89,8 @@ def test_training_answers_with_the_trained_head_and_serving_by_the_router(
 @torch.no_grad()
 def test_logits_to_keep_keeps_the_last_ones_or_those_of_an_index(variant: str, rule: str) -> None:
     model = as_if_trained(widen(tiny_llama(), variant, "top:2", rule=rule))
-    whole, index = model(input_ids=IDS).logits, torch.tensor([4, 0, -1])
+    whole = model(input_ids=IDS).logits
+    index = torch.tensor([4, 0, -1])
     for kept, expected in ((1, whole[:, -1:]), (9, whole), (index, whole[:, index])):
         logits = model(input_ids=IDS, logits_to_keep=kept).logits
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)

@@ -104,7 +104,8 @@ def test_positions_are_read_a_few_at_a_time_and_kept_as_they_are_asked_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_row = pair[1]
-    whole, head_logits = answered(one_row, attention_mask=PADDED), RoutedModel._head_logits
+    whole = answered(one_row, attention_mask=PADDED)
+    head_logits = RoutedModel._head_logits
     read: list[int] = []
 
     def reading(self: RoutedModel, rows_BTD: Tensor) -> Tensor:
@@ -124,7 +125,9 @@ def test_positions_are_read_a_few_at_a_time_and_kept_as_they_are_asked_for(
     "way", ["a static cache", "twice in one", "in chunks", "prompt lookup", "an assistant"]
 )
 def test_however_it_generates_the_tokens_are_the_same(pair: Pair, way: str) -> None:
-    one_row, ids = pair[1], IDS[1:].repeat(1, 2)  # a prompt in which something can be looked up
+    # a prompt in which something can be looked up
+    one_row = pair[1]
+    ids = IDS[1:].repeat(1, 2)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     expected = one_row.generate(ids, **options)
     ways: dict[str, dict[str, Any]] = {
@@ -158,7 +161,8 @@ def test_a_step_with_a_static_cache_is_one_graph(two: Pair) -> None:
     expected = one_row.generate(IDS, attention_mask=PADDED, max_new_tokens=8)
     inputs: Any = one_row.prepare_inputs_for_generation
     cache: Any = StaticCache(one_row.config, max_cache_len=40)
-    mask, ids = PADDED, IDS
+    mask = PADDED
+    ids = IDS
     step = torch.compile(one_row.forward, fullgraph=True, backend="eager")
     with torch.no_grad():
         logits = one_row(**inputs(IDS, attention_mask=mask, **{CACHE: cache})).logits
@@ -180,7 +184,9 @@ def test_whatever_calls_and_takings_back_a_text_came_by_its_scores_are_the_same(
     two: Pair, data: st.DataObject
 ) -> None:
     one_row = two[1]
-    whole, cache, position = answered(one_row), DynamicCache(config=one_row.config), 0
+    whole = answered(one_row)
+    cache = DynamicCache(config=one_row.config)
+    position = 0
     while position < IDS.shape[1]:
         length = data.draw(st.integers(1, IDS.shape[1] - position))
         logits = one_row(IDS[:, position : position + length], cache=cache).logits
@@ -207,7 +213,8 @@ def test_one_token_in_16_bits_asks_the_head_once_and_so_does_any_head_that_is_no
     cache = hooked(IDS[:1], use_cache=True)[CACHE]
     hooked(IDS[:1, :1], cache=cache)
     assert asked == [(2, 1, 1, hooked.config.hidden_size)]
-    hooked, quantised = copy.deepcopy(two[1]), copy.deepcopy(two[1])
+    hooked = copy.deepcopy(two[1])
+    quantised = copy.deepcopy(two[1])
     # As accelerate puts one where it moves a module about.
     add_hook_to_module(hooked.lm_head, ModelHook())
     close(answered(hooked), answered(two[1]))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from scale_cli.config.schema import MethodConfig
 from scale_cli.model.heads import BaseOfNewTokens, PlainHeads
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.vocabulary_scale import NewTokens
 from scale_cli.upscale.building import NewPieces, start_model
 from tests.model.test_families import tiny
 from tests.plain_torch import composed_rows
@@ -68,7 +69,8 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
 
 @families
 def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base(family: str) -> None:
-    base, old_ids = tiny(family), torch.tensor([[1, 3, 7, 5]])
+    base = tiny(family)
+    old_ids = torch.tensor([[1, 3, 7, 5]])
     before = base(input_ids=old_ids).logits
     widened = grown("route", family)
     full = start_model(tiny(family), MethodConfig(variant="full"), 0, None)
@@ -79,8 +81,9 @@ def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base(family: s
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     assert torch.equal(model(input_ids=old_ids).logits[..., :OLD], before)
 
-    new, plain = torch.arange(OLD, ALL), widened.base
-    rows = PIECES.rows(plain)
+    new = torch.arange(OLD, ALL)
+    plain = widened.base
+    rows = NewTokens(plain, PIECES.new_tokens, PIECES.own_pieces)
     composed = rows.embed_tokens(new - OLD)
     assert torch.allclose(model.model.embed_tokens(new), composed, atol=1e-5)
     beside = PlainHeads(BaseOfNewTokens(plain, rows, widened.config), plain)

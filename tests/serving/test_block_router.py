@@ -93,7 +93,8 @@ class Blocks:
     def drop(self, document: Document) -> None:
         for block in document.blocks:
             self.users[block] -= 1
-        document.blocks, document.done = [], 0
+        document.blocks = []
+        document.done = 0
 
     def room_for(self, document: Document, end: int) -> bool:
         while len(document.blocks) * self.size < end:
@@ -113,7 +114,11 @@ def step_of(
     batch: list[tuple[Document, int]], size: int, padding: int, random: Random
 ) -> tuple[Step, Tensor]:
     """One step of several documents, so many tokens each, and padding behind them."""
-    ids, positions, slots, starts, hidden = [], [], [], [0], []
+    ids = []
+    positions = []
+    slots = []
+    starts = [0]
+    hidden = []
     for document, length in batch:
         places = range(document.done, document.done + length)
         ids += document.ids_T[places.start : places.stop].tolist()
@@ -191,7 +196,8 @@ def test_every_document_is_weighed_as_if_it_were_alone(seed: int, size: int, bro
     for _ in range(40):
         if random.random() < 0.1:
             cache.drop(random.choice(documents))
-        one_each, batch = random.random() < 0.5, []
+        one_each = random.random() < 0.5
+        batch = []
         for document in random.sample(documents, random.randint(1, len(documents))):
             if document.done in (0, len(document.ids_T)):
                 cache.drop(document)

@@ -14,7 +14,9 @@ from scale_cli.model.routing import PieceShares, mix_logits
 from scale_cli.serving.stream_heads import Shard, SharedPieces, StreamHeads
 
 STREAMS = [6, 5]
-VOCABULARY, PADDED, TILE = 11, 16, 2
+VOCABULARY = 11
+PADDED = 16
+TILE = 2
 GENERATOR = torch.Generator().manual_seed(0)
 WEIGHT_VD = torch.randn(VOCABULARY, sum(STREAMS), generator=GENERATOR)
 ROWS_TD = torch.randn(9, sum(STREAMS), generator=GENERATOR)
@@ -38,7 +40,8 @@ class Devices:
     """Two threads that bring their tensors together, as devices do."""
 
     def __init__(self) -> None:
-        self.barrier, self.tensors = threading.Barrier(2), [Tensor(), Tensor()]
+        self.barrier = threading.Barrier(2)
+        self.tensors = [Tensor(), Tensor()]
 
     def gather(self, rank: int, tensor: Tensor) -> Tensor:
         self.tensors[rank] = tensor
@@ -107,7 +110,8 @@ def test_a_tokens_logits_are_those_of_the_whole_product(
 def test_devices_that_share_the_vocabulary_say_what_one_does(
     readable: bool, shares: PieceShares | None
 ) -> None:
-    devices, padding = Devices(), torch.full((PADDED - VOCABULARY, sum(STREAMS)), math.nan)
+    devices = Devices()
+    padding = torch.full((PADDED - VOCABULARY, sum(STREAMS)), math.nan)
     halves = torch.cat([WEIGHT_VD, padding]).split(PADDED // 2)
 
     def of(rank: int) -> tuple[Tensor, ...]:

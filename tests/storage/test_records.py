@@ -11,7 +11,7 @@ from scale_cli.errors import StorageError
 from scale_cli.export.records import ExportRecord
 from scale_cli.storage.records import RunRecord
 from scale_cli.training.records import BranchPoint, Cost, TrainState
-from scale_cli.upscale.base_record import BaseRecord
+from scale_cli.upscale.base_files import BaseRecord
 
 RECORDS: list[type[RunRecord]] = [
     BaseRecord,

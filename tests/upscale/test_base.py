@@ -20,14 +20,13 @@ from scale_cli.processes import Share
 from scale_cli.upscale import base as base_module
 from scale_cli.upscale import base_hashes
 from scale_cli.upscale.base import load_base, load_base_config, load_hashed_base, load_written
-from scale_cli.upscale.base_files import looks_local
+from scale_cli.upscale.base_files import BaseRecord, looks_local
 from scale_cli.upscale.base_hashes import (
     changed_tensors,
     check_same_base,
     record_base,
     tensor_sha256,
 )
-from scale_cli.upscale.base_record import BaseRecord
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.command_line import refused
 from tests.threads_as_processes import in_processes
@@ -55,7 +54,8 @@ def flip_bit(tensor: Tensor, byte: int = 0, bit: int = 0) -> None:
 
 
 def test_a_hash_hangs_on_every_byte_on_shape_and_dtype_and_not_on_memory_layout() -> None:
-    zeros, tensor = torch.zeros(2, 6), torch.arange(12.0).reshape(3, 4)
+    zeros = torch.zeros(2, 6)
+    tensor = torch.arange(12.0).reshape(3, 4)
     others = [
         zeros.reshape(3, 4),
         zeros.reshape(12),
@@ -228,7 +228,8 @@ def test_a_base_without_a_tokenizer_may_be_given_one(base: Path, shared_data: Pa
     with refused(BaseModelError, r"^model\.base: .* cannot be loaded; set model\.tokenizer"):
         load_tokenizer(named(base))
     elsewhere = shared_data / "ckpt-stories260K" / "hf"
-    given, its_own = ModelConfig(base=str(base), tokenizer=str(elsewhere)), named(elsewhere)
+    given = ModelConfig(base=str(base), tokenizer=str(elsewhere))
+    its_own = named(elsewhere)
     assert len({tokenizer_sha256(load_tokenizer(model)) for model in (given, its_own)}) == 1
     with refused(BaseModelError, r"^model\.tokenizer: the tokenizer of nowhere cannot be loaded"):
         load_tokenizer(given.model_copy(update={"tokenizer": "nowhere"}))
@@ -244,7 +245,9 @@ def test_folders_and_hub_ids_are_told_apart(base: Path) -> None:
 def test_processes_of_a_machine_hash_a_base_once_between_them_and_all_are_told_what_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    base, hashed, current = tiny_llama(), list[int](), local()
+    base = tiny_llama()
+    hashed = list[int]()
+    current = local()
     record = record_base(base, named("tiny"))
     flip_bit(base.model.layers[2].mlp.down_proj.weight.data)
     hash_of = tensor_sha256

@@ -81,7 +81,8 @@ def test_a_quantised_base_is_the_one_that_transformers_loads_bit_for_bit(
     shared_data: Path, checkpoint: str
 ) -> None:
     model = named(shared_data, checkpoint)
-    base, plainly = load_base(model), loaded_plainly(model)
+    base = load_base(model)
+    plainly = loaded_plainly(model)
     ids = real_ids(shared_data, checkpoint)[:200].reshape(4, 50)
     with torch.no_grad():
         assert torch.equal(base(ids).logits, plainly(ids).logits)
@@ -126,7 +127,8 @@ def test_training_and_resuming_leave_a_quantised_base_as_it_was_and_an_export_ho
     model: Any = Run(config).open_final().load()
     ids = real_ids(shared_data, "ckpt-eltec")[:100].reshape(2, 50)
     with torch.no_grad():
-        of_base, learned = loaded_plainly(config.model)(ids).logits, trained_logits(model, ids)
+        of_base = loaded_plainly(config.model)(ids).logits
+        learned = trained_logits(model, ids)
         assert not torch.equal(learned, of_base)
         if variant == "route":
             assert torch.equal(model.base_logits(model.final_states(ids, preserved=True)), of_base)
@@ -142,7 +144,8 @@ def test_training_and_resuming_leave_a_quantised_base_as_it_was_and_an_export_ho
 
 def test_blocks_start_from_what_quantised_weights_stand_for(shared_data: Path) -> None:
     model: Any = start_model(load_base(named(shared_data, "ckpt-eltec")), MethodConfig(), seed=0)
-    frozen, added = model.base.model.layers[0].mlp.up_proj, model.expansion.layers[0].up_proj
+    frozen = model.base.model.layers[0].mlp.up_proj
+    added = model.expansion.layers[0].up_proj
     rows = frozen.weight.dequantize().to(added.weight_21)
     copied = (added.weight_21[:, None] == rows[None]).all(dim=2)
     assert copied.any(dim=1).all()
@@ -154,7 +157,8 @@ def test_blocks_start_from_what_quantised_weights_stand_for(shared_data: Path) -
 def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_keep(
     shared_data: Path, variant: Any
 ) -> None:
-    model, method = named(shared_data, "ckpt-eltec"), MethodConfig(variant=variant)
+    model = named(shared_data, "ckpt-eltec")
+    method = MethodConfig(variant=variant)
     base = load_base(model)
     sizes = BaseSizes.of(base.config.to_dict(), "base")
     planned = walk(sizes, method, "bf16", base=Weights(2, in_8_bits=True))
@@ -175,7 +179,8 @@ def test_a_plan_of_a_quantised_base_says_what_cannot_be_had(
 ) -> None:
     config = run_config(shared_data, tmp_path / "run")
     planned = plan(config, flops=1e12, num_processes=1, compared=True)
-    of_quantised, base = planned.methods[0], without_weights(config.model)
+    of_quantised = planned.methods[0]
+    base = without_weights(config.model)
     assert "model.quantisation" in planned.refused["full"]
     parts = [part for parameter in base.parameters() for part in parts_of(parameter)]
     assert of_quantised.memory.frozen == sum(part.nbytes for part in parts)

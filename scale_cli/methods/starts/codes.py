@@ -32,7 +32,8 @@ class Codes(Start):
         return True
 
     def fill(self, model: Any, seed: int, text: TextToLearn | None) -> None:
-        base, expansion = model.base, model.expansion
+        base = model.base
+        expansion = model.expansion
         with one_thread():
             map_at_once(partial(copy_layer, base.config), base.model.layers, expansion.layers)
 

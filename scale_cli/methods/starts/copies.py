@@ -53,7 +53,8 @@ def copy_layer(config: Any, base_layer: Any, layer: Any) -> CopiedPlaces:
 
     for step in STEPS:
         for name in step.reading:
-            added, rows = getattr(layer, name), places.of(name)
+            added = getattr(layer, name)
+            rows = places.of(name)
             added.weight_21.copy_(numbers(base_layer, name)[rows])
             if added.bias_2 is not None:
                 added.bias_2.copy_(linear_of(base_layer, name).bias.cpu()[rows])

@@ -41,7 +41,8 @@ class DifferenceStream(Start):
         return text is None or knows(base, text)
 
     def fill(self, model: Any, seed: int, text: TextToLearn | None) -> None:
-        base, expansion = model.base, model.expansion
+        base = model.base
+        expansion = model.expansion
         with one_thread():
             start_layer = partial(_start_layer, base.config, _start_head(model, text))
             map_at_once(start_layer, base.model.layers, expansion.layers)
@@ -68,7 +69,8 @@ def knows(base: Any, text: TextToLearn) -> bool:
 
 def _start_head(model: Any, text: TextToLearn | None) -> Tensor:
     """Fill H' and the gains of its norm; return P, (count, D)."""
-    base, expansion = model.base, model.expansion
+    base = model.base
+    expansion = model.expansion
     head_VD = base.lm_head.weight.detach().cpu()
     if expansion.new_tokens is not None:
         head_VD = torch.cat([head_VD, expansion.new_tokens.lm_head.weight.detach().cpu()])
@@ -99,14 +101,16 @@ def _head_directions(
     shares = torch.ones(len(head_VD)) if text is None else text.token_shares
     most = min(_NUM_TOKENS, len(head_VD))
     shares, chosen = shares.double().sort(descending=True, stable=True)
-    shares, rows = shares[:most], head_VD[chosen[:most]].double() * gains
+    shares = shares[:most]
+    rows = head_VD[chosen[:most]].double() * gains
     shares = (shares / shares.sum())[:, None]
     return leading_directions((rows - (shares * rows).sum(dim=0)) * shares.sqrt(), count)
 
 
 def _start_layer(config: Any, directions: Tensor, base_layer: Any, layer: Any) -> None:
     """Fill one layer's maps, and the gains of its norms; `directions` are the rows of P."""
-    family, count = family_of(config), len(directions)
+    family = family_of(config)
+    count = len(directions)
     places = copy_layer(config, base_layer, layer)
 
     for step in STEPS:
@@ -119,7 +123,8 @@ def _start_layer(config: Any, directions: Tensor, base_layer: Any, layer: Any) -
             rows = numbers(base_layer, name)[places.of(name)]
             getattr(layer, name).weight_22[:, :count].copy_((rows * gains / size) @ directions.T)
 
-        added, columns = getattr(layer, step.writing), places.of(step.writing)
+        added = getattr(layer, step.writing)
+        columns = places.of(step.writing)
         gains = gains_of(config, base_layer, after)
         written = (directions * gains / rms(gains)) @ numbers(base_layer, step.writing)[:, columns]
         added.weight_22[:count].copy_(written)

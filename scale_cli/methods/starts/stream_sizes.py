@@ -22,7 +22,8 @@ def measured_stream_rms(base: PreTrainedModel, seed: int) -> dict[str, float]:
     It is the median over random tokens: it needs no text, and a few extreme positions do not count.
     """
     measured: dict[str, float] = {}
-    decoder, family = base.get_decoder(), family_of(base.config)
+    decoder = base.get_decoder()
+    family = family_of(base.config)
     readers = {"norm": decoder.norm}
     for index, layer in enumerate(decoder.layers):
         for step in STEPS:

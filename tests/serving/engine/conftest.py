@@ -32,8 +32,11 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
-DOCUMENTS, DOCUMENT_LENGTH = 200, 160  # of each language
-PROMPTS, PROMPT_LENGTH = 200, 40
+# of each language
+DOCUMENTS = 200
+DOCUMENT_LENGTH = 160
+PROMPTS = 200
+PROMPT_LENGTH = 40
 
 Ask = Callable[[dict[str, Any], Path], dict[str, Any]]
 

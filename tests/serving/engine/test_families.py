@@ -16,9 +16,12 @@ from scale_cli.model.routing import base_shares, log_prior, mix_logits, posterio
 from scale_cli.serving import FAMILIES
 from tests.serving.engine.conftest import Ask
 
-STREAMS, PRIOR = [80, 48], 0.6
+STREAMS = [80, 48]
+PRIOR = 0.6
 ROUTER = {"stream_sizes": STREAMS, "prior": PRIOR}
-VOCABULARY, LENGTH = 9001, 90  # more than one tile, and no multiple of what vLLM rounds up to
+# more than one tile, and no multiple of what vLLM rounds up to
+VOCABULARY = 9001
+LENGTH = 90
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": sum(STREAMS),

@@ -20,8 +20,11 @@ from tests.serving.engine.test_families import (
     tell_of_the_router,
 )
 
-BITS, GROUP = 4, 32
-WIDTH, VOCABULARY = SIZES["hidden_size"], 9024  # more than one tile of a head that is not quantised
+BITS = 4
+GROUP = 32
+# more than one tile of a head that is not quantised
+WIDTH = SIZES["hidden_size"]
+VOCABULARY = 9024
 SCHEME = {
     "quant_method": "gptq",
     "bits": BITS,

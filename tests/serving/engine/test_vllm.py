@@ -39,7 +39,8 @@ ENGINE: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def answers(trained: Trained, ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What engines say, each under another schedule."""
-    prompts, order = trained.prompts.tolist(), random.Random(0).sample(range(PROMPTS), PROMPTS)
+    prompts = trained.prompts.tolist()
+    order = random.Random(0).sample(range(PROMPTS), PROMPTS)
     greedy = {"prompts": prompts, "sampling": GREEDY}
     shuffled = {"prompts": [prompts[at] for at in order], "sampling": GREEDY}
     scored = {"prompts": trained.documents.tolist(), "sampling": SCORED}
