@@ -23,7 +23,6 @@ from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import claimed, new_folder, write_text
 from scale_cli.terminal import Log, log
 from scale_cli.upscale.base import check_finite, dtype_of_files, load_hashed_base
-from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.base_hashes import check_same_base, record_base
 from scale_cli.upscale.base_tokenizer import check_tokenizer
 from scale_cli.upscale.building import new_pieces, start_model
