@@ -21,7 +21,6 @@ class Savings:
 
     script: str  # the most frequent one beyond ASCII
     num_new: int  # tokens that the sample gives
-    tokens_per_character: float
     bytes_per_token: float
     bytes_per_token_with_new: float  # of text that the new tokens were not learned on
     grown: Tokenizer  # the base's, with the new tokens
@@ -32,7 +31,7 @@ def estimate_savings(
     first_id: int,
     sample: str,
     *,
-    most: int = 4096,
+    most: int,
     min_count: int = LEAST_COUNT,
 ) -> Savings | None:
     """Estimate what new tokens for a text's script would save.
@@ -71,7 +70,6 @@ def estimate_savings(
     return Savings(
         script=name,
         num_new=len(new),
-        tokens_per_character=num_before / len(held_out),
         bytes_per_token=num_bytes / num_before,
         bytes_per_token_with_new=num_bytes / num_after,
         grown=grown,

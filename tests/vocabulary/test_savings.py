@@ -18,7 +18,7 @@ def test_an_estimate_from_a_tenth_is_near_what_the_whole_text_gives(shared_data:
     ]
     few, many = (found for found in estimates if found is not None)
     assert few.script == many.script == "hangul"
-    assert few.tokens_per_character == pytest.approx(many.tokens_per_character, rel=0.05)
+    assert few.bytes_per_token == pytest.approx(many.bytes_per_token, rel=0.05)
     assert few.bytes_per_token_with_new == pytest.approx(many.bytes_per_token_with_new, rel=0.15)
     assert many.bytes_per_token_with_new > 2 * many.bytes_per_token
 
