@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -148,25 +147,26 @@ def plan(
     of_files = base.get("dtype") or base.get("torch_dtype") or "float32"
     export_dtype = config.export.dtype or str(of_files)
     config = with_precision(config, in_bfloat16=None if flops is None else True)
-    step_of(config, sizes)  # refuses before anything is measured
-
-    def device_of(one: RunConfig) -> Device:
-        if flops is not None:
-            return Device("cuda", flops, "as stated, taken for a GPU's")
-        precision = one.train.mixed_precision
-        return measure_device(sizes, one.method, precision, one.corpus.sequence_length)
-
-    device = device_of(config)
-    own = _plan_method("", config, sizes, device, num_processes, growth)
-    planned = [own]
+    devices = {}  # by method
+    planned = []
     refused = {}
-    for label, other in _others(config) if compared else ():
+    rows = _rows(config) if compared else [(config.method.variant, config)]
+    for label, one in rows:
+        variant = one.method.variant
         try:
-            step_of(other, sizes)
-            of_other = device if other.method.variant == own.variant else device_of(other)
-            planned.append(_plan_method(label, other, sizes, of_other, num_processes, growth))
+            step_of(one, sizes)  # refuses before anything is measured
         except ConfigError as error:
+            if one is config:
+                raise
             refused[label] = str(error)
+            continue
+        if flops is not None:
+            devices[variant] = Device("cuda", flops, "as stated, taken for a GPU's")
+        elif variant not in devices:
+            precision, length = one.train.mixed_precision, one.corpus.sequence_length
+            devices[variant] = measure_device(sizes, one.method, precision, length)
+        device = devices[variant]
+        planned.append(_plan_method(label, one, sizes, device, num_processes, growth))
     return Plan(
         config=config,
         sizes=sizes,
@@ -177,27 +177,28 @@ def plan(
         estimate=estimate(
             config,
             sizes,
-            device,
+            devices[config.method.variant],
             held_out_texts(config, tokenizer),
             num_processes=num_processes,
             num_new=0 if growth is None else growth.num_new,
         ),
-        disk_bytes=_disk_bytes(config, own, export_dtype),
+        disk_bytes=_disk_bytes(config, planned[0], export_dtype),
         warnings=warnings,
         new_tokens=growth,
     )
 
 
-def _others(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yield the run without its new tokens, and by every other method, with their names.
+def _rows(config: RunConfig) -> list[tuple[str, RunConfig]]:
+    """Return a run, the same without its new tokens, and by every other method, with their names.
 
     Every method has the config's sizes, its own collaboration layers, and its own optimiser, unless
     the config asks for another than its method's own.
     """
     own = config.method
+    rows = [(own.variant, config)]
     if own.vocabulary is not None:
         method = own.model_copy(update={"vocabulary": None})
-        yield "no new tokens", config.model_copy(update={"method": method})
+        rows.append(("no new tokens", config.model_copy(update={"method": method})))
     sections = own.model_dump()
     sections["collaboration"]["layers"] = None
     del sections["distillation"]  # most have no base to distil from
@@ -213,7 +214,8 @@ def _others(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
             optimiser = METHODS[name].left_out.get("optimiser", "adamw")
             train = train.model_copy(update={"optimiser": optimiser})
         method = MethodConfig.model_validate(sections | differs)
-        yield name, config.model_copy(update={"method": method, "train": train})
+        rows.append((name, config.model_copy(update={"method": method, "train": train})))
+    return rows
 
 
 def _plan_method(
@@ -241,7 +243,7 @@ def _plan_method(
         device_type=device.type,
     )
     return MethodPlan(
-        variant=label or config.method.variant,
+        variant=label,
         num_frozen=step.num_frozen,
         num_trainable=step.num_trainable,
         num_served=num_served(sizes, config.method, num_new),

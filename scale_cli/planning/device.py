@@ -23,7 +23,7 @@ _LEAST_BYTES = 1 << 23  # of its layers' weights: more than a cache holds, as a 
 _LONGEST_WINDOW = 512
 _MOST_TOKENS = {"cpu": 2048, "cuda": 1 << 14}  # of a step
 _MOST_FLOPS = {"cpu": 2.5e10, "cuda": 1e13}
-_TIMED_S = 0.2
+_TIMED_S = 0.1
 # FLOP/s of dense 16-bit products, from the makers' data sheets; an NVL of the same name is slower.
 _PEAK_FLOPS_PER_S = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12, "B200": 2.25e15}
 

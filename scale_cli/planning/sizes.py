@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from scale_cli.errors import BaseModelError
+from scale_cli.methods.method import PROJECTIONS
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,15 @@ FORMS = {  # by `model_type`
 }
 
 
+_NUMBERS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+
+
 @dataclass(frozen=True)
 class BaseSizes:
     """The sizes of a plain base, under transformers' names."""
@@ -73,13 +83,12 @@ class BaseSizes:
                 f"model.base: {name} is of the family {config.get('model_type')}, which is not "
                 f"supported (supported: {', '.join(FORMS)})"
             )
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        sizes: dict[str, Any] = {key: config.get(key) for key in (*names, "vocab_size")}
-        sizes["num_key_value_heads"] = config.get("num_key_value_heads") or config.get(names[3])
+        sizes: dict[str, Any] = {key: config.get(key) for key in _NUMBERS}
+        num_heads = sizes["num_attention_heads"]
+        sizes["num_key_value_heads"] = config.get("num_key_value_heads") or num_heads
         for key, size in sizes.items():
             if type(size) is not int or size < 1:
                 raise BaseModelError(f"model.base: {name}: {key} in config.json is {size!r}")
-        num_heads = sizes["num_attention_heads"]
         sizes["head_dim"] = (
             config.get("head_dim") or form.head_dim or sizes["hidden_size"] // num_heads
         )
@@ -98,25 +107,24 @@ class BaseSizes:
 
     @property
     def map_widths(self) -> dict[str, int]:
-        return map_widths(self, self.head_dim)
+        """The width that each linear map of a layer writes."""
+        of_keys = self.num_key_value_heads * self.head_dim
+        return {
+            "q_proj": self.num_attention_heads * self.head_dim,
+            "k_proj": of_keys,
+            "v_proj": of_keys,
+            "o_proj": self.hidden_size,
+            "gate_proj": self.intermediate_size,
+            "up_proj": self.intermediate_size,
+            "down_proj": self.hidden_size,
+        }
 
     @property
     def biased(self) -> set[str]:
         """The names of the maps that have a bias."""
-        names = {"q_proj", "k_proj", "v_proj"} if self.qkv_bias else set()
-        names |= {"o_proj"} if self.o_bias else set()
-        return names | ({"gate_proj", "up_proj", "down_proj"} if self.mlp_bias else set())
-
-
-def map_widths(sizes: Any, head_dim: int) -> dict[str, int]:
-    """Return the width that each linear map of a layer writes: of a base, or of what widens it."""
-    of_keys = sizes.num_key_value_heads * head_dim
-    return {
-        "q_proj": sizes.num_attention_heads * head_dim,
-        "k_proj": of_keys,
-        "v_proj": of_keys,
-        "o_proj": sizes.hidden_size,
-        "gate_proj": sizes.intermediate_size,
-        "up_proj": sizes.intermediate_size,
-        "down_proj": sizes.hidden_size,
-    }
+        parts = (
+            (self.qkv_bias, PROJECTIONS[:3]),
+            (self.o_bias, ["o_proj"]),
+            (self.mlp_bias, PROJECTIONS[4:]),
+        )
+        return {name for is_biased, names in parts if is_biased for name in names}

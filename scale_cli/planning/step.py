@@ -157,13 +157,12 @@ class Step:
             Value(u.width, self.lowered or u.itemsize, True),
         )
 
-    def rotate(self, q: Value, k: Value, angles: list[Value]) -> tuple[Value, Value]:
+    def rotate(self, q: Value, k: Value, angles: Value) -> tuple[Value, Value]:
         if q.needs_grad or k.needs_grad:
-            self.keep(*angles)
+            self.keep(angles)
         if self.sizes.form.rotates_in_float32:
             return q, k
-        itemsize = angles[0].itemsize
-        return q.cast(max(q.itemsize, itemsize)), k.cast(max(k.itemsize, itemsize))
+        return q.cast(max(q.itemsize, angles.itemsize)), k.cast(max(k.itemsize, angles.itemsize))
 
     def attend(self, q: Value, k: Value, v: Value, *, rotated_together: bool = False) -> Value:
         """Return the heads' sums of values; q and k are rotated already, perhaps as one tensor."""

@@ -10,7 +10,7 @@ from scale_cli.errors import ConfigError
 from scale_cli.methods import METHODS
 from scale_cli.methods.method import PROJECTIONS
 from scale_cli.methods.widened import added_sizes, collaborating_layers
-from scale_cli.planning.sizes import BaseSizes, map_widths
+from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.step import FLOAT32, Kind, Step, Value, Weights
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -78,7 +78,7 @@ class _Decoder(ABC):
         self.weights = Weights(base.itemsize)  # of the layer's norms; not in 8 bits
         self.method = method
         self.num_rows = self.sizes.vocab_size + step.num_new
-        self.angles: dict[str, list[Value]] = {}
+        self.angles: dict[str, Value] = {}
 
     def layer(self, streams: Streams, layer: int) -> Streams:
         """Return the streams after a layer, which may be a copy of `layer` of the base."""
@@ -88,9 +88,12 @@ class _Decoder(ABC):
         if form.width_norms:
             q, k = self.normed(q), self.normed(k)
         if form.head_norms:  # added heads have the base's
-            for _ in (q, k):
-                step.hold(self.sizes.head_dim, self.weights, "gains")
-            q, k = (tuple(map(self.normed_heads, of)) for of in (q, k))
+            head_dim = self.sizes.head_dim
+            step.hold(2 * head_dim, self.weights, "gains")
+            q, k = (
+                tuple(step.norm(of, self.weights, times=of.width // head_dim) for of in each)
+                for each in (q, k)
+            )
         angles = self.angles_of(layer)
         heads = []
         for q_of, k_of, v_of in zip(q, k, v, strict=True):
@@ -111,21 +114,17 @@ class _Decoder(ABC):
         x, *added = streams
         return x, *(u.cast(self.step.lowered or u.itemsize) for u in added)
 
-    def normed_heads(self, of: Value) -> Value:
-        return self.step.norm(of, self.weights, times=of.width // self.sizes.head_dim)
-
     def sum(self, streams: Streams, written: Streams) -> Streams:
         if self.sizes.form.normed != "before":
             written = self.normed(written)
         return tuple(x.plus(y) for x, y in zip(streams, written, strict=True))
 
-    def angles_of(self, layer: int) -> list[Value]:
+    def angles_of(self, layer: int) -> Value:
         """Return the cosines and sines of a layer's rotation."""
         form, kinds = self.sizes.form, self.sizes.layer_types
         kind = kinds[layer] if form.angles_by_kind and layer < len(kinds) else ""
         itemsize = FLOAT32 if form.rotates_in_float32 else self.base.itemsize
-        of_kind = [Value(self.sizes.head_dim, itemsize, False) for _ in range(2)]
-        return self.angles.setdefault(kind, of_kind)
+        return self.angles.setdefault(kind, Value(2 * self.sizes.head_dim, itemsize, False))
 
     @abstractmethod
     def walk(self) -> None:
@@ -218,8 +217,8 @@ class _Widened(_Decoder):
 
     def walk(self) -> None:
         sizes, step, settings = self.sizes, self.step, self.method.settings
-        added = added_sizes(sizes, settings.expansion)
-        self.added_widths = map_widths(added, sizes.head_dim)
+        added = replace(sizes, **vars(added_sizes(sizes, settings.expansion)))
+        self.added_widths = added.map_widths
         collaboration = settings.collaboration
         num_layers = sizes.num_hidden_layers
         collaborating = collaborating_layers(collaboration, self.method.variant, num_layers)

@@ -136,8 +136,9 @@ def chat_of(parted: Parted, role: str, file: Path) -> Parted:
     turns = []
     for document in parted.held_out_documents[:_TURNS]:
         text = document[: 2 * _TURN_CHARACTERS]
-        said = {"user": text[: len(text) // 2], "assistant": text[len(text) // 2 :]}
-        turns.append([{"role": speaker, "content": content} for speaker, content in said.items()])
+        half = len(text) // 2
+        asked = {"role": "user", "content": text[:half]}
+        turns.append([asked, {"role": "assistant", "content": text[half:]}])
     path = file.with_name(f"{file.stem}.chat-{role}.jsonl")
     source = {
         "name": f"chat-{role}",
