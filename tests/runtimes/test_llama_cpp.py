@@ -47,6 +47,8 @@ NUM_NEW_TOKENS = 48
 NUM_DOCUMENTS = 6  # of each language
 # The worst of some thousand positions is a draw: of two models that a format costs the same, either has the larger one.
 # So the trained model's is held to the base's worst of several times as many, and the tails are compared too.
+# Numbers of 16 and 8 bits are rounded relative to their size, and the trained model's logits on Korean have twice the
+# base's deviation. So the worst positions are compared in deviations.
 TIMES_AS_MANY = 5
 GgufOf = Callable[[str, str], Path]
 
@@ -58,6 +60,7 @@ class Cost:
     mean: float
     hundredth: float  # that one position of a hundred exceeds
     largest: float
+    largest_in_deviations: float  # of the logits at its position
 
 
 @pytest.fixture(scope="module")
@@ -160,16 +163,21 @@ def log_probs_in_llama_cpp(model: Llama, ids: list[int]) -> Tensor:
 
 def cost(reference: PreTrainedModel, file: Path, documents: list[list[int]]) -> Cost:
     differences = []
+    deviations = []
     with opened(file) as model:
         for ids in documents:
             came = torch.tensor(ids[1:]).unsqueeze(-1)
-            wanted, got = (
-                given[:-1].gather(-1, came)
-                for given in (log_probs(reference, ids), log_probs_in_llama_cpp(model, ids))
-            )
-            differences.append((wanted - got).abs().flatten())
+            wanted = log_probs(reference, ids)[:-1]
+            got = log_probs_in_llama_cpp(model, ids)[:-1]
+            differences.append((wanted - got).gather(-1, came).abs().flatten())
+            deviations.append(wanted.std(-1))
     distance = torch.cat(differences)
-    return Cost(distance.mean().item(), distance.quantile(0.99).item(), distance.max().item())
+    return Cost(
+        mean=distance.mean().item(),
+        hundredth=distance.quantile(0.99).item(),
+        largest=distance.max().item(),
+        largest_in_deviations=(distance / torch.cat(deviations)).max().item(),
+    )
 
 
 @pytest.mark.parametrize("gguf_format", FORMATS)
@@ -199,7 +207,7 @@ def test_a_format_costs_the_trained_model_no_more_than_it_costs_the_base(
     of_more = cost(base, gguf_of("base", gguf_format), more)
     assert of_trained.mean <= of_base.mean
     assert of_trained.hundredth <= of_base.hundredth
-    assert of_trained.largest <= of_more.largest
+    assert of_trained.largest_in_deviations <= of_more.largest_in_deviations
 
 
 @torch.no_grad()
