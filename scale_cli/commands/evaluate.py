@@ -82,7 +82,7 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         base = base_alone(model)
         for source, corpus, of_base in zip_longest(asked.perplexity, corpora, by_base_tokens):
             losses = score(model, corpus)
-            base_losses = None if of_base is None else score(base, of_base, heads=["base"])
+            base_losses = None if of_base is None else score(base, of_base)
             results.append(summarise(source, losses, base_losses, **resampling))
 
     items: list[BenchmarkItems] = []

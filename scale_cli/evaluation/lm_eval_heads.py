@@ -22,7 +22,7 @@ import io
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,7 @@ from scale_cli.errors import RunError, one_line
 from scale_cli.evaluation.intervals import finite
 from scale_cli.evaluation.lm_eval_tasks import Benchmark, open_benchmark
 from scale_cli.evaluation.results import HEADS, BenchmarkItems, SkippedBenchmark
-from scale_cli.evaluation.scoring import TWO_HEADS, Passes, observe, routed_rows
+from scale_cli.evaluation.scoring import Passes, observe, routed_rows
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel, base_alone
@@ -69,7 +69,6 @@ class HeadsLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         self,
         model: HeadedModel,  # in evaluation mode
         tokenizer: PreTrainedTokenizerBase,
-        heads: Sequence[str],  # names of the model's heads
         *,
         router: RouterConfig,  # settings of both rules, whatever the model serves
         passes: Passes,
@@ -77,17 +76,17 @@ class HeadsLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         share: Share,  # of the batches; each process returns all answers
     ) -> None:
         super().__init__(
-            SelectableHeads(model, router, heads),
+            SelectableHeads(model, router),
             backend="causal",
             tokenizer=copy.deepcopy(tokenizer),  # lm-eval adds a token for padding
             max_length=max_length,
             batch_size=passes.batch_size,
             mixed_precision_dtype=lowered_dtype(passes.mixed_precision),
         )
-        self.head = heads[0]
+        self.head = model.heads[0]
         self.bar = progress_bar(total=0, disable=True)  # of tokens that are scored, or of answers
         self._observe = partial(observe, model, passes=passes, share=share)
-        self._route = partial(routed_rows, router=router, heads=heads)
+        self._route = partial(routed_rows, router=router, heads=model.heads)
         self._share = share
         # By context and continuation: a log-likelihood of each head and rule.
         self._known: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
@@ -177,9 +176,9 @@ def heads_of(
 ) -> dict[str, HeadsLM]:
     """Return the lm-eval model that answers with each head: one for all, or one for the base."""
     exported = framed(tokenizer)
-    answering = dict.fromkeys(HEADS, HeadsLM(model, exported, TWO_HEADS, **options))
+    answering = dict.fromkeys(HEADS, HeadsLM(model, exported, **options))
     if of_base is not None or exported is not tokenizer:
-        answering["base"] = HeadsLM(base_alone(model), of_base or tokenizer, ["base"], **options)
+        answering["base"] = HeadsLM(base_alone(model), of_base or tokenizer, **options)
     return answering
 
 

@@ -33,7 +33,6 @@ from scale_cli.model.routing import mix_log_probs
 from scale_cli.processes import ALONE, Share, autocast, map_over_processes
 from scale_cli.terminal import progress_bar
 
-TWO_HEADS = ("base", "trained")
 # Tokens of documents held in memory together; windows are sorted by length, to limit padding.
 _TOKENS_AT_ONCE = 2**20
 # Tokens that the routing rules, which are computed in float64 on the CPU, see at once.
@@ -147,7 +146,6 @@ def score_corpus(
     router: RouterConfig,  # of both rules, whatever the model serves
     passes: Passes,
     *,
-    heads: Sequence[str] = TWO_HEADS,  # names of the model's heads
     lengths_N: Integers | None = None,  # tokens of each document; None for all
     bar: Any = None,  # `tokens_bar`, which moves with every batch of windows
     share: Share = ALONE,  # this process's share of the work; each process returns the whole
@@ -180,13 +178,13 @@ def score_corpus(
         observed_CT = torch.cat(observe(model, windows, passes, share, bar), dim=1)
         observed = observed_CT.split(num_tokens, dim=1)
 
-        for rows in routed_rows(observed, router, heads):
+        for rows in routed_rows(observed, router, model.heads):
             places = group[rows.places]
             for name, log_probs_BT in rows.log_probs.items():
                 nats_N = nats.setdefault(name, np.zeros(len(corpus)))
                 nats_N[places] = -log_probs_BT.where(rows.is_token_BT, 0.0).sum(dim=1)
             for rule, log_weights_KBT in rows.log_weights.items():
-                served_KN = served.setdefault(rule, np.zeros((len(heads), len(corpus))))
+                served_KN = served.setdefault(rule, np.zeros((len(model.heads), len(corpus))))
                 weights_KBT = log_weights_KBT.exp().where(rows.is_token_BT, 0.0)
                 served_KN[:, places] = weights_KBT.sum(dim=2)
 
@@ -242,7 +240,7 @@ def observe(
 
 
 def routed_rows(
-    observed: Sequence[Tensor], router: RouterConfig, heads: Sequence[str] = TWO_HEADS
+    observed: Sequence[Tensor], router: RouterConfig, heads: Sequence[str]
 ) -> Iterator[ScoredRows]:
     """Apply the routing rules to (C, T) numbers of rows, many rows at once.
 

@@ -16,7 +16,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from scale_cli.evaluation.scoring import TWO_HEADS
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.cache_scale import CACHE, named, require_state
@@ -75,18 +74,13 @@ class SelectableHeads(PreTrainedModel, RouterGenerationMixin):
     # It supports whatever attention the model has.
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
-    def __init__(
-        self,
-        model: HeadedModel,
-        router: RouterConfig,
-        heads: Sequence[str] = TWO_HEADS,
-    ) -> None:
+    def __init__(self, model: HeadedModel, router: RouterConfig) -> None:
         super().__init__(copy.deepcopy(model.config))
-        self.head = heads[0]
+        self.heads = list(model.heads)
+        self.head = self.heads[0]
         self.generation_config = copy.deepcopy(model.generation_config)
         self._model = model
         self._router = router
-        self.heads = list(heads)
 
     @property
     def head_logits(self) -> Any:

@@ -147,13 +147,13 @@ def _score(
     corpora: Sequence[TokenisedCorpus],  # by the joined tokens; by the base's, if they differ
     run: RunConfig,
 ) -> JoinedCorpus:
-    names = model.config.head_names
-    models: list[tuple[HeadedModel, list[str]]] = [(model, names), (base_alone(model), ["base"])]
+    names = model.heads
+    models: list[HeadedModel] = [model, base_alone(model)]
     num_tokens = sum(int(scored_lengths(corpus).sum()) for corpus in corpora)
     with tokens_bar(num_tokens, f"scoring {name}") as bar:
         losses, *of_base = [
-            score_corpus(scored, corpus, router_of(model), Passes.of(run), heads=heads, bar=bar)
-            for corpus, (scored, heads) in zip(corpora, models, strict=False)
+            score_corpus(scored, corpus, router_of(model), Passes.of(run), bar=bar)
+            for corpus, scored in zip(corpora, models, strict=False)
         ]
 
     def figures(of: DocumentLosses, head: str, share: float | None = None) -> HeadFigures:

@@ -96,6 +96,7 @@ class PlainHeads(nn.Module):
         super().__init__()
         self.base = base
         self.trained = trained
+        self.heads = ["base"] if trained is None else ["base", "trained"]
         self.config = base.config
         self.generation_config = (trained or base).generation_config
 

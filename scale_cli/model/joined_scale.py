@@ -34,6 +34,7 @@ class JoinedForCausalLM(WidenedModel):
 
     def __init__(self, config: JoinedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config, base)
+        self.heads = config.head_names
         vocab_size = config.vocab_size
         known = config.known_by_heads()
         self.expansions = []

@@ -80,6 +80,7 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
 
     gradient_checkpointing = False  # transformers reads it by this name
     expansions: list[Expansion]
+    heads: Sequence[str] = ("base", "trained")  # those that `head_logits` gives
     # Of each head that lacks some of the tokens.
     _shares: list[PieceShares | None]
     _training_loss: Callable[..., Tensor]

@@ -4,7 +4,6 @@ best weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from scale_cli.data.decoding import before_cut_character, text_pieces
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.intervals import finite
 from scale_cli.evaluation.scoring import (
-    TWO_HEADS,
     DocumentLosses,
     Passes,
     beginnings,
@@ -115,14 +113,13 @@ class Observer:
     def _losses_of_base(self) -> list[DocumentLosses]:
         """What the base loses by its own tokens if the run has others: the same at every step."""
         base = base_alone(self.observed)
-        return self._score(base, self.by_base_tokens, "evaluating the base", ["base"])
+        return self._score(base, self.by_base_tokens, "evaluating the base")
 
     def _score(
         self,
         model: HeadedModel,
         corpora: list[TokenisedCorpus],
         label: str,
-        heads: Sequence[str] = TWO_HEADS,
     ) -> list[DocumentLosses]:
         """Score the beginnings of the held-out text, by the tokens of the run or of the base."""
         passes = Passes.of(self.config)
@@ -136,7 +133,6 @@ class Observer:
             model,
             router=self.config.method.router,
             passes=passes,
-            heads=heads,
             share=share(),
         )
         num_tokens = sum(int(lengths_N.sum()) for lengths_N in lengths)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_cli.evaluation.scoring import TWO_HEADS
 from scale_cli.evaluation.selectable_heads import SelectableHeads, padded_left
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel, PlainHeads
@@ -67,8 +66,9 @@ def test_what_a_head_generates_is_what_it_says_is_likeliest(
     name: str,
 ) -> None:
     model = MODELS[name]()
-    heads = ["base", "one", "other"] if name == "joined" else list(TWO_HEADS)
-    answers = SelectableHeads(model, ROUTER, heads)
+    heads = ["base", "one", "other"] if name == "joined" else ["base", "trained"]
+    answers = SelectableHeads(model, ROUTER)
+    assert answers.heads == heads
     vocab_size = model.config.vocab_size
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, vocab_size, (length,), generator=generator) for length in (9, 4, 1)]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scale_cli.evaluation.scoring import TWO_HEADS
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model import routing
@@ -56,8 +55,7 @@ def test_scoring_a_text_and_answering_by_a_head_make_no_product_for_each_sequenc
 ) -> None:
     model = MODELS[name]()
     check_products(lambda: token_log_probs(model, IDS, IDS))
-    heads = ["base", "one", "other"] if name == "joined" else TWO_HEADS
-    answers = SelectableHeads(model, RouterConfig(), heads)
+    answers = SelectableHeads(model, RouterConfig())
     for answers.head in ("base", "posterior"):
         check_products(lambda: answers.answers(IDS, PADDED, **OPTIONS))
 
