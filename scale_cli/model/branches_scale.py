@@ -24,7 +24,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from .cache_scale import named
 from .expansion_scale import Expansion, LayerContext
-from .family_scale import Family
+from .family_scale import family_of
+from .fused_scale import rotation_angles
 from .routing import RouterMemory
 
 
@@ -109,9 +110,7 @@ class FinalStates:
         return logits
 
 
-def base_layer_alone(
-    base_layer: Any, p_BTD: Tensor, position_ids: Tensor, context: LayerContext
-) -> Tensor:
+def base_layer_alone(base_layer: Any, p_BTD: Tensor, context: LayerContext) -> Tensor:
     """Return the untouched stream after a layer; it calls the module because a hook there gathers a
     sharded layer.
     """
@@ -121,34 +120,57 @@ def base_layer_alone(
         return base_layer(
             p_BTD,
             attention_mask=context.attention_masks[family.window_of(attention) is not None],
-            position_ids=position_ids,
+            position_ids=context.position_ids,
             use_cache=context.cache is not None,
             position_embeddings=context.rotary[family.rotary_kind(attention)][0],
             **named(context.cache),
         )
 
 
-def attention_masks(
-    family: Family,
-    decoder: Any,
+def layer_context(
+    base: Any,
     x_BTD: Tensor,
     attention_mask: Tensor | None,
-    cache: DynamicCache | None,
     position_ids: Tensor | None,
-) -> dict[bool, Any]:
-    """Return the mask of the layers with full attention (False), and of those with a window (True).
+    cache: DynamicCache | None,
+    *,
+    checkpointing: bool,
+) -> LayerContext:
+    """Return what the layers of one forward pass share; `x_BTD` is x_0.
 
     Given `position_ids`, transformers searches them for the ends of documents, and so waits for the
     device.
     """
-    windowed = (family.window_of(layer.self_attn) is not None for layer in decoder.layers)
-    return {
-        kind: (create_sliding_window_causal_mask if kind else create_causal_mask)(
+    decoder = base.model
+    family = family_of(base.config)
+    attentions = [layer.self_attn for layer in decoder.layers]
+    masks = {}
+    for is_windowed in dict.fromkeys(family.window_of(one) is not None for one in attentions):
+        make_mask = create_sliding_window_causal_mask if is_windowed else create_causal_mask
+        masks[is_windowed] = make_mask(
             config=decoder.config,
             inputs_embeds=x_BTD,
             attention_mask=attention_mask,
             position_ids=position_ids,
             **named(cache),
         )
-        for kind in dict.fromkeys(windowed)
-    }
+
+    if position_ids is None:
+        past = 0 if cache is None else cache.get_seq_length()
+        positions = torch.arange(x_BTD.shape[1], device=x_BTD.device) + past
+        position_ids = positions.unsqueeze(0)
+    rotary = {}
+    for kind in dict.fromkeys(family.rotary_kind(one) for one in attentions):
+        asked = () if kind is None else (kind,)
+        embeddings = decoder.rotary_emb(x_BTD, position_ids, *asked)
+        rotary[kind] = (embeddings, rotation_angles(*embeddings))
+
+    return LayerContext(
+        family=family,
+        position_ids=position_ids,
+        rotary=rotary,
+        attention_masks=masks,
+        cache=cache,
+        num_layers=len(attentions),
+        checkpointing=checkpointing,
+    )

@@ -245,30 +245,23 @@ def walk(
     return x_BTD, reads
 
 
+@dataclass
 class AddedStream:
     """The stream u of one expansion on its way through one layer, step by step beside the base
     stream.
     """
 
-    normed: Tensor  # u^, which the reading maps read
-    mixed: Tensor  # the added heads or channels, which the writing map reads
+    layer: ExpansionLayer
+    base_layer: Any
+    u_BTE: Tensor
+    reads: LayerReads
+    context: LayerContext
+    slot: int
+    normed: Tensor = field(init=False)  # u^, which the reading maps read
+    mixed: Tensor = field(init=False)  # the added heads or channels, which the writing map reads
 
-    def __init__(
-        self,
-        layer: ExpansionLayer,
-        base_layer: Any,
-        u_BTE: Tensor,
-        reads: LayerReads,
-        context: LayerContext,
-        slot: int,
-    ) -> None:
-        self.layer = layer
-        self.base_layer = base_layer
-        self.u_BTE = u_BTE
-        self.reads = reads
-        self.context = context
-        self.slot = slot
-        linears = (child for child in layer.children() if isinstance(child, ExpansionLinear))
+    def __post_init__(self) -> None:
+        linears = (child for child in self.layer.children() if isinstance(child, ExpansionLinear))
         self.weights = cast_for_products(
             weight for linear in linears for weight in linear.parameters()
         )

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .branches_scale import FinalStates, ScaleCache, attention_masks, base_layer_alone
+from .branches_scale import FinalStates, ScaleCache, base_layer_alone, layer_context
 from .cache_scale import CACHE, named, require_state
 from .configuration_scale import ScaleConfig
-from .expansion_scale import Expansion, LayerContext
-from .family_scale import family_of
-from .fused_scale import frozen_norm, rotation_angles
+from .expansion_scale import Expansion
+from .fused_scale import frozen_norm
 from .head_loss import IGNORED, trained_head_cross_entropy
 from .routing import (
     PieceShares,
@@ -239,28 +238,14 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
                 remaining layers.
         """
         decoder = self.base.model
-        family = family_of(self.base.config)
         x_BTD = embed(decoder.embed_tokens, brought_by(self.expansions), input_ids)
-        masks = attention_masks(family, decoder, x_BTD, attention_mask, cache, position_ids)
-        if position_ids is None:
-            past = 0 if cache is None else cache.get_seq_length()
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device) + past
-            position_ids = positions.unsqueeze(0)
-        kinds = dict.fromkeys(family.rotary_kind(layer.self_attn) for layer in decoder.layers)
-        rotary = {}
-        for kind in kinds:
-            asked = () if kind is None else (kind,)
-            embeddings = decoder.rotary_emb(x_BTD, position_ids, *asked)
-            rotary[kind] = (embeddings, rotation_angles(*embeddings))
-        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        context = LayerContext(
-            family=family,
-            position_ids=position_ids,
-            rotary=rotary,
-            attention_masks=masks,
-            cache=cache,
-            num_layers=len(decoder.layers),
-            checkpointing=checkpointing,
+        context = layer_context(
+            self.base,
+            x_BTD,
+            attention_mask,
+            position_ids,
+            cache,
+            checkpointing=self.gradient_checkpointing and self.training and torch.is_grad_enabled(),
         )
 
         # From here on, no expansion reads the untouched stream.
@@ -271,7 +256,7 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
             after: dict[int, Tensor] = {}
             if preserved and index >= last_first:
                 # Before the others: a sharded layer is gathered for it, and parted again after them.
-                after[0] = base_layer_alone(base_layer, streams[0], position_ids, context)
+                after[0] = base_layer_alone(base_layer, streams[0], context)
             # Of the base's own stream; the first expansion that follows it computes them.
             reads = None
             for head, expansion in enumerate(self.expansions, start=1):
@@ -296,7 +281,9 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
         x_BTD_of: dict[int, Tensor] = {}
         inverse_rms: dict[int, Tensor] = {}
         for head, x_BTD in streams.items():
-            x_BTD_of[head], inverse_rms[head] = frozen_norm(decoder.norm, family.norm_form, x_BTD)
+            x_BTD_of[head], inverse_rms[head] = frozen_norm(
+                decoder.norm, context.family.norm_form, x_BTD
+            )
         for head, expansion in enumerate(self.expansions, start=1):
             owner = head if head in inverse_rms else 0
             u_KBTE[head - 1] = expansion.norm(inverse_rms[owner], u_KBTE[head - 1])
