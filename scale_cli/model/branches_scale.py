@@ -1,4 +1,4 @@
-"""What one forward pass of a frozen base, with every expansion beside it, remembers and returns.
+"""What one forward pass of a frozen base with its expansions shares, remembers and returns.
 
 Heads are counted from the base's own, head 0; head k belongs to the k-th expansion, which reads x.
 Nothing that an expansion computes reaches another head, so all of them keep their bits.
