@@ -149,7 +149,9 @@ def _bar_of_transformers(_factory: Any, iterables: Any, options: dict[str, Any])
 
 def import_libraries() -> None:
     """Import and quieten torch and transformers, for a verb that loads a model."""
-    with without_collections():
+    # That takes seconds, so a terminal is told; a log is not.
+    bar = progress_bar(desc="loading torch", bar_format="{desc}", leave=False)
+    with without_collections(), bar:
         quieten_libraries()
         from transformers import PreTrainedModel  # noqa: F401 (brings torch)
 

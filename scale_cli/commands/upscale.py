@@ -75,6 +75,7 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
     vocab_size = run.base_config.vocab_size + (0 if new is None else len(new.new_tokens))
     sources = config.corpus.sources
     text = text_to_learn(sources, corpora[: len(sources)], vocab_size)
+    log("starting       what is to be trained, by what the base holds")
     model = move_to_device(start_model(base, method, config.seed, new, text))
     check_preservation(definition.as_base(model), prompts, base_logits)
     with new_folder(upscaled) as partial:

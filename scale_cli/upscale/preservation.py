@@ -4,6 +4,8 @@ shapes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.errors import PreservationError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import device
+from scale_cli.terminal import progress_bar
 from scale_cli.upscale.building import MethodModel
 
 SAMPLE_TEXTS = (
@@ -39,7 +42,14 @@ def own_logits(model: MethodModel, prompts: list[Tensor]) -> list[Tensor]:
     becomes a base.
     """
     model.eval()
-    return [trained_logits(model, ids) for ids in prompts]
+    return [trained_logits(model, ids) for ids in _bar(prompts, "asking the base")]
+
+
+def _bar(prompts: list[Tensor], label: str) -> Iterable[Tensor]:
+    bar: Iterable[Tensor] = progress_bar(
+        iterable=prompts, desc=label, unit=" prompts", delay=1.0, leave=False
+    )
+    return bar
 
 
 def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
@@ -62,7 +72,8 @@ def check_preservation(
     it became a part of the model.
     """
     model.eval()
-    for text, ids, expected in zip(SAMPLE_TEXTS, prompts, base_logits, strict=True):
+    asked = _bar(prompts, "comparing with the base")
+    for text, ids, expected in zip(SAMPLE_TEXTS, asked, base_logits, strict=True):
         if isinstance(model, ScaleForCausalLM):
             logits = model.base_logits(model.final_states(ids, preserved=True))
         else:
