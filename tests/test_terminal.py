@@ -19,6 +19,8 @@ from scale_cli.console import quieten_libraries
 from scale_cli.report import Interval
 from scale_cli.storage.atomic import new_folder, verify_folder
 from scale_cli.terminal import not_counted, print_json, printable, progress_bar, without_passwords
+from scale_cli.upscale.preservation import own_logits
+from tests.widening import random_ids, tiny_llama
 
 
 @given(st.text(st.characters()))
@@ -97,6 +99,15 @@ def test_downloads_and_weights_that_load_move_a_bar_where_lines_are_wanted(
         monkeypatch.setattr(sys, "stderr", log)
         assert list(transformers_logging.tqdm(range(3), desc="Loading weights")) == [0, 1, 2]
     assert ("Loading weights:" in (tmp_path / "log").read_text()) == shown
+
+
+def test_the_proof_that_a_base_is_preserved_moves_a_bar_by_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "_form", "lines")
+    monkeypatch.setattr(terminal, "_SECONDS_APART", 0.0)
+    own_logits(tiny_llama(), [random_ids(1, 4), random_ids(1, 5)])
+    assert "asking the base: 100%" in capsys.readouterr().err
 
 
 def test_figures_are_json_and_one_that_is_not_finite_is_null(
