@@ -152,7 +152,7 @@ def plan(
     refused = {}
     rows = _rows(config) if compared else [(config.method.variant, config)]
     for label, one in rows:
-        variant = one.method.variant
+        method = one.method.variant
         try:
             step_of(one, sizes)  # refuses before anything is measured
         except ConfigError as error:
@@ -161,11 +161,11 @@ def plan(
             refused[label] = str(error)
             continue
         if flops is not None:
-            devices[variant] = Device("cuda", flops, "as stated, taken for a GPU's")
-        elif variant not in devices:
+            devices[method] = Device("cuda", flops, "as stated, taken for a GPU's")
+        elif method not in devices:
             precision, length = one.train.mixed_precision, one.corpus.sequence_length
-            devices[variant] = measure_device(sizes, one.method, precision, length)
-        device = devices[variant]
+            devices[method] = measure_device(sizes, one.method, precision, length)
+        device = devices[method]
         planned.append(_plan_method(label, one, sizes, device, num_processes, growth))
     return Plan(
         config=config,
