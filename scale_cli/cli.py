@@ -106,7 +106,7 @@ def plan(
 ) -> None:
     """Estimate the cost of a run.
 
-    It reads only the config.json of the base.
+    It needs no weights.
     """
     checked = read(config, overrides)
     from scale_cli.commands.plan import plan

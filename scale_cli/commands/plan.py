@@ -1,4 +1,4 @@
-"""The verb `scale plan`: what a run costs, computed from the base's config.json in a second or two."""
+"""The verb `scale plan`: what a run costs, computed from the base's config.json, texts and tokenizer."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
     titles: Row = [
         "method",
         Cell("bytes", "a token"),
-        *(Cell(figure.title, figure.unit) for figure in shown),
+        *(Cell(figure.title, figure.subtitle) for figure in shown),
     ]
     base = corpus.heads["base"]
     of_base = (figure.cell(base) if figure.of_base else DASH for figure in shown)

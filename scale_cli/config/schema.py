@@ -24,6 +24,7 @@ from pydantic import (
 from scale_cli.config.sources import DISTINCT, BenchmarkSource, CorpusConfig, EvaluationSource
 from scale_cli.config.training import TrainConfig
 from scale_cli.config.vocabulary import Script, VocabularyConfig
+from scale_cli.errors import ConfigError
 from scale_cli.methods import METHODS
 from scale_cli.methods.method import Method
 from scale_cli.methods.recipes import recipes_of
@@ -105,6 +106,15 @@ class _AnyMethod(WideningConfig):
     def trains_base_weights(self) -> bool:
         """Whether the base's own weights (or copies of them) train, and so are held in float32."""
         return self.definition.trains_base_weights(self.settings)
+
+    def check_goes_with_8_bits(self) -> None:
+        """Raise ConfigError if the method trains weights that a base in 8 bits holds read-only."""
+        if self.trains_base_weights or not self.definition.adapter:
+            raise ConfigError(
+                f"method.variant: {self.variant} trains weights of the base, or copies of them, but "
+                "model.quantisation makes them read-only; use preserve, adapt, route or lora, or "
+                "remove model.quantisation"
+            )
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> _AnyMethod:
@@ -389,9 +399,8 @@ def _changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value of a tree with its key, such as `train.lr` or `corpus.sources.0.name`."""
-    if (
-        isinstance(value, dict | list) and value
-    ):  # an empty one is a value too: layers [] is not layers null
+    # An empty one is a value too: layers [] is not layers null.
+    if isinstance(value, dict | list) and value:
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(child, f"{prefix}.{key}" if prefix else str(key))
     else:

@@ -130,7 +130,7 @@ class TokenCache:
             files = file_parts(source) if (self.folder / PARTS).is_dir() else []
             parts = [self._part_folder(source, part) for part in files]
             if any(map(is_tokenised, parts)):
-                # Alone: another process would make parts that this one removes.
+                # Hold the lock, so that no other process makes parts that this one removes.
                 with sole_user(self.folder / PARTS):
                     if not is_tokenised(folder):
                         self.tokenise_parts(source)  # only the missing ones
@@ -297,7 +297,7 @@ def join_parts(source: TextSource, cache: TokenCache, parts: Sequence[Path], fol
         for part in parts:
             account = Ledger.load(part)
             ledger.take(account)
-            # A part is written whole: those up to `num_done` are on disk.
+            # Skip the parts that are joined already; a part is joined whole.
             if account.kept.documents and ledger.kept.documents > num_done:
                 of = _mapped(part, cache.columns_of(source))
                 yield Encoded(

@@ -189,5 +189,5 @@ def _corpus_table(corpus: CorpusResult, served: str) -> Table:
         rows.append(
             [title, *(DASH if is_base and not f.of_base else f.cell(result) for f in figures)]
         )
-    titles: Row = ["head", *(Cell(figure.title, figure.unit) for figure in figures)]
+    titles: Row = ["head", *(Cell(figure.title, figure.subtitle) for figure in figures)]
     return Table(titles, rows, "l" + "r" * len(figures)).without_empty_columns()

@@ -65,7 +65,7 @@ class Figure:
     """A column in the tables of the report and the comparison: one figure of a head on a corpus."""
 
     title: str
-    unit: str  # and other text below the title
+    subtitle: str  # the unit, and what else stands below the title
     # A dash if there is no figure; a column of dashes is left out.
     cell: Callable[[HeadResult], str | Cell]
     of_base: bool = True  # whether it is shown for the base's head too
@@ -216,7 +216,7 @@ class Report(RunRecord):
     served: str  # the head that the model answers with
     step: int  # optimiser steps trained
     num_tokens_trained: int  # target tokens trained on
-    trained_sha256: str  # of the expansion that was measured
+    trained_sha256: str  # of the trained weights that were measured
     corpora: list[CorpusResult]  # results, in the config's order
     benchmarks: list[BenchmarkResult] = field(default_factory=list)  # likewise
     benchmark_averages: list[LanguageAverage] = field(default_factory=list)  # per language
@@ -278,21 +278,22 @@ def summarise(
         num_base_tokens = float(of_base.num_tokens.sum())
 
     base_N = nats["base"]
-    num_bits = float((losses.num_bytes * math.log(2)).sum())
-    differences = paired_differences(
+    # Nats of a document divided by this are bits/byte.
+    scale_N = losses.num_bytes * math.log(2)
+    intervals = paired_differences(
         base_N,
         np.column_stack(list(nats.values())),
-        losses.num_bytes * math.log(2),
+        scale_N,
         num_resamples=num_resamples,
         seed=seed,
     )
     heads = {}
-    for (name, nats_N), difference in zip(nats.items(), differences, strict=True):
+    for (name, nats_N), difference in zip(nats.items(), intervals, strict=True):
         nats_per_token = nats_N.sum() / (num_base_tokens if name == "base" else num_tokens)
         heads[name] = HeadResult(
             nats_per_token=finite(nats_per_token),
             perplexity=math.exp(nats_per_token) if nats_per_token < _MAX_EXPONENT else None,
-            bits_per_byte=finite(nats_N.sum() / num_bits),
+            bits_per_byte=finite(nats_N.sum() / scale_N.sum()),
             bits_per_byte_difference=difference,
             worst_document_nats=finite(np.max(nats_N - base_N)),
             base_share=losses.base_share(name) if name in losses.served else None,

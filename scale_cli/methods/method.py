@@ -50,17 +50,14 @@ class Method(Generic[Settings]):
 
     name: ClassVar[str]  # as `method.variant`
     label: ClassVar[str]  # the name that people read
-    colour: ClassVar[
-        str
-    ]  # in figures, its own; after Okabe and Ito: https://jfly.uni-koeln.de/color/
+    # In figures, its own; after Okabe and Ito: https://jfly.uni-koeln.de/color/
+    colour: ClassVar[str]
     mark: ClassVar[tuple[str, str]]  # in figures: for matplotlib, and as a sign in a line of text
-    section: ClassVar[str | None] = (
-        None  # the section of `method` with its settings; None: all of `method`
-    )
+    # The section of `method` with its settings; None: all of `method`.
+    section: ClassVar[str | None] = None
     settings: ClassVar[type[Section]] = MethodSection
-    left_out: ClassVar[Mapping[str, float | str]] = {
-        "lr": 1.0e-5
-    }  # values of `train` keys that the config leaves out
+    # Values of `train` keys that the config leaves out.
+    left_out: ClassVar[Mapping[str, float | str]] = {"lr": 1.0e-5}
 
     first_run: ClassVar[Mapping[str, object]] = {}  # settings of the config by `scale init`
 

@@ -49,7 +49,8 @@ class ExpansionLinear(nn.Module):
     """The blocks that widen one frozen linear map: W21, W22, and W12 if the expansion writes here.
 
     If nothing is to be written into the base stream, W12 is absent, not zero: no parameter, no
-    product, and a u that is not finite cannot reach x.
+    product, and a u that is not finite cannot reach x. `export/dense.py` joins the blocks into one
+    plain map.
     """
 
     weight_22: nn.Parameter
@@ -171,7 +172,7 @@ def attend(
 class LayerReads:
     """What one layer's maps read from the base stream, and the sizes by which its norms divide."""
 
-    # Of each step: (B, T, D) for the maps that read the stream, and the input of the map that
+    # Of each step: the input (B, T, D) of the maps that read the stream, and that of the map that
     # writes into it.
     steps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     # By the name of a norm of the base: 1 / rms of its input, (B, T, 1).
@@ -226,7 +227,7 @@ def walk(
         read = norm(base_layer, before, x_BTD)
         products = [getattr(module, name)(read) for name in step.reading]
         if added is not None:
-            added.read(step)
+            added.normalise(step)
             products = [
                 getattr(added.layer, name).collaborate(y, added.normed, added.weights)
                 for name, y in zip(step.reading, products, strict=True)
@@ -257,6 +258,7 @@ class AddedStream:
     reads: LayerReads
     context: LayerContext
     slot: int
+    weights: Weights = field(init=False)  # of the layer's maps
     normed: Tensor = field(init=False)  # u^, which the reading maps read
     mixed: Tensor = field(init=False)  # the added heads or channels, which the writing map reads
 
@@ -266,8 +268,8 @@ class AddedStream:
             weight for linear in linears for weight in linear.parameters()
         )
 
-    def read(self, step: Step) -> None:
-        """Begin a step: compute u^."""
+    def normalise(self, step: Step) -> None:
+        """Begin a step: compute u^, which its reading maps read."""
         before, _ = self.context.family.norms_around(step)
         self.normed = self._norm(before, self.u_BTE)
 
@@ -299,7 +301,7 @@ class ExpansionLayer(nn.Module):
     """Everything added to one decoder layer: heads, MLP channels, gains, and the blocks between the
     two streams.
 
-    Its maps have the names in `OWNERS`; its norms have the names of the base's norms.
+    Its maps and its norms have the names of the base's (`family_scale.py`).
     """
 
     o_proj: ExpansionLinear
@@ -385,7 +387,7 @@ class ExpansionLayer(nn.Module):
     ) -> Tensor:
         added = AddedStream(self, base_layer, u_BTE, reads, context, own_slot)
         for step, (read, mixed) in zip(STEPS, reads.steps, strict=True):
-            added.read(step)
+            added.normalise(step)
             added.mix(step, read)
             added.write(step, mixed)
         return added.u_BTE

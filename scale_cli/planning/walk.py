@@ -30,7 +30,7 @@ def walk(
     num_new: int = 0,
     masked: bool = False,
 ) -> Step:
-    """Return what one training step of a method costs a token.
+    """Return what one training step of a method costs per token.
 
     Args:
         sizes: of the base.
@@ -47,11 +47,8 @@ def walk(
         raise ConfigError(
             f"method.variant: {method.variant} has no plan; planned are {', '.join(PLANNED)}"
         )
-    if base.in_8_bits and (method.trains_base_weights or not method.definition.adapter):
-        raise ConfigError(
-            f"method.variant: {method.variant} trains weights of the base, or copies of them, but "
-            "model.quantisation makes them read-only"
-        )
+    if base.in_8_bits:
+        method.check_goes_with_8_bits()
     lowered = 2 if mixed_precision in ("bf16", "fp16") else None
     step = Step(sizes, lowered, masked, num_new)
     take(step, method, base)
@@ -82,7 +79,8 @@ class _Decoder(ABC):
 
     def layer(self, streams: Streams, layer: int) -> Streams:
         """Return the streams after a layer, which may be a copy of `layer` of the base."""
-        step, form = self.step, self.sizes.form
+        step = self.step
+        form = self.sizes.form
         read = self.read(streams)
         q, k, v = (self.product(name, read) for name in PROJECTIONS[:3])
         if form.width_norms:
@@ -121,7 +119,8 @@ class _Decoder(ABC):
 
     def angles_of(self, layer: int) -> Value:
         """Return the cosines and sines of a layer's rotation."""
-        form, kinds = self.sizes.form, self.sizes.layer_types
+        form = self.sizes.form
+        kinds = self.sizes.layer_types
         kind = kinds[layer] if form.angles_by_kind and layer < len(kinds) else ""
         itemsize = FLOAT32 if form.rotates_in_float32 else self.base.itemsize
         return self.angles.setdefault(kind, Value(2 * self.sizes.head_dim, itemsize, False))
@@ -142,7 +141,8 @@ class _Plain(_Decoder):
     """A plain model, as transformers computes it, with PEFT's adapters for LoRA."""
 
     def walk(self) -> None:
-        sizes, step = self.sizes, self.step
+        sizes = self.sizes
+        step = self.step
         num_layers = sizes.num_hidden_layers
         training = self.method.definition.plain_training(self.method.settings, num_layers)
         self.rank = training.rank
@@ -182,7 +182,7 @@ class _Plain(_Decoder):
             self.adapted(x, step.linear(x, self.num_rows, heads[0], kind=None), "head")
             step.keeps_logits = True
             step.keep(Value(1, 8, False))  # the labels
-            step.copies_bytes += FLOAT32  # their number
+            step.copies_bytes += FLOAT32  # the number of labels
         else:
             step.cross_entropy([(x, self.num_rows, heads[-1])])
 

@@ -34,9 +34,8 @@ def put_back_best(run: TrainingRun, log: Log) -> TrainState:
     kept = MethodFolder(run.folder.checkpoint(best.step), run.start.run)
     on_main(lambda: verify_folder(kept.path))
     state = load_checkpoint(kept, run.model, run.optimiser, run.hooks)
-    return replace(
-        state, best=best, evaluation_due=False
-    )  # a signal may have saved it before it was evaluated
+    # A signal may have saved it before it was evaluated.
+    return replace(state, best=best, evaluation_due=False)
 
 
 def write_final(run: TrainingRun, state: TrainState) -> None:

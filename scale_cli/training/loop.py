@@ -40,11 +40,14 @@ from scale_cli.training.training_run import TrainingRun
 from scale_cli.upscale.stream_ratios import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8
-# Steps of a process by which the time that is left is corrected: from the first of these numbers on, to the second.
-_WARM_UP_STEPS, _TIMED_STEPS = 1, 4
+# The time that is left is estimated again from steps 2 to 4 of a process; step 1 warms up.
+_WARM_UP_STEPS = 1
+_TIMED_STEPS = 4
 # A loss leaps if it is above 1.5 times the highest of up to 64 losses before it, of which there
 # must be 3. A mean would warn of ordinary steps, while losses fall steeply or spread widely.
-_LEAP, _COMPARED_STEPS, _FEWEST_STEPS = 1.5, 64, 3
+_LEAP = 1.5
+_COMPARED_STEPS = 64
+_FEWEST_STEPS = 3
 
 
 def run_loop(run: TrainingRun, planned: PlannedTime | None = None) -> None:
@@ -117,7 +120,8 @@ class _Loop:
             last = done == train.max_steps
             is_due = any(self._what_is_due(done))
             is_saved = last or done % train.save_every_steps == 0
-            is_timed = done - self.began.step in (_WARM_UP_STEPS, _TIMED_STEPS)
+            of_process = done - self.began.step
+            is_timed = self.planned is not None and of_process in (_WARM_UP_STEPS, _TIMED_STEPS)
             if self._is_logged(done) or is_due or is_saved or is_timed:
                 self._settle_steps()
             self.bar.update(1)  # with this step's record
@@ -199,10 +203,10 @@ class _Loop:
         run = self.run
         if not self.taken:
             return
-        steps, self.taken = self.taken, []
-        figures = torch.stack(
-            [step.figures for step in steps]
-        ).tolist()  # in one transfer from the device
+        steps = self.taken
+        self.taken = []
+        # In one transfer from the device.
+        figures = torch.stack([step.figures for step in steps]).tolist()
         run.count_time("stepping_s", self.taken_since_s)
         for step, of_step in zip(steps, figures, strict=True):
             try:
@@ -216,8 +220,10 @@ class _Loop:
                     self._log(result, step)
 
     def _skip(self, taken: TakenStep, error: NonFiniteError) -> None:
-        """Count a step that was not finite; TrainingError if the config does not allow it, and it
-        is no overflow.
+        """Count a step that was not finite.
+
+        Raises:
+            TrainingError: it is no overflow, and the config does not allow skipping it.
         """
         run = self.run
         train = run.config.train
@@ -274,7 +280,7 @@ class _Loop:
         run = self.run
         state = run.state
         tokens_per_s = state.rate_since(self.logged) or 0.0
-        # Without sums there are no pairs.
+        # `since_logged` is empty if the model gives no loss for each token.
         sources = zip(run.config.corpus.sources, state.since_logged, strict=False)
         seen = [(source, loss, num) for source, (loss, num) in sources if num]
         new = [(loss, num) for source, loss, num in seen if source.role == "new"]

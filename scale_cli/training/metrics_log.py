@@ -24,13 +24,11 @@ SAMPLES: Final = "samples"
 
 BENCHMARKS: Final = "benchmark_accuracies"
 
-Losses = dict[
-    str, dict[str, float | None]
-]  # by corpus or benchmark, then by head; None: not finite
+# By corpus or benchmark, then by head; None: not finite.
+Losses = dict[str, dict[str, float | None]]
 
-Shares = dict[
-    str, float | None
-]  # by corpus, the share of tokens for which the router chose the base head
+# By corpus, the share of tokens for which the router chose the base head.
+Shares = dict[str, float | None]
 
 
 class MetricsRecord(TypedDict, total=False):

@@ -31,16 +31,14 @@ class TrainState(RunRecord):
     evaluating_s: float = 0.0  # of those, seconds in periodic evaluations
     saving_s: float = 0.0  # of those, seconds that training waited for checkpoints
     skipped_steps: int = 0  # steps skipped because their loss or gradient was not finite
-    skipped_tokens: int = (
-        0  # target tokens of those steps, and of steps whose gradient overflowed float16
-    )
+    # Target tokens of those steps, and of steps whose gradient overflowed float16.
+    skipped_tokens: int = 0
     loss_scale: float | None = None  # factor of the next loss; None: no float16
     loss_scale_steps: int = 0  # steps since it changed
-    evaluation_due: bool = (
-        False  # a signal interrupted this step's periodic evaluation; a resume begins with it
-    )
-    # by source, (summed loss, number of targets) since the last record of the log; empty: nothing
-    # yet
+    # A signal interrupted this step's periodic evaluation; a resume begins with it.
+    evaluation_due: bool = False
+    # By source, (summed loss, number of targets) since the last record of the log; empty: nothing
+    # yet.
     since_logged: tuple[tuple[float, int], ...] = ()
     best: Score | None = None  # its checkpoint is kept, if `train.max_forgetting` is set
 

@@ -121,9 +121,8 @@ def _shard(
     # The base layers of a widened model are in units, but are not submodules of the modules that
     # these units are of.
     sharded = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    root.of_layers = nn.ModuleList(
-        of_root
-    )  # a unit has its module's parameters that no unit below has
+    # A unit has its module's parameters that no unit below has.
+    root.of_layers = nn.ModuleList(of_root)
     fully_shard(root, mesh=mesh, ignored_params=whole | sharded)
     del root.of_layers
 

@@ -122,9 +122,8 @@ def train_step(
             # Gradients are averaged over processes, but each process's loss is a part of a sum.
             accelerator.backward(scaler.scale(share * accelerator.num_processes))
         sums[1] += share.detach()
-        if (
-            losses_BT is not None
-        ):  # summed without an atomic addition, so that a GPU gives the same bits again
+        # Summed without an atomic addition, so that a GPU gives the same bits again.
+        if losses_BT is not None:
             is_of_SB = here.sources == torch.arange(num_sources, device=device).unsqueeze(1)
             sums[2:] += torch.where(is_of_SB, losses_BT.sum(dim=1), 0.0).sum(dim=1)
         if more_to_come:
@@ -150,9 +149,8 @@ def _update(update: Update, hooks: Sequence[Hook], scaler: GradScaler) -> None:
     """
     for hook in hooks:
         hook.before(update)
-    update.optimiser.found_inf = (
-        ~update.finite
-    ).float()  # as scalers tell a fused optimiser (`torch/optim/adam.py`)
+    # As scalers tell a fused optimiser (`torch/optim/adam.py`).
+    update.optimiser.found_inf = (~update.finite).float()
     update.optimiser.step()
     del update.optimiser.found_inf
     scaler.update()

@@ -89,13 +89,8 @@ def build_model(
     master copy.
     """
     definition = method.definition
-    if any(map(is_quantised, base.parameters())) and (
-        method.trains_base_weights or not definition.adapter
-    ):
-        raise ConfigError(
-            f"method.variant: {method.variant} trains weights of the base, or copies of them, but model.quantisation "
-            "makes them read-only; use preserve, adapt, route or lora, or remove model.quantisation"
-        )
+    if any(map(is_quantised, base.parameters())):
+        method.check_goes_with_8_bits()
     if new is not None and not definition.widens:
         base = grow_plainly(base, new)
     if method.trains_base_weights:
