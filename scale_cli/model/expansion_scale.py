@@ -114,8 +114,11 @@ class LayerContext:
     checkpointing: bool = False  # whether backward computes the trained part's activations again
 
     def slot(self, stream: int, layer_index: int) -> int:
-        """Return the cache slot of one stream's heads in one layer; stream 0 is the base."""
-        return stream * self.num_layers + layer_index
+        """Return the cache slot of one stream's heads in one layer; stream 0 is the base.
+
+        Without a cache it is the same for all layers: of another number torch.compile compiles anew.
+        """
+        return 0 if self.cache is None else stream * self.num_layers + layer_index
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a part of a layer; with checkpointing, keep only its inputs for backward."""

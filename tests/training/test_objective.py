@@ -144,6 +144,13 @@ def test_compiled_training_is_traced_whole_and_has_the_losses_of_plain_training(
     assert losses(make(), compile=True) == pytest.approx(expected, rel=1e-4)
 
 
+def test_layers_of_one_kind_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo gives up after eight compilations of one function, so a model may have more layers."""
+    trace_alone(monkeypatch)
+    deep = start("preserve", num_hidden_layers=10)
+    assert losses(deep, compile=True)
+
+
 def test_what_cannot_be_compiled_whole_is_refused_in_one_line() -> None:
     with refused(TrainingError, r"^train\.compile: cannot compile a layer here: .+"):
         compiled(lambda x: x if x.sum() > 0 else -x)(torch.ones(3))
