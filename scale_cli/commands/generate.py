@@ -67,10 +67,9 @@ def generate(
         )
     streams = len(prompts) == 1 and not as_json and not show_heads
     with tokens_bar(len(prompts) * sampling.max_new_tokens, None if streams else "writing") as bar:
-        streamer = TextStreamer("" if chat else prompts[0], generator)
-        continuations = generator.continue_all(
-            asked, sampling, streamer if streams else TokensWritten(bar)
-        )
+        already = "" if chat else prompts[0]
+        streamer = TextStreamer(already, generator) if streams else TokensWritten(bar)
+        continuations = generator.continue_all(asked, sampling, streamer)
     if as_json:
         for continuation in continuations:
             typer.echo(json.dumps(asdict(continuation), ensure_ascii=False))

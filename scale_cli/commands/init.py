@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, CorpusError, UsageError
 from scale_cli.planning.beginnings import HeldOut
 from scale_cli.planning.device import measure_device
-from scale_cli.planning.estimate import estimate
+from scale_cli.planning.estimate import Estimate, estimate
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.processes import computes_in_bfloat16, cpu_precision
 from scale_cli.runs.folder import RunFolder
 from scale_cli.starter.fitting import LEAST_STEP_TOKENS, MIN_STEPS, MOST_READINGS, fit_sizes
-from scale_cli.starter.offer import offer_tokens, own_tokens
-from scale_cli.starter.parts import chat_of, measured_on_alone, part
-from scale_cli.starter.texts import look_into
+from scale_cli.starter.offer import NewTokens, offer_tokens, own_tokens
+from scale_cli.starter.parts import Parted, chat_of, measured_on_alone, part
+from scale_cli.starter.texts import Text, look_into
 from scale_cli.storage.atomic import write_text
 from scale_cli.terminal import log, print_json
 from scale_cli.upscale.base_files import read_config_file
@@ -74,6 +75,69 @@ def init(
             "give more text"
         )
 
+    draft = _fit(
+        file,
+        base,
+        base_sizes,
+        tokenizer,
+        method=method,
+        text=text,
+        retention=retention,
+        new=new,
+        num_tokens=num_tokens,
+        minutes=minutes,
+    )
+    files = {path: content for of in draft.measured for path, content in of.files.items()}
+    takes = draft.takes.in_words()
+    with _new_files(files):
+        _check(draft.config, tokenizer)
+        write_text(file, config_text(file, takes=takes, **draft.found))
+    if not (schema := file.with_name(SCHEMA_FILE)).exists():
+        write_text(schema, json_schema_text())
+
+    sizes = draft.found["sizes"]
+    told = {"corpus": draft.found["corpus"].words, "retention": draft.found["kept"].words}
+    told["tokens"] = new.words
+    print_json({"file": file, **told, "sizes": sizes, "estimate": draft.takes})
+    is_too_long = sizes.max_steps == MIN_STEPS and draft.takes.total_s > 60 * minutes
+    said = report.render(
+        "init.txt.j2",
+        file=file,
+        **draft.found,
+        takes=takes,
+        schema=SCHEMA_FILE,
+        texts=[path.name for path in files],
+        too_long=f"{minutes:g}" if is_too_long else "",
+        min_steps=MIN_STEPS,
+    )
+    for line in said.splitlines():
+        log(line)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A config, and what it was made from."""
+
+    found: dict[str, Any]  # what the templates show
+    config: RunConfig
+    measured: list[Parted]  # the parts of texts that evaluations read
+    takes: Estimate
+
+
+def _fit(
+    file: Path,
+    base: str,
+    base_sizes: BaseSizes,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    method: MethodConfig,
+    text: Text,
+    retention: Text,
+    new: NewTokens,
+    num_tokens: int,  # of the whole text
+    minutes: float,
+) -> _Draft:
+    """Return sizes and parts of the texts with which the whole run takes the minutes."""
     precision = "bf16" if computes_in_bfloat16() else cpu_precision()
     device = measure_device(base_sizes, method, precision)
     training_s = 60 * minutes
@@ -119,29 +183,7 @@ def init(
         takes = estimate(config, base_sizes, device, texts, num_new=new.number)
         training_s = max(0.0, 60 * minutes - takes.total_s + takes.training_s)
         most_held_out = 60 * minutes * _HELD_OUT_SHARE * takes.scored_per_s
-
-    files = {path: content for of in measured for path, content in of.files.items()}
-    with _new_files(files):
-        _check(config, tokenizer)
-        write_text(file, config_text(file, takes=takes.in_words(), **found))
-    if not (schema := file.with_name(SCHEMA_FILE)).exists():
-        write_text(schema, json_schema_text())
-
-    told = {"corpus": corpus.words, "retention": kept.words, "tokens": new.words}
-    print_json({"file": file, **told, "sizes": sizes, "estimate": takes})
-    is_too_long = sizes.max_steps == MIN_STEPS and takes.total_s > 60 * minutes
-    said = report.render(
-        "init.txt.j2",
-        file=file,
-        **found,
-        takes=takes.in_words(),
-        schema=SCHEMA_FILE,
-        texts=[path.name for path in files],
-        too_long=f"{minutes:g}" if is_too_long else "",
-        min_steps=MIN_STEPS,
-    )
-    for line in said.splitlines():
-        log(line)
+    return _Draft(found, config, measured, takes)
 
 
 def config_text(file: Path, **found: object) -> str:

@@ -280,9 +280,12 @@ class _Loop:
         run = self.run
         state = run.state
         tokens_per_s = state.rate_since(self.logged) or 0.0
-        # `since_logged` is empty if the model gives no loss for each token.
-        sources = zip(run.config.corpus.sources, state.since_logged, strict=False)
-        seen = [(source, loss, num) for source, (loss, num) in sources if num]
+        # Empty if the model gives no loss for each token.
+        sums = state.since_logged
+        sources = run.config.corpus.sources if sums else []
+        seen = [
+            (source, loss, num) for source, (loss, num) in zip(sources, sums, strict=True) if num
+        ]
         new = [(loss, num) for source, loss, num in seen if source.role == "new"]
         shown = result.loss
         if new:
@@ -338,8 +341,8 @@ class _Loop:
         losses_due, benchmarks_due = self._what_is_due(done)
         if run.observer is None or not (losses_due or benchmarks_due):
             return
-        self._settle_steps()
-        started_s, best = time.monotonic(), run.state.best
+        started_s = time.monotonic()
+        best = run.state.best
         try:
             with self.stop.at_once():
                 record = run.observer.evaluate(done, losses=losses_due, benchmarks=benchmarks_due)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scale_cli.config.schema import RunConfig
@@ -169,7 +169,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return fast(*args, **kwargs)
-        except TorchDynamoException as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             raise TrainingError(
                 f"train.compile: cannot compile a layer here: {one_line(error)}"
             ) from None
