@@ -23,9 +23,9 @@ class Parity:
 
     def __str__(self) -> str:
         return (
-            f"its logits at {self.num_positions:,} positions agree with the trained model's to "
-            f"rounding: {self.max_logit_difference:.1e} apart at most, where the trained model's own "
-            f"rounding is {self.own_max_difference:.1e}"
+            f"its logits at {self.num_positions:,} positions are {self.mean_logit_difference:.1e} from "
+            f"the trained model's on average, and {self.max_logit_difference:.1e} at most; that model's "
+            f"own rounding is {self.own_mean_difference:.1e} and {self.own_max_difference:.1e}"
         )
 
 
