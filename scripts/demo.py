@@ -123,13 +123,14 @@ def main() -> None:
     """Run the demo; keep what already exists."""
     started_s = time.monotonic()
     precision = cpu_precision()
-    config = load_config(
-        CONFIG, [f"train.mixed_precision={precision}", f"evaluation.mixed_precision={precision}"]
-    )
+    keys = [f"train.mixed_precision={precision}", f"evaluation.mixed_precision={precision}"]
+    config = load_config(CONFIG, keys)
     texts = write_biographies(config.output_dir / "text", config.seed)
     print(f"== base: a tiny English model, in {config.model.base}")
     if not Path(config.model.base).is_dir():
         make_base(config, texts)
+    # Again: a run's paths are absolute, and only what is there is known to be a path.
+    config = load_config(CONFIG, keys)
     run_pipeline(config, print)
     print("== unseen people: how the base, the trained head alone and the routed model go on")
     show_answers(config, texts)
