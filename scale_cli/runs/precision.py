@@ -8,6 +8,7 @@ from scale_cli.config.load import checked, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.processes import computes_in_bfloat16
 from scale_cli.runs.folder import RunFolder
+from scale_cli.storage.atomic import is_as_written
 
 
 def with_precision(config: RunConfig, *, in_bfloat16: bool | None = None) -> RunConfig:
@@ -33,9 +34,11 @@ def with_precision(config: RunConfig, *, in_bfloat16: bool | None = None) -> Run
 
     recorded = None
     if "auto" in (dtype, precision):
-        written = [folder / "scale.yaml" for folder in RunFolder(config.output_dir).newest_first]
-        there = [path for path in written if path.is_file()]
-        recorded = load_config(there[0]) if there else None
+        # What is damaged is found and named when it is opened; the folder before it says the same.
+        for folder in RunFolder(config.output_dir).newest_first:
+            if is_as_written(folder, "scale.yaml"):
+                recorded = load_config(folder / "scale.yaml")
+                break
     if recorded is None and "auto" in (dtype, precision) and in_bfloat16 is None:
         in_bfloat16 = computes_in_bfloat16()
     if precision == "auto":

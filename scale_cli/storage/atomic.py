@@ -325,6 +325,14 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
+def is_as_written(folder: Path, name: str) -> bool:
+    """Return whether one file of a folder is there, and as its manifest says."""
+    try:
+        return file_sha256(folder / name) == described_files(folder)[name]["sha256"]
+    except (StorageError, OSError, KeyError):
+        return False
+
+
 def verify_folder(folder: Path) -> None:
     """Check every file of a folder against its manifest; StorageError names the first that is not
     as written.

@@ -33,7 +33,7 @@ from scale_cli.config.schema import (
     TRAIN_SECTIONS,
     differences,
 )
-from scale_cli.errors import ConfigError, RunFolderError, ScaleError, StorageError
+from scale_cli.errors import ConfigError, RunFolderError, StorageError
 from scale_cli.methods.recipes import Hook, trainable_parameters
 from scale_cli.processes import main_decides
 from scale_cli.runs.folder import RunFolder
@@ -43,6 +43,7 @@ from scale_cli.storage.atomic import (
     MANIFEST,
     changed_versions,
     file_sha256,
+    is_as_written,
     load_tensors,
     verify_folder,
 )
@@ -128,13 +129,9 @@ def check_to_go_on(run: Run, resume: str | None, accepted: Collection[str]) -> N
             )
     begun_in = [run.folder.final, *reversed(checkpoints(run.folder))]
     for path in begun_in if resume == "auto" else ():
-        begun = MethodFolder(path, run)
-        try:
-            _ = begun.config, TrainState.load(path)
-        except ScaleError:
-            continue
-        _changes_since(begun, accepted)
-        return
+        if is_as_written(path, "scale.yaml") and is_as_written(path, TrainState.FILE):
+            _changes_since(MethodFolder(path, run), accepted)
+            return
 
 
 def _changes_since(begun: MethodFolder, accepted: Collection[str]) -> list[str]:

@@ -72,15 +72,17 @@ def test_resumed_over_a_damaged_checkpoint_a_run_ends_as_the_whole_one(
     runs: Runs, in_full: bool
 ) -> None:
     """The damaged one is in the middle of a run that goes on, and is replaced when its step comes again."""
-    names = [file.name for file in files_of(runs.folder("kept").checkpoint(6))]
-    for name in names if in_full else ["optimiser.safetensors"]:
-        for damage in DAMAGES if in_full else ["middle byte flipped"]:
-            run = runs.midway("damaged")
-            DAMAGES[damage](run.checkpoint(6) / name)
-            printed = runs.do("train", "damaged").printed
-            assert f"warning: checkpoint {run.checkpoint(6).name} skipped" in printed
-            assert f"resuming       {run.checkpoint(3)}" in printed
-            assert_same(run, runs.folder("whole"))
+    cases = [("optimiser.safetensors", "middle byte flipped"), ("scale.yaml", "empty")]
+    if in_full:
+        names = [file.name for file in files_of(runs.folder("kept").checkpoint(6))]
+        cases = [(name, damage) for name in names for damage in DAMAGES]
+    for name, damage in cases:
+        run = runs.midway("damaged")
+        DAMAGES[damage](run.checkpoint(6) / name)
+        printed = runs.do("train", "damaged").printed
+        assert f"warning: checkpoint {run.checkpoint(6).name} skipped" in printed
+        assert f"resuming       {run.checkpoint(3)}" in printed
+        assert_same(run, runs.folder("whole"))
 
 
 def test_the_newest_good_checkpoint_outlives_damaged_ones_of_later_steps(runs: Runs) -> None:
