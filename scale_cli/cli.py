@@ -55,12 +55,22 @@ FailAbove = Annotated[
     float | None,
     Option(metavar="BITS", min=0.0, help="Exit with code 3 if more bits per byte are forgotten."),
 ]
-BesideBase = Annotated[
-    bool,
-    Option(
-        "--beside-base",
-        help="Route between a run's trained model and its base, whichever method trained it.",
-    ),
+AnsweringHead = Annotated[
+    Literal["base", "trained", "routed"] | None,
+    Option("--head", help="What answers. By default, base and trained model, mixed by the router."),
+]
+
+
+def _refuse_earlier(given: bool) -> None:
+    if given:
+        raise UsageError(
+            "--plain, --beside-base: are no more; a run is routed with its base without a flag, "
+            "and --head trained or --head base answers alone"
+        )
+
+
+Earlier = Annotated[
+    bool, Option("--plain", "--beside-base", hidden=True, callback=_refuse_earlier, is_eager=True)
 ]
 _FORMS = "Print only figures, one JSON object per line; or only warnings and errors."
 Form = Annotated[
@@ -355,7 +365,7 @@ def generate(
     show_heads: Annotated[
         bool, Option("--show-heads", help="Name each head where it takes over.")
     ] = False,
-    beside_base: BesideBase = False,
+    head: AnsweringHead = None,
     as_json: Annotated[
         bool, Option("--json", help="Print a JSON object per prompt, with the heads' shares.")
     ] = False,
@@ -366,6 +376,7 @@ def generate(
     output: Annotated[
         Path | None, Option(metavar="FILE", help="With --samples: a new .jsonl file.")
     ] = None,
+    _earlier: Earlier = False,
 ) -> None:
     """Continue prompts with a trained model and its router.
 
@@ -373,11 +384,11 @@ def generate(
     empty prompt.
     """
     if (samples is None) != (output is None) or (
-        samples and (chat or show_heads or as_json or beside_base)
+        samples and (chat or show_heads or as_json or head)
     ):
         raise ConfigError(
             "--samples, --output: give both or neither, and without --chat, --show-heads, --json "
-            "and --beside-base"
+            "and --head"
         )
     config = read(path, None) if samples else None
     folder = run_folder(path)
@@ -401,7 +412,7 @@ def generate(
             chat=chat,
             as_json=as_json,
             show_heads=show_heads,
-            beside_base=beside_base,
+            head=head,
         )
     )
 
@@ -410,7 +421,7 @@ def generate(
 def serve(
     path: Annotated[
         Path,
-        Argument(metavar="PATH", help="A plain export (llama), a run that has one, or a join."),
+        Argument(metavar="PATH", help="A run, an export, or a join."),
     ],
     options: Annotated[
         list[str] | None, Argument(metavar="[-- OPTION...]", help="Options for the engine itself.")
@@ -419,20 +430,16 @@ def serve(
         Literal["vllm", "transformers"] | None,
         Option(help="By default vLLM, if it is installed and can serve the model."),
     ] = None,
-    plain: Annotated[bool, Option("--plain", help="Serve without the router.")] = False,
-    beside_base: BesideBase = False,
+    head: AnsweringHead = None,
+    _earlier: Earlier = False,
 ) -> None:
-    """Serve an export as an OpenAI endpoint, with its router."""
+    """Serve a run or an export as an OpenAI endpoint, with its router."""
     refuse_several("serve")
-    if beside_base and (plain or engine == "vllm"):
-        raise UsageError(
-            "--beside-base: routes two models in transformers; remove --plain and --engine vllm"
-        )
     folder = run_folder(path)
     import_libraries()
     from scale_cli.commands.serve import serve
 
-    serve(folder, engine, options or [], log, plainly=plain, beside_base=beside_base)
+    serve(folder, engine, options or [], log, head)
 
 
 @app.command()

@@ -46,8 +46,9 @@ def _rows(schema: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
             name, child = f"{prefix}{key}", resolved(node)
             item = resolved(child["items"]) if "items" in child else {}
             if "properties" in child:
-                if "anyOf" in node:  # a section that may be left out
-                    yield f"`{name}`", "a section", "`null`", node["description"]
+                if "anyOf" in node:  # a section that may be null
+                    default = "`null`" if node["default"] is None else "as below"
+                    yield f"`{name}`", "a section", default, node["description"]
                 yield from walk(child, f"{name}.")
                 continue
             required = key in section.get("required", [])

@@ -77,7 +77,7 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
     results = []
     with tokens_bar(num_tokens, "evaluating" if is_main() else None) as bar:
         score = partial(
-            score_corpus, router=config.method.router, passes=passes, bar=bar, share=share()
+            score_corpus, router=config.method.rules, passes=passes, bar=bar, share=share()
         )
         base = base_alone(model)
         for source, corpus, of_base in zip_longest(asked.perplexity, corpora, by_base_tokens):
@@ -94,7 +94,7 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
     state = TrainState.load(final.path)
     report = Report(
         variant=config.method.variant,
-        served=config.method.router.rule if config.method.definition.routes else "trained",
+        served=config.method.served,
         step=state.step,
         num_tokens_trained=state.num_tokens,
         trained_sha256=trained_sha256(final.path),

@@ -110,7 +110,7 @@ def _export(
     if parity.routed is not None:
         ways = "with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in"
         log(f"routed         {ways}")
-    elif made.method.routes and not made.answers_as_served:
+    elif made.config.method.served != "trained" and not made.answers_as_served:
         note = "it holds only the trained head; for the router, set export.format=transformers"
         log(f"note           {note}")
     log(f"parity         good: {parity}")

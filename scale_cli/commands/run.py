@@ -150,14 +150,8 @@ def _export(run: Run, log: Log) -> None:
     held = quantity(folder_bytes(run.folder.root), "B")
     log(f"on disk        {held} in {run.folder.root}{may_go}")
     folder = shlex.quote(str(config.output_dir))
-    method = config.method
-    beside = "" if method.definition.widens else " --beside-base"
-    ways = [f"scale generate {folder}{beside} --prompt '...' --temperature 0.8"]
+    ways = [f"scale generate {folder} --prompt '...' --temperature 0.8"]
     if run.base_tokenizer.chat_template:
-        ways.append(f"scale generate {folder}{beside} --chat --prompt '...'")
-    if beside:
-        ways.append(f"scale serve {folder}{beside}")
-    elif "llama" in config.export.format:
-        plainly = "" if method.definition.routes_plainly(method.settings) else " --plain"
-        ways.append(f"scale serve {folder}{plainly}")
+        ways.append(f"scale generate {folder} --chat --prompt '...'")
+    ways.append(f"scale serve {folder}")
     log(f"next           {'; '.join(ways)}")

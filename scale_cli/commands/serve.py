@@ -14,14 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from scale_cli.errors import MissingExtraError, UsageError, is_installed, require
-from scale_cli.export.plain_folder import KEY, find_plain_export, routed_name
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import Head
+from scale_cli.errors import MissingExtraError, RunFolderError, UsageError, is_installed, require
+from scale_cli.export.plain_folder import KEY, plain_exports, routed_name
 from scale_cli.generation.generator import Generator
-from scale_cli.model.configuration_scale import JoinedConfig
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.serving import FAMILIES
 from scale_cli.storage.atomic import read_json
 from scale_cli.terminal import Log
+from scale_cli.upscale.base_files import BaseRecord
 
 Engine = Literal["vllm", "transformers"]
 # Not the command `vllm`: in the CPU build, a package of another name, it does not find its own
@@ -30,32 +32,24 @@ _VLLM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
 def serve(
-    path: Path,
-    engine: Engine | None,
-    options: Sequence[str],
-    log: Log,
-    *,
-    plainly: bool = False,
-    beside_base: bool = False,
+    path: Path, engine: Engine | None, options: Sequence[str], log: Log, head: Head | None = None
 ) -> None:
-    """Log what the server guarantees and an example request, then become the server.
-
-    With `beside_base`, a run's trained model and its base are two models in memory.
-    """
-    folder = path if beside_base else find_plain_export(path)
-    config = {} if beside_base else read_json(folder / "config.json")
-    if not beside_base:
-        engine = _engine_of(folder, config, engine, plainly=plainly)
+    """Log what the server guarantees and an example request, then become the server."""
+    folder, config = _find_served(path, head)
+    engine = _engine_of(folder, config, engine, head)
     address, others = _address(folder, options)
     if engine == "vllm":
-        architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
-        routed = [] if plainly else ["--hf-overrides", architectures]
-        prior = None if plainly else PriorByScript.of_export(config[KEY])
-        _announce(folder, "vllm", address, log, config=config, prior=prior)
+        routed: list[str] = []
+        prior = None
+        # vLLM sends usage statistics unless told not to.
+        environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
+        if head != "trained" and config.get(KEY):
+            architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
+            routed = ["--hf-overrides", architectures]
+            prior = PriorByScript.of_export(config[KEY])
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # that tells no prompt to a plug-in
+        _announce(folder, "vllm", address, log, head=head, config=config, prior=prior)
         command = [*_VLLM, str(folder), *routed, *options]
-        # vLLM sends usage statistics unless told not to. Its runner V2 tells no prompt to a plug-in.
-        routed_only = {} if plainly else {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-        environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ, **routed_only}
         os.execve(command[0], command, environment)
 
     _check_server(address, others)
@@ -63,13 +57,14 @@ def serve(
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     from scale_cli.generation.server import run_server
 
-    generator = Generator(folder, plainly=plainly, beside_base=beside_base)
+    generator = Generator(folder, head)
     names = generator.head_names
     _announce(
         folder,
         "transformers",
         address,
         log,
+        head=head,
         config=config,
         prior=generator.prior if names else None,
         num_heads=len(names),
@@ -78,37 +73,62 @@ def serve(
     run_server(generator, address.name, address.host, address.port)
 
 
+def _find_served(path: Path, head: Head | None) -> tuple[Path, dict[str, Any]]:
+    """Return the folder that answers, and its config.json if it is a plain export.
+
+    Of a run, that is its plain export, if that can answer with this head, else the run.
+    """
+    if (path / "config.json").is_file():
+        config = read_json(path / "config.json")
+        is_plain = "base_config" not in config and not BaseRecord.is_in(path)
+        return path, config if is_plain else {}
+    found = {folder: read_json(folder / "config.json") for folder in plain_exports(path)}
+    final = path / "final" / "scale.yaml"
+    asked = head or (load_config(final).method.head if final.is_file() else "routed")
+    fitting = [
+        folder
+        for folder, config in found.items()
+        if asked == "trained" or (asked == "routed" and config.get(KEY))
+    ]
+    if len(fitting) > 1:
+        named = ", ".join(map(str, fitting))
+        raise UsageError(f"{path}: has several exports; give one of them: {named}")
+    if fitting:
+        return fitting[0], found[fitting[0]]
+    if not final.is_file():
+        raise RunFolderError(f"{path}: contains neither a trained model (final/) nor an export")
+    return path, {}
+
+
 def _engine_of(
-    folder: Path, config: dict[str, Any], engine: Engine | None, *, plainly: bool
+    folder: Path, config: dict[str, Any], engine: Engine | None, head: Head | None
 ) -> Engine:
     """Return the engine that serves a folder.
 
     UsageError if none can, or not the given one.
     """
-    if config.get("model_type") == JoinedConfig.model_type:
-        if plainly or engine == "vllm":
+    if not config.get("architectures"):  # not a plain export
+        if engine == "vllm":
             raise UsageError(
-                f"{folder}: a join is served routed and in transformers; "
-                "remove --plain and --engine vllm"
+                f"--engine vllm: serves plain exports (format llama), and {folder} is none; "
+                "remove --engine vllm"
             )
         return "transformers"
-    if not config.get("architectures"):
-        raise UsageError(
-            f"{folder}: not a plain export; give the run, "
-            "or what `scale export` wrote in format llama"
-        )
     architecture = config["architectures"][0]
-    has_vllm = plainly or architecture in {f"{family}ForCausalLM" for family in FAMILIES}
-    chosen: Engine = engine or ("vllm" if is_installed("vllm") and has_vllm else "transformers")
-    if not config.get(KEY) and not plainly:
+    is_routed = bool(config.get(KEY)) and head != "trained"
+    if head == "routed" and not is_routed:
         raise UsageError(
-            f"{folder}: config.json has no {KEY}, so this model cannot be served with a router; "
-            "add --plain"
+            f"{folder}: config.json has no {KEY}, so this folder alone cannot be routed; "
+            "give its run, or --head trained"
         )
+    has_vllm = head != "base" and (
+        not is_routed or architecture in {f"{family}ForCausalLM" for family in FAMILIES}
+    )
+    chosen: Engine = engine or ("vllm" if is_installed("vllm") and has_vllm else "transformers")
     if chosen == "vllm" and not has_vllm:
         raise UsageError(
             f"--engine vllm: only transformers can route {architecture}; "
-            "remove --engine vllm, or add --plain"
+            "remove --engine vllm, or add --head trained"
         )
     if chosen == "vllm" and not is_installed("vllm"):
         raise MissingExtraError(
@@ -123,7 +143,8 @@ def _announce(
     address: Namespace,
     log: Log,
     *,
-    config: dict[str, Any],  # of the folder; empty for a run beside its base
+    head: Head | None,
+    config: dict[str, Any],  # of a plain export; empty for a run
     prior: PriorByScript | None,  # None: without a router
     num_heads: int = 2,
     rule: str = "posterior",
@@ -131,9 +152,11 @@ def _announce(
     """Log what the server guarantees, the model's name, and a command that asks it."""
     if prior is None:
         how = "without a router"
-        what = "the model has none"
-        if config.get(KEY):
-            what = "the trained head alone; only with its router it keeps what the base knew"
+        what = "the trained head alone; only with its router it keeps what the base knew"
+        if head == "base":
+            what = "the base alone"
+        elif head is None and config:
+            what = "the model has none"
     else:
         smallest = min(prior.otherwise, (1.0 - prior.otherwise) / (num_heads - 1))
         what = f"no document costs more than {-math.log(smallest):.3f} nats over its best head"

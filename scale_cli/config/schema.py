@@ -44,6 +44,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float16"]
 Quantised = Literal["int8"]
 ExportFormat = Literal["llama", "transformers", "adapter"]
+Head = Literal["base", "trained", "routed"]  # what answers: one of both heads, or their mixture
 
 
 class ModelConfig(Section):
@@ -93,6 +94,16 @@ class _AnyMethod(WideningConfig):
         """The method's own section, or this whole section if the method has none."""
         section = self.definition.section
         return self if section is None else getattr(self, section)
+
+    @property
+    def head(self) -> Head:
+        """What answers in `generate` and `serve`, unless they are told otherwise."""
+        return "trained" if self.router is None else self.definition.head
+
+    @property
+    def served(self) -> str:
+        """The head, or rule, by whose row the report judges a run."""
+        return self.router.rule if self.router and self.definition.routes else "trained"
 
     @property
     def in_words(self) -> str:
@@ -237,7 +248,7 @@ class RunConfig(Section):
             checked = MethodConfig.model_validate(method)
         except ValidationError:  # reported when the method is validated
             return tree
-        is_routed_apart = checked.definition.routes and not checked.definition.routes_plainly(
+        is_routed_apart = checked.served != "trained" and not checked.definition.routes_plainly(
             checked.settings
         )
         formats = {"format": ["llama", "transformers"]} if is_routed_apart else {}
@@ -335,12 +346,12 @@ LOCATION_KEYS = BASE_KEYS + r"|corpus\.sources\.\d+\.(path(\.\d+)?|revision)"
 _TRAINED_FOR_EACH_EVALUATED = 10
 # Keys that change the scores of periodic evaluations.
 _SCORED_BY = (
-    r"method\.router\.(?!script_prior).+"
+    r"method\.router(?!\.script_prior).*"
     r"|evaluation\.(sequence_length|mixed_precision|perplexity\.\d+\.(?!path|revision).+)"
 )
 # The router acts in evaluation and generation only, so it may be set after training; here it is its
 # own section. Distillation acts in training only, so it may be set after upscaling.
-_MOVED = {"method.router.": "router", "method.distillation.": "train"}
+_MOVED = {"method.router": "router", "method.distillation.": "train"}
 UPSCALE_SECTIONS = ("seed", "model", "method")
 TRAIN_SECTIONS = (*UPSCALE_SECTIONS, "corpus", "train")
 EVALUATE_SECTIONS = (*TRAIN_SECTIONS, "router", "evaluation")

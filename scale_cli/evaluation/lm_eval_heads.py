@@ -203,7 +203,7 @@ class OpenedBenchmarks:
             model,
             tokenizer,
             load_tokenizer(config.model) if has_new_tokens else None,
-            router=config.method.router,
+            router=config.method.rules,
             passes=Passes.of(config),
             max_length=resolve_max_length(model.config, tokenizer),
             share=share,

@@ -144,9 +144,9 @@ def page(report: Report, config: RunConfig, form: str) -> str:
         corpora=[(corpus, _corpus_table(corpus, report.served)) for corpus in corpora],
         benchmarks=benchmarks,
         shares=Table(["language", *_RULES], share_rows, "lrr"),
-        bound=-math.log(config.method.router.prior),
-        prior=f"{config.method.router.prior:g}",
-        threshold=f"{config.method.router.threshold:g}",
+        bound=-math.log(config.method.rules.prior),
+        prior=f"{config.method.rules.prior:g}",
+        threshold=f"{config.method.rules.threshold:g}",
         not_covered=NOT_COVERED,
     )
 

@@ -90,7 +90,7 @@ def model_card(config: RunConfig, export: Format, *, report: Report | None, **va
     is_served = export.answers_as_served
     router = config.method.router
     bounds = {}  # nats that a document costs at most
-    if config.method.definition.routes and is_served and router.rule == "posterior":
+    if router is not None and config.method.served == "posterior" and is_served:
         bounds = {"base": -math.log(router.prior), "trained": -math.log(1.0 - router.prior)}
         if config.new_script is not None and router.script_prior is not None:
             bounds["script"] = -math.log(router.script_prior)

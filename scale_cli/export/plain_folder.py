@@ -25,7 +25,7 @@ from transformers.utils.hub import cached_files
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.encoding import DocumentMarkers, prompt_ids
-from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError, UsageError, one_line
+from scale_cli.errors import BaseModelError, ExportParityError, one_line
 from scale_cli.model import cache_scale, routed_scale, routing
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import pieces_of
@@ -72,7 +72,7 @@ def routed_class(folder: Path) -> Any:
     """Return the class that serves a plain export routed; None if the folder cannot be routed."""
     config = read_json(folder / "config.json")
     (architecture,) = config.get("architectures") or [""]
-    return getattr(routed_scale, routed_name(architecture), None) if KEY in config else None
+    return getattr(routed_scale, routed_name(architecture), None) if config.get(KEY) else None
 
 
 def routed_name(architecture: str) -> str:
@@ -153,20 +153,10 @@ def write_plain(
     copy_tokenizer(tokenizer, tokenizer_place(base) if grown_in is None else grown, folder)
 
 
-def find_plain_export(path: Path) -> Path:
-    """Return the folder of a plain export: the given folder, or the only export of a run."""
-    if (path / "config.json").is_file():
-        return path
-    exports = sorted(path.glob("export/llama*"))
-    found = [folder for folder in exports if (folder / "config.json").is_file()]
-    if len(found) > 1:
-        named = ", ".join(map(str, found))
-        raise UsageError(f"{path}: has several exports; give one of them: {named}")
-    if not found:
-        raise RunFolderError(
-            f"{path}: contains no plain export; write one with `scale export` and export.format=llama"
-        )
-    return found[0]
+def plain_exports(run: Path) -> list[Path]:
+    """Return the folders of a run's plain exports."""
+    written = sorted(run.glob("export/llama*"))
+    return [folder for folder in written if (folder / "config.json").is_file()]
 
 
 def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, place: TokenizerPlace, folder: Path) -> None:

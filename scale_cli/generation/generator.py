@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from scale_cli.config.schema import ModelConfig
+from scale_cli.config.schema import Head, ModelConfig
 from scale_cli.data.conversations import Messages, conversation_ids, said_tokens
 from scale_cli.data.decoding import Decoder, text_pieces
 from scale_cli.data.encoding import prompt_ids
@@ -84,17 +84,14 @@ class Continuation:
 class Generator:
     """A model and its tokenizer, from a base, a run, a folder of a run, or an export."""
 
-    def __init__(
-        self, source: Path | ModelConfig, *, plainly: bool = False, beside_base: bool = False
-    ) -> None:
+    def __init__(self, source: Path | ModelConfig, head: Head | None = None) -> None:
         """Open a model.
 
         Args:
             source: a base, or the folder of a run, a checkpoint or an export.
-            plainly: open an export as its trained head alone.
-            beside_base: route between a run's trained model and its base, two models.
+            head: what answers; None: what the run's config or the export says.
         """
-        self.model, self.tokenizer = open_model(source, plainly=plainly, beside_base=beside_base)
+        self.model, self.tokenizer = open_model(source, head)
         config = self.model.config
         self.num_positions = int(config.max_position_embeddings)
         # Of the routed heads, the base's first; empty if one head alone is served.

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from scale_cli.config.schema import ModelConfig
+from scale_cli.config.schema import Head, ModelConfig
 from scale_cli.errors import RunFolderError
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.export.plain_folder import routed_class
@@ -17,7 +17,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import move_to_device
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.method_folder import set_router
-from scale_cli.runs.opened import open_folder
+from scale_cli.runs.opened import MethodFolder, open_folder
 from scale_cli.storage.atomic import read_json
 from scale_cli.training.checkpoint import checkpoints
 from scale_cli.upscale.base import load_base, load_written
@@ -25,7 +25,7 @@ from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 
 
-def open_model(source: Path | ModelConfig, *, plainly: bool, beside_base: bool) -> tuple[Any, Any]:
+def open_model(source: Path | ModelConfig, head: Head | None) -> tuple[Any, Any]:
     """Return a model in evaluation mode and its tokenizer.
 
     The arguments are those of `Generator`.
@@ -44,21 +44,37 @@ def open_model(source: Path | ModelConfig, *, plainly: bool, beside_base: bool) 
             f"{source}: contains no model; give a run with a final/, a checkpoint or an export"
         )
     if BaseRecord.is_in(folder):
-        opened = open_folder(folder)
-        if not beside_base:
-            return opened.load(), opened.tokenizer
-        router = opened.run.config.method.router
-        model = SelectableHeads(opened.load_two_headed(), router)
-        model.head = router.rule
-        set_router(model, router, opened.run.config.new_script)
-        return model.eval(), opened.tokenizer
+        return _open_on_base(open_folder(folder), head)
+    return _open_whole(folder, head), load_tokenizer(ModelConfig(base=str(folder)))
 
-    if beside_base:
-        raise RunFolderError(f"{source}: does not name its base; give the run for --beside-base")
+
+def _open_on_base(opened: MethodFolder, head: Head | None) -> tuple[Any, Any]:
+    """Open what a method folder and its base answer with."""
+    config = opened.run.config
+    head = head or config.method.head
+    if head == "base":
+        return move_to_device(opened.load_base()), opened.run.base_tokenizer
+    if head == "trained":
+        model: Any = opened.load()
+        set_router(model, None)
+        return model, opened.tokenizer
+    routed = SelectableHeads(opened.load_two_headed(), config.method.rules)
+    routed.head = config.method.rules.rule
+    set_router(routed, config.method.rules, config.new_script)
+    return routed.eval(), opened.tokenizer
+
+
+def _open_whole(folder: Path, head: Head | None) -> Any:
+    """Open a folder that holds all that answers: a base, or an export."""
     kind = read_json(folder / "config.json").get("model_type")
     loaders: dict[Any, Any] = {"scale": ScaleForCausalLM, "scale-joined": JoinedForCausalLM}
-    loader = loaders.get(kind, AutoModelForCausalLM)
-    if not plainly:
-        loader = routed_class(folder) or loader
-    model = move_to_device(load_written(loader, folder)).eval()
-    return model, load_tokenizer(ModelConfig(base=str(folder)))
+    routed = loaders.get(kind) or routed_class(folder)
+    if head == "base" or (head == "routed" and routed is None):
+        raise RunFolderError(
+            f"{folder}: --head {head}: this folder holds only a trained model; give its run"
+        )
+    loader = routed if head != "trained" or kind in loaders else None
+    model = move_to_device(load_written(loader or AutoModelForCausalLM, folder)).eval()
+    if head == "trained" and kind in loaders:
+        set_router(model, None)
+    return model

@@ -114,7 +114,9 @@ class WideningConfig(MethodSection):
 
     expansion: ExpansionConfig = ExpansionConfig()
     collaboration: CollaborationConfig = CollaborationConfig()
-    router: RouterConfig = RouterConfig()
+    router: RouterConfig | None = Field(
+        default=RouterConfig(), description="null: the trained head is served alone"
+    )
     distillation: DistillationConfig = DistillationConfig()
 
     @model_validator(mode="after")
@@ -132,6 +134,11 @@ class WideningConfig(MethodSection):
                 "use preserve, or route with collaboration.layers none"
             )
         return self
+
+    @property
+    def rules(self) -> RouterConfig:
+        """Settings of both rules, which evaluations measure even if nothing is routed."""
+        return self.router or RouterConfig()
 
     @property
     def distils(self) -> bool:
@@ -196,6 +203,7 @@ class Preserve(_Widened):
     label = "SCALE-Preserve"
     colour = "#3a9bd9"
     mark = ("v", "▼")
+    head = "trained"
 
 
 class Adapt(_Widened):
@@ -206,6 +214,7 @@ class Adapt(_Widened):
     label = "SCALE-Adapt"
     colour = "#00866a"
     mark = ("P", "✚")
+    head = "trained"
 
 
 class Route(_Widened):
@@ -218,7 +227,8 @@ class Route(_Widened):
     routes = True
 
     def routes_plainly(self, settings: WideningConfig) -> bool:
-        return settings.router.rule == "posterior" and not settings.collaboration.is_asked_for
+        is_posterior = settings.router is not None and settings.router.rule == "posterior"
+        return is_posterior and not settings.collaboration.is_asked_for
 
 
 @dataclass(frozen=True)
@@ -268,7 +278,7 @@ def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) 
         **{f"expansion_{name}": size for name, size in added.items()},
         attention_collaboration_layers=layers if "attention" in modules else [],
         mlp_collaboration_layers=layers if "mlp" in modules else [],
-        **{f"router_{name}": value for name, value in settings.router},
+        **{f"router_{name}": value for name, value in settings.rules},
         **({} if new is None else asdict(new)),
     )
 

@@ -61,7 +61,8 @@ class ScaleConfig(_OverABase):
     attention_collaboration_layers: list[int] = field(default_factory=list)
     mlp_collaboration_layers: list[int] = field(default_factory=list)
     expansion_embedding_rms: float | None = None  # of E' at the start; None: by another rule
-    router_rule: str = "posterior"  # posterior | cosine; only the variant `route` reads it
+    # posterior | cosine; None: the trained head serves alone. Only the variant `route` reads it.
+    router_rule: str | None = "posterior"
     router_prior: float = 0.5  # weight of the base head at the first token
     router_threshold: float = 0.5  # tau of the cosine rule
     # Of the base head when a prompt is in the run's new script, and that script's code points, as
@@ -77,7 +78,8 @@ class ScaleConfig(_OverABase):
     @property
     def routes(self) -> bool:
         """Whether serving mixes the base's head and the trained one."""
-        return {"preserve": False, "adapt": False, "route": True}[self.variant]
+        by_variant = {"preserve": False, "adapt": False, "route": True}[self.variant]
+        return by_variant and self.router_rule is not None
 
     @property
     def head_names(self) -> list[str]:

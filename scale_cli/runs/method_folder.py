@@ -149,11 +149,15 @@ def _adapters(model: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def set_router(model: Any, router: RouterConfig, script: Script | None = None) -> None:
+def set_router(model: Any, router: RouterConfig | None, script: Script | None = None) -> None:
     """Give a routed model the router that a config asks for now, and the new language's script.
 
-    It may differ from the one that the model was trained under.
+    It may differ from the one that the model was trained under. Without a router, the trained head
+    answers alone.
     """
+    if router is None:
+        model.config.router_rule = None
+        return
     for name, value in router:
         setattr(model.config, f"router_{name}", value)
     model.config.router_script = [] if script is None else [list(span) for span in script.ranges]

@@ -245,6 +245,10 @@ class MethodFolder:
             set_router(model, self.run.config.method.router, self.run.config.new_script)
         return move_to_device(model)
 
+    def load_base(self) -> PreTrainedModel:
+        """Return the recorded base alone, which is checked."""
+        return load_recorded_base(self.path, self.run.config.model)
+
     def load_two_headed(self) -> HeadedModel:
         """Return one model with two heads, the base's and the trained one; the base is read once.
 

@@ -89,7 +89,7 @@ class Observer:
         `base` is the base as it is served, by its own tokens, as in the report. `routed` is the
         loss under the router's rule.
         """
-        rule = self.config.method.router.rule
+        rule = self.config.method.rules.rule
         scored = self._score(self.observed, self.held_out, "evaluating")
         of_base = self._losses_of_base or scored
         record[EVALUATION], record[BITS], record[SHARES] = {}, {}, {}
@@ -131,7 +131,7 @@ class Observer:
         score = partial(
             score_corpus,
             model,
-            router=self.config.method.router,
+            router=self.config.method.rules,
             passes=passes,
             share=share(),
         )
@@ -175,9 +175,8 @@ class Observer:
     @torch.no_grad()
     def _sample(self, corpus: TokenisedCorpus, bar: Any) -> dict[str, str]:
         """Return the beginning of a document, and the served head's greedy continuation of it."""
-        answers = SelectableHeads(self.observed, self.config.method.router)
-        method = self.config.method
-        answers.head = method.router.rule if method.definition.routes else "trained"
+        answers = SelectableHeads(self.observed, self.config.method.rules)
+        answers.head = self.config.method.served
         ends = ends_of(answers.generation_config, self.tokenizer)
         answers.generation_config = GenerationConfig(
             max_new_tokens=_NEW_TOKENS,
@@ -205,7 +204,7 @@ class Observer:
 
     def score(self, step: int, bits_per_byte: Losses) -> Score | None:
         """Return the served head's score; None if a loss is not finite."""
-        served = "routed" if self.config.method.definition.routes else "trained"
+        served = "trained" if self.config.method.served == "trained" else "routed"
         learned, lost = [], []
         for source in self.config.evaluation.perplexity:
             of_base, of_served = (bits_per_byte[source.name][head] for head in ("base", served))

@@ -149,9 +149,10 @@ def test_at_a_terminal_a_conversation_goes_on(
 def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(
     generator: Generator, continued: list[Continuation]
 ) -> None:
-    assert isinstance(generator.model, ScaleForCausalLM)
+    widened = generator.model._model
+    assert isinstance(widened, ScaleForCausalLM)
     prompt = generator.prompt_ids(PROMPTS[0]).tolist()
-    logits = routed_heads(generator.model, torch.tensor([prompt]))
+    logits = routed_heads(widened, torch.tensor([prompt]))
     heads = [of_head[0].double().softmax(-1) for of_head in logits]
     weight = 0.98  # the prompt has no letter of the new script
     for position, token in enumerate(prompt[1:]):
@@ -262,8 +263,8 @@ DRAWN = [*ASKED, "--samples", "2", "--output"]
     [
         ([*ASKED, "--top-p", "0.9"], "--top-p 0.9: does nothing at temperature 0"),
         ([*ASKED, "--samples", "2"], "--samples, --output: give both or neither"),
-        ([*DRAWN, "x.jsonl", "--chat"], "without --chat, --show-heads, --json and --beside-base"),
-        ([*DRAWN, "x.jsonl", "--json"], "without --chat, --show-heads, --json and --beside-base"),
+        ([*DRAWN, "x.jsonl", "--chat"], "without --chat, --show-heads, --json and --head"),
+        ([*DRAWN, "x.jsonl", "--json"], "without --chat, --show-heads, --json and --head"),
         ([*DRAWN, "x.txt"], "must end in .jsonl"),
         ([*DRAWN, "there.jsonl"], "already exists"),
         ([], "no prompt given"),

@@ -67,7 +67,7 @@ def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
     assert done.exit_code == 0
     run = RunFolder(config.output_dir)
     chat = f"scale generate {run.root} --chat --prompt"
-    for told in (f"scale generate {run.root} --prompt", chat, f"scale serve {run.root} --plain"):
+    for told in (f"scale generate {run.root} --prompt", chat, f"scale serve {run.root}"):
         assert told in done.stdout.splitlines()[-1]
     for one in ("llama", "transformers"):
         size = ExportRecord.load(run.export(one)).size

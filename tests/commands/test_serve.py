@@ -70,11 +70,11 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], Any]
     monkeypatch.setattr("signal.signal", lambda *_: None)
 
     def serve_and_listen(
-        path: Path, engine: Any = None, options: Any = FREE, *, plainly: bool = False
+        path: Path, engine: Any = None, options: Any = FREE, head: Any = None
     ) -> Any:
         lines: list[str] = []
         with pytest.raises(Became) as became:
-            serve(path, engine, options, lines.append, plainly=plainly)
+            serve(path, engine, options, lines.append, head)
         return lines, became.value.args[0]
 
     return serve_and_listen
@@ -90,7 +90,7 @@ def test_vllm_is_taken_where_it_is_and_told_the_routed_class(
     override = json.dumps({"architectures": ["ScaleRoutedLlamaForCausalLM"]})
     assert command == [*engine, "--hf-overrides", override, *options]
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # the other tells no prompts
-    plain, environment = said(folder, None, [], plainly=True)[1]
+    plain, environment = said(folder, None, [], "trained")[1]
     assert plain == engine and "VLLM_USE_V2_MODEL_RUNNER" not in environment
     assert "in vllm: the trained model's answers, up to rounding" in promise
     assert "0.693 nats over its best head" in promise
@@ -102,7 +102,7 @@ def test_else_transformers_and_a_run_stands_for_its_plain_export(
 ) -> None:
     lines, (generator, *_) = said(folder.parents[1])
     assert f"{folder}, with its router, in transformers" in lines[0] and generator.head_names
-    lines, (generator, *_) = said(folder, "transformers", plainly=True)
+    lines, (generator, *_) = said(folder, "transformers", FREE, "trained")
     assert "trained head alone" in lines[0] and not generator.head_names
 
 
@@ -139,10 +139,9 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(
     listening = socket.create_server(("127.0.0.1", 0))
     taken = ["--port", str(listening.getsockname()[1]), "--host", "127.0.0.1"]
     cases: list[tuple[Path, Any, list[str], str]] = [
-        (plain, None, [], "has no scale_router, .*--plain"),
         (several, None, [], "several exports"),
-        (tmp_path, None, [], "contains no plain export"),
-        (no_export, None, [], "not a plain export; give the run"),
+        (tmp_path, None, [], "contains neither a trained model .* nor an export"),
+        (no_export, "vllm", [], "^--engine vllm: serves plain exports"),
         (other, "vllm", [], "only transformers can route Olmo2ForCausalLM"),
         (folder, "vllm", [], r"needs vllm: pip install 'scale-cli\[vllm\]'"),
         (folder, None, ["--continuous-batching"], "^--continuous-batching: .*--engine vllm"),
@@ -150,10 +149,12 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(
         (folder, None, ["--host", "no such host"], "^--host no such host, --port 8000: "),
         (folder, None, taken, "Address already in use"),
     ]
+    with refused(ScaleError, "has no scale_router, so .*--head trained"):
+        serve(plain, None, [], print, "routed")
     with listening:
         for path, engine, options, told in cases:
             with refused(ScaleError, told):
-                serve(path, engine, options, lambda line: pytest.fail(line), plainly=False)
+                serve(path, engine, options, lambda line: pytest.fail(line))
     installed.discard("uvicorn")
     with pytest.raises(ScaleError, match=r"uvicorn: pip install 'scale-cli\[serve\]'"):
-        serve(folder, None, [], print, plainly=False)
+        serve(folder, None, [], print)

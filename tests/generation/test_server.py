@@ -335,7 +335,7 @@ def test_the_verb_serves_until_a_signal_comes_and_runs_no_code_of_the_folder(
     place = ["--port", str(port), "--host", "127.0.0.1"]
     with handlers_put_back(), ThreadPoolExecutor(1) as users, pytest.raises(SystemExit) as ended:
         asked = users.submit(ask)
-        serve(folder, "transformers", place, lines.append, plainly=False)
+        serve(folder, "transformers", place, lines.append)
     answer, listed = asked.result()
     assert answer["choices"][0]["text"] and 0 < answer["usage"]["completion_tokens"] <= 16
     assert lines[1] == f"model          {folder}"

@@ -201,7 +201,7 @@ def _learn_task_1(
         for task, measured in accuracy.items():
             asked = getattr(curriculum, task)[:num_measured]
             shares = first_token_accuracy(
-                observed, asked, compared.method.router, config.mixed_precision
+                observed, asked, compared.method.rules, config.mixed_precision
             )
             for name, share in shares.items():
                 measured[name].append(share)

@@ -1,0 +1,180 @@
+"""What a run answers with: its trained model and its base, routed, or one of them."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from scale_cli.commands.serve import serve
+from scale_cli.config.schema import Head, RunConfig
+from scale_cli.errors import RunFolderError, UsageError
+from scale_cli.generation.generator import Generator, Sampling
+from scale_cli.storage.atomic import load_tensors
+from tests.command_line import Scale, refused
+from tests.small_runs import changed, export, petitions_run, train_run
+
+PROMPTS = ["Once upon a time", "학교에서", "Lily saw a big"]
+GREEDY = Sampling(max_new_tokens=8)
+
+
+def trained(shared_data: Path, folder: Path, variant: str) -> RunConfig:
+    return train_run(petitions_run(shared_data, folder / "run", variant=variant))
+
+
+@pytest.fixture(scope="module")
+def lora(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    return trained(shared_data, tmp_path_factory.mktemp("routed"), "lora")
+
+
+@pytest.fixture(scope="module", params=["lora", "full"])
+def run(
+    request: pytest.FixtureRequest,
+    lora: RunConfig,
+    shared_data: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> RunConfig:
+    """A run that widens nothing."""
+    if request.param == "lora":
+        return lora
+    return trained(shared_data, tmp_path_factory.mktemp("routed"), request.param)
+
+
+def test_a_widened_run_answers_with_the_head_that_is_asked_for(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    config = trained(shared_data, tmp_path, "route")
+    base: Any = AutoModelForCausalLM.from_pretrained(config.model.base, dtype="float32").eval()
+    said = {}
+    for head in get_args(Head):
+        generator = Generator(config.output_dir, head)
+        framed = [generator.framed(prompt) for prompt in PROMPTS]
+        said[head] = [new_T.tolist() for new_T in generator.generate(framed, GREEDY)]
+        assert generator.head_names == (["base", "trained"] if head == "routed" else [])
+    for prompt, new in zip(framed, said["base"], strict=True):
+        whole_1T = base.generate(prompt.ids_T[None], max_new_tokens=8, do_sample=False)
+        assert whole_1T[0, len(prompt.ids_T) :].tolist() == new
+    assert said["trained"] != said["base"]
+    assert said["routed"] == [
+        new_T.tolist() for new_T in Generator(config.output_dir / "final").generate(framed, GREEDY)
+    ]
+
+
+@torch.no_grad()
+def mixed(models: list[Any], prior: float, ids_T: Tensor, num_new: int) -> tuple[Tensor, Tensor]:
+    """Return greedy tokens of the posterior mixture of plain models, and the base's last weight."""
+    log_weights_K = torch.tensor([prior, 1.0 - prior], dtype=torch.float64).log()
+    read = 0
+    while True:
+        log_probs_KTV = torch.stack(
+            [model(ids_T[None]).logits[0].double().log_softmax(-1) for model in models]
+        )
+        for at in range(read, len(ids_T) - 1):
+            log_weights_K = log_weights_K + log_probs_KTV[:, at, ids_T[at + 1]]
+        read = len(ids_T) - 1
+        weights_K = log_weights_K.softmax(0)
+        if num_new == 0:
+            return ids_T, weights_K[0]
+        best = (weights_K[:, None] * log_probs_KTV[:, -1].exp()).sum(0).argmax()
+        ids_T, num_new = torch.cat([ids_T, best[None]]), num_new - 1
+
+
+def test_a_run_that_widens_nothing_is_mixed_with_its_base_by_the_posterior(run: RunConfig) -> None:
+    generator = Generator(run.output_dir)
+    folder = export(run).folder
+    models = [
+        AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+        for path in (run.model.base, folder)
+    ]
+    framed = [generator.framed(prompt) for prompt in PROMPTS]
+    assert [prompt.base_prior for prompt in framed] == [0.98, 0.02, 0.98]
+    generated = generator.generate(framed, GREEDY)
+    for prompt, new_T in zip(framed, generated, strict=True):
+        assert prompt.base_prior is not None
+        expected, weight = mixed(models, prompt.base_prior, prompt.ids_T, GREEDY.max_new_tokens)
+        assert torch.cat([prompt.ids_T, new_T]).tolist() == expected.tolist()
+        with torch.no_grad():
+            shares = generator.head_shares(prompt, torch.cat([new_T, new_T[-1:]]))
+        assert shares[-1] is not None and shares[-1]["base"] == pytest.approx(float(weight))
+
+
+def test_a_head_alone_says_what_its_own_model_says(run: RunConfig) -> None:
+    alone: dict[Head, str | Path] = {"base": run.model.base, "trained": export(run).folder}
+    for head, folder in alone.items():
+        generator = Generator(run.output_dir, head)
+        assert generator.head_names == []
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+        for prompt in map(generator.framed, PROMPTS):
+            (new_T,) = generator.generate([prompt], GREEDY)
+            whole_1T = model.generate(
+                prompt.ids_T[None], max_new_tokens=GREEDY.max_new_tokens, do_sample=False
+            )
+            expected_T = whole_1T[0, len(prompt.ids_T) :]
+            assert new_T.tolist() == expected_T.tolist()
+
+
+def test_a_config_without_a_router_serves_the_trained_head(lora: RunConfig, scale: Scale) -> None:
+    unrouted = changed(lora, "method.router=null")
+    assert (lora.method.head, unrouted.method.head) == ("routed", "trained")
+    for variant, head in (("full", "routed"), ("route", "routed"), ("preserve", "trained")):
+        assert changed(lora, f"method.variant={variant}").method.head == head
+    route = changed(lora, "method.variant=route", "method.router=null")
+    assert route.method.served == "trained"
+    with_router = changed(lora, "method.variant=route")
+    assert with_router.method.served == "posterior"
+
+
+def test_a_checkpoint_and_an_adapter_are_routed_too(lora: RunConfig) -> None:
+    expected = [c.completion for c in Generator(lora.output_dir).continue_all(PROMPTS, GREEDY)]
+    of_adapter = export(changed(lora, "export.format=adapter")).folder
+    for folder in (lora.output_dir / "final", of_adapter):
+        generator = Generator(folder)
+        assert generator.head_names == ["base", "trained"]
+        assert [c.completion for c in generator.continue_all(PROMPTS, GREEDY)] == expected
+
+
+def test_the_weights_that_lora_leaves_frozen_lie_in_memory_once(lora: RunConfig) -> None:
+    routed: Any = Generator(lora.output_dir).model
+    held = {weight.data_ptr(): weight.numel() for weight in routed.parameters()}
+    trained = load_tensors(lora.output_dir / "final" / "trained.safetensors")
+    of_base = AutoModelForCausalLM.from_pretrained(lora.model.base).num_parameters()
+    assert sum(held.values()) == of_base + sum(tensor.numel() for tensor in trained.values())
+
+
+def test_a_folder_of_one_model_answers_with_that_alone(lora: RunConfig) -> None:
+    heads: tuple[Head, ...] = ("base", "routed")
+    for head in heads:
+        with refused(RunFolderError, f"--head {head}: this folder holds only a trained model"):
+            Generator(Path(lora.model.base), head)
+    assert Generator(Path(lora.model.base), "trained").head_names == []
+
+
+def test_the_server_says_its_bound(lora: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr(
+        "scale_cli.generation.server.run_server", lambda *server: served.extend(server)
+    )
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    lines: list[str] = []
+    serve(lora.output_dir, None, ["--port", "0"], lines.append)
+    assert "routed with its base" in lines[0]
+    assert "0.693 nats over its best head, or 3.912 where" in lines[0]
+    assert served[0].head_names == ["base", "trained"]
+
+    served[0].model.config.router_rule = "cosine"
+    monkeypatch.setattr("scale_cli.commands.serve.Generator", lambda *_: served[0])
+    serve(lora.output_dir, None, ["--port", "0"], lines.append)
+    assert lines[3].endswith("the cosine rule promises no bound")
+    with refused(UsageError, "^--engine vllm: serves plain exports"):
+        serve(lora.output_dir, "vllm", [], lines.append)
+
+
+def test_earlier_flags_say_what_to_use(scale: Scale) -> None:
+    for verb, flag in (
+        ("serve", "--plain"),
+        ("serve", "--beside-base"),
+        ("generate", "--beside-base"),
+    ):
+        assert "--head trained" in scale(verb, "runs/x", flag).error()
