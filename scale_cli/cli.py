@@ -466,14 +466,18 @@ def run_all(
     accept: Accepted = None,
     _form: Form = None,
 ) -> None:
-    """Upscale, train, evaluate and export; skip what is done."""
+    """Upscale, train, evaluate and export; skip what is done.
+
+    Exits with code 3 if what was to be learned got worse.
+    """
     checked = load(config, overrides, "run", fail_above)
-    from scale_cli.commands.evaluate import check_forgetting
+    from scale_cli.commands.evaluate import check_forgetting, check_learned
     from scale_cli.commands.run import run_pipeline
 
     report = run_pipeline(checked, log, accept or ())
     if report is not None:  # may be None on processes other than the main one
         print_json(report.to_json())
+        check_learned(report)
         check_forgetting(report, fail_above)
 
 

@@ -102,8 +102,10 @@ def perplexity(value: float | None) -> str:
 
 
 def worst_document(value: float | None) -> str:
-    """Return the most nats that a document lost; if negative, every document gained."""
-    return number(value, 3 if value is None or abs(value) < _MANY_NATS else 0, "+")
+    """Return the most nats that a document lost."""
+    if value is not None and round(value, 3) < 0:
+        return "none lost"
+    return number(value, 3 if value is None or value < _MANY_NATS else 0, "+")
 
 
 def verdict_of(p_holm: float | None) -> str:

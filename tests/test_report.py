@@ -59,14 +59,14 @@ def test_a_column_of_dashes_alone_is_left_out_of_titles_rows_and_sides() -> None
     )
 
 
-def test_a_perplexity_can_be_read_and_the_worst_document_is_signed() -> None:
+def test_a_perplexity_can_be_read_and_a_worst_document_is_a_loss_or_none() -> None:
     assert [perplexity(value) for value in (123456.7, 9.99e12, None)] == [
         "123,456.70",
         "1.0e+13",
         "not finite",
     ]
-    worst = [worst_document(value) for value in (10161.25, -0.25, -1e-9, None)]
-    assert worst == ["+10161", "-0.250", "0.000", "not finite"]
+    worst = [worst_document(value) for value in (10161.25, 0.25, -824.0, -1e-9, None)]
+    assert worst == ["+10161", "+0.250", "none lost", "0.000", "not finite"]
 
 
 @given(st.one_of(st.just(0.0), st.floats(-1e-9, 1e-9)), st.integers(0, 4))

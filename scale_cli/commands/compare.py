@@ -17,6 +17,7 @@ from scale_cli.comparison.runs import ComparedRun, load_runs
 from scale_cli.comparison.tables import benchmark_table, corpus_table, methods_table
 from scale_cli.config.schema import differences
 from scale_cli.errors import require
+from scale_cli.evaluation.render import failures
 from scale_cli.report import aligned, render, with_interval
 from scale_cli.runs.folder import check_replaceable
 from scale_cli.storage.atomic import new_folder, write_json, write_text
@@ -113,7 +114,14 @@ def compare(folders: list[Path], output: Path) -> Comparison:
 
 
 def notes(runs: list[ComparedRun]) -> Iterator[str]:
-    """Yield what a reader needs before comparing: unequal budgets and settings, missing figures."""
+    """Yield what a reader needs before comparing: what failed, text that is also trained on,
+    unequal budgets and settings, missing figures.
+    """
+    for run in runs:
+        yield from (f"{run.name}: {failure}" for failure in failures(run.report))
+    for run in runs:
+        for corpus in run.report.corpora:
+            yield from (f"{run.name}: {corpus.name}: {shared}." for shared in corpus.shared)
     if len({run.report.num_tokens_trained for run in runs}) > 1:
         spent = ", ".join(f"{run.name} {run.report.num_tokens_trained:,}" for run in runs)
         yield f"The runs were not trained on the same number of tokens: {spent}."

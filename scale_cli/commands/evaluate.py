@@ -10,10 +10,11 @@ from pathlib import Path
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import open_sources
+from scale_cli.data.corpora import open_sources, trained_on
+from scale_cli.data.overlap import shared_texts
 from scale_cli.errors import CheckFailed, ConfigError
 from scale_cli.evaluation.benchmarks import open_benchmarks_of, summarise_benchmarks
-from scale_cli.evaluation.render import page, terminal_lines
+from scale_cli.evaluation.render import failures, page, terminal_lines
 from scale_cli.evaluation.results import BenchmarkItems, Report, SkippedBenchmark, summarise
 from scale_cli.evaluation.scoring import (
     Passes,
@@ -61,6 +62,11 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
     benchmarks = open_benchmarks_of(asked)  # early, since a file may be missing
     model = final.load_two_headed()
     corpora = main_first(lambda: open_sources(config, asked.perplexity, final.tokenizer))
+    training = trained_on(config, final.path, final.tokenizer)
+    if training is None:
+        log(
+            "warning: the tokenised training text is gone, so held-out text is not looked for in it"
+        )
     by_base_tokens = []
     if config.method.vocabulary is not None:
         by_base_tokens = main_first(
@@ -83,7 +89,8 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         for source, corpus, of_base in zip_longest(asked.perplexity, corpora, by_base_tokens):
             losses = score(model, corpus)
             base_losses = None if of_base is None else score(base, of_base)
-            results.append(summarise(source, losses, base_losses, **resampling))
+            shared = shared_texts(corpus, training or ())
+            results.append(summarise(source, losses, base_losses, shared=shared, **resampling))
 
     items: list[BenchmarkItems] = []
     skipped: list[SkippedBenchmark] = []
@@ -117,6 +124,8 @@ def log_report(report: Report, folder: Path, log: Log) -> None:
     for line in terminal_lines(report):
         log(line)
     log(f"report: {folder / 'report.html'}")
+    for failure in failures(report):
+        log(f"warning: {failure}")
 
 
 def _write(
@@ -134,6 +143,12 @@ def _write(
         for form in ("md", "html"):
             write_text(partial / f"report.{form}", page(report, config, form))
         write_text(partial / "scale.yaml", dump_config(config))
+
+
+def check_learned(report: Report) -> None:
+    """Raise CheckFailed if a head is not finite, or worse than the base at what it was to learn."""
+    if failed := failures(report):
+        raise CheckFailed(" ".join(failed))
 
 
 def check_forgetting(report: Report, fail_above: float | None) -> None:

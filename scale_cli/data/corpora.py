@@ -18,6 +18,7 @@ from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, encoder_of, gives_all_back
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
+from scale_cli.data.overlap import shared_texts
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.methods.starts.start import TextToLearn
@@ -33,13 +34,11 @@ _FEW_LOST = 1e-4
 _PLAINLY_LOST = 0.1
 _SAMPLE_RECORDS = 1 << 10
 _SAMPLE_CHARACTERS = 1 << 17
-_HASHES_AT_ONCE = 1 << 20
 # Of each source: tokens whose shares the start asks for, and tokens that the base is tried on.
 _TOKENS_COUNTED = 1 << 20
 _TOKENS_SAMPLED = 512
 TOKENS = "tokens"  # folder of a run for tokenised corpora, unless corpus.cache_dir names another
 CORPORA = "corpora.json"  # beside a state: the names of the text that was trained on
-_LEAST_SHARED = 0.01  # of a held-out text; less is headings that many documents have
 _LARGE_DOCUMENT_BYTES = 1 << 16
 # The bootstrap's intervals are too narrow for some more, but plainly so below this.
 _FEWEST_HELD_OUT = 4
@@ -164,6 +163,19 @@ def build_batches(
     )
 
 
+def trained_on(
+    config: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[CorpusSource, TokenisedCorpus]] | None:
+    """Return the text that a state was trained on; None if the cache does not hold it any more."""
+    cache = cache_of(config, tokenizer)
+    found = []
+    for source, name in zip(config.corpus.sources, read_json(folder / CORPORA), strict=True):
+        if (corpus := cache.open_named(name, source)) is None:
+            return None
+        found.append((source, corpus))
+    return found
+
+
 def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
     for before, corpus in zip(read_json(folder / CORPORA), corpora, strict=True):
         if before != corpus.folder.name:
@@ -181,10 +193,9 @@ def corpus_warnings(
     """Return a warning for everything doubtful about the corpora; a held-out corpus that is not
     open is None.
     """
-    trained = dict(zip([source.name for source in config.corpus.sources], training, strict=True))
+    trained = list(zip(config.corpus.sources, training, strict=True))
     lines = idle_settings(config)
-    for source, share in zip(config.corpus.sources, config.corpus.shares, strict=True):
-        corpus = trained[source.name]
+    for (source, corpus), share in zip(trained, config.corpus.shares, strict=True):
         num_windows = len(windows_of(config.corpus, corpus))  # the last may be mostly padding
         often = share * config.train.max_steps * config.train.global_batch_size / num_windows
         if often > _OFTEN:
@@ -198,17 +209,10 @@ def corpus_warnings(
         if opened is None:
             continue
         lines += _text_warnings(held, opened)
-        for name, corpus in trained.items():
-            found = np.zeros(len(opened), np.bool_)  # white space does not count
-            for start in range(0, len(corpus), _HASHES_AT_ONCE):  # there may be very many
-                found |= np.isin(opened.hashes, corpus.hashes[start : start + _HASHES_AT_ONCE])
-            share = opened.num_bytes[found].sum() / opened.num_bytes.sum()
-            if share >= _LEAST_SHARED:
-                lines.append(
-                    f"corpus {held.name}: {found.sum():,} of its {counted(len(opened), 'document')} "
-                    f"({percent(share)} of its text) {'is' if found.sum() == 1 else 'are'} in {name}, "
-                    "which is trained on: results on them measure memorisation"
-                )
+        lines += [
+            f"corpus {held.name}: {shared}: results on them measure memorisation"
+            for shared in shared_texts(opened, trained)
+        ]
         if len(opened) < _FEWEST_HELD_OUT:
             intervals = "confidence intervals that are too narrow"
             if len(opened) == 1:

@@ -148,7 +148,11 @@ class TokenCache:
         """Open a tokenised source if the cache holds it; CorpusError if the source cannot be read."""
         if not any(self.folder.glob(f"{source.name}-*")):
             return None  # no need to hash the source's files
-        folder = self.folder / self.name_of(source)
+        return self.open_named(self.name_of(source), source)
+
+    def open_named(self, name: str, source: TextSource) -> TokenisedCorpus | None:
+        """Open what a source was when it got this name, if the cache holds it; read no text."""
+        folder = self.folder / name
         return self._opened(folder, source) if is_tokenised(folder) else None
 
     def _opened(self, folder: Path, source: TextSource) -> TokenisedCorpus:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.evaluation.results import (
@@ -20,11 +20,11 @@ from scale_cli.methods import METHODS
 from scale_cli.report import (
     DASH,
     NO_DIFFERENCE,
-    NOT_FINITE,
     Cell,
     Row,
     Table,
     aligned,
+    bounds,
     number,
     percent,
     render,
@@ -52,6 +52,7 @@ _BENCHMARK = (
     "",
 )
 _BETTER = {"retention": "kept and improved", "acquisition": "learned"}
+_HEADS = {"trained": "the trained head"} | dict.fromkeys(_RULES, "the served, routed model")
 
 
 def terminal_lines(report: Report) -> list[str]:
@@ -61,12 +62,12 @@ def terminal_lines(report: Report) -> list[str]:
     base = "base, its own tokens" if own_tokens else "base"
     names = [base, "trained", "routed"][: len(heads)]
     titles = ["", *names, f"{names[-1]} - base [95 %]", ""]
-    corpora = [corpus for role in ROLES for corpus in report.with_role(role)]
+    corpora = report.by_role
     rows: list[Row] = []
-    for role, language in dict.fromkeys((corpus.role, corpus.language) for corpus in corpora):
+    for role, language in dict.fromkeys((of.role_in_words, of.language) for of in corpora):
         rows.append([f"{language_name(language)}, {role}", *titles])
         for corpus in corpora:
-            if (corpus.role, corpus.language) == (role, language):
+            if (corpus.role_in_words, corpus.language) == (role, language):
                 figures = [number(corpus.heads[head].bits_per_byte) for head in heads]
                 difference = with_interval(corpus.heads[report.served].bits_per_byte_difference, 4)
                 per_token = f"{corpus.bytes_per_token:.2f} bytes/token"
@@ -120,7 +121,7 @@ def _benchmark_rows(
 
 def page(report: Report, config: RunConfig, form: str) -> str:
     """Return a report as a page, `md` or `html`, that needs no other file."""
-    corpora = [corpus for role in ROLES for corpus in report.with_role(role)]
+    corpora = report.by_role
     shares = {rule: report.base_share_by_language(rule) for rule in _RULES}
     share_rows: list[Row] = [
         [language_name(code), *(percent(shares[rule][code]) for rule in _RULES)]
@@ -134,7 +135,7 @@ def page(report: Report, config: RunConfig, form: str) -> str:
     return render(
         f"evaluation.{form}.j2",
         report=report,
-        became=" ".join(_became(corpus, report.served) for corpus in corpora),
+        headline=" ".join(headline(report)),
         run=config.output_dir.name,
         base=config.model.base,
         trained_by=METHODS[report.variant].label,
@@ -151,23 +152,61 @@ def page(report: Report, config: RunConfig, form: str) -> str:
     )
 
 
+def failures(report: Report) -> list[str]:
+    """Return a sentence for each corpus that the trained or the served head failed on."""
+    heads = dict.fromkeys(("trained", report.served))
+    return [_failure(corpus, heads) for corpus in report.by_role if any(map(corpus.failed, heads))]
+
+
+def headline(report: Report) -> list[str]:
+    """Return a sentence for each corpus: what failed comes first."""
+    heads = ("trained", report.served)
+    others = [of for of in report.by_role if not any(map(of.failed, heads))]
+    return failures(report) + [_became(corpus, report.served) for corpus in others]
+
+
+def _failure(corpus: CorpusResult, heads: Iterable[str]) -> str:
+    """Return a sentence: what became of the trained and the served head."""
+    before = number(corpus.heads["base"].bits_per_byte)
+    told = []
+    for head in heads:
+        difference = corpus.heads[head].bits_per_byte_difference
+        became = f"{before} to {number(corpus.heads[head].bits_per_byte)} bits/byte"
+        if not difference.ends:
+            told.append(f"the loss of {_HEADS[head]} is not finite")
+        elif corpus.failed(head):
+            interval = with_interval(difference, 4)
+            told.append(f"{_HEADS[head]} is worse than the base, {became} ({interval})")
+        else:
+            told.append(f"{_HEADS[head]} went from {became}")
+    failed = "was not learned" if corpus.role == "acquisition" else "failed"
+    return f"{_named(corpus)} {failed}: {'; '.join(told)}."
+
+
 def _became(corpus: CorpusResult, served: str) -> str:
     """Return a sentence: what was served on a corpus, before and after, and a verdict."""
-    ends = corpus.heads[served].bits_per_byte_difference.ends
+    difference = corpus.heads[served].bits_per_byte_difference
     before = number(corpus.heads["base"].bits_per_byte)
     after = number(corpus.heads[served].bits_per_byte)
-    if not ends:
-        verdict = NOT_FINITE
-    elif min(ends) <= 0 <= max(ends):
+    if min(difference.ends) <= 0 <= max(difference.ends):
         verdict = NO_DIFFERENCE
     elif before == after:
         verdict = "the same to three digits"
-    else:
+    elif max(difference.ends) > 0:
         most = worst_document(corpus.heads[served].worst_document_nats).removeprefix("+")
-        lost = f"worse than the base, by at most {most} nats in a document"
-        verdict = _BETTER[corpus.role] if max(ends) < 0 else lost
-    named = f"{language_name(corpus.language)} ({corpus.name})"
-    return f"{named} went from {before} to {after} bits/byte: {verdict}."
+        verdict = f"worse than the base, by at most {most} nats in a document"
+    elif corpus.shared:
+        verdict = "better, on text that was also trained on"
+    elif not bounds(difference):
+        verdict = "better, without an interval"
+    else:
+        verdict = _BETTER[corpus.role]
+    return f"{_named(corpus)} went from {before} to {after} bits/byte: {verdict}."
+
+
+def _named(corpus: CorpusResult) -> str:
+    also = corpus.role_in_words.removeprefix(corpus.role)
+    return f"{language_name(corpus.language)} ({corpus.name}{also})"
 
 
 def _corpus_table(corpus: CorpusResult, served: str) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import EVALUATE_SECTIONS, RunConfig, differences
 from scale_cli.config.sources import BenchmarkSource, EvaluationSource
+from scale_cli.data.overlap import SharedText
 from scale_cli.errors import RunError
 from scale_cli.evaluation.intervals import Values, finite, paired_differences
 from scale_cli.report import (
@@ -119,6 +120,20 @@ class CorpusResult:
     heads: dict[str, HeadResult]
     # The base's head in the router, which reads the run's new tokens; None if the run adds none.
     base_of_new_tokens: HeadResult | None = None
+    shared: list[SharedText] = field(default_factory=list)  # with the text that is trained on
+
+    @property
+    def role_in_words(self) -> str:
+        """The role, and whether the text, or a part of it, is also trained on."""
+        if not self.shared:
+            return self.role
+        is_replay = all(shared.role == "replay" for shared in self.shared)
+        return f"{self.role}, also {'replay' if is_replay else 'trained on'}"
+
+    def failed(self, head: str) -> bool:
+        """Return whether a head is not finite, or worse than the base at what it was to learn."""
+        ends = self.heads[head].bits_per_byte_difference.ends
+        return not ends or (self.role == "acquisition" and min(ends) > 0)
 
     @property
     def has_new_tokens(self) -> bool:
@@ -233,6 +248,10 @@ class Report(RunRecord):
         products = "" if self.mixed_precision == "no" else f", products in {self.mixed_precision}"
         return f"the base in {self.dtype}{products}, on {self.device}" if self.dtype else ""
 
+    @property
+    def by_role(self) -> list[CorpusResult]:
+        return [corpus for role in ROLES for corpus in self.with_role(role)]
+
     def with_role(self, role: str) -> list[CorpusResult]:
         return [corpus for corpus in self.corpora if corpus.role == role]
 
@@ -264,6 +283,7 @@ def summarise(
     losses: DocumentLosses,
     of_base: DocumentLosses | None = None,  # by the base's own tokens, if the run has others
     *,
+    shared: Iterable[SharedText] = (),
     num_resamples: int,
     seed: int,
 ) -> CorpusResult:
@@ -309,6 +329,7 @@ def summarise(
         num_bytes=int(losses.num_bytes.sum()),
         heads={name: heads[name] for name in HEADS},
         base_of_new_tokens=heads.get(_BASE_OF_NEW_TOKENS),
+        shared=list(shared),
     )
 
 

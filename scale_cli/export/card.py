@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.ledger import TokenLedger
+from scale_cli.evaluation.render import failures
 from scale_cli.evaluation.results import NOT_COVERED, Report
 from scale_cli.export.formats import Format
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
@@ -103,6 +104,7 @@ def model_card(config: RunConfig, export: Format, *, report: Report | None, **va
         method=config.method.definition,
         export=export,
         report=report,
+        failures=[] if report is None else failures(report),
         answers=report.served if report is not None and is_served else "trained",
         bounds=bounds,
         not_covered=NOT_COVERED,

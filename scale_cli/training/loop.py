@@ -100,6 +100,8 @@ class _Loop:
     warmed_up: TrainState = field(default_factory=TrainState)  # after the first step
     # of the last steps
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_COMPARED_STEPS))
+    # names of the held-out texts that an evaluation has warned of
+    warned: set[str] = field(default_factory=set)
 
     def take_all_steps(self) -> None:
         """Train from the run's position to its last step."""
@@ -358,6 +360,11 @@ class _Loop:
         run.state = replace(run.state, best=best)
         run.count_time("evaluating_s", started_s)
         run.log(record)
+        failures = run.observer.failures(record[BITS]) if losses_due else {}
+        for name, failure in failures.items():
+            if name not in self.warned:
+                run.say(f"warning: step {done:,}, {name}: {failure}")
+        self.warned |= failures.keys()
         for name, said in record.get(SAMPLES, {}).items():
             # Without incomplete characters.
             text = f"{said['prompt']} ... {said['continuation']}".replace("\ufffd", "")

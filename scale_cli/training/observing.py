@@ -32,6 +32,7 @@ from scale_cli.evaluation.selectable_heads import (
 )
 from scale_cli.model.heads import HeadedModel, base_alone
 from scale_cli.processes import ALONE, autocast, is_main, share
+from scale_cli.report import number
 from scale_cli.training.metrics_log import (
     BENCHMARKS,
     BITS,
@@ -201,6 +202,23 @@ class Observer:
         begun = str(self.tokenizer.decode(prompt_T, skip_special_tokens=True))
         said = text_pieces(self.tokenizer, prompt_T.tolist(), new_T.tolist())
         return {"prompt": begun, "continuation": "".join(said)}
+
+    def failures(self, bits_per_byte: Losses) -> dict[str, str]:
+        """Return, by corpus, that the trained head is not finite, or worse than the base at what it
+        is to learn, and what is compared.
+        """
+        told = {}
+        for source in self.config.evaluation.perplexity:
+            base, trained = (bits_per_byte[source.name][head] for head in ("base", "trained"))
+            before, after = number(base), number(trained)
+            if trained is None:
+                told[source.name] = "the trained head's loss is not finite"
+            elif source.role == "acquisition" and base is not None and float(after) > float(before):
+                told[source.name] = (
+                    f"the trained head is worse than the base at what it is to learn, {before} to "
+                    f"{after} bits/byte, without an interval, of the text that this evaluation reads"
+                )
+        return told
 
     def score(self, step: int, bits_per_byte: Losses) -> Score | None:
         """Return the served head's score; None if a loss is not finite."""

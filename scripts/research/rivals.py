@@ -24,6 +24,7 @@ import scripts.research.registered  # noqa: F401  before the config is imported
 from scale_cli.config.load import load_config, parse
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
+from scale_cli.errors import CheckFailed
 from scale_cli.evaluation.results import Report
 from scale_cli.report import NOT_FINITE, Table, number
 from scale_cli.storage.atomic import read_json, write_text
@@ -213,7 +214,8 @@ def tune(method: Method, path: Path, overrides: list[str], folder: Path, steps: 
     for index, values in enumerate(paired(method.tried)):
         place = folder / "tuning" / str(index)
         words = [*overrides, *words_of_run(steps, place, TUNING_SEED), *values]
-        if subprocess.run([*SCALE, "run", str(path), *words], check=False).returncode:
+        ended = subprocess.run([*SCALE, "run", str(path), *words], check=False).returncode
+        if ended not in (0, CheckFailed.exit_code):
             continue  # it diverged
         report = Report.load(place / "evaluation")
         bits = report.with_role("acquisition")[0].heads[report.served].bits_per_byte
@@ -232,10 +234,13 @@ def paired(tried: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def scale(*words: str) -> None:
-    """Run one verb in its own process, so that its peak memory is measured alone; exit if it fails."""
-    finished = subprocess.run([*SCALE, *words], check=False)
-    if finished.returncode:
-        sys.exit(finished.returncode)
+    """Run one verb in its own process, so that its peak memory is measured alone; exit if it fails.
+
+    A rival that got worse at what it was to learn is a result too.
+    """
+    ended = subprocess.run([*SCALE, *words], check=False).returncode
+    if ended not in (0, CheckFailed.exit_code):
+        sys.exit(ended)
 
 
 def tuning_overrides(config: RunConfig) -> list[str]:

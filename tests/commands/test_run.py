@@ -88,6 +88,43 @@ def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
     assert "choose one" in of_config("export", *asked, "--push-to-hub", "me/model").error()
 
 
+def test_a_run_that_made_what_it_was_to_learn_worse_warns_once_says_it_last_and_exits_with_3(
+    config: RunConfig, of_config: Scale
+) -> None:
+    news = config.corpus.sources[0].path
+    tales = config.evaluation.perplexity[0].path
+    sources = (
+        f"{{name: petitions, path: {news}, language: ko, max_documents: 8}}",
+        f"{{name: tales, path: {tales}, language: en, role: replay, max_documents: 2}}",
+    )
+    asked = (
+        "method.variant=full",
+        "train.lr=1.0",
+        "train.optimiser=adamw",
+        "train.eval_every_steps=6",
+        f"corpus.sources=[{', '.join(sources)}]",
+    )
+    run = RunFolder(config.output_dir)
+    failed = of_config("run", *asked)
+    assert failed.exit_code == 3
+    worse = (
+        "Korean (petitions-held-out, also trained on) was not learned: the trained head is worse"
+    )
+    error = failed.stderr.splitlines()[-1]
+    assert error.startswith(f"error: {worse}")
+    (warned,) = re.findall(r"warning: step .*, petitions-held-out: .*", failed.stderr)
+    assert "step 6" in warned and "bits/byte, without an interval, of the text that" in warned
+    assert f"**{error.removeprefix('error: ')} " in (run.evaluation / "report.md").read_text()
+    assert (run.export("llama") / "README.md").read_text().count(worse) == 1
+    measured = of_config("evaluate", *asked)
+    assert measured.exit_code == 0
+    last = measured.stdout.splitlines()[-2:]
+    assert last[0].startswith("report: ") and last[1].startswith(f"warning: {worse}")
+    assert "\nEnglish, retention, also replay " in measured.stdout
+    shutil.rmtree(config.output_dir.parent / "tokens")
+    assert "so held-out text is not looked for in it" in of_config("evaluate", *asked).stdout
+
+
 def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says(
     finished: RunConfig, of_config: Scale
 ) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import build_batches, corpus_warnings, open_sources
 from tests.data.corpus_files import as_jsonl
-from tests.small_runs import small_run
+from tests.small_runs import changed, small_run
 
 WORDS = [f"w{number}" for number in range(60)]
 HELD_OUT = ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9", "w10 w11"]
@@ -93,6 +93,18 @@ def test_what_is_doubtful_is_told_and_what_is_common_is_not(
 ) -> None:
     lines = warned(configured(tmp_path, texts, **keys), tokenizer)
     assert len(lines) == bool(line) and all(found.startswith(line) for found in lines)
+
+
+def test_text_that_replay_only_measures_on_is_not_trained_on(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = configured(tmp_path, [WHOLE], HELD_OUT)
+    (line,) = warned(config, tokenizer)
+    assert "100.0 % of its text) are in c1, which is trained on" in line
+    replayed = changed(config, "corpus.sources.1.role=replay")
+    (line,) = warned(replayed, tokenizer)
+    assert "are in c1, which is replay: results on them measure memorisation" in line
+    assert not warned(changed(replayed, "corpus.sources.1.weight=0"), tokenizer)
 
 
 def test_a_corpus_that_is_read_many_times_over_is_named(

@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scale_cli.commands.evaluate import check_learned
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
+from scale_cli.data.overlap import SharedText
+from scale_cli.errors import CheckFailed
 from scale_cli.evaluation.intervals import paired_differences
 from scale_cli.evaluation.render import page, terminal_lines
 from scale_cli.evaluation.results import (
     HEADS,
     CorpusResult,
+    HeadResult,
     Report,
     summarise,
 )
@@ -186,7 +190,7 @@ def test_every_form_of_a_report_shows_every_corpus_and_rule(
     [
         ("retention", 1.9, (-0.2, -0.05), "kept and improved"),
         (
-            "acquisition",
+            "retention",
             2.1,
             (0.05, 0.2),
             "worse than the base, by at most 0.693 nats in a document",
@@ -194,7 +198,7 @@ def test_every_form_of_a_report_shows_every_corpus_and_rule(
         ("acquisition", 1.9, (-0.2, -0.05), "learned"),
         ("acquisition", 1.9, (-0.2, 0.05), "no difference shown"),
         ("retention", 2.0001, (0.00005, 0.0002), "the same to three digits"),
-        ("retention", None, (None, None), "not finite"),
+        ("acquisition", 1.9, (None, None), "better, without an interval"),
     ],
 )
 def test_the_verdict_is_right_for_gains_losses_and_no_difference(
@@ -213,6 +217,117 @@ def test_the_verdict_is_right_for_gains_losses_and_no_difference(
     }
     made = dataclasses.replace(report(), corpora=[dataclasses.replace(measured, heads=heads)])
     assert f": {verdict}.**" in page(made, ROUTE, "md")
+
+
+WORSE = Interval(0.151, 0.12, 0.18)
+BETTER = Interval(-0.5, -0.6, -0.4)
+NO_CHANGE = Interval(0.0, -0.1, 0.1)
+BROKEN = Interval(None, None, None)
+
+
+def of_heads(name: str, role: str, trained: Interval, posterior: Interval) -> CorpusResult:
+    """A corpus of 1.188 bits/byte on which heads differ from the base as asked."""
+    measured = corpus(name, "en", role)
+
+    def changed(head: str, change: Interval) -> HeadResult:
+        bits = None if change.value is None else 1.188 + change.value
+        return dataclasses.replace(
+            measured.heads[head], bits_per_byte=bits, bits_per_byte_difference=change
+        )
+
+    changes = {"base": Interval(0.0, 0.0, 0.0), "trained": trained, "posterior": posterior}
+    heads = measured.heads | {head: changed(head, change) for head, change in changes.items()}
+    return dataclasses.replace(measured, heads=heads)
+
+
+def first_sentence(made: Report) -> str:
+    told = page(made, ROUTE, "md").split("**")[1]
+    assert told in unescape(page(made, ROUTE, "html")), "both forms say the same"
+    return told.split(". ")[0]
+
+
+@pytest.mark.parametrize(
+    ("trained", "posterior", "told"),
+    [
+        (
+            WORSE,
+            NO_CHANGE,
+            "English (new) was not learned: the trained head is worse than the base, 1.188 to 1.339 "
+            "bits/byte (+0.1510 [+0.1200, +0.1800]); the served, routed model went from 1.188 to "
+            "1.188 bits/byte",
+        ),
+        (BROKEN, NO_CHANGE, "English (new) was not learned: the loss of the trained head is not"),
+        (BETTER, WORSE, "the served, routed model is worse than the base, 1.188 to 1.339"),
+    ],
+    ids=["worse", "not finite", "served worse"],
+)
+def test_what_was_to_be_learned_and_got_worse_is_said_first_and_fails_the_run(
+    trained: Interval, posterior: Interval, told: str
+) -> None:
+    kept = of_heads("old", "retention", BETTER, BETTER)
+    made = dataclasses.replace(
+        report(), corpora=[kept, of_heads("new", "acquisition", trained, posterior)]
+    )
+    assert told in first_sentence(made)
+    assert "new) went from" not in page(made, ROUTE, "md"), "one sentence for each corpus"
+    with pytest.raises(CheckFailed, match=re.escape(told)):
+        check_learned(made)
+
+
+def test_a_row_that_is_not_finite_is_not_the_same_to_three_digits() -> None:
+    old = of_heads("old", "retention", BROKEN, Interval(0.0001, 0.00005, 0.0002))
+    made = dataclasses.replace(report(), corpora=[old])
+    assert first_sentence(made).startswith("English (old) failed: the loss of the trained head")
+    assert "three digits" not in page(made, ROUTE, "md")
+    with pytest.raises(CheckFailed, match="not finite"):
+        check_learned(made)
+
+
+@pytest.mark.parametrize(
+    ("role", "change"),
+    [("retention", WORSE), ("retention", BETTER), ("acquisition", NO_CHANGE)],
+)
+def test_what_the_base_lost_of_old_text_or_did_not_learn_for_sure_fails_no_run(
+    role: str, change: Interval
+) -> None:
+    check_learned(dataclasses.replace(report(), corpora=[of_heads("x", role, change, change)]))
+
+
+@pytest.mark.parametrize(
+    ("role", "of_source", "also"),
+    [
+        ("retention", "replay", "retention, also replay"),
+        ("retention", "new", "retention, also trained on"),
+        ("acquisition", "new", "acquisition, also trained on"),
+    ],
+)
+@pytest.mark.parametrize("change", [BETTER, NO_CHANGE, Interval(-0.0001, -0.0002, -0.00005)])
+def test_text_that_is_also_trained_on_is_named_so_and_never_called_kept_or_learned(
+    role: str, of_source: str, also: str, change: Interval
+) -> None:
+    shared = [SharedText("tales", of_source, 2, 12, 0.125)]
+    measured = of_heads("x", role, change, change)
+    made = dataclasses.replace(
+        report(), corpora=[dataclasses.replace(measured, shared=shared)], texts=["x-0"]
+    )
+    assert read_back(made) == made
+    text = page(made, ROUTE, "md")
+    bold = text.split("**")[1]
+    assert f"English (x, {also.partition(', ')[2]}) went from" in bold
+    assert "kept" not in bold and "learned" not in bold
+    assert f"## x: English, {also} (" in text
+    assert "; 2 of its 12 documents (12.5 % of its text) are in tales, which is " in text
+    assert terminal_lines(made)[0].startswith(f"English, {also}")
+
+
+def test_a_worst_document_that_gained_is_not_shown_as_a_loss() -> None:
+    scored = losses(0, 2.0)
+    source = EvaluationSource(name="x", path="x.txt", language="ko", role="acquisition")
+    result = summarise(source, scored, num_resamples=100, seed=0)
+    assert (result.heads["trained"].worst_document_nats or 0.0) < 0.0
+    made = dataclasses.replace(report(), corpora=[result])
+    (row,) = (line for line in page(made, ROUTE, "md").splitlines() if "| trained |" in line)
+    assert "| none lost |" in row
 
 
 def test_the_bound_is_that_of_the_routers_prior() -> None:

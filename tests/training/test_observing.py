@@ -86,6 +86,24 @@ def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> N
         assert observer.score(7, losses | not_finite) is None
 
 
+def test_a_failure_on_the_way_names_what_is_compared_and_the_trained_head_alone() -> None:
+    def bits(base: float | None, trained: float | None) -> dict[str, float | None]:
+        return {"base": base, "trained": trained, "routed": base}
+
+    roles = {"old": "retention", "new": "acquisition"}
+    sources = [json.dumps(held_out(name, "x.txt", role)) for name, role in roles.items()]
+    no: Any = None
+    config = load_text(SMALLEST, f"evaluation.perplexity=[{', '.join(sources)}]")
+    observer = Observer(config, no, no, no, no, [], [], no)
+    failed = observer.failures({"old": bits(1.0, 9.0), "new": bits(1.188, 1.339)})
+    assert [*failed] == ["new"], "what is forgotten has a bound of its own"
+    assert "1.188 to 1.339 bits/byte, without an interval, of the text that" in failed["new"]
+    failed = observer.failures({"old": bits(1.0, None), "new": bits(None, 1.0)})
+    assert failed == {"old": "the trained head's loss is not finite"}
+    for trained in (0.9, 1.0, 1.0004):
+        assert not observer.failures({"old": bits(1.0, 1.0), "new": bits(1.0, trained)})
+
+
 class Killed(Exception):
     """Ends training as a kill would: without a checkpoint."""
 
