@@ -50,7 +50,7 @@ _LONGEST_EXAMPLE = 40
 # Stands in a special token that is text, so that no tokenizer finds it. Unicode keeps it from being
 # a character.
 GUARD = "\ufdd0"
-_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of a vocabulary with byte fallback
 
 Ids = npt.NDArray[np.integer]
 Integers = npt.NDArray[np.int64]
@@ -286,7 +286,7 @@ def _marks_in_reach(described: dict[str, Any]) -> list[str]:
     special = {token["content"] for token in described["added_tokens"] if token["special"]}
     if is_unigram and model["unk_id"] is not None:
         special.add(tokens[model["unk_id"]])
-    found = [token for token in tokens if token in special or _BYTE_TOKEN.fullmatch(token)]
+    found = [token for token in tokens if token in special or BYTE_TOKEN.fullmatch(token)]
     if model["type"] == "BPE" and not model.get("ignore_merges"):
         merged = {left + right for left, right in model["merges"]}
         return [token for token in found if token in merged]

@@ -256,6 +256,5 @@ class TextStreamer(BaseStreamer):
             typer.echo(printable(self._decoder.add(int(value))), nl=False)
 
     def end(self) -> None:
-        """Print what was held back, and end the line."""
-        assert self._decoder is not None, "the prompt comes first"
-        typer.echo(printable(self._decoder.finish()))
+        """End the line."""
+        typer.echo()

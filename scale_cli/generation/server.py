@@ -154,8 +154,6 @@ class Answer:
             self._held += self._decoder.add(token)
             if self.num_tokens == self._most:
                 self.finish = "length"
-        if self.finish:
-            self._held += self._decoder.finish()
 
         if places := [place for stop in self._stops if (place := self._held.find(stop)) >= 0]:
             self.finish = "stop"

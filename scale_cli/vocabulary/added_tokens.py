@@ -26,12 +26,11 @@ from tokenizers import Encoding, Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from scale_cli.config.vocabulary import Script
+from scale_cli.data.decoding import BYTE_OF
+from scale_cli.data.encoding import BYTE_TOKEN
 from scale_cli.errors import BaseModelError
 
 _SPACE = "▁"  # a space in tokenizers with byte fallback
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-# GPT-2's spelling.
-_BYTE_OF: dict[str, bytes] = {spelt: bytes([byte]) for byte, spelt in bytes_to_unicode().items()}
 # Token for an id with a row in the base but no token in its tokenizer; no text and no spelling of
 # bytes contains it.
 _UNUSED = "\ue000unused {}\ue000"
@@ -117,8 +116,8 @@ class Spelling:
 
     def to_bytes(self, token: str) -> bytes:
         if self.byte_level:
-            return b"".join([_BYTE_OF.get(c) or c.encode() for c in token])
-        of_one = _BYTE.fullmatch(token)
+            return b"".join([BYTE_OF.get(c) or c.encode() for c in token])
+        of_one = BYTE_TOKEN.fullmatch(token)
         return bytes([int(of_one[1], 16)]) if of_one else token.replace(_SPACE, " ").encode()
 
     def joined(self, tokens: Iterable[str]) -> str:

@@ -3,7 +3,9 @@ is cut.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,10 +16,21 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from scale_cli.data.decoding import before_cut_character, text_pieces
-from tests.vocabulary.tokenizers_at_hand import llama_2, llama_3, unigram
+from tests.vocabulary.tokenizers_at_hand import (
+    RARE_BYTES,
+    llama_2,
+    llama_3,
+    mistral,
+    smollm2,
+    unigram,
+)
 
-# U+FFFD stands for bytes that are no character, so it cannot stand for itself.
-TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), min_size=1)
+TEXTS = st.text(st.characters(codec="utf-8"), min_size=1)
+# As a model may give them: of characters, whole and cut, and of none.
+PARTS = [bytes([byte]) for byte in b"\x80\xc0\xe0\xed\xf0\xf5\xff"]
+PARTS += [bytes([byte]) for byte in "국é😀".encode()] + ["국".encode(), b" a", b"b"]
+BYTE_LEVEL = (llama_3, smollm2)
+KINDS = [*BYTE_LEVEL, llama_2, mistral, unigram]
 
 
 @functools.cache
@@ -25,7 +38,7 @@ def opened(make: Callable[[], Tokenizer]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=make())
 
 
-@pytest.mark.parametrize("make", [llama_3, llama_2, unigram])
+@pytest.mark.parametrize("make", KINDS)
 @settings(max_examples=150)
 @given(before=TEXTS, after=TEXTS)
 @example(before="국민", after="은 법 앞에")
@@ -39,15 +52,66 @@ def test_no_text_is_lost_between_a_prompt_and_its_continuation(
     assert begun + "".join(text_pieces(tokenizer, prompt, ids[len(prompt) :])) == whole
 
 
-@pytest.mark.parametrize("make", [llama_3, llama_2, unigram])
-def test_half_a_character_is_left_out_wherever_it_stands(make: Callable[[], Tokenizer]) -> None:
+def ids_of(make: Callable[[], Tokenizer], parts: Sequence[bytes]) -> list[int]:
+    """Ids of bytes one by one, and of words."""
+    spelling = bytes_to_unicode() if make in BYTE_LEVEL else {b: f"<0x{b:02X}>" for b in range(256)}
+    space = "Ġ" if make in BYTE_LEVEL else "▁"
+    words = {word: word.decode().replace(" ", space) for word in (b" a", b"b")}
+    tokens = [
+        token
+        for part in parts
+        for token in ([words[part]] if part in words else [spelling[byte] for byte in part])
+    ]
+    ids: Any = opened(make).convert_tokens_to_ids(tokens)
+    assert None not in ids
+    return list(ids)
+
+
+def begins_a_character(content: bytes) -> bool:
+    """Whether more bytes could make it one, or half of a surrogate pair, for which Python waits."""
+    for length in range(1, 5 - len(content)):
+        for tail in product(b"\x80\x8f\x90\x9f\xa0\xbf", repeat=length):
+            with suppress(UnicodeDecodeError):
+                return len((content + bytes(tail)).decode(errors="surrogatepass")) == 1
+    return False
+
+
+def one_by_one(content: bytes) -> str:
+    """Decode as SentencePiece does, but for the beginning of a character at the very end."""
+    text = ""
+    while content and not begins_a_character(content):
+        lengths = [n for n in range(1, 5) if "\ufffd" not in content[:n].decode(errors="replace")]
+        length = lengths[0] if lengths else 1
+        text += content[:length].decode(errors="replace")
+        content = content[length:]
+    return text
+
+
+@pytest.mark.parametrize("make", KINDS)
+@settings(max_examples=150)
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=12))
+@example(parts=[b"\xec", b"\x88", "안녕하세요".encode()])
+def test_a_wrong_byte_is_one_sign_and_costs_nothing_after_it(
+    make: Callable[[], Tokenizer], parts: list[bytes]
+) -> None:
+    if make is smollm2:  # which lacks these
+        parts = [part for part in parts if part[0] not in RARE_BYTES]
     tokenizer = opened(make)
-    spelling = bytes_to_unicode() if make is llama_3 else {b: f"<0x{b:02X}>" for b in range(256)}
-    half: Any = tokenizer.convert_tokens_to_ids([spelling[byte] for byte in b"\xed\x95"])
-    prompt, new = (
-        tokenizer(text, add_special_tokens=False).input_ids for text in ("국민 a", " 은 법")
-    )
-    told = "".join(text_pieces(tokenizer, prompt, new))
-    for ids, times in (([*new, *half], 1), ([*half, *new], 1), ([*new, *half, *new], 2)):
-        assert "".join(text_pieces(tokenizer, prompt, ids)) == told * times
-    assert before_cut_character(tokenizer, [*prompt, *half]) == prompt
+    new = ids_of(make, parts)
+    wanted = one_by_one(b"".join(parts))
+    prompt = tokenizer("국민 a", add_special_tokens=False).input_ids
+    assert "".join(text_pieces(tokenizer, prompt, new)) == wanted
+    alone = "".join(text_pieces(tokenizer, [], new))
+    assert alone == wanted or " " + alone == wanted
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_the_beginning_of_a_character_at_the_end_waits_for_the_rest(
+    make: Callable[[], Tokenizer],
+) -> None:
+    tokenizer = opened(make)
+    prompt = tokenizer("국민 a", add_special_tokens=False).input_ids
+    first, *rest = ids_of(make, ["한".encode()])
+    assert text_pieces(tokenizer, prompt, [first, *rest]) == ["", "", "한"]
+    assert text_pieces(tokenizer, prompt, [first, first]) == ["", "\ufffd"]
+    assert before_cut_character(tokenizer, [*prompt, first, rest[0]]) == prompt

@@ -23,9 +23,10 @@ import uvicorn
 from transformers import AutoTokenizer
 
 from scale_cli.commands.serve import serve
+from scale_cli.data.decoding import Decoder
 from scale_cli.export.plain_folder import routed_class
 from scale_cli.generation.generator import Generator, Sampling
-from scale_cli.generation.server import create_app
+from scale_cli.generation.server import Answer, create_app
 from tests.command_line import handlers_put_back
 from tests.commands.test_serve import write_routed
 from tests.vocabulary.tokenizers_at_hand import KOREAN, RUSSIAN
@@ -190,6 +191,21 @@ def test_several_prompts_of_one_request_are_each_answered_as_alone_in_their_orde
         (index, alone[index // 2].choices[0].text) for index in range(8)
     ]
     assert whole.usage.prompt_tokens == sum(answer.usage.prompt_tokens for answer in alone)
+
+
+def test_stops_and_counts_are_of_all_that_follows_a_wrong_byte(folders: dict[str, Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders["with BOS"])
+    content = b"\xec\x88" + "안녕하세요".encode()
+    ids: Any = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in content])
+    for stops, told, finish in (([], "��안녕하세요", "length"), (["하세"], "��안녕", "stop")):
+        decoder = Decoder(tokenizer, tokenizer("Lily").input_ids)
+        answer = Answer(decoder, ends=[], stops=stops, most=len(ids))
+        pieces = []
+        for token in ids:
+            if not answer.finish:
+                pieces.append(answer.take(token))
+        assert ("".join(pieces), answer.finish) == (told, finish)
+        assert answer.num_tokens == len((told + "".join(stops)).replace("�", "").encode()) + 2
 
 
 def test_an_answer_ends_before_a_stop_however_it_is_cut_into_tokens(client: openai.OpenAI) -> None:
