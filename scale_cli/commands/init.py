@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,8 +35,10 @@ from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.vocabulary.tokenizer import check_ids
 
 SCHEMA_FILE = "scale.schema.json"
+# Shares of the documents: text to learn is worth more in training, known text in measuring.
+_MOST_HELD_OUT = 0.1
+_MOST_KEPT = 0.5
 _REPLAY_SHARE = 0.1  # of the windows; a weight of 0.111 beside a weight of 1 gives it
-_HELD_OUT_SHARE = 0.1  # of the time, for the last evaluation of one text
 
 
 def init(
@@ -91,7 +92,7 @@ def init(
     takes = draft.takes.in_words()
     with _new_files(files):
         _check(draft.config, tokenizer)
-        write_text(file, config_text(file, takes=takes, **draft.found))
+        write_text(file, config_text(file, **draft.found))
     if not (schema := file.with_name(SCHEMA_FILE)).exists():
         write_text(schema, json_schema_text())
 
@@ -141,7 +142,6 @@ def _fit(
     precision = "bf16" if computes_in_bfloat16() else cpu_precision()
     device = measure_device(base_sizes, method, precision)
     training_s = 60 * minutes
-    most_held_out = math.inf  # tokens, of each text
     for _ in range(3):  # each time with the time that evaluation, start and export have left
         sizes = fit_sizes(
             base_sizes,
@@ -152,12 +152,12 @@ def _fit(
             training_s=training_s,
             num_tokens=num_tokens,
         )
-        corpus = part(text, "held-out", file, sizes.num_tokens, most_held_out)
+        corpus = part(text, "held-out", file, sizes.num_tokens, most=_MOST_HELD_OUT)
         replayed = round(_REPLAY_SHARE * sizes.num_tokens)
         if MOST_READINGS * retention.num_bytes * retention.tokens_per_byte < replayed:
             kept = measured_on_alone(retention, "retention")
         else:
-            kept = part(retention, "retention", file, replayed, most_held_out)
+            kept = part(retention, "retention", file, replayed, most=_MOST_KEPT)
         held_out = {"acquisition": [corpus], "retention": [kept]}
         if tokenizer.chat_template:
             for role, parts in held_out.items():
@@ -174,7 +174,7 @@ def _fit(
             "new": new,
             "sizes": sizes,
         }
-        words = config_text(file, takes="", **found)
+        words = config_text(file, **found)
         config = checked(RunConfig, parse(words, str(file)), str(file))
         counting = new.grown or tokenizer.backend_tokenizer
         texts = [
@@ -182,7 +182,6 @@ def _fit(
         ]
         takes = estimate(config, base_sizes, device, texts, num_new=new.number)
         training_s = max(0.0, 60 * minutes - takes.total_s + takes.training_s)
-        most_held_out = 60 * minutes * _HELD_OUT_SHARE * takes.scored_per_s
     return _Draft(found, config, measured, takes)
 
 

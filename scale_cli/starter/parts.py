@@ -16,9 +16,10 @@ from scale_cli.errors import CorpusError
 from scale_cli.starter.texts import FEW_DOCUMENTS, Text
 from scale_cli.values import counted
 
-# Held out are so many documents with so much text, if it does not take too long to measure on them.
+# Held out are so many documents with so much text, but no more text than a small base reads in minutes on a CPU.
 _DOCUMENTS = 32
-_BYTES = 1 << 16
+_LEAST_BYTES = 1 << 14
+_MOST_BYTES = 1 << 16
 _FEWEST = 4  # with fewer, intervals mean nothing
 _PIECE = 2_000  # characters of a document that is cut
 _LARGEST_PIECE = 500_000
@@ -37,8 +38,8 @@ class Parted:
     files: dict[Path, str] = field(default_factory=dict)  # to write
 
 
-def part(text: Text, held_name: str, file: Path, num_tokens: int, most_held_out: float) -> Parted:
-    """Hold out a tenth of a text's documents, or fewer if these are 32 documents and 64 KiB.
+def part(text: Text, held_name: str, file: Path, num_tokens: int, *, most: float) -> Parted:
+    """Hold out the first documents of a text.
 
     Of fewer than ten documents, the end of each is held out.
 
@@ -47,41 +48,47 @@ def part(text: Text, held_name: str, file: Path, num_tokens: int, most_held_out:
         held_name: name of the part that is held out.
         file: the config, beside which new files lie.
         num_tokens: of the run. Of a large text, what the run does not read is left out.
-        most_held_out: tokens to hold out at the most, but for four documents.
+        most: share of the documents that may be held out.
     """
     number = len(text.documents)
     if number < FEW_DOCUMENTS and text.is_whole:
         return _cut(text, held_name, file)
-    num_bytes = list(accumulate(len(document.encode()) for document in text.documents))
-    enough = max(_DOCUMENTS, 1 + bisect_left(num_bytes, _BYTES))
-    bearable = max(_FEWEST, bisect_right(num_bytes, most_held_out / text.tokens_per_byte))
-    held = min(max(1, number // FEW_DOCUMENTS), enough, bearable)
+    held = min(max(1, int(most * number)), _enough(text))
     source = {**text.source, "skip_documents": held}
-    counted = f"{number:,}"
-    rest = "the rest to train on"
-    if not text.is_whole:  # twice what a run reads, and at least what was read here
-        most = max(number, ceil(2 * num_tokens / text.tokens_per_byte / text.bytes_read * number))
-        source["max_documents"] = most
-        counted = f"more than {number:,}"
-        rest = f"{most:,} to train on, which is enough for these steps"
     each = ""
     if text.is_txt:
         each = " (a line each)" if "documents" in text.source else " (text between blank lines)"
+    words = f"{number:,} documents{each}: the first {held:,} held out, the rest to train on"
+    if not text.is_whole:  # twice what a run reads, and at least what was read here
+        read = ceil(2 * num_tokens / text.tokens_per_byte / text.bytes_read * number)
+        source["max_documents"] = max(number, read)
+        words = (
+            f"the first {counted(held, 'document')}{each} held out, the next {max(number, read):,} to train on: "
+            "enough for these steps, the rest is not read"
+        )
     return Parted(
         trained_on=source,
         held_out=_first(text, held_name, held),
-        words=f"{counted} documents{each}: the first {held:,} held out, {rest}",
+        words=words,
         held_out_documents=text.documents[:held],
     )
 
 
+def _enough(text: Text) -> int:
+    """Return how many documents are enough to measure on: by the text alone, whatever the device."""
+    num_bytes = list(accumulate(len(document.encode()) for document in text.documents))
+    wanted = max(_DOCUMENTS, 1 + bisect_left(num_bytes, _LEAST_BYTES))
+    return min(wanted, max(_FEWEST, bisect_right(num_bytes, _MOST_BYTES)))
+
+
 def measured_on_alone(text: Text, held_name: str) -> Parted:
     """Hold out the beginning of a text that is too short to train on."""
+    held = min(_enough(text), len(text.documents))
     return Parted(
         trained_on={},
-        held_out=_first(text, held_name, _DOCUMENTS),
-        words="too little to train on: all of it is held out",
-        held_out_documents=text.documents[:_DOCUMENTS],
+        held_out=_first(text, held_name, held),
+        words=f"too little to train on: {counted(held, 'document')} held out",
+        held_out_documents=text.documents[:held],
     )
 
 

@@ -136,15 +136,20 @@ def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def written_for(
-    base: str, corpus: str, language: str, sizes: Sizes = SIZES, method: str = "route"
-) -> Any:
-    """Return the config that is written, parsed, for texts that nobody looks into."""
+def text_for(
+    base: str,
+    corpus: str,
+    language: str,
+    sizes: Sizes = SIZES,
+    method: str = "route",
+    new: NewTokens = NO_NEW,
+) -> str:
+    """Return the config that is written for texts that nobody looks into."""
     trained, held, known = (
         {"name": name, "path": f"{corpus}.txt", "language": language} for name in ("a", "b", "c")
     )
     learned, kept = Parted(trained, held, "", []), Parted(known, known, "", [])
-    text = config_text(
+    return config_text(
         Path("mine.yaml"),
         model={"base": base},
         method=checked_method(method),
@@ -153,11 +158,24 @@ def written_for(
         held_out={"acquisition": [learned], "retention": [kept]},
         has_chat=False,
         retention_language="en",
-        new=NO_NEW,
+        new=new,
         sizes=sizes,
-        takes="about 5 min",
     )
-    return parse(text, "mine.yaml")
+
+
+def written_for(*text: Any, **options: Any) -> Any:
+    return parse(text_for(*text, **options), "mine.yaml")
+
+
+@pytest.mark.parametrize("new", [{"number": 512}, {"offered": 512}])
+def test_no_comment_depends_on_a_number_that_a_user_may_edit(new: dict[str, int]) -> None:
+    comments = []
+    for factor, words in ((1, "4.1 bytes each"), (3, "5.2 bytes each")):
+        sizes = Sizes("bf16", *(factor * size for size in (256, 16, 8, 200, 2**30, 2**34)))
+        added = NewTokens(words, "hangul", **{key: factor * of for key, of in new.items()})
+        written = text_for("b", "c", "ko", sizes, new=added).replace(str(factor * 512), "N")
+        comments.append(re.findall(" *#.*", written))
+    assert comments[0] == comments[1]
 
 
 @settings(max_examples=50)
@@ -228,9 +246,9 @@ def as_lines(documents: list[str]) -> bytes:
         ("*.txt", as_txt, "20 documents (text between blank lines): the first 2 held out"),
         ("novel.txt", as_novel, "1 document: its last tenth held out; written as mine.corpus"),
         ("comments.txt", as_lines, " documents (a line each): the first "),
-        ("a.jsonl", as_jsonl, "60 documents: the first 4 held out, the rest to train on"),
-        ("a.parquet", as_parquet, "60 documents: the first 4 held out, the rest to train on"),
-        ("a.txt.gz", as_txt, "60 documents (text between blank lines): the first 4 held out"),
+        ("a.jsonl", as_jsonl, "60 documents: the first 6 held out, the rest to train on"),
+        ("a.parquet", as_parquet, "60 documents: the first 6 held out, the rest to train on"),
+        ("a.txt.gz", as_txt, "60 documents (text between blank lines): the first 6 held out"),
     ],
 )
 def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
@@ -304,26 +322,40 @@ def test_init_plan_and_run_print_one_estimate_of_the_whole_run(
     of_init = scale("init", file, *flat(flags), "--minutes", "0.1").stdout
     (sentence,) = re.findall(r"time +(about .*)", of_init)
     assert " of training, " in sentence and "of start and export" in sentence
-    assert sentence in file.read_text()
     assert sentence in " ".join(scale("plan", file).stdout.split())
     monkeypatch.setattr(verb_run, "_upscale", model_loads)
     assert sentence in scale("run", file, f"output_dir={tmp_path}/run").stdout
 
 
-def test_minutes_are_those_of_the_whole_run_and_few_documents_are_measured_on(
+def test_minutes_are_those_of_the_whole_run(
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Device("cpu", 3e8, "measured on cpu")
     monkeypatch.setattr(verb_init, "measure_device", lambda *_: slow)
-    files = {minutes: tmp_path / f"{minutes}.yaml" for minutes in (1, 60)}
-    told = {}
-    for minutes, file in files.items():
-        done = scale("init", file, *flat(flags), "--minutes", str(minutes), "--json")
-        told[minutes] = json.loads(done.stdout)["estimate"]
-    assert (
-        sum(told[60][f"{part}_s"] for part in ("training", "evaluation", "start", "export")) <= 3600
-    )
-    few, many = (
-        load_config(file).evaluation.perplexity[0].max_documents or 0 for file in files.values()
-    )
-    assert 4 <= few < many
+    done = scale("init", tmp_path / "mine.yaml", *flat(flags), "--minutes", "60", "--json")
+    told = json.loads(done.stdout)["estimate"]
+    assert sum(told[f"{part}_s"] for part in ("training", "evaluation", "start", "export")) <= 3600
+
+
+def test_what_is_held_out_depends_on_the_text_alone(
+    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out = []
+    for name, flops, minutes in (("slow", 3e8, 1), ("fast", 4e11, 60)):
+        device = Device("cpu", flops, "measured on cpu")
+        monkeypatch.setattr(verb_init, "measure_device", lambda *_, it=device: it)
+        file = tmp_path / f"{name}.yaml"
+        assert scale("init", file, *flat(flags), "--minutes", str(minutes)).exit_code == 0
+        held_out.append(load_config(file).evaluation.perplexity)
+    assert held_out[0] == held_out[1]
+    assert [source.max_documents for source in held_out[0]] == [11, 80]
+
+
+def test_of_a_long_text_as_much_is_said_to_be_trained_on_as_the_config_reads(
+    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "BYTES_READ", 1 << 18)
+    done = scale("init", tmp_path / "mine.yaml", *flat(flags))
+    source = load_config(tmp_path / "mine.yaml").corpus.sources[0]
+    said = f"the first {source.skip_documents} documents (text between blank lines) held out, the next "
+    assert f"{said}{source.max_documents:,} to train on: " in " ".join(done.stdout.split())
