@@ -188,12 +188,17 @@ def ended_in_one_message() -> Iterator[None]:
                     leave()
                 words = sys.argv[1:]
                 # A flag's value that is followed by further files, as a pattern without quotes is.
-                if ended.code == UsageError.exit_code and any(
-                    flag.startswith("--") and Path(value).is_file() and Path(after).is_file()
+                listed = [
+                    value
                     for flag, value, after in zip(words, words[1:], words[2:], strict=False)
-                ):
+                    if flag.startswith("--") and Path(value).is_file() and Path(after).is_file()
+                ]
+                if ended.code == UsageError.exit_code and listed:
+                    from scale_cli.data.files import SourceFile
+
+                    pattern = Path(listed[0]).with_name(f"*{SourceFile(listed[0], 0).ending}")
                     _say(
-                        "hint: the shell has listed the files of a pattern; quote it: 'texts/*.txt'"
+                        f"hint: the shell has listed the files of a pattern; quote it: '{pattern}'"
                     )
                 raise
             except Exception:

@@ -10,6 +10,14 @@ from importlib.util import find_spec
 from textwrap import shorten
 
 _LONGEST_REASON = 200
+# What the hub's own errors come to, whose messages are long; by name, since its library loads slowly.
+_OF_THE_HUB = {
+    "GatedRepoError": "it is gated: ask for access on its page on the hub, then run `hf auth login`",
+    "RepositoryNotFoundError": "the hub has no such name; if it is private, run `hf auth login`",
+    "RevisionNotFoundError": "the hub has no such revision of it",
+    "LocalEntryNotFoundError": "it is not in the hub's cache, and the hub is not reached",
+    "OfflineModeIsEnabled": "it is not in the hub's cache, and HF_HUB_OFFLINE forbids to ask the hub",
+}
 EXTRA_OF = {
     "lm_eval": "eval",
     "peft": "lora",
@@ -126,7 +134,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
     """Return a library's error message as one line, cut after a word if it is long."""
-    return shorten(str(error), _LONGEST_REASON, placeholder=" ...") or type(error).__name__
+    told = ""
+    cause: BaseException | None = error
+    while cause is not None:
+        told = _OF_THE_HUB.get(type(cause).__name__, told)
+        cause = cause.__cause__
+    return told or shorten(str(error), _LONGEST_REASON, placeholder=" ...") or type(error).__name__
 
 
 def is_installed(module: str) -> bool:

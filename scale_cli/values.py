@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -34,7 +35,6 @@ Value = TypeVar("Value")
 Free = Annotated[Value, Change.FREE]
 Accepted = Annotated[Value, Change.ACCEPTED]
 
-_LANGUAGE = r"^[a-z]{2,3}$"
 # Country codes that users give for languages. A code that also is a language's (kr: Kanuri) has a
 # three-letter form.
 _COUNTRIES = {
@@ -49,36 +49,46 @@ _COUNTRIES = {
 }
 
 
+@cache
+def _languages() -> dict[str, tuple[set[str], str]]:
+    """Return the three-letter forms and the English name of every language with a two-letter code."""
+    rows = Path(__file__).with_name("languages.txt").read_text(encoding="utf-8").splitlines()
+    parts = (row.split(" ", 2) for row in rows)
+    return {code: (set(long.split("/")), name) for code, long, name in parts}
+
+
 def check_language(code: object) -> object:
-    """Return a language code; ValueError if it is not one, with the code to give instead."""
+    """Return a language code; ValueError if it is not one, with the code to give instead.
+
+    Of three letters any is taken that has no form of two: there are 8,000.
+    """
     if isinstance(code, bool):
         raise ValueError(
             'YAML reads an unquoted `no` or `on` as a truth value; write it in quotes: "no"'
         )
-    if isinstance(code, str):
-        if not re.fullmatch(_LANGUAGE, code):
-            raise ValueError(f"{code} is not an ISO 639 code; give the language's code, such as ko")
-        if code in _COUNTRIES:
-            raise ValueError(
-                f"{code} is a country code; the language code is {_COUNTRIES[code]} (ISO 639)"
-            )
-    return code
-
-
-# English names of languages, for reports.
-_LANGUAGE_NAMES = {
-    "en": "English",
-    "ko": "Korean",
-    "de": "German",
-    "fr": "French",
-    "ja": "Japanese",
-    "zh": "Chinese",
-}
+    if not isinstance(code, str):
+        return code
+    if code in _COUNTRIES:
+        raise ValueError(
+            f"{code} is a country code; the language code is {_COUNTRIES[code]} (ISO 639)"
+        )
+    known = _languages()
+    is_long = re.fullmatch("[a-z]{3}", code) is not None
+    said = re.split("[-_]", code.lower())[0]  # ko-KR
+    meant = [
+        short
+        for short, (long, name) in known.items()
+        if said in (short, name.lower(), *long) and short not in _COUNTRIES
+    ]
+    if code in meant or (is_long and not meant):
+        return code
+    such = f"write {meant[0]}" if meant else "give the language's code, such as ko"
+    raise ValueError(f"{code} is not an ISO 639 code{' of two letters' * is_long}; {such}")
 
 
 def language_name(code: str) -> str:
     """Return a language's English name, or its code."""
-    return _LANGUAGE_NAMES.get(code, code)
+    return _languages()[code][1] if code in _languages() else code
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -88,7 +98,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 Language = Annotated[
     str,
-    Field(pattern=_LANGUAGE, description="ISO 639 code: en, ko, ..."),
+    Field(pattern=r"^[a-z]{2,3}$", description="ISO 639 code: en, ko, ..."),
     BeforeValidator(check_language),
 ]
 Name = Annotated[

@@ -61,11 +61,11 @@ def test_a_command_line_that_makes_no_sense_exits_2_and_a_missing_config_is_name
 
 
 def test_a_pattern_without_quotes_gets_the_hint(scale: Scale, tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")]
+    files = [tmp_path / name for name in ("a.txt.xz", "b.txt.xz", "c.txt.xz")]
     for file in files:
         file.write_text("x")
     done = scale("init", "new.yaml", "--corpus", *files)
-    assert done.exit_code == 2 and "quote it" in done.stderr
+    assert done.exit_code == 2 and f"quote it: '{tmp_path}/*.txt.xz'" in done.stderr
 
 
 @pytest.fixture(scope="module")

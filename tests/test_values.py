@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from scale_cli.values import Folder, PathText, counted
+from scale_cli.values import Folder, Language, PathText, counted, language_name
 
 TEXT, FOLDER = TypeAdapter(PathText), TypeAdapter(Folder)
 
@@ -54,3 +54,33 @@ def test_a_counted_noun_agrees_with_its_number() -> None:
         "2,000 steps",
     ]
     assert counted(2, "process", "processes") == "2 processes"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("zz", "zz is not an ISO 639 code; give the language's code, such as ko"),
+        ("korean", "korean is not an ISO 639 code; write ko"),
+        ("ko-KR", "ko-KR is not an ISO 639 code; write ko"),
+        ("KO", "KO is not an ISO 639 code; write ko"),
+        ("kor", "kor is not an ISO 639 code of two letters; write ko"),
+        ("ger", "ger is not an ISO 639 code of two letters; write de"),
+        ("jp", "jp is a country code; the language code is ja"),
+        ("k", "k is not an ISO 639 code"),
+        ("", " is not an ISO 639 code"),
+    ],
+)
+def test_a_language_that_is_no_code_is_refused_with_the_code_to_write(
+    given: str, told: str
+) -> None:
+    with pytest.raises(ValidationError, match=told):
+        TypeAdapter(Language).validate_python(given)
+
+
+@pytest.mark.parametrize("given", ["ko", "no", "kau", "yue"])
+def test_a_code_of_two_letters_or_of_a_language_that_has_none_is_taken(given: str) -> None:
+    assert TypeAdapter(Language).validate_python(given) == given
+
+
+def test_a_report_has_the_english_name_of_every_language_with_a_short_code() -> None:
+    assert [language_name(code) for code in ("el", "cy", "yue")] == ["Greek", "Welsh", "yue"]

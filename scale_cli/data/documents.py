@@ -13,6 +13,7 @@ text. A conversation for which this does not hold is dropped.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import lzma
 import re
@@ -45,6 +46,9 @@ _SKIPPED_AT_ONCE = 1 << 20
 _MAX_JSON_BYTES = 1 << 28
 _ROWS_AT_ONCE = 256
 _LONGEST_HEADER = 200
+# An object whose first value is a list of objects, as of {"data": [{"text": ...}, ...]}.
+_HOLDS_RECORDS = re.compile(rb'\{\s*"[^"]*"\s*:\s*\[\s*\{')
+_NEXT_RECORD = re.compile(rb"\}\s*\{")  # of JSON Lines
 _NO_SYNTAX_OF_CSV = re.compile(rb'[^",\r\n]+')
 _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 _DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
@@ -243,10 +247,12 @@ def _read_jsonl(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[I
 
 
 def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
-    """Read a JSON list of records, which is held in memory; a file without a list is JSON Lines, as
-    on the hub.
+    """Read a JSON list of records, or the only list of an object, which is held in memory; another
+    file is JSON Lines, as on the hub.
     """
-    if not stream.peek(_SKIPPED_AT_ONCE).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
+    start = stream.peek(_SKIPPED_AT_ONCE).removeprefix(_BYTE_ORDER_MARK).lstrip()
+    is_object = _HOLDS_RECORDS.match(start) and not _NEXT_RECORD.search(start)
+    if not start.startswith(b"[") and not is_object:
         yield from _read_jsonl(stream, source, limit)
         return
     content = stream.read(_MAX_JSON_BYTES + 1)
@@ -257,7 +263,14 @@ def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
     try:
         records = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
+        if is_object:  # a long first line
+            yield from _read_jsonl(io.BytesIO(content), source, limit)
+            return
         raise OSError(f"not JSON: {error}") from None
+    if isinstance(records, dict):
+        lists = [value for value in records.values() if isinstance(value, list)]
+        is_record = (source.messages_field or source.text_field) in records or len(lists) != 1
+        records = [records] if is_record else lists[0]
     for number, record in enumerate(records, start=1):
         yield f": item {number}", _pick(record, source), 0
 
@@ -285,7 +298,8 @@ def _pick(record: Any, source: TextSource) -> Found:
 def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Item]:
     csv.field_size_limit(sys.maxsize)  # _CsvLines bounds what is held
     lines = _CsvLines(stream, max(2 * limit, _SKIPPED_AT_ONCE))
-    rows = csv.reader(lines)
+    written = iter(lines)
+    rows = csv.reader(written)
     header: list[str] = []
     number = 0
     while True:
@@ -304,6 +318,9 @@ def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
         number += 1
         if not header:
             header = row
+            if source.text_field not in header:  # a space may follow each comma
+                header = [name.strip() for name in header]
+                rows = csv.reader(written, skipinitialspace=True)
             _check_column(header, source)
             continue
 
@@ -321,7 +338,7 @@ def _check_column(names: list[str], source: TextSource) -> None:
     if names.count(source.text_field) != 1:
         raise OSError(
             f"needs exactly one column {source.text_field!r}, and has: "
-            f"{', '.join(names)[:_LONGEST_HEADER]}; set text_field to the one to read"
+            f"{', '.join(map(repr, names))[:_LONGEST_HEADER]}; set text_field to the one to read"
         )
 
 

@@ -17,9 +17,11 @@ import shutil
 import tempfile
 import time
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
@@ -42,6 +44,7 @@ _REMEDIES = {
 }
 _SETTLED_NS = 2 * 10**9
 _READ_AT_ONCE = 1 << 16
+_LOOKED_AT = 10_000  # names in a folder, for a pattern
 # Decompression limit: no xz preset needs more than 65 MB, but a header may ask for 4 GB.
 _XZ_MEMORY_BYTES = 1 << 30
 # Smallest part for one of many processes: large enough that starting and ending it costs little.
@@ -68,8 +71,13 @@ class SourceFile:
         return suffix if suffix in COMPRESSIONS else ""
 
     @property
+    def ending(self) -> str:
+        """The suffixes that say how it is read, such as .txt.xz."""
+        return PurePosixPath(self.name.removesuffix(self.compression)).suffix + self.compression
+
+    @property
     def format(self) -> str:
-        suffix = PurePosixPath(self.name.removesuffix(self.compression)).suffix
+        suffix = self.ending.removesuffix(self.compression)
         return ".txt" if suffix == ".md" else suffix
 
     @contextmanager
@@ -109,7 +117,12 @@ def source_files(source: TextSource) -> list[SourceFile]:
         found = _in_store(source.name, pattern) if is_url else _local(source.name, pattern)
         if not found:
             here = "" if is_url or Path(pattern).is_absolute() else f" in {Path.cwd()}"
-            raise CorpusError(f"{source.name}: no file matches {pattern}{here}")
+            other = ""
+            if not is_url and glob.has_magic(Path(pattern).name):
+                other = _pattern_of(Path(pattern).parent, "*")
+            raise CorpusError(
+                f"{source.name}: no file matches {pattern}{here}{other and f'; give {other}'}"
+            )
         for file in found:
             # A local file is the same by all its names: the inode and the device.
             same = Path(file.name).stat()[1:3] if file.store is None else file.name
@@ -151,6 +164,13 @@ def _matches(pattern: str) -> list[Path]:
     return sorted(found)
 
 
+def _pattern_of(folder: Path, names: str) -> str:
+    """Return a pattern of the commonest corpus files in a folder; "" if there are none."""
+    files = (SourceFile(str(path), 0) for path in islice(folder.glob(names), _LOOKED_AT))
+    endings = Counter(file.ending for file in files if file.format in FORMATS)
+    return f"{folder / names}{max(endings, key=endings.__getitem__)}" if endings else ""
+
+
 def _local(name: str, pattern: str) -> list[SourceFile]:
     files = []
     for path in _matches(pattern):
@@ -161,8 +181,9 @@ def _local(name: str, pattern: str) -> list[SourceFile]:
         elif not path.is_dir():
             raise CorpusError(f"{name}: {path} is a broken link or a device, not a file")
         elif path.suffix in (*FORMATS, *COMPRESSIONS) or path == Path(pattern):
+            such = _pattern_of(path, "**/*") or f"{path}/**/*.txt"
             raise CorpusError(
-                f"{name}: {path} is a folder, not a file; give a pattern, such as {path}/**/*.txt"
+                f"{name}: {path} is a folder, not a file; give a pattern, such as {such}"
             )
     return files
 

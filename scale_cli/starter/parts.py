@@ -61,9 +61,9 @@ def part(text: Text, held_name: str, file: Path, num_tokens: int, *, most: float
     words = f"{number:,} documents{each}: the first {held:,} held out, the rest to train on"
     if not text.is_whole:  # twice what a run reads, and at least what was read here
         read = ceil(2 * num_tokens / text.tokens_per_byte / text.bytes_read * number)
-        source["max_documents"] = max(number, read)
+        source["max_documents"] = read = max(number, read)
         words = (
-            f"the first {counted(held, 'document')}{each} held out, the next {max(number, read):,} to train on: "
+            f"the first {counted(held, 'document')}{each} held out, the next {read:,} to train on: "
             "enough for these steps, the rest is not read"
         )
     return Parted(

@@ -209,11 +209,10 @@ def _not_loaded(name: str, error: Exception) -> str:
         return (
             f"{name} is in llama.cpp's format (GGUF), which cannot be trained; {NAME_THE_ORIGINAL}"
         )
-    unreached = "couldn't connect" in str(error)
-    reason = (
-        "it is not in the hub's cache, and the hub is not reached" if unreached else one_line(error)
+    return (
+        f"{name} is neither a folder in {Path.cwd()} nor a model that the hub gives: "
+        f"{one_line(error)}"
     )
-    return f"{name} is neither a folder in {Path.cwd()} nor a model that the hub gives: {reason}"
 
 
 def check_finite(base: PreTrainedModel, name: str) -> None:

@@ -108,7 +108,8 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
         ("--retention", "/absent/*.txt", "--retention: no file matches /absent/*.txt"),
         ("--corpus", "short.txt", "but a step takes 2,048"),
         ("--retention", "empty.txt", "--retention (empty.txt): no document with text"),
-        ("--language", "korean", "--language: korean is not an ISO 639 code"),
+        ("--language", "korean", "--language: korean is not an ISO 639 code; write ko"),
+        ("--language", "zz", "--language: zz is not an ISO 639 code; give the language's code"),
         (
             "--retention-language",
             "kr",
@@ -168,7 +169,7 @@ def written_for(*text: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("new", [{"number": 512}, {"offered": 512}])
-def test_no_comment_depends_on_a_number_that_a_user_may_edit(new: dict[str, int]) -> None:
+def test_no_comment_depends_on_a_number_that_a_user_may_edit(new: dict[str, Any]) -> None:
     comments = []
     for factor, words in ((1, "4.1 bytes each"), (3, "5.2 bytes each")):
         sizes = Sizes("bf16", *(factor * size for size in (256, 16, 8, 200, 2**30, 2**34)))

@@ -1,5 +1,6 @@
 """What is read, and what is bad: it costs itself alone, with a reason and a place."""
 
+import json
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,34 @@ def test_a_list_in_a_file_of_lines_is_named_with_what_to_do(tmp_path: Path) -> N
     assert "name the file .json" in reader.ledger.described_losses()
     file.write_bytes(b"[]\n" + as_jsonl(["a"]))
     assert kept(records(file)) == ["a"]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("ahead", [{}, {"version": "1.0", "about": {"n": 2}}])
+def test_the_records_of_the_only_list_in_a_json_object_are_read(
+    tmp_path: Path, indent: int | None, ahead: dict[str, Any]
+) -> None:
+    rows = [{"id": id_, "text": text} for id_, text in enumerate(DOCUMENTS)]
+    (tmp_path / "a.json").write_text(json.dumps({"data": rows, **ahead}, indent=indent))
+    assert read(tmp_path / "a.json") == DOCUMENTS
+
+
+def test_a_record_that_begins_with_a_list_is_a_line_of_json_all_the_same(tmp_path: Path) -> None:
+    rows = [{"parts": [{"n": "x" * 99_999}], "text": text} for text in DOCUMENTS]
+    for number in (1, len(rows)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows[:number])
+        (tmp_path / "a.json").write_text(lines)
+        assert read(tmp_path / "a.json") == DOCUMENTS[:number]
+
+
+def test_a_table_may_have_a_space_after_each_comma(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text('id, text\n1, one\n2, "two, and ""more"""\n')
+    assert read(file) == ["one", 'two, and "more"']
+    file.write_text("id, text\n1, one\n")
+    assert read(file, text_field=" text") == [" one"]
+    (failed,) = records(file, text_field="body")
+    assert isinstance(failed, Rejected) and "and has: 'id', 'text'; set" in failed.place
 
 
 def test_a_table_loses_its_bad_rows_alone(tmp_path: Path) -> None:

@@ -193,6 +193,26 @@ def test_what_is_no_corpus_is_named_before_anything_is_read(
         assert "save it as plain text first" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("texts", "is a folder, not a file; give a pattern, such as {}/**/*.txt.xz"),
+        ("texts/*.txt", "no file matches {}/*.txt; give {}/*.txt.xz"),
+        ("texts/a.txt", "no file matches {}/a.txt"),
+    ],
+)
+def test_a_pattern_that_is_suggested_matches_what_is_there(
+    tmp_path: Path, pattern: str, told: str
+) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a.txt.xz", "b.txt.xz", "c.md", "notes"):
+        (folder / name).write_bytes(b"text")
+    with pytest.raises(CorpusError) as caught:
+        check_source(source_of(str(tmp_path / pattern)))
+    assert str(caught.value).endswith(told.format(folder, folder))
+
+
 # Hashes
 
 
