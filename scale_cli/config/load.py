@@ -10,6 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +40,8 @@ _MOST_MEANT = 3  # more keys of the same name elsewhere are ambiguous
 # Limits of the YAML.
 _MAX_BYTES = 1 << 18
 _MAX_DEPTH = 40
+_GROUPED = re.compile(r"\d+|\d{1,3}([ ,._']\d{3})+")  # 1,000
+_ODD_NUMBER = re.compile(r"[_:]|^[-+]?0[0-9bx]")  # YAML 1.1: 1_000, 1:30, 010, 0b1, 0x1
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 # Names that other trainers give to our keys.
 _SYNONYMS = Path(__file__).with_name("synonyms.yaml")
@@ -77,7 +80,7 @@ def checked(
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
+        details = error.errors(include_url=False)
     # A misspelt key is also missing under its right name: its hint comes first.
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
     described = (_describe(schema, detail, where, overrides) for detail in details)
@@ -104,7 +107,16 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         child = node.get(place) if isinstance(node, dict) else node[place]
         node[place] = {} if child is None else child  # absent, or an empty section in YAML
         node = node[place]
-    node[_place(node, last, where)] = parse(value, where)
+    try:
+        node[_place(node, last, where)] = parse(value, where)
+    except ConfigError as error:
+        raise ConfigError(_with_quotes(str(error), override)) from None
+
+
+def _with_quotes(line: str, override: str) -> str:
+    """Return an error's line; where it asks for quotes, with those that a shell leaves in place."""
+    key, _, value = override.partition("=")
+    return f"{line}: '{key}=\"{value}\"'" if "in quotes" in line else line
 
 
 def _place(node: Any, part: str, where: str) -> Any:
@@ -143,14 +155,30 @@ def _describe(
         if place in _MEANT_BY_SECTION:
             message += f" (did you mean {place}.{_MEANT_BY_SECTION[place]}?)"
     elif kind != "value_error":
-        message = message[0].lower() + message[1:]
+        message = message[0].lower() + message[1:] + _meant_by(kind, detail["input"])
     line = f"{place}: {message}" if place else message
     named = line.partition(":")[0]  # a message without a place begins with a key
     for override in overrides:
         key = override.partition("=")[0]
         if f"{named}.".startswith(f"{key}."):
             where = f"override {_quoted(override)}"
+            line = _with_quotes(line, override)
     return f"{where}: {line}"
+
+
+def _meant_by(kind: str, given: object) -> str:
+    """Return a hint what to write in place of a text or number of another type, or ""."""
+    is_number = kind in ("int_type", "float_type")
+    if isinstance(given, bool) and (is_number or kind == "string_type"):
+        told = "; YAML reads a bare yes, no, on, off, true or false as a truth value"
+        return told if is_number else f"{told}, so write it in quotes"
+    if kind == "string_type" and isinstance(given, int | float):
+        return "; write it in quotes"
+    if is_number and isinstance(given, str) and (found := _GROUPED.fullmatch(given)):
+        return f"; write {re.sub(r'[^0-9]', '', found[0]).lstrip('0') or '0'}"
+    if kind == "int_type" and isinstance(given, float) and given.is_integer():
+        return f"; write {given:.0f}"
+    return ""
 
 
 def _did_you_mean(schema: type[Section], location: Sequence[str]) -> str:
@@ -219,20 +247,58 @@ def json_schema_text() -> str:
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
+def _is_thousands(entry: tuple[yaml.Node, yaml.Node]) -> bool:
+    """Return whether an entry is the end of a number such as 1,000 within braces."""
+    key, value = entry
+    return re.fullmatch(r"\d{3}", str(key.value)) is not None and value.value == ""
+
+
 class _Loader(yaml.CSafeLoader):
-    """Load safe YAML: a repeated key is an error, and `1e-4` is a number (in PyYAML and YAML 1.1 it
-    is a string).
+    """Load safe YAML: a repeated key is an error, and so is a number in another form than plain
+    digits. `1e-4` is a number, and a date is text (in PyYAML and YAML 1.1 it is the other way round).
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
-        for key, _ in node.value:
+        before = ""
+        for at, (key, value) in enumerate(node.value):
+            if before.isdecimal() and _is_thousands(node.value[at]):
+                groups = [
+                    before,
+                    *(one.value for one, _ in takewhile(_is_thousands, node.value[at:])),
+                ]
+                raise yaml.MarkedYAMLError(
+                    problem=f"a comma begins the next entry: write {''.join(groups)}, "
+                    f"not {','.join(groups)}",
+                    problem_mark=key.start_mark,
+                )
+            before = str(value.value)
             if str(key.value) in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"the key {key.value[:40]!r} occurs twice", problem_mark=key.start_mark
                 )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """Return a number; YAML 1.1 has octal, sexagesimal and other forms, which nobody means."""
+        is_float = node.tag.endswith(":float")
+        number = self.construct_yaml_float(node) if is_float else self.construct_yaml_int(node)
+        if _ODD_NUMBER.search(node.value):
+            raise yaml.MarkedYAMLError(
+                problem=f"{node.value[:40]} is read as {number}; write a number in plain digits, "
+                "a text in quotes",
+                problem_mark=node.start_mark,
+            )
+        return number
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if not tag.endswith(":timestamp")]
+    for first, forms in yaml.CSafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_number)
 
 
 class _Dumper(yaml.CSafeDumper):

@@ -19,6 +19,10 @@ def test_every_spelling_of_a_float_is_a_number() -> None:
         )
 
 
+def test_a_date_is_text() -> None:
+    assert load_text(SMALLEST, "model.revision=2026-01-01").model.revision == "2026-01-01"
+
+
 @pytest.mark.parametrize("written", ["no", "'no'", "No", "off"])
 def test_a_bare_no_is_a_precision(written: str) -> None:
     assert load_text(SMALLEST, f"train.mixed_precision={written}").train.mixed_precision == "no"
@@ -153,6 +157,20 @@ def test_a_dumped_config_loads_as_itself() -> None:
     ("text", "told"),
     [
         ("a: 1\nb: 2\na: 3", "x:3: not valid YAML (the key 'a' occurs twice)"),
+        ("a: 1\nb: 010", "x:2: not valid YAML (010 is read as 8; write a number in plain digits"),
+        ("a: 1:30", "x:1: not valid YAML (1:30 is read as 90; "),
+        ("a: -1:30.5", "x:1: not valid YAML (-1:30.5 is read as "),
+        ("a: [1, 0x10]", "x:1: not valid YAML (0x10 is read as 16; "),
+        ("a: 0b11", "x:1: not valid YAML (0b11 is read as 3; "),
+        ("a: 1_000", "x:1: not valid YAML (1_000 is read as 1000; "),
+        (
+            "{a: 1,000}",
+            "x:1: not valid YAML (a comma begins the next entry: write 1000, not 1,000)",
+        ),
+        (
+            "{a: 1,000,000, b: 2}",
+            "x:1: not valid YAML (a comma begins the next entry: write 1000000, not 1,000,000)",
+        ),
         ("? [a]\n: 1", "x:1: not valid YAML (found unhashable key)"),
         ("a: 1\nb: &a {c: *a}", "x:2: not valid YAML (an alias, *a: "),
         ("[" * 41, "x:1: not valid YAML (nested more than 40 deep)"),

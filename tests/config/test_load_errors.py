@@ -102,6 +102,31 @@ def test_a_mistake_is_one_line_that_names_its_field(overrides: list[str], told: 
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.max_steps=1e3", "train.max_steps: input should be a valid integer; write 1000"),
+        ("train.max_steps=1,000", "a valid integer; write 1000"),
+        ("train.max_steps=1 000 000", "a valid integer; write 1000000"),
+        ("train.max_steps='10'", "a valid integer; write 10"),
+        ("train.max_steps=08", "a valid integer; write 8"),
+        (
+            "train.max_steps=yes",
+            "YAML reads a bare yes, no, on, off, true or false as a truth value",
+        ),
+        ("train.max_steps=0o10", "a valid integer"),
+        ("train.max_steps=010", "010 is read as 8; write a number in plain digits"),
+        ("model.revision=no", "so write it in quotes: 'model.revision=\"no\"'"),
+        ("model.revision=0010", "a text in quotes): 'model.revision=\"0010\"'"),
+        ("model.revision=1234567", "write it in quotes: 'model.revision=\"1234567\"'"),
+        ("corpus.sources.0.name=on", "in quotes: 'corpus.sources.0.name=\"on\"'"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_what_to_write(override: str, told: str) -> None:
+    message = error_of(SMALLEST, override)
+    assert told in message and "\n" not in message
+
+
 @pytest.mark.parametrize("layers", ["none", "[]", "~"])
 def test_a_model_without_collaborating_layers_distils(layers: str) -> None:
     variant = ("method.variant=preserve", f"method.collaboration.layers={layers}")
