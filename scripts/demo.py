@@ -21,8 +21,8 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import Batches, PackedWindows
-from scale_cli.data.corpora import cache_dir
+from scale_cli.data.batches import Batches
+from scale_cli.data.corpora import cache_dir, windows_of
 from scale_cli.data.tokens import TokenCache
 from scale_cli.processes import cpu_precision
 from scale_cli.report import aligned
@@ -75,7 +75,7 @@ def make_base(config: RunConfig, texts: dict[str, list[str]]) -> None:
     )
     corpus = TokenCache(cache_dir(config), tokenizer).open(source)
     batches = Batches(
-        [PackedWindows(corpus.ids, config.corpus.sequence_length)],
+        [windows_of(config.corpus, corpus)],
         [1.0],
         num_steps=BASE_TRAIN.max_steps,
         seed=config.seed,

@@ -160,7 +160,7 @@ def test_the_scores_of_documents_and_benchmarks(
     router = RouterConfig(prior=0.3, threshold=0.97)
 
     def scores(model: HeadedModel) -> list[Tensor]:
-        passes = Passes(16, 4, "no")
+        passes = Passes(16, 16, 4, "no")
         losses = score_corpus(model, corpus, router, passes)
         answering = heads_of(
             model, tokenizer, router=router, passes=passes, max_length=64, share=ALONE

@@ -18,8 +18,8 @@ from scale_cli.evaluation.render import failures, page, terminal_lines
 from scale_cli.evaluation.results import BenchmarkItems, Report, SkippedBenchmark, summarise
 from scale_cli.evaluation.scoring import (
     Passes,
+    num_tokens_read,
     score_corpus,
-    scored_lengths,
     tokens_bar,
 )
 from scale_cli.model.heads import base_alone
@@ -53,8 +53,8 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
             "evaluation.perplexity: names no corpus to evaluate on; "
             "add one, or add evaluation.benchmarks"
         )
-    passes = Passes.of(config)
     final = run.open_final()
+    passes = Passes.of(config, run.base_config.max_position_embeddings)
     for warning in slow_in_bfloat16(
         device().type, {"evaluation.mixed_precision=no": asked.mixed_precision == "bf16"}
     ):
@@ -72,7 +72,9 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         by_base_tokens = main_first(
             lambda: open_sources(config, asked.perplexity, run.base_tokenizer)
         )
-    num_tokens = sum(int(scored_lengths(corpus).sum()) for corpus in (*corpora, *by_base_tokens))
+    num_tokens = sum(
+        num_tokens_read(corpus, passes.context) for corpus in (*corpora, *by_base_tokens)
+    )
     num_items = 0
     if benchmarks is not None:
         num_items = sum(benchmark.num_items for benchmark in benchmarks.ready)
@@ -113,6 +115,7 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         dtype=config.model.dtype,
         mixed_precision=asked.mixed_precision,
         device=device_name(device()),
+        context=passes.context,
     )
     on_main(lambda: _write(report, config, run.folder.evaluation, items))
     if is_main():

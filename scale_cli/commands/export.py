@@ -146,7 +146,7 @@ def _prompts(
             raise
         corpora = []
     documents = [
-        corpus.document(index)[:length].astype("int64")
+        corpus.after_boundary(index)[:length].astype("int64")
         for corpus in corpora
         for index in range(min(_DOCUMENTS_PER_CORPUS, len(corpus)))
     ]

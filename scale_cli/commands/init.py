@@ -178,7 +178,13 @@ def _fit(
         config = checked(RunConfig, parse(words, str(file)), str(file))
         counting = new.grown or tokenizer.backend_tokenizer
         texts = [
-            HeldOut.of(of.held_out_documents, counting, sizes.sequence_length) for of in measured
+            HeldOut.of(
+                of.held_out_documents,
+                counting,
+                window=sizes.sequence_length,
+                context=base_sizes.max_position_embeddings,
+            )
+            for of in measured
         ]
         takes = estimate(config, base_sizes, device, texts, num_new=new.number)
         training_s = max(0.0, 60 * minutes - takes.total_s + takes.training_s)

@@ -178,7 +178,7 @@ def plan(
             config,
             sizes,
             devices[config.method.variant],
-            held_out_texts(config, tokenizer),
+            held_out_texts(config, tokenizer, sizes.max_position_embeddings),
             num_processes=num_processes,
             num_new=0 if growth is None else growth.num_new,
         ),

@@ -86,7 +86,7 @@ def _log_estimate(run: Run, log: Log) -> PlannedTime | None:
         config,
         sizes,
         measure_device(sizes, config.method, precision, config.corpus.sequence_length),
-        held_out_texts(config, tokenizer.backend_tokenizer),
+        held_out_texts(config, tokenizer.backend_tokenizer, sizes.max_position_embeddings),
         num_processes=share().num_processes,
         num_new=0 if run.added_tokens is None else run.added_tokens.num_new,
     )

@@ -178,10 +178,12 @@ class EvaluationConfig(Section):
         description="task names of lm-eval, or mappings {name, path, language, role} for task files",
     )
     sequence_length: Length | None = Field(
-        default=None, description="tokens per window; null: corpus.sequence_length"
+        default=None,
+        description="context: the most tokens that one is predicted from; a longer document is read in windows that "
+        "overlap by half; null: the base's own",
     )
     batch_size: BatchSize = Field(
-        default=8, description="windows evaluated at once; of shorter texts, as many tokens"
+        default=8, description="times corpus.sequence_length: tokens evaluated at once"
     )
     mixed_precision: MixedPrecision = Field(default="auto", description="autocast; auto: train's")
     bootstrap_resamples: int = Field(
@@ -282,9 +284,17 @@ class RunConfig(Section):
             return 0
         if train.eval_max_tokens is not None:
             return train.eval_max_tokens
-        window = self.evaluation.sequence_length or self.corpus.sequence_length
+        of_each = self.eval_beginning * len(self.evaluation.perplexity)
         trained = train.eval_every_steps * train.global_batch_size * self.corpus.sequence_length
-        return max(trained // _TRAINED_FOR_EACH_EVALUATED, window * len(self.evaluation.perplexity))
+        return max(trained // _TRAINED_FOR_EACH_EVALUATED, of_each)
+
+    @property
+    def eval_beginning(self) -> int:
+        """The most tokens of a document that an evaluation during training scores.
+
+        Many beginnings say more than a few whole documents.
+        """
+        return self.evaluation.sequence_length or self.corpus.sequence_length
 
     @model_validator(mode="after")
     def _sections_go_together(self) -> RunConfig:

@@ -4,6 +4,9 @@ A source is one long stream of framed documents, cut into windows of T inputs. A
 are its inputs shifted by one, across the cut. So every token but the stream's first is a target
 exactly once an epoch; in conversations, only the learned tokens are. The last window is padded; its
 padding has no targets.
+
+A window begins as a document does: with BOS, or with the token that stands between documents. Where
+it is cut inside a document, that token is put before it, and takes the place of one input.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ Item = TypeVar("Item")
 
 class PackedWindows:
     """A token stream as windows of `sequence_length` inputs and as many targets; `learned` masks
-    the targets.
+    the targets, and `boundary` is the token that every window begins with.
 
     If `offsets` give the documents' beginnings in the stream, positions and attention restart at
     each document: at its first token, or `lead` tokens earlier, at the token that its first token
@@ -46,7 +49,9 @@ class PackedWindows:
         sequence_length: int,
         learned: Flags | None = None,
         offsets: Ids | None = None,
+        *,
         lead: int = 0,
+        boundary: int | None = None,
     ) -> None:
         assert len(ids) >= 2, "a stream needs an input and a target"
         self.ids = ids
@@ -54,9 +59,12 @@ class PackedWindows:
         self._learned = learned
         self.offsets = offsets
         self._lead = lead
-        starts = np.arange(0, len(ids) - 1, sequence_length)
+        self._boundary = boundary
+        # Windows share a token: the last target of one is the first read from the stream by the next.
+        self._stride = sequence_length if boundary is None else sequence_length - 1
+        starts = np.arange(0, len(ids) - 1, self._stride)
         if learned is None:
-            self.num_targets: Integers = np.minimum(sequence_length, len(ids) - 1 - starts)
+            self.num_targets: Integers = np.minimum(self._stride, len(ids) - 1 - starts)
         else:
             self.num_targets = np.add.reduceat(learned[1:], starts, dtype=np.int64)
 
@@ -65,16 +73,24 @@ class PackedWindows:
 
     def window(self, index: int) -> tuple[Integers, Integers]:
         """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
-        start = index * self.sequence_length
-        ids = self.ids[start : start + self.sequence_length + 1]
-        num_inputs = len(ids) - 1
+        start = index * self._stride
+        ids = self.ids[start : start + self._stride + 1]
+        before = self._put_before(start)
+        read = slice(len(before), len(before) + len(ids) - 1)
         inputs = np.zeros(self.sequence_length, dtype=np.int64)
         targets = np.full(self.sequence_length, IGNORED, dtype=np.int64)
-        inputs[:num_inputs] = ids[:-1]
-        targets[:num_inputs] = ids[1:]
+        inputs[: len(before)] = before
+        inputs[read] = ids[:-1]
+        targets[read] = ids[1:]
         if self._learned is not None:
-            targets[:num_inputs][~self._learned[start + 1 : start + num_inputs + 1]] = IGNORED
+            targets[read][~self._learned[start + 1 : start + len(ids)]] = IGNORED
         return inputs, targets
+
+    def _put_before(self, start: int) -> list[int]:
+        """Return what is put before a window that begins at `start`: the boundary, if it lacks it."""
+        if self._boundary is None or self.ids[start] == self._boundary:
+            return []
+        return [self._boundary]
 
     def positions(self, index: int) -> Integers | None:
         """Return each input's position, (T,), in its document or, if that began earlier, window;
@@ -82,11 +98,12 @@ class PackedWindows:
         """
         if self.offsets is None:
             return None
-        start = index * self.sequence_length + self._lead
-        end = min(start + self.sequence_length, len(self.ids) - 1 + self._lead)
+        start = index * self._stride + self._lead
+        end = min(start + self._stride, len(self.ids) - 1 + self._lead)
         first, last = np.searchsorted(self.offsets, (start, end))
         begins = np.zeros(self.sequence_length, dtype=np.int64)
-        restarts = self.offsets[first:last] - start
+        num_before = len(self._put_before(index * self._stride))
+        restarts = self.offsets[first:last] - start + num_before
         begins[restarts] = restarts
         return np.arange(self.sequence_length) - np.maximum.accumulate(begins)
 

@@ -19,12 +19,12 @@ from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, encoder_of, gives_all_back
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.overlap import shared_texts
-from scale_cli.data.tokens import TokenCache, TokenisedCorpus
+from scale_cli.data.tokens import TokenCache, TokenisedCorpus, after_boundary
 from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.methods.starts.start import TextToLearn
 from scale_cli.processes import is_main
 from scale_cli.report import percent
-from scale_cli.storage.atomic import read_json
+from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.values import counted
 
 # The first 4 epochs on a text teach nearly as much as new text; an epoch after 16 teaches less than
@@ -38,7 +38,9 @@ _SAMPLE_CHARACTERS = 1 << 17
 _TOKENS_COUNTED = 1 << 20
 _TOKENS_SAMPLED = 512
 TOKENS = "tokens"  # folder of a run for tokenised corpora, unless corpus.cache_dir names another
-CORPORA = "corpora.json"  # beside a state: the names of the text that was trained on
+_CORPORA = "corpora.json"  # beside a state: what was trained on
+# How text is cut into windows. In 1, windows cut inside a document began without BOS.
+_WINDOWS = 2
 _LARGE_DOCUMENT_BYTES = 1 << 16
 # The bootstrap's intervals are too narrow for some more, but plainly so below this.
 _FEWEST_HELD_OUT = 4
@@ -81,9 +83,10 @@ def text_to_learn(
             ids = torch.from_numpy(corpus.ids[:_TOKENS_COUNTED].astype(np.int64))
             counts = ids.bincount(minlength=vocab_size).double()
             shares += source.weight * counts / counts.sum()
-            beginnings.append((source.weight, ids[:_TOKENS_SAMPLED]))
+            begun = corpus.ids[:_TOKENS_SAMPLED]
+            beginnings.append((source.weight, after_boundary(begun, corpus.markers.context)))
     _, sample = max(beginnings, key=lambda beginning: beginning[0])
-    return TextToLearn(shares / shares.sum(), sample[None])
+    return TextToLearn(shares / shares.sum(), torch.from_numpy(sample.astype(np.int64))[None])
 
 
 def held_out_in_cache(
@@ -143,7 +146,14 @@ def windows_of(config: CorpusConfig, corpus: TokenisedCorpus) -> PackedWindows:
     offsets = corpus.offsets if config.isolate_documents else None
     # Without BOS, the token before predicts a document's first token.
     lead = int(corpus.markers.bos is None)
-    return PackedWindows(corpus.ids, config.sequence_length, corpus.learned, offsets, lead)
+    return PackedWindows(
+        corpus.ids,
+        config.sequence_length,
+        corpus.learned,
+        offsets,
+        lead=lead,
+        boundary=corpus.markers.context,
+    )
 
 
 def build_batches(
@@ -169,18 +179,38 @@ def trained_on(
     """Return the text that a state was trained on; None if the cache does not hold it any more."""
     cache = cache_of(config, tokenizer)
     found = []
-    for source, name in zip(config.corpus.sources, read_json(folder / CORPORA), strict=True):
+    for source, name in zip(config.corpus.sources, _texts_of(folder), strict=True):
         if (corpus := cache.open_named(name, source)) is None:
             return None
         found.append((source, corpus))
     return found
 
 
+def record_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
+    """Write beside a state on which text it was trained, and in which windows."""
+    write_json(
+        folder / _CORPORA, {"windows": _WINDOWS, "texts": [corpus.name for corpus in corpora]}
+    )
+
+
+def _texts_of(folder: Path) -> list[str]:
+    """Return the names of the text that a state was trained on, in windows as they are now."""
+    recorded = read_json(folder / _CORPORA)
+    if not isinstance(recorded, dict) or recorded.get("windows") != _WINDOWS:
+        raise RunFolderError(
+            f"{folder}: was trained by another version, which cut text into other windows; go on with that "
+            "version, or start anew in another output_dir"
+        )
+    texts: list[str] = recorded["texts"]
+    return texts
+
+
 def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
-    for before, corpus in zip(read_json(folder / CORPORA), corpora, strict=True):
-        if before != corpus.folder.name:
+    """Raise RunFolderError unless a state was trained on this text."""
+    for before, corpus in zip(_texts_of(folder), corpora, strict=True):
+        if before != corpus.name:
             raise RunFolderError(
-                f"{folder}: the training text has changed: {before} -> {corpus.folder.name} (source and hash); restore "
+                f"{folder}: the training text has changed: {before} -> {corpus.name} (source and hash); restore "
                 "the text, or start anew in another output_dir"
             )
 

@@ -110,6 +110,18 @@ class TokenisedCorpus:
     def document(self, index: int) -> Ids:
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
 
+    def after_boundary(self, index: int) -> Ids:
+        return after_boundary(self.document(index), self.markers.context)
+
+
+def after_boundary(ids: Ids, boundary: int | None) -> Ids:
+    """Return tokens behind the one that every text begins with; as they are if they have it, or
+    there is none.
+    """
+    if boundary is None or ids[0] == boundary:
+        return ids
+    return np.concatenate([np.array([boundary], ids.dtype), ids])
+
 
 @dataclass(frozen=True)
 class TokenCache:

@@ -204,7 +204,7 @@ class OpenedBenchmarks:
             tokenizer,
             load_tokenizer(config.model) if has_new_tokens else None,
             router=config.method.rules,
-            passes=Passes.of(config),
+            passes=Passes.of(config, model.config.max_position_embeddings),
             max_length=resolve_max_length(model.config, tokenizer),
             share=share,
         )

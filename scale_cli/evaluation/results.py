@@ -241,12 +241,18 @@ class Report(RunRecord):
     dtype: str = ""  # of the base's weights
     mixed_precision: str = ""  # of the passes: `no`, or what autocast computes products in
     device: str = ""  # that computed them, by its name
+    # The most tokens that one was predicted from; 0: documents were cut at training's windows, by an
+    # earlier version.
+    context: int = 0
 
     @property
     def precision(self) -> str:
         """How it was measured, in words; empty in reports that do not say."""
         products = "" if self.mixed_precision == "no" else f", products in {self.mixed_precision}"
-        return f"the base in {self.dtype}{products}, on {self.device}" if self.dtype else ""
+        context = f"; documents whole, {self.context:,} tokens at most before a token"
+        return (
+            f"the base in {self.dtype}{products}, on {self.device}{context}" if self.dtype else ""
+        )
 
     @property
     def by_role(self) -> list[CorpusResult]:
@@ -340,7 +346,8 @@ def finished_report(config: RunConfig) -> Report | None:
         return None
     report = Report.load(run.evaluation)
     changed = differences(load_config(run.evaluation / "scale.yaml"), config, EVALUATE_SECTIONS)
-    return None if changed or report.trained_sha256 != trained_sha256(run.final) else report
+    is_current = report.context > 0 and report.trained_sha256 == trained_sha256(run.final)
+    return report if is_current and not changed else None
 
 
 def report_sha256(config: RunConfig, report: Report | None) -> str | None:

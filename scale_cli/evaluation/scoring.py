@@ -2,9 +2,9 @@
 
 One pass of a model gives each token's log-probability under every head, and the cosine of the
 logits of the first and the last head. The routing rules follow from these numbers: they cost
-nothing more, and are compared on the same pass. A document longer than the context is scored in
-windows, each starting with the last token of the window before. The router's weight carries over,
-so the posterior bound holds for the whole document.
+nothing more, and are compared on the same pass. A document is scored whole, from its first token.
+One that is longer than the base's context is read in windows that overlap by half. The router's
+weight carries over, so the posterior bound holds for the whole document.
 
 Shapes: K heads, C = K + 1 numbers of a token (its log-probabilities and the cosine), B batch, T
 tokens, N documents.
@@ -27,6 +27,7 @@ from scale_cli.data.encoding import Integers
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
 from scale_cli.evaluation.intervals import Values
+from scale_cli.evaluation.windows import context_windows, num_read
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel, TokenLogProbs, token_log_probs
 from scale_cli.model.routing import mix_log_probs
@@ -74,18 +75,26 @@ class DocumentLosses:
 class Passes:
     """Sizes and precision of the passes that score texts."""
 
-    sequence_length: int  # tokens per window
-    batch_size: int  # whole windows at once; of shorter rows, as many as have as many tokens
+    context: int  # the most tokens that one is predicted from
+    sequence_length: int
+    batch_size: int  # rows of so many tokens in one pass; of others, as many as have as many tokens
     mixed_precision: str  # `no` | `bf16` | `fp16`
 
     @classmethod
-    def of(cls, config: RunConfig) -> Passes:
+    def of(cls, config: RunConfig, num_positions: int) -> Passes:
+        """Return what a config asks for, with a base of so many positions."""
         asked = config.evaluation
         return cls(
-            asked.sequence_length or config.corpus.sequence_length,
-            asked.batch_size,
-            asked.mixed_precision,
+            context=asked.sequence_length or num_positions,
+            sequence_length=config.corpus.sequence_length,
+            batch_size=asked.batch_size,
+            mixed_precision=asked.mixed_precision,
         )
+
+    @property
+    def tokens_at_once(self) -> int:
+        """The most tokens of a pass: of whole rows, or a part of a longer one."""
+        return self.batch_size * self.sequence_length
 
 
 @dataclass(frozen=True)
@@ -99,20 +108,25 @@ class ScoredRows:
 
 
 def scored_lengths(corpus: TokenisedCorpus) -> Integers:
-    """Return (N,) tokens of each document that can be scored."""
+    """Return (N,) tokens of each document that can be scored: those with one before them."""
     lengths_N = np.diff(corpus.offsets).astype(np.int64)
-    if corpus.markers.bos is not None or corpus.markers.context is None:
-        lengths_N = np.maximum(lengths_N - 1, 0)  # nothing precedes the first token
-    return lengths_N
+    boundary = corpus.markers.context
+    first_N = corpus.ids[corpus.offsets[:-1]]
+    return lengths_N - (1 if boundary is None else (first_N == boundary).astype(np.int64))
 
 
-def beginnings(corpus: TokenisedCorpus, sequence_length: int, max_tokens: int) -> Integers:
+def num_tokens_read(corpus: TokenisedCorpus, context: int) -> int:
+    """Return how many inputs `score_corpus` gives a model."""
+    return sum(num_read(int(length), context) for length in scored_lengths(corpus))
+
+
+def beginnings(corpus: TokenisedCorpus, length: int, max_tokens: int) -> Integers:
     """Return (N,) tokens of each document that a bounded evaluation scores.
 
-    It reads the first documents, of each at most one window, its beginning. So a long document does
+    It reads the first documents, of each at most its first `length` tokens. So a long document does
     not take the place of many.
     """
-    cut_N = scored_lengths(corpus).clip(max=sequence_length)
+    cut_N = scored_lengths(corpus).clip(max=length)
     return (max_tokens - (cut_N.cumsum() - cut_N)).clip(0, cut_N)
 
 
@@ -129,7 +143,7 @@ def same_beginnings(
 
 
 def tokens_bar(total: int, label: str | None) -> Any:
-    """Return a progress bar over scored tokens; None for no label and no bar."""
+    """Return a progress bar over tokens that a model reads; None for no label and no bar."""
     return progress_bar(
         total=total,
         desc=label,
@@ -151,7 +165,6 @@ def score_corpus(
     share: Share = ALONE,  # this process's share of the work; each process returns the whole
 ) -> DocumentLosses:
     """Score a corpus, or the beginnings of its documents, by a model in evaluation mode."""
-    length = passes.sequence_length
     whole_N = scored_lengths(corpus)
     if lengths_N is None:
         lengths_N = whole_N
@@ -159,24 +172,29 @@ def score_corpus(
     if len(scored) == 0:
         raise CorpusError(f"{corpus.folder.name}: no document has a token that could be scored")
 
-    starts_alone = corpus.markers.bos is not None or corpus.markers.context is None
-    before = [] if starts_alone else [corpus.markers.context]
     nats: dict[str, Values] = {}
     served: dict[str, Values] = {}
     group_of = lengths_N[scored].cumsum() // _TOKENS_AT_ONCE
     for group in np.split(scored, np.flatnonzero(np.diff(group_of)) + 1):
-        documents = []
-        for index in group:
-            ids = np.concatenate([before, corpus.document(index)]).astype(np.int64)
-            documents.append(torch.from_numpy(ids[: lengths_N[index] + 1]))
-        num_tokens = [len(ids) - 1 for ids in documents]
         windows = [
-            ids[first : first + length + 1]
-            for ids in documents
-            for first in range(0, len(ids) - 1, length)
+            window
+            for index in group
+            for window in context_windows(
+                corpus.after_boundary(index)[: lengths_N[index] + 1],
+                passes.context,
+                corpus.markers.context,
+            )
         ]
-        observed_CT = torch.cat(observe(model, windows, passes, share, bar), dim=1)
-        observed = observed_CT.split(num_tokens, dim=1)
+        rows_of_ids = [torch.from_numpy(window.ids) for window in windows]
+        seen = observe(model, rows_of_ids, passes, share, bar)
+        observed_CT = torch.cat(
+            [
+                of_window[:, -window.num_scored :]
+                for window, of_window in zip(windows, seen, strict=True)
+            ],
+            dim=1,
+        )
+        observed = observed_CT.split(lengths_N[group].tolist(), dim=1)
 
         for rows in routed_rows(observed, router, model.heads):
             places = group[rows.places]
@@ -217,15 +235,27 @@ def observe(
     share: Share = ALONE,
     bar: Any = None,  # `tokens_bar`
 ) -> list[Tensor]:
-    """Return (C, T) on the CPU for each row, of its tokens from the second on."""
+    """Return (C, T) on the CPU for each row, of its tokens from the second on.
+
+    A row of more than `passes.tokens_at_once` is read in parts, with the model's cache. A sharded
+    model takes no such row: its processes must run as many passes each.
+    """
     device = next(model.parameters()).device
 
     def observe_batch(batch: Sequence[int]) -> list[Tensor]:
         # Padding is on the right, where causal attention keeps it out of every real position.
         ids = pad_sequence([rows[place] for place in batch], batch_first=True).to(device)
+        parts = ids[:, :-1].split(passes.tokens_at_once, dim=1)
+        next_ids = ids[:, 1:].split(passes.tokens_at_once, dim=1)
+        cache = model.new_cache() if len(parts) > 1 else None
         with torch.no_grad(), autocast(device.type, passes.mixed_precision):
-            tokens = token_log_probs(model, ids[:, :-1], ids[:, 1:])
-        seen_CBT = torch.cat([tokens.log_probs_KBT, tokens.cosine_BT[None]])
+            tokens = [
+                token_log_probs(model, inputs, observed, cache)
+                for inputs, observed in zip(parts, next_ids, strict=True)
+            ]
+        seen_CBT = torch.cat(
+            [torch.cat([of.log_probs_KBT, of.cosine_BT[None]]) for of in tokens], dim=2
+        )
         if bar is not None:
             bar.update(share.num_processes * sum(lengths[place] for place in batch))
         return [
@@ -234,7 +264,7 @@ def observe(
         ]
 
     lengths = [len(row) - 1 for row in rows]
-    batches = batches_of(lengths, passes.batch_size * passes.sequence_length)
+    batches = batches_of(lengths, passes.tokens_at_once)
     observed = dict(map_over_processes(batches, share, observe_batch))
     return [observed[place].T for place in range(len(rows))]
 

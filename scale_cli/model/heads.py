@@ -55,11 +55,16 @@ class TokenLogProbs:
         return posterior_log_weights(self.log_probs_KBT, prior_K)[..., :-1]
 
 
-def token_log_probs(model: HeadedModel, input_ids: Tensor, next_ids_BT: Tensor) -> TokenLogProbs:
+def token_log_probs(
+    model: HeadedModel,
+    input_ids: Tensor,
+    next_ids_BT: Tensor,
+    cache: Any = None,  # of the model's own kind, which holds what came before
+) -> TokenLogProbs:
     """Return the log-probabilities of the token after each of `input_ids` (B, T), under a model's
     heads, never holding all positions' logits.
     """
-    logits_at = model.head_logits(input_ids)
+    logits_at = model.head_logits(input_ids, cache=cache)
     log_probs = []
     cosines = []
     for at in parts_of_positions(next_ids_BT, model.config.vocab_size):

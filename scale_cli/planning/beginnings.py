@@ -15,6 +15,7 @@ from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, forget_settings_of_calls
 from scale_cli.data.ledger import Ledger
 from scale_cli.errors import CorpusError
+from scale_cli.evaluation.windows import num_read
 
 _LARGEST_DOCUMENT = 1 << 28  # bytes
 _OF_A_DATASET = 1 << 40  # bytes that a dataset is taken to have: more than a first run reads
@@ -60,7 +61,7 @@ class HeldOut:
     """About how many tokens of a held-out text the rest of a run reads."""
 
     num_tokens: int  # all, by the last evaluation
-    num_in_windows: int  # of every document's first window alone, by the others
+    num_in_windows: int  # of every document's beginning alone, by the others
     num_compared: int  # by the comparison of an export with the trained model
 
     @classmethod
@@ -68,7 +69,9 @@ class HeldOut:
         cls,
         documents: Sequence[str],
         tokenizer: Tokenizer | None,  # None: three bytes are a token
-        window: int,
+        *,
+        window: int,  # the longest beginning
+        context: int,  # the longest document that is read at once
         times: float = 1.0,  # as many documents as these
     ) -> HeldOut:
         sample = "".join(document[:_CHARACTERS_OF_EACH] for document in documents)
@@ -82,18 +85,19 @@ class HeldOut:
         longest = min(window, _LONGEST_COMPARED)
         compared = sum(min(length, longest) for length in lengths[:_DOCUMENTS_COMPARED])
         return cls(
-            num_tokens=round(times * sum(lengths)),
+            num_tokens=round(times * sum(num_read(round(length), context) for length in lengths)),
             num_in_windows=round(times * in_windows),
             num_compared=round(compared),
         )
 
 
-def held_out_texts(config: RunConfig, tokenizer: Tokenizer | None) -> list[HeldOut]:
+def held_out_texts(
+    config: RunConfig, tokenizer: Tokenizer | None, num_positions: int
+) -> list[HeldOut]:
     """Count what `skip_documents` and `max_documents` leave of each held-out text on this machine.
 
     Text in a store or on the hub is not counted, nor is text that is not there.
     """
-    window = config.evaluation.sequence_length or config.corpus.sequence_length
     texts = []
     for source in config.evaluation.perplexity:
         unbounded = source.model_copy(update={"skip_documents": 0, "max_documents": None})
@@ -103,12 +107,21 @@ def held_out_texts(config: RunConfig, tokenizer: Tokenizer | None) -> list[HeldO
             continue
         if text is None or not text.documents:
             continue
-        num_read = len(text.documents) * text.num_bytes / text.bytes_read - source.skip_documents
+        num_documents = len(text.documents) * text.num_bytes / text.bytes_read
+        num_documents -= source.skip_documents
         if source.max_documents is not None:
-            num_read = min(num_read, source.max_documents)
+            num_documents = min(num_documents, source.max_documents)
         first = source.skip_documents
         typical = text.documents[first:][: source.max_documents] or text.documents
-        texts.append(HeldOut.of(typical, tokenizer, window, max(0.0, num_read) / len(typical)))
+        texts.append(
+            HeldOut.of(
+                typical,
+                tokenizer,
+                window=config.eval_beginning,
+                context=config.evaluation.sequence_length or num_positions,
+                times=max(0.0, num_documents) / len(typical),
+            )
+        )
     return texts
 
 

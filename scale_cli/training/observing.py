@@ -4,7 +4,7 @@ best weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -123,12 +123,15 @@ class Observer:
         label: str,
     ) -> list[DocumentLosses]:
         """Score the beginnings of the held-out text, by the tokens of the run or of the base."""
-        passes = Passes.of(self.config)
         of_each = max(1, self.config.eval_tokens // len(self.held_out))
         lengths = []
         for of_run, corpus in zip(self.held_out, corpora, strict=False):
-            lengths_N = beginnings(of_run, passes.sequence_length, of_each)
+            lengths_N = beginnings(of_run, self.config.eval_beginning, of_each)
             lengths.append(same_beginnings(lengths_N, of_run, corpus))
+        passes = Passes.of(self.config, self.model.config.max_position_embeddings)
+        # A sharded model takes rows whole, those of the base's own tokens too.
+        longest = max((int(lengths_N.max()) for lengths_N in lengths), default=0)
+        passes = replace(passes, sequence_length=max(passes.sequence_length, longest))
         score = partial(
             score_corpus,
             model,
@@ -188,11 +191,10 @@ class Observer:
         # A shorter document is a heading, which says little; if all are, the longest one is taken.
         lengths = corpus.offsets[1:] - corpus.offsets[:-1]
         index = int((lengths.clip(max=2 * _PROMPT_TOKENS)).argmax())
-        ids = before_cut_character(self.tokenizer, corpus.document(index)[:_PROMPT_TOKENS].tolist())
+        begun = corpus.after_boundary(index)[:_PROMPT_TOKENS].tolist()
+        begun_T = torch.tensor(before_cut_character(self.tokenizer, begun))
         marks = [] if corpus.markers.eos is None else [corpus.markers.eos]
-        prompt_T = before_end(marks, torch.tensor(ids))
-        if corpus.markers.bos is None and corpus.markers.context is not None:
-            prompt_T = torch.cat([torch.tensor([corpus.markers.context]), prompt_T])
+        prompt_T = torch.cat([begun_T[:1], before_end(marks, begun_T[1:])])
         prompt_BT = prompt_T[None].to(answers.device)
         with autocast(answers.device.type, self.config.evaluation.mixed_precision):
             new_BT = answers.answers(

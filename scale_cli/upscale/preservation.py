@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import PreservationError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import device
@@ -30,10 +31,7 @@ SAMPLE_TEXTS = (
 
 def sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
     """Return the sample texts as (1, T) ids, on the device of this process."""
-    tokenised = (
-        tokenizer(text, add_special_tokens=False, return_tensors="pt") for text in SAMPLE_TEXTS
-    )
-    return [of_text.input_ids.to(device()) for of_text in tokenised]
+    return [torch.tensor([prompt_ids(tokenizer, text)], device=device()) for text in SAMPLE_TEXTS]
 
 
 @torch.no_grad()

@@ -91,6 +91,40 @@ def test_every_token_to_learn_is_a_target_once_an_epoch_after_the_one_before_it(
     assert read == [*range(length - 1), *[0] * (len(read) - length + 1)]
 
 
+@settings(max_examples=100)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    st.integers(2, 33),
+    st.none() | st.integers(0, 2**32 - 1),
+    st.booleans(),
+)
+def test_every_window_begins_with_the_boundary_and_reads_what_a_window_without_it_reads(
+    lengths: list[int], sequence_length: int, seed: int | None, stands_before: bool
+) -> None:
+    """The boundary is BOS, before every document, or the token that ends each."""
+    boundary = 7
+    ids = stream(sum(lengths) + 1) + 10
+    offsets = np.cumsum([0, *lengths])
+    ids[offsets if stands_before else offsets[1:]] = boundary
+    learned = None if seed is None else np.random.default_rng(seed).random(len(ids)) < 0.5
+    windows = PackedWindows(ids, sequence_length, learned, boundary=boundary)
+    seen = []
+    for index in range(len(windows)):
+        inputs, targets = windows.window(index)
+        assert inputs.shape == targets.shape == (sequence_length,)
+        assert inputs[0] == boundary
+        real = np.flatnonzero(targets != IGNORED)
+        assert len(real) == windows.num_targets[index]
+        for at in real:  # what the window has read up to it is the stream before it
+            read = inputs[: at + 1].tolist()
+            place = index * (sequence_length - 1) + at + (ids[index * (sequence_length - 1)] == 7)
+            before = ids[max(place - len(read) + 1, 0) : place].tolist()
+            assert read in ([boundary, *before], before[-len(read) :])
+            assert ids[place] == targets[at]
+            seen.append(place)
+    assert seen == [at for at in range(1, len(ids)) if learned is None or learned[at]]
+
+
 # Batches
 
 
@@ -258,9 +292,11 @@ def test_a_first_token_is_trained_after_exactly_what_it_is_scored_after(
     inputs, targets = of.sources[0].window(0)
     positions = of.sources[0].positions(0)
     assert positions is not None
+    assert inputs[0] == corpus.markers.context
+    put_before = int(corpus.markers.bos is None)  # before the first window, which no EOS precedes
     for index in range(1, len(corpus)):
-        first = int(corpus.offsets[index]) + (corpus.markers.bos is not None)
-        assert targets[first - 1] == corpus.ids[first]
+        first = int(corpus.offsets[index]) + (corpus.markers.bos is not None) + put_before
+        assert targets[first - 1] == corpus.ids[first - put_before]
         assert (positions[first - 1], inputs[first - 1]) == (0, corpus.markers.context)
     for micro_batch in of.of_step(0).micro_batches:
         assert micro_batch.position_ids is not None

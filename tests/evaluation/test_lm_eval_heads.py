@@ -58,7 +58,7 @@ def answering(
     model: Any, tokenizer: Any, of_base: Any = None, batch_size: int = 2, **settings: Any
 ) -> dict[str, HeadsLM]:
     usual: dict[str, Any] = {"router": ROUTER, "max_length": 128, "share": ALONE}
-    passes = Passes(64, batch_size, "no")
+    passes = Passes(64, 64, batch_size, "no")
     return heads_of(model, tokenizer, of_base, passes=passes, **(usual | settings))
 
 

@@ -19,10 +19,12 @@ from scale_cli.evaluation.scoring import (
     Passes,
     batches_of,
     beginnings,
+    num_tokens_read,
     score_corpus,
     scored_lengths,
 )
 from scale_cli.methods.widened import RouterConfig
+from scale_cli.model.heads import PlainHeads
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.threads_as_processes import in_processes
@@ -64,42 +66,64 @@ def model(shared_data: Path) -> ScaleForCausalLM:
 
 def score(model: ScaleForCausalLM, corpus: TokenisedCorpus, **settings: Any) -> DocumentLosses:
     router = RouterConfig(**settings.pop("router", {}))
-    passes: dict[str, Any] = {"sequence_length": 48, "batch_size": 4, "mixed_precision": "no"}
+    passes: dict[str, Any] = {
+        "context": 48,
+        "sequence_length": 48,
+        "batch_size": 4,
+        "mixed_precision": "no",
+    }
     passes |= {name: settings.pop(name) for name in passes if name in settings}
     return score_corpus(model, corpus, router, Passes(**passes), **settings)
 
 
-def windows(corpus: TokenisedCorpus, index: int, length: int) -> list[torch.Tensor]:
-    """A document after its boundary, in windows that share one token."""
-    markers = corpus.markers
-    ids = corpus.document(index).astype(np.int64)
-    whole = torch.from_numpy(
-        ids if markers.bos is not None else np.concatenate([[markers.eos], ids])
-    )[None]
-    return [whole[:, start : start + length + 1] for start in range(0, whole.shape[1] - 1, length)]
+def whole(corpus: TokenisedCorpus, index: int) -> list[int]:
+    """A document after its boundary."""
+    ids: list[int] = corpus.document(index).tolist()
+    if corpus.markers.bos is not None:
+        return ids
+    assert corpus.markers.eos is not None
+    return [corpus.markers.eos, *ids]
+
+
+def windows(corpus: TokenisedCorpus, index: int, context: int) -> list[tuple[torch.Tensor, int]]:
+    """A document in windows of a context, and how many tokens at the end of each are scored."""
+    ids = whole(corpus, index)
+    cut: list[tuple[list[int], int]] = []
+    for place in range(1, len(ids)):  # of a token to score
+        steps = max(0, -(-(place - context) // (context // 2)))
+        end = min(context + steps * (context // 2), len(ids) - 1)
+        read = ids[: end + 1] if end <= context else [ids[0], *ids[end - context + 1 : end + 1]]
+        if cut and cut[-1][0] == read:
+            cut[-1] = read, cut[-1][1] + 1
+        else:
+            cut.append((read, 1))
+    return [(torch.tensor([read]), num_scored) for read, num_scored in cut]
 
 
 @torch.no_grad()
-def transformers_loss(model: Any, corpus: TokenisedCorpus, index: int, length: int) -> float:
-    cut = windows(corpus, index, length)
-    return sum(
-        model(input_ids=ids, labels=ids, use_cache=False).loss.item() * (ids.shape[1] - 1)
-        for ids in cut
-    )
+def transformers_loss(model: Any, corpus: TokenisedCorpus, index: int, context: int) -> float:
+    nats = 0.0
+    for ids, num_scored in windows(corpus, index, context):
+        labels = ids.clone()
+        labels[:, :-num_scored] = -100
+        nats += model(input_ids=ids, labels=labels, use_cache=False).loss.item() * num_scored
+    return nats
 
 
 # The second has no BOS: the first token is scored after the EOS that ends documents.
 @pytest.mark.parametrize(
-    ("checkpoint", "sequence_length"),
-    [("ckpt-stories260K", 16), ("ckpt-stories260K", 512), ("ckpt-eltec", 512)],
+    ("checkpoint", "context"),
+    [("ckpt-stories260K", 16), ("ckpt-stories260K", 512), ("ckpt-eltec", 31), ("ckpt-eltec", 512)],
 )
 def test_the_bases_loss_is_transformers_own_document_by_document(
-    shared_data: Path, open_corpus: OpenCorpus, checkpoint: str, sequence_length: int
+    shared_data: Path, open_corpus: OpenCorpus, checkpoint: str, context: int
 ) -> None:
+    """Within the context a document is one pass from its first token on; training's windows do not
+    matter."""
     model = widen(real_base(shared_data, checkpoint), "preserve")
     corpus = open_corpus(checkpoint, "en")
-    losses = score(model, corpus, sequence_length=sequence_length)
-    expected = [transformers_loss(model.base, corpus, index, sequence_length) for index in range(3)]
+    losses = score(model, corpus, context=context)
+    expected = [transformers_loss(model.base, corpus, index, context) for index in range(3)]
     np.testing.assert_allclose(losses.nats["base"][:3], expected, rtol=1e-5)
     given = 0 if corpus.markers.bos is None else 1  # the token that begins a document
     assert losses.num_tokens[:3].tolist() == [
@@ -126,12 +150,13 @@ def test_the_routers_weight_carries_over_from_window_to_window(
     corpus = open_corpus("ckpt-stories260K", "en")
     length = 32
     router = {"prior": 0.3, "threshold": 0.97}
-    losses = score(model, corpus, router=router, sequence_length=length)
+    losses = score(model, corpus, router=router, context=length)
     for index in range(3):
         said: list[list[np.ndarray]] = [[], []]
         cosines = []
-        for ids in windows(corpus, index, length):
-            heads = routed_heads(model, ids[:, :-1])
+        for ids, num_scored in windows(corpus, index, length):
+            heads = [logits[:, -num_scored:] for logits in routed_heads(model, ids[:, :-1])]
+            ids = ids[:, -num_scored - 1 :]
             for head, logits in enumerate(heads):
                 log_probs = torch.log_softmax(logits.double(), -1).gather(-1, ids[:, 1:, None])[
                     0, :, 0
@@ -150,25 +175,49 @@ def test_the_routers_weight_carries_over_from_window_to_window(
         )
 
 
-def test_a_bounded_evaluation_reads_one_window_of_each_document(
+@pytest.mark.parametrize("kind", ["widened", "two models"])
+def test_a_document_is_read_in_parts_where_it_is_long_and_costs_the_same(
+    model: ScaleForCausalLM, shared_data: Path, open_corpus: OpenCorpus, kind: str
+) -> None:
+    base = real_base(shared_data, "ckpt-stories260K")
+    scored: Any = {"widened": model, "two models": PlainHeads(base, model.base).eval()}[kind]
+    corpus = open_corpus("ckpt-stories260K", "en")
+    at_once = score(scored, corpus, context=512, sequence_length=512)
+    in_parts = score(scored, corpus, context=512, sequence_length=37, batch_size=1)
+    for name, nats_N in at_once.nats.items():
+        np.testing.assert_allclose(in_parts.nats[name], nats_N, rtol=1e-5)
+
+
+def test_what_is_read_is_what_the_windows_hold(open_corpus: OpenCorpus) -> None:
+    corpus = open_corpus("ckpt-stories260K", "en")
+    for context in (2, 16, 31, 512):
+        held = [
+            ids.shape[1] - 1
+            for index in range(len(corpus))
+            for ids, _ in windows(corpus, index, context)
+        ]
+        assert num_tokens_read(corpus, context) == sum(held)
+
+
+def test_a_bounded_evaluation_reads_the_beginning_of_each_document(
     model: ScaleForCausalLM, open_corpus: OpenCorpus, shared_data: Path
 ) -> None:
     corpus = open_corpus("ckpt-stories260K", "en")
     length = 16
-    whole = score(model, corpus, sequence_length=length)
+    whole = score(model, corpus)
     documents = CorpusReader(source(shared_data, "en"), 10**6)
     texts = [document.text for document in documents if isinstance(document, Document)]
     assert whole.num_bytes.tolist() == [len(text.encode()) for text in texts]
     assert scored_lengths(corpus).sum() == whole.num_tokens.sum()
     lengths_N = beginnings(corpus, length, 40)
-    cut = score(model, corpus, sequence_length=length, lengths_N=lengths_N)
+    cut = score(model, corpus, lengths_N=lengths_N)
     assert cut.num_tokens.tolist() == [16, 16, 8]
     assert lengths_N.sum() == 40
     assert beginnings(corpus, length, 10**6).sum() == 16 * NUM_DOCUMENTS
     np.testing.assert_allclose(
         cut.num_bytes, whole.num_bytes[:3] * cut.num_tokens / whole.num_tokens[:3]
     )
-    ids = windows(corpus, 1, length)[0]
+    ids, _ = windows(corpus, 1, length)[0]
     base: Any = model.base
     expected = base(input_ids=ids, labels=ids, use_cache=False).loss.item() * length
     assert cut.nats["base"][1] == pytest.approx(expected, rel=1e-5)

@@ -7,7 +7,7 @@ import pytest
 
 from scale_cli.commands.export import _prompts
 from scale_cli.data.corpora import open_sources
-from scale_cli.evaluation.scoring import beginnings, scored_lengths
+from scale_cli.evaluation.scoring import beginnings, num_tokens_read
 from scale_cli.planning.beginnings import HeldOut, held_out_texts, tokenizer_at_hand
 from scale_cli.planning.device import Device
 from scale_cli.planning.estimate import Estimate, count_evaluated, estimate
@@ -38,9 +38,10 @@ def test_evaluations_are_counted_as_they_read(
     (length, num_texts) = (128, 2)
     corpora = open_sources(config, config.evaluation.perplexity, Run(config).tokenizer)
     of_each = config.eval_tokens // num_texts
-    read = sum(int(scored_lengths(corpus).sum()) for corpus in corpora)
+    positions = Run(config).base_config.max_position_embeddings
+    read = sum(num_tokens_read(corpus, positions) for corpus in corpora)
     read += 3 * sum(int(beginnings(corpus, length, of_each).sum()) for corpus in corpora)
-    texts = held_out_texts(config, tokenizer_at_hand(config.model))
+    texts = held_out_texts(config, tokenizer_at_hand(config.model), positions)
     num_tokens, num_samples = count_evaluated(config, texts)
     assert num_tokens == pytest.approx(read, rel=0.1)
     assert num_samples == 3  # one language, three times

@@ -48,7 +48,10 @@ def measured_stream_rms(base: PreTrainedModel, seed: int) -> dict[str, float]:
 
 
 def random_ids(base: PreTrainedModel, seed: int) -> Tensor:
-    """Return (1, T) random tokens of a base, on its device: a prompt that needs no text."""
+    """Return (1, T) tokens of a base, on its device: random ones after its BOS, which need no text."""
     generator = torch.Generator().manual_seed(seed)
     length = min(_NUM_MEASURED, base.config.max_position_embeddings)
-    return torch.randint(base.config.vocab_size, (1, length), generator=generator).to(base.device)
+    ids = torch.randint(base.config.vocab_size, (1, length), generator=generator)
+    if (bos := base.config.bos_token_id) is not None:
+        ids[0, 0] = bos
+    return ids.to(base.device)
