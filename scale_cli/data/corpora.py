@@ -24,7 +24,7 @@ from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.methods.starts.start import TextToLearn
 from scale_cli.processes import is_main
 from scale_cli.report import percent
-from scale_cli.storage.atomic import read_json, write_json
+from scale_cli.storage.atomic import read_json
 from scale_cli.values import counted
 
 # The first 4 epochs on a text teach nearly as much as new text; an epoch after 16 teaches less than
@@ -38,9 +38,9 @@ _SAMPLE_CHARACTERS = 1 << 17
 _TOKENS_COUNTED = 1 << 20
 _TOKENS_SAMPLED = 512
 TOKENS = "tokens"  # folder of a run for tokenised corpora, unless corpus.cache_dir names another
-_CORPORA = "corpora.json"  # beside a state: what was trained on
+CORPORA = "corpora.json"  # beside a state: the names of the text that was trained on
 # How text is cut into windows. In 1, windows cut inside a document began without BOS.
-_WINDOWS = 2
+WINDOWS = 2
 _LARGE_DOCUMENT_BYTES = 1 << 16
 # The bootstrap's intervals are too narrow for some more, but plainly so below this.
 _FEWEST_HELD_OUT = 4
@@ -179,38 +179,18 @@ def trained_on(
     """Return the text that a state was trained on; None if the cache does not hold it any more."""
     cache = cache_of(config, tokenizer)
     found = []
-    for source, name in zip(config.corpus.sources, _texts_of(folder), strict=True):
+    for source, name in zip(config.corpus.sources, read_json(folder / CORPORA), strict=True):
         if (corpus := cache.open_named(name, source)) is None:
             return None
         found.append((source, corpus))
     return found
 
 
-def record_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
-    """Write beside a state on which text it was trained, and in which windows."""
-    write_json(
-        folder / _CORPORA, {"windows": _WINDOWS, "texts": [corpus.name for corpus in corpora]}
-    )
-
-
-def _texts_of(folder: Path) -> list[str]:
-    """Return the names of the text that a state was trained on, in windows as they are now."""
-    recorded = read_json(folder / _CORPORA)
-    if not isinstance(recorded, dict) or recorded.get("windows") != _WINDOWS:
-        raise RunFolderError(
-            f"{folder}: was trained by another version, which cut text into other windows; go on with that "
-            "version, or start anew in another output_dir"
-        )
-    texts: list[str] = recorded["texts"]
-    return texts
-
-
 def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
-    """Raise RunFolderError unless a state was trained on this text."""
-    for before, corpus in zip(_texts_of(folder), corpora, strict=True):
-        if before != corpus.name:
+    for before, corpus in zip(read_json(folder / CORPORA), corpora, strict=True):
+        if before != corpus.folder.name:
             raise RunFolderError(
-                f"{folder}: the training text has changed: {before} -> {corpus.name} (source and hash); restore "
+                f"{folder}: the training text has changed: {before} -> {corpus.folder.name} (source and hash); restore "
                 "the text, or start anew in another output_dir"
             )
 

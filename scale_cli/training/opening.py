@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -14,6 +15,7 @@ from scale_cli.config.schema import LOCATION_KEYS, TRAIN_SECTIONS, RunConfig, sc
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.corpora import (
+    WINDOWS,
     build_batches,
     check_same_text,
     corpus_warnings,
@@ -150,6 +152,7 @@ def open_training(
     corpora, held_out, by_base_tokens, batches = _open_text(start, accelerator, log)
     if resumed_from is not None:
         check_same_text(resumed_from.path, corpora)
+        _check_same_windows(resumed_from.path)
     initialised_from = init_from(run) if resumed_from is None else None
 
     model, untouched = _open_model(start, resumed_from, initialised_from)
@@ -166,7 +169,7 @@ def open_training(
         )
     )
 
-    state, branch_point, saved_step = TrainState(), None, None
+    state, branch_point, saved_step = TrainState(windows=WINDOWS), None, None
     if resumed_from is not None:
         load_checkpoint(resumed_from, model, optimiser, hooks)
         state = _without_stale_best(resumed_from, held_out, log)
@@ -208,6 +211,15 @@ def open_training(
         branch_point=branch_point,
         saved_step=saved_step,
     )
+
+
+def _check_same_windows(folder: Path) -> None:
+    """Raise RunFolderError if a state was trained on windows that were cut otherwise."""
+    if TrainState.load(folder).windows != WINDOWS:
+        raise RunFolderError(
+            f"{folder}: was trained by another version, which cut text into other windows; go on with that "
+            "version, or start anew in another output_dir"
+        )
 
 
 def _beside_base(

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import Batches
-from scale_cli.data.corpora import record_text
+from scale_cli.data.corpora import CORPORA
 from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import PreservationError
@@ -39,6 +39,7 @@ from scale_cli.storage.atomic import (
     partial_folder,
     remove_folder,
     save_tensors,
+    write_json,
     write_text,
 )
 from scale_cli.storage.shards import shard_of
@@ -207,7 +208,7 @@ class TrainingRun:
         describe_method(folder, self.model, self.config.method, self.start.record)
         copy_grown_tokenizer(self.config, folder)
         state.save(folder)
-        record_text(folder, self.corpora)
+        write_json(folder / CORPORA, [corpus.name for corpus in self.corpora])
         if self.branch_point is not None:
             self.branch_point.save(folder)
         sources, trained = self.config.corpus.sources, self.batches.trained_tokens(state.step)

@@ -11,6 +11,7 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale_is_finished
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ACCEPTABLE, RunConfig
+from scale_cli.data.corpora import WINDOWS
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
 from scale_cli.runs.folder import TRAINED, RunFolder
 from scale_cli.runs.opened import Run
@@ -116,6 +117,13 @@ def test_a_finished_run_that_goes_on_ends_as_one_that_was_longer_from_the_start(
     finals = [RunFolder(longer.output_dir).final, finished(other).final]
     assert [TrainState.load(final).step for final in finals] == [4, 4]
     assert file_sha256(finals[0] / TRAINED) == file_sha256(finals[1] / TRAINED)
+
+
+def test_a_run_of_a_version_that_cut_other_windows_is_refused_by_name(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scale_cli.training.opening.WINDOWS", WINDOWS + 1)
+    assert "another version, which cut text into other windows" in refusal(make(), RunFolderError)
 
 
 def test_a_run_does_not_go_back(make: Make) -> None:
