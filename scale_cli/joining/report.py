@@ -152,7 +152,13 @@ def _score(
     num_tokens = sum(int(scored_lengths(corpus).sum()) for corpus in corpora)
     with tokens_bar(num_tokens, f"scoring {name}") as bar:
         losses, *of_base = [
-            score_corpus(scored, corpus, router_of(model), Passes.of(run), bar=bar)
+            score_corpus(
+                scored,
+                corpus,
+                router_of(model),
+                Passes.of(run, model.config.max_position_embeddings),
+                bar=bar,
+            )
             for corpus, scored in zip(corpora, models, strict=False)
         ]
 
