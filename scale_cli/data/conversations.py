@@ -1,17 +1,19 @@
 """Conversations as text and as ids: what people wrote is text, and the chat template's marks alone
 are marks.
 
-A template pastes messages between special tokens such as `<|im_end|>`. If a message contains such a
-string, it would end the turn. So `write_conversation` puts GUARD into every special token that it
-finds in a message, and the `Encoder` takes the guards out where the tokenizer no longer looks for
-special tokens.
+A template pastes messages between marks such as `<|im_end|>`. If a message contains such a string,
+it would end the turn. So `write_conversation` puts GUARD into every mark that it finds in a message,
+and the `Encoder` takes the guards out where the tokenizer no longer looks for marks. Marks are the
+special tokens, and what the template writes around turns (`unspecial_marks`).
 """
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from scale_cli.chat_turns import unspecial_marks
 from scale_cli.data.encoding import GUARD, break_pattern, encoder_of, learned_tokens
 
 if TYPE_CHECKING:
@@ -23,8 +25,8 @@ Messages = list[dict[str, Any]]
 def write_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, *, asks: bool = False
 ) -> str:
-    """Return a conversation as the chat template writes it, with GUARD in special tokens that
-    messages contain.
+    """Return a conversation as the chat template writes it, with GUARD in marks that messages
+    contain.
 
     Args:
         tokenizer: has the template.
@@ -38,9 +40,11 @@ def write_conversation(
     return str(tokenizer.apply_chat_template(guarded, tokenize=False, add_generation_prompt=asks))
 
 
+@lru_cache(maxsize=4)  # a loaded tokenizer never changes
 def _marks(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-    return re.compile(break_pattern(token.content for token in added if token.special))
+    special = {token.content for token in added if token.special}
+    return re.compile(break_pattern(special | unspecial_marks(tokenizer)))
 
 
 def _guard(value: Any, marks: re.Pattern[str]) -> Any:

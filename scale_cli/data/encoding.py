@@ -35,6 +35,7 @@ from tokenizers import (
     pre_tokenizers,
 )
 
+from scale_cli.chat_turns import unspecial_marks
 from scale_cli.errors import RunError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ Spans = tuple[tuple[int, int], ...]  # of characters, from and to
 class Document:
     """A text that can be tokenised."""
 
-    text: str  # not only white space; a conversation's marks between turns are special tokens
+    text: str  # not only white space; a conversation has the marks between its turns
     num_bytes: int  # of its UTF-8 form
     place: str = ""  # file:line, or the row
     learned: Spans | None = None  # spans to learn; None: all of it
@@ -158,6 +159,9 @@ class Encoder:
         self._dtype = id_dtype(tokenizer)
         self._conversations = conversations
         described = json.loads(tokenizer.backend_tokenizer.to_str())
+        unspecial = unspecial_marks(tokenizer)
+        for token in described["added_tokens"]:
+            token["special"] |= token["content"] in unspecial
         self._tokenizer = marks_as_text(described)
         self._guarded = marks_as_text(described, guarded=True) if conversations else None
         self._gives_all_back = gives_all_back(tokenizer.backend_tokenizer)

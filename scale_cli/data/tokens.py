@@ -40,6 +40,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
+from scale_cli.chat_turns import unspecial_marks
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import (
@@ -223,6 +224,8 @@ class TokenCache:
             settings["skip_documents"] = source.skip_documents
         if source.messages_field:
             settings["messages_field"] = source.messages_field
+        if marks := unspecial_marks(self.tokenizer):  # once they were found in texts
+            settings["marks"] = sorted(marks)
         return f"{source.name}-{json_sha256(settings)[:16]}"
 
 

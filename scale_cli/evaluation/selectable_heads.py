@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from scale_cli.chat_turns import answer_end
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.cache_scale import CACHE, named, require_state
@@ -24,10 +25,12 @@ from scale_cli.model.modeling_scale import RouterGenerationMixin
 from scale_cli.model.routing import chosen_by_cosine, route
 
 
-def ends_of(settings: GenerationConfig, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a text: a document's end, and the generation settings'."""
-    named = settings.eos_token_id
+def ends_of(named: int | list[int] | None, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a text: a document's end, those that the generation settings name,
+    and the end of the assistant's turn in a chat.
+    """
     ends = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+    ends.append(answer_end(tokenizer))
     return [end for end in dict.fromkeys(ends) if end is not None]
 
 

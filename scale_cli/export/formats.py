@@ -24,6 +24,7 @@ from scale_cli.export.dense import convert_parameters, plain_model
 from scale_cli.export.plain_folder import (
     copy_tokenizer,
     frame_prompts,
+    name_ends,
     routed_class,
     router_keys,
     write_plain,
@@ -275,6 +276,7 @@ def write_self_contained(
     finally:
         config_class._auto_class = None
         model_class._auto_class = None
+    name_ends(folder, tokenizer)
 
 
 class Transformers(Format):

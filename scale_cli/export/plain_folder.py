@@ -26,6 +26,7 @@ from transformers.utils.hub import cached_files
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, one_line
+from scale_cli.evaluation.selectable_heads import ends_of
 from scale_cli.model import cache_scale, routed_scale, routing
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import pieces_of
@@ -149,6 +150,7 @@ def write_plain(
     write_text(folder / _CONFIG, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
     for file in others:
         shutil.copyfile(file, folder / file.name)
+    name_ends(folder, tokenizer)
     grown = TokenizerPlace("output_dir", str(grown_in), None)
     copy_tokenizer(tokenizer, tokenizer_place(base) if grown_in is None else grown, folder)
 
@@ -157,6 +159,17 @@ def plain_exports(run: Path) -> list[Path]:
     """Return the folders of a run's plain exports."""
     written = sorted(run.glob("export/llama*"))
     return [folder for folder in written if (folder / "config.json").is_file()]
+
+
+def name_ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a folder's generation settings name all tokens that end a text here, for other
+    servers.
+    """
+    settings = read_json(folder / _GENERATION)
+    named = settings.get("eos_token_id")
+    ends = ends_of(named, tokenizer)
+    if not {*ends} <= {*(named if isinstance(named, list) else [named])}:
+        write_json(folder / _GENERATION, settings | {"eos_token_id": ends})
 
 
 def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, place: TokenizerPlace, folder: Path) -> None:

@@ -106,7 +106,7 @@ class Generator:
             self.prior = PriorByScript.of_export(config.scale_router)
         elif isinstance(self.model, SelectableHeads):
             self.head_names = self.model.heads
-        self.ends = ends_of(self.model.generation_config, self.tokenizer)
+        self.ends = ends_of(self.model.generation_config.eos_token_id, self.tokenizer)
         # No penalty and no beam of the base: what is asked for acts.
         self.model.generation_config = GenerationConfig()
 

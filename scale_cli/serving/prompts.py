@@ -24,8 +24,8 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
+from ..chat_turns import ChatTurns, read_prompt
 from ..model.script_prior import PriorByScript
-from .chat_turns import ChatTurns, read_prompt
 
 
 class Prompts(LogitsProcessor):

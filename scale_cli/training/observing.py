@@ -181,7 +181,7 @@ class Observer:
         """Return the beginning of a document, and the served head's greedy continuation of it."""
         answers = SelectableHeads(self.observed, self.config.method.rules)
         answers.head = self.config.method.served
-        ends = ends_of(answers.generation_config, self.tokenizer)
+        ends = ends_of(answers.generation_config.eos_token_id, self.tokenizer)
         answers.generation_config = GenerationConfig(
             max_new_tokens=_NEW_TOKENS,
             do_sample=False,

@@ -210,6 +210,29 @@ def test_every_end_that_the_bases_settings_name_ends_a_text(
         assert text.completion.startswith(short.completion)
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_what_the_chat_template_writes_after_an_answer_ends_a_text(
+    run: RunConfig, tmp_path: Path, *, special: bool
+) -> None:
+    folder = shutil.copytree(run.output_dir / "export" / "transformers", tmp_path / "export")
+    turns = [{"role": "user", "content": PROMPTS[0]}]
+    framed = Generator(folder).framed(turns)
+    (whole,) = Generator(folder).generate([framed], GREEDY)
+    index = int(whole[5])
+    described = json.loads((folder / "tokenizer.json").read_text())
+    (mark,) = (token for token, at in described["model"]["vocab"].items() if at == index)
+    form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = {"id": index, "content": mark, **form, "special": special}
+    edit_json(folder / "tokenizer.json", {"added_tokens": [*described["added_tokens"], added]})
+    written = TEMPLATE.replace("{{ m.content }}", f"{{{{ m.content }}}}\n{mark}")
+    for template, ends in ((TEMPLATE, False), (written, True)):
+        (folder / "chat_template.jinja").write_text(template)
+        generator = Generator(folder)
+        assert (index in generator.ends) == ends
+        (new,) = generator.generate([framed], GREEDY)
+        assert len(new) == (whole.tolist().index(index) + 1 if ends else GREEDY.max_new_tokens)
+
+
 def test_text_is_on_standard_output_with_its_heads_where_asked_and_as_json_of_lines(
     run: RunConfig, scale: Scale, continued: list[Continuation], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from scale_cli.data.conversations import conversation_ids
@@ -126,6 +126,35 @@ def test_in_a_conversation_the_templates_marks_alone_are_marks(
     # A normalized mark behind other text is none to transformers, either.
     assert marks(said, role) in ([copy_of(kind).token_to_id(mark)] * 2, marks("ab", "user"))
 
+    harmless: Any = [{"role": "user", "content": "ab a"}]
+    theirs = tokenizer.apply_chat_template(harmless, add_generation_prompt=True, return_dict=False)
+    assert conversation_ids(tokenizer, harmless) == theirs
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@any_kind
+@settings(max_examples=10)
+@given(said=st.lists(spelt, min_size=1, max_size=3).map("<|turn|>".join))
+@example(said="a<|turn|>b</s><|turn|>")
+def test_a_mark_that_the_tokenizer_does_not_call_special_is_one_in_a_template_alone(
+    kind: Callable[[], Tokenizer], said: str, *, normalized: bool
+) -> None:
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=copy_of(kind))
+    tokenizer.add_tokens([AddedToken("<|turn|>", special=False, normalized=normalized)])
+    mark = tokenizer.convert_tokens_to_ids("<|turn|>")
+    if not normalized:  # such a one is found at the beginning alone, in some kinds
+        (as_mark,) = Encoder(tokenizer, conversations=False).encodings([said])
+        assert as_mark.ids.count(mark) == said.count("<|turn|>"), "there is no template yet"
+
+    tokenizer.chat_template = TEMPLATE.replace("MARK", "<|turn|>")
+    (as_text,) = Encoder(tokenizer, conversations=False).encodings([said])
+    assert mark not in as_text.ids
+
+    def marks(content: str) -> int:
+        messages = [{"role": "user", "content": content}, {"role": "user", "content": "ab"}]
+        return conversation_ids(tokenizer, messages).count(mark)
+
+    assert marks(said) in (2, marks("ab"))
     harmless: Any = [{"role": "user", "content": "ab a"}]
     theirs = tokenizer.apply_chat_template(harmless, add_generation_prompt=True, return_dict=False)
     assert conversation_ids(tokenizer, harmless) == theirs

@@ -11,6 +11,7 @@ from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ExportParityError
 from scale_cli.export.dense import dense_model, plain_model
+from scale_cli.export.formats import write_self_contained
 from scale_cli.export.plain_folder import (
     KEY,
     copy_tokenizer,
@@ -167,6 +168,23 @@ def test_the_tokenizers_files_alone_come_along_byte_for_byte(base: Path, tmp_pat
     made = {"config.json", "generation_config.json", "model.safetensors"}
     assert files == {*COPIED, *TOKENIZER} | made
     assert "auto_map" not in read_json(folder / "config.json")
+
+
+def test_what_ends_an_answer_is_among_the_ends_that_other_servers_read(
+    base: Path, tmp_path: Path
+) -> None:
+    assert read_json(base / "generation_config.json")["eos_token_id"] == 2
+    ends = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<unk>{% endfor %}"
+    (base / "chat_template.jinja").write_text(ends, encoding="utf-8")
+    plain = written(widened(base), base, tmp_path / "plain")
+    model: Any = widen(load_base(ModelConfig(base=str(base))), "preserve")
+    write_self_contained(model, load_tokenizer(ModelConfig(base=str(base))), tmp_path / "own")
+    for folder in (plain, tmp_path / "own"):
+        settings = read_json(folder / "generation_config.json")
+        assert settings["eos_token_id"] == [2, 0]
+        assert AutoTokenizer.from_pretrained(folder).decode([0, 2]) == "<unk></s>"
+    loaded = AutoModelForCausalLM.from_pretrained(plain)
+    assert loaded.generation_config.eos_token_id == [2, 0]
 
 
 def test_of_a_base_from_the_hub_the_files_come_from_its_cache(

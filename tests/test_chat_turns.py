@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
+from scale_cli.chat_turns import ChatTurns, answer_end, read_prompt, unspecial_marks
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.conversations import conversation_ids, said_tokens
 from scale_cli.data.encoding import prompt_ids
-from scale_cli.serving.chat_turns import ChatTurns, read_prompt
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 
 EACH = "{% for m in messages %}"
@@ -89,3 +90,40 @@ def test_a_template_without_marks_has_no_turns(
 ) -> None:
     tokenizer.chat_template = template
     assert ChatTurns.of(tokenizer) is None
+
+
+MARKS = {
+    "ChatML, a system message of its own": ["<|im_end|>", "<|im_start|>"],
+    "Llama 3": ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
+    "Mistral": ["</s>", "[INST]", "[/INST]"],
+    "no special token": [],
+}
+# In the templates too, but the first is no mark, and the others stand in no turn.
+OTHERS = ["assistant", "\n\n", "<think>"]
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_mark_after_an_answer_ends_it_whether_or_not_the_tokenizer_calls_it_special(
+    shared_data: Path, name: str, *, special: bool
+) -> None:
+    tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf")))
+    tokenizer.chat_template = TEMPLATES[name] + "{# <think> #}"
+    added = [AddedToken(mark, special=special, normalized=False) for mark in MARKS[name]]
+    tokenizer.add_tokens([*added, *(AddedToken(other, special=False) for other in OTHERS)])
+    known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    assert unspecial_marks(tokenizer) == {*MARKS[name]} - known
+    ends = [tokenizer.get_added_vocab()[mark] for mark in MARKS[name][:1]]
+    assert answer_end(tokenizer) == (ends[0] if ends else None)
+
+
+def test_a_mark_of_a_system_message_is_a_mark(shared_data: Path) -> None:
+    tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf")))
+    tokenizer.chat_template = (
+        f"{EACH}<|{{{{ m.role }}}}|>{{{{ m.content }}}}{END}{ASKS}<|assistant|>{{% endif %}}"
+    )
+    marks = ["<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
+    assert unspecial_marks(tokenizer) == {*marks}
+    # Nothing else stands between an answer and the next question.
+    assert answer_end(tokenizer) == tokenizer.convert_tokens_to_ids("<|user|>")
