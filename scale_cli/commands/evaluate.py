@@ -18,6 +18,7 @@ from scale_cli.evaluation.render import failures, page, terminal_lines
 from scale_cli.evaluation.results import BenchmarkItems, Report, SkippedBenchmark, summarise
 from scale_cli.evaluation.scoring import (
     Passes,
+    kept_scores,
     num_tokens_read,
     score_corpus,
     tokens_bar,
@@ -87,10 +88,13 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         score = partial(
             score_corpus, router=config.method.rules, passes=passes, bar=bar, share=share()
         )
+        kept_of = partial(kept_scores, base=final.record, config=config, passes=passes)
         base = base_alone(model)
         for source, corpus, of_base in zip_longest(asked.perplexity, corpora, by_base_tokens):
-            losses = score(model, corpus)
-            base_losses = None if of_base is None else score(base, of_base)
+            losses = score(model, corpus, kept=kept_of(model, corpus))
+            base_losses = None
+            if of_base is not None:
+                base_losses = score(base, of_base, kept=kept_of(base, of_base))
             shared = shared_texts(corpus, training or ())
             results.append(summarise(source, losses, base_losses, shared=shared, **resampling))
 

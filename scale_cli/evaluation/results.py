@@ -116,7 +116,7 @@ class CorpusResult:
     num_tokens: int  # by the run's tokenizer
     num_base_tokens: int  # of the same text, by the base's own tokenizer
     num_bytes: int
-    # `base` is the base as it is served: by its own tokens.
+    # `base` is the base as it is served: by its own tokens. `cosine` only if one pass shows both heads.
     heads: dict[str, HeadResult]
     # The base's head in the router, which reads the run's new tokens; None if the run adds none.
     base_of_new_tokens: HeadResult | None = None
@@ -280,7 +280,12 @@ class Report(RunRecord):
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values, with the shares per language beside it."""
-        shares = {rule: self.base_share_by_language(rule) for rule in ("posterior", "cosine")}
+        measured = {head for corpus in self.corpora for head in corpus.heads}
+        shares = {
+            rule: self.base_share_by_language(rule)
+            for rule in ("posterior", "cosine")
+            if rule in measured
+        }
         return {**asdict(self), "base_share_by_language": shares}
 
 
@@ -333,7 +338,7 @@ def summarise(
         num_tokens=int(num_tokens),
         num_base_tokens=int(num_base_tokens),
         num_bytes=int(losses.num_bytes.sum()),
-        heads={name: heads[name] for name in HEADS},
+        heads={name: heads[name] for name in HEADS if name in heads},
         base_of_new_tokens=heads.get(_BASE_OF_NEW_TOKENS),
         shared=list(shared),
     )

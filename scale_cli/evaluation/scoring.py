@@ -13,8 +13,10 @@ tokens, N documents.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,21 +25,31 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.encoding import Integers
+from scale_cli.data.encoding import Ids, Integers
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
+from scale_cli.evaluation.base_scores import BaseScores
 from scale_cli.evaluation.intervals import Values
 from scale_cli.evaluation.windows import context_windows, num_read
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import HeadedModel, TokenLogProbs, token_log_probs
+from scale_cli.model.heads import (
+    HeadedModel,
+    TokenLogProbs,
+    base_alone,
+    base_is_apart,
+    token_log_probs,
+    trained_alone,
+)
 from scale_cli.model.routing import mix_log_probs
 from scale_cli.processes import ALONE, Share, autocast, map_over_processes
 from scale_cli.terminal import progress_bar
+from scale_cli.upscale.base_files import BaseRecord
 
 # Tokens of documents held in memory together; windows are sorted by length, to limit padding.
 _TOKENS_AT_ONCE = 2**20
 # Tokens that the routing rules, which are computed in float64 on the CPU, see at once.
 _TOKENS_ROUTED_AT_ONCE = 2**16
+RULES = ("posterior", "cosine")
 
 
 @dataclass(frozen=True)
@@ -142,6 +154,17 @@ def same_beginnings(
     return np.rint(shares_N * scored_lengths(other)).astype(np.int64)
 
 
+def kept_scores(
+    model: HeadedModel, corpus: TokenisedCorpus, base: BaseRecord, config: RunConfig, passes: Passes
+) -> BaseScores | None:
+    """Return what is kept of a base on a corpus; None if a pass of the model has to show both heads:
+    one model that holds its base, or the rule that compares their logits.
+    """
+    if not base_is_apart(model) or config.method.rules.rule == "cosine":
+        return None
+    return BaseScores.of(corpus, scored_lengths(corpus), base, config, passes.context)
+
+
 def tokens_bar(total: int, label: str | None) -> Any:
     """Return a progress bar over tokens that a model reads; None for no label and no bar."""
     return progress_bar(
@@ -161,10 +184,14 @@ def score_corpus(
     passes: Passes,
     *,
     lengths_N: Integers | None = None,  # tokens of each document; None for all
+    kept: BaseScores | None = None,  # of this corpus, if the base is a model of its own
     bar: Any = None,  # `tokens_bar`, which moves with every batch of windows
     share: Share = ALONE,  # this process's share of the work; each process returns the whole
 ) -> DocumentLosses:
-    """Score a corpus, or the beginnings of its documents, by a model in evaluation mode."""
+    """Score a corpus, or the beginnings of its documents, by a model in evaluation mode.
+
+    With `kept`, the base is asked only for what it was never asked for, and there is no cosine.
+    """
     whole_N = scored_lengths(corpus)
     if lengths_N is None:
         lengths_N = whole_N
@@ -172,31 +199,25 @@ def score_corpus(
     if len(scored) == 0:
         raise CorpusError(f"{corpus.folder.name}: no document has a token that could be scored")
 
+    rules = RULES if kept is None else ("posterior",)
     nats: dict[str, Values] = {}
     served: dict[str, Values] = {}
     group_of = lengths_N[scored].cumsum() // _TOKENS_AT_ONCE
     for group in np.split(scored, np.flatnonzero(np.diff(group_of)) + 1):
-        windows = [
-            window
-            for index in group
-            for window in context_windows(
-                corpus.after_boundary(index)[: lengths_N[index] + 1],
-                passes.context,
-                corpus.markers.context,
-            )
-        ]
-        rows_of_ids = [torch.from_numpy(window.ids) for window in windows]
-        seen = observe(model, rows_of_ids, passes, share, bar)
-        observed_CT = torch.cat(
-            [
-                of_window[:, -window.num_scored :]
-                for window, of_window in zip(windows, seen, strict=True)
-            ],
-            dim=1,
+        documents = [corpus.after_boundary(index)[: lengths_N[index] + 1] for index in group]
+        see = partial(
+            observe_documents,
+            boundary=corpus.markers.context,
+            passes=passes,
+            share=share,
+            bar=bar,
         )
-        observed = observed_CT.split(lengths_N[group].tolist(), dim=1)
+        if kept is None:
+            observed = see(model, documents)
+        else:
+            observed = _beside_kept_base(model, kept, group.tolist(), documents, see)
 
-        for rows in routed_rows(observed, router, model.heads):
+        for rows in routed_rows(observed, router, model.heads, rules):
             places = group[rows.places]
             for name, log_probs_BT in rows.log_probs.items():
                 nats_N = nats.setdefault(name, np.zeros(len(corpus)))
@@ -205,6 +226,9 @@ def score_corpus(
                 served_KN = served.setdefault(rule, np.zeros((len(model.heads), len(corpus))))
                 weights_KBT = log_weights_KBT.exp().where(rows.is_token_BT, 0.0)
                 served_KN[:, places] = weights_KBT.sum(dim=2)
+
+    if kept is not None:
+        kept.save()
 
     # A document that is cut stands for its bytes in proportion to its tokens.
     num_bytes_N = np.asarray(corpus.num_bytes)[scored] * lengths_N[scored] / whole_N[scored]
@@ -215,6 +239,48 @@ def score_corpus(
         nats={name: nats_N[scored] for name, nats_N in nats.items()},
         served={rule: served_KN[:, scored] for rule, served_KN in served.items()},
     )
+
+
+def observe_documents(
+    model: HeadedModel,
+    documents: Sequence[Ids],
+    *,
+    boundary: int | None,
+    passes: Passes,
+    share: Share,
+    bar: Any,
+) -> list[Tensor]:
+    """Return (C, T) on the CPU for each document, of its tokens from the second on."""
+    windows = [context_windows(ids, passes.context, boundary) for ids in documents]
+    flat = [window for of_document in windows for window in of_document]
+    seen = observe(model, [torch.from_numpy(window.ids) for window in flat], passes, share, bar)
+    scored = (seen_CT[:, -window.num_scored :] for window, seen_CT in zip(flat, seen, strict=True))
+    return [torch.cat(list(islice(scored, len(of_document))), dim=1) for of_document in windows]
+
+
+def _beside_kept_base(
+    model: HeadedModel,
+    kept: BaseScores,
+    places: Sequence[int],
+    documents: Sequence[Ids],
+    see: Callable[[HeadedModel, Sequence[Ids]], list[Tensor]],
+) -> list[Tensor]:
+    """Return what `see` would, of a model whose heads are models of their own; cosines are NaN."""
+    lengths = [len(ids) - 1 for ids in documents]
+    asked = dict(zip(places, zip(documents, lengths, strict=True), strict=True))
+    unknown = {
+        place: ids for place, (ids, length) in asked.items() if not kept.knows(place, length)
+    }
+    if unknown:
+        seen = see(base_alone(model), list(unknown.values()))
+        for place, seen_CT in zip(unknown, seen, strict=True):
+            kept.keep(place, seen_CT[0])
+
+    heads = [[kept.of_document(place, length) for place, (_, length) in asked.items()]]
+    if (trained := trained_alone(model)) is not None:
+        heads.append([seen_CT[0] for seen_CT in see(trained, documents)])
+    heads.append([torch.full((length,), torch.nan) for length in lengths])
+    return [torch.stack(rows) for rows in zip(*heads, strict=True)]
 
 
 def batches_of(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -270,13 +336,15 @@ def observe(
 
 
 def routed_rows(
-    observed: Sequence[Tensor], router: RouterConfig, heads: Sequence[str]
+    observed: Sequence[Tensor],
+    router: RouterConfig,
+    heads: Sequence[str],
+    rules: Sequence[str] = RULES,
 ) -> Iterator[ScoredRows]:
-    """Apply the routing rules to (C, T) numbers of rows, many rows at once.
-
-    A single head is not routed, and the cosine rule needs two.
+    """Apply the routing rules to (C, T) numbers of rows, many rows at once; a single head is not
+    routed.
     """
-    rules = {1: (), 2: ("posterior", "cosine")}.get(len(heads), ("posterior",))
+    rules = rules if len(heads) > 1 else ()
     lengths = [row_CT.shape[1] for row_CT in observed]
     for places in batches_of(lengths, _TOKENS_ROUTED_AT_ONCE):
         padded_BTC = pad_sequence([observed[place].T for place in places], batch_first=True)

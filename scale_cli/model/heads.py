@@ -162,3 +162,14 @@ def base_alone(model: HeadedModel) -> PlainHeads:
     """Return the base of a model as it is served: one head, and no new tokens."""
     base = model.base
     return PlainHeads(base.base if isinstance(base, BaseOfNewTokens) else base)
+
+
+def trained_alone(model: HeadedModel) -> PlainHeads | None:
+    """Return the trained model that lies beside its base, as one head; None if there is none."""
+    trained = None if isinstance(model, WidenedModel) else model.trained
+    return None if trained is None else PlainHeads(trained)
+
+
+def base_is_apart(model: HeadedModel) -> bool:
+    """Return whether a model's base is a plain model of its own, which reads all of its tokens."""
+    return isinstance(model, PlainHeads) and not isinstance(model.base, BaseOfNewTokens)

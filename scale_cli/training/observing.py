@@ -20,6 +20,7 @@ from scale_cli.evaluation.scoring import (
     DocumentLosses,
     Passes,
     beginnings,
+    kept_scores,
     same_beginnings,
     score_corpus,
     tokens_bar,
@@ -45,6 +46,7 @@ from scale_cli.training.metrics_log import (
 from scale_cli.training.objective import attending_by_sdpa
 from scale_cli.training.records import Score
 from scale_cli.training.sharding import gathered_roots, is_sharded
+from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.building import MethodModel
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ class Observer:
     model: MethodModel  # the trained model
     wrapped: nn.Module  # the same as it is run
     observed: HeadedModel  # the same with its base head
+    base: BaseRecord
     tokenizer: PreTrainedTokenizerBase
     held_out: list[TokenisedCorpus]  # in the config's order
     by_base_tokens: list[TokenisedCorpus]  # the same text, if the run has new tokens; else empty
@@ -139,10 +142,11 @@ class Observer:
             passes=passes,
             share=share(),
         )
+        kept_of = partial(kept_scores, model, base=self.base, config=self.config, passes=passes)
         num_tokens = sum(int(lengths_N.sum()) for lengths_N in lengths)
         with tokens_bar(num_tokens, label if is_main() else None) as bar:
             return [
-                score(corpus, lengths_N=lengths_N, bar=bar)
+                score(corpus, lengths_N=lengths_N, kept=kept_of(corpus), bar=bar)
                 for corpus, lengths_N in zip(corpora, lengths, strict=True)
             ]
 

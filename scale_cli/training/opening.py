@@ -187,6 +187,7 @@ def open_training(
             model=model,
             wrapped=wrapped,
             observed=_beside_base(model, untouched, train, accelerator),
+            base=start.record,
             tokenizer=start.tokenizer,
             held_out=held_out,
             by_base_tokens=by_base_tokens,

@@ -1,0 +1,104 @@
+"""What a base gives each token of a text: computed once, and kept beside the tokenised text.
+
+Beside a tokenised corpus NAME, the folder NAME.base-KEY holds log_probs.bin: float32 nats of every
+token that can be scored, one document after another, NaN where nobody has asked yet. KEY hashes
+what decides them: the base's content, and how it is run. Every run on that base reads them, and
+its evaluations while it trains too.
+
+Only a base that is a model of its own is kept. A widened model computes its base anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.data.encoding import Integers
+from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.errors import ScaleError, StorageError
+from scale_cli.processes import device, is_main
+from scale_cli.storage.atomic import json_sha256, new_folder, verify_folder, writing
+from scale_cli.upscale.base_files import BaseRecord
+
+_FILE = "log_probs.bin"
+
+
+@dataclass
+class BaseScores:
+    """A base's log-probabilities of the tokens of a corpus, as far as they are known."""
+
+    folder: Path
+    lengths_N: Integers  # tokens of each document that can be scored
+    _grown: bool = field(default=False, init=False)
+
+    @classmethod
+    def of(
+        cls,
+        corpus: TokenisedCorpus,
+        lengths_N: Integers,
+        base: BaseRecord,
+        config: RunConfig,
+        context: int,
+    ) -> BaseScores:
+        """Open what is kept of a corpus, for passes of a context in a config's precision."""
+        decided_by = {
+            "base": [base.content_sha256, base.config_sha256],
+            "dtype": config.model.dtype,
+            "quantisation": config.model.quantisation,
+            "mixed_precision": config.evaluation.mixed_precision,
+            "device": device().type,
+            "context": context,
+        }
+        name = f"{corpus.name}.base-{json_sha256(decided_by)[:16]}"
+        return cls(corpus.folder.with_name(name), lengths_N)
+
+    @cached_property
+    def _starts_N(self) -> Integers:
+        return self.lengths_N.cumsum() - self.lengths_N
+
+    @cached_property
+    def _log_probs(self) -> npt.NDArray[np.float32]:
+        """All tokens', (tokens,); what is damaged or cannot be read counts as not known."""
+        num_tokens = int(self.lengths_N.sum())
+        try:
+            verify_folder(self.folder)
+            kept = np.fromfile(self.folder / _FILE, np.float32)
+        except (StorageError, OSError):
+            return np.full(num_tokens, np.nan, np.float32)
+        assert len(kept) == num_tokens, "the name hashes the text"
+        return kept
+
+    def _place(self, document: int, length: int) -> slice:
+        first = int(self._starts_N[document])
+        return slice(first, first + length)
+
+    def knows(self, document: int, length: int) -> bool:
+        """Return whether the first `length` tokens of a document are known."""
+        return not np.isnan(self._log_probs[self._place(document, length)]).any()
+
+    def of_document(self, document: int, length: int) -> Tensor:
+        return torch.from_numpy(self._log_probs[self._place(document, length)].copy())
+
+    def keep(self, document: int, log_probs_T: Tensor) -> None:
+        """Remember a document's first tokens; one that is not finite is minus infinity, not NaN."""
+        known = log_probs_T.float().nan_to_num(nan=-torch.inf)
+        self._log_probs[self._place(document, len(known))] = known.numpy()
+        self._grown = True
+
+    def save(self) -> None:
+        """Write what has been learnt since; without room or a right to write, it is only not kept."""
+        if not self._grown or not is_main():
+            return
+        try:
+            with new_folder(self.folder) as partial, writing(partial):
+                self._log_probs.tofile(partial / _FILE)
+        except ScaleError:  # another run may be writing the same
+            return
+        self._grown = False
