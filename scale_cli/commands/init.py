@@ -18,6 +18,7 @@ from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Encoder
 from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, CorpusError, UsageError
+from scale_cli.methods.widened import far_from_asked
 from scale_cli.planning.beginnings import HeldOut
 from scale_cli.planning.device import measure_device
 from scale_cli.planning.estimate import Estimate, estimate
@@ -110,6 +111,7 @@ def init(
         texts=[path.name for path in files],
         too_long=f"{minutes:g}" if is_too_long else "",
         min_steps=MIN_STEPS,
+        warnings=far_from_asked(base_sizes, method.expansion) if method.definition.widens else [],
     )
     for line in said.splitlines():
         log(line)

@@ -15,7 +15,7 @@ from scale_cli.config.sources import TextSource
 from scale_cli.data.files import check_source
 from scale_cli.errors import ConfigError, CorpusError
 from scale_cli.methods import METHODS
-from scale_cli.methods.widened import added_sizes
+from scale_cli.methods.widened import added_sizes, far_from_asked
 from scale_cli.planning.beginnings import held_out_texts, tokenizer_at_hand
 from scale_cli.planning.device import Device, measure_device
 from scale_cli.planning.estimate import Estimate, estimate
@@ -143,6 +143,8 @@ def plan(
     else:
         tokenizer = tokenizer_at_hand(config.model)
     warnings = [*_absent(config), *idle_settings(config)]
+    if config.method.definition.widens:
+        warnings += far_from_asked(sizes, config.method.expansion)
 
     of_files = base.get("dtype") or base.get("torch_dtype") or "float32"
     export_dtype = config.export.dtype or str(of_files)

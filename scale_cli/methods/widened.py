@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from scale_cli.model.modeling_scale import ScaleForCausalLM
 
 
+_FAR_ABOVE = 1.5  # a size that is so many times what was asked for is worth a warning
 # Collaborating layers, if the config does not say.
 _DEFAULT_LAYERS = {"preserve": "none", "adapt": "all", "route": "none"}
 
@@ -33,19 +34,19 @@ class ExpansionConfig(Section):
         default=0.25,
         gt=0.0,
         le=4.0,
-        description="added width, relative to the base; rounded to whole key/value heads",
+        description="added width, relative to the base; heads are rounded to whole key/value heads",
     )
     hidden_ratio: float | None = Field(
         default=None,
         gt=0.0,
         le=4.0,
-        description="added width of the stream; rounded so that all heads divide it; null: same ratio as the heads",
+        description="added width of the stream; rounded so that all heads divide it; null: `ratio`",
     )
     mlp_ratio: float | None = Field(
         default=None,
         gt=0.0,
         le=4.0,
-        description="added width of the MLP; null: same ratio as the heads",
+        description="added width of the MLP; null: `ratio`",
     )
 
 
@@ -244,23 +245,44 @@ class AddedSizes:
 def added_sizes(base: Any, expansion: ExpansionConfig) -> AddedSizes:
     """Return what an expansion adds to a base, of which only the sizes are read.
 
-    Whole key/value heads are added, at the base's head_dim and query to key/value ratio, so the
+    Whole key/value heads are added, at the base's head_dim and query to key/value ratio, so their
     ratio is rounded to a multiple of 1 / num_key_value_heads (at least one head). Stream and MLP
-    grow by the same ratio as the heads, unless they have ratios of their own.
+    grow by the ratio itself, or by ratios of their own.
     """
     num_key_value_heads = max(1, round(expansion.ratio * base.num_key_value_heads))
     num_heads = num_key_value_heads * (base.num_attention_heads // base.num_key_value_heads)
-    ratio = num_key_value_heads / base.num_key_value_heads
     # All heads divide all channels, as Llama requires.
     num_all_heads = base.num_attention_heads + num_heads
-    num_channels = base.hidden_size + (expansion.hidden_ratio or ratio) * base.hidden_size
+    num_channels = (1 + (expansion.hidden_ratio or expansion.ratio)) * base.hidden_size
     multiples = max(round(num_channels / num_all_heads), base.hidden_size // num_all_heads + 1)
+    of_mlp = (expansion.mlp_ratio or expansion.ratio) * base.intermediate_size
     return AddedSizes(
         hidden_size=multiples * num_all_heads - base.hidden_size,
-        intermediate_size=max(1, round(base.intermediate_size * (expansion.mlp_ratio or ratio))),
+        intermediate_size=max(1, round(of_mlp)),
         num_attention_heads=num_heads,
         num_key_value_heads=num_key_value_heads,
     )
+
+
+def far_from_asked(base: Any, expansion: ExpansionConfig) -> list[str]:
+    """Return a warning for each size that rounding made far larger than was asked for."""
+    added = added_sizes(base, expansion)
+    parts = (
+        ("ratio", "num_key_value_heads", "key/value heads", "heads are added whole"),
+        ("hidden_ratio", "hidden_size", "channels", "all heads divide the channels"),
+        ("mlp_ratio", "intermediate_size", "MLP channels", "channels are added whole"),
+    )
+    lines = []
+    for key, name, what, why in parts:
+        ratio = getattr(expansion, key) or expansion.ratio
+        asked = ratio * getattr(base, name)
+        size = getattr(added, name)
+        if size > _FAR_ABOVE * asked:
+            lines.append(
+                f"method.expansion.{key}: {ratio:g} asks for {asked:.3g} more {what}, but it is {size:,}, "
+                f"{size / asked:.2g} times as many: {why}"
+            )
+    return lines
 
 
 def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) -> ScaleConfig:

@@ -102,6 +102,14 @@ def test_the_size_served_the_real_ratio_evaluation_and_disk_are_told(tmp_path: P
     assert made.disk_bytes > made.methods[0].num_served * 2
 
 
+def test_a_size_far_above_what_was_asked_for_is_a_warning(tmp_path: Path) -> None:
+    one_head = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=1)
+    (warning,) = (
+        line for line in plan(config_of(tmp_path, one_head), 1e12, 1).warnings if "ratio" in line
+    )
+    assert warning.startswith("method.expansion.ratio: 0.25 asks for 0.25 more key/value heads")
+
+
 # The command line
 
 

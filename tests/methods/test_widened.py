@@ -10,9 +10,14 @@ from scale_cli.errors import ConfigError
 from scale_cli.methods.widened import (
     CollaborationConfig,
     ExpansionConfig,
+    added_sizes,
     collaborating_layers,
+    far_from_asked,
     plan_expansion,
 )
+from scale_cli.planning.memory import num_served
+from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.walk import walk
 
 unhurried = settings(max_examples=60)
 
@@ -75,6 +80,43 @@ def test_the_widened_sizes_are_those_of_a_valid_llama_as_near_to_what_was_asked_
     widened.validate()
     assert widened.hidden_size % widened.num_attention_heads == 0
     assert widened.num_attention_heads % (widened.num_key_value_heads or 1) == 0
+
+
+def one_key_value_head() -> LlamaConfig:
+    """The shape of Gemma 3 1B."""
+    return LlamaConfig(
+        vocab_size=262_144,
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_hidden_layers=26,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        tie_word_embeddings=True,
+    )
+
+
+def test_stream_and_mlp_keep_the_ratio_where_the_heads_cannot() -> None:
+    base = one_key_value_head()
+    added = added_sizes(base, ExpansionConfig(ratio=0.25))
+    assert (added.hidden_size, added.intermediate_size) == (288, 1728)
+    assert (added.num_attention_heads, added.num_key_value_heads) == (4, 1)
+
+    sizes = BaseSizes.of(base.to_dict(), "one head")
+    served = num_served(sizes, MethodConfig())
+    of_base = walk(sizes, MethodConfig(variant="full")).num_trainable
+    assert served < 2 * of_base, "though the base's head is tied, and the served one is not"
+
+
+def test_a_size_that_rounding_made_far_larger_than_asked_is_named_and_no_other() -> None:
+    (line,) = far_from_asked(one_key_value_head(), ExpansionConfig(ratio=0.25))
+    assert (
+        "method.expansion.ratio: 0.25 asks for 0.25 more key/value heads, but it is 1, 4 times"
+        in (line)
+    )
+    assert far_from_asked(one_key_value_head(), ExpansionConfig(ratio=0.7)) == []
+    (line,) = far_from_asked(one_key_value_head(), ExpansionConfig(ratio=1, hidden_ratio=0.001))
+    assert "method.expansion.hidden_ratio: 0.001 asks for 1.15 more channels" in line
 
 
 @pytest.mark.parametrize(
