@@ -194,7 +194,7 @@ def schema() -> None:
 
 @app.command()
 def upscale(config: Config, overrides: Overrides = None, _form: Form = None) -> None:
-    """Widen the base model without changing what it computes."""
+    """Prepare the model to train, without changing what it computes."""
     checked = load(config, overrides, "upscale")
     from scale_cli.commands.upscale import upscale
 

@@ -31,6 +31,11 @@ def test_a_wheel_holds_every_file_of_the_package(monkeypatch: Any) -> None:
     assert Path("scale_cli/py.typed") in packaged
 
 
+def test_readme_installs_the_tested_version_of_torch_by_name() -> None:
+    (named,) = re.findall(r"pip install torch==(\S+) ", (ROOT / "README.md").read_text())
+    assert f"\ntorch=={named}\n" in (ROOT / "constraints.txt").read_text()
+
+
 def test_the_page_of_the_index_leads_nowhere_that_only_a_checkout_has() -> None:
     page = (ROOT / PROJECT["readme"]).read_text()
     assert all(link.startswith("https://") for link in re.findall(r"\]\((.*?)\)", page))

@@ -1,6 +1,7 @@
 """Help, and what is wrong with a config, are told at once: nothing heavy is imported for them."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,25 @@ def run_python(*words: str, folder: Path | None = None) -> subprocess.CompletedP
     )
 
 
+INTERRUPTED = """
+import os, signal, sys
+from scale_cli.__main__ import main
+
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "scale_cli.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+main()
+"""
+
+
+def test_ctrl_c_while_the_command_line_is_imported_leaves_no_traceback() -> None:
+    done = run_python("-c", INTERRUPTED)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 # What is missing, by verb, and what is told before torch is imported.
 MISSING = [
     ("plan", ["model.base=/absent"], "not a folder with a config.json"),
@@ -66,6 +86,11 @@ MISSING = [
     ("run", ["model.base=/absent"], "not a folder with a config.json"),
     ("run", [], "model.safetensors"),
     ("run", ["train.lrr=1"], "unknown key"),
+    (
+        "run",
+        ["evaluation.benchmarks=[arc_eesy]"],
+        "lm-eval has no task 'arc_eesy' (did you mean arc_easy?)",
+    ),
 ]
 INIT = "init new.yaml --corpus {} --language ko --retention b --base {}"
 ALONE = [

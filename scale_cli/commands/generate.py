@@ -76,7 +76,7 @@ def generate(
         return
     if not streams:
         texts = [
-            printable(c.prompt + (_with_heads(c) if show_heads else c.completion))
+            printable(c.prompt + "\n" * chat + (_with_heads(c) if show_heads else c.completion))
             for c in continuations
         ]
         typer.echo(f"\n{_RULE}\n".join(texts))

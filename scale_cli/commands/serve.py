@@ -11,6 +11,7 @@ import socket
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,9 +127,10 @@ def _engine_of(
     )
     chosen: Engine = engine or ("vllm" if is_installed("vllm") and has_vllm else "transformers")
     if chosen == "vllm" and not has_vllm:
+        other = ", or add --head trained" if is_installed("vllm") else ""
         raise UsageError(
             f"--engine vllm: only transformers can route {architecture}; "
-            "remove --engine vllm, or add --head trained"
+            f"remove --engine vllm{other}"
         )
     if chosen == "vllm" and not is_installed("vllm"):
         raise MissingExtraError(
@@ -198,9 +200,11 @@ def _check_server(address: Namespace, others: Sequence[str]) -> None:
     for module in ("fastapi", "uvicorn"):
         require(module, "--engine transformers")
     if others:
+        flags = ("--host", "--port", "--served-model-name")
+        meant = get_close_matches(others[0].partition("=")[0], flags, n=1)
         raise UsageError(
-            f"{others[0]}: the engine transformers takes only --host, --port and "
-            "--served-model-name; remove it, or use --engine vllm"
+            f"{others[0]}: the engine transformers takes only {', '.join(flags)}; "
+            f"{f'did you mean {meant[0]}?' if meant else 'remove it'}"
         )
     try:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET

@@ -224,13 +224,13 @@ def corpus_warnings(
             for shared in shared_texts(opened, trained)
         ]
         if len(opened) < _FEWEST_HELD_OUT:
-            intervals = "confidence intervals that are too narrow"
+            intervals = "its confidence intervals are too narrow"
             if len(opened) == 1:
-                intervals = "no confidence intervals"
+                intervals = "it has no confidence intervals"
             lines.append(
-                f"corpus {held.name}: has only {counted(len(opened), 'document')}, so its results have "
-                f"{intervals}, which are over documents; give more text, separate documents in a "
-                ".txt by blank lines, or set `documents: line`"
+                f"corpus {held.name}: {intervals}, with only {counted(len(opened), 'document')} to "
+                "resample; give more text, separate documents in a .txt by blank lines, or set "
+                "`documents: line`"
             )
     return lines
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 import uvicorn
@@ -32,6 +33,7 @@ from scale_cli.errors import ScaleError
 from scale_cli.generation.generator import Generator, Sampling
 
 _MOST_ANSWERS = 64  # per request, computed as one batch
+_SIMILAR = 0.81  # so like are max_token and max_tokens, but not top_k and top_p
 _CLIENT_GONE = 499  # as nginx writes it in its log; nobody reads the answer
 OneOrMore = Annotated[
     list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
@@ -364,7 +366,10 @@ def _problem(problem: dict[str, Any]) -> str:
         return f"body: is not JSON ({problem['ctx']['error']})"
     place = ".".join(str(part) for part in problem["loc"] if part != "body")
     if problem["type"] == "extra_forbidden":
-        return f"{place}: this server does not support it; remove it, or serve with vLLM"
+        fields = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
+        meant = get_close_matches(place, fields, n=1, cutoff=_SIMILAR)
+        told = f"did you mean {meant[0]}?" if meant else "remove it"
+        return f"{place}: this server does not support it; {told}"
     return f"{place or 'body'}: {' '.join(str(problem['msg']).split())}"
 
 

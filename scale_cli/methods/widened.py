@@ -80,7 +80,7 @@ class CollaborationConfig(Section):
 
 
 class RouterConfig(Section):
-    """How SCALE-Route chooses between the base head and the trained head."""
+    """How `route` chooses between the base head and the trained head."""
 
     rule: Literal["posterior", "cosine"] = Field(
         default="posterior",
@@ -201,7 +201,7 @@ class Preserve(_Widened):
     """The expansion never writes into the base stream."""
 
     name = "preserve"
-    label = "SCALE-Preserve"
+    label = "SCALE (preserve)"
     colour = "#3a9bd9"
     mark = ("v", "▼")
     head = "trained"
@@ -212,7 +212,7 @@ class Adapt(_Widened):
 
     first_run = {}  # its collaborating layers keep it from distilling
     name = "adapt"
-    label = "SCALE-Adapt"
+    label = "SCALE (adapt)"
     colour = "#00866a"
     mark = ("P", "✚")
     head = "trained"
@@ -222,7 +222,7 @@ class Route(_Widened):
     """Preserve or Adapt, served as a mixture with the untouched base."""
 
     name = "route"
-    label = "SCALE-Route"
+    label = "SCALE (route)"
     colour = "#0063a8"
     mark = ("*", "★")
     routes = True

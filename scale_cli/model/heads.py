@@ -2,7 +2,7 @@
 token and head.
 
 The heads belong to one widened model, or to two models: a trained one beside the untouched base.
-Any method can be routed in this second way without widening anything; SCALE-Route has to be
+Any method can be routed in this second way without widening anything; `route` has to be
 compared with it.
 
 Shapes: K heads (the first the base's, the last the trained one's), B batch, T positions, V

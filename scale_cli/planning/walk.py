@@ -8,6 +8,7 @@ from dataclasses import replace
 from scale_cli.config.schema import MethodConfig
 from scale_cli.errors import ConfigError
 from scale_cli.methods import METHODS
+from scale_cli.methods.lora import check_targets
 from scale_cli.methods.method import PROJECTIONS
 from scale_cli.methods.widened import added_sizes, collaborating_layers
 from scale_cli.planning.sizes import BaseSizes
@@ -149,10 +150,7 @@ class _Plain(_Decoder):
         self.targets = training.targets if training.rank else ()
         self.place = 0  # of the layer in the model
         maps = [path_of(layer, name) for layer in range(num_layers) for name in PROJECTIONS]
-        if self.rank and not any(map(self.has_adapter, ("embed_tokens", "lm_head", *maps))):
-            raise ConfigError(
-                f"method.lora.targets: the base has none of {', '.join(self.targets)}"
-            )
+        check_targets("method.lora.targets", self.targets, ["embed_tokens", "lm_head", *maps])
 
         itemsize = self.base.itemsize
         size = self.num_rows * sizes.hidden_size

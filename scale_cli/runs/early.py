@@ -6,9 +6,15 @@ text.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
-from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.errors import ConfigError, RunFolderError, require
 from scale_cli.runs.folder import RunFolder
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
 from scale_cli.values import counted
@@ -18,9 +24,9 @@ _READS = {
     "upscale": {"weights", "text of new tokens"},
     "prepare": {"training text", "held-out text"},
     "train": {"upscaled", "weights", "training text"},
-    "evaluate": {"final", "weights", "held-out text"},
+    "evaluate": {"final", "weights", "held-out text", "benchmarks"},
     "export": {"final", "weights"},
-    "run": {"weights", "training text", "held-out text"},
+    "run": {"weights", "training text", "held-out text", "benchmarks"},
 }
 
 
@@ -35,6 +41,8 @@ def check_early(verb: str, config: RunConfig, fail_above: float | None = None) -
         return
     if run.final.is_dir() and verb == "run":
         reads = reads - {"training text"}  # a finished run needs none any more
+    if run.evaluation.is_dir() and verb == "run":
+        reads = reads - {"benchmarks"}
 
     roles = {source.role for source in config.evaluation.perplexity}
     if fail_above is not None and "retention" not in roles:
@@ -46,6 +54,8 @@ def check_early(verb: str, config: RunConfig, fail_above: float | None = None) -
     if "final" in reads:
         run.check_finished()
 
+    if "benchmarks" in reads or (verb == "train" and config.train.eval_benchmarks_every_steps):
+        _check_tasks([of.name for of in config.evaluation.benchmarks if of.path is None])
     check_config_file(config.model)
     if "weights" in reads:
         check_weight_files(config.model)
@@ -64,6 +74,25 @@ def check_early(verb: str, config: RunConfig, fail_above: float | None = None) -
 
         for source in local:
             check_source(source)
+
+
+def _check_tasks(names: Sequence[str]) -> None:
+    """Raise ConfigError if no file of lm-eval's tasks has a name: to import and ask it takes a minute."""
+    if not names:
+        return
+    require("lm_eval", "evaluation.benchmarks")
+    spec = find_spec("lm_eval")
+    assert spec is not None and spec.submodule_search_locations is not None, "a package"
+    files = [*Path(spec.submodule_search_locations[0], "tasks").rglob("*.yaml")]
+    stems = {file.stem for file in files}
+    for name in names:
+        named = re.compile(rb"(?<![\w-])%b(?![\w-])" % re.escape(name.encode()))
+        if name not in stems and not any(named.search(file.read_bytes()) for file in files):
+            meant = get_close_matches(name, stems, n=1)
+            raise ConfigError(
+                f"evaluation.benchmarks: lm-eval has no task {name!r}"
+                f"{f' (did you mean {meant[0]}?)' if meant else ''}"
+            )
 
 
 def check_sizes(config: RunConfig, num_positions: int, num_processes: int) -> None:

@@ -22,7 +22,8 @@ from scale_cli.terminal import shows_lines
 OUT_OF_TIME = 1
 _STDERR = 2  # written to in a signal handler, past every buffer
 _STOPPING = (
-    b"\nstopping, a checkpoint is written first; a second Ctrl-C stops at once and loses it\n"
+    b"\nstopping after this step at the latest, with a checkpoint; "
+    b"a second Ctrl-C ends it now, and loses what is not saved\n"
 )
 
 

@@ -100,7 +100,7 @@ def train_step(
         optimiser: over the trainable parameters; it skips the update if `found_inf` is set.
         batch: this process's part of the global batch.
         train: learning rate, clipping, precision.
-        between_micro_batches: called between two micro-batches.
+        between_micro_batches: called after each micro-batch, so before the update too.
         asked: returns this process's request to stop.
         hooks: called around the update, the outermost first.
         scaler: of the loss, for float16; it learns whether gradients overflowed.
@@ -126,8 +126,7 @@ def train_step(
         if losses_BT is not None:
             is_of_SB = here.sources == torch.arange(num_sources, device=device).unsqueeze(1)
             sums[2:] += torch.where(is_of_SB, losses_BT.sum(dim=1), 0.0).sum(dim=1)
-        if more_to_come:
-            between_micro_batches()
+        between_micro_batches()
     sums[0] = asked()
     sums = accelerator.reduce(sums, reduction="sum")
     loss_scale = scaler.scale(torch.ones(1, device=device))

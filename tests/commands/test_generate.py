@@ -146,6 +146,14 @@ def test_at_a_terminal_a_conversation_goes_on(
     assert (answer["role"], then["role"], then["content"]) == ("assistant", "user", "And then?")
 
 
+def test_a_question_and_its_answer_stand_on_lines_of_their_own(
+    run: RunConfig, scale: Scale
+) -> None:
+    asked = ("--prompt", "Who?", "--prompt", "Where?", "--max-new-tokens", "4")
+    texts = scale("generate", run.output_dir, "--chat", *asked).stdout.split("\n--------\n")
+    assert [text.splitlines()[0] for text in texts] == ["Who?", "Where?"]
+
+
 def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(
     generator: Generator, continued: list[Continuation]
 ) -> None:

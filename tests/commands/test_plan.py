@@ -138,7 +138,7 @@ def test_the_verb_prints_the_plan_for_people_or_as_json_and_writes_nothing(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ("method.variant=lora method.lora.targets=[no_such_proj]", "method.lora.targets"),
+        ("method.variant=lora method.lora.targets=[q_proj,wrong]", "the base has no wrong"),
         ("corpus.sequence_length=100000", "corpus.sequence_length"),
         ("--num-processes 3", "train.global_batch_size"),
     ],

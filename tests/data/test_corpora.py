@@ -72,8 +72,16 @@ SENTENCES = "".join(f"w{number % 60} w{30 + number % 7}\n" for number in range(1
             {},
             "corpus c0: the tokenizer loses 0.48 % of its text, as in '고양이'",
         ),
-        ([WHOLE], {"held_out": HELD_OUT[:1]}, "corpus held: has only 1 document,"),
-        ([WHOLE], {"held_out": HELD_OUT[:2]}, "corpus held: has only 2 documents,"),
+        (
+            [WHOLE],
+            {"held_out": HELD_OUT[:1]},
+            "corpus held: it has no confidence intervals, with only 1 document to ",
+        ),
+        (
+            [WHOLE],
+            {"held_out": HELD_OUT[:2]},
+            "corpus held: its confidence intervals are too narrow, with only 2 documents",
+        ),
         ([WHOLE], {"schedule": "cosine", "decay_steps": 1}, "train.decay_steps: has no effect"),
         ([WHOLE], {"schedule": "wsd", "decay_steps": 1}, ""),
         ([WHOLE], {"warmup_steps": 40}, "train.warmup_steps 40: more than train.max_steps 4"),

@@ -223,7 +223,9 @@ def test_an_answer_ends_before_a_stop_however_it_is_cut_into_tokens(client: open
 def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> None:
     asked: Any = {"model": NAME, "prompt": "Once", "max_tokens": 2}
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"logprobs": 0}, "^logprobs: .*vLLM"),
+        ({"logprobs": 0}, "^logprobs: this server does not support it; remove it$"),
+        ({"extra_body": {"max_token": 2}}, "^max_token: .*; did you mean max_tokens\\?$"),
+        ({"extra_body": {"top_k": 2}}, "^top_k: .*; remove it$"),
         ({"echo": True}, "^echo: "),
         ({"best_of": 2}, "^best_of: "),
         ({"top_p": 0.0}, "^top_p: "),

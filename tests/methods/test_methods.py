@@ -97,6 +97,11 @@ def test_copies_stand_at_even_spacing_and_the_base_keeps_its_order(
         ("llama-pro", {"llama_pro": {"num_blocks": 6}}, "method.llama_pro.num_blocks"),
         ("freeze", {"freeze": {"num_layers": 6}}, "method.freeze.num_layers"),
         ("lora", {"lora": {"targets": ["no_such_proj"]}}, "method.lora.targets"),
+        (
+            "lora",
+            {"lora": {"targets": ["q_proj", "wrong", "9.mlp.up_proj"]}},
+            r"method.lora.targets: the base has no 9\.mlp\.up_proj, wrong; it has q_proj, ",
+        ),
     ],
 )
 def test_what_the_base_does_not_have_is_refused_by_field(

@@ -1,8 +1,11 @@
+import os
 import shlex
+import signal
 
 import pytest
 
-from scale_cli.training.interruption import command_to_go_on
+from scale_cli.training import interruption
+from scale_cli.training.interruption import command_to_go_on, stop_requests
 
 
 @pytest.mark.parametrize(
@@ -21,3 +24,14 @@ def test_the_command_to_go_on_is_the_one_that_was_given(
 ) -> None:
     environment = {} if num_processes is None else {"WORLD_SIZE": num_processes}
     assert command_to_go_on(shlex.split(given), environment) == expected
+
+
+def test_a_first_ctrl_c_says_at_once_when_it_stops_and_what_a_second_does(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interruption, "shows_lines", lambda: True)
+    with stop_requests(None, alone=True) as request:
+        os.kill(os.getpid(), signal.SIGINT)
+        told = capfd.readouterr().err
+        assert request.mine() == signal.SIGINT
+    assert "stopping after this step" in told and "a second Ctrl-C ends it now" in told

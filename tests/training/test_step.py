@@ -21,6 +21,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import GradientOverflow, NonFiniteError
 from scale_cli.methods.recipes import trainable_parameters
+from scale_cli.training.interruption import StopNow
 from scale_cli.training.optimiser import (
     build_optimiser,
     optimiser_tensors,
@@ -159,6 +160,19 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
         bad.result()
     assert good.result().loss > 0
     assert not are_equal(state(), before)
+
+
+def test_a_stop_after_the_last_micro_batch_ends_the_step_before_its_update() -> None:
+    model = tiny_llama().requires_grad_(True)
+    steps = Steps(model, settings(1e-2), batches_of(micro_batch_size=8))
+    before = copy.deepcopy(model.state_dict())
+
+    def stop() -> None:
+        raise StopNow
+
+    with pytest.raises(StopNow):
+        steps.take(0, between_micro_batches=stop)
+    assert are_equal(model.state_dict(), before)
 
 
 def test_a_scaled_loss_gives_the_gradients_of_the_loss_and_the_scale_grows_where_nothing_overflows() -> (
