@@ -245,6 +245,15 @@ def _text_warnings(source: TextSource, corpus: TokenisedCorpus) -> list[str]:
         lines.append(
             f"corpus {source.name}: the tokenizer loses {share} of its text, as in {lost.example!r}"
         )
+    changed = {
+        "CR or CRLF line end": corpus.ledger.num_line_ends,
+        "byte order mark": corpus.ledger.num_byte_order_marks,
+    }
+    if found := [counted(number, what) for what, number in changed.items() if number]:
+        lines.append(
+            f"corpus {source.name}: has {' and '.join(found)}; lines are read as ended by LF, without "
+            "marks"
+        )
     is_txt = any(".txt" in PurePath(path).suffixes for path in source.paths)
     parted = (
         kept.documents > corpus.ledger.files

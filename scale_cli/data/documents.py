@@ -30,7 +30,7 @@ import pyarrow.parquet
 from scale_cli.config.sources import TextSource
 from scale_cli.data.conversations import Messages, write_conversation
 from scale_cli.data.encoding import GUARD, Document, Spans
-from scale_cli.data.files import SourceFile, dataset_errors, decompressed, source_files
+from scale_cli.data.files import OF_LINES, SourceFile, dataset_errors, decompressed, source_files
 from scale_cli.data.ledger import Ledger, Reason, Record, Rejected
 from scale_cli.errors import one_line
 
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_NEWLINE = "\r\n"
+_OTHER_LINE_END = re.compile(rb"\r\n?")
+_CUT_ENDS = (b"\r", b"\xef\xbb", b"\xef")  # of blocks: half a CRLF or mark
+_NEWLINE = "\n"
 # A line of JSON is longer than its text: an escape takes up to six bytes per byte, and there are
 # other fields.
 _JSON_BYTES_PER_TEXT_BYTE = 8
@@ -115,7 +117,10 @@ class CorpusReader:
             try:
                 with file.open() as raw:
                     self._raw = raw
-                    items = _READERS[file.format](decompressed(file, raw), self.source, self._limit)
+                    stream = decompressed(file, raw)
+                    if file.format in OF_LINES:
+                        stream = io.BufferedReader(_PlainLines(stream, self.ledger))
+                    items = _READERS[file.format](stream, self.source, self._limit)
                     for where, found, num_bytes in items:
                         yield judge(found, f"{file}{where}", num_bytes, self._limit)
             except _DAMAGED as error:
@@ -169,6 +174,41 @@ def judge(
     return Document(found, num_bytes, place, learned)
 
 
+class _PlainLines(io.RawIOBase):
+    """A text whose lines end in LF, without byte order marks; what is changed is counted.
+
+    Lines end in CR, LF or CRLF. Windows programs write the marks, also within files that were
+    joined.
+    """
+
+    def __init__(self, stream: Any, ledger: Ledger) -> None:
+        self._stream = stream
+        self._ledger = ledger
+        self._held = b""  # the end of a block, which the next one may go on with
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        most = min(len(buffer), io.DEFAULT_BUFFER_SIZE) - len(_BYTE_ORDER_MARK)
+        text = b""
+        while not text:
+            block = self._stream.read1(most)
+            text = self._held + block
+            if not text:
+                return 0
+            ends = (end for end in _CUT_ENDS if block and text.endswith(end))
+            self._held = next(ends, b"")
+            text = text.removesuffix(self._held)
+            if b"\r" in text:
+                text, number = _OTHER_LINE_END.subn(b"\n", text)
+                self._ledger.num_line_ends += number
+            self._ledger.num_byte_order_marks += text.count(_BYTE_ORDER_MARK)
+            text = text.replace(_BYTE_ORDER_MARK, b"")
+        buffer[: len(text)] = text
+        return len(text)
+
+
 def _read_txt(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Item]:
     lines = _lines(stream, limit + len(_NEWLINE))
     documents: Iterable[Iterable[Line]] = [lines]
@@ -186,10 +226,8 @@ def _lines(stream: IO[bytes], limit: int) -> Iterator[Line]:
     while line := stream.readline(limit + 1):
         number += 1
         length = len(line)
-        if number == 1:
-            line = line.removeprefix(_BYTE_ORDER_MARK)  # Windows programs write one
         if length <= limit or line.endswith(b"\n"):
-            yield number, _decode(line), len(line)
+            yield number, _decode(line), length
             continue
         while not line.endswith(b"\n") and (line := stream.readline(_SKIPPED_AT_ONCE)):
             length += len(line)
@@ -250,7 +288,7 @@ def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
     """Read a JSON list of records, or the only list of an object, which is held in memory; another
     file is JSON Lines, as on the hub.
     """
-    start = stream.peek(_SKIPPED_AT_ONCE).removeprefix(_BYTE_ORDER_MARK).lstrip()
+    start = stream.peek(_SKIPPED_AT_ONCE).lstrip()
     is_object = _HOLDS_RECORDS.match(start) and not _NEXT_RECORD.search(start)
     if not start.startswith(b"[") and not is_object:
         yield from _read_jsonl(stream, source, limit)
@@ -261,7 +299,7 @@ def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
             f"a list of more than {_MAX_JSON_BYTES >> 20} MiB; write one record per line, as .jsonl"
         )
     try:
-        records = json.loads(content.decode("utf-8-sig"))
+        records = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         if is_object:  # a long first line
             yield from _read_jsonl(io.BytesIO(content), source, limit)

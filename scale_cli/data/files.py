@@ -34,6 +34,7 @@ from scale_cli.terminal import bytes_bar
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+OF_LINES = (".txt", ".jsonl", ".json")
 _HASHES = ".sources.json"
 # A smaller file is hashed in a millisecond.
 _LEAST_BYTES = 1 << 20
@@ -357,12 +358,20 @@ def check_source(source: TextSource) -> None:
                 opened.read(1)
 
 
+def line_rules(files: Sequence[SourceFile]) -> list[object]:
+    """Return a description of how lines end, if these files have any: before, they ended in LF
+    alone.
+    """
+    return ["CR, LF, CRLF"] if any(file.format in OF_LINES for file in files) else []
+
+
 def describe_content(source: TextSource, cache_dir: Path) -> list[object]:
     """Return a description of a source's content, with a hash for every file."""
     if source.dataset is None:
         files = source_files(source)
         kinds = [file.format + file.compression for file in files]
-        return list(zip(kinds, content_hashes(files, cache_dir), strict=True))
+        hashes = content_hashes(files, cache_dir)
+        return [*zip(kinds, hashes, strict=True), *line_rules(files)]
     place = Path(source.dataset)
     if not place.is_dir():
         return [source.dataset, source.subset, source.split, dataset_builder(source).hash]

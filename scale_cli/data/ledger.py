@@ -90,6 +90,8 @@ class Ledger(RunRecord):
     damaged_files: tuple[str, ...] = ()  # the first few that could not be read to their end
     num_damaged_files: int = 0  # how many of them in all
     num_skipped: int = 0  # documents skipped before the first was read
+    num_line_ends: int = 0  # CR or CRLF, read as LF
+    num_byte_order_marks: int = 0  # left out
     num_tokens: int = 0  # ids kept, markers included
     round_trip: RoundTrip = field(default_factory=RoundTrip)  # of the kept text
     num_targets: int | None = None  # ids that are learned; None: all but the first
@@ -126,6 +128,8 @@ class Ledger(RunRecord):
         self.damaged_files = (*self.damaged_files, *later.damaged_files)[:_PLACES]
         self.num_damaged_files += later.num_damaged_files
         self.num_skipped += later.num_skipped
+        self.num_line_ends += later.num_line_ends
+        self.num_byte_order_marks += later.num_byte_order_marks
         self.num_tokens += later.num_tokens
         self.round_trip += later.round_trip
 

@@ -55,7 +55,13 @@ from scale_cli.data.encoding import (
     encoder_of,
     id_dtype,
 )
-from scale_cli.data.files import SourceFile, content_hashes, describe_content, file_parts
+from scale_cli.data.files import (
+    SourceFile,
+    content_hashes,
+    describe_content,
+    file_parts,
+    line_rules,
+)
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_has_text, check_unknown_fraction
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.processes import ALONE, Share
@@ -205,7 +211,7 @@ class TokenCache:
         ledger holds them.
         """
         files = [file.name for file in part]
-        content = content_hashes(part, self.folder)
+        content = [*content_hashes(part, self.folder), *line_rules(part)]
         return self.folder / PARTS / self._named(source, files=files, content=content)
 
     def _named(self, source: TextSource, **text: object) -> str:

@@ -90,6 +90,11 @@ SENTENCES = "".join(f"w{number % 60} w{30 + number % 7}\n" for number in range(1
         (SENTENCES, {"documents": "file"}, ""),
         (SENTENCES.replace("w1 ", "\nw2 "), {}, ""),
         ("w1 w2\nw3 w4\n", {}, ""),
+        (
+            "\ufeffw1 w2\r\n\rw3 w4\n",
+            {},
+            "corpus c0: has 2 CR or CRLF line ends and 1 byte order mark;",
+        ),
     ],
 )
 def test_what_is_doubtful_is_told_and_what_is_common_is_not(

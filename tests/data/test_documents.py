@@ -89,19 +89,19 @@ def test_a_compressed_file_of_several_parts_is_read_to_its_end(
 
 
 LINES = st.text(st.characters(exclude_characters="\n\r\0", exclude_categories=["Cs"]), max_size=5)
-BLANKS = st.sampled_from(["", " ", "\t \t", "\u3000"])
+BLANKS = st.sampled_from(["", " ", "\t \t", "\u3000", "\ufeff"])
+LINE_ENDS = ["\n", "\r\n", "\r"]
 
 
 @settings(max_examples=150)
-@given(st.lists(LINES | BLANKS, max_size=10), st.sampled_from(["\n", "\r\n"]), st.booleans())
+@given(st.lists(LINES | BLANKS, max_size=10), st.sampled_from(LINE_ENDS), st.booleans())
 def test_no_line_with_text_is_lost_or_joined_across_a_blank_one(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], newline: str, ends_in_newline: bool
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "lines.txt"
     file.write_bytes((newline.join(lines) + newline * ends_in_newline).encode())
-    documents = [document.split(newline) for document in read(file)]
-    if lines and lines[0].startswith("\ufeff"):
-        lines = [lines[0].removeprefix("\ufeff"), *lines[1:]]
+    documents = [document.split("\n") for document in read(file)]
+    lines = [line.replace("\ufeff", "") for line in lines]
     assert [line for document in documents for line in document] == [
         line for line in lines if line.strip()
     ]
@@ -112,14 +112,34 @@ def test_no_line_with_text_is_lost_or_joined_across_a_blank_one(
     assert len(documents) == len(starts)
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("end", LINE_ENDS)
 def test_a_file_or_a_line_may_be_one_document(tmp_path: Path, end: str) -> None:
     lines = ["첫 문장", "", "  둘째 ", "third\u2028still", ""]
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_bytes(end.join(lines).encode("utf-8-sig"))
     path = str(tmp_path / "*.txt")
     assert read(path, documents="line") == ["첫 문장", "  둘째 ", "third\u2028still"] * 2
-    assert read(path, documents="file") == [end.join(lines).rstrip(end)] * 2
+    assert read(path, documents="file") == ["\n".join(lines).rstrip("\n")] * 2
+
+
+@pytest.mark.parametrize("form", [".txt", ".jsonl"])
+@pytest.mark.parametrize("compression", COMPRESSORS)
+def test_lines_end_in_any_way_and_marks_within_are_left_out_wherever_blocks_are_cut(
+    tmp_path: Path, form: str, compression: str
+) -> None:
+    mark = "\ufeff".encode()
+    for end in LINE_ENDS:
+        written = [f"{index} " + "안녕 \xef line\n" * (index % 7) + "end" for index in range(3000)]
+        for padding in range(4):  # so that blocks are cut within a mark and a CRLF
+            texts = ["x" * (padding + 1), *written]
+            content = FORMATS[form](texts).replace(b"\n", b"\n" + mark).replace(b"\n", end.encode())
+            file = tmp_path / f"{padding}{form}{compression}"
+            file.write_bytes(COMPRESSORS[compression](mark + content))
+            reader = CorpusReader(source_of(file), LIMIT)
+            assert kept(list(reader)) == texts
+            num_ends = content.count(end.encode())
+            assert reader.ledger.num_line_ends == (0 if end == "\n" else num_ends)
+            assert reader.ledger.num_byte_order_marks == num_ends + 1
 
 
 # What is bad
@@ -147,7 +167,7 @@ BAD_LINES = [
 def test_a_bad_line_of_json_costs_itself_alone_and_a_blank_one_nothing(tmp_path: Path) -> None:
     file = tmp_path / "corpus.jsonl"
     blank = b"\n \t\r\n"
-    lines = (as_jsonl([str(index)]) + line + b"\n" for index, (line, _) in enumerate(BAD_LINES))
+    lines = (as_jsonl([str(index)]) + line + b"\r" for index, (line, _) in enumerate(BAD_LINES))
     file.write_bytes(blank + b"".join(lines) + blank)
     found = records(file, limit=1000)
     assert kept(found) == [str(index) for index in range(len(BAD_LINES))]
@@ -156,7 +176,7 @@ def test_a_bad_line_of_json_costs_itself_alone_and_a_blank_one_nothing(tmp_path:
     ]
 
 
-@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("end", [end.encode() for end in LINE_ENDS])
 def test_a_bad_line_of_text_costs_its_paragraph_or_itself(tmp_path: Path, end: bytes) -> None:
     file = tmp_path / "corpus.txt"
     longest = b"x" * 1000
@@ -170,7 +190,7 @@ def test_a_bad_line_of_text_costs_its_paragraph_or_itself(tmp_path: Path, end: b
         found = records(file, limit=1000)
         assert kept(found) == ["one", "three"]
         assert dropped(found) == [(reason, f"{file}:4")]
-        assert found[1].num_bytes == len(end.join([b"two", line, b"also two", b""]))
+        assert found[1].num_bytes == len(b"\n".join([b"two", line, b"also two", b""]))
         assert dropped(records(file, limit=1000, documents="file")) == [(reason, f"{file}:4")]
     for last in (b"", end):
         file.write_bytes(end.join([b"one", b"", *bad, b"", b" \t", longest]) + last)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -15,7 +16,7 @@ from scale_cli.config.sources import ReadingConfig
 from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import CorpusError
-from tests.data.corpus_files import source_of, tokenised, write_jsonl
+from tests.data.corpus_files import FORMATS, source_of, tokenised, write_jsonl
 
 OTHER = "ckpt-eltec"  # it has EOS alone, and the tokenizer that tests use otherwise BOS and EOS
 TEXTS = ["Once upon a time,\nthere was a cat.", "옛날 옛적에", "The end."]
@@ -128,6 +129,35 @@ def test_what_decides_the_tokens_makes_another_folder(
     assert len(folders) == len(made) == len(list((tmp_path / "cache").iterdir()))
     orders = [tokenizer.decode(corpus.ids, skip_special_tokens=True) for corpus in made[-2:]]
     assert [text.index("dog") < text.index("two") for text in orders] == [True, False]
+
+
+def test_where_an_earlier_version_read_the_same_tokens_their_folder_keeps_its_name(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked = copy.deepcopy(tokenizer)
+    marked.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    special = copy.deepcopy(marked)
+    for changed, is_special in ((marked, False), (special, True)):
+        changed.add_tokens([AddedToken("<|user|>", special=is_special)], special_tokens=is_special)
+
+    def names() -> dict[tuple[str, str], str]:
+        tokenizers = {"plain": tokenizer, "marked": marked, "special": special}
+        return {
+            (form, kind): TokenCache(tmp_path, one).name_of(source_of(tmp_path / f"corpus{form}"))
+            for form in FORMATS
+            for kind, one in tokenizers.items()
+        }
+
+    for form, write in FORMATS.items():
+        (tmp_path / f"corpus{form}").write_bytes(write(TEXTS))
+    now = names()
+    monkeypatch.setattr("scale_cli.data.files.line_rules", lambda _: [])
+    monkeypatch.setattr("scale_cli.data.tokens.unspecial_marks", lambda _: set())
+    before = names()
+    renamed = {key for key in now if now[key] != before[key]}
+    assert renamed == {
+        (form, kind) for form, kind in now if kind == "marked" or form not in (".csv", ".parquet")
+    }
 
 
 @pytest.mark.parametrize(
