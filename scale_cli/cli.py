@@ -310,35 +310,8 @@ def compare(
 
 
 @app.command()
-def join(
-    runs: Runs,
-    output: Annotated[
-        Path, Option(metavar="DIR", help="A new folder, or an earlier join to replace.")
-    ],
-    prior: Annotated[
-        float | None,
-        Option(
-            metavar="P",
-            min=0.001,
-            max=0.999,
-            help="Initial weight of the base; by default all heads are equal.",
-        ),
-    ] = None,
-    _form: Form = None,
-) -> None:
-    """Put finished runs on the same base into one routed model."""
-    folders = [run_folder(path) for path in runs]
-    import_libraries()
-    from scale_cli.commands.join import join
-
-    on_main(lambda: show(join(folders, output, prior)))
-
-
-@app.command()
 def generate(
-    path: Annotated[
-        Path, Argument(metavar="PATH", help="A run, a checkpoint, an export, or a join.")
-    ],
+    path: Annotated[Path, Argument(metavar="PATH", help="A run, a checkpoint, or an export.")],
     prompt: Annotated[
         list[str] | None,
         Option(metavar="TEXT", help="Prompt to continue; may be given several times."),
@@ -421,7 +394,7 @@ def generate(
 def serve(
     path: Annotated[
         Path,
-        Argument(metavar="PATH", help="A run, an export, or a join."),
+        Argument(metavar="PATH", help="A run or an export."),
     ],
     options: Annotated[
         list[str] | None, Argument(metavar="[-- OPTION...]", help="Options for the engine itself.")

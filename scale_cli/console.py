@@ -48,7 +48,7 @@ _GROUPS = {
     "First": ("run", "init", "plan"),
     "One verb at a time": ("upscale", "prepare", "train", "evaluate", "export"),
     "Serving": ("generate", "serve"),
-    "Research": ("compare", "join", "verify", "schema"),
+    "Research": ("compare", "verify", "schema"),
 }
 
 

@@ -1,6 +1,5 @@
 """Small runs: the configs that tests of every room change, and what is trained of them."""
 
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -135,10 +134,3 @@ def export(config: RunConfig) -> Exported:
     """Export a run in its config's only format."""
     (exported,) = export_all(config, None, dry_run=False)
     return exported
-
-
-def at_its_start(config: RunConfig) -> RunConfig:
-    """Make a run that ends as it began, where what it learned is no matter."""
-    upscale(config)
-    shutil.copytree(config.output_dir / "upscaled", config.output_dir / "final")
-    return config

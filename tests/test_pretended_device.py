@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from lm_eval.api.instance import Instance
 from torch import Tensor, nn
 
-from scale_cli.commands.join import join
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
@@ -34,7 +33,7 @@ from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.building import start_model
 from tests.pretended_device import accelerate_on, pretended_device
-from tests.small_runs import changed, train_run
+from tests.small_runs import changed
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 from tests.widening import as_if_trained, tiny_llama, widen
@@ -209,7 +208,12 @@ def with_replay(config: RunConfig, folder: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("variant", "formats"), [("route", "[llama, transformers, adapter]"), ("full", "llama")]
+    ("variant", "formats"),
+    [
+        ("route", "[llama, transformers, adapter]"),
+        ("full", "llama"),
+        ("preserve, vocabulary: {new_tokens: 8, min_count: 2}", "llama"),
+    ],
 )
 def test_every_verb_of_a_run_computes_on_the_device(
     device: torch.device,
@@ -221,7 +225,7 @@ def test_every_verb_of_a_run_computes_on_the_device(
 ) -> None:
     # This device cannot be measured.
     monkeypatch.setattr("scale_cli.commands.run._log_estimate", lambda *_: None)
-    if variant == "full":
+    if variant != "route":
         config = with_replay(config, tmp_path)
     keys = (f"method={{variant: {variant}}}", f"export.format={formats}")
     config = shortened(config, tmp_path / "run", *keys)
@@ -252,22 +256,3 @@ def test_a_precision_that_a_device_has_decided_is_kept_where_there_is_none(
         of = load_config(folder / "scale.yaml")
         kept = (of.model.dtype, of.train.mixed_precision, of.evaluation.mixed_precision)
         assert kept == ("bfloat16", "bf16", "bf16")
-
-
-def test_two_runs_are_made_and_joined_on_the_device(
-    device: torch.device, config: RunConfig, tmp_path: Path
-) -> None:
-    grown = "method={variant: preserve, vocabulary: {new_tokens: 8, min_count: 2}}"
-    one = shortened(config, tmp_path / "one", grown, f"corpus.sources=[{{{korean(tmp_path)}}}]")
-    other = shortened(config, tmp_path / "other", "method={variant: route}")
-    folder = tmp_path / "joined"
-    runs = [one.output_dir, other.output_dir]
-    verbs: list[Callable[[], Any]] = [
-        lambda: train_run(one),
-        lambda: train_run(other),
-        lambda: join(runs, folder, None),
-        lambda: generated(folder),
-        lambda: verify(folder),
-    ]
-    for verb in verbs:
-        assert embedded_on(verb) == {device.type}

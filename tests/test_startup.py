@@ -97,7 +97,6 @@ ALONE = [
     ("generate /absent", "no such folder"),
     ("serve /absent", "no such folder"),
     ("verify /absent", "no such folder"),
-    ("join /absent /absent2 --output /tmp/x", "no such folder"),
     ("compare /absent --output /tmp/x", "no such folder"),
     (INIT.format("a", "/absent"), "not a folder"),
     (INIT.format("a", "base"), "model.safetensors"),

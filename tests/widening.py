@@ -16,12 +16,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.joining.members import Member, put_together
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.starts.start import TextToLearn
 from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, RouterConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
-from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.runs.method_folder import load_recorded_base, put_on_base
 from scale_cli.storage.atomic import read_json, verify_folder, write_json
@@ -222,13 +220,3 @@ def train_steps(model: ScaleForCausalLM, ids: Tensor, *, num_steps: int, lr: flo
         losses.append(loss.item())
     model.eval()
     return losses
-
-
-def joined(base: PreTrainedModel, **runs: ScaleForCausalLM) -> JoinedForCausalLM:
-    """Put the expansions of some models on one base."""
-    unread: Any = None
-    members = [
-        Member(name, run.expansion, run.config, Path(), unread, "", [], [])
-        for name, run in runs.items()
-    ]
-    return put_together(base, members)

@@ -68,7 +68,6 @@ def serve(
         head=head,
         config=config,
         prior=generator.prior if names else None,
-        num_heads=len(names),
         rule=getattr(generator.model.config, "router_rule", "posterior"),
     )
     run_server(generator, address.name, address.host, address.port)
@@ -148,7 +147,6 @@ def _announce(
     head: Head | None,
     config: dict[str, Any],  # of a plain export; empty for a run
     prior: PriorByScript | None,  # None: without a router
-    num_heads: int = 2,
     rule: str = "posterior",
 ) -> None:
     """Log what the server guarantees, the model's name, and a command that asks it."""
@@ -160,7 +158,7 @@ def _announce(
         elif head is None and config:
             what = "the model has none"
     else:
-        smallest = min(prior.otherwise, (1.0 - prior.otherwise) / (num_heads - 1))
+        smallest = min(prior.otherwise, 1.0 - prior.otherwise)
         what = f"no document costs more than {-math.log(smallest):.3f} nats over its best head"
         if prior.ranges and prior.in_script is not None and prior.in_script < smallest:
             what += (

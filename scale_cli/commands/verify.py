@@ -14,7 +14,6 @@ from typing import Any
 
 from scale_cli.commands.export import check_written_export
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import (
     BaseModelError,
     ChangedBaseError,
@@ -24,20 +23,13 @@ from scale_cli.errors import (
 )
 from scale_cli.export.cached_decoding import check_cached_decoding
 from scale_cli.export.records import ExportRecord
-from scale_cli.joining.checks import check_head
-from scale_cli.joining.report import KIND, JoinReport
-from scale_cli.model.joined_scale import JoinedForCausalLM
-from scale_cli.processes import move_to_device
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.opened import MethodFolder
-from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder
+from scale_cli.storage.atomic import MANIFEST, described_files, verify_folder
 from scale_cli.terminal import log, print_json
 from scale_cli.training.metrics_log import place_of, read_records
 from scale_cli.training.records import TrainState
-from scale_cli.upscale.base import load_written
 from scale_cli.upscale.base_files import BaseRecord
-from scale_cli.upscale.base_hashes import record_base
-from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 
 
@@ -159,32 +151,10 @@ def _check_export(folder: Path) -> None:
     check_written_export(config.model_copy(update={"output_dir": run.root}), folder)
 
 
-def _check_joined(folder: Path) -> None:
-    """Check the hash of a joined model's base, and its base logits bit for bit."""
-    report = JoinReport.load(folder)
-    model = move_to_device(load_written(JoinedForCausalLM, folder)).eval()
-    now = record_base(model.base, ModelConfig(base=report.base)).content_sha256
-    if now != report.base_sha256:
-        raise CheckFailed(
-            f"{folder}: its base has SHA-256 {now[:12]}, "
-            f"but the joined base had {report.base_sha256[:12]}"
-        )
-    num_old = model.base.config.vocab_size  # it has no new tokens: old ones replace them
-    prompts = [ids % num_old for ids in sample_ids(load_tokenizer(ModelConfig(base=str(folder))))]
-    check_head(model, 0, prompts, own_logits(model.base, prompts))
-
-
 # Of each check: its name, whether a folder needs it, and how it is done.
 _CHECKS: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], None]], ...] = (
     ("hashes", Path.is_dir, _check_files),
     ("base and its preservation", BaseRecord.is_in, _check_base),
     ("log", lambda folder: folder.name == "final" and TrainState.is_in(folder), _check_log),
     ("parity", ExportRecord.is_in, _check_export),
-    (
-        "base and its preservation",
-        lambda folder: (
-            JoinReport.is_in(folder) and read_json(folder / JoinReport.FILE).get("kind") == KIND
-        ),
-        _check_joined,
-    ),
 )

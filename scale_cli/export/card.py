@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,61 +70,17 @@ def base_licence(model: ModelConfig) -> Licence:
     return Licence(data.license, data.license_name, data.license_link, tuple(sorted(files)))
 
 
-class Stage:
-    """One training behind a model."""
-
-    def __init__(self, config: RunConfig, folder: Path) -> None:
-        """Read a run's `final/`, or an adapter export, which does not say how long or on how much
-        it was trained.
-        """
-        self.config = config
-        self.base = BaseRecord.load(folder)
-        self.state = TrainState.load_if_there(folder)
-        self.begun = BranchPoint.load_if_there(folder)
-        ledger = TokenLedger.load_if_there(folder)
-        self.tokens = {} if ledger is None else ledger.sources  # by source
-
-
-def model_card(config: RunConfig, export: Format, *, report: Report | None, **values: Any) -> str:
-    """Return the README.md of an export; `values` are the licence and others of `card.md.j2`."""
-    is_served = export.answers_as_served
-    router = config.method.router
-    bounds = {}  # nats that a document costs at most
-    if router is not None and config.method.served == "posterior" and is_served:
-        bounds = {"base": -math.log(router.prior), "trained": -math.log(1.0 - router.prior)}
-        if config.new_script is not None and router.script_prior is not None:
-            bounds["script"] = -math.log(router.script_prior)
-    return card(
-        [Stage(config, RunFolder(config.output_dir).final)],
-        tag=config.method.variant,
-        kind=export.loaded_as,
-        members=(),
-        dtype=config.model.dtype,
-        method=config.method.definition,
-        export=export,
-        report=report,
-        failures=[] if report is None else failures(report),
-        answers=report.served if report is not None and is_served else "trained",
-        bounds=bounds,
-        not_covered=NOT_COVERED,
-        **values,
-    )
-
-
-def card(stages: Sequence[Stage], *, licence: Licence, tag: str, kind: str, **values: Any) -> str:
-    """Return the card of an export, or of joined runs.
-
-    Args:
-        stages: several if the model was joined.
-        licence: the base's.
-        tag: the kind of model, for the hub.
-        kind: how it is loaded.
-        values: what else `card.md.j2` reads.
+def model_card(
+    config: RunConfig, export: Format, *, report: Report | None, licence: Licence, **values: Any
+) -> str:
+    """Return the README.md of an export; `licence` is the base's, `values` are others of
+    `card.md.j2`.
     """
-    record = stages[0].base
+    final = RunFolder(config.output_dir).final
+    record = BaseRecord.load(final)
     is_local = looks_local(record.name)
-    sources = [source for stage in stages for source in stage.config.corpus.sources]
-    measured = [source for stage in stages for source in stage.config.evaluation.perplexity]
+    sources = config.corpus.sources
+    measured = config.evaluation.perplexity
     languages = [source.language for source in measured if source.role == "retention"]
     languages += [source.language for source in sources]
     taught = [language_name(source.language) for source in sources if source.role == "new"]
@@ -134,21 +89,44 @@ def card(stages: Sequence[Stage], *, licence: Licence, tag: str, kind: str, **va
         license=licence.identifier,
         license_name=licence.name,
         license_link=licence.link,
-        library_name={"peft": "peft", "adapter": "scale"}.get(kind, "transformers"),
+        library_name={"peft": "peft", "adapter": "scale"}.get(export.loaded_as, "transformers"),
         pipeline_tag="text-generation",
         base_model=None if is_local else record.name,
-        tags=["scale", "continual-pretraining", tag],
+        tags=["scale", "continual-pretraining", config.method.variant],
     )
+    is_served = export.answers_as_served
     return render(
         "card.md.j2",
         metadata=Markup(metadata.to_yaml()),
         # Of a local folder only the last two parts, to keep its location private.
         base="/".join(Path(record.name).parts[-2:]) if is_local else record.name,
         record=record,
-        stages=stages,
+        config=config,
+        state=TrainState.load(final),
+        begun=BranchPoint.load_if_there(final),
+        tokens=TokenLedger.load(final).sources,  # by source
         taught=list(dict.fromkeys(taught)),
         licence=licence,
-        kind=kind,
+        kind=export.loaded_as,
         least_transformers=".".join(map(str, LEAST_TRANSFORMERS)),
+        dtype=config.model.dtype,
+        method=config.method.definition,
+        export=export,
+        report=report,
+        failures=[] if report is None else failures(report),
+        answers=report.served if report is not None and is_served else "trained",
+        bounds=_bounds(config) if is_served else {},
+        not_covered=NOT_COVERED,
         **values,
     )
+
+
+def _bounds(config: RunConfig) -> dict[str, float]:
+    """Return the nats that a document costs at most, over each head and by a prompt's script."""
+    router = config.method.router
+    if router is None or config.method.served != "posterior":
+        return {}
+    bounds = {"base": -math.log(router.prior), "trained": -math.log(1.0 - router.prior)}
+    if config.new_script is not None and router.script_prior is not None:
+        bounds["script"] = -math.log(router.script_prior)
+    return bounds

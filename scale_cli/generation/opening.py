@@ -12,7 +12,6 @@ from scale_cli.config.schema import Head, ModelConfig
 from scale_cli.errors import RunFolderError
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.export.plain_folder import routed_class
-from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import move_to_device
 from scale_cli.runs.folder import RunFolder
@@ -67,14 +66,14 @@ def _open_on_base(opened: MethodFolder, head: Head | None) -> tuple[Any, Any]:
 def _open_whole(folder: Path, head: Head | None) -> Any:
     """Open a folder that holds all that answers: a base, or an export."""
     kind = read_json(folder / "config.json").get("model_type")
-    loaders: dict[Any, Any] = {"scale": ScaleForCausalLM, "scale-joined": JoinedForCausalLM}
-    routed = loaders.get(kind) or routed_class(folder)
+    is_widened = kind == "scale"
+    routed = ScaleForCausalLM if is_widened else routed_class(folder)
     if head == "base" or (head == "routed" and routed is None):
         raise RunFolderError(
             f"{folder}: --head {head}: this folder holds only a trained model; give its run"
         )
-    loader = routed if head != "trained" or kind in loaders else None
+    loader = routed if head != "trained" or is_widened else None
     model = move_to_device(load_written(loader or AutoModelForCausalLM, folder)).eval()
-    if head == "trained" and kind in loaders:
+    if head == "trained" and is_widened:
         set_router(model, None)
     return model

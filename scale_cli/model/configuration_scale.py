@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import field
-from itertools import chain
 from typing import Any
 
 import transformers
@@ -33,18 +32,7 @@ _READ_FROM_BASE = (
 )
 
 
-class _OverABase(PreTrainedConfig):
-    """Common part of the configurations of widened models: a base's configuration, and new tokens."""
-
-    def __post_init__(self: Any, **given: Any) -> None:
-        given |= {name: self.base_config.get(name) for name in _READ_FROM_BASE}
-        if self.new_tokens:
-            given["vocab_size"] += len(self.new_tokens)
-        # The base's own configuration says whether its embeddings are tied; E' and H' never are.
-        super().__post_init__(**given | {"tie_word_embeddings": False})
-
-
-class ScaleConfig(_OverABase):
+class ScaleConfig(PreTrainedConfig):
     """Sizes of the expansion, the layers where it collaborates, and how its head is served beside
     the base's.
     """
@@ -75,6 +63,13 @@ class ScaleConfig(_OverABase):
     own_pieces: list[int] = field(default_factory=list)
     use_cache: bool = True  # whether generation keeps keys, values and the router's state
 
+    def __post_init__(self, **given: Any) -> None:
+        given |= {name: self.base_config.get(name) for name in _READ_FROM_BASE}
+        if self.new_tokens:
+            given["vocab_size"] += len(self.new_tokens)
+        # The base's own configuration says whether its embeddings are tied; E' and H' never are.
+        super().__post_init__(**given | {"tie_word_embeddings": False})
+
     @property
     def routes(self) -> bool:
         """Whether serving mixes the base's head and the trained one."""
@@ -91,70 +86,3 @@ class ScaleConfig(_OverABase):
         """The lowest layer that writes into the base stream; num_hidden_layers if none does."""
         layers = [*self.attention_collaboration_layers, *self.mlp_collaboration_layers]
         return min(layers, default=int(self.base_config.get("num_hidden_layers", 0)))
-
-
-class JoinedConfig(_OverABase):
-    """Several expansions on one plain base, and the settings of the router over their heads."""
-
-    model_type = "scale-joined"
-    # As in ScaleConfig; there is no other rule here.
-    routes = True
-    router_rule = "posterior"
-    router_threshold = 0.5
-    router_script_prior = None  # no language is the new one
-
-    base_config: dict[str, Any] = field(default_factory=dict)  # `model_type` included
-    # For each expansion: its `name`, and its `expansion`: sizes and new tokens as fields of
-    # ScaleConfig. Two members may bring the same tokens.
-    members: list[dict[str, Any]] = field(default_factory=list)
-    # Of the base head, the others share the rest; None: the same for every head.
-    router_prior: float | None = None
-    use_cache: bool = True  # whether generation keeps keys, values and the router's state
-
-    def __post_init__(self, **given: Any) -> None:
-        if self.router_prior is None:
-            self.router_prior = 1.0 / len(self.head_names)
-        super().__post_init__(**given)
-
-    @property
-    def new_tokens(self) -> list[str]:
-        """All tokens that the base lacks, as in ScaleConfig, each once, in the order of the
-        members.
-        """
-        return list(chain.from_iterable(dict.fromkeys(map(_brought, self.members))))
-
-    @property
-    def own_pieces(self) -> list[int]:
-        """The first old ids of all members' new tokens that only ever begin text in the new tokens'
-        scripts.
-        """
-        of_members = [member["expansion"].get("own_pieces", ()) for member in self.members]
-        return list(dict.fromkeys(chain.from_iterable(of_members)))
-
-    def known_by_heads(self) -> list[tuple[int, int]]:
-        """Return, for the base's head and each member's, the range of new tokens it knows as
-        (first, last + 1): those that its run brought.
-        """
-        first: dict[tuple[str, ...], int] = {(): 0}
-        known = [(0, 0)]
-        for tokens in map(_brought, self.members):
-            first.setdefault(tokens, sum(map(len, first)))
-            known.append((first[tokens], first[tokens] + len(tokens)))
-        return known
-
-    def token_ids(self, head: int) -> list[int]:
-        """Return the ids of all tokens: first those that a head knows, in its own order, then the
-        others.
-        """
-        num_old = self.base_config.get("vocab_size", 0)
-        num_all = num_old + len(self.new_tokens)
-        first, end = (num_old + place for place in self.known_by_heads()[head])
-        return [*range(num_old), *range(first, end), *range(num_old, first), *range(end, num_all)]
-
-    @property
-    def head_names(self) -> list[str]:
-        return ["base", *(member["name"] for member in self.members)]
-
-
-def _brought(member: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(member["expansion"].get("new_tokens") or ())

@@ -69,8 +69,7 @@ def check_config_file(model: ModelConfig) -> None:
     if any(BaseRecord.is_in(folder) for folder in (base, base / "final", base / "upscaled")):
         raise BaseModelError(
             f"model.base: {name} is a run, which cannot be widened again; export it as llama and "
-            "widen that export, or train another run on its base and put both together with "
-            "`scale join`"
+            "widen that export"
         )
     if not looks_local(name):
         return

@@ -42,30 +42,6 @@ def check_added_tokens(
     return num_same + _check_decoded(old, new, learned)
 
 
-def check_union(
-    parts: Sequence[tuple[Tokenizer, Script]],
-    united: Tokenizer,
-    first_id: int,
-    texts: Sequence[str],
-) -> None:
-    """Check a tokenizer with the new tokens of several others, one's after another's, against each
-    of them.
-
-    No two scripts overlap. Texts without the other scripts must have the ids of each tokenizer, its
-    new ids moved by the number of tokens put before them. All texts must decode alike.
-    """
-    united = _copy(united)
-    num_before = 0
-    for part, script in parts:
-        alone = _copy(part)
-        ranges = [pair for _, other in parts if other is not script for pair in other.ranges]
-        _check_ids(
-            alone, united, _without(Script(tuple(ranges)), alone, texts), first_id, num_before
-        )
-        _check_decoded(alone, united, texts)
-        num_before += part.get_vocab_size() - first_id
-
-
 def _copy(tokenizer: Tokenizer) -> Tokenizer:
     """Return a copy for which, as in corpora, a "</s>" in a text is text."""
     copied = Tokenizer.from_str(tokenizer.to_str())
@@ -94,16 +70,12 @@ def _check_tokens(old: Tokenizer, new: Tokenizer) -> None:
             )
 
 
-def _check_ids(
-    old: Tokenizer, new: Tokenizer, texts: Iterable[str], first_id: int = 0, moved: int = 0
-) -> int:
-    """Check that texts keep their ids, those from `first_id` on moved by `moved`; return how many
-    were compared.
-    """
+def _check_ids(old: Tokenizer, new: Tokenizer, texts: Iterable[str]) -> int:
+    """Check that texts keep their ids; return how many were compared."""
     count = 0
     for text, before, after in _both(old, new, texts):
         count += 1
-        if after != [index + moved if index >= first_id else index for index in before]:
+        if after != before:
             raise PreservationError(f"method.vocabulary: the tokens of {text[:80]!r} have changed")
     return count
 

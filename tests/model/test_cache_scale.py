@@ -18,7 +18,7 @@ from scale_cli.model.cache_scale import CACHE
 from tests.model.test_families import tiny
 from tests.model.test_modeling_scale import some_ids
 from tests.model.test_routed_scale import routed
-from tests.widening import as_if_trained, joined, tiny_llama, trained_on, widen
+from tests.widening import as_if_trained, tiny_llama, widen
 
 # Each rule, and where none, some and all layers collaborate.
 SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -28,17 +28,13 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[*SERVED, "joined", "one row"])
+@pytest.fixture(scope="module", params=[*SERVED, "one row"])
 def model(request: pytest.FixtureRequest) -> Any:
     base = tiny_llama()
     if request.param == "one row":  # the plain export with its router
         return routed(as_if_trained(widen(base, "route")))
-    if request.param in SERVED:
-        variant, layers, rule = SERVED[request.param]
-        return as_if_trained(widen(base, variant, layers, **rule))
-    first = trained_on(base, "preserve", seed=1)
-    second = trained_on(base, "adapt", "top:2", seed=2)
-    return joined(base, first=first, second=second)
+    variant, layers, rule = SERVED[request.param]
+    return as_if_trained(widen(base, variant, layers, **rule))
 
 
 def generate(model: Any, input_ids: Tensor, **options: Any) -> Any:

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from tests.command_line import refused
-from tests.widening import as_if_trained, joined, routed_heads, tiny_llama, trained_head, widen
+from tests.widening import as_if_trained, routed_heads, tiny_llama, trained_head, widen
 
 
 def some_ids(*shape: int, seed: int = 0) -> Tensor:
@@ -96,32 +95,27 @@ def test_logits_to_keep_keeps_the_last_ones_or_those_of_an_index(variant: str, r
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_class", [ScaleForCausalLM, JoinedForCausalLM])
 @torch.no_grad()
-def test_a_loaded_model_lies_on_one_device_or_is_refused(tmp_path: Path, model_class: Any) -> None:
-    base = tiny_llama()
-    model: Any = as_if_trained(widen(base, "route", "none"))
-    if model_class is JoinedForCausalLM:
-        model = joined(base, one=model)
+def test_a_loaded_model_lies_on_one_device_or_is_refused(tmp_path: Path) -> None:
+    model: Any = as_if_trained(widen(tiny_llama(), "route", "none"))
     model.save_pretrained(tmp_path)
     # The room there is would put its parts into different places.
-    loaded = model_class.from_pretrained(tmp_path, device_map="auto", max_memory={"cpu": 20_000})
+    loaded = ScaleForCausalLM.from_pretrained(
+        tmp_path, device_map="auto", max_memory={"cpu": 20_000}
+    )
     assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}
     assert torch.equal(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits)
     for parts in ({"": "cpu", "base.model.layers.0": "meta"}, {"": "disk"}):
         with pytest.raises(ValueError, match=r"device_map: .* on one device"):
-            model_class.from_pretrained(tmp_path, device_map=parts)
+            ScaleForCausalLM.from_pretrained(tmp_path, device_map=parts)
 
 
 LORA = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-@pytest.fixture(params=["route", "adapt", "joined"])
+@pytest.fixture(params=["route", "adapt"])
 def model(request: pytest.FixtureRequest) -> Any:
-    base = tiny_llama()
-    if request.param == "joined":
-        return joined(base, one=as_if_trained(widen(base, "preserve")))
-    return as_if_trained(widen(base, request.param, "top:1"))
+    return as_if_trained(widen(tiny_llama(), request.param, "top:1"))
 
 
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {

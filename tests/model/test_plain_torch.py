@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.model.test_expansion_scale import ISOLATED
 from tests.model.test_families import BASES, IDS, tiny
 from tests.plain_torch import logits_of
-from tests.widening import as_if_trained, joined, routed_heads, trained_on, widen
+from tests.widening import as_if_trained, routed_heads, trained_on, widen
 
 DOCUMENTS = (ISOLATED == 0).cumsum(1)
 families = pytest.mark.parametrize("family", BASES)
@@ -26,15 +26,15 @@ def tensors_of(module: Any) -> dict[str, Tensor]:
 @torch.no_grad()
 def test_every_head_says_what_plain_torch_says(family: str) -> None:
     base: Any = tiny(family)
-    runs = {
-        "reads": trained_on(base, "preserve", seed=1),
-        "writes": trained_on(base, "adapt", "top:2", seed=2),
-    }
-    heads = routed_heads(joined(base, **runs), IDS)
-    added = [None, *(tensors_of(run.expansion) for run in runs.values())]
-    for logits, of_run in zip(heads, added, strict=True):
-        expected = logits_of(base.config, tensors_of(base), of_run, IDS)
-        torch.testing.assert_close(logits.double(), expected, rtol=0.0, atol=1e-4)
+    for run in (
+        trained_on(base, "preserve", seed=1),
+        trained_on(base, "adapt", "top:2", seed=2),
+    ):
+        for logits, added in zip(
+            routed_heads(run, IDS), (None, tensors_of(run.expansion)), strict=True
+        ):
+            expected = logits_of(base.config, tensors_of(base), added, IDS)
+            torch.testing.assert_close(logits.double(), expected, rtol=0.0, atol=1e-4)
 
 
 @families

@@ -58,16 +58,16 @@ def test_only_nothing_an_empty_folder_and_an_earlier_result_of_the_kind_may_be_r
     for output in (
         tmp_path / "absent",
         tmp_path / "empty",
-        result(tmp_path / "earlier", "scale join"),
+        result(tmp_path / "earlier", "scale compare"),
     ):
-        check_replaceable(output, "scale join")
+        check_replaceable(output, "scale compare")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier", "empty"]
     (tmp_path / "file").write_text("mine")
-    write_json(tmp_path / "unlisted" / "report.json", {"kind": "scale join"})
+    write_json(tmp_path / "unlisted" / "report.json", {"kind": "scale compare"})
     result(tmp_path / "other", "scale comparison")
-    (result(tmp_path / "added", "scale join") / "notes.txt").write_text("mine")
+    (result(tmp_path / "added", "scale compare") / "notes.txt").write_text("mine")
     for name in ("file", "unlisted", "other", "added"):
         with pytest.raises(
-            RunFolderError, match=rf"^--output .*{name}: holds something other than a scale join"
+            RunFolderError, match=rf"^--output .*{name}: holds something other than a scale compare"
         ):
-            check_replaceable(tmp_path / name, "scale join")
+            check_replaceable(tmp_path / name, "scale compare")

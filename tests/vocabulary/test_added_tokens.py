@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,11 +21,10 @@ from scale_cli.vocabulary.added_tokens import (
     count_words,
     extended,
     learn,
-    new_tokens,
     pieces,
     with_new_pieces,
 )
-from scale_cli.vocabulary.checks import check_added_tokens, check_union
+from scale_cli.vocabulary.checks import check_added_tokens
 from tests.command_line import refused
 from tests.vocabulary.sweeps import characters_outside, random_strings
 from tests.vocabulary.tokenizers_at_hand import (
@@ -34,13 +32,11 @@ from tests.vocabulary.tokenizers_at_hand import (
     KINDS,
     KOREAN,
     RARE_BYTES,
-    RUSSIAN,
     llama_3,
     smollm2,
 )
 
 HANGUL = Script.named("hangul")
-CYRILLIC = Script.named("cyrillic")
 FIRST_ID = 512  # some rows more than any of them has tokens
 
 
@@ -123,68 +119,19 @@ def test_new_tokens_save_tokens_and_what_is_written_is_read_back(
         assert ids_of(tokenizers.new, token.content) == [index]
 
 
-@functools.cache
-def united(kind: Callable[[], Tokenizer]) -> tuple[Grown, Tokenizer]:
-    """One with the letters of another script in the place of Hangul, and one with both."""
-    hangul = grown(kind)
-    cyrillic = grown_by(hangul.old, RUSSIAN, CYRILLIC, most=60)
-    more = new_tokens(cyrillic.new, FIRST_ID)
-    return cyrillic, extended(hangul.new, more, FIRST_ID + 100)
-
-
-@any_kind
-@settings(max_examples=60)
-@given(
-    text=st.one_of(
-        texts, st.text(st.one_of(letters, st.sampled_from("власть людей Ѐӿ")), max_size=40)
-    ),
-    both=st.lists(st.sampled_from([*KOREAN.split(), *RUSSIAN.split(), *ENGLISH.split()[:20]])).map(
-        " ".join
-    ),
-)
-def test_with_the_new_tokens_of_two_scripts_each_has_the_ids_that_it_has_alone(
-    kind: Callable[[], Tokenizer], text: str, both: str
-) -> None:
-    hangul = grown(kind)
-    cyrillic, together = united(kind)
-    normalizer = hangul.old.normalizer
-    for any_text in (text, both, text + both):
-        ids, old = ids_of(together, any_text), ids_of(hangul.old, any_text)
-        assert in_old_ids(ids, [*hangul.pieces, *cyrillic.pieces]) == old
-        assert together.decode(ids, skip_special_tokens=False) == hangul.old.decode(
-            old, skip_special_tokens=False
-        )
-        read = any_text if normalizer is None else normalizer.normalize_str(any_text)
-        if not re.search(f"[{CYRILLIC.characters}]", read):
-            assert ids == ids_of(hangul.new, any_text)
-        if not re.search(f"[{HANGUL.characters}]", read):
-            alone = ids_of(cyrillic.new, any_text)
-            assert ids == [index + 100 if index >= FIRST_ID else index for index in alone]
-
-
 @any_kind
 def test_no_character_outside_the_script_has_other_ids(kind: Callable[[], Tokenizer]) -> None:
     """Every character of Unicode, fifty lines of one at a time, and random strings of them."""
     one = grown(kind)
-    cyrillic, together = united(kind)
     outside = characters_outside(HANGUL)
     lines = ["\n".join(outside[at : at + 50]) for at in range(0, len(outside), 50)]
     texts = [*lines, *random_strings(one.old, outside, seed=0)]
     num_compared = check_added_tokens(one.old, one.new, HANGUL, texts, [KOREAN])
     assert num_compared > 0.9 * len(texts)
 
-    both = Script(HANGUL.ranges + CYRILLIC.ranges)
-    letters = [chr(code) for first, last in both.ranges for code in range(first, last + 1)]
-    of_letters = [*random_strings(one.old, letters, seed=0), KOREAN, RUSSIAN, ENGLISH]
-    check_union([(one.new, HANGUL), (cyrillic.new, CYRILLIC)], together, FIRST_ID, of_letters)
-
 
 def test_the_checks_find_one_token_that_moved_or_that_other_texts_have() -> None:
     one = grown(llama_3)
-    cyrillic, together = united(llama_3)
-    parts = [(one.new, HANGUL), (cyrillic.new, CYRILLIC)]
-    check_union(parts, together, FIRST_ID, [KOREAN, RUSSIAN, ENGLISH])
-
     left, right = one.old.encode("epoch", add_special_tokens=False).tokens[-2:]
     damaged = extended(one.old, [NewToken(left + right, (left, right))], FIRST_ID)
     for kept, learned in ([ENGLISH, "epoch"], [KOREAN]), ([], [KOREAN, "국민epoch"]):
@@ -196,9 +143,6 @@ def test_the_checks_find_one_token_that_moved_or_that_other_texts_have() -> None
     moved = Tokenizer.from_str(json.dumps(described))
     with pytest.raises(PreservationError, match="had the id"):
         check_added_tokens(one.old, moved, HANGUL, [], [])
-    fewer = extended(one.new, new_tokens(cyrillic.new, FIRST_ID)[:-1], FIRST_ID + 100)
-    with pytest.raises(PreservationError, match="have changed"):
-        check_union(parts, fewer, FIRST_ID, [RUSSIAN])
 
 
 @pytest.mark.parametrize(("byte", "named"), [(0xEA, "ea"), (ord(" "), "20")])
