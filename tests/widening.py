@@ -20,7 +20,7 @@ from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.starts.start import TextToLearn
 from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, RouterConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
-from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.runs.method_folder import load_recorded_base, put_on_base
 from scale_cli.storage.atomic import read_json, verify_folder, write_json
 from scale_cli.training.optimiser import build_optimiser
@@ -196,7 +196,7 @@ def assert_starts_as_base(
 
 
 @torch.no_grad()
-def routed_heads(model: WidenedModel, input_ids: Tensor) -> list[Tensor]:
+def routed_heads(model: ScaleForCausalLM, input_ids: Tensor) -> list[Tensor]:
     """The logits of every head that is routed among, the base's first."""
     return model.routed_logits(model.final_states(input_ids, preserved=True))
 

@@ -1,7 +1,6 @@
 """Continue prompts with a base, a trained model or an export, and show which head gave each token.
 
-Shapes: K heads (base, trained; in a joined model the base and every member), B prompts, T
-positions.
+Shapes: K heads (base, trained), B prompts, T positions.
 """
 
 from __future__ import annotations

@@ -1,29 +1,25 @@
-"""What one forward pass of a frozen base with its expansions shares, remembers and returns.
+"""What one forward pass of a frozen base with its expansion shares, remembers and returns.
 
-Heads are counted from the base's own, head 0; head k belongs to the k-th expansion, which reads x.
-Nothing that an expansion computes reaches another head, so all of them keep their bits.
+    base head        H x                 where nothing writes into x, or H x_p, of the untouched stream
+    trained head     H x_a + H' u        x_a is x, into which the expansion may write (W12)
 
-    head 0           H x                        the base, run once
-    head k           H x + H'_k u_k, or H x_k + H'_k u_k, if the expansion writes into x (W12) and so has an x of its
-                     own
+Nothing that the expansion computes reaches the base's head, so it keeps its bits.
 
-Shapes: B batch, T positions, D base channels, E expansion channels, V vocabulary.
+Shapes: B batch, T positions, D base channels, E expansion channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from .cache_scale import named
-from .expansion_scale import Expansion, LayerContext
+from .expansion_scale import LayerContext
 from .family_scale import family_of
 from .fused_scale import rotation_angles
 from .routing import RouterMemory
@@ -33,10 +29,9 @@ class ScaleCache(DynamicCache):
     """A DynamicCache with one slot for each stream of each layer, and the router's memory beside
     it.
 
-    With L layers and K expansions, slot i holds the base's heads in layer i, and slot kL + i the
-    heads of the k-th expansion in that layer. Slot (K + k)L + i holds the base's heads on the
-    stream that the k-th expansion adapts, from its first collaborating layer up; it is used only if
-    the untouched stream is served too.
+    With L layers, slot i holds the base's heads in layer i, and slot L + i the expansion's. Slot
+    2L + i holds the base's heads on the stream into which the expansion writes, from the lowest
+    such layer up; it is used only if the untouched stream is served too.
     """
 
     def __init__(self) -> None:
@@ -72,11 +67,10 @@ class ScaleCache(DynamicCache):
 class FinalStates:
     """Inputs of the vocabulary heads: the streams after the last norm."""
 
-    expansions: Sequence[Expansion]
-    # By the head they belong to: every expansion that writes into x; head 0 if it was asked for or
-    # read.
-    x_BTD: dict[int, Tensor]
-    u_KBTE: list[Tensor]  # of every expansion
+    x_BTD: Tensor  # what the trained head reads of the base
+    u_BTE: Tensor  # of the expansion
+    # The untouched stream; None where it is x, or was not asked for.
+    p_BTD: Tensor | None
 
     def at(self, positions: slice | Tensor) -> FinalStates:
         """Return the states at some positions, the same for every sequence.
@@ -84,30 +78,9 @@ class FinalStates:
         They are contiguous; otherwise `linear` would make one product per sequence, and read the
         head B times.
         """
-        x_BTD = {head: x[:, positions].contiguous() for head, x in self.x_BTD.items()}
-        u_KBTE = [u[:, positions].contiguous() for u in self.u_KBTE]
-        return FinalStates(self.expansions, x_BTD, u_KBTE)
-
-    def logits(self, vocabulary_head: Any, heads: Sequence[int]) -> list[Tensor]:
-        """Return the logits of `heads`; shared products are computed once."""
-        products: dict[int, Tensor] = {}  # H x, by the head that x belongs to
-        logits = []
-        for head in heads:
-            owner = head if head in self.x_BTD else 0
-            if owner not in products:
-                products[owner] = vocabulary_head(self.x_BTD[owner])
-            of_head = products[owner]
-
-            if head > 0:
-                expansion = self.expansions[head - 1]
-                if expansion.new_tokens is not None:
-                    weight = expansion.new_tokens.lm_head.weight
-                    new = F.linear(self.x_BTD[owner].to(weight.dtype), weight)
-                    of_head = torch.cat([of_head, new], dim=-1)
-                weight = expansion.lm_head.weight
-                of_head = of_head + F.linear(self.u_KBTE[head - 1].to(weight.dtype), weight)
-            logits.append(of_head)
-        return logits
+        x_BTD, u_BTE = (of[:, positions].contiguous() for of in (self.x_BTD, self.u_BTE))
+        p_BTD = None if self.p_BTD is None else self.p_BTD[:, positions].contiguous()
+        return FinalStates(x_BTD, u_BTE, p_BTD)
 
 
 def base_layer_alone(base_layer: Any, p_BTD: Tensor, context: LayerContext) -> Tensor:

@@ -6,7 +6,7 @@ Every linear map W of the decoder is widened in both directions; W itself is nev
     [ y' ] = [ W21  W22 ] [ u ]        u : expansion stream, E channels
 
 `walk` takes the base stream through one layer, and `AddedStream` takes u through the same two
-steps. Without W12 the base walks first and alone, and several expansions can follow the same walk.
+steps. Without W12 the base walks first and alone, and the expansion follows.
 
 Shapes: B batch, T positions, D base channels, E expansion channels, N attention heads, A channels
 a head. A tensor that may have several shapes carries no suffix.
@@ -251,7 +251,7 @@ def walk(
 
 @dataclass
 class AddedStream:
-    """The stream u of one expansion on its way through one layer, step by step beside the base
+    """The stream u on its way through one layer, step by step beside the base
     stream.
     """
 
@@ -349,23 +349,21 @@ class ExpansionLayer(nn.Module):
         context: LayerContext,
         base_slot: int,
         own_slot: int,
-        reads: LayerReads | None = None,
-    ) -> tuple[Tensor, Tensor, LayerReads]:
-        """Return x and u after this layer, and what the layer's maps have read from x.
+    ) -> tuple[Tensor, Tensor]:
+        """Return x and u after this layer.
 
         While nothing has written into x (below every collaborating layer; always in Preserve), the
         base layer runs alone and without autograd: it costs one forward pass, and is never computed
-        twice. Given its `reads`, it does not run at all, and x is returned as it is.
+        twice.
         """
-        if reads is None and (self.collaborates or x_BTD.requires_grad):
+        if self.collaborates or x_BTD.requires_grad:
             return context.run(
                 self._with_base, base_layer, x_BTD, u_BTE, context, base_slot, own_slot
             )
-        if reads is None:
-            with torch.no_grad():
-                x_BTD, reads = walk(base_layer, x_BTD, context, base_slot)
+        with torch.no_grad():
+            x_BTD, reads = walk(base_layer, x_BTD, context, base_slot)
         u_BTE = context.run(self._after_base, base_layer, u_BTE, reads, context, own_slot)
-        return x_BTD, u_BTE, reads
+        return x_BTD, u_BTE
 
     def _with_base(
         self,
@@ -375,10 +373,10 @@ class ExpansionLayer(nn.Module):
         context: LayerContext,
         base_slot: int,
         own_slot: int,
-    ) -> tuple[Tensor, Tensor, LayerReads]:
+    ) -> tuple[Tensor, Tensor]:
         added = AddedStream(self, base_layer, u_BTE, LayerReads(), context, own_slot)
-        x_BTD, reads = walk(base_layer, x_BTD, context, base_slot, added)
-        return x_BTD, added.u_BTE, reads
+        x_BTD, _ = walk(base_layer, x_BTD, context, base_slot, added)
+        return x_BTD, added.u_BTE
 
     def _after_base(
         self,
@@ -397,7 +395,7 @@ class ExpansionLayer(nn.Module):
 
 
 class Expansion(nn.Module):
-    """Everything that one expansion adds to the plain model `base`."""
+    """Everything that is added to the plain model `base`."""
 
     layers: nn.ModuleList
 
@@ -415,5 +413,5 @@ class Expansion(nn.Module):
         )
         self.norm = ExpansionNorm(config.expansion_hidden_size)
         self.lm_head = nn.Linear(config.expansion_hidden_size, config.vocab_size, bias=False)
-        # Whether the expansion writes into x in any layer, and so has an x of its own.
+        # Whether the expansion writes into x in any layer.
         self.writes = self.first_collaborating_layer < len(self.layers)

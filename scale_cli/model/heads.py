@@ -5,7 +5,7 @@ The heads belong to one widened model, or to two models: a trained one beside th
 Any method can be routed in this second way without widening anything; `route` has to be
 compared with it.
 
-Shapes: K heads (the first the base's, the last the trained one's), B batch, T positions, V
+Shapes: K heads (the base's and the trained one's, or the base's alone), B batch, T positions, V
 vocabulary.
 """
 
@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from .branches_scale import ScaleCache
 from .cache_scale import named
-from .modeling_scale import WidenedModel
+from .modeling_scale import ScaleForCausalLM
 from .routing import (
     cosine_serves_base,
     log_prior,
@@ -51,7 +51,7 @@ class TokenLogProbs:
         if rule == "cosine":
             serves_base_BT = cosine_serves_base(self.cosine_BT, router.threshold)
             return torch.stack([serves_base_BT, ~serves_base_BT]).double().log()
-        prior_K = log_prior(router.prior, len(self.log_probs_KBT), self.log_probs_KBT.device)
+        prior_K = log_prior(router.prior, self.log_probs_KBT.device)
         return posterior_log_weights(self.log_probs_KBT, prior_K)[..., :-1]
 
 
@@ -145,7 +145,7 @@ class BaseOfNewTokens(nn.Module):
     def get_decoder(self) -> Any:
         decoder = self.base.get_decoder()
         return lambda ids, **options: decoder(
-            inputs_embeds=embed(decoder.embed_tokens, [self.new], ids), **options
+            inputs_embeds=embed(decoder.embed_tokens, self.new, ids), **options
         )
 
     def get_output_embeddings(self) -> Any:
@@ -153,9 +153,9 @@ class BaseOfNewTokens(nn.Module):
         return lambda states: self.new.shared(head(states))
 
 
-# A model with several heads over one vocabulary; `head_logits` runs it and gives all heads' logits
-# at any positions.
-HeadedModel: TypeAlias = WidenedModel | PlainHeads
+# A model with heads over one vocabulary; `head_logits` runs it and gives their logits at any
+# positions.
+HeadedModel: TypeAlias = ScaleForCausalLM | PlainHeads
 
 
 def base_alone(model: HeadedModel) -> PlainHeads:

@@ -1,9 +1,6 @@
 """The widened model: a frozen base, its expansion, and the two heads that are served.
 
-`WidenedModel` is common to all widened models: one forward pass of the base, its heads, and the
-router over them.
-
-Shapes: B batch, T positions, V vocabulary, K heads (those that the router mixes).
+Shapes: B batch, T positions, V vocabulary.
 
 Source: SCALE, arXiv 2511.03270.
 """
@@ -25,13 +22,8 @@ from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion
 from .fused_scale import frozen_norm
 from .head_loss import IGNORED, trained_head_cross_entropy
-from .routing import (
-    PieceShares,
-    chosen_by_cosine,
-    evidence_of_words,
-    route,
-)
-from .vocabulary_scale import brought_by, embed
+from .routing import chosen_by_cosine, evidence_of_words, route
+from .vocabulary_scale import embed
 
 
 def _refusal(reason: str) -> Any:
@@ -65,24 +57,25 @@ class RouterGenerationMixin(GenerationMixin):
         return inputs
 
 
-class WidenedModel(PreTrainedModel, RouterGenerationMixin):
-    """A frozen causal language model, its expansions, and the heads that the router mixes.
+class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
+    """A frozen causal language model and its expansion.
 
-    A subclass sets `expansions`. The router mixes the base's head and one of each.
+    In training mode the logits are the trained head's, H x_a + H' u, and the router is off: at step
+    0 both heads agree to rounding, so a routed loss would never start. In evaluation mode the
+    logits are those that are served: the trained head's for `preserve` and `adapt`, the router's
+    for `route`.
     """
 
+    config_class = ScaleConfig
     base_model_prefix = "base"
+    supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
     _no_split_modules = ["ExpansionLayer"]  # noqa: RUF012 (declared by transformers, which adds the base's own)
 
     gradient_checkpointing = False  # transformers reads it by this name
-    expansions: list[Expansion]
     heads: Sequence[str] = ("base", "trained")  # those that `head_logits` gives
-    # Of each head that lacks some of the tokens.
-    _shares: list[PieceShares | None]
-    _training_loss: Callable[..., Tensor]
     new_cache = ScaleCache
 
     # A frozen base has learnt no other tokens.
@@ -98,7 +91,7 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
     # getter, the model seems to have no such attribute.
     peft_config = property(fset=add_adapter)
 
-    def __init__(self, config: Any, base: PreTrainedModel | None = None) -> None:
+    def __init__(self, config: ScaleConfig, base: PreTrainedModel | None = None) -> None:
         """Hold `base`, or one of the right shapes, which a checkpoint then fills."""
         super().__init__(config)
         if base is None:
@@ -110,6 +103,9 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
             )
         self.base: Any = base
         self.generation_config = self.base.generation_config
+        self.expansion = Expansion(self.base, config)
+        self.freeze()
+        self.post_init()
 
     @classmethod
     def from_pretrained(cls, *args: Any, device_map: Any = None, **kwargs: Any) -> Any:
@@ -126,9 +122,8 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
     def freeze(self) -> None:
         """Exclude from training what never trains."""
         self.base.requires_grad_(False)
-        for expansion in self.expansions:
-            if expansion.new_tokens is not None:
-                expansion.new_tokens.embed_tokens.requires_grad_(False)
+        if self.expansion.new_tokens is not None:
+            self.expansion.new_tokens.embed_tokens.requires_grad_(False)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: `upscale` initialises the expansion, and a checkpoint brings the rest."""
@@ -150,7 +145,7 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
         router_prior: float | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits (training: the last head's; evaluation: as served), a loss for `labels`,
+        """Return logits (training: the trained head's; evaluation: as served), a loss for `labels`,
         and the cache.
 
         The arguments are transformers' own: (B, T) ids, positions and labels, which are shifted
@@ -166,7 +161,7 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
             asked = kwargs.get(name)
             if getattr(self.config, name, False) if asked is None else asked is not False:
                 raise ValueError(
-                    f"{name}: a widened model has several streams; pass input_ids, or use its base (.base)"
+                    f"{name}: a widened model has two streams; pass input_ids, or use its base (.base)"
                 )
         use_cache = not self.training and (
             self.config.use_cache if use_cache is None else use_cache
@@ -225,7 +220,7 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
         *,
         preserved: bool,
     ) -> FinalStates:
-        """Run the base's decoder once, every expansion beside it, and return the inputs of the
+        """Run the base's decoder once, the expansion beside it, and return the inputs of the
         vocabulary heads.
 
         Args:
@@ -233,12 +228,14 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
             attention_mask: (B, past + T) or None.
             position_ids: (B, T), or None: counted from the cache's length.
             cache: extended in place.
-            preserved: whether head 0 is wanted, or the trained ones alone. From the layer where no
-                expansion reads the untouched stream any more, it costs one more frozen pass of the
-                remaining layers.
+            preserved: whether the base's head is wanted too. From the lowest layer that writes into
+                x, it costs one more frozen pass of the remaining layers.
         """
         decoder = self.base.model
-        x_BTD = embed(decoder.embed_tokens, brought_by(self.expansions), input_ids)
+        expansion = self.expansion
+        x_BTD = embed(decoder.embed_tokens, expansion.new_tokens, input_ids)
+        u_BTE = expansion.embed_tokens(input_ids)
+        p_BTD = None
         context = layer_context(
             self.base,
             x_BTD,
@@ -248,58 +245,48 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
             checkpointing=self.gradient_checkpointing and self.training and torch.is_grad_enabled(),
         )
 
-        # From here on, no expansion reads the untouched stream.
-        last_first = max(each.first_collaborating_layer for each in self.expansions)
-        streams = {0: x_BTD}  # by the head they belong to, as in `FinalStates`
-        u_KBTE = [expansion.embed_tokens(input_ids) for expansion in self.expansions]
         for index, base_layer in enumerate(decoder.layers):
-            after: dict[int, Tensor] = {}
-            if preserved and index >= last_first:
-                # Before the others: a sharded layer is gathered for it, and parted again after them.
-                after[0] = base_layer_alone(base_layer, streams[0], context)
-            # Of the base's own stream; the first expansion that follows it computes them.
-            reads = None
-            for head, expansion in enumerate(self.expansions, start=1):
-                layer: Any = expansion.layers[index]
-                own_slot = context.slot(head, index)
-                u_BTE = u_KBTE[head - 1]
-                if index < expansion.first_collaborating_layer:
-                    x_BTD = streams[0] if reads is None else after[0]
-                    slot = context.slot(0, index)
-                    after[0], u_BTE, reads = layer(
-                        base_layer, x_BTD, u_BTE, context, slot, own_slot, reads
-                    )
-                else:
-                    # The cache's length is read from slot 0: if head 0 is not run, an adapted stream
-                    # uses that slot.
-                    slot = context.slot(len(self.expansions) + head if preserved else 0, index)
-                    x_BTD = streams[head] if head in streams else streams[0]
-                    after[head], u_BTE, _ = layer(base_layer, x_BTD, u_BTE, context, slot, own_slot)
-                u_KBTE[head - 1] = u_BTE
-            streams = after
+            slot = context.slot(0, index)
+            if preserved and index >= expansion.first_collaborating_layer:
+                # Before the other: a sharded layer is gathered for it, and parted again after it.
+                p_BTD = base_layer_alone(base_layer, x_BTD if p_BTD is None else p_BTD, context)
+                slot = context.slot(2, index)
+            layer: Any = expansion.layers[index]
+            x_BTD, u_BTE = layer(base_layer, x_BTD, u_BTE, context, slot, context.slot(1, index))
 
-        x_BTD_of: dict[int, Tensor] = {}
-        inverse_rms: dict[int, Tensor] = {}
-        for head, x_BTD in streams.items():
-            x_BTD_of[head], inverse_rms[head] = frozen_norm(
-                decoder.norm, context.family.norm_form, x_BTD
-            )
-        for head, expansion in enumerate(self.expansions, start=1):
-            owner = head if head in inverse_rms else 0
-            u_KBTE[head - 1] = expansion.norm(inverse_rms[owner], u_KBTE[head - 1])
-        return FinalStates(self.expansions, x_BTD_of, u_KBTE)
+        norm_form = context.family.norm_form
+        x_BTD, inverse_rms_BT1 = frozen_norm(decoder.norm, norm_form, x_BTD)
+        if p_BTD is not None:
+            p_BTD, _ = frozen_norm(decoder.norm, norm_form, p_BTD)
+        return FinalStates(x_BTD, expansion.norm(inverse_rms_BT1, u_BTE), p_BTD)
 
     def routed_logits(self, states: FinalStates) -> list[Tensor]:
-        """Return the logits of all routed heads, of all tokens; shared products are computed once."""
-        logits = states.logits(self.base.lm_head, range(len(self.expansions) + 1))
-        return [self.of_all_tokens(head, of_one) for head, of_one in enumerate(logits)]
-
-    def of_all_tokens(self, head: int, logits: Tensor) -> Tensor:
-        """Return a head's logits of all tokens, from its logits of the tokens that it knows (the
-        last dimension).
+        """Return the logits of the base's head and of the trained one, of all tokens; a shared
+        product is computed once.
         """
-        shares = self._shares[head]
-        return logits if shares is None else shares(logits)
+        read = self.base.lm_head(states.x_BTD)
+        base = read if states.p_BTD is None else self.base_logits(states)
+        new = self.expansion.new_tokens
+        return [base if new is None else new.shared(base), self._trained(states, read)]
+
+    def base_logits(self, states: FinalStates) -> Tensor:
+        """Return the base head's logits, bit for bit: H x_p."""
+        logits: Tensor = self.base.lm_head(states.x_BTD if states.p_BTD is None else states.p_BTD)
+        return logits
+
+    def trained_logits(self, states: FinalStates) -> Tensor:
+        """Return the trained head's logits: H x_a + H' u."""
+        return self._trained(states, self.base.lm_head(states.x_BTD))
+
+    def _trained(self, states: FinalStates, logits: Tensor) -> Tensor:
+        """Add to H x_a what the expansion says: its new tokens, and H' u."""
+        new = self.expansion.new_tokens
+        if new is not None:
+            weight = new.lm_head.weight
+            of_new = F.linear(states.x_BTD.to(weight.dtype), weight)
+            logits = torch.cat([logits, of_new], dim=-1)
+        weight = self.expansion.lm_head.weight
+        return logits + F.linear(states.u_BTE.to(weight.dtype), weight)
 
     def head_logits(
         self,
@@ -308,56 +295,11 @@ class WidenedModel(PreTrainedModel, RouterGenerationMixin):
         position_ids: Tensor | None = None,
         cache: ScaleCache | None = None,
     ) -> Callable[[slice], Sequence[Tensor]]:
-        """Run the decoder over `input_ids` (B, T); return a function that gives all heads' logits
+        """Run the decoder over `input_ids` (B, T); return a function that gives both heads' logits
         at any positions.
         """
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=True)
         return lambda positions: self.routed_logits(states.at(positions))
-
-    def trained_logits(self, states: FinalStates) -> Tensor:
-        """Return the last head's logits: H x_a + H' u."""
-        return states.logits(self.base.lm_head, [len(self.expansions)])[0]
-
-
-def _one_device(device_map: Any) -> Any:
-    """Return a device map with one device: a layer reads its base layer's weights. ValueError:
-    several, or disk.
-    """
-    if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return "cpu" if accelerator is None else accelerator.type
-    places = (
-        {str(place) for place in device_map.values()}
-        if isinstance(device_map, dict)
-        else {str(device_map)}
-    )
-    if len(places) > 1 or "disk" in places:
-        raise ValueError(
-            f"device_map: a widened model must lie on one device, not on {', '.join(sorted(places))}"
-        )
-    return device_map
-
-
-class ScaleForCausalLM(WidenedModel):
-    """A frozen causal language model and its expansion.
-
-    In training mode the logits are the trained head's, H x_a + H' u, and the router is off: at step
-    0 both heads agree to rounding, so a routed loss would never start. In evaluation mode the
-    logits are those that are served: the trained head's for `preserve` and `adapt`, the router's
-    for `route`.
-    """
-
-    config_class = ScaleConfig
-    supports_gradient_checkpointing = True
-
-    def __init__(self, config: ScaleConfig, base: PreTrainedModel | None = None) -> None:
-        super().__init__(config, base)
-        self.expansion = Expansion(self.base, config)
-        self.expansions = [self.expansion]
-        new = self.expansion.new_tokens
-        self._shares = [None if new is None else new.shared, None]
-        self.freeze()
-        self.post_init()
 
     def _training_loss(
         self,
@@ -379,8 +321,8 @@ class ScaleForCausalLM(WidenedModel):
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         new = self.expansion.new_tokens
         loss = trained_head_cross_entropy(
-            states.x_BTD[1 if self.expansion.writes else 0],
-            states.u_KBTE[0],
+            states.x_BTD,
+            states.u_BTE,
             self.base.lm_head.weight,
             self.expansion.lm_head.weight,
             shift_labels,
@@ -393,6 +335,21 @@ class ScaleForCausalLM(WidenedModel):
             return loss / (shift_labels != IGNORED).sum()
         return loss / num_items_in_batch
 
-    def base_logits(self, states: FinalStates) -> Tensor:
-        """Return the base head's logits, bit for bit: H x_p."""
-        return states.logits(self.base.lm_head, [0])[0]
+
+def _one_device(device_map: Any) -> Any:
+    """Return a device map with one device: a layer reads its base layer's weights. ValueError:
+    several, or disk.
+    """
+    if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else accelerator.type
+    places = (
+        {str(place) for place in device_map.values()}
+        if isinstance(device_map, dict)
+        else {str(device_map)}
+    )
+    if len(places) > 1 or "disk" in places:
+        raise ValueError(
+            f"device_map: a widened model must lie on one device, not on {', '.join(sorted(places))}"
+        )
+    return device_map

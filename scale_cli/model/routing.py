@@ -1,14 +1,14 @@
 """The router: Bayesian averaging of the heads (ours), or a choice by the cosine of their logits
 (the paper's).
 
-Shapes: K heads (0 is the base), B batch, T tokens, V vocabulary.
+Shapes: K = 2 heads (0 is the base), B batch, T tokens, V vocabulary.
 
 The posterior rule judges each head by how well it predicted the tokens seen so far:
 
     p_t = sum_k w_k,t p_k(. | x_<t)        w_k,t+1 proportional to w_k,t p_k(x_t | x_<t)
 
 Therefore, on every document, loss(routed) <= min_k (loss_k - ln prior_k), whatever was trained.
-With two heads and an even prior that is at most ln 2 nats more than the better head; with a prior
+With an even prior that is at most ln 2 nats more than the better head; with a prior
 of 0.9, at most 0.11 more than the base head and 2.30 more than the other.
 
 The bound holds for a whole document, from its first token. It does not hold for a continuation
@@ -20,7 +20,6 @@ Sources: Vovk 1998 (the aggregating algorithm); SCALE, arXiv 2511.03270 (the cos
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -54,16 +53,13 @@ def observed_log_probs(logits_BTV: Tensor, next_ids_BT: Tensor) -> Tensor:
     return torch.where(torch.isnan(said), -torch.inf, said)
 
 
-def log_prior(
-    base_prior: float | Tensor, num_heads: int = 2, device: torch.device | None = None
-) -> Tensor:
-    """Return log-weights: `base_prior` for the base head, the rest shared evenly by the others.
+def log_prior(base_prior: float | Tensor, device: torch.device | None = None) -> Tensor:
+    """Return log-weights: `base_prior` for the base head, the rest for the trained one.
 
     They are (K,), or (K, B) for a tensor (B,) with a prior for each document.
     """
     base = torch.as_tensor(base_prior, dtype=torch.float64, device=device)
-    others = (1.0 - base) / (num_heads - 1)
-    return torch.stack([base] + [others] * (num_heads - 1)).log()
+    return torch.stack([base, 1.0 - base]).log()
 
 
 def posterior_log_weights(
@@ -166,9 +162,8 @@ def mix_shifted(logits: Sequence[Tensor], taken: Tensor, added: Tensor) -> Tenso
             logits, taken.unsqueeze(-1), added.unsqueeze(-1), strict=True
         )
     ]
-    return functools.reduce(
-        _log_of_sum if torch.compiler.is_compiling() else torch.logaddexp, weighted
-    )
+    log_of_sum = _log_of_sum if torch.compiler.is_compiling() else torch.logaddexp
+    return log_of_sum(*weighted)
 
 
 def _log_of_sum(left: Tensor, right: Tensor) -> Tensor:
@@ -195,20 +190,15 @@ class PieceShares:
     Args:
         first: the first piece of each new token.
         own: those of them that only ever begin text in the script.
-        ids: ids of the tokens that the head has, then of the new ones; by default the new ids
-            follow the old ones.
     """
 
-    def __init__(
-        self, first: Sequence[int], own: Sequence[int], ids: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, first: Sequence[int], own: Sequence[int]) -> None:
         self.first = list(first)
         self.own = list(own)
-        self.ids = ids
         self._made: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return float32 logits (..., V + N) by id, from (..., V) in the head's own order."""
+        """Return float32 logits (..., V + N), from (..., V)."""
         made = logits.device, logits.shape[-1]
         if made not in self._made:
             sources, added = self.table(logits.shape[-1])
@@ -228,11 +218,7 @@ class PieceShares:
         given_V = math.log(_SHARE_OF_OTHERS) - sharing_V.log()
         given_V[own_N] = kept_V[own_N]
         sources = torch.cat([torch.arange(num_old), first_N])
-        added = torch.cat([kept_V, given_V[first_N]]).float()
-        if self.ids is None:
-            return sources, added
-        places = torch.tensor(self.ids).argsort()
-        return sources[places], added[places]
+        return sources, torch.cat([kept_V, given_V[first_N]]).float()
 
 
 def base_shares(router: dict[str, Any]) -> PieceShares | None:
@@ -342,7 +328,7 @@ def route(
             said_KBT = torch.where(evidence_BT[:, at].to(device), said_KBT, 0.0)
         start_KB = None if memory is None else memory.log_weights_KB
         if prior_K is None:
-            prior_K = log_prior(base_prior, len(said_KBT), device)
+            prior_K = log_prior(base_prior, device)
         log_weights_KBS = posterior_log_weights(said_KBT, prior_K, start_KB)
         log_weights.append(log_weights_KBS[..., 1:])
         if at.stop > first:

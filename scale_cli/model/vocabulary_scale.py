@@ -61,21 +61,10 @@ def composed(rows_VD: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:
     return F.normalize(sums_ND, dim=1) * rows_VD[flat.unique()].norm(dim=1).median()
 
 
-def embed(embedding: nn.Embedding, brought: Sequence[NewTokens], input_ids: Tensor) -> Tensor:
-    """Return x_0 (B, T, D) of old and new tokens; `brought` must be in the order of their ids."""
-    if not brought:
+def embed(embedding: nn.Embedding, new: NewTokens | None, input_ids: Tensor) -> Tensor:
+    """Return x_0 (B, T, D) of old and new tokens."""
+    if new is None:
         return cast(Tensor, embedding(input_ids))
-    x_BTD = embedding(input_ids.clamp(max=embedding.num_embeddings - 1))
-    for new in brought:
-        places_BT = (input_ids - new.first_id).clamp(0, new.embed_tokens.num_embeddings - 1)
-        new_BTD = new.embed_tokens(places_BT).to(x_BTD.dtype)
-        x_BTD = torch.where((input_ids < new.first_id).unsqueeze(-1), x_BTD, new_BTD)
-    return x_BTD
-
-
-def brought_by(expansions: Iterable[Any]) -> list[NewTokens]:
-    """Return the new tokens of some expansions, each group once, in the order of their ids."""
-    brought = [one.new_tokens for one in expansions if one.new_tokens is not None]
-    found = {new.first_id: new for new in brought}
-    # torch.compile can trace a sort of plain numbers.
-    return [found[first_id] for first_id in sorted(found)]
+    x_BTD = embedding(input_ids.clamp(max=new.first_id - 1))
+    new_BTD = new.embed_tokens((input_ids - new.first_id).clamp(min=0)).to(x_BTD.dtype)
+    return torch.where((input_ids < new.first_id).unsqueeze(-1), x_BTD, new_BTD)

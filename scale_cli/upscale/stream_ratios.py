@@ -14,9 +14,7 @@ from scale_cli.model.expansion_scale import ExpansionNorm
 
 
 def expansion_norms(model: nn.Module) -> dict[str, ExpansionNorm]:
-    """Return the norms of all expansions by name, bottom up in each expansion; empty if the model
-    is not widened.
-    """
+    """Return the norms of an expansion by name, bottom up; empty if the model is not widened."""
     return {name: norm for name, norm in model.named_modules() if isinstance(norm, ExpansionNorm)}
 
 

@@ -48,7 +48,7 @@ def likeliest(model: HeadedModel, ids_T: Tensor, head: str, heads: list[str]) ->
         said_KBT = log_probs_KBTV.gather(
             -1, next_BT.expand(len(logits), -1, -1).unsqueeze(-1)
         ).squeeze(-1)
-        prior_K = log_prior(ROUTER.prior, len(logits))
+        prior_K = log_prior(ROUTER.prior)
         log_weights_KBT = posterior_log_weights(said_KBT, prior_K)[..., :-1]
     return mix_log_probs(log_weights_KBT.unsqueeze(-1), log_probs_KBTV)[0].argmax(dim=-1)
 

@@ -228,18 +228,17 @@ def test_every_document_is_weighed_as_if_it_were_alone(seed: int, size: int, bro
 
 @given(
     seed=st.integers(0, 2**31),
-    num_heads=st.integers(2, 4),
     broken=st.sampled_from([0.0, 0.4]),
     scale=st.sampled_from([1.0, 30.0, 1000.0]),
 )
 @unhurried
 def test_scores_of_shares_of_the_vocabulary_mixed_with_known_sizes_are_those_of_the_whole(
-    seed: int, num_heads: int, broken: float, scale: float
+    seed: int, broken: float, scale: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    logits_KRV = scale * torch.randn(num_heads, 3, 7, generator=generator)
+    logits_KRV = scale * torch.randn(2, 3, 7, generator=generator)
     logits_KRV[torch.rand(logits_KRV.shape, generator=generator) < broken / 7] = math.nan
-    log_weights_KR = torch.log_softmax(5 * torch.randn(num_heads, 3, generator=generator), dim=0)
+    log_weights_KR = torch.log_softmax(5 * torch.randn(2, 3, generator=generator), dim=0)
     expected = mix_logits(log_weights_KR, logits_KRV)
     sizes_KR = torch.logsumexp(logits_KRV, dim=-1)
     halves = [
