@@ -219,12 +219,9 @@ def test_every_verb_of_a_run_computes_on_the_device(
     device: torch.device,
     config: RunConfig,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     variant: str,
     formats: str,
 ) -> None:
-    # This device cannot be measured.
-    monkeypatch.setattr("scale_cli.commands.run._log_estimate", lambda *_: None)
     if variant != "route":
         config = with_replay(config, tmp_path)
     keys = (f"method={{variant: {variant}}}", f"export.format={formats}")

@@ -148,8 +148,8 @@ def count_waits() -> None:
     StopRequest.agreed = within("agreeing", StopRequest.agreed)  # type: ignore[method-assign]
     run_loop = loop.run_loop
 
-    def run_and_tell(run: Any, planned: Any) -> None:
-        run_loop(run, planned)
+    def run_and_tell(run: Any) -> None:
+        run_loop(run)
         wrapped = run.wrapped
         print(dict(waits), wrapped.broadcast_buffers, wrapped.gradient_as_bucket_view)
 

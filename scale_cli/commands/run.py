@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from scale_cli.commands.evaluate import evaluate, log_report
 from scale_cli.commands.export import export_each, export_is_finished
@@ -19,10 +18,6 @@ from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.export.formats import formats_of
 from scale_cli.export.records import ExportRecord
-from scale_cli.planning.beginnings import held_out_texts
-from scale_cli.planning.device import measure_device
-from scale_cli.planning.estimate import estimate
-from scale_cli.planning.sizes import BaseSizes
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.report import quantity
 from scale_cli.runs.folder import folder_bytes
@@ -30,7 +25,6 @@ from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import claimed
 from scale_cli.terminal import Log
 from scale_cli.training.checkpoint import check_init_from, check_to_go_on
-from scale_cli.training.time_left import PlannedTime
 from scale_cli.training.tracking import check_trackers
 
 
@@ -39,12 +33,11 @@ def run_pipeline(config: RunConfig, log: Log, accepted: Collection[str] = ()) ->
     run = Run(config)
     config = run.config
     on_main(lambda: _check(run, accepted))
-    planned = on_main(lambda: _log_estimate(run, log))
     with ExitStack() as held:
         on_main(lambda: held.enter_context(claimed(run.folder.root)))
         on_main(lambda: _upscale(run, log))
         log("== train")
-        train(config, "auto", log, accepted, planned)
+        train(config, "auto", log, accepted)
         log("== evaluate")
         report = on_main(lambda: _report_of_same_text(run))
         if main_decides(lambda: report is None):
@@ -68,32 +61,6 @@ def _check(run: Run, accepted: Collection[str]) -> None:
     check_trackers(config.train.trackers)
     if not run.folder.evaluation.is_dir():
         open_benchmarks_of(config.evaluation)
-
-
-def _log_estimate(run: Run, log: Log) -> PlannedTime | None:
-    """Log how long all of it takes, or what is left of it, as `scale plan` says it, and return it.
-
-    None: the run is trained, or its method cannot be planned.
-    """
-    config = run.config
-    is_evaluated = run.folder.final.is_dir() and run.folder.evaluation.is_dir()
-    if is_evaluated or not config.method.definition.is_planned:
-        return None
-    sizes = BaseSizes.of(run.base_config.to_dict(), config.model.base)
-    tokenizer: Any = run.known_tokenizer() or run.base_tokenizer
-    precision = config.train.mixed_precision
-    takes = estimate(
-        config,
-        sizes,
-        measure_device(sizes, config.method, precision, config.corpus.sequence_length),
-        held_out_texts(config, tokenizer.backend_tokenizer, sizes.max_position_embeddings),
-        num_processes=share().num_processes,
-        num_new=0 if run.added_tokens is None else run.added_tokens.num_new,
-    )
-    log(f"time           {takes.in_words()}")
-    if not takes.training_s:
-        return None
-    return PlannedTime(takes.training_s, takes.evaluation_s, takes.export_s)
 
 
 def _sources(run: Run) -> Sequence[TextSource]:

@@ -6,9 +6,7 @@ from collections.abc import Collection
 from contextlib import ExitStack
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.planning.device import peak_tokens_per_s
-from scale_cli.planning.sizes import BaseSizes
-from scale_cli.processes import device_name, on_main, process_state
+from scale_cli.processes import on_main, process_state
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import claimed, remove_leftovers
 from scale_cli.terminal import Log
@@ -23,7 +21,6 @@ from scale_cli.training.opening import (
     open_training,
 )
 from scale_cli.training.records import TrainState
-from scale_cli.training.time_left import PlannedTime
 from scale_cli.training.tracking import tracked
 
 
@@ -32,14 +29,12 @@ def train(
     resume: str | None,
     log: Log,
     accepted: Collection[str] = (),
-    planned: PlannedTime | None = None,
 ) -> TrainState:
     """Train from `upscaled/` or from a checkpoint, and write `final/`.
 
     Return its state: the last step's or the best. `resume` is None, `auto` or a checkpoint's path;
-    `accepted` are the keys that may have changed since the run began; `planned` is what the user was
-    told, to be corrected by the first steps. A finished run is only
-    checked under `auto`, unless `accepted` allows the config to ask for more steps now.
+    `accepted` are the keys that may have changed since the run began. A finished run is only checked
+    under `auto`, unless `accepted` allows the config to ask for more steps now.
     """
     process_state()  # joins the process group, with our own time-out
     run = Run(config)
@@ -58,17 +53,9 @@ def train(
         on_main(lambda: remove_leftovers(run.folder.checkpoints))  # what a killed launch has left
         resumed_from = starting_point(run, resume, log, accepted)
         held.enter_context(explaining_out_of_memory(run.config, accelerator))
-        sizes = BaseSizes.of(run.base_config.to_dict(), run.config.model.base)
-        peak = peak_tokens_per_s(
-            run.config,
-            sizes,
-            device_name(accelerator.device),
-            accelerator.num_processes,
-            num_new=max(0, len(run.tokenizer) - sizes.vocab_size),
-        )
-        training = open_training(run, accelerator, resumed_from, benchmarks, peak, log)
+        training = open_training(run, accelerator, resumed_from, benchmarks, log)
         on_main(lambda: held.enter_context(tracked(training.metrics, run.config, accelerator)))
-        run_loop(training, planned)
+        run_loop(training)
         kept = put_back_best(training, log)
         write_final(training, kept)
     log_trained(training, log)

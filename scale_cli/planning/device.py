@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from dataclasses import dataclass, replace
 
 from scale_cli import processes
-from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.planning.memory import rows_at_once, step_of
+from scale_cli.planning.memory import rows_at_once
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.step import FLOAT32, Step
 from scale_cli.planning.walk import take, walk
@@ -24,8 +23,6 @@ _LONGEST_WINDOW = 512
 _MOST_TOKENS = {"cpu": 2048, "cuda": 1 << 14}  # of a step
 _MOST_FLOPS = {"cpu": 2.5e10, "cuda": 1e13}
 _TIMED_S = 0.1
-# FLOP/s of dense 16-bit products, from the makers' data sheets; an NVL of the same name is slower.
-_PEAK_FLOPS_PER_S = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12, "B200": 2.25e15}
 
 
 @dataclass(frozen=True)
@@ -130,27 +127,3 @@ def method_on_all_layers(method: MethodConfig) -> MethodConfig:
     return MethodConfig.model_validate(
         {"variant": variant, "expansion": sections["expansion"], "lora": rank}
     )
-
-
-def peak_tokens_per_s(
-    config: RunConfig, sizes: BaseSizes, named: str, num_processes: int, num_new: int = 0
-) -> float | None:
-    """Return the tokens per second that a run could train on if its devices did nothing but products.
-
-    It uses the makers' figures; None if none is known. The share that training reaches is its MFU.
-    """
-    peak = peak_flops_per_s(named, config.train.mixed_precision)
-    if peak is None or not config.method.definition.is_planned:
-        return None
-    step = step_of(config, sizes, num_new=num_new)
-    return num_processes * peak / step.flops(config.corpus.sequence_length)
-
-
-def peak_flops_per_s(named: str, mixed_precision: str) -> float | None:
-    """Return the FLOP/s that a maker states for the run's precision; None if no figure is known."""
-    if mixed_precision not in ("bf16", "fp16"):
-        return None
-    known = (
-        peak for name, peak in _PEAK_FLOPS_PER_S.items() if re.search(rf"\b{name}\b(?! NVL)", named)
-    )
-    return next(known, None)

@@ -1,4 +1,4 @@
-"""How long a whole run takes, or what is left of it: one estimate, and one sentence, for `init`, `plan` and `run`."""
+"""How long a whole run takes, or what is left of it: one estimate, and one sentence, for `init` and `plan`."""
 
 from __future__ import annotations
 

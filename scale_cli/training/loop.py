@@ -35,14 +35,10 @@ from scale_cli.training.metrics_log import BITS, SAMPLES, MetricsRecord
 from scale_cli.training.observing import better_of
 from scale_cli.training.records import TrainState
 from scale_cli.training.step import StepResult, TakenStep, train_step
-from scale_cli.training.time_left import PlannedTime
 from scale_cli.training.training_run import TrainingRun
 from scale_cli.upscale.stream_ratios import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8
-# The time that is left is estimated again from steps 2 to 4 of a process; step 1 warms up.
-_WARM_UP_STEPS = 1
-_TIMED_STEPS = 4
 # A loss leaps if it is above 1.5 times the highest of up to 64 losses before it, of which there
 # must be 3. A mean would warn of ordinary steps, while losses fall steeply or spread widely.
 _LEAP = 1.5
@@ -50,8 +46,8 @@ _COMPARED_STEPS = 64
 _FEWEST_STEPS = 3
 
 
-def run_loop(run: TrainingRun, planned: PlannedTime | None = None) -> None:
-    """Train from the run's position to its last step; correct what was `planned` by its first ones.
+def run_loop(run: TrainingRun) -> None:
+    """Train from the run's position to its last step.
 
     Raises:
         TrainingError: losses or gradients were not finite more often than the config allows.
@@ -73,7 +69,7 @@ def run_loop(run: TrainingRun, planned: PlannedTime | None = None) -> None:
         batches_ahead(run.batches, done, rank, num_processes, accelerator.device) as batches,
         run.saving(),
     ):
-        loop = _Loop(run, batches, stop, bar, planned, began=run.state, logged=run.state)
+        loop = _Loop(run, batches, stop, bar, began=run.state, logged=run.state)
         loop.take_all_steps()
 
 
@@ -83,21 +79,19 @@ class _Loop:
 
     Steps are taken, and later settled. To take a step is to give it to the device, without a wait.
     To settle it is to read its loss, and to count it in the run's state. The loop settles only for
-    a record, an evaluation, a checkpoint, the end, or to time its first steps. A step that is not
-    finite needs no check before then: the device does not apply its update.
+    a record, an evaluation, a checkpoint or the end. A step that is not finite needs no check
+    before then: the device does not apply its update.
     """
 
     run: TrainingRun  # its state is that after the last step whose loss is known
     batches: Prefetched[StepBatches]  # of this process, from that state on
     stop: StopRequest
     bar: Any  # the progress bar
-    planned: PlannedTime | None  # None: no time was told
     began: TrainState  # state at the start of this process
     logged: TrainState  # state at the last record
     taken: list[TakenStep] = field(default_factory=list)  # steps after that state, not settled yet
     taken_since_s: float = 0.0  # when the first of them began
     logged_wait_s: float = 0.0  # total wait for batches by then
-    warmed_up: TrainState = field(default_factory=TrainState)  # after the first step
     # of the last steps
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_COMPARED_STEPS))
     # names of the held-out texts that an evaluation has warned of
@@ -122,13 +116,9 @@ class _Loop:
             last = done == train.max_steps
             is_due = any(self._what_is_due(done))
             is_saved = last or done % train.save_every_steps == 0
-            of_process = done - self.began.step
-            is_timed = self.planned is not None and of_process in (_WARM_UP_STEPS, _TIMED_STEPS)
-            if self._is_logged(done) or is_due or is_saved or is_timed:
+            if self._is_logged(done) or is_due or is_saved:
                 self._settle_steps()
             self.bar.update(1)  # with this step's record
-            if is_timed:
-                self._correct_time(done)
             if self._is_logged(done) and train.trackers:
                 # Sending to trackers may take longer than a step's timeout.
                 run.accelerator.wait_for_everyone()
@@ -172,27 +162,6 @@ class _Loop:
             self.taken_since_s = started_s
         self.taken.append(taken)
         return taken.asked
-
-    def _correct_time(self, done: int) -> None:
-        """Say what is left of the whole run, if steps take another time than was planned.
-
-        The first step may compile or warm up, so it is left out.
-        """
-        if done == self.began.step + _WARM_UP_STEPS:
-            self.warmed_up = self.run.state
-            return
-        if self.planned is None:
-            return
-        state = self.run.state
-        stepping_s = state.stepping_s - self.warmed_up.stepping_s
-        line = self.planned.corrected(
-            step_s=stepping_s / (_TIMED_STEPS - _WARM_UP_STEPS),
-            num_steps=self.run.config.train.max_steps - self.began.step,
-            steps_left=self.run.config.train.max_steps - done,
-            evaluated_s=state.evaluating_s - self.began.evaluating_s,
-        )
-        if line:
-            self.run.say(line)
 
     def _is_logged(self, done: int) -> bool:
         train = self.run.config.train
@@ -300,8 +269,6 @@ class _Loop:
         record: MetricsRecord = {"step": state.step}
         if state.since_logged:
             record["loss_by_source"] = {source.name: loss / num for source, loss, num in seen}
-        if run.peak_tokens_per_s is not None:
-            record["mfu"] = round(tokens_per_s / run.peak_tokens_per_s, 4)
         if taken.stream_ratios is not None:
             ratios = map(finite, taken.stream_ratios.tolist())
             record["stream_ratios"] = [ratio and float(f"{ratio:.4g}") for ratio in ratios]

@@ -42,7 +42,6 @@ class MetricsRecord(TypedDict, total=False):
     lr: float
     num_tokens: int  # target tokens trained on so far
     tokens_per_s: float  # since the previous record
-    mfu: float  # tokens_per_s as a share of the devices' peak, if that is known
     data_wait_s: float  # wait for batches since the previous record
     peak_memory_bytes: int  # of this process so far; on a GPU, of the GPU
     elapsed_s: float

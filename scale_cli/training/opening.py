@@ -140,7 +140,6 @@ def open_training(
     accelerator: Accelerator,
     resumed_from: MethodFolder | None,
     benchmarks: OpenedBenchmarks | None,
-    peak_tokens_per_s: float | None,  # of all devices; None if not known
     log: Log,
 ) -> TrainingRun:
     """Load the model and its text, and restore a checkpoint of the run, if it resumes from one.
@@ -208,7 +207,6 @@ def open_training(
         observer=observer,
         state=state,
         metrics=metrics,
-        peak_tokens_per_s=peak_tokens_per_s,
         branch_point=branch_point,
         saved_step=saved_step,
     )

@@ -83,8 +83,6 @@ class TrainingRun:
     observer: Observer | None  # evaluates during training; None if nothing is evaluated
     state: TrainState  # where the run stands
     metrics: MetricsLog | None  # the log; None except on the main process
-    # of all devices, if they computed only the method's products without a pause; None if not known
-    peak_tokens_per_s: float | None
     branch_point: BranchPoint | None  # the folder of another run that it began with
     saved_step: int | None  # of the last checkpoint that is written or being written
     scaler: torch.amp.GradScaler = field(init=False)  # of the loss; enabled only with fp16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from scale_cli.planning.device import peak_flops_per_s
 from scale_cli.report import Table
 from scripts.benchmark.cases import COMPILED, PHASES
 from scripts.benchmark.measuring import Measured
 from scripts.benchmark.shapes import Shape
 
 Results = dict[str, Measured]
+# FLOP/s of dense 16-bit products, from the makers' data sheets; an NVL of the same name is slower.
+_PEAK_FLOPS_PER_S = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12, "B200": 2.25e15}
 
 
 @dataclass(frozen=True)
@@ -147,3 +149,13 @@ def _mfu(shape: Shape, result: Measured) -> float | None:
         return None
     flops_per_token = (result.ideal_flops or result.flops) / shape.num_tokens
     return result.quartiles()[1] * flops_per_token / peak
+
+
+def peak_flops_per_s(named: str, mixed_precision: str) -> float | None:
+    """Return the FLOP/s that a maker states for a precision; None if no figure is known."""
+    if mixed_precision not in ("bf16", "fp16"):
+        return None
+    known = (
+        peak for name, peak in _PEAK_FLOPS_PER_S.items() if re.search(rf"\b{name}\b(?! NVL)", named)
+    )
+    return next(known, None)

@@ -101,7 +101,7 @@ def main() -> None:
     measured["peak_device_bytes"] = torch.cuda.max_memory_allocated() if on_gpu else 0
     log = run / "metrics.jsonl"
     if log.is_file():
-        keys = ("step", "tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_s", "loss")
+        keys = ("step", "tokens_per_s", "peak_memory_bytes", "data_wait_s", "loss")
         last = json.loads(log.read_text().splitlines()[-1])
         measured["last_record"] = {key: last[key] for key in keys if key in last}
     write_json(given.folder / f"{given.run}-{given.verbs.replace(',', '-')}.json", measured)

@@ -11,6 +11,7 @@ from scripts.benchmark.algebra import ideal_flops_per_token
 from scripts.benchmark.cases import cases, ours
 from scripts.benchmark.counting import count_flops
 from scripts.benchmark.measuring import ideal_flops
+from scripts.benchmark.report import peak_flops_per_s
 from scripts.benchmark.shapes import SHAPES
 
 TINY = SHAPES["tiny"]
@@ -62,8 +63,25 @@ def test_no_more_products_are_computed_than_the_mathematics_asks_for(
     case = ours("one", settings, TINY, TINY.batches(tmp_path, seed=0))
     counted = count_flops(lambda: case.step(0))
     assert counted == ideal_flops(TINY, settings)
-    # What a run's `mfu` is reckoned by is the same, but that a fused kernel computes its scores twice.
+    # What a plan counts is the same, but that a fused kernel computes its scores twice.
     sizes = BaseSizes.of(TINY.llama_config().to_dict(), "tiny")
     ideal = ideal_flops_per_token(TINY.llama_config(), settings, TINY.sequence_length)
     per_token = walk(sizes, settings).flops(TINY.sequence_length)
     assert per_token == pytest.approx(ideal.total, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", None),  # slower than an H100
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("cpu", None),
+    ],
+)
+def test_a_peak_is_known_by_the_devices_name_and_only_of_bfloat16(
+    name: str, peak: float | None
+) -> None:
+    assert peak_flops_per_s(name, "bf16") == peak
+    assert peak_flops_per_s(name, "no") is None

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from scale_cli.commands import run as run_verb
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.export.records import ExportRecord
-from scale_cli.planning.device import Device
 from scale_cli.report import quantity
 from scale_cli.runs.folder import RunFolder, folder_bytes
 from scale_cli.storage.atomic import load_tensors, read_json
@@ -138,11 +136,10 @@ def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says
     assert report["num_tokens_trained"] == position["num_tokens"]
 
 
-def test_a_changed_config_is_refused_before_anything_is_measured_with_what_may_be_accepted(
-    finished: RunConfig, of_config: Scale, monkeypatch: pytest.MonkeyPatch
+def test_a_changed_config_is_refused_with_what_may_be_accepted(
+    finished: RunConfig, of_config: Scale
 ) -> None:
     shutil.rmtree(RunFolder(finished.output_dir).final)
-    monkeypatch.setattr(run_verb, "measure_device", None)
     asked = ("run", "train.max_steps=14", "train.log_every_steps=3")
     assert "(--accept train.max_steps)" in of_config(*asked).error()
     told = of_config(*asked, "--accept", "seed").error()
@@ -154,18 +151,6 @@ def test_a_changed_config_is_refused_before_anything_is_measured_with_what_may_b
     newest = RunFolder(finished.output_dir).checkpoint(12)
     assert refused.endswith(f"scale generate {newest}")
     assert "run `scale train --resume auto` first" in of_config("export").error()
-
-
-def test_a_run_corrects_the_time_it_has_told_once_its_first_steps_are_measured(
-    config: RunConfig, of_config: Scale, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    far_too_fast = Device("cpu", 1e15, "by a maker")
-    monkeypatch.setattr(run_verb, "measure_device", lambda *_: far_too_fast)
-    done = of_config("run")
-    assert done.exit_code == 0
-    (told,) = (line for line in done.stderr.splitlines() if " left: " in line)
-    assert re.search(r"^time +about .* of training, .* of evaluation, .* of export; ", told)
-    assert "--chat" not in done.stdout, "the base has no template"
 
 
 def test_a_finished_run_is_measured_again_where_the_held_out_text_has_changed(

@@ -18,8 +18,6 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, PreservationError
 from scale_cli.export.plain_folder import routed_class
-from scale_cli.planning import device as speed
-from scale_cli.planning.sizes import BaseSizes
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import read_json
 from scale_cli.vocabulary.added_tokens import Spelling
@@ -138,10 +136,6 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
     for variant, same in (("no new tokens", "route"), ("lora", "lora")):
         assert methods[variant].memory == alone[same].memory
         assert methods[variant].flops_per_token == alone[same].flops_per_token
-    monkeypatch.setattr(speed, "peak_flops_per_s", lambda *_: 1e9)
-    sizes = BaseSizes.of(run.base_config.to_dict(), "base")
-    peak = 1e9 / methods["route"].flops_per_token
-    assert speed.peak_tokens_per_s(config, sizes, "a GPU", 1, 64) == pytest.approx(peak)
 
     two = "{{name: {0}, path: {1}/{0}.txt, language: {0}, weight: {2}}}".format
     sources = f"[{two('ko', tmp_path, 1.0)}, {two('en', tmp_path, 0.6)}]"

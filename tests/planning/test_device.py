@@ -16,7 +16,6 @@ from scale_cli.planning.device import (
     Device,
     measure_device,
     method_on_all_layers,
-    peak_flops_per_s,
     small_sizes,
 )
 from scale_cli.planning.measured import MeasuredStep
@@ -105,20 +104,3 @@ def test_a_large_base_is_measured_by_a_small_model_with_the_same_part_in_its_hea
     assert layers_by_head[1] == pytest.approx(layers_by_head[0], rel=0.15)
     device = measure_device(sizes, MethodConfig(variant="full"), "bf16")
     assert device.flops_per_s > 0 and "bfloat16" in device.origin
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", None),  # slower than an H100
-        ("NVIDIA H200 NVL", None),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("cpu", None),
-    ],
-)
-def test_a_peak_is_known_by_the_devices_name_and_only_of_bfloat16(
-    name: str, peak: float | None
-) -> None:
-    assert peak_flops_per_s(name, "bf16") == peak
-    assert peak_flops_per_s(name, "no") is None
