@@ -256,12 +256,16 @@ def evaluate(
 ) -> None:
     """Compare base and trained model: the forgetting report.
 
-    Uses held-out text, and benchmarks if the config names any.
+    Uses held-out text, and benchmarks if the config names any. Given a checkpoint, measures it.
     """
-    checked = load(config, overrides, "evaluate", fail_above)
+    from scale_cli.runs.folder import of_checkpoint
+
+    checkpoint = config if of_checkpoint(config) else None
+    verb = "evaluate a checkpoint" if checkpoint else "evaluate"
+    checked = load(config, overrides, verb, fail_above)
     from scale_cli.commands.evaluate import check_forgetting, evaluate
 
-    report = evaluate(checked, log)
+    report = evaluate(checked, log, checkpoint)
     print_json(report.to_json())
     check_forgetting(report, fail_above)
 

@@ -73,12 +73,15 @@ def ask(flag: str, meaning: str) -> str:
 
 
 def read(path: Path, overrides: Sequence[str] | None) -> RunConfig:
-    """Return the config of a file or of a run's folder, after a check of its output folder."""
+    """Return the config of a file, a run's folder or a checkpoint, after a check of its output
+    folder.
+    """
     from scale_cli.config.load import load_config
-    from scale_cli.runs.folder import RunFolder
+    from scale_cli.runs.folder import RunFolder, of_checkpoint
 
-    if path.is_dir():  # a run's own config; the run may have moved
-        overrides = [f"output_dir={json.dumps(str(path))}", *(overrides or ())]
+    if path.is_dir():  # a run's own config, or a checkpoint's; the run may have moved
+        run = of_checkpoint(path) or RunFolder(path)
+        overrides = [f"output_dir={json.dumps(str(run.root))}", *(overrides or ())]
         path = RunFolder(path).config
     config = load_config(path, overrides or ())
     RunFolder(config.output_dir).check()

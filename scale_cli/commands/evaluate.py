@@ -41,10 +41,11 @@ from scale_cli.training.records import TrainState
 from scale_cli.values import counted
 
 
-def evaluate(config: RunConfig, log: Log = log) -> Report:
+def evaluate(config: RunConfig, log: Log = log, checkpoint: Path | None = None) -> Report:
     """Score base and trained model on every held-out corpus, and write `evaluation/`.
 
-    All processes share the work.
+    A `checkpoint` is scored in place of `final/`, and its report lies in `evaluations/`. All
+    processes share the work.
     """
     run = Run(config)
     config = run.config
@@ -54,7 +55,10 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
             "evaluation.perplexity: names no corpus to evaluate on; "
             "add one, or add evaluation.benchmarks"
         )
-    final = run.open_final()
+    folder = run.folder.evaluation
+    if checkpoint is not None:
+        folder = run.folder.evaluations / checkpoint.resolve().name
+    final = run.open_final() if checkpoint is None else run.open_trained(checkpoint)
     passes = Passes.of(config, run.base_config.max_position_embeddings)
     for warning in slow_in_bfloat16(
         device().type, {"evaluation.mixed_precision=no": asked.mixed_precision == "bf16"}
@@ -121,9 +125,9 @@ def evaluate(config: RunConfig, log: Log = log) -> Report:
         device=device_name(device()),
         context=passes.context,
     )
-    on_main(lambda: _write(report, config, run.folder.evaluation, items))
+    on_main(lambda: _write(report, config, folder, items))
     if is_main():
-        log_report(report, run.folder.evaluation, log)
+        log_report(report, folder, log)
     return report
 
 

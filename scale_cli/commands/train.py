@@ -45,7 +45,7 @@ def train(
     if resume == "auto" and (finished := finished_state(run, accepted, log)) is not None:
         return finished
 
-    benchmarks = check_to_train(run, accelerator, log)
+    check_to_train(run, accelerator)
     # The main process removes leftovers; the others have looked through the folders by now.
     accelerator.wait_for_everyone()
     with ExitStack() as held:
@@ -53,7 +53,7 @@ def train(
         on_main(lambda: remove_leftovers(run.folder.checkpoints))  # what a killed launch has left
         resumed_from = starting_point(run, resume, log, accepted)
         held.enter_context(explaining_out_of_memory(run.config, accelerator))
-        training = open_training(run, accelerator, resumed_from, benchmarks, log)
+        training = open_training(run, accelerator, resumed_from, log)
         on_main(lambda: held.enter_context(tracked(training.metrics, run.config, accelerator)))
         run_loop(training)
         kept = put_back_best(training, log)

@@ -57,6 +57,10 @@ _NO_KEYS = {
         ("resume", "resume_from_checkpoint"),
         "no key: to resume, start `scale run` again, or `scale train --resume auto`",
     ),
+    **dict.fromkeys(
+        ("eval_benchmarks_every_steps", "eval_max_items"),
+        "no key any more: `scale evaluate CHECKPOINT` measures benchmarks of a checkpoint",
+    ),
 }
 
 

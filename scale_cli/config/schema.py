@@ -336,8 +336,6 @@ class RunConfig(Section):
 
     def _observing_problems(self) -> Iterator[str]:
         train = self.train
-        if train.eval_benchmarks_every_steps and not self.evaluation.benchmarks:
-            yield "train.eval_benchmarks_every_steps: evaluation.benchmarks is empty; name a benchmark there"
         if train.max_forgetting is None:
             return
         if not train.eval_every_steps:

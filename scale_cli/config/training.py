@@ -11,7 +11,6 @@ from scale_cli.methods.recipes import RECIPES
 from scale_cli.values import (
     Accepted,
     BatchSize,
-    Documents,
     Fraction,
     Free,
     LearningRate,
@@ -188,11 +187,6 @@ class _AnyTraining(Section):
         description="tokens each time, of all held-out corpora together; of each document one window is read; "
         "null: a tenth of those trained on since the last time, and a window of each corpus at least",
     )
-    eval_benchmarks_every_steps: Free[Steps | None] = Field(
-        default=None,
-        description="steps between benchmark accuracies in metrics.jsonl; null: only `scale evaluate`",
-    )
-    eval_max_items: Free[Documents] = Field(default=32, description="items per task, each time")
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> _AnyTraining:
@@ -214,11 +208,6 @@ class _AnyTraining(Section):
                 f"together more than max_steps {self.max_steps:,}"
             )
         return self
-
-    @property
-    def observes(self) -> bool:
-        """Whether anything is measured during training."""
-        return self.eval_every_steps is not None or self.eval_benchmarks_every_steps is not None
 
     def sequences_at_once(self, num_processes: int) -> int:
         """Return `micro_batch_size`, or its default if this many processes share a step."""

@@ -195,7 +195,6 @@ class OpenedBenchmarks:
         tokenizer: PreTrainedTokenizerBase,
         config: RunConfig,
         share: Share,
-        max_items: int | None = None,  # per task
     ) -> tuple[list[BenchmarkItems], list[SkippedBenchmark]]:
         """Return each benchmark's items under every head, and what could not be measured."""
         has_new_tokens = config.method.vocabulary is not None
@@ -212,7 +211,7 @@ class OpenedBenchmarks:
         skipped = list(self.skipped)
         for benchmark in self.ready:
             try:
-                measured.append(measure_items(benchmark, answering, max_items))
+                measured.append(measure_items(benchmark, answering))
             except RunError as error:
                 skipped.append(SkippedBenchmark(benchmark.source.name, str(error)))
         return measured, skipped
@@ -235,15 +234,13 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
     return opened
 
 
-def measure_items(
-    benchmark: Benchmark, answering: Mapping[str, HeadsLM], max_items: int | None = None
-) -> BenchmarkItems:
-    """Return a benchmark's items, at most `max_items` per task, marked under every head.
+def measure_items(benchmark: Benchmark, answering: Mapping[str, HeadsLM]) -> BenchmarkItems:
+    """Return a benchmark's items, marked under every head.
 
     Raises:
         RunError: lm-eval cannot score a request, or says of no item whether it is right.
     """
-    limit = min(benchmark.source.limit or sys.maxsize, max_items or sys.maxsize)
+    limit = benchmark.source.limit or sys.maxsize
     bar = progress_bar(
         total=0,
         desc=f"evaluating {benchmark.source.name}",

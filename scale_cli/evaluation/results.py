@@ -198,11 +198,6 @@ class BenchmarkItems:
                 return name
         raise RunError("lm-eval reports no metric that says whether an item is right")
 
-    def mean_scores(self) -> dict[str, float | None]:
-        """Return every head's mean of the judging metric."""
-        means_H = self.scores[self.judged_by].mean(axis=0)
-        return {head: finite(mean) for head, mean in zip(HEADS, means_H, strict=True)}
-
 
 @dataclass(frozen=True)
 class SkippedBenchmark:

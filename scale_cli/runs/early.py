@@ -25,6 +25,7 @@ _READS = {
     "prepare": {"training text", "held-out text"},
     "train": {"upscaled", "weights", "training text"},
     "evaluate": {"final", "weights", "held-out text", "benchmarks"},
+    "evaluate a checkpoint": {"weights", "held-out text", "benchmarks"},
     "export": {"final", "weights"},
     "run": {"weights", "training text", "held-out text", "benchmarks"},
 }
@@ -54,7 +55,7 @@ def check_early(verb: str, config: RunConfig, fail_above: float | None = None) -
     if "final" in reads:
         run.check_finished()
 
-    if "benchmarks" in reads or (verb == "train" and config.train.eval_benchmarks_every_steps):
+    if "benchmarks" in reads:
         _check_tasks([of.name for of in config.evaluation.benchmarks if of.path is None])
     check_config_file(config.model)
     if "weights" in reads:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from scale_cli.errors import RunFolderError, StorageError
-from scale_cli.storage.atomic import MANIFEST, described_files, read_json
+from scale_cli.storage.atomic import MANIFEST, described_files, json_sha256, read_json
 
 TRAINED = "trained.safetensors"
 
@@ -23,6 +23,7 @@ class RunFolder:
         self.tensorboard = root / "tensorboard"  # TensorBoard's files
         self.tokens = root / "tokens"  # tokenised corpora, unless corpus.cache_dir says otherwise
         self.evaluation = root / "evaluation"  # the forgetting report
+        self.evaluations = root / "evaluations"  # of checkpoints, each by its name
         self.exports = root / "export"  # a folder per format
         # a line for every logged step and periodic evaluation
         self.metrics = root / "metrics.jsonl"
@@ -82,6 +83,13 @@ class RunFolder:
                 )
 
 
+def of_checkpoint(path: Path) -> RunFolder | None:
+    """Return the run that a checkpoint's folder belongs to; None for any other path."""
+    run = RunFolder(path.resolve().parent.parent)
+    is_one = path.is_dir() and path.resolve().parent == run.checkpoints
+    return run if is_one else None
+
+
 def folder_bytes(folder: Path) -> int:
     """Return the bytes of all files in a folder; 0 if there is no folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -123,7 +131,11 @@ def check_replaceable(output: Path, kind: str) -> None:
 
 
 def trained_sha256(folder: Path) -> str:
-    try:
-        return str(described_files(folder)[TRAINED]["sha256"])
-    except KeyError:
-        raise StorageError(f"{folder / MANIFEST}: does not name {TRAINED}") from None
+    """Return the hash of the trained tensors; in a sharded checkpoint, that of its files' hashes."""
+    hashes = {name: str(of["sha256"]) for name, of in described_files(folder).items()}
+    if TRAINED in hashes:
+        return hashes[TRAINED]
+    tensors = {name: of for name, of in hashes.items() if name.endswith(".safetensors")}
+    if not tensors:
+        raise StorageError(f"{folder / MANIFEST}: does not name {TRAINED}")
+    return json_sha256(tensors)

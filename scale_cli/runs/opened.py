@@ -132,10 +132,13 @@ class Run:
 
     def open_final(self) -> MethodFolder:
         self.folder.check_finished()
-        final = MethodFolder(self.folder.final, self)
-        final.check_same_run(TRAIN_SECTIONS, BASE_KEYS)
+        return self.open_trained(self.folder.final)
+
+    def open_trained(self, path: Path) -> MethodFolder:
+        """Open `final/`, or a checkpoint as if the run ended with it."""
+        MethodFolder(path, self).check_same_run(TRAIN_SECTIONS, BASE_KEYS)
         self.check(self.config.evaluation.perplexity)
-        return open_folder(final.path, self)
+        return open_folder(path, self)
 
     def check(self, sources: Sequence[TextSource], num_processes: int = 1) -> None:
         """Raise an error for what is certain to fail later: a folder, the base, a size, or one of

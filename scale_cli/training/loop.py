@@ -114,7 +114,7 @@ class _Loop:
                 self._save_and_leave(self.stop.mine())
             done += 1
             last = done == train.max_steps
-            is_due = any(self._what_is_due(done))
+            is_due = self._is_evaluated(done)
             is_saved = last or done % train.save_every_steps == 0
             if self._is_logged(done) or is_due or is_saved:
                 self._settle_steps()
@@ -289,15 +289,13 @@ class _Loop:
             }
         )
 
-    def _what_is_due(self, done: int) -> tuple[bool, bool]:
-        """Return whether losses and benchmarks are to be measured after a step."""
+    def _is_evaluated(self, done: int) -> bool:
+        """Return whether the held-out text is to be measured after a step."""
         train = self.run.config.train
+        if train.eval_every_steps is None:
+            return False
         at_the_end = train.max_forgetting is not None and done == train.max_steps
-        losses_due, benchmarks_due = (
-            every_steps is not None and done % every_steps == 0
-            for every_steps in (train.eval_every_steps, train.eval_benchmarks_every_steps)
-        )
-        return losses_due or at_the_end, benchmarks_due
+        return done % train.eval_every_steps == 0 or at_the_end
 
     def _evaluate_what_is_due(self, done: int) -> None:
         """If an evaluation is due, evaluate the weights that `final/` would hold; save them if they
@@ -307,19 +305,18 @@ class _Loop:
         begins with it.
         """
         run, bound = self.run, self.run.config.train.max_forgetting
-        losses_due, benchmarks_due = self._what_is_due(done)
-        if run.observer is None or not (losses_due or benchmarks_due):
+        if run.observer is None or not self._is_evaluated(done):
             return
         started_s = time.monotonic()
         best = run.state.best
         try:
             with self.stop.at_once():
-                record = run.observer.evaluate(done, losses=losses_due, benchmarks=benchmarks_due)
+                record = run.observer.evaluate(done)
         except StopNow:
             run.state = replace(run.state, evaluation_due=True)
             run.count_time("evaluating_s", started_s)
             self._save_and_leave(self.stop.mine())
-        if losses_due and bound is not None:
+        if bound is not None:
             best = better_of(best, run.observer.score(done, record[BITS]), bound)
         if best is not None:
             record["best_step"] = best.step
@@ -327,7 +324,7 @@ class _Loop:
         run.state = replace(run.state, best=best)
         run.count_time("evaluating_s", started_s)
         run.log(record)
-        failures = run.observer.failures(record[BITS]) if losses_due else {}
+        failures = run.observer.failures(record[BITS])
         for name, failure in failures.items():
             if name not in self.warned:
                 run.say(f"warning: step {done:,}, {name}: {failure}")

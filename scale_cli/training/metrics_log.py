@@ -22,9 +22,7 @@ SHARES: Final = "evaluation_base_share"
 
 SAMPLES: Final = "samples"
 
-BENCHMARKS: Final = "benchmark_accuracies"
-
-# By corpus or benchmark, then by head; None: not finite.
+# By corpus, then by head; None: not finite.
 Losses = dict[str, dict[str, float | None]]
 
 # By corpus, the share of tokens for which the router chose the base head.
@@ -53,7 +51,6 @@ class MetricsRecord(TypedDict, total=False):
     evaluation_bits_per_byte: Losses
     evaluation_base_share: Shares
     samples: dict[str, dict[str, str]]  # by corpus, a prompt and the served head's continuation
-    benchmark_accuracies: Losses
     best_step: int  # step of the evaluation whose weights are kept, if one is chosen
 
 
@@ -77,7 +74,7 @@ def read_records(path: Path) -> list[MetricsRecord]:
 
 def place_of(record: MetricsRecord) -> tuple[int, bool]:
     """Return the sort key of a record: its step, and whether it is the evaluation after that step."""
-    return int(record["step"]), EVALUATION in record or BENCHMARKS in record
+    return int(record["step"]), EVALUATION in record
 
 
 class MetricsLog:

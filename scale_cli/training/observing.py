@@ -1,12 +1,10 @@
-"""Evaluations during training, on held-out text and some benchmark items; and the choice of the
-best weights.
-"""
+"""Evaluations during training, on held-out text; and the choice of the best weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,10 +30,9 @@ from scale_cli.evaluation.selectable_heads import (
     ends_of,
 )
 from scale_cli.model.heads import HeadedModel, base_alone
-from scale_cli.processes import ALONE, autocast, is_main, share
+from scale_cli.processes import autocast, is_main, share
 from scale_cli.report import number
 from scale_cli.training.metrics_log import (
-    BENCHMARKS,
     BITS,
     EVALUATION,
     SAMPLES,
@@ -48,10 +45,6 @@ from scale_cli.training.records import Score
 from scale_cli.training.sharding import gathered_roots, is_sharded
 from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.building import MethodModel
-
-if TYPE_CHECKING:
-    from scale_cli.evaluation.lm_eval_heads import OpenedBenchmarks
-
 
 _PROMPT_TOKENS = _NEW_TOKENS = 32  # of a sample
 
@@ -68,21 +61,15 @@ class Observer:
     tokenizer: PreTrainedTokenizerBase
     held_out: list[TokenisedCorpus]  # in the config's order
     by_base_tokens: list[TokenisedCorpus]  # the same text, if the run has new tokens; else empty
-    benchmarks: OpenedBenchmarks | None
 
-    def evaluate(self, step: int, *, losses: bool, benchmarks: bool) -> MetricsRecord:
-        """Return a record of the losses and samples after a step, or of the accuracies in
-        benchmarks, or both.
-        """
+    def evaluate(self, step: int) -> MetricsRecord:
+        """Return a record of the losses and samples after a step."""
         record: MetricsRecord = {"step": step}
         self.model.eval()
         with gathered_roots(self.wrapped, self.observed), attending_by_sdpa(self.model):
-            if losses:
-                self._record_losses(record)
-                if samples := self.samples():
-                    record[SAMPLES] = samples
-            if benchmarks:
-                record[BENCHMARKS] = self.accuracies()
+            self._record_losses(record)
+            if samples := self.samples():
+                record[SAMPLES] = samples
         self.model.train()
         return record
 
@@ -149,20 +136,6 @@ class Observer:
                 score(corpus, lengths_N=lengths_N, kept=kept_of(corpus), bar=bar)
                 for corpus, lengths_N in zip(corpora, lengths, strict=True)
             ]
-
-    def accuracies(self) -> Losses:
-        """Return, by benchmark, every head's mean of the judging metric on the first items of every
-        task.
-        """
-        assert self.benchmarks is not None, "opened where train.eval_benchmarks_every_steps is set"
-        # The processes of a sharded model must run it together, but answers differ in their number
-        # of tokens.
-        of_all = ALONE if is_sharded(self.model) else share()
-        most = self.config.train.eval_max_items
-        measured, _ = self.benchmarks.measure(
-            self.observed, self.tokenizer, self.config, of_all, most
-        )
-        return {benchmark.source.name: benchmark.mean_scores() for benchmark in measured}
 
     def samples(self) -> dict[str, dict[str, str]]:
         """Return, by corpus, the served head's continuation of one held-out document per language.

@@ -31,7 +31,6 @@ from scale_cli.errors import (
     is_out_of_memory,
     one_line,
 )
-from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.methods.recipes import Training, make_hooks
 from scale_cli.model.heads import HeadedModel, PlainHeads
 from scale_cli.processes import (
@@ -63,7 +62,7 @@ from scale_cli.training.training_run import TrainingRun
 from scale_cli.values import counted
 
 if TYPE_CHECKING:
-    from scale_cli.evaluation.lm_eval_heads import OpenedBenchmarks
+    pass
 
 
 def open_accelerator(run: Run) -> Accelerator:
@@ -80,22 +79,14 @@ def open_accelerator(run: Run) -> Accelerator:
     )
 
 
-def check_to_train(run: Run, accelerator: Accelerator, log: Log) -> OpenedBenchmarks | None:
-    """Check all that can be known before the first write; return the benchmarks to measure on the
-    way.
-    """
+def check_to_train(run: Run, accelerator: Accelerator) -> None:
+    """Check all that can be known before the first write."""
     config = run.config
     if not run.folder.upscaled.is_dir():
         raise RunFolderError(f"{run.folder.upscaled}: does not exist; run `scale upscale` first")
     run.check(training_sources(config), accelerator.num_processes)
     check_machines(config.train, accelerator.num_processes)
     check_trackers(config.train.trackers)
-    if not config.train.eval_benchmarks_every_steps:
-        return None
-    benchmarks = open_benchmarks_of(config.evaluation)
-    for skipped in benchmarks.skipped if benchmarks is not None else ():
-        log(f"warning: {skipped.name} is not measured: {skipped.reason}")
-    return benchmarks
 
 
 @contextmanager
@@ -139,7 +130,6 @@ def open_training(
     run: Run,
     accelerator: Accelerator,
     resumed_from: MethodFolder | None,
-    benchmarks: OpenedBenchmarks | None,
     log: Log,
 ) -> TrainingRun:
     """Load the model and its text, and restore a checkpoint of the run, if it resumes from one.
@@ -180,7 +170,7 @@ def open_training(
         branch_point = branch_point_at(initialised_from)
 
     observer = None
-    if train.observes:
+    if train.eval_every_steps:
         observer = Observer(
             config=config,
             model=model,
@@ -190,7 +180,6 @@ def open_training(
             tokenizer=start.tokenizer,
             held_out=held_out,
             by_base_tokens=by_base_tokens,
-            benchmarks=benchmarks,
         )
     metrics = None
     if accelerator.is_main_process:
@@ -241,7 +230,7 @@ def _log_processes(run: Run, accelerator: Accelerator, log: Log) -> None:
     device_type = accelerator.device.type
     avoided_by = {
         "train.mixed_precision=no": config.train.mixed_precision == "bf16",
-        "evaluation.mixed_precision=no": config.train.observes
+        "evaluation.mixed_precision=no": config.train.eval_every_steps is not None
         and config.evaluation.mixed_precision == "bf16",
         "train.optimiser=adamw": config.train.optimiser == "muon",  # its products are in bfloat16
     }
@@ -260,7 +249,7 @@ def _open_model(
     """Return the model to train, and an untouched base if evaluations need one beside it."""
     config = start.run.config
     untouched = None
-    if config.train.observes and not config.method.definition.widens:
+    if config.train.eval_every_steps and not config.method.definition.widens:
         model, untouched = start.load_beside_base()
     else:
         model = start.load_to_train()

@@ -136,6 +136,26 @@ def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says
     assert report["num_tokens_trained"] == position["num_tokens"]
 
 
+def test_a_checkpoint_is_evaluated_as_if_the_run_had_ended_with_it_and_the_runs_report_stays(
+    finished: RunConfig, scale: Scale
+) -> None:
+    run = RunFolder(finished.output_dir)
+    before = (run.evaluation / "report.json").read_bytes()
+    last = run.checkpoint(finished.train.max_steps)
+    assert scale("evaluate", last).exit_code == 0
+    (written,) = run.evaluations.iterdir()
+    assert written.name == last.name
+    of_checkpoint, of_final = (
+        read_json(folder / "report.json") for folder in (written, run.evaluation)
+    )
+    assert of_checkpoint["corpora"] == of_final["corpora"]
+    assert of_checkpoint["step"] == finished.train.max_steps
+    shutil.rmtree(run.final)
+    assert scale("evaluate", last, "evaluation.perplexity.0.max_documents=2").exit_code == 0
+    assert read_json(written / "report.json")["corpora"][0]["num_documents"] == 2
+    assert (run.evaluation / "report.json").read_bytes() == before
+
+
 def test_a_changed_config_is_refused_with_what_may_be_accepted(
     finished: RunConfig, of_config: Scale
 ) -> None:

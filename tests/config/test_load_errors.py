@@ -89,7 +89,8 @@ TWIN = "{name: twin, path: a.txt, language: en}"
             ["train.max_forgetting=0.1", "train.eval_every_steps=5"],
             "evaluation.perplexity has no corpus of role",
         ),
-        (["train.eval_benchmarks_every_steps=5"], "evaluation.benchmarks is empty"),
+        (["train.eval_benchmarks_every_steps=5"], "`scale evaluate CHECKPOINT` measures"),
+        (["train.eval_max_items=5"], "`scale evaluate CHECKPOINT` measures"),
         (
             ["method.vocabulary={sources: [x]}"],
             "method.vocabulary.sources: 'x' is not one of corpus.sources (news)",

@@ -28,7 +28,6 @@ from scale_cli.storage.atomic import file_sha256, remove_folder
 from scale_cli.training import training_run
 from scale_cli.training.checkpoint import checkpoints, step_of
 from scale_cli.training.metrics_log import (
-    BENCHMARKS,
     BITS,
     EVALUATION,
     SAMPLES,
@@ -41,7 +40,6 @@ from scale_cli.training.metrics_log import (
 from scale_cli.training.observing import Observer, better_of
 from scale_cli.training.records import Score, TrainState
 from scale_cli.training.training_run import write_checkpoint
-from tests.evaluation.task_files import task_of
 from tests.small_runs import SMALLEST, changed, held_out, load_text, train_run
 from tests.training.conftest import MakeConfig, configs_in, finished, go_on, upscaled
 from tests.vocabulary.grown_run import config_of
@@ -125,17 +123,13 @@ def chosen(
     tales = f"{shared_data}/en-tinystories/tinystories_val.txt"
     roles = ("acquisition", "retention")
     corpora = json.dumps([held_out(role, tales, role, max_documents=2) for role in roles])
-    arc = json.dumps(task_of(shared_data, folder, "arc_easy", limit=3))
     config = configs_in(folder, shared_data, tmp_path_factory.getbasetemp() / "tokens")(
         "whole",
         f"evaluation.perplexity={corpora}",
-        f"evaluation.benchmarks=[{arc}]",
         "evaluation.bootstrap_resamples=100",
         "train.eval_every_steps=2",
         "train.eval_max_tokens=100000",
         "evaluation.sequence_length=512",
-        "train.eval_benchmarks_every_steps=4",
-        "train.eval_max_items=3",
         "train.max_forgetting=0.1",
         "train.keep_checkpoints=1",
         "train.save_every_steps=2",
@@ -209,9 +203,6 @@ def check_is_of_final(record: MetricsRecord, config: RunConfig) -> None:
             assert record[EVALUATION][corpus.name][head] == figures.nats_per_token
             assert record[BITS][corpus.name][head] == figures.bits_per_byte
         assert record[SHARES][corpus.name] == figures.base_share
-    (arc,) = report.benchmarks
-    accuracies = {head: of_one.metrics["acc"].value for head, of_one in arc.heads.items()}
-    assert record[BENCHMARKS]["arc_easy"] == accuracies
     final = Run(config).open_final()
     (heard,) = open_sources(config, [acquisition], final.tokenizer)
     model: Any = final.load()

@@ -31,7 +31,7 @@ from scale_cli.runs.folder import TRAINED, RunFolder
 from scale_cli.storage.atomic import load_tensors, save_tensors, verify_folder
 from scale_cli.storage.shards import load_shards, shard_of
 from scale_cli.training import loop, observing, optimiser
-from scale_cli.training.metrics_log import BENCHMARKS, EVALUATION, read_records
+from scale_cli.training.metrics_log import EVALUATION, read_records
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import kinds_of_parameters
 from scale_cli.training.records import TrainState
@@ -39,7 +39,6 @@ from scale_cli.training.sharding import parts_here, shard_model, whole_tensor
 from scale_cli.training.training_run import TrainingRun
 from scale_cli.upscale.base_hashes import tensor_sha256
 from scale_cli.upscale.building import MethodModel, start_model
-from tests.evaluation.task_files import task_of
 from tests.small_runs import held_out
 from tests.torture.verbs import ended_group, start_group
 from tests.training.conftest import MakeConfig, configs_in
@@ -155,15 +154,9 @@ def exact_products() -> Iterator[None]:
 @exact_products()
 def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made = no_runs(shared_data, tmp_path_factory)
-    arc = json.dumps(task_of(shared_data, made.root, "arc_easy", limit=8))
-    asked = (
-        f"evaluation.benchmarks=[{arc}]",
-        f"train.eval_benchmarks_every_steps={_LAST_STEP}",
-        "train.eval_max_items=8",
-    )
-    train(made.add("one", *EVALUATED, *asked), None, print)
+    train(made.add("one", *EVALUATED), None, print)
     for sharding in ("none", "expansion", "all"):
-        sharded = ("train.micro_batch_size=2", f"train.sharding={sharding}", *EVALUATED, *asked)
+        sharded = ("train.micro_batch_size=2", f"train.sharding={sharding}", *EVALUATED)
         made.add(f"{sharding}-two", *sharded, like="one")
     for name, pair in PAIRS.items():
         made.add_pair(name, *pair)
@@ -212,9 +205,6 @@ def test_any_number_of_processes_sharded_or_gone_on_gives_the_losses_and_an_ordi
         for corpus, heads in expected.items():
             assert found[corpus] == pytest.approx(heads, rel=1e-5)
             assert name == "grown-two" or found[corpus]["base"] == heads["base"]
-    accuracies = runs.logged(as_in, BENCHMARKS)
-    assert runs.logged(name, BENCHMARKS) == accuracies
-    assert bool(accuracies) == (as_in in ("one", "all-two"))
     whole, sharded = (runs.folder(one).final for one in (as_in, name))
     assert {file.name for file in sharded.iterdir()} == {file.name for file in whole.iterdir()}
     weights, trained = runs.trained(as_in), runs.trained(name)
