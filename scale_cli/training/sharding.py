@@ -195,7 +195,7 @@ def parts_here(module: nn.Module) -> dict[str, Tensor]:
     """Return this process's part of every parameter; call it between steps, since within one some
     are gathered.
     """
-    return {name: local_part(parameter.detach()) for name, parameter in module.named_parameters()}
+    return {name: local_part(parameter).detach() for name, parameter in module.named_parameters()}
 
 
 @contextmanager

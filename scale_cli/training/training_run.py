@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import optimiser_tensors
 from scale_cli.training.records import BranchPoint, TrainState
 from scale_cli.training.sharding import is_sharded, parts_here
-from scale_cli.upscale.base_hashes import changed_tensors, tensor_sha256
+from scale_cli.upscale.base_hashes import changed_tensors, tensor_sha256, versions
 from scale_cli.upscale.building import MethodModel
 
 _SILENT_S = 1.0  # a longer wait is said
@@ -62,8 +62,7 @@ class Snapshot:
 
     files: dict[str, dict[str, Tensor]]  # copies on the CPU, by file name
     header: dict[str, str] | None  # of a sharded file: the places of its parts
-    # this process's parts of a sharded base; not copied, since they do not change
-    base: dict[str, Tensor]
+    rewritten: list[str]  # tensors of the base that were written to since the run was opened
 
 
 @dataclass
@@ -88,6 +87,7 @@ class TrainingRun:
     scaler: torch.amp.GradScaler = field(init=False)  # of the loss; enabled only with fp16
     # hashes of this process's parts of a sharded base; `base.json` has those of any other base
     base_parts: dict[str, str] = field(default_factory=dict, init=False)
+    base_versions: dict[str, list[int]] = field(init=False)  # of the base's tensors in this process
     # processes that write a checkpoint together; None if only the main one writes
     beside: ProcessGroup | None = field(default=None, init=False)
     _began_s: float = field(init=False)  # when it would have begun, had nothing interrupted it
@@ -103,10 +103,8 @@ class TrainingRun:
             self.scaler.load_state_dict(self.scaler.state_dict() | reached)
         if is_sharded(self.model):
             self.beside = group_beside()
-            if self.config.method.definition.widens:
-                model: Any = self.model
-                parts = parts_here(model.base)
-                self.base_parts = {name: tensor_sha256(part) for name, part in parts.items()}
+            self.base_parts = {name: tensor_sha256(part) for name, part in self.base_here().items()}
+        self.base_versions = versions(self.base_here())
 
     @property
     def config(self) -> RunConfig:
@@ -140,8 +138,8 @@ class TrainingRun:
         """Write checkpoints in a thread while the body runs, and wait for the last one.
 
         At most one is being written: the next one waits for it. The training thread copies this
-        process's trainable parameters and moments to host memory. The other thread hashes the base,
-        writes, syncs and deletes old checkpoints. It ends with the body: a thread that frees
+        process's trainable parameters and moments to host memory. The other thread writes, syncs and
+        deletes old checkpoints. It ends with the body: a thread that frees
         tensors while the interpreter ends aborts the process.
         """
         self._began_s = time.monotonic() - self.state.elapsed_s
@@ -180,17 +178,21 @@ class TrainingRun:
                 self.say(f"waiting for the checkpoint of step {self.saved_step:,} to be written")
             job.result()
 
-    def check_base(self, step: int, here: Mapping[str, Tensor] | None = None) -> None:
+    def base_here(self) -> dict[str, Tensor]:
+        """Return this process's part of every tensor of a widened model's base; call it between
+        steps.
+        """
+        model: Any = self.model
+        return parts_here(model.base) if self.config.method.definition.widens else {}
+
+    def check_base(self, step: int) -> None:
         """Check a widened model's base by hash: each process its parts, or the main process a whole
         base.
-
-        Within a step some parts are gathered, so a thread passes those that were `here` between two
-        steps.
         """
         model: Any = self.model
         changed = []
         if self.base_parts:
-            here = parts_here(model.base) if here is None else here
+            here = parts_here(model.base)
             changed = [
                 name
                 for name, expected in self.base_parts.items()
@@ -198,8 +200,7 @@ class TrainingRun:
             ]
         elif self.config.method.definition.widens and is_main():
             changed = changed_tensors(model.base, self.start.record)
-        if changed:
-            raise PreservationError(f"step {step}: the base has changed: {', '.join(changed[:3])}")
+        _refuse_changed_base(step, changed)
 
     def describe(self, folder: Path, state: TrainState) -> None:
         """Write the files that a checkpoint and `final/` share: everything but tensors."""
@@ -221,12 +222,17 @@ class TrainingRun:
 def take_snapshot(run: TrainingRun) -> Snapshot:
     """Copy what this process must write of a checkpoint."""
     trained, moments = trainable_parameters(run.model), optimiser_tensors(run.optimiser, run.model)
+    now = versions(run.base_here())
+    rewritten = [name for name, version in run.base_versions.items() if now[name] != version]
     if run.beside is None:
-        return Snapshot({TRAINED: _copied(trained), OPTIMISER: _copied(moments)}, None, {})
+        return Snapshot({TRAINED: _copied(trained), OPTIMISER: _copied(moments)}, None, rewritten)
     shard = shard_of({**trained, **moments}, share())
-    model: Any = run.model
-    base = parts_here(model.base) if run.base_parts else {}
-    return Snapshot({shard.file: _copied(shard.tensors)}, shard.header, base)
+    return Snapshot({shard.file: _copied(shard.tensors)}, shard.header, rewritten)
+
+
+def _refuse_changed_base(step: int, changed: Sequence[str]) -> None:
+    if changed:
+        raise PreservationError(f"step {step}: the base has changed: {', '.join(changed[:3])}")
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -257,15 +263,7 @@ def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) ->
                     remove_folder(folder)  # so damaged that `new_folder` would refuse to replace it
                 held.enter_context(new_folder(folder))  # at its end the folder gets its name
         with all_succeed(run.beside):
-            device = run.model.device
-            # In a CUDA stream of its own: copies of frozen tensors and training steps need not wait
-            # for each other.
-            with (
-                torch.cuda.stream(torch.cuda.Stream(device))
-                if device.type == "cuda"
-                else nullcontext()
-            ):
-                run.check_base(state.step, snapshot.base)
+            _refuse_changed_base(state.step, snapshot.rewritten)
             if is_main():
                 run.describe(partial, state)
             for name, tensors in snapshot.files.items():

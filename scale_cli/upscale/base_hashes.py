@@ -38,6 +38,11 @@ def tensor_sha256(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
+def versions(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Return how often each tensor was written to in place, which torch counts, but not by `.data`."""
+    return {name: [part._version for part in parts_of(tensor)] for name, tensor in tensors.items()}
+
+
 def config_sha256(base: PreTrainedModel) -> str:
     """Return one hash over the configuration fields that affect the computation: no names, versions
     or token ids.

@@ -53,23 +53,28 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was_before_
     assert file_sha256(run.final / TRAINED) == file_sha256(whole.final / TRAINED)
 
 
-def test_a_base_that_changes_while_it_trains_is_found_and_nothing_more_is_saved(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("counted", "found_at"), [(True, 6), (False, 9)])
+def test_a_base_that_is_written_to_is_found_at_the_next_checkpoint_or_by_its_hash_at_the_end(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, counted: bool, found_at: int
 ) -> None:
+    """What is written to `.data` torch does not count."""
     config = make_config("run")
     run = upscaled(config)
 
+    @torch.no_grad()
     def flip_a_bit(done: int, wrapped: Any) -> None:
         if done == 4:
             models = [m for m in wrapped.modules() if isinstance(m, ScaleForCausalLM)]
-            models[0].base.model.norm.weight.data[0] *= -1
+            gains = models[0].base.model.norm.weight
+            (gains if counted else gains.data)[0] *= -1
 
     before_each_step(monkeypatch, flip_a_bit)
-    with pytest.raises(
-        PreservationError, match=r"step 6: the base has changed: model\.norm\.weight"
-    ):
+    told = rf"step {found_at}: the base has changed: model\.norm\.weight"
+    with pytest.raises(PreservationError, match=told):
         train(config, None, print)
-    assert list(run.checkpoints.iterdir()) == [run.checkpoint(3)]
+    assert not run.final.exists()
+    saved = [3] if counted else [6, 9]
+    assert sorted(run.checkpoints.iterdir()) == [run.checkpoint(step) for step in saved]
 
 
 class SlowToFree(dict[str, Any]):

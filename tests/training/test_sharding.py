@@ -37,7 +37,7 @@ from scale_cli.training.optimiser import kinds_of_parameters
 from scale_cli.training.records import TrainState
 from scale_cli.training.sharding import parts_here, shard_model, whole_tensor
 from scale_cli.training.training_run import TrainingRun
-from scale_cli.upscale.base_hashes import tensor_sha256
+from scale_cli.upscale.base_hashes import tensor_sha256, versions
 from scale_cli.upscale.building import MethodModel, start_model
 from tests.small_runs import held_out
 from tests.torture.verbs import ended_group, start_group
@@ -374,10 +374,13 @@ def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_not
 
 def test_a_changed_bit_of_a_sharded_base_is_named(accelerator: Accelerator) -> None:
     model: Any = start("adapt")
-    shard_model(model, TrainConfig(max_steps=1, sharding="all"), accelerator)
+    wrapped = shard_model(model, TrainConfig(max_steps=1, sharding="all"), accelerator)
     hashes = {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
     run: Any = SimpleNamespace(model=model, base_parts=hashes)
     TrainingRun.check_base(run, 2)
+    before = versions(parts_here(model.base))
+    go_back(wrapped)
+    assert versions(parts_here(model.base)) == before, "gathering its parts is no write"
     with torch.no_grad():
         local_part(model.expansion.norm.weight).add_(1)
         local_part(model.base.model.layers[1].mlp.up_proj.weight)[3, 5].mul_(-1)
@@ -385,6 +388,9 @@ def test_a_changed_bit_of_a_sharded_base_is_named(accelerator: Accelerator) -> N
         PreservationError, match=r"^step 3: .*: model\.layers\.1\.mlp\.up_proj\.weight$"
     ):
         TrainingRun.check_base(run, 3)
+    after = versions(parts_here(model.base))
+    written = [name for name in before if before[name] != after[name]]
+    assert written == ["model.layers.1.mlp.up_proj.weight"]
 
 
 @pytest.mark.usefixtures("group")
