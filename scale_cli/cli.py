@@ -426,7 +426,7 @@ def verify(
 ) -> None:
     """Check one folder that scale wrote, or all folders of a run.
 
-    Checks hashes, preservation, the log and exports.
+    Checks hashes, and compares exports with the trained model.
     """
     folder = run_folder(path)
     import_libraries()

@@ -22,10 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 FORKS = {
     "tests/test_processes.py",
     "tests/training/test_sharding.py",
-    *(
-        f"tests/torture/test_{name}.py"
-        for name in ("damage", "faults", "fuzzed_corpora", "signals")
-    ),
+    *(f"tests/torture/test_{name}.py" for name in ("damage", "faults", "signals")),
 }
 
 LONG_OPTIONS = ("--proofs", "--torture", "--runtimes", "--serving")

@@ -285,7 +285,6 @@ class _Loop:
                 "elapsed_s": round(state.elapsed_s, 3),
                 "evaluating_s": round(state.evaluating_s, 3),
                 "saving_s": round(state.saving_s, 3),
-                "log_every_steps": run.config.train.log_every_steps,  # it may change at a resume
             }
         )
 

@@ -45,7 +45,6 @@ class MetricsRecord(TypedDict, total=False):
     elapsed_s: float
     evaluating_s: float
     saving_s: float
-    log_every_steps: int  # it may change at a resume
     skipped: str  # why the step was skipped
     evaluation_nats_per_token: Losses
     evaluation_bits_per_byte: Losses

@@ -1,19 +1,15 @@
-"""Attacks by configs, folders, places and names: none runs code, or writes or reads outside."""
+"""Attacks by configs, bases, folders, places and names: none runs code, or writes or reads outside."""
 
 import json
-import re
+import pickle
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from scale_cli.commands.run import run_pipeline
-from scale_cli.config.sources import BenchmarkSource
-from scale_cli.evaluation.lm_eval_heads import open_benchmarks
 from tests.command_line import Scale
-from tests.evaluation.task_files import add_task, know_only
 from tests.small_runs import held_out, small_run, write_config
 from tests.torture.attacker import (
     REMOTE_MODEL,
@@ -50,6 +46,29 @@ def finished(finished_once: Path, tmp_path: Path, stories: Path) -> Configured:
 # What is more than data
 
 
+def test_the_payloads_bite(canary: Path) -> None:
+    pickle.loads(evil_pickle(canary))  # noqa: S301 (that is the point)
+    canary.rmdir()
+    exec(evil_python(canary))  # noqa: S102 (the attack)
+    assert canary.is_dir()
+
+
+def test_pickled_weights_and_the_code_of_a_base_are_not_run(
+    scale: Scale, base: Path, tmp_path: Path, canary: Path
+) -> None:
+    config = write_config(tmp_path, base)
+    (base / "modeling_evil.py").write_bytes(evil_python(canary))
+    edit_json(base / "config.json", REMOTE_MODEL)
+    assert scale("upscale", config).exit_code == 0, "a family of ours, without that code"
+    shutil.rmtree(tmp_path / "run")
+    (base / "model.safetensors").unlink()
+    (base / "pytorch_model.bin").write_bytes(evil_pickle(canary))
+    assert "model.base" in scale("upscale", config).error()
+    edit_json(base / "config.json", {"model_type": "evil", "architectures": ["Evil"]})
+    assert "model.base" in scale("upscale", config).error()
+    assert not canary.exists() and not (tmp_path / "run").exists()
+
+
 def test_a_yaml_tag_runs_nothing(scale: Scale, base: Path, tmp_path: Path, canary: Path) -> None:
     config = write_config(tmp_path, base)
     good = config.read_text()
@@ -63,23 +82,6 @@ def test_a_yaml_tag_runs_nothing(scale: Scale, base: Path, tmp_path: Path, canar
         config.write_text(f"seed: {evil}\n" + good)
         assert scale("upscale", config).error().startswith(f"{config}:1: not valid YAML")
         config.write_text(good)
-    assert not canary.exists()
-
-
-def test_a_yaml_tag_in_a_run_or_in_a_task_of_a_benchmark_runs_nothing(
-    scale: Scale, finished: Configured, tmp_path: Path, canary: Path
-) -> None:
-    evil = f"seed: !!python/object/apply:os.mkdir [{canary}]\n"
-    config = finished(evaluation={"benchmarks": [write_benchmark(tmp_path)]})
-    final = tmp_path / "run" / "final"
-    for tagged in (evil, "doc_to_text: !function os.getcwd\n"):
-        (tmp_path / "mine.yaml").write_text(tagged)
-        assert re.search(r"mine\.yaml(:1)?: not valid YAML", scale("evaluate", config).error())
-    (final / "scale.yaml").write_text(evil)
-    reseal(final)
-    for arguments in (("generate", final, "--prompt", "x"), ("verify", final)):
-        done = scale(*arguments)
-        assert done.exit_code in (2, 3) and "not valid YAML" in done.stdout + done.stderr
     assert not canary.exists()
 
 
@@ -99,39 +101,6 @@ def test_the_template_of_a_benchmark_runs_in_a_sandbox(
     config = finished(evaluation={"benchmarks": [benchmark]})
     assert f"{tmp_path / 'mine.yaml'}: " in scale("evaluate", config).error()
     assert not canary.exists()
-
-
-def test_a_metric_of_lm_evals_that_lies_in_the_folder_is_not_run(
-    tmp_path: Path, canary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A task of lm-eval asks `evaluate` for f1 by its name, which would first look for f1/f1.py here."""
-    (tmp_path / "f1").mkdir()
-    (tmp_path / "f1" / "f1.py").write_bytes(evil_python(canary))
-    f1 = {"metric": "f1", "aggregation": "mean", "higher_is_better": True, "hf_evaluate": True}
-    know_only(tmp_path, monkeypatch)
-    item = {"question": "One", "choices": ["cat", "dog"], "answer": 0}
-    add_task(tmp_path, "words", [item], metric_list=[f1])
-    monkeypatch.chdir(tmp_path)
-    (skipped,) = open_benchmarks([BenchmarkSource.model_validate("words")]).skipped
-    assert "f1/f1.py" in skipped.reason
-    assert not canary.exists()
-
-
-def test_nothing_of_a_zip_lands_outside_and_nothing_of_it_stays(
-    scale: Scale, finished: Configured, tmp_path: Path
-) -> None:
-    with zipfile.ZipFile(tmp_path / "items.jsonl", "w") as archive:
-        for member in ("../evil.jsonl", "/tmp/evil.jsonl", "a/../../evil.jsonl", "C:\\evil.jsonl"):
-            archive.writestr(member, '{"query": "One", "choices": ["a", "b"], "gold": 0}\n')
-    config = finished(evaluation={"benchmarks": [write_benchmark(tmp_path)]})
-
-    def outside() -> set[Path]:
-        return {path for path in tmp_path.rglob("*") if "run" not in path.parts}
-
-    before = outside()
-    assert scale("evaluate", config).exit_code in (0, 2)
-    assert outside() == before
-    assert not Path("/tmp/evil.jsonl").exists()
 
 
 @pytest.mark.parametrize("script", ["corpus.py", "dataset.py"])
@@ -230,15 +199,6 @@ def test_a_link_out_of_output_dir_is_refused_before_anything_is_written(
     assert {file.name: file.read_text() for file in outside.iterdir()} == {"precious": "precious"}
 
 
-def test_a_link_that_stays_inside_is_no_escape(scale: Scale, base: Path, tmp_path: Path) -> None:
-    (tmp_path / "run" / "elsewhere").mkdir(parents=True)
-    (tmp_path / "run" / "tokens").symlink_to("elsewhere")
-    (tmp_path / "link").symlink_to("run")  # output_dir itself may be one
-    config = write_config(tmp_path, base)
-    assert scale("prepare", config, f"output_dir={tmp_path / 'link'}").exit_code == 0
-    assert list((tmp_path / "run" / "elsewhere").iterdir())
-
-
 def test_a_name_of_a_source_is_no_path(scale: Scale, base: Path, tmp_path: Path) -> None:
     """The three sections have one type of names."""
     config = write_config(tmp_path, base)
@@ -249,23 +209,3 @@ def test_a_name_of_a_source_is_no_path(scale: Scale, base: Path, tmp_path: Path)
     for section, entry in (("perplexity", evil), ("benchmarks", "../../evil")):
         told = scale("prepare", config, f"evaluation.{section}=[{entry}]").error()
         assert f"{section}.0.name" in told
-
-
-# What is shown of names and texts that others chose
-
-RED = "\x1b[31mred\x1b]0;title\x07\x9b2J"
-
-
-def test_control_characters_of_a_file_name_do_not_reach_the_terminal(
-    scale: Scale, base: Path, tmp_path: Path
-) -> None:
-    (tmp_path / f"{RED}.jsonl").write_text('{"text": "One."}\n' * 3 + "{\n")
-    config = write_config(tmp_path, base)
-    path = f"corpus.sources.0.path={json.dumps(str(tmp_path / '*.jsonl'))}"
-    refused = scale("prepare", config, path)
-    kept = scale("prepare", config, path, "corpus.max_bad_fraction=1.0")
-    assert "\\x1b[31mred" in refused.error()
-    assert "\\x1b[31mred" in kept.stdout
-    assert kept.exit_code == 0
-    for done in (refused, kept):
-        assert not {"\x1b", "\x07", "\x9b"} & set(done.stdout + done.stderr.replace("\x1b[A", ""))

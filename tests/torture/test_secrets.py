@@ -3,10 +3,6 @@
 import ast
 import pickle
 import secrets
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +21,7 @@ NAMES = [
     "HUGGING_FACE_HUB_TOKEN",
     "WANDB_API_KEY",
     "AWS_SECRET_ACCESS_KEY",
-    "OPENAI_API_KEY",
-    "GITHUB_TOKEN",
     "SCALE_SECRET",
-    "PGPASSWORD",
 ]
 
 
@@ -60,23 +53,6 @@ def assert_not_repeated(planted: list[str], said: str, run: Path) -> None:
     assert not [
         secret for secret in planted if any(secret.encode() in content for content in searched)
     ]
-
-
-def run_in_processes_of_their_own(config: Path, run: Path) -> str:
-    """Run verbs, some of which are refused, that find the tokens as they start; return what they say."""
-    said = ""
-    for command in (
-        ["run", config],
-        ["generate", run, "--prompt", "One"],
-        ["compare", run, run, "--output", run / "compared"],
-        ["upscale", config, "model.base=nobody/nothing", f"output_dir={run / 'other'}"],
-        ["prepare", config, "corpus.sources.0={name: x, dataset: nobody/nothing, language: en}"],
-    ):
-        in_a_process = [sys.executable, "-m", "scale_cli", *map(str, command)]
-        done = subprocess.run(in_a_process, capture_output=True, text=True, check=False)
-        said += done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
-    return said
 
 
 def test_a_password_in_a_url_is_not_repeated(scale: Scale, tmp_path: Path) -> None:
@@ -111,14 +87,9 @@ def test_a_whole_run_repeats_no_token_of_the_environment_and_neither_reads_nor_w
     scale: Scale,
     tmp_path: Path,
     stories: Path,
-    in_full: bool,
-    record_property: Callable[[str, object], None],
 ) -> None:
     config, run = write_whole_config(tmp_path, stories), tmp_path / "run"
     planted = plant(monkeypatch, tmp_path)
-    if in_full:
-        assert_not_repeated(planted, run_in_processes_of_their_own(config, run), run)
-        shutil.rmtree(run)
     said = ""
     with monkeypatch.context() as patch:
         refuse_pickles(patch)
@@ -134,7 +105,6 @@ def test_a_whole_run_repeats_no_token_of_the_environment_and_neither_reads_nor_w
     assert {file.suffix for file in written} <= {"", *kinds.split()}
     pickles = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5", b"PK")  # the last is torch.save's
     assert not [file for file in written if file.read_bytes().startswith(pickles)]
-    record_property("files searched for planted tokens", len(written))
 
 
 def test_no_call_of_ours_asks_for_what_runs_code() -> None:
