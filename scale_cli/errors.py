@@ -20,6 +20,7 @@ _OF_THE_HUB = {
 }
 EXTRA_OF = {
     "lm_eval": "eval",
+    "scipy": "eval",
     "peft": "lora",
     "matplotlib": "report",
     "tensorboard": "track",

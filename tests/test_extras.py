@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from scale_cli.commands.compare import compare
@@ -15,6 +16,7 @@ from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import EXTRA_OF, MissingExtraError
+from scale_cli.evaluation.intervals import paired_differences
 from tests.small_runs import petitions_run
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -44,11 +46,14 @@ def test_every_library_is_in_the_extra_that_its_line_names_and_in_all() -> None:
 @pytest.mark.parametrize(
     ("module", "extra", "ask", "sections"),
     [
-        (
-            "lm_eval",
-            "eval",
-            lambda config: run_pipeline(config, print),
-            {"evaluation": {"benchmarks": ["copa"]}},
+        *(
+            (
+                module,
+                "eval",
+                lambda config: run_pipeline(config, print),
+                {"evaluation": {"benchmarks": ["copa"]}},
+            )
+            for module in ("lm_eval", "scipy")
         ),
         ("peft", "lora", upscale, {"method": {"variant": "lora"}}),
         (
@@ -71,6 +76,15 @@ def test_what_needs_a_library_that_is_absent_is_refused_before_anything_is_writt
     with pytest.raises(MissingExtraError, match=rf"scale-cli\[{extra}\]"):
         ask(RunConfig.model_validate(config.model_dump() | sections))
     assert not config.output_dir.exists()
+
+
+def test_a_difference_has_its_interval_where_scipy_is_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    before_N, after_N = np.arange(9.0), np.arange(9.0)[::-1]
+    (found,) = paired_differences(before_N, after_N[:, None], np.ones(9), num_resamples=99, seed=0)
+    assert found.low is not None and found.high is not None and found.low < 0.0 < found.high
 
 
 def test_a_plan_counts_lora_where_peft_is_absent(

@@ -34,7 +34,8 @@ def open_benchmarks_of(evaluation: EvaluationConfig) -> OpenedBenchmarks | None:
     """Open every benchmark that a config names; None if it names none."""
     if not evaluation.benchmarks:
         return None
-    require("lm_eval", "evaluation.benchmarks")
+    for module in ("lm_eval", "scipy"):
+        require(module, "evaluation.benchmarks")
     from scale_cli.evaluation.lm_eval_heads import open_benchmarks
 
     return open_benchmarks(evaluation.benchmarks)

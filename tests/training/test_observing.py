@@ -76,7 +76,7 @@ def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> N
     for variant, acquisition, forgetting in (("route", 4.0, 0.5), ("preserve", 3.0, 8.0)):
         overrides = (f"method.variant={variant}", f"evaluation.perplexity=[{', '.join(sources)}]")
         no: Any = None
-        observer = Observer(load_text(SMALLEST, *overrides), no, no, no, no, no, [], [], no)
+        observer = Observer(load_text(SMALLEST, *overrides), no, no, no, no, no, [], [])
         score = observer.score(7, losses)
         assert score is not None and score.step == 7
         assert (score.acquisition, score.forgetting) == pytest.approx((acquisition, forgetting))
@@ -92,7 +92,7 @@ def test_a_failure_on_the_way_names_what_is_compared_and_the_trained_head_alone(
     sources = [json.dumps(held_out(name, "x.txt", role)) for name, role in roles.items()]
     no: Any = None
     config = load_text(SMALLEST, f"evaluation.perplexity=[{', '.join(sources)}]")
-    observer = Observer(config, no, no, no, no, no, [], [], no)
+    observer = Observer(config, no, no, no, no, no, [], [])
     failed = observer.failures({"old": bits(1.0, 9.0), "new": bits(1.188, 1.339)})
     assert [*failed] == ["new"], "what is forgotten has a bound of its own"
     assert "1.188 to 1.339 bits/byte, without an interval, of the text that" in failed["new"]
