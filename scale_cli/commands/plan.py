@@ -29,9 +29,8 @@ from scale_cli.upscale.base_files import read_config_file
 
 _WIDTH = 100  # of terminal lines
 _LABEL = 15  # of what stands before them
-# Read from every source, to count new tokens and to learn them.
+# Read from every source, to count new tokens.
 _BYTES_COUNTED = 1 << 20
-_BYTES_LEARNED = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,10 @@ class Growth:
 
     num_new: int
     note: str  # on the base's tokenizer; empty if there is none
-    is_learned: bool  # if not, they are estimated from the beginnings of the sources
-    sources: list[dict[str, Any]]  # of each training source: its tokens before and after
-    tokens_without: float  # tokens without them for each token of the run, on the same text
+    # Of each training source: its tokens before and after; empty if no tokens are learned yet.
+    sources: list[dict[str, Any]]
+    # Tokens without them for each token of the run, on the same text; 1 if none are learned yet.
+    tokens_without: float
 
 
 @dataclass(frozen=True)
@@ -257,15 +257,19 @@ def _plan_method(
 
 
 def growth_of(config: RunConfig) -> tuple[Growth, Tokenizer]:
-    """Return how new tokens change the token counts of the sources' beginnings, and the grown tokenizer."""
+    """Return how new tokens change the token counts of the sources' beginnings, and the tokenizer
+    that counts: the base's until they are learned.
+    """
     from scale_cli.runs.opened import Run  # needs transformers, for the base's tokenizer
     from scale_cli.vocabulary.tokenizer import read_texts
 
     run = Run(config)
     added_tokens = run.added_tokens
     assert added_tokens is not None
+    base: Any = run.base_tokenizer.backend_tokenizer
     known: Any = run.known_tokenizer()
-    grown: Any = added_tokens.sketched(_BYTES_LEARNED) if known is None else known.backend_tokenizer
+    if known is None:
+        return Growth(added_tokens.num_new, added_tokens.note, [], 1.0), base
     sources = []
     tokens_without = 0.0
     for source, share in zip(config.corpus.sources, config.corpus.shares, strict=True):
@@ -274,14 +278,13 @@ def growth_of(config: RunConfig) -> tuple[Growth, Tokenizer]:
             "name": source.name,
             "num_bytes": sum(len(text.encode()) for text in texts),
         }
-        for when, tokenizer in (("before", run.base_tokenizer.backend_tokenizer), ("after", grown)):
+        for when, tokenizer in (("before", base), ("after", known.backend_tokenizer)):
             encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
             counted[f"num_tokens_{when}"] = sum(len(encoding.ids) for encoding in encodings)
         sources.append(counted)
         tokens_without += share * counted["num_tokens_before"] / max(counted["num_tokens_after"], 1)
-    num_new = added_tokens.num_new if known is None else len(known) - added_tokens.first_id
-    growth = Growth(num_new, added_tokens.note, known is not None, sources, tokens_without)
-    return growth, grown
+    num_new = len(known) - added_tokens.first_id
+    return Growth(num_new, added_tokens.note, sources, tokens_without), known.backend_tokenizer
 
 
 def _absent(config: RunConfig) -> list[str]:

@@ -18,7 +18,7 @@ from scale_cli.errors import RunFolderError
 from scale_cli.export.sizes import served_size
 from scale_cli.processes import move_to_device
 from scale_cli.runs.method_folder import describe_method, write_trained
-from scale_cli.runs.new_tokens import prove_vocabulary, write_grown_tokenizer
+from scale_cli.runs.new_tokens import prove_vocabulary
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import claimed, new_folder, write_text
 from scale_cli.terminal import Log, log
@@ -28,6 +28,7 @@ from scale_cli.upscale.base_tokenizer import check_tokenizer
 from scale_cli.upscale.building import new_pieces, start_model
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, check_preservation, own_logits, sample_ids
 from scale_cli.values import counted
+from scale_cli.vocabulary.tokenizer import write_grown
 
 
 def upscale(config: RunConfig, log: Log = log) -> MethodFolder:
@@ -86,7 +87,7 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
         if method.vocabulary is None:
             tokenizer.save_pretrained(partial)
         else:
-            write_grown_tokenizer(partial, config.model, tokenizer)
+            write_grown(partial, tokenizer)
         write_text(partial / "scale.yaml", dump_config(config))
     for line in _described(method, model, len(tokenizer) - len(of_base), num_texts):
         log(line)

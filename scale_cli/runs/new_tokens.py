@@ -5,21 +5,16 @@ the proof.
 from __future__ import annotations
 
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file
 
-from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.config.vocabulary import Script
 from scale_cli.runs.folder import RunFolder
-from scale_cli.upscale.base import load_base_config
-from scale_cli.upscale.base_tokenizer import tokenizer_place
-from scale_cli.vocabulary.added_tokens import SENTENCEPIECE, Spelling, with_new_pieces
 from scale_cli.vocabulary.checks import check_added_tokens
-from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, read_texts, write_grown
+from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, read_texts
 
 # Per source that new tokens are learned on: text that must survive encoding and decoding.
 _BYTES_RETURNED = 1 << 22
@@ -32,23 +27,6 @@ def learned_on(config: RunConfig) -> list[CorpusSource]:
     if not named:
         return config.corpus.new
     return [source for source in config.corpus.sources if source.name in named]
-
-
-def write_grown_tokenizer(
-    folder: Path, base: ModelConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Save a tokenizer that has new tokens; if its base has a SentencePiece model, add them to that
-    and save it too.
-    """
-    write_grown(folder, tokenizer)
-    place = tokenizer_place(base)
-    found = None
-    with suppress(OSError):  # the base has none, or it cannot be fetched
-        found = cached_file(place.name, SENTENCEPIECE, revision=place.revision)
-    if found is not None and not Spelling.of(tokenizer.backend_tokenizer, base.base).byte_level:
-        first_id = load_base_config(base).vocab_size
-        grown = with_new_pieces(Path(found).read_bytes(), tokenizer.backend_tokenizer, first_id)
-        (folder / SENTENCEPIECE).write_bytes(grown)
 
 
 def copy_grown_tokenizer(config: RunConfig, folder: Path) -> None:

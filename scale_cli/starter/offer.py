@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import ceil
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.vocabulary import VocabularyConfig
-from scale_cli.errors import BaseModelError, ConfigError
+from scale_cli.config.vocabulary import SCRIPTS, Script, VocabularyConfig
+from scale_cli.errors import BaseModelError
 from scale_cli.starter.texts import Text
-from scale_cli.vocabulary.savings import LEARNED_SHARE, LEAST_COUNT, estimate_savings
+from scale_cli.vocabulary.added_tokens import Spelling, count_words, extended, learn
 from scale_cli.vocabulary.tokenizer import most_added
 
 # Tokens per character of the new text. From the first figure on, new tokens are offered; from the
@@ -21,6 +22,8 @@ _OFFERED_FROM = 1.3
 _TAKEN_FROM = 2.0
 _FEWEST_NEW = 256  # fewer new tokens save little
 _SURE = 0.8  # share of a sample's new tokens that the whole text gives too
+_LEARNED_SHARE = 0.8  # of a sample; what the tokens save is counted on the rest
+_LEAST_COUNT = 3  # a token that is rarer in a sample may be a chance
 
 
 @dataclass(frozen=True)
@@ -46,41 +49,62 @@ def _cost(text: Text) -> float:
 
 
 def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) -> NewTokens:
-    """Find new tokens for a text whose characters cost many tokens."""
-    num_bytes = len(text.sample.encode())
+    """Find new tokens for a text whose characters cost many tokens.
+
+    They are learned from the beginning of its sample, and what they save is counted on the rest.
+    """
     cost = _cost(text)
     words = own_tokens(text).words
-    if cost < _OFFERED_FROM:
+    name = most_frequent_script(text.sample)
+    if cost < _OFFERED_FROM or name is None:
         return NewTokens(words)
-    wanted = VocabularyConfig()
-    seen = min(1.0, LEARNED_SHARE * num_bytes / text.bytes_read)  # of what a run learns from
+    backend, script = tokenizer.backend_tokenizer, Script.named(name)
     try:
-        found = estimate_savings(
-            tokenizer,
-            first_id,
-            text.sample,
-            most=round(wanted.new_tokens / _SURE),
-            min_count=max(LEAST_COUNT, ceil(seen * wanted.min_count)),
-        )
-    except (BaseModelError, ConfigError) as error:
+        spelling = Spelling.of(backend, tokenizer.name_or_path)
+        spelling.check(script, backend, tokenizer.name_or_path)
+    except BaseModelError as error:
         return NewTokens(f"{words}; no new ones: {error}")
-    if found is None:  # all of it is ASCII
-        return NewTokens(words)
-    number = min(wanted.new_tokens, most_added(first_id, int(_SURE * found.num_new)))
+
+    wanted = VocabularyConfig()
+    cut = int(_LEARNED_SHARE * len(text.sample))
+    seen = min(1.0, len(text.sample[:cut].encode()) / text.bytes_read)  # of what a run learns from
+    new = learn(
+        count_words(text.sample[:cut], backend, script),
+        backend,
+        spelling,
+        script,
+        most=round(wanted.new_tokens / _SURE),
+        min_count=max(_LEAST_COUNT, ceil(seen * wanted.min_count)),
+    )
+    number = min(wanted.new_tokens, most_added(first_id, int(_SURE * len(new))))
     if number < _FEWEST_NEW:
-        few = f"the text yields only {found.num_new:,} of {found.script}"
-        return NewTokens(f"{words}; no new ones: {few}")
-    saved = 1 - found.bytes_per_token / found.bytes_per_token_with_new
+        return NewTokens(f"{words}; no new ones: the text yields only {len(new):,} of {name}")
+
+    grown = extended(backend, new, first_id)
+    rest = text.sample[cut:]
+    before, after = (len(of.encode(rest, add_special_tokens=False).ids) for of in (backend, grown))
+    num_bytes = len(rest.encode())
     words += (
-        f"; with {number:,} new ones of {found.script} about {found.bytes_per_token_with_new:.1f} "
-        f"bytes each: {saved:.0%} fewer tokens for the same text"
+        f"; with {number:,} new ones of {name} about {num_bytes / after:.1f} bytes each: "
+        f"{1 - after / before:.0%} fewer tokens for the same text"
     )
     if cost < _TAKEN_FROM:
-        return NewTokens(words, found.script, offered=number)
-    return NewTokens(
-        words,
-        found.script,
-        number,
-        tokens_per_byte=1 / found.bytes_per_token_with_new,
-        grown=found.grown,
-    )
+        return NewTokens(words, name, offered=number)
+    return NewTokens(words, name, number, tokens_per_byte=after / num_bytes, grown=grown)
+
+
+def most_frequent_script(text: str) -> str | None:
+    """Return the script beyond ASCII with the most letters in a text; None if there is no such
+    letter.
+    """
+    counts = Counter(text)
+    letters = {
+        name: sum(
+            counts[chr(code)]
+            for first, last in Script.named(name).ranges
+            for code in range(first, last + 1)
+        )
+        for name in SCRIPTS
+    }
+    script = max(letters, key=letters.__getitem__)
+    return script if letters[script] else None

@@ -6,17 +6,14 @@ Two kinds of BPE can grow:
 - with byte fallback (Llama 2, Mistral): before any merge, a character that is no token becomes its
   bytes (`<0xEC>`)
 
-tokenizer.json is rewritten. llama.cpp's converter reads only SentencePiece's own file
-(tokenizer.model), a protobuf message. Data appended to such a message adds to its lists, so the old
-pieces stay byte for byte. SentencePiece first merges the neighbours whose product has the highest
-score, tokenizers those with the lowest rank.
+tokenizer.json is rewritten. SentencePiece's own file (tokenizer.model) is left out: it would have
+only the old tokens.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,11 +34,6 @@ _UNUSED = "\ue000unused {}\ue000"
 
 SENTENCEPIECE = "tokenizer.model"  # the file's name
 _MOST_OF_A_SCRIPT = 0.1  # share of a base's own tokens
-_BELOW_ALL = -1e6  # below every score of a SentencePiece BPE, which are -rank
-_NORMAL_KIND = 1
-_CONTROL_KIND = 3
-_UNUSED_KIND = 5
-_MORE = 0x80  # bit of a varint's byte: another byte follows
 
 _WORDS_AT_ONCE = 4096  # passed to `tokenizers` in one call
 _FIRST_UNIT = 0x10000  # the character for the first unit, above the surrogates
@@ -318,14 +310,6 @@ def extended(tokenizer: Tokenizer, new: Sequence[NewToken], first_id: int) -> To
     return Tokenizer.from_str(json.dumps(described))
 
 
-def new_tokens(tokenizer: Tokenizer, first_id: int) -> list[NewToken]:
-    """Return the tokens that a tokenizer was extended by: those from `first_id` on."""
-    vocabulary, merged = _described(tokenizer)
-    return [
-        NewToken(token, merged.get(token)) for token in vocabulary if vocabulary[token] >= first_id
-    ]
-
-
 def pieces(tokenizer: Tokenizer, spelling: Spelling, first_id: int) -> list[list[int]]:
     """Return, for every new token in order, the old ids that it replaces."""
     vocabulary, merged = _described(tokenizer)
@@ -354,48 +338,3 @@ def _described(tokenizer: Tokenizer) -> tuple[dict[str, int], dict[str, tuple[st
     model = json.loads(tokenizer.to_str())["model"]
     vocabulary = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
     return vocabulary, {left + right: (left, right) for left, right in reversed(model["merges"])}
-
-
-def with_new_pieces(model: bytes, tokenizer: Tokenizer, first_id: int) -> bytes:
-    """Append to a base's SentencePiece model the tokenizer's ids that it lacks."""
-    tokens = {index: token for token, index in tokenizer.get_vocab().items()}
-    added = tokenizer.get_added_tokens_decoder()
-    for index in range(_num_pieces(model), len(tokens)):
-        kind = _NORMAL_KIND
-        if index < first_id:
-            kind = _CONTROL_KIND if index in added else _UNUSED_KIND
-        text = tokens[index].encode()
-        score = struct.pack("<f", _BELOW_ALL - index)
-        piece = b"\x0a" + _number(len(text)) + text + b"\x15" + score + b"\x18" + _number(kind)
-        model += b"\x0a" + _number(len(piece)) + piece
-    return model
-
-
-def _num_pieces(model: bytes) -> int:
-    """Count the pieces in a SentencePiece model: they are its field 1. Every field of the model has
-    a length prefix.
-    """
-    count = at = 0
-    while at < len(model):
-        count += model[at] >> 3 == 1
-        at += 1
-        length = 0
-        shift = 0
-        is_whole = False
-        while at < len(model) and not is_whole:
-            length |= (model[at] & ~_MORE) << shift
-            is_whole = not model[at] & _MORE
-            shift += 7
-            at += 1
-        at += length
-    if at != len(model):
-        raise BaseModelError(f"model.base: its {SENTENCEPIECE} is damaged")
-    return count
-
-
-def _number(value: int) -> bytes:
-    written = []
-    while value >= _MORE:
-        written.append(value & ~_MORE | _MORE)
-        value >>= 7
-    return bytes([*written, value])

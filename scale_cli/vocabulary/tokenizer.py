@@ -48,13 +48,11 @@ from scale_cli.vocabulary.added_tokens import (
 _FORMAT_VERSION = 1
 # Limit per source: more text would hardly change a token, and its words are held in memory.
 _BYTES_READ = 1 << 28
-_MIN_COUNT_OF_BEGINNINGS = 10
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    SENTENCEPIECE,
 )
 # Files with only the old tokens, which older tools would read instead of tokenizer.json.
 _STALE = (SENTENCEPIECE, "vocab.json", "merges.txt", "added_tokens.json")
@@ -77,13 +75,19 @@ class AddedTokens:
     @property
     def note(self) -> str:
         """What a user should know of the base's tokenizer; empty if nothing."""
-        missing = Spelling.of(self.base.backend_tokenizer, self.base.name_or_path).missing
-        if not missing:
-            return ""
-        return (
-            f"the base's tokenizer has no token for the bytes {bytes(sorted(missing)).hex(' ')}, with or without new "
-            f"tokens; {self.vocabulary.script} needs none of them"
-        )
+        spelling = Spelling.of(self.base.backend_tokenizer, self.base.name_or_path)
+        notes = []
+        if spelling.missing:
+            notes.append(
+                f"the base's tokenizer has no token for the bytes {bytes(sorted(spelling.missing)).hex(' ')}, with or "
+                f"without new tokens; {self.vocabulary.script} needs none of them"
+            )
+        if not spelling.byte_level:
+            notes.append(
+                f"llama.cpp reads tokens with byte fallback from {SENTENCEPIECE} alone, which gets no new ones: do not "
+                "convert this run's exports"
+            )
+        return "; ".join(notes)
 
     @property
     def num_new(self) -> int:
@@ -100,9 +104,7 @@ class AddedTokens:
         if self.vocabulary.folder is not None:
             return _given(self.first_id, self.vocabulary.folder)
         if not is_whole(folder := self.folder):
-            new, _ = self.learned(_BYTES_READ, self.vocabulary.min_count)
-            self._check_enough(len(new))
-            grown = extended(self.base.backend_tokenizer, new, self.first_id)
+            grown = extended(self.base.backend_tokenizer, self._learned(), self.first_id)
             with new_folder(folder) as partial:
                 write_grown(partial, self.base, grown)
         return load_grown(folder)
@@ -119,34 +121,8 @@ class AddedTokens:
         }
         return self.cache.folder / f"vocabulary.{json_sha256(learned)[:16]}"
 
-    def sketched(self, num_bytes: int) -> Tokenizer:
-        """Return an approximate tokenizer, from `num_bytes` of each source; it may lack the rarest
-        tokens.
-
-        ConfigError if the sources have no more text, and give too few tokens.
-        """
-        new, is_all = self.learned(num_bytes, self.vocabulary.min_count)
-        if is_all:
-            self._check_enough(len(new))
-        elif len(new) < self.num_new:
-            min_count = min(self.vocabulary.min_count, _MIN_COUNT_OF_BEGINNINGS)
-            new, _ = self.learned(num_bytes, min_count)
-        return extended(self.base.backend_tokenizer, new, self.first_id)
-
-    def _check_enough(self, num_found: int) -> None:
-        if num_found < self.num_new:
-            most = most_added(self.first_id, num_found)
-            instead = f"set it to {most}, or lower" if most > 0 else "lower"
-            raise ConfigError(
-                f"method.vocabulary.new_tokens: {self.vocabulary.new_tokens:,}, but the text gives only "
-                f"{num_found:,} that occur at least {counted(self.vocabulary.min_count, 'time')}; {instead} "
-                "method.vocabulary.min_count"
-            )
-
-    def learned(self, num_bytes: int, min_count: int) -> tuple[list[NewToken], bool]:
-        """Return the tokens learned from up to `num_bytes` of each source, and whether that is all
-        of the text.
-        """
+    def _learned(self) -> list[NewToken]:
+        """Return the tokens learned from the sources; ConfigError if they give too few."""
         backend = self.base.backend_tokenizer
         script = Script.named(self.vocabulary.script)
         spelling = Spelling.of(backend, self.base.name_or_path)
@@ -154,15 +130,19 @@ class AddedTokens:
         check_ids(self.base, self.first_id)
         check_size(self.first_id + self.num_new)
         words = Counter[str]()
-        is_all = True
-        for source in self.sources:
-            num_read = 0
-            for text in read_texts([source], self.cache.reading, num_bytes):
-                words.update(count_words(text, backend, script))
-                num_read += len(text.encode())
-            is_all = is_all and num_read < num_bytes
+        for text in read_texts(self.sources, self.cache.reading, _BYTES_READ):
+            words.update(count_words(text, backend, script))
+        min_count = self.vocabulary.min_count
         new = learn(words, backend, spelling, script, most=self.num_new, min_count=min_count)
-        return new, is_all
+        if len(new) < self.num_new:
+            most = most_added(self.first_id, len(new))
+            instead = f"set it to {most}, or lower" if most > 0 else "lower"
+            raise ConfigError(
+                f"method.vocabulary.new_tokens: {self.vocabulary.new_tokens:,}, but the text gives only "
+                f"{len(new):,} that occur at least {counted(min_count, 'time')}; {instead} "
+                "method.vocabulary.min_count"
+            )
+        return new
 
 
 def most_added(first_id: int, num_found: int) -> int:

@@ -19,13 +19,10 @@ import numpy as np
 import pytest
 import torch
 from llama_cpp import Llama
-from sentencepiece import SentencePieceTrainer
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -37,7 +34,6 @@ from tests.serving_page import commands, run, write_small_config
 from tests.small_runs import export, train_run
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
-from tests.widening import TINY
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"
 FORMATS = ("f32", "f16", "q8_0")
@@ -257,45 +253,13 @@ def test_the_converted_tokenizer_gives_the_same_ids(
             )
 
 
-@pytest.fixture
-def sentencepiece_base(tmp_path: Path) -> Path:
-    """A random Llama whose tokenizer is a SentencePiece model of English, and that in tokenizers' format."""
-    folder = tmp_path / "base"
-    folder.mkdir()
-    SentencePieceTrainer.train(
-        sentence_iterator=iter([ENGLISH]),
-        model_prefix=str(folder / "tokenizer"),
-        model_type="bpe",
-        vocab_size=340,
-        byte_fallback=True,
-        max_sentence_length=len(ENGLISH),
-    )
-    (folder / "tokenizer.vocab").unlink()
-    tokenizer = LlamaTokenizer.from_pretrained(folder)
-    given = (folder / "tokenizer.model").read_bytes()
-    tokenizer.save_pretrained(folder)
-    (folder / "tokenizer.model").write_bytes(given)
-    torch.manual_seed(0)
-    sizes = {
-        **TINY,
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": 512,
-        "initializer_range": 0.3,
-    }
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["byte-level", "SentencePiece"])
 def test_with_new_tokens_ids_and_greedy_continuations_are_the_same(
-    kind: str,
-    sentencepiece_base: Path,
     llama_cpp: Path,
     shared_data: Path,
     texts: list[str],
     tmp_path: Path,
 ) -> None:
-    base = shared_data / "ckpt-novels-en" / "hf" if kind == "byte-level" else sentencepiece_base
+    base = shared_data / "ckpt-novels-en" / "hf"
     folder = export(train_run(config_of(shared_data, tmp_path, base=base))).folder
     write_gguf(file := tmp_path / "grown.gguf", folder, "f32", llama_cpp)
     tokenizer = AutoTokenizer.from_pretrained(folder)

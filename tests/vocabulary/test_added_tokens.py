@@ -5,13 +5,12 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import Tokenizer, models
 
 from scale_cli.config.vocabulary import Script
 from scale_cli.errors import BaseModelError, PreservationError
@@ -22,7 +21,6 @@ from scale_cli.vocabulary.added_tokens import (
     extended,
     learn,
     pieces,
-    with_new_pieces,
 )
 from scale_cli.vocabulary.checks import check_added_tokens
 from tests.command_line import refused
@@ -230,44 +228,3 @@ def test_bytes_alone_begin_a_script_where_whatever_completes_them_is_of_it(
     expected = all(first <= code <= last for code in completed)
     assert script.alone_begins(beginning) == script.alone_begins(b" " + beginning) == expected
     assert not script.alone_begins(b"a" + beginning)
-
-
-ModelProto: Any = import_module("transformers.utils.sentencepiece_model_pb2_new").ModelProto
-
-
-@given(
-    old=st.lists(st.text(max_size=90), max_size=4),
-    new=st.lists(st.text(min_size=1, max_size=90), unique=True),
-)
-def test_a_model_with_new_pieces_has_the_old_ones_and_every_id_of_the_tokenizer(
-    old: list[str], new: list[str]
-) -> None:
-    model = ModelProto()
-    for rank, text in enumerate(old):
-        model.pieces.add(piece=text, score=-rank)
-    model.trainer_spec.vocab_size = 7
-    model.normalizer_spec.name = "identity"
-    between = ["<pad>", "unused"]
-    names = [f"{index}" * 100 for index in range(len(old))]
-    names += [*between, *(f"new {text}" for text in new)]
-    tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(names)}, []))
-    tokenizer.add_special_tokens([AddedToken("<pad>")])
-
-    grown = ModelProto.FromString(
-        with_new_pieces(model.SerializeToString(), tokenizer, len(old) + len(between))
-    )
-    added = grown.pieces[len(old) :]
-    assert list(grown.pieces[: len(old)]) == list(model.pieces)
-    assert [piece.piece for piece in added] == names[len(old) :]
-    assert [piece.type for piece in added] == [3, 5] + [1] * len(new)
-    scores = [piece.score for piece in added]
-    assert scores == sorted(scores, reverse=True) and scores[0] < -len(old)
-    assert grown.trainer_spec == model.trainer_spec
-    assert grown.normalizer_spec == model.normalizer_spec
-
-
-def test_half_a_model_is_refused() -> None:
-    model = ModelProto()
-    model.pieces.add(piece="a", score=0.0)
-    with pytest.raises(BaseModelError, match=r"tokenizer\.model is damaged"):
-        with_new_pieces(model.SerializeToString()[:-2], Tokenizer(models.BPE({}, [])), 1)

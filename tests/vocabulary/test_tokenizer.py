@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,16 +122,6 @@ def test_what_cannot_be_had_is_one_line(
 ) -> None:
     with refused(error, said):
         grow(base, tmp_path, **keys)
-
-
-@pytest.mark.parametrize(("share", "is_refused"), [(1.5, True), (0.5, False)])
-def test_a_sketch_refuses_too_many_tokens_only_where_it_has_read_every_source_to_its_end(
-    base: PreTrainedTokenizerBase, tmp_path: Path, share: float, is_refused: bool
-) -> None:
-    asked = added(base, tmp_path, KOREAN, KOREAN, new_tokens=4096)
-    told = pytest.raises(ConfigError, match="4,096, but the text gives")
-    with told if is_refused else nullcontext():
-        asked.sketched(int(share * len(KOREAN.encode())))
 
 
 def test_a_script_that_the_base_has_already_is_refused(shared_data: Path, tmp_path: Path) -> None:
