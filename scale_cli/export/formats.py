@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, ExportParityError
@@ -257,8 +257,29 @@ class Llama(Format):
             yield load_written(routed, folder), served_logits
 
 
+def write_self_contained(
+    model: ScaleForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """Write weights, configuration, code and tokenizer; loads with trust_remote_code=True, and in
+    scale without.
+    """
+    # Not the base's own files: the class to read them may depend on the family, which this
+    # configuration does not name.
+    tokenizer.save_pretrained(folder)
+    frame_prompts(folder, tokenizer)
+    # Registered here and not where the classes are defined: only this folder carries its own code.
+    ScaleConfig.register_for_auto_class()
+    ScaleForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    try:
+        model.save_pretrained(str(folder))
+    finally:
+        ScaleConfig._auto_class = None
+        ScaleForCausalLM._auto_class = None
+    name_ends(folder, tokenizer)
+
+
 class Transformers(Format):
-    """A widened model with its own code; loads with trust_remote_code=True, and in scale without."""
+    """A widened model with its own code."""
 
     name = "transformers"
     description = "self-contained, loads with trust_remote_code=True, router included"
@@ -274,20 +295,7 @@ class Transformers(Format):
         lowered = copy.deepcopy(model)
         convert_parameters(lowered, getattr(torch, self.dtype))
         assert isinstance(lowered, ScaleForCausalLM), "fits_method"
-        # Not the base's own files: the class to read them may depend on the family, which this
-        # configuration does not name.
-        trained.tokenizer.save_pretrained(folder)
-        frame_prompts(folder, trained.tokenizer)
-        # Registered here and not where the classes are defined: only this folder carries its own
-        # code.
-        ScaleConfig.register_for_auto_class()
-        ScaleForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-        try:
-            lowered.save_pretrained(str(folder))
-        finally:
-            ScaleConfig._auto_class = None
-            ScaleForCausalLM._auto_class = None
-        name_ends(folder, trained.tokenizer)
+        write_self_contained(lowered, trained.tokenizer, folder)
 
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
         yield load_written(ScaleForCausalLM, folder), served_logits

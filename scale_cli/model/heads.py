@@ -166,7 +166,7 @@ def base_alone(model: HeadedModel) -> PlainHeads:
 
 def trained_alone(model: HeadedModel) -> PlainHeads | None:
     """Return the trained model that lies beside its base, as one head; None if there is none."""
-    trained = None if isinstance(model, WidenedModel) else model.trained
+    trained = None if isinstance(model, ScaleForCausalLM) else model.trained
     return None if trained is None else PlainHeads(trained)
 
 
