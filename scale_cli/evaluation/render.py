@@ -122,10 +122,10 @@ def _benchmark_rows(
 def page(report: Report, config: RunConfig, form: str) -> str:
     """Return a report as a page, `md` or `html`, that needs no other file."""
     corpora = report.by_role
-    shares = {rule: report.base_share_by_language(rule) for rule in _RULES}
+    shares = [report.base_share_by_language(rule) for rule in report.rules]
+    languages = dict.fromkeys(corpus.language for corpus in report.corpora)
     share_rows: list[Row] = [
-        [language_name(code), *(percent(shares[rule][code]) for rule in _RULES)]
-        for code in shares["posterior"]
+        [language_name(code), *(percent(of_rule[code]) for of_rule in shares)] for code in languages
     ]
     benchmarks = []
     for average in report.benchmark_averages:
@@ -144,7 +144,7 @@ def page(report: Report, config: RunConfig, form: str) -> str:
         meanings=ROLES,
         corpora=[(corpus, _corpus_table(corpus, report.served)) for corpus in corpora],
         benchmarks=benchmarks,
-        shares=Table(["language", *_RULES], share_rows, "lrr"),
+        shares=Table(["language", *report.rules], share_rows, "l" + "r" * len(shares)),
         bound=-math.log(config.method.rules.prior),
         prior=f"{config.method.rules.prior:g}",
         threshold=f"{config.method.rules.threshold:g}",

@@ -250,6 +250,12 @@ class Report(RunRecord):
         )
 
     @property
+    def rules(self) -> list[str]:
+        """The routing rules that were measured on text."""
+        measured = {head for corpus in self.corpora for head in corpus.heads}
+        return [rule for rule in HEADS[2:] if rule in measured]
+
+    @property
     def by_role(self) -> list[CorpusResult]:
         return [corpus for role in ROLES for corpus in self.with_role(role)]
 
@@ -275,12 +281,7 @@ class Report(RunRecord):
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values, with the shares per language beside it."""
-        measured = {head for corpus in self.corpora for head in corpus.heads}
-        shares = {
-            rule: self.base_share_by_language(rule)
-            for rule in ("posterior", "cosine")
-            if rule in measured
-        }
+        shares = {rule: self.base_share_by_language(rule) for rule in self.rules}
         return {**asdict(self), "base_share_by_language": shares}
 
 

@@ -378,3 +378,22 @@ def test_a_report_of_new_tokens_says_which_base_a_row_is() -> None:
     assert "own tokens" not in usual + "\n".join(terminal_lines(report()))
     for words in ("nats/token", "perplexity"):
         assert words not in told and words in usual
+
+
+def test_a_report_whose_passes_showed_one_head_each_has_no_row_and_no_word_of_the_cosine_rule() -> (
+    None
+):
+    both = report()
+    corpora = [
+        dataclasses.replace(
+            of, heads={head: result for head, result in of.heads.items() if head != "cosine"}
+        )
+        for of in both.corpora
+    ]
+    apart = dataclasses.replace(both, corpora=corpora)
+    assert (both.rules, apart.rules) == (["posterior", "cosine"], ["posterior"])
+    assert read_back(apart) == apart
+    for form in ("md", "html"):
+        assert "cosine" in page(both, ROUTE, form)
+        assert "cosine" not in page(apart, ROUTE, form)
+    assert terminal_lines(apart) == terminal_lines(both)
