@@ -47,7 +47,7 @@ class ConfigError(UsageError):
 
 
 class BaseModelError(UsageError):
-    """The base model is missing, unsupported, or not the one that was widened."""
+    """The base model is missing, unsupported, or not the one that a run began with."""
 
 
 class ChangedBaseError(BaseModelError):

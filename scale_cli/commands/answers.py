@@ -16,7 +16,7 @@ from scale_cli.errors import ConfigError, UsageError
 from scale_cli.methods import METHODS
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
 
-_FILES = re.compile(r".*\.(txt|jsonl|json|csv|parquet)(\.(gz|xz|zst))?")
+_FILES = re.compile(r".*\.(txt|md|jsonl|json|csv|parquet)(\.(gz|xz|zst))?")
 _DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]*))?")
 
 

@@ -48,7 +48,7 @@ Head = Literal["base", "trained", "routed"]  # what answers: one of both heads, 
 
 
 class ModelConfig(Section):
-    """The pretrained model that is widened."""
+    """The pretrained model to begin with."""
 
     base: PathText = Field(
         description="hub id or local folder of a model (Llama, Qwen, ...: docs/families.md)"

@@ -1,4 +1,4 @@
-"""The base model: load it, and refuse one that cannot be widened."""
+"""The base model: load it, and refuse one that cannot be trained."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def base_without_weights(
 
 
 def load_base_config(model: ModelConfig) -> Any:
-    """Load the configuration of a base; BaseModelError says why it cannot be widened."""
+    """Load the configuration of a base; BaseModelError says why it cannot be trained."""
     supported = f"supported: {', '.join(FAMILIES)}"
     check_config_file(model)
     try:

@@ -68,8 +68,8 @@ def check_config_file(model: ModelConfig) -> None:
     base = Path(model.base)
     if any(BaseRecord.is_in(folder) for folder in (base, base / "final", base / "upscaled")):
         raise BaseModelError(
-            f"model.base: {name} is a run, which cannot be widened again; export it as llama and "
-            "widen that export"
+            f"model.base: {name} is a run, which is no base for another; export it as llama and "
+            "name that export"
         )
     if not looks_local(name):
         return
@@ -185,5 +185,5 @@ def check_keys(config: Mapping[str, Any], name: str) -> None:
     for key in _REFUSED.get(config.get("model_type", ""), ()):
         if value := config.get(key):
             raise BaseModelError(
-                f"model.base: {name}: {key} in config.json is {value!r}; scale cannot widen such a model"
+                f"model.base: {name}: {key} in config.json is {value!r}; scale cannot train such a model"
             )

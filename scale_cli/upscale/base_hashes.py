@@ -130,5 +130,6 @@ def check_same_base(
         changed.append("its config.json")
     if changed:
         raise ChangedBaseError(
-            f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs; {REMEDY}"
+            f"{where}: not the base that the run began with ({record.name} in {record.dtype}): "
+            f"{changed[0]} differs; {REMEDY}"
         )

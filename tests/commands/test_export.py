@@ -51,7 +51,7 @@ def test_an_adapter_holds_the_expansion_alone_and_loads_onto_its_base_alone(
         ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf")),
         ModelConfig(base=config.model.base, dtype="bfloat16"),
     ):
-        with pytest.raises(BaseModelError, match="not the base that was widened"):
+        with pytest.raises(BaseModelError, match="not the base that the run began with"):
             load_model(folder, other)
 
 

@@ -297,6 +297,7 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
         ("owner/words:kor_Hang", {"dataset": "owner/words", "subset": "kor_Hang"}),
         ("owner/words::test", {"dataset": "owner/words", "split": "test"}),
         ("data/*.jsonl", {"path": "data/*.jsonl"}),
+        ("notes/absent.md", {"path": "notes/absent.md"}),
     ],
 )
 def test_a_text_is_files_or_a_dataset(given_text: str, source: dict[str, str]) -> None:

@@ -314,5 +314,5 @@ def test_a_run_is_no_base(tmp_path: Path, place: str) -> None:
     folder = tmp_path / place
     folder.mkdir(exist_ok=True)
     record_base(tiny_llama(), ModelConfig(base="a base")).save(folder)
-    with refused(BaseModelError, "is a run, which cannot be widened again"):
+    with refused(BaseModelError, "is a run, which is no base for another"):
         load_base_config(named(tmp_path))
