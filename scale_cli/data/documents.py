@@ -118,8 +118,11 @@ class CorpusReader:
                 with file.open() as raw:
                     self._raw = raw
                     stream = decompressed(file, raw)
-                    if file.format in OF_LINES:
-                        stream = io.BufferedReader(_PlainLines(stream, self.ledger))
+                    if file.format == ".txt":
+                        lines = _PlainLines(stream, self.ledger, left_out=[_BYTE_ORDER_MARK])
+                        stream = io.BufferedReader(lines)
+                    elif file.format in OF_LINES:  # what ends a line of JSON is no text
+                        stream = io.BufferedReader(_PlainLines(stream, Ledger(), left_out=[]))
                     items = _READERS[file.format](stream, self.source, self._limit)
                     for where, found, num_bytes in items:
                         yield judge(found, f"{file}{where}", num_bytes, self._limit)
@@ -175,15 +178,16 @@ def judge(
 
 
 class _PlainLines(io.RawIOBase):
-    """A text whose lines end in LF, without byte order marks; what is changed is counted.
+    """A text whose lines end in LF, instead of CR or CRLF; what is changed is counted.
 
-    Lines end in CR, LF or CRLF. Windows programs write the marks, also within files that were
-    joined.
+    Byte order marks are left out: Windows programs write them, and files that were joined have
+    some inside.
     """
 
-    def __init__(self, stream: Any, ledger: Ledger) -> None:
+    def __init__(self, stream: Any, ledger: Ledger, left_out: list[bytes]) -> None:
         self._stream = stream
         self._ledger = ledger
+        self._left_out = left_out
         self._held = b""  # the end of a block, which the next one may go on with
 
     def readable(self) -> bool:
@@ -203,8 +207,9 @@ class _PlainLines(io.RawIOBase):
             if b"\r" in text:
                 text, number = _OTHER_LINE_END.subn(b"\n", text)
                 self._ledger.num_line_ends += number
-            self._ledger.num_byte_order_marks += text.count(_BYTE_ORDER_MARK)
-            text = text.replace(_BYTE_ORDER_MARK, b"")
+            for mark in self._left_out:
+                self._ledger.num_byte_order_marks += text.count(mark)
+                text = text.replace(mark, b"")
         buffer[: len(text)] = text
         return len(text)
 
@@ -271,7 +276,7 @@ def _read_jsonl(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[I
         found: Found = Reason.NOT_JSON
         if not isinstance(line, str):
             found = line
-        elif not line.strip():
+        elif not (line := line.removeprefix("\ufeff")).strip():
             continue
         else:
             try:
@@ -288,7 +293,7 @@ def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
     """Read a JSON list of records, or the only list of an object, which is held in memory; another
     file is JSON Lines, as on the hub.
     """
-    start = stream.peek(_SKIPPED_AT_ONCE).lstrip()
+    start = stream.peek(_SKIPPED_AT_ONCE).removeprefix(_BYTE_ORDER_MARK).lstrip()
     is_object = _HOLDS_RECORDS.match(start) and not _NEXT_RECORD.search(start)
     if not start.startswith(b"[") and not is_object:
         yield from _read_jsonl(stream, source, limit)
@@ -299,7 +304,7 @@ def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
             f"a list of more than {_MAX_JSON_BYTES >> 20} MiB; write one record per line, as .jsonl"
         )
     try:
-        records = json.loads(content.decode())
+        records = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         if is_object:  # a long first line
             yield from _read_jsonl(io.BytesIO(content), source, limit)
