@@ -311,9 +311,15 @@ def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
             return
         raise OSError(f"not JSON: {error}") from None
     if isinstance(records, dict):
-        lists = [value for value in records.values() if isinstance(value, list)]
-        is_record = (source.messages_field or source.text_field) in records or len(lists) != 1
-        records = [records] if is_record else lists[0]
+        lists = {key: value for key, value in records.items() if isinstance(value, list)}
+        if (source.messages_field or source.text_field) in records or not lists:
+            lists = {"": [records]}
+        if len(lists) > 1:
+            raise OSError(
+                f"several lists of records ({', '.join(lists)[:_LONGEST_HEADER]}); write the "
+                "records of one, each on a line, as .jsonl"
+            )
+        (records,) = lists.values()
     for number, record in enumerate(records, start=1):
         yield f": item {number}", _pick(record, source), 0
 

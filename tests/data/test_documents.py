@@ -275,6 +275,14 @@ def test_the_records_of_the_only_list_in_a_json_object_are_read(
     assert read(tmp_path / "a.json") == DOCUMENTS
 
 
+def test_several_lists_in_a_json_object_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    rows = [{"text": text} for text in DOCUMENTS]
+    (tmp_path / "a.json").write_text(json.dumps({"train": rows, "test": rows}))
+    (refused_file,) = records(tmp_path / "a.json")
+    assert isinstance(refused_file, Rejected)
+    assert "several lists of records (train, test); write the records" in refused_file.place
+
+
 def test_a_record_that_begins_with_a_list_is_a_line_of_json_all_the_same(tmp_path: Path) -> None:
     rows = [{"parts": [{"n": "x" * 99_999}], "text": text} for text in DOCUMENTS]
     for number in (1, len(rows)):
