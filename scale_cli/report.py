@@ -5,9 +5,12 @@ Templates escape values: markup in the name of a run or a file is shown as text.
 
 from __future__ import annotations
 
+import io
 import re
 import unicodedata
-from collections.abc import Sequence
+import warnings
+from base64 import b64encode
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -27,6 +30,14 @@ SIGNIFICANCE = 0.05
 # Beyond these, digits are noise: in a perplexity, and in the nats that one document lost.
 _LARGE_PERPLEXITY = 1e6
 _MANY_NATS = 100.0
+_FIGURES: dict[Any, Any] = {
+    "svg.fonttype": "none",  # the reader's font has Hangul, matplotlib's does not
+    "svg.hashsalt": "scale",
+    "text.parse_math": False,  # a `$` in a run's name is not mathematics
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e2e2e2",
+}
 
 # Characters with a meaning in Markdown or its HTML. A bracket alone has none, nor has an underscore
 # within a word: [+0.1, +0.2] and kobest_copa stay.
@@ -201,6 +212,20 @@ def num_columns(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text)
 
 
+def drawn(size: tuple[float, float], paint: Callable[[Any], None]) -> str:
+    """Return an SVG of what `paint` draws on a figure; it needs matplotlib."""
+    from matplotlib import rc_context  # takes a second, and only figures need it
+    from matplotlib.figure import Figure
+
+    written = io.StringIO()
+    with rc_context(_FIGURES), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")
+        figure = Figure(size, layout="constrained")
+        paint(figure)
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    return written.getvalue()
+
+
 def render(template: str, **values: object) -> str:
     """Return a text from a template.
 
@@ -225,6 +250,7 @@ def _environment(form: str) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["base64"] = lambda text: b64encode(text.encode()).decode()
     environment.globals.update(
         COLOURS=COLOURS,
         MARKS=MARKS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +24,7 @@ from scale_cli.values import language_name
 
 # The `kind` of report.json; a comparison may only replace a folder whose report has this kind.
 KIND = "scale comparison"
+FIGURE = "lost-and-gained.svg"
 # Sections of the config whose differences are told; the base is the same.
 _SHOWN_SECTIONS = ("seed", "corpus", "train", "evaluation")
 
@@ -88,7 +88,7 @@ class Comparison:
 
 
 def compare(folders: list[Path], output: Path) -> Comparison:
-    """Compare finished runs, and write report.html, report.json and the figure."""
+    """Compare finished runs, and write report.{json,md,html} and the figure."""
     require("matplotlib", "scale compare")
     check_replaceable(output, KIND)
     comparison = Comparison(output, load_runs(folders))
@@ -99,16 +99,18 @@ def compare(folders: list[Path], output: Path) -> Comparison:
         tables.append(benchmark_table(options))
 
     drawn = draw(options, comparison.sides)
-    page = render(
-        "comparison.html.j2",
-        comparison=comparison,
-        notes=list(notes(comparison.runs)),
-        tables=tables,
-        image=b64encode(drawn.encode()).decode(),
-    )
     with new_folder(output) as folder:
-        write_text(folder / "lost-and-gained.svg", drawn)
-        write_text(folder / "report.html", page)
+        write_text(folder / FIGURE, drawn)
+        for form in ("md", "html"):
+            page = render(
+                f"comparison.{form}.j2",
+                comparison=comparison,
+                notes=list(notes(comparison.runs)),
+                tables=tables,
+                figure=drawn,
+                FIGURE=FIGURE,
+            )
+            write_text(folder / f"report.{form}", page)
         write_json(folder / "report.json", to_jsonable_python(comparison.to_json()))
     return comparison
 

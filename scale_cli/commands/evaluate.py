@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
+from datetime import date
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -14,7 +16,7 @@ from scale_cli.data.corpora import open_sources, trained_on
 from scale_cli.data.overlap import shared_texts
 from scale_cli.errors import CheckFailed, ConfigError
 from scale_cli.evaluation.benchmarks import open_benchmarks_of, summarise_benchmarks
-from scale_cli.evaluation.render import failures, page, terminal_lines
+from scale_cli.evaluation.render import CURVE, History, failures, page, terminal_lines
 from scale_cli.evaluation.results import BenchmarkItems, Report, SkippedBenchmark, summarise
 from scale_cli.evaluation.scoring import (
     Passes,
@@ -24,6 +26,8 @@ from scale_cli.evaluation.scoring import (
     tokens_bar,
 )
 from scale_cli.model.heads import base_alone
+from scale_cli.planning.memory import step_of
+from scale_cli.planning.sizes import BaseSizes
 from scale_cli.processes import (
     device,
     device_name,
@@ -33,11 +37,14 @@ from scale_cli.processes import (
     share,
     slow_in_bfloat16,
 )
+from scale_cli.report import Table
 from scale_cli.runs.folder import trained_sha256
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.terminal import Log, log
-from scale_cli.training.records import TrainState
+from scale_cli.training.history import cost_table, history_of
+from scale_cli.training.metrics_log import read_records
+from scale_cli.training.records import Cost, TrainState
 from scale_cli.values import counted
 
 
@@ -47,6 +54,7 @@ def evaluate(config: RunConfig, log: Log = log, checkpoint: Path | None = None) 
     A `checkpoint` is scored in place of `final/`, and its report lies in `evaluations/`. All
     processes share the work.
     """
+    started_s = time.monotonic()
     run = Run(config)
     config = run.config
     asked = config.evaluation
@@ -55,6 +63,7 @@ def evaluate(config: RunConfig, log: Log = log, checkpoint: Path | None = None) 
             "evaluation.perplexity: names no corpus to evaluate on; "
             "add one, or add evaluation.benchmarks"
         )
+    records = read_records(run.folder.metrics)  # early, since it may be damaged
     folder = run.folder.evaluation
     if checkpoint is not None:
         folder = run.folder.evaluations / checkpoint.resolve().name
@@ -124,8 +133,15 @@ def evaluate(config: RunConfig, log: Log = log, checkpoint: Path | None = None) 
         mixed_precision=asked.mixed_precision,
         device=device_name(device()),
         context=passes.context,
+        date=date.today().isoformat(),
     )
-    on_main(lambda: _write(report, config, folder, items))
+    elapsed_s = time.monotonic() - started_s
+
+    def write() -> None:
+        history = history_of(records, report, _cost(run, final.path, elapsed_s))
+        _write(report, config, folder, items, history)
+
+    on_main(write)
     if is_main():
         log_report(report, folder, log)
     return report
@@ -140,9 +156,13 @@ def log_report(report: Report, folder: Path, log: Log) -> None:
 
 
 def _write(
-    report: Report, config: RunConfig, folder: Path, benchmarks: Sequence[BenchmarkItems]
+    report: Report,
+    config: RunConfig,
+    folder: Path,
+    benchmarks: Sequence[BenchmarkItems],
+    history: History,
 ) -> None:
-    """Write report.{json,md,html}, and items/NAME.jsonl for each benchmark."""
+    """Write report.{json,md,html}, the learning curve, and items/NAME.jsonl for each benchmark."""
     with new_folder(folder) as partial:
         for benchmark in benchmarks:
             lines = (
@@ -152,8 +172,24 @@ def _write(
             write_text(partial / "items" / f"{benchmark.source.name}.jsonl", "".join(lines))
         report.save(partial)
         for form in ("md", "html"):
-            write_text(partial / f"report.{form}", page(report, config, form))
+            write_text(partial / f"report.{form}", page(report, config, form, history))
+        if history.curve:
+            write_text(partial / CURVE, history.curve)
         write_text(partial / "scale.yaml", dump_config(config))
+
+
+def _cost(run: Run, trained: Path, evaluated_s: float) -> Table | None:
+    """Return what training and this evaluation took; None for weights whose cost is not known."""
+    cost, state = Cost.load_if_there(trained), TrainState.load(trained)
+    if cost is None:
+        return None
+    work = None
+    if run.config.method.definition.is_planned:
+        sizes = BaseSizes.of(run.base_config.to_dict(), run.config.model.base)
+        num_new = max(0, len(run.tokenizer) - sizes.vocab_size)
+        step = step_of(run.config, sizes, num_new=num_new)
+        work = state.num_tokens * step.flops(run.config.corpus.sequence_length)
+    return cost_table(state, cost, work, evaluated_s)
 
 
 def check_learned(report: Report) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.evaluation.results import (
@@ -34,6 +35,7 @@ from scale_cli.report import (
 )
 from scale_cli.values import language_name
 
+CURVE = "learning-curve.svg"
 _RULES = ("posterior", "cosine")
 _METRICS = {"acc": "accuracy", "acc_norm": "by length", "macro_f1": "macro-F1"}
 _TITLES = {
@@ -53,6 +55,18 @@ _BENCHMARK = (
 )
 _BETTER = {"retention": "kept and improved", "acquisition": "learned"}
 _HEADS = {"trained": "the trained head"} | dict.fromkeys(_RULES, "the served, routed model")
+
+
+@dataclass(frozen=True)
+class History:
+    """How a run went, as its page shows it."""
+
+    curve: str = ""  # the learning curve, an SVG
+    samples: Sequence[Table] = ()  # of every prompt: what the served head said on the way
+    cost: Table | None = None
+
+
+NO_HISTORY = History()
 
 
 def terminal_lines(report: Report) -> list[str]:
@@ -119,8 +133,11 @@ def _benchmark_rows(
     return rows
 
 
-def page(report: Report, config: RunConfig, form: str) -> str:
-    """Return a report as a page, `md` or `html`, that needs no other file."""
+def page(report: Report, config: RunConfig, form: str, history: History = NO_HISTORY) -> str:
+    """Return a report as a page, `md` or `html`.
+
+    HTML needs no other file. Beside Markdown lies CURVE.
+    """
     corpora = report.by_role
     shares = [report.base_share_by_language(rule) for rule in report.rules]
     languages = dict.fromkeys(corpus.language for corpus in report.corpora)
@@ -149,6 +166,8 @@ def page(report: Report, config: RunConfig, form: str) -> str:
         prior=f"{config.method.rules.prior:g}",
         threshold=f"{config.method.rules.threshold:g}",
         not_covered=NOT_COVERED,
+        CURVE=CURVE,
+        **vars(history),
     )
 
 

@@ -239,6 +239,7 @@ class Report(RunRecord):
     # The most tokens that one was predicted from; 0: documents were cut at training's windows, by an
     # earlier version.
     context: int = 0
+    date: str = ""  # of the measurement, as 2026-01-31
 
     @property
     def precision(self) -> str:

@@ -62,6 +62,22 @@ def test_the_page_names_every_run_as_text_and_asks_for_nothing_from_outside(
     assert "forgetting of English" in words and "bits/byte" in words
 
 
+def test_the_markdown_says_what_the_page_says(compared: tuple[list[Path], Path]) -> None:
+    folders, out = compared
+    told = (out / "report.md").read_text(encoding="utf-8")
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "![What each lost and gained](lost-and-gained.svg)" in told
+    assert (out / "lost-and-gained.svg").is_file()
+    headings = re.findall(r"<h2>(.*?)</h2>", page)
+    assert [f"## {heading}" for heading in headings] == re.findall(r"^## .*$", told, re.MULTILINE)
+    assert SCRIPT not in told and all(
+        folder.name in told for folder in folders if folder.name != SCRIPT
+    )
+    assert "llama-pro: Korean (청원) was not learned: the loss of the trained head is not" in told
+    rows = [line for line in told.splitlines() if line.startswith("| route")]
+    assert rows and all("[" in row for row in rows), "with intervals"
+
+
 def test_the_report_holds_its_inputs_unchanged(compared: tuple[list[Path], Path]) -> None:
     folders, out = compared
     written = read_json(out / "report.json")

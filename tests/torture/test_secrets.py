@@ -101,7 +101,7 @@ def test_a_whole_run_repeats_no_token_of_the_environment_and_neither_reads_nor_w
     written = files_of(run)
     assert run / "export" / "transformers" / "config.json" in written
     assert_not_repeated(planted, said, run)
-    kinds = ".safetensors .json .jsonl .yaml .md .html .png .py .bin .jinja .lock"
+    kinds = ".safetensors .json .jsonl .yaml .md .html .png .svg .py .bin .jinja .lock"
     assert {file.suffix for file in written} <= {"", *kinds.split()}
     pickles = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5", b"PK")  # the last is torch.save's
     assert not [file for file in written if file.read_bytes().startswith(pickles)]
