@@ -323,6 +323,9 @@ class Adapter(Format):
         describe_method(folder, model, self.config.method, trained.record)
         copy_tokenizer(trained.tokenizer, tokenizer_place(self.config.model), folder)
         write_peft(folder, model, self.config.model)
+        settings: Any = model.generation_config  # PEFT leaves them to the base
+        settings.save_pretrained(folder)
+        name_ends(folder, trained.tokenizer)
 
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
         base = load_recorded_base(folder, self.config.model)

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import check_written_export, export_is_finished
@@ -57,9 +57,10 @@ def test_an_adapter_holds_the_expansion_alone_and_loads_onto_its_base_alone(
 
 @pytest.mark.parametrize("embeddings", [False, True])
 def test_a_lora_adapter_is_loaded_by_peft_and_by_us_as_what_was_trained(
-    trained_run: TrainedRun, embeddings: bool
+    trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch, embeddings: bool
 ) -> None:
     config = trained_run({"variant": "lora", "lora": {"embeddings": embeddings}}, format="adapter")
+    monkeypatch.setattr("scale_cli.evaluation.selectable_heads.answer_end", lambda _: 7)
     folder = export(config).folder
     expected = answered(load_model(config.output_dir / "final", config.model))
     base = AutoModelForCausalLM.from_pretrained(config.model.base)
@@ -69,6 +70,8 @@ def test_a_lora_adapter_is_loaded_by_peft_and_by_us_as_what_was_trained(
     text, original = "Once upon a time", AutoTokenizer.from_pretrained(config.model.base)
     assert AutoTokenizer.from_pretrained(folder)(text).input_ids == prompt_ids(original, text)
     assert "library_name: peft" in (folder / "README.md").read_text()
+    ends = GenerationConfig.from_pretrained(folder).eos_token_id
+    assert ends == [original.eos_token_id, 7]
 
 
 def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
