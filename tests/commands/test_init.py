@@ -13,7 +13,6 @@ from transformers import LlamaConfig
 
 from scale_cli.commands import init as verb_init
 from scale_cli.commands import plan as verb_plan
-from scale_cli.commands import run as verb_run
 from scale_cli.commands.answers import checked_method, source_of
 from scale_cli.commands.init import SCHEMA_FILE, config_text
 from scale_cli.config.load import checked, load_config, parse
@@ -29,7 +28,7 @@ from scale_cli.starter import fitting, offer, texts
 from scale_cli.starter.fitting import Sizes, fit_sizes
 from scale_cli.starter.offer import NewTokens
 from scale_cli.starter.parts import Parted
-from tests.command_line import Scale, model_loads
+from tests.command_line import Scale
 from tests.data.corpus_files import COMPRESSORS, as_jsonl, as_parquet, as_txt, kept, read
 from tests.vocabulary.tokenizers_at_hand import ENGLISH
 from tests.widening import TINY, lower_stories
@@ -313,11 +312,10 @@ def test_a_script_that_the_base_reads_gets_no_new_tokens(
     assert load_config(tmp_path / "mine.yaml").method.vocabulary is None
 
 
-def test_init_plan_and_run_print_one_estimate_of_the_whole_run(
+def test_init_and_plan_print_one_estimate_of_the_whole_run(
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in (verb_plan, verb_run):
-        monkeypatch.setattr(place, "measure_device", lambda *_: CPU)
+    monkeypatch.setattr(verb_plan, "measure_device", lambda *_: CPU)
     monkeypatch.setattr(offer, "_OFFERED_FROM", 10.0)
     monkeypatch.setattr(fitting, "MIN_STEPS", 2)
     file = tmp_path / "mine.yaml"
@@ -325,8 +323,6 @@ def test_init_plan_and_run_print_one_estimate_of_the_whole_run(
     (sentence,) = re.findall(r"time +(about .*)", of_init)
     assert " of training, " in sentence and "of start and export" in sentence
     assert sentence in " ".join(scale("plan", file).stdout.split())
-    monkeypatch.setattr(verb_run, "_upscale", model_loads)
-    assert sentence in scale("run", file, f"output_dir={tmp_path}/run").stdout
 
 
 def test_minutes_are_those_of_the_whole_run(
