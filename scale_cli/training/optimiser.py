@@ -20,7 +20,6 @@ from scale_cli.model.configuration_scale import ScaleConfig
 # Muon's updates times this and the root of a matrix's longer side have the size of AdamW's (arXiv
 # 2502.16982).
 _SIZE_OF_ADAMW = 0.2
-_DTYPE_OF_PRODUCTS = torch.bfloat16
 # Entries of matrices that Muon steps together: a few copies of 32 MiB in float32 on a GPU, where
 # what counts is the number of launches, and of 4 MiB on a CPU, whose caches they fit.
 _ENTRIES_AT_ONCE, _ENTRIES_AT_ONCE_ON_CPU = 1 << 23, 1 << 20
@@ -28,12 +27,12 @@ _ENTRIES_AT_ONCE, _ENTRIES_AT_ONCE_ON_CPU = 1 << 23, 1 << 20
 
 def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:
     """Return the learning rates by kind of tensor, relative to `train.lr`: the config's, or
-    defaults by the start.
+    defaults by the start and the optimiser.
     """
     rates: Mapping[str, float] = dict.fromkeys(("embedding", "head", "gains", "matrix"), 1.0)
     config = getattr(model, "config", None)
     if isinstance(config, ScaleConfig):
-        rates = start_of(config).rates(config)
+        rates = start_of(config).rates(config, train.optimiser)
     given: dict[str, float] = train.lr_multipliers.model_dump(exclude_none=True)
     return {**rates, **given}
 
@@ -66,12 +65,21 @@ def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
 
     parts: list[torch.optim.Optimizer] = []
     if of_muon:
-        parts.append(BatchedMuon(of_muon, lr=train.lr, adjust_lr_fn="match_rms_adamw"))
+        muon = BatchedMuon(of_muon, lr=train.lr, adjust_lr_fn="match_rms_adamw")
+        muon.dtype_of_products = dtype_of_products(train)
+        parts.append(muon)
     if of_adamw:
         betas = (train.adam_beta1, train.adam_beta2)
         eps = train.adam_epsilon
         parts.append(torch.optim.AdamW(of_adamw, lr=train.lr, betas=betas, eps=eps, fused=True))
     return MuonBesideAdamW(parts) if of_muon else parts[0]
+
+
+def dtype_of_products(train: TrainConfig) -> torch.dtype:
+    """Return the dtype of Muon's products, that of the run's autocast: a CPU without instructions
+    for bfloat16 needs many times as long for them.
+    """
+    return torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
 
 
 class MuonBesideAdamW(torch.optim.Optimizer):
@@ -100,6 +108,8 @@ class BatchedMuon(torch.optim.Muon):
     It never waits for the device. Sharded matrices are gathered for their products, which every
     process computes; momenta and weights stay sharded.
     """
+
+    dtype_of_products = torch.bfloat16
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -130,7 +140,7 @@ class BatchedMuon(torch.optim.Muon):
             updates = gradients.lerp(momenta_after, group["momentum"])
 
         like = matrices[0]
-        updates = updates.to(_DTYPE_OF_PRODUCTS)
+        updates = updates.to(self.dtype_of_products)
         if isinstance(like, DTensor):
             mesh = like.device_mesh
             split = like.placements

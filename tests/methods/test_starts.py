@@ -182,8 +182,8 @@ def test_rows_of_new_tokens_are_read_from_u_as_their_own_rows_read_x() -> None:
     assert model.expansion.lm_head.weight[-2:].any(dim=1).all()
 
 
-def test_rates_follow_the_start_and_what_the_config_says_goes_before() -> None:
-    train = TrainConfig(max_steps=1, lr=1e-3)
+def test_rates_follow_start_and_optimiser_and_what_the_config_says_goes_before() -> None:
+    train = TrainConfig(max_steps=1, lr=1e-3, optimiser="muon")
     known, unknown = (widen(tiny_llama(), "preserve", text=text) for text in (None, UNKNOWN))
     rates = {"embedding": 4.0, "head": 1.0, "gains": 1.0, "matrix": 1.5}
     assert rates_of(known, train) == rates
@@ -191,7 +191,11 @@ def test_rates_follow_the_start_and_what_the_config_says_goes_before() -> None:
     of_codes = {"embedding": embedding, "head": 10.0, "gains": 0.5, "matrix": 16.0}
     assert rates_of(unknown, train) == of_codes
 
-    chosen = TrainConfig(max_steps=1, lr=1e-3, lr_multipliers=LrMultipliers(embedding=7.0))
+    adamw = TrainConfig(max_steps=1, lr=1e-3, optimiser="adamw")
+    assert rates_of(known, adamw) == rates | {"matrix": 0.3}
+    assert rates_of(unknown, adamw) == of_codes | {"matrix": 1.5}
+
+    chosen = train.model_copy(update={"lr_multipliers": LrMultipliers(embedding=7.0)})
     groups = {group["lr_multiplier"] for group in build_optimiser(known, chosen).param_groups}
     assert groups == {7.0, 1.0, 1.5}
 

@@ -132,7 +132,7 @@ class Runs:
 def train_each(configs: Iterable[Path]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # four processes are two machines of two
     observing._PROMPT_TOKENS, observing._NEW_TOKENS = 4, 1
-    optimiser._DTYPE_OF_PRODUCTS = EXACT
+    vars(optimiser)["dtype_of_products"] = lambda _: EXACT
     for config in configs:
         train(load_config(config), "auto", print)
 
@@ -146,7 +146,7 @@ def no_runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs
 def exact_products() -> Iterator[None]:
     """Have this process's Muon multiply exactly, as `train_each` has the others' do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimiser, "_DTYPE_OF_PRODUCTS", EXACT)
+        patch.setattr(optimiser, "dtype_of_products", lambda _: EXACT)
         yield
 
 

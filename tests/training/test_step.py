@@ -21,6 +21,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import GradientOverflow, NonFiniteError
 from scale_cli.methods.recipes import trainable_parameters
+from scale_cli.training import optimiser as training_optimiser
 from scale_cli.training.interruption import StopNow
 from scale_cli.training.optimiser import (
     build_optimiser,
@@ -39,7 +40,7 @@ def settings(lr: float, max_grad_norm: float = 1e9) -> TrainConfig:
     return TrainConfig(max_steps=20, lr=lr, schedule="constant", max_grad_norm=max_grad_norm)
 
 
-MUON = TrainConfig(max_steps=8, optimiser="muon", lr=1e-2)
+MUON = TrainConfig(max_steps=8, optimiser="muon", lr=1e-2, mixed_precision="bf16")
 
 
 def give_gradients(model: nn.Module, step: int, scale: float = 1.0) -> None:
@@ -110,6 +111,25 @@ def test_matrices_orthogonalised_together_are_what_torchs_muon_makes_of_each(
     for ours, matrix in zip(together, matrices, strict=True):
         torchs = _zeropower_via_newtonschulz(matrix, *of_steps)
         assert (ours - torchs).norm() < 0.03 * torchs.norm()
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16)])
+def test_muons_products_are_in_the_precision_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, precision: str, dtype: torch.dtype
+) -> None:
+    """A CPU without instructions for bfloat16 needs many times as long for products in it."""
+    seen: list[torch.dtype] = []
+
+    def watched(matrices_BMN: Tensor, *of_steps: Any) -> Tensor:
+        seen.append(matrices_BMN.dtype)
+        return orthogonalised(matrices_BMN, *of_steps)
+
+    monkeypatch.setattr(training_optimiser, "orthogonalised", watched)
+    model = start_model(tiny_llama(vocab_size=64), MethodConfig(variant="route"), 0)
+    optimiser = build_optimiser(model, MUON.model_copy(update={"mixed_precision": precision}))
+    give_gradients(model, step=0)
+    optimiser.step()
+    assert set(seen) == {dtype}
 
 
 def test_sharded_matrices_have_the_bits_that_muon_gives_whole_ones() -> None:

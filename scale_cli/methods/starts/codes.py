@@ -19,6 +19,7 @@ from scale_cli.model.expansion_scale import ExpansionNorm
 
 # The rms of the codes, relative to the base's stream before its last norm.
 _CODES = 1.4
+_MATRIX_RATES = {"muon": 16.0, "adamw": 1.5}
 
 
 class Codes(Start):
@@ -57,9 +58,14 @@ class Codes(Start):
     def made(self, config: ScaleConfig) -> bool:
         return config.expansion_embedding_rms is not None
 
-    def rates(self, config: ScaleConfig) -> Mapping[str, float]:
+    def rates(self, config: ScaleConfig, optimiser: str) -> Mapping[str, float]:
         embedding = 200.0 * (config.expansion_embedding_rms or 0.0)  # relative to the codes' size
-        return {"embedding": embedding, "head": 10.0, "gains": 0.5, "matrix": 16.0}
+        return {
+            "embedding": embedding,
+            "head": 10.0,
+            "gains": 0.5,
+            "matrix": _MATRIX_RATES[optimiser],
+        }
 
 
 def _rounded(size: float) -> float:

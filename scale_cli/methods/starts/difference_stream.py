@@ -28,6 +28,7 @@ _NUM_TOKENS = 4096
 _OVERSAMPLED = 16
 _PASSES = 4
 _ROWS_AT_ONCE = 4096
+_MATRIX_RATES = {"muon": 1.5, "adamw": 0.3}
 
 
 class DifferenceStream(Start):
@@ -50,8 +51,8 @@ class DifferenceStream(Start):
     def made(self, config: ScaleConfig) -> bool:
         return config.expansion_embedding_rms is None
 
-    def rates(self, config: ScaleConfig) -> Mapping[str, float]:
-        return {"embedding": 4.0, "head": 1.0, "gains": 1.0, "matrix": 1.5}
+    def rates(self, config: ScaleConfig, optimiser: str) -> Mapping[str, float]:
+        return {"embedding": 4.0, "head": 1.0, "gains": 1.0, "matrix": _MATRIX_RATES[optimiser]}
 
 
 def knows(base: Any, text: TextToLearn) -> bool:

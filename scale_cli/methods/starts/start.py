@@ -37,5 +37,5 @@ class Start(ABC):
         """Return whether a model of this config began like this."""
 
     @abstractmethod
-    def rates(self, config: ScaleConfig) -> Mapping[str, float]:
+    def rates(self, config: ScaleConfig, optimiser: str) -> Mapping[str, float]:
         """Return the learning rates by kind of tensor, relative to `train.lr`."""
