@@ -14,11 +14,10 @@ from scale_cli.planning.walk import ITEMSIZES, walk
 # As `LOGITS_AT_ONCE` and `FEWEST_ROWS` of model/routing.py, which imports torch; a test compares.
 _LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
 _FEWEST_ROWS = 128
-# Of a process on a CPU, measured in runs of SmolLM2-135M (docs/planning.md): what it holds beside
-# weights and a step's tensors, and the share of the tensors kept for the backward pass that the C
-# library's allocator cannot use again between them, in a widened model and in any other.
-_PROCESS_BYTES = 960_000_000
-_UNUSABLE_SHARES = {True: 0.1, False: 0.35}
+# What a process on a CPU holds beside weights and a step's tensors, measured in runs of SmolLM2-135M
+# and Gemma 3 270M (docs/planning.md): libraries and texts, and the tokenizer.
+_PROCESS_BYTES = 500_000_000
+_BYTES_OF_A_TOKEN = 1_400
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Memory:
     moments: int  # of the optimiser
     saved: int  # by a micro-batch for the backward pass, with weights in autocast's precision
     head: int  # logits computed at once, and what is derived from them
-    process: int  # libraries, texts and the allocator's gaps, in main memory; 0 on a GPU
+    process: int  # libraries, tokenizer and texts, in main memory; 0 on a GPU
 
     @property
     def total(self) -> int:
@@ -106,7 +105,7 @@ def memory_of(
     of_masks = step.bytes_per_pair + step.masked  # and the one mask that all are made from
     per_token = step.bytes_per_token + sequence_length * of_masks
     saved = step.copies_bytes + num_tokens * per_token
-    process = _PROCESS_BYTES + round(_UNUSABLE_SHARES[method.definition.widens] * saved)
+    process = _PROCESS_BYTES + vocab_size * _BYTES_OF_A_TOKEN
     return Memory(
         frozen=step.frozen_bytes,
         trainable=trainable,

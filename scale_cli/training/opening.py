@@ -35,6 +35,7 @@ from scale_cli.methods.recipes import Training, make_hooks
 from scale_cli.model.heads import HeadedModel, PlainHeads
 from scale_cli.processes import (
     gathered,
+    hand_back_large_tensors,
     main_first,
     on_main,
     share,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 
 
 def open_accelerator(run: Run) -> Accelerator:
+    hand_back_large_tensors()
     # `no`, whatever the launcher was told: each step uses autocast itself, as the config says.
     return Accelerator(
         mixed_precision="no",
@@ -232,7 +234,6 @@ def _log_processes(run: Run, accelerator: Accelerator, log: Log) -> None:
         "train.mixed_precision=no": config.train.mixed_precision == "bf16",
         "evaluation.mixed_precision=no": config.train.eval_every_steps is not None
         and config.evaluation.mixed_precision == "bf16",
-        "train.optimiser=adamw": config.train.optimiser == "muon",  # its products are in bfloat16
     }
     log(
         f"processes      {accelerator.num_processes} x {device_type}, {config.train.mixed_precision} autocast, "

@@ -101,10 +101,9 @@ def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes() -
     assert planned.total < 0.9 * 24 * 2**30  # the rest is for allocator, libraries, and W made anew
 
 
-def test_on_a_cpu_libraries_texts_and_the_allocators_gaps_are_part_of_the_sum() -> None:
+def test_on_a_cpu_libraries_and_the_tokenizer_are_part_of_the_sum() -> None:
     preserve, lora = (planned_memory(method, "bf16") for method in (EACH[0], LORA))
     for planned in (preserve, lora):
         assert planned.total - planned.process == sum(list(vars(planned).values())[:-1])
         assert planned.process > 5e8
-    # More of what a plain model frees lies between what it keeps.
-    assert (lora.process - preserve.process) > 0.2 * lora.saved
+    assert lora.process == preserve.process
