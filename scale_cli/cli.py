@@ -61,6 +61,16 @@ AnsweringHead = Annotated[
 ]
 
 
+Base = Annotated[
+    str | None,
+    Option(
+        metavar="BASE",
+        help="Folder or hub id of the base; PATH is then an adapter of it (PEFT), or a model that was "
+        "fine-tuned from it, in a folder or on the hub.",
+    ),
+]
+
+
 def _refuse_earlier(given: bool) -> None:
     if given:
         raise UsageError(
@@ -343,6 +353,7 @@ def generate(
         bool, Option("--show-heads", help="Name each head where it takes over.")
     ] = False,
     head: AnsweringHead = None,
+    base: Base = None,
     as_json: Annotated[
         bool, Option("--json", help="Print a JSON object per prompt, with the heads' shares.")
     ] = False,
@@ -361,14 +372,14 @@ def generate(
     empty prompt.
     """
     if (samples is None) != (output is None) or (
-        samples and (chat or show_heads or as_json or head)
+        samples and (chat or show_heads or as_json or head or base)
     ):
         raise ConfigError(
-            "--samples, --output: give both or neither, and without --chat, --show-heads, --json "
-            "and --head"
+            "--samples, --output: give both or neither, and without --chat, --show-heads, --json, "
+            "--head and --base"
         )
     config = read(path, None) if samples else None
-    folder = run_folder(path)
+    folder = path if base else run_folder(path)
     import_libraries()
     from scale_cli.commands import generate as verb
     from scale_cli.generation.generator import Sampling
@@ -377,8 +388,8 @@ def generate(
     if config is not None and samples and output:
         length = max_new_tokens or config.corpus.sequence_length
         drawn = Sampling(length, 1.0 if temperature is None else temperature, top_p, seed)
-        base = with_precision(config).model
-        on_main(lambda: verb.write_samples(base, samples, output, drawn, prompt or [""]))
+        sampled = with_precision(config).model
+        on_main(lambda: verb.write_samples(sampled, samples, output, drawn, prompt or [""]))
         return
     sampling = Sampling(max_new_tokens or 128, temperature or 0.0, top_p, seed)
     on_main(
@@ -390,6 +401,7 @@ def generate(
             as_json=as_json,
             show_heads=show_heads,
             head=head,
+            base=base,
         )
     )
 
@@ -408,31 +420,33 @@ def serve(
         Option(help="By default vLLM, if it is installed and can serve the model."),
     ] = None,
     head: AnsweringHead = None,
+    base: Base = None,
     _earlier: Earlier = False,
 ) -> None:
     """Serve a run or an export as an OpenAI endpoint, with its router."""
     refuse_several("serve")
-    folder = run_folder(path)
+    folder = path if base else run_folder(path)
     import_libraries()
     from scale_cli.commands.serve import serve
 
-    serve(folder, engine, options or [], log, head)
+    serve(folder, engine, options or [], log, head, base)
 
 
 @app.command()
 def verify(
     path: Annotated[Path, Argument(metavar="PATH", help="A run, one folder of it, or its config.")],
+    base: Base = None,
     _form: Form = None,
 ) -> None:
     """Check one folder that scale wrote, or all folders of a run.
 
     Checks hashes, and compares exports with the trained model.
     """
-    folder = run_folder(path)
+    folder = path if base else run_folder(path)
     import_libraries()
     from scale_cli.commands.verify import verify
 
-    on_main(lambda: verify(folder))
+    on_main(lambda: verify(folder, base))
 
 
 @app.command("run")

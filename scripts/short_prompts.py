@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from scale_cli.generation.generator import Generator
+from scale_cli.generation.generator import Generator, HeadShares, Sampling
 
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -38,12 +38,13 @@ def prompts_of(path: Path, length: int, count: int) -> list[str]:
 def base_shares(generator: Generator, prompt: str, *, in_chat: bool) -> list[float]:
     """Return the base head's weight after a prompt: with the even prior, and as it is served."""
     framed = generator.framed([{"role": "user", "content": prompt}] if in_chat else prompt)
-    # The weights before a token do not depend on it, so any will do.
-    last = generator.head_shares(framed, framed.ids_T[-1:])[-1]
-    assert last is not None and framed.base_prior is not None, "give a run of the variant `route`"
+    assert framed.base_prior is not None, "give a run with a router"
+    seen = HeadShares(generator.model)
+    generator.generate([framed], Sampling(max_new_tokens=1), seen=seen)
+    ((of_base, of_trained),) = seen.of_row(0)
     # Of the same evidence with equal weights at the start, by Bayes' rule.
-    base, trained = last["base"] / framed.base_prior, last["trained"] / (1 - framed.base_prior)
-    return [base / (base + trained), last["base"]]
+    base, trained = of_base / framed.base_prior, of_trained / (1 - framed.base_prior)
+    return [base / (base + trained), of_base]
 
 
 def main() -> None:

@@ -74,7 +74,7 @@ def evaluate(config: RunConfig, log: Log = log, checkpoint: Path | None = None) 
     ):
         log(f"warning: {warning}")
     benchmarks = open_benchmarks_of(asked)  # early, since a file may be missing
-    model = final.load_two_headed()
+    model = final.load_streams()
     corpora = main_first(lambda: open_sources(config, asked.perplexity, final.tokenizer))
     training = trained_on(config, final.path, final.tokenizer)
     if training is None:

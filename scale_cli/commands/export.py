@@ -20,6 +20,7 @@ from scale_cli.errors import CorpusError, ExportParityError, RunError, UsageErro
 from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import Format, formats_of
+from scale_cli.export.plain_folder import name_base
 from scale_cli.export.records import ExportRecord, Parity
 from scale_cli.export.sizes import served_size
 from scale_cli.processes import device
@@ -82,6 +83,8 @@ def _export(
     report = finished_report(config)
     with new_folder(made.folder) as partial:
         made.write(partial, model, final, prompts)
+        if made.needs_base:
+            name_base(partial, config, final.record)
         parity = made.prove(partial, model, prompts)
         licence = base_licence(config.model)
         licence.copy_files(partial)

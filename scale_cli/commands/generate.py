@@ -42,6 +42,7 @@ def generate(
     as_json: bool,
     show_heads: bool,
     head: Head | None,
+    base: str | None,
 ) -> None:
     """Continue prompts, or lines of standard input; print the heads' shares on standard error.
 
@@ -49,7 +50,7 @@ def generate(
     conversation; at a terminal without prompts, the user types the turns.
     """
     if chat and not prompts and not as_json and sys.stdin is not None and sys.stdin.isatty():
-        _converse(Generator(path, head), sampling, show_heads=show_heads)
+        _converse(Generator(path, head, base), sampling, show_heads=show_heads)
         return
     lines = sys.stdin or ()  # None if closed
     prompts = prompts or [line.rstrip("\r\n") for line in lines if line.strip()]
@@ -57,7 +58,7 @@ def generate(
         raise ConfigError(
             "--prompt: no prompt given, and standard input is empty; add --prompt TEXT"
         )
-    generator = Generator(path, head)
+    generator = Generator(path, head, base)
     asked = [[{"role": "user", "content": prompt}] for prompt in prompts] if chat else prompts
     room = min(generator.num_positions - len(generator.prompt_ids(each)) for each in asked)
     if room < sampling.max_new_tokens:

@@ -18,13 +18,14 @@ from typing import Any, Literal
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import Head
 from scale_cli.errors import MissingExtraError, RunFolderError, UsageError, is_installed, require
-from scale_cli.export.plain_folder import KEY, plain_exports, routed_name
+from scale_cli.export.plain_folder import KEY, holds_base, plain_exports, routed_name
 from scale_cli.generation.generator import Generator
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.serving import FAMILIES
 from scale_cli.storage.atomic import read_json
 from scale_cli.terminal import Log
 from scale_cli.upscale.base_files import BaseRecord
+from scale_cli.upscale.given_model import ADAPTER_CONFIG
 
 Engine = Literal["vllm", "transformers"]
 # Not the command `vllm`: in the CPU build, a package of another name, it does not find its own
@@ -33,10 +34,18 @@ _VLLM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
 def serve(
-    path: Path, engine: Engine | None, options: Sequence[str], log: Log, head: Head | None = None
+    path: Path,
+    engine: Engine | None,
+    options: Sequence[str],
+    log: Log,
+    head: Head | None = None,
+    base: str | None = None,
 ) -> None:
-    """Log what the server guarantees and an example request, then become the server."""
-    folder, config = _find_served(path, head)
+    """Log what the server guarantees and an example request, then become the server.
+
+    `base` is that of a model that others trained, which `path` is then.
+    """
+    folder, config = (path, {}) if base else _find_served(path, head)
     engine = _engine_of(folder, config, engine, head)
     address, others = _address(folder, options)
     if engine == "vllm":
@@ -44,7 +53,7 @@ def serve(
         prior = None
         # vLLM sends usage statistics unless told not to.
         environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
-        if head != "trained" and config.get(KEY):
+        if head != "trained" and holds_base(config):
             architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
             routed = ["--hf-overrides", architectures]
             prior = PriorByScript.of_export(config[KEY])
@@ -58,8 +67,7 @@ def serve(
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     from scale_cli.generation.server import run_server
 
-    generator = Generator(folder, head)
-    names = generator.head_names
+    generator = Generator(folder, head, base)
     _announce(
         folder,
         "transformers",
@@ -67,8 +75,8 @@ def serve(
         log,
         head=head,
         config=config,
-        prior=generator.prior if names else None,
-        rule=getattr(generator.model.config, "router_rule", "posterior"),
+        prior=generator.prior,
+        rule=getattr(generator.model, "head", "posterior"),
     )
     run_server(generator, address.name, address.host, address.port)
 
@@ -78,17 +86,20 @@ def _find_served(path: Path, head: Head | None) -> tuple[Path, dict[str, Any]]:
 
     Of a run, that is its plain export, if that can answer with this head, else the run.
     """
+    if (path / ADAPTER_CONFIG).is_file():
+        return path, {}
     if (path / "config.json").is_file():
         config = read_json(path / "config.json")
-        is_plain = "base_config" not in config and not BaseRecord.is_in(path)
-        return path, config if is_plain else {}
+        is_whole = "base_config" not in config and not BaseRecord.is_in(path)
+        needs_base = head != "trained" and "base" in (config.get(KEY) or {})
+        return path, config if is_whole and not needs_base else {}
     found = {folder: read_json(folder / "config.json") for folder in plain_exports(path)}
     final = path / "final" / "scale.yaml"
     asked = head or (load_config(final).method.head if final.is_file() else "routed")
     fitting = [
         folder
         for folder, config in found.items()
-        if asked == "trained" or (asked == "routed" and config.get(KEY))
+        if asked == "trained" or (asked == "routed" and holds_base(config))
     ]
     if len(fitting) > 1:
         named = ", ".join(map(str, fitting))
@@ -115,7 +126,7 @@ def _engine_of(
             )
         return "transformers"
     architecture = config["architectures"][0]
-    is_routed = bool(config.get(KEY)) and head != "trained"
+    is_routed = holds_base(config) and head != "trained"
     if head == "routed" and not is_routed:
         raise UsageError(
             f"{folder}: config.json has no {KEY}, so this folder alone cannot be routed; "

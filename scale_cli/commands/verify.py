@@ -11,21 +11,33 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from scale_cli.commands.export import check_written_export
 from scale_cli.config.load import load_config
 from scale_cli.errors import (
     BaseModelError,
     ChangedBaseError,
     CheckFailed,
+    PreservationError,
     RunFolderError,
     ScaleError,
 )
 from scale_cli.export.records import ExportRecord
+from scale_cli.processes import move_to_device
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.opened import MethodFolder
 from scale_cli.storage.atomic import MANIFEST, described_files, verify_folder
 from scale_cli.terminal import log, print_json
+from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_files import BaseRecord
+from scale_cli.upscale.given_model import (
+    GivenModel,
+    given_model,
+    load_given,
+    tokenizer_of_given,
+)
+from scale_cli.upscale.preservation import own_logits, sample_ids
 
 
 @dataclass
@@ -38,14 +50,17 @@ class FolderCheck:
     unchecked: list[str] = field(default_factory=list)  # what could not be checked here, and why
 
 
-def verify(path: Path) -> None:
+def verify(path: Path, base: str | None = None) -> None:
     """Log what is found, folder by folder as it is found.
+
+    With `base`, `path` is a model that others trained from it.
 
     Raises:
         CheckFailed: a folder is not as it was written, or a check could not be made.
     """
     checks = []
-    for check in check_folders(path):
+    given = None if base is None else given_model(path, base)
+    for check in check_folders(path) if given is None else [_check_given(given)]:
         checks.append(check)
         verdict = "BAD " if check.failed else "part" if check.unchecked else "good"
         log(f"{verdict}  {check.folder}: {', '.join(check.held)}".removesuffix(": "))
@@ -94,6 +109,27 @@ def _check(folder: Path) -> FolderCheck:
     return check
 
 
+def _check_given(given: GivenModel) -> FolderCheck:
+    """Check that a model fits its base, whose logits beside it are its own, bit for bit."""
+    check = FolderCheck(Path(given.name), ["class, sizes, vocabulary and tokenizer"])
+    prompts = sample_ids(tokenizer_of_given(given.name, given.base))
+    streams = move_to_device(load_given(given)).eval()
+    wanted = own_logits(move_to_device(load_base(given.base)), prompts)
+    for ids, of_base in zip(prompts, wanted, strict=True):
+        logits, _ = streams.head_logits(ids)(slice(None))
+        if not torch.equal(logits, of_base):
+            raise PreservationError(f"{given.name}: the base's logits are not those of its own")
+    check.held.append("base logits")
+    return check
+
+
+def _check_beside_base(folder: Path) -> None:
+    """Compare the base that an export names with its hash, and the export with the base."""
+    given = given_model(folder, None)
+    assert given is not None, "asked only if it names one"
+    load_given(given)
+
+
 def _check_files(folder: Path) -> None:
     """Compare each file's size and SHA-256 with the manifest.
 
@@ -125,5 +161,10 @@ def _check_export(folder: Path) -> None:
 _CHECKS: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], None]], ...] = (
     ("hashes", Path.is_dir, _check_files),
     ("base", BaseRecord.is_in, _check_base),
+    (
+        "base",
+        lambda folder: not BaseRecord.is_in(folder) and given_model(folder, None) is not None,
+        _check_beside_base,
+    ),
     ("parity", ExportRecord.is_in, _check_export),
 )

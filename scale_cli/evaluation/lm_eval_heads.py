@@ -45,9 +45,10 @@ from scale_cli.evaluation.intervals import finite
 from scale_cli.evaluation.lm_eval_tasks import Benchmark, open_benchmark
 from scale_cli.evaluation.results import HEADS, BenchmarkItems, SkippedBenchmark
 from scale_cli.evaluation.scoring import Passes, observe, routed_rows
-from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel, base_alone
+from scale_cli.model.script_prior import PriorByScript
+from scale_cli.model.two_streams import Router, TwoStreams
 from scale_cli.processes import Share, gathered, lowered_dtype
 from scale_cli.terminal import progress_bar
 from scale_cli.upscale.base_tokenizer import load_tokenizer
@@ -76,7 +77,7 @@ class HeadsLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         share: Share,  # of the batches; each process returns all answers
     ) -> None:
         super().__init__(
-            SelectableHeads(model, router),
+            TwoStreams(model, Router(router.rule, PriorByScript(router.prior), router.threshold)),
             backend="causal",
             tokenizer=copy.deepcopy(tokenizer),  # lm-eval adds a token for padding
             max_length=max_length,

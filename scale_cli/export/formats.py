@@ -187,6 +187,7 @@ class Format:
         # False: it answers with the trained head alone. The run is then served otherwise only if
         # its method routes.
         self.answers_as_served = False
+        self.needs_base = False  # it is routed with its base, a second model
 
     @cached_property
     def dtype(self) -> str:
@@ -241,6 +242,7 @@ class Llama(Format):
         super().__init__(config)
         self.answers_as_served = self.method.routes_plainly(config.method.settings)
         self.loaded_as = "routed" if self.answers_as_served else self.name
+        self.needs_base = not self.method.adapter  # adapters are merged here, for other runtimes
 
     def write(
         self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
@@ -311,6 +313,7 @@ class Adapter(Format):
         super().__init__(config)
         self.fits_method = bool(self.method.adapter)
         self.loaded_as = "peft" if self.method.adapter == "peft" else self.name
+        self.needs_base = self.method.adapter == "peft"
         self.answers_as_served = True
 
     def write(

@@ -23,7 +23,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_files
 
-from scale_cli.config.schema import ModelConfig
+from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, one_line
 from scale_cli.evaluation.selectable_heads import ends_of
@@ -32,12 +32,14 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import pieces_of
 from scale_cli.storage.atomic import read_json, write_json, write_text
 from scale_cli.upscale.base import load_base_config
+from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.base_tokenizer import TokenizerPlace, tokenizer_place
 from scale_cli.upscale.building import MethodModel
+from scale_cli.upscale.given_model import ROUTER
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
 from scale_cli.vocabulary.tokenizer import open_tokenizer
 
-KEY = "scale_router"
+KEY = ROUTER
 # The second is for `transformers serve`, which looks for such a class first, and otherwise takes
 # the plain one.
 _ASKED_FOR = ("AutoModelForCausalLM", "AutoModelForDecision")
@@ -69,11 +71,42 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     return keys
 
 
+def name_base(folder: Path, config: RunConfig, record: BaseRecord) -> None:
+    """Write into the config.json of a model that does not hold its base which base it is routed
+    with, and how: `scale_router` with `kind`, `base`, `revision`, `dtype`, `sha256` and `prior`.
+    """
+    method = config.method
+    router = method.router
+    if method.head == "trained" or router is None or router.rule != "posterior":
+        return
+    if method.vocabulary is not None or config.model.quantisation is not None:
+        return  # its run knows how the base reads new tokens, and how it was held
+    keys: dict[str, Any] = {
+        "kind": "adapter" if method.definition.adapter else "copy",
+        "base": record.name,
+        "revision": record.revision,
+        "dtype": record.dtype,
+        "sha256": record.content_sha256,
+        "prior": router.prior,
+    }
+    if router.script_prior is not None and config.new_script is not None:
+        ranges = [list(span) for span in config.new_script.ranges]
+        keys |= {"script_prior": router.script_prior, "script": ranges}
+    path = folder / _CONFIG
+    written = read_json(path) | {KEY: keys}
+    write_text(path, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
+
+
+def holds_base(config: dict[str, Any]) -> bool:
+    """Return whether a plain export's config.json says that both heads lie in its one row."""
+    return "stream_sizes" in (config.get(KEY) or {})
+
+
 def routed_class(folder: Path) -> Any:
-    """Return the class that serves a plain export routed; None if the folder cannot be routed."""
+    """Return the class that serves a plain export routed; None if that needs its base, or more."""
     config = read_json(folder / "config.json")
     (architecture,) = config.get("architectures") or [""]
-    return getattr(routed_scale, routed_name(architecture), None) if config.get(KEY) else None
+    return getattr(routed_scale, routed_name(architecture), None) if holds_base(config) else None
 
 
 def routed_name(architecture: str) -> str:

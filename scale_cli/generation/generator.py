@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from scale_cli.config.schema import Head, ModelConfig
@@ -23,16 +23,11 @@ from scale_cli.data.decoding import Decoder, text_pieces
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ConfigError, one_line
 from scale_cli.evaluation.selectable_heads import (
-    SelectableHeads,
     before_end,
     ends_of,
     padded_left,
 )
 from scale_cli.generation.opening import open_model
-from scale_cli.model.heads import token_log_probs
-from scale_cli.model.routed_scale import RoutedModel
-from scale_cli.model.script_prior import PriorByScript
-from scale_cli.runs.method_folder import router_of
 from scale_cli.terminal import printable
 
 _COLDEST = 1e-6
@@ -80,31 +75,44 @@ class Continuation:
     tokens: list[SpokenToken]
 
 
+class HeadShares(StoppingCriteria):
+    """Notes the heads' shares in every token that `generate` writes; it stops nothing."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._of_tokens: list[Tensor] = []  # (K, B) of each
+
+    def __call__(self, input_ids: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        """Note the shares in the token that was just chosen."""
+        self._of_tokens.append(self._model.log_weights_KB.exp())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def of_row(self, row: int) -> list[list[float]]:
+        """Return the shares of all heads in each token of a text."""
+        return [shares_KB[:, row].tolist() for shares_KB in self._of_tokens]
+
+
 class Generator:
     """A model and its tokenizer, from a base, a run, a folder of a run, or an export."""
 
-    def __init__(self, source: Path | ModelConfig, head: Head | None = None) -> None:
+    def __init__(
+        self, source: Path | ModelConfig, head: Head | None = None, base: str | None = None
+    ) -> None:
         """Open a model.
 
         Args:
             source: a base, or the folder of a run, a checkpoint or an export.
             head: what answers; None: what the run's config or the export says.
+            base: folder or hub id of the base, where `source` is an adapter or a model that others
+                trained from it; None: what the folder names.
         """
-        self.model, self.tokenizer = open_model(source, head)
-        config = self.model.config
-        self.num_positions = int(config.max_position_embeddings)
+        opened = open_model(source, head, base)
+        self.model = opened.model
+        self.tokenizer = opened.tokenizer
+        self.prior = opened.prior
+        self.num_positions = int(self.model.config.max_position_embeddings)
         # Of the routed heads, the base's first; empty if one head alone is served.
-        self.head_names: list[str] = list(getattr(config, "head_names", []))
-        self.prior = PriorByScript(
-            getattr(config, "router_prior", 0.5),
-            getattr(config, "router_script_prior", None),
-            getattr(config, "router_script", ()),
-        )
-        if isinstance(self.model, RoutedModel):  # its config has no names
-            self.head_names = ["base", "trained"]
-            self.prior = PriorByScript.of_export(config.scale_router)
-        elif isinstance(self.model, SelectableHeads):
-            self.head_names = self.model.heads
+        self.head_names: list[str] = list(self.model.heads) if self.prior else []
         self.ends = ends_of(self.model.generation_config.eos_token_id, self.tokenizer)
         # No penalty and no beam of the base: what is asked for acts.
         self.model.generation_config = GenerationConfig()
@@ -150,7 +158,7 @@ class Generator:
         else:
             words = "\n".join(str(turn["content"]) for turn in prompt if turn["role"] == "user")
             judged = said_tokens(self.tokenizer, prompt)
-        base_prior = self.prior(words) if self.head_names else None
+        base_prior = None if self.prior is None else self.prior(words)
         return FramedPrompt(ids_T, torch.tensor(judged, device=ids_T.device), base_prior)
 
     @torch.no_grad()
@@ -162,11 +170,15 @@ class Generator:
     ) -> list[Continuation]:
         """Continue texts or conversations in one batch; a streamer gets each token as it comes."""
         framed = [self.framed(prompt) for prompt in prompts]
+        seen = HeadShares(self.model)
+        generated = self.generate(framed, sampling, streamer, seen if self.head_names else None)
         continuations = []
-        generated = self.generate(framed, sampling, streamer)
-        for prompt, read, whole in zip(prompts, framed, generated, strict=True):
+        for row, (prompt, read, whole) in enumerate(zip(prompts, framed, generated, strict=True)):
             new = before_end(self.ends, whole)
-            shares = self.head_shares(read, new)[len(read.ids_T) - 1 :] if len(new) else []
+            shares: list[Any] = [None] * len(new)
+            if self.head_names:
+                of_tokens = seen.of_row(row)[: len(new)]
+                shares = [dict(zip(self.head_names, each, strict=True)) for each in of_tokens]
             added = text_pieces(self.tokenizer, read.ids_T.tolist(), new.tolist())
             tokens = [SpokenToken(*spoken) for spoken in zip(added, shares, strict=True)]
             said = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
@@ -178,6 +190,7 @@ class Generator:
         prompts: Sequence[FramedPrompt],
         sampling: Sampling,
         streamer: BaseStreamer | None = None,
+        seen: HeadShares | None = None,  # notes what each head has in each token
     ) -> list[Tensor]:
         """Return the new ids after each prompt.
 
@@ -209,33 +222,11 @@ class Generator:
             attention_mask=mask_BT,
             generation_config=GenerationConfig(**settings),
             streamer=streamer,
+            stopping_criteria=None if seen is None else StoppingCriteriaList([seen]),
             **options,
         )
         new_BT = generated[:, ids_BT.shape[1] :]
         return [new[:room] for new, room in zip(new_BT, rooms, strict=True)]
-
-    def head_shares(self, prompt: FramedPrompt, new_T: Tensor) -> Sequence[dict[str, float] | None]:
-        """Return each head's share in the prediction of every token but the first, by name."""
-        ids_T = torch.cat([prompt.ids_T, new_T])
-        if not self.head_names:
-            return [None] * (len(ids_T) - 1)
-        evidence_T = torch.cat([prompt.judged_T, torch.ones_like(new_T, dtype=torch.bool)])
-        if isinstance(self.model, RoutedModel):
-            log_weights_KBT = self.model.log_weights(
-                ids_T[None, :-1],
-                evidence_mask=evidence_T[None, :-1],
-                router_prior=prompt.base_prior,
-            )
-        else:
-            router = router_of(self.model).model_copy(update={"prior": prompt.base_prior})
-            scored = token_log_probs(self.model, ids_T[None, :-1], ids_T[None, 1:])
-            log_probs_KBT = torch.where(evidence_T[1:], scored.log_probs_KBT, 0.0)
-            scored = replace(scored, log_probs_KBT=log_probs_KBT)
-            log_weights_KBT = scored.log_weights(router.rule, router)
-        return [
-            dict(zip(self.head_names, shares_K, strict=True))
-            for shares_K in log_weights_KBT[:, 0].exp().T.tolist()
-        ]
 
 
 class TextStreamer(BaseStreamer):

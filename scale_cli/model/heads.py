@@ -84,9 +84,21 @@ class CacheOfTwo(ScaleCache):
         super().__init__()
         self.trained = DynamicCache()
 
+    def reset(self) -> None:
+        super().reset()
+        self.trained.reset()
+
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
         self.trained.reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.trained.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.trained.batch_repeat_interleave(repeats)
 
 
 class PlainHeads(nn.Module):
@@ -95,7 +107,8 @@ class PlainHeads(nn.Module):
     Without a trained model it is the base alone, with one head.
     """
 
-    new_cache = CacheOfTwo
+    new_cache: type[ScaleCache] = CacheOfTwo
+    decoding_cache: type[ScaleCache] = CacheOfTwo  # what answers may take another one
 
     def __init__(self, base: Any, trained: Any = None) -> None:
         super().__init__()

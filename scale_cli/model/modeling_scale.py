@@ -76,7 +76,7 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
 
     gradient_checkpointing = False  # transformers reads it by this name
     heads: Sequence[str] = ("base", "trained")  # those that `head_logits` gives
-    new_cache = ScaleCache
+    new_cache = decoding_cache = ScaleCache
 
     # A frozen base has learnt no other tokens.
     resize_token_embeddings = _refusal(

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
-    DynamicCache,
     Exaone4ForCausalLM,
     Gemma3ForCausalLM,
     LlamaForCausalLM,
@@ -140,6 +139,8 @@ class RoutedModel(nn.Module):
     calls.
     """
 
+    heads = ("base", "trained")
+    log_weights_KB: Tensor  # of the heads in what was last predicted, unless it is compiled
     config: Any
     model: Any
     lm_head: Any
@@ -160,13 +161,6 @@ class RoutedModel(nn.Module):
         self._num_base, self._num_added = sizes
         self._prior = router["prior"]
         self._shares = base_shares(router)
-
-    def log_weights(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        """Return (K, B, T): the log-weight of each head after each of `input_ids` (B, T)."""
-        cache: Any = DynamicCache()
-        self(input_ids=input_ids, cache=cache, use_cache=True, logits_to_keep=1, **kwargs)
-        weights_KBT: Tensor = cache.layers[-1].call[1]
-        return weights_KBT
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -228,6 +222,8 @@ class RoutedModel(nn.Module):
         if layer is not None:
             memory = RouterMemory(*(tensor.detach() for tensor in memory))
             layer.keep(memory, rows_BTD.detach(), log_weights_KBT.detach())
+        if not torch.compiler.is_compiling():
+            self.log_weights_KB = log_weights_KBT[..., -1]
         loss = None
         if labels is not None:
             loss = self.loss_function(

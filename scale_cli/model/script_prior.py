@@ -45,3 +45,6 @@ class PriorByScript:
             any(first <= letter <= last for first, last in self.ranges) for letter in letters
         )
         return of_script / len(letters)
+
+
+EVEN = PriorByScript(0.5)

@@ -13,7 +13,6 @@ Files of every method folder (`upscaled/`, a checkpoint, `final/`, an adapter):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,18 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.config.vocabulary import Script
 from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseOfNewTokens, HeadedModel, PlainHeads
+from scale_cli.model.script_prior import PriorByScript
+from scale_cli.model.two_streams import Router
 from scale_cli.model.vocabulary_scale import NewTokens
 from scale_cli.processes import Share
 from scale_cli.runs.folder import TRAINED
-from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, write_json
+from scale_cli.storage.atomic import load_fitting, read_json, save_tensors, write_json
 from scale_cli.storage.shards import has_shards, load_shards
 from scale_cli.upscale.base import load_hashed_base
 from scale_cli.upscale.base_files import BaseRecord
@@ -99,7 +100,7 @@ def put_on_base(folder: Path, loaded: PreTrainedModel, seed: int = 0) -> MethodM
     elif (folder / _PEFT_WEIGHTS).exists():
         from peft import set_peft_model_state_dict
 
-        set_peft_model_state_dict(model, _fitting(folder / _PEFT_WEIGHTS, _adapters(model)))
+        set_peft_model_state_dict(model, load_fitting(folder / _PEFT_WEIGHTS, _adapters(model)))
     return model.eval()
 
 
@@ -108,18 +109,7 @@ def load_trained(model: MethodModel, folder: Path) -> None:
     if has_shards(folder):
         load_shards(folder, wanted)
         return
-    model.load_state_dict(_fitting(folder / TRAINED, wanted), strict=False)
-
-
-def _fitting(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    tensors = load_tensors(path)
-    if odd := sorted(wanted.keys() ^ tensors.keys()):
-        raise StorageError(f"{path}: does not fit this model ({odd[0]} is in only one of them)")
-    if odd := sorted(
-        name for name, tensor in tensors.items() if tensor.shape != wanted[name].shape
-    ):
-        raise StorageError(f"{path}: does not fit this model ({odd[0]} has another shape)")
-    return tensors
+    model.load_state_dict(load_fitting(folder / TRAINED, wanted), strict=False)
 
 
 def write_peft(folder: Path, model: Any, base: ModelConfig) -> None:
@@ -163,9 +153,12 @@ def set_router(model: Any, router: RouterConfig | None, script: Script | None = 
     model.config.router_script = [] if script is None else [list(span) for span in script.ranges]
 
 
-def router_of(model: Any) -> RouterConfig:
-    return RouterConfig.model_validate(
-        {name: getattr(model.config, f"router_{name}") for name in RouterConfig.model_fields}
+def router_of(config: RunConfig) -> Router:
+    """Return the router of a run, which is measured also where none is served."""
+    rules = config.method.rules
+    ranges = () if config.new_script is None else config.new_script.ranges
+    return Router(
+        rules.rule, PriorByScript(rules.prior, rules.script_prior, ranges), rules.threshold
     )
 
 

@@ -41,6 +41,7 @@ from scale_cli.data.corpora import cache_of, check_sample
 from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
+from scale_cli.model.adapter_streams import AdapterStreams
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import Share, move_to_device, share_of_machine
 from scale_cli.runs.early import check_sizes
@@ -59,6 +60,7 @@ from scale_cli.upscale.base import base_without_weights, load_base_config
 from scale_cli.upscale.base_files import BaseRecord, check_weight_files
 from scale_cli.upscale.base_tokenizer import check_tokenizer, load_tokenizer
 from scale_cli.upscale.building import MethodModel, build_model
+from scale_cli.upscale.given_model import without_copies
 from scale_cli.upscale.quantised_base import dequantise
 from scale_cli.vocabulary.tokenizer import AddedTokens, check_ids, load_grown
 
@@ -252,7 +254,7 @@ class MethodFolder:
         """Return the recorded base alone, which is checked."""
         return load_recorded_base(self.path, self.run.config.model)
 
-    def load_two_headed(self) -> HeadedModel:
+    def load_streams(self) -> HeadedModel:
         """Return one model with two heads, the base's and the trained one; the base is read once.
 
         A widened model has both. Any other model gets an untouched copy of its base beside it. All
@@ -262,10 +264,11 @@ class MethodFolder:
             widened: Any = self.load(share_of_machine())
             return widened
         base = load_recorded_base(self.path, self.run.config.model, share_of_machine())
-        # What the method leaves frozen lies in memory once.
-        held = {} if self.method.trains_base_weights else {id(of): of for of in base.parameters()}
-        untouched = copy.deepcopy(base, held)
+        copied = copy.deepcopy if self.method.trains_base_weights else without_copies
+        untouched = copied(base)
         model = put_on_base(self.path, base, self.run.config.seed)
+        if self.method.definition.adapter == "peft":
+            return move_to_device(AdapterStreams(untouched, model)).eval()
         return model_with_base(move_to_device(model), untouched)
 
     def load_to_train(self) -> MethodModel:

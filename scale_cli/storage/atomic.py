@@ -142,6 +142,22 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
 
 
+def load_fitting(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file; StorageError if their names or shapes are not the wanted ones."""
+    tensors = load_tensors(path)
+    if problem := misfit(tensors, wanted):
+        raise StorageError(f"{path}: does not fit this model ({problem})")
+    return tensors
+
+
+def misfit(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
+    """Return the first difference in names, then in shapes; None if all are the wanted ones."""
+    if odd := sorted(wanted.keys() ^ tensors.keys()):
+        return f"{odd[0]} is in only one of them"
+    odd = sorted(name for name, tensor in tensors.items() if tensor.shape != wanted[name].shape)
+    return f"{odd[0]} has another shape" if odd else None
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents, and sync each new name to the disk."""
     if not folder.is_dir():

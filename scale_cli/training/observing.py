@@ -24,14 +24,15 @@ from scale_cli.evaluation.scoring import (
     tokens_bar,
 )
 from scale_cli.evaluation.selectable_heads import (
-    SelectableHeads,
     TokensWritten,
     before_end,
     ends_of,
 )
 from scale_cli.model.heads import HeadedModel, base_alone
+from scale_cli.model.two_streams import TwoStreams
 from scale_cli.processes import autocast, is_main, share
 from scale_cli.report import number
+from scale_cli.runs.method_folder import router_of
 from scale_cli.training.metrics_log import (
     BITS,
     EVALUATION,
@@ -156,7 +157,7 @@ class Observer:
     @torch.no_grad()
     def _sample(self, corpus: TokenisedCorpus, bar: Any) -> dict[str, str]:
         """Return the beginning of a document, and the served head's greedy continuation of it."""
-        answers = SelectableHeads(self.observed, self.config.method.rules)
+        answers = TwoStreams(self.observed, router_of(self.config))
         answers.head = self.config.method.served
         ends = ends_of(answers.generation_config.eos_token_id, self.tokenizer)
         answers.generation_config = GenerationConfig(

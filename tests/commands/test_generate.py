@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import ConfigError
-from scale_cli.generation.generator import Continuation, Generator, Sampling
+from scale_cli.generation.generator import Continuation, Generator, HeadShares, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.terminal import printable
@@ -95,9 +95,9 @@ def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_it(
     assert said.strip(" []\n") == PROMPTS[0]
     assert not judged[-1] and not judged[0]
     unjudged = replace(prompt, judged_T=torch.zeros_like(judged), base_prior=0.75)
-    with torch.no_grad():
-        shares = generator.head_shares(unjudged, prompt.ids_T[:0])
-    assert all(share["base"] == pytest.approx(0.75) for share in shares if share)
+    seen = HeadShares(generator.model)
+    generator.generate([unjudged], Sampling(max_new_tokens=1), seen=seen)
+    assert seen.of_row(0)[0] == pytest.approx([0.75, 0.25])
     # A mark that a user writes is text: it ends no turn.
     mark = generator.tokenizer.eos_token
     asked = generator.prompt_ids([{"role": "user", "content": f"a{mark}b"}])
@@ -116,9 +116,11 @@ def test_a_prompt_in_the_new_script_begins_with_the_trained_head(
         framed = [of.framed(prompt) for prompt in PROMPTS]
         assert [prompt.base_prior for prompt in framed] == [0.98, 0.98, 0.02]
         assert of.framed([{"role": "user", "content": PROMPTS[2]}]).base_prior == 0.02
-        with torch.no_grad():
-            first = [of.head_shares(prompt, prompt.ids_T[:1])[0] for prompt in framed]
-        assert [share["base"] for share in first if share] == pytest.approx([0.98, 0.98, 0.02])
+        for prompt, prior in zip(framed, (0.98, 0.98, 0.02), strict=True):
+            begun = replace(prompt, ids_T=prompt.ids_T[:1], judged_T=prompt.judged_T[:1])
+            seen = HeadShares(of.model)
+            of.generate([begun], Sampling(max_new_tokens=1), seen=seen)
+            assert seen.of_row(0)[0][0] == pytest.approx(prior)
     model = MethodFolder(
         run.output_dir / "final", Run(changed(run, "method.router.script_prior=null"))
     ).load()
@@ -157,7 +159,7 @@ def test_a_question_and_its_answer_stand_on_lines_of_their_own(
 def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(
     generator: Generator, continued: list[Continuation]
 ) -> None:
-    widened = generator.model._model
+    widened = generator.model.streams
     assert isinstance(widened, ScaleForCausalLM)
     prompt = generator.prompt_ids(PROMPTS[0]).tolist()
     logits = routed_heads(widened, torch.tensor([prompt]))
@@ -294,8 +296,8 @@ DRAWN = [*ASKED, "--samples", "2", "--output"]
     [
         ([*ASKED, "--top-p", "0.9"], "--top-p 0.9: does nothing at temperature 0"),
         ([*ASKED, "--samples", "2"], "--samples, --output: give both or neither"),
-        ([*DRAWN, "x.jsonl", "--chat"], "without --chat, --show-heads, --json and --head"),
-        ([*DRAWN, "x.jsonl", "--json"], "without --chat, --show-heads, --json and --head"),
+        ([*DRAWN, "x.jsonl", "--chat"], "without --chat, --show-heads, --json, --head and --base"),
+        ([*DRAWN, "x.jsonl", "--json"], "without --chat, --show-heads, --json, --head and --base"),
         ([*DRAWN, "x.txt"], "must end in .jsonl"),
         ([*DRAWN, "there.jsonl"], "already exists"),
         ([], "no prompt given"),

@@ -1,5 +1,6 @@
 """What a run answers with: its trained model and its base, routed, or one of them."""
 
+import shutil
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,11 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from scale_cli.commands.serve import serve
 from scale_cli.config.schema import Head, RunConfig
-from scale_cli.errors import RunFolderError, UsageError
-from scale_cli.generation.generator import Generator, Sampling
-from scale_cli.storage.atomic import load_tensors
+from scale_cli.errors import BaseModelError, ChangedBaseError, RunFolderError, UsageError
+from scale_cli.generation.generator import Generator, HeadShares, Sampling
+from scale_cli.storage.atomic import load_tensors, read_json, save_tensors
 from tests.command_line import Scale, refused
 from tests.small_runs import changed, export, petitions_run, train_run
+from tests.torture.attacker import edit_json
 
 PROMPTS = ["Once upon a time", "학교에서", "Lily saw a big"]
 GREEDY = Sampling(max_new_tokens=8)
@@ -90,14 +92,14 @@ def test_a_run_that_widens_nothing_is_mixed_with_its_base_by_the_posterior(run: 
     ]
     framed = [generator.framed(prompt) for prompt in PROMPTS]
     assert [prompt.base_prior for prompt in framed] == [0.98, 0.02, 0.98]
-    generated = generator.generate(framed, GREEDY)
-    for prompt, new_T in zip(framed, generated, strict=True):
+    seen = HeadShares(generator.model)
+    generated = generator.generate(framed, GREEDY, seen=seen)
+    for row, (prompt, new_T) in enumerate(zip(framed, generated, strict=True)):
         assert prompt.base_prior is not None
-        expected, weight = mixed(models, prompt.base_prior, prompt.ids_T, GREEDY.max_new_tokens)
+        expected, _ = mixed(models, prompt.base_prior, prompt.ids_T, len(new_T))
         assert torch.cat([prompt.ids_T, new_T]).tolist() == expected.tolist()
-        with torch.no_grad():
-            shares = generator.head_shares(prompt, torch.cat([new_T, new_T[-1:]]))
-        assert shares[-1] is not None and shares[-1]["base"] == pytest.approx(float(weight))
+        _, weight = mixed(models, prompt.base_prior, prompt.ids_T, len(new_T) - 1)
+        assert seen.of_row(row)[len(new_T) - 1][0] == pytest.approx(float(weight))
 
 
 def test_a_head_alone_says_what_its_own_model_says(run: RunConfig) -> None:
@@ -135,6 +137,46 @@ def test_a_checkpoint_and_an_adapter_are_routed_too(lora: RunConfig) -> None:
         assert [c.completion for c in generator.continue_all(PROMPTS, GREEDY)] == expected
 
 
+def test_an_export_is_routed_without_its_run(run: RunConfig, tmp_path: Path, scale: Scale) -> None:
+    expected = [c.completion for c in Generator(run.output_dir).continue_all(PROMPTS, GREEDY)]
+    form = {"lora": "adapter", "full": "llama"}[run.method.variant]
+    written = export(changed(run, f"export.format={form}")).folder
+    folder = tmp_path / "elsewhere"
+    ignored = shutil.ignore_patterns("scale.yaml", "base.json", "method.json", "manifest.json")
+    shutil.copytree(written, folder, ignore=ignored)
+    keys = read_json(folder / "config.json")["scale_router"]
+    kind = {"lora": "adapter", "full": "copy"}[run.method.variant]
+    assert (keys["kind"], keys["base"], keys["prior"]) == (kind, run.model.base, 0.5)
+    assert keys["script_prior"] == 0.02 and [0xAC00, 0xD7A3] in keys["script"]
+    assert "route" in (folder / "README.md").read_text()
+    generator = Generator(folder)
+    assert [c.completion for c in generator.continue_all(PROMPTS, GREEDY)] == expected
+    assert Generator(folder, "trained").head_names == []
+    assert scale("verify", folder, "--base", run.model.base).exit_code == 0
+
+    other = shutil.copytree(run.model.base, tmp_path / "other")
+    weights = load_tensors(other / "model.safetensors")
+    save_tensors(other / "model.safetensors", {k: 1.5 * w for k, w in weights.items()})
+    with refused(ChangedBaseError, "is not the base that it was trained from"):
+        Generator(folder, base=str(other))
+    for changes, told in (
+        ({"kind": "mixture"}, "scale_router.kind is 'mixture'; known are adapter and copy"),
+        ({"base": str(tmp_path / "gone")}, "^--base: .*gone"),
+    ):
+        edit_json(folder / "config.json", {"scale_router": keys | changes})
+        with refused(BaseModelError, told):
+            Generator(folder)
+
+
+def test_a_fully_trained_export_is_verified_with_the_base_that_it_names(
+    run: RunConfig, scale: Scale
+) -> None:
+    if run.method.variant == "full":
+        folder = export(run).folder
+        done = scale("verify", folder)
+        assert done.exit_code == 0 and "hashes, base, parity" in done.stdout
+
+
 def test_the_weights_that_lora_leaves_frozen_lie_in_memory_once(lora: RunConfig) -> None:
     routed: Any = Generator(lora.output_dir).model
     held = {weight.data_ptr(): weight.numel() for weight in routed.parameters()}
@@ -163,7 +205,7 @@ def test_the_server_says_its_bound(lora: RunConfig, monkeypatch: pytest.MonkeyPa
     assert "0.693 nats over its best head, or 3.912 where" in lines[0]
     assert served[0].head_names == ["base", "trained"]
 
-    served[0].model.config.router_rule = "cosine"
+    served[0].model.head = "cosine"
     monkeypatch.setattr("scale_cli.commands.serve.Generator", lambda *_: served[0])
     serve(lora.output_dir, None, ["--port", "0"], lines.append)
     assert lines[3].endswith("the cosine rule promises no bound")

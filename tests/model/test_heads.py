@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scale_cli.evaluation.selectable_heads import SelectableHeads
-from scale_cli.methods.widened import RouterConfig
 from scale_cli.model import routing
 from scale_cli.model.heads import token_log_probs
-from tests.evaluation.test_selectable_heads import MODELS
+from scale_cli.model.two_streams import Router, TwoStreams
 from tests.model.test_routed_scale import IDS, PADDED, routed
+from tests.model.test_two_streams import MODELS
 from tests.widening import as_if_trained, tiny_llama, widen
 
 VOCABULARY = 61
@@ -55,7 +54,7 @@ def test_scoring_a_text_and_answering_by_a_head_make_no_product_for_each_sequenc
 ) -> None:
     model = MODELS[name]()
     check_products(lambda: token_log_probs(model, IDS, IDS))
-    answers = SelectableHeads(model, RouterConfig())
+    answers = TwoStreams(model, Router())
     for answers.head in ("base", "posterior"):
         check_products(lambda: answers.answers(IDS, PADDED, **OPTIONS))
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from scale_cli.evaluation.selectable_heads import SelectableHeads, padded_left
-from scale_cli.methods.widened import RouterConfig
+from scale_cli.evaluation.selectable_heads import padded_left
+from scale_cli.model.adapter_streams import AdapterStreams, CacheOfBothRows
 from scale_cli.model.heads import HeadedModel, PlainHeads
 from scale_cli.model.routing import (
     log_prior,
@@ -16,17 +17,29 @@ from scale_cli.model.routing import (
     mix_log_probs,
     posterior_log_weights,
 )
+from scale_cli.model.script_prior import PriorByScript
+from scale_cli.model.two_streams import Router, TwoStreams
 from scale_cli.upscale.building import NewPieces
+from scale_cli.upscale.given_model import without_copies
 from tests.widening import as_if_trained, tiny_llama, widen
 
-ROUTER = RouterConfig(prior=0.3, threshold=0.2)
+ROUTER = Router(prior=PriorByScript(0.3), threshold=0.2)
 NEW = NewPieces([f"{index} {index + 1}" for index in range(5)], [0, 2])
 
 
+def of_adapter() -> HeadedModel:
+    """A base, and LoRA by PEFT on its own weights."""
+    base = tiny_llama()
+    targets = ["q_proj", "o_proj", "down_proj", "lm_head"]
+    asked = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    return AdapterStreams(base, get_peft_model(without_copies(base), asked)).eval()
+
+
 MODELS: dict[str, Callable[[], HeadedModel]] = {
-    "route": lambda: as_if_trained(widen(tiny_llama(), "route", "top:2"), std=0.4),
+    "route": lambda: as_if_trained(widen(tiny_llama(), "route", "top:2"), std=0.4, seed=0),
     "preserve": lambda: as_if_trained(widen(tiny_llama(), "preserve"), std=0.4),
     "new tokens": lambda: as_if_trained(widen(tiny_llama(), "route", new=NEW), std=0.4),
+    "adapter": of_adapter,
     "two models": lambda: PlainHeads(tiny_llama(), tiny_llama(seed=1)).eval(),
 }
 
@@ -48,7 +61,7 @@ def likeliest(model: HeadedModel, ids_T: Tensor, head: str, heads: list[str]) ->
         said_KBT = log_probs_KBTV.gather(
             -1, next_BT.expand(len(logits), -1, -1).unsqueeze(-1)
         ).squeeze(-1)
-        prior_K = log_prior(ROUTER.prior)
+        prior_K = log_prior(ROUTER.prior.otherwise)
         log_weights_KBT = posterior_log_weights(said_KBT, prior_K)[..., :-1]
     return mix_log_probs(log_weights_KBT.unsqueeze(-1), log_probs_KBTV)[0].argmax(dim=-1)
 
@@ -59,7 +72,7 @@ def test_what_a_head_generates_is_what_it_says_is_likeliest(
 ) -> None:
     model = MODELS[name]()
     heads = ["base", "trained"]
-    answers = SelectableHeads(model, ROUTER)
+    answers = TwoStreams(model, ROUTER)
     assert answers.heads == heads
     vocab_size = model.config.vocab_size
     generator = torch.Generator().manual_seed(3)
@@ -81,3 +94,20 @@ def test_what_a_head_generates_is_what_it_says_is_likeliest(
     assert answers.answers(ids, mask, num_beams=2, **options).shape == new.shape, (
         "the cache follows its beams"
     )
+
+
+@torch.no_grad()
+def test_where_both_decode_a_base_and_its_adapter_pass_as_rows_of_one_batch() -> None:
+    model = of_adapter()
+    assert model.decoding_cache is CacheOfBothRows
+    ids_BT = torch.randint(0, model.config.vocab_size, (3, 7))
+    wanted = model.head_logits(ids_BT)(slice(None))
+    cache: Any = model.decoding_cache()
+    begun = model.head_logits(ids_BT[:, :4], cache=cache)(slice(None))
+    rest = model.head_logits(ids_BT[:, 4:], cache=cache)(slice(None))
+    assert cache.layers[0].keys.shape[0] == 6 and cache.get_seq_length() == 7
+    for of_head, *parts in zip(wanted, begun, rest, strict=True):
+        assert torch.allclose(torch.cat(parts, dim=1), of_head, atol=1e-5)
+    base, trained = wanted
+    assert torch.equal(base, model.base(input_ids=ids_BT).logits), "nothing is added elsewhere"
+    assert not torch.allclose(trained, base, atol=1e-2)

@@ -1,0 +1,200 @@
+"""Adapters and models that others trained, by plain PEFT and transformers, routed with their base."""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scale_cli.errors import BaseModelError
+from scale_cli.generation.generator import Generator, Sampling
+from tests.command_line import Scale, refused
+from tests.generation.test_routed_runs import PROMPTS, mixed
+
+GREEDY = Sampling(max_new_tokens=6)
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "LoRA": {},
+    "rsLoRA": {"use_rslora": True},
+    "DoRA": {"use_dora": True},
+    "other ranks": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+    "embedding and head whole": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "head and embedding adapted": {"target_modules": [*TARGETS, "lm_head", "embed_tokens"]},
+}
+
+
+def plain(folder: Path | str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+
+
+def disturb(model: Any, seed: int = 5) -> None:
+    """Change what trains as much as training might."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight += 0.1 * torch.randn_like(weight)
+
+
+@pytest.fixture(scope="module")
+def adapter(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that lets plain PEFT make an adapter."""
+    folder = tmp_path_factory.mktemp("adapters")
+
+    def make(name: str) -> Path:
+        made = folder / name.replace(" ", "-")
+        if not made.is_dir():
+            asked = {"r": 4, "target_modules": TARGETS, **ADAPTERS[name]}
+            model = get_peft_model(plain(stories), LoraConfig(task_type="CAUSAL_LM", **asked))
+            disturb(model)
+            model.save_pretrained(str(made))
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def tuned(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fine-tuned checkpoint, by transformers alone."""
+    folder = tmp_path_factory.mktemp("tuned") / "model"
+    model = plain(stories)
+    disturb(model)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(stories).save_pretrained(folder)
+    return folder
+
+
+def new_ids(generator: Generator) -> list[list[int]]:
+    framed = [generator.framed(prompt) for prompt in PROMPTS]
+    return [new_T.tolist() for new_T in generator.generate(framed, GREEDY)]
+
+
+@torch.no_grad()
+def greedy(model: Any, ids_T: Tensor) -> list[int]:
+    options: dict[str, Any] = {"max_new_tokens": GREEDY.max_new_tokens, "do_sample": False}
+    new_T: Tensor = model.generate(input_ids=ids_T[None], **options)[0, len(ids_T) :]
+    return new_T.tolist()
+
+
+@torch.no_grad()
+def check_pair(generator: Generator, base: Any, trained: Any) -> None:
+    """The heads are both models' own, bit for bit, and what is routed is their posterior mixture."""
+    ids_T = generator.framed(PROMPTS[0]).ids_T
+    heads = generator.model.streams.head_logits(ids_T[None])(slice(None))
+    assert torch.equal(heads[0], base(input_ids=ids_T[None]).logits)
+    assert torch.equal(heads[1], trained(input_ids=ids_T[None]).logits)
+    assert not torch.equal(heads[0], heads[1])
+    for prompt, new in zip(PROMPTS, new_ids(generator), strict=True):
+        framed = generator.framed(prompt)
+        assert framed.base_prior == 0.5
+        expected, _ = mixed([base, trained], 0.5, framed.ids_T, GREEDY.max_new_tokens)
+        assert framed.ids_T.tolist() + new == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_made_by_peft_is_routed_with_its_base(
+    name: str, adapter: Callable[[str], Path], stories: Path
+) -> None:
+    folder = adapter(name)
+    trained = PeftModel.from_pretrained(plain(stories), str(folder)).eval()
+    generator = Generator(folder, base=str(stories))
+    check_pair(generator, plain(stories), trained)
+    alone = Generator(folder, "trained", str(stories))
+    assert new_ids(alone) == [greedy(trained, alone.framed(prompt).ids_T) for prompt in PROMPTS]
+    assert new_ids(Generator(folder, "base", str(stories))) == new_ids(Generator(stories))
+
+
+def test_an_adapter_serves_the_bases_own_weights(
+    adapter: Callable[[str], Path], stories: Path
+) -> None:
+    generator = Generator(adapter("LoRA"), base=str(stories))
+    held = {weight.data_ptr(): weight.numel() for weight in generator.model.parameters()}
+    trained = [w for name, w in generator.model.named_parameters() if "lora_" in name]
+    of_base = plain(stories).num_parameters()
+    assert sum(held.values()) == of_base + sum(weight.numel() for weight in trained)
+
+
+def test_without_a_flag_the_base_is_the_one_that_the_adapter_names(
+    adapter: Callable[[str], Path], stories: Path, scale: Scale
+) -> None:
+    folder = adapter("LoRA")
+    assert json.loads((folder / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(stories)
+    assert new_ids(Generator(folder)) == new_ids(Generator(folder, base=str(stories)))
+    asked = ("--prompt", PROMPTS[0], "--max-new-tokens", "4", "--show-heads")
+    done = scale("generate", folder, "--base", stories, *asked)
+    assert done.exit_code == 0 and "shares of the heads in 4 tokens: base " in done.stderr
+
+
+def test_a_fine_tuned_model_is_routed_with_its_base(tuned: Path, stories: Path) -> None:
+    generator = Generator(tuned, base=str(stories))
+    check_pair(generator, plain(stories), plain(tuned))
+    assert new_ids(Generator(tuned, "trained", str(stories))) == new_ids(Generator(tuned))
+    assert new_ids(Generator(tuned, "base", str(stories))) == new_ids(Generator(stories))
+
+
+def changed_copy(folder: Path, copied: Path, file: str, **keys: Any) -> Path:
+    shutil.copytree(folder, copied)
+    path = copied / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+    return copied
+
+
+def test_what_does_not_fit_the_base_is_one_line(
+    adapter: Callable[[str], Path],
+    tuned: Path,
+    stories: Path,
+    shared_data: Path,
+    tmp_path: Path,
+    scale: Scale,
+) -> None:
+    lora = adapter("LoRA")
+    settings = "adapter_config.json"
+    other = shared_data / "ckpt-eltec" / "hf"
+    prefix = get_peft_model(
+        plain(stories), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    prefix.save_pretrained(str(tmp_path / "prefix"))
+    shutil.copytree(lora, tmp_path / "two" / "one")
+    shutil.copytree(lora, tmp_path / "two" / "other")
+    odd = changed_copy(lora, tmp_path / "odd", settings, target_modules=["w1"])
+    pissa = changed_copy(lora, tmp_path / "pissa", settings, init_lora_weights="pissa")
+    bias = changed_copy(lora, tmp_path / "bias", settings, bias="all")
+    less = changed_copy(lora, tmp_path / "less", settings, target_modules=["q_proj"])
+    small = copy.copy(plain(stories))
+    small.resize_token_embeddings(small.config.vocab_size + 8)
+    small.save_pretrained(tmp_path / "resized")
+    wide = changed_copy(lora, tmp_path / "wide", settings, r=8)
+    cases = [
+        (wide, stories, "is not an adapter of this base: .*has another shape"),
+        (lora, other, "is not an adapter of this base: .* is in only one of them"),
+        (less, stories, "is in only one of them"),
+        (odd, stories, "does not fit the base: .*w1"),
+        (pissa, stories, "init_lora_weights is pissa, which changes the base's own weights"),
+        (bias, stories, "bias is all, which changes"),
+        (tmp_path / "prefix", stories, "peft_type is PREFIX_TUNING; only LORA"),
+        (
+            tmp_path / "two",
+            stories,
+            "contains adapters, but is none; give one of them: .*one, .*other",
+        ),
+        (tmp_path / "resized", stories, "its vocab_size is 520, but that of .* is 512"),
+        (tuned, other, "its tokenizer is not that of .*: in 'It was|its (hidden|vocab)_size is"),
+        (tuned, tmp_path / "none", "^--base: |cannot be loaded"),
+        (tmp_path / "none", stories, "none"),
+    ]
+    for given, base, told in cases:
+        with refused(BaseModelError, told):
+            Generator(given, base=str(base))
+    assert (
+        "only LORA"
+        in scale("generate", tmp_path / "prefix", "--base", stories, "--prompt", "x").error()
+    )
