@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,19 @@ def flags(shared_data: Path) -> dict[str, Path | str]:
 
 def flat(flags: dict[str, Path | str]) -> list[Path | str]:
     return [part for pair in flags.items() for part in pair]
+
+
+def test_a_size_far_above_what_is_asked_for_is_a_warning(
+    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "BYTES_READ", 1 << 18)
+    base = tmp_path / "one-head"
+    shutil.copytree(flags["--base"], base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
+    done = scale("init", tmp_path / "mine.yaml", *flat({**flags, "--base": base}))
+    assert done.exit_code == 0
+    assert "warning: method.expansion.ratio: 0.25 asks for 0.25 more key/value heads" in done.stdout
 
 
 def test_what_is_written_offers_new_tokens_and_replay_and_is_never_written_over(
