@@ -19,7 +19,7 @@ from scale_cli.values import counted
 # Held out are so many documents with so much text, but no more text than a small base reads in minutes on a CPU.
 _DOCUMENTS = 32
 _LEAST_BYTES = 1 << 14
-_MOST_BYTES = 1 << 16
+_MOST_BYTES = 1 << 15
 _FEWEST = 4  # with fewer, intervals mean nothing
 _PIECE = 2_000  # characters of a document that is cut
 _LARGEST_PIECE = 500_000
