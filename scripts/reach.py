@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from scale_cli.export.records import ExportRecord
 from scale_cli.processes import cpu_precision
 
 CONFIG = Path(__file__).parent.parent / "configs" / "llama-3.2-1b-korean.yaml"
@@ -198,12 +199,9 @@ def main() -> None:
         print(
             f"| {name} | {cost.cpu_s:.0f} | {cost.elapsed_s:.0f} | {cost.peak_bytes / _GIB:.2f} | {bound} |"
         )
-    parity = json.loads((folder / "run" / "export" / "llama-bfloat16" / "parity.json").read_text())
-    for way, figures in (("plainly", parity), ("routed", parity["routed"])):
-        print(
-            f"logits, {way}: at most {figures['max_logit_difference']:.3g} from the trained model's, "
-            f"which move by {figures['own_max_difference']:.3g} in this dtype"
-        )
+    parity = ExportRecord.load(folder / "run" / "export" / "llama-bfloat16")
+    for way, figures in (("plainly", parity), ("routed", parity.routed)):
+        print(f"the export, {way}: {figures}")
     print(
         f"in all {sum(cost.elapsed_s for cost in costs.values()) / 60:.0f} minutes; everything is in {folder}"
     )

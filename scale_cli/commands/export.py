@@ -20,6 +20,7 @@ from scale_cli.errors import CorpusError, ExportParityError, RunError, UsageErro
 from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import Format, formats_of
+from scale_cli.export.learned import Learned
 from scale_cli.export.plain_folder import name_base
 from scale_cli.export.records import ExportRecord, Parity
 from scale_cli.export.sizes import served_size
@@ -72,12 +73,17 @@ def export_each(formats: Sequence[Format], log: Log = log) -> list[Exported]:
     config = formats[0].config
     final = Run(config).open_final()
     model = final.load_to_export()
-    prompts = _prompts(config, final.tokenizer)
-    return [_export(export_format, final, model, prompts, log) for export_format in formats]
+    texts = _texts(final, model)
+    return [_export(export_format, final, model, *texts, log) for export_format in formats]
 
 
 def _export(
-    made: Format, final: MethodFolder, model: MethodModel, prompts: list[Tensor], log: Log
+    made: Format,
+    final: MethodFolder,
+    model: MethodModel,
+    prompts: list[Tensor],
+    learned: Learned | None,
+    log: Log,
 ) -> Exported:
     config = made.config
     report = finished_report(config)
@@ -85,7 +91,7 @@ def _export(
         made.write(partial, model, final, prompts)
         if made.needs_base:
             name_base(partial, config, final.record)
-        parity = made.prove(partial, model, prompts)
+        parity = made.prove(partial, model, prompts, learned)
         licence = base_licence(config.model)
         licence.copy_files(partial)
         size = served_size(model, final.run.base_config, made.dtype)
@@ -132,25 +138,26 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
             "run `scale export` again"
         )
     final = open_folder(run.folder.final, run)
+    model = final.load_to_export()
+    try:
+        texts = _texts(final, model)
+    except CorpusError:  # an export can be checked where the held-out text is not at hand
+        texts = sample_ids(final.tokenizer), None
     (export_format,) = formats_of(config)
-    prompts = _prompts(config, final.tokenizer, text_may_be_missing=True)
-    export_format.prove(folder, final.load_to_export(), prompts)
+    export_format.prove(folder, model, *texts)
 
 
-def _prompts(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, text_may_be_missing: bool = False
-) -> list[Tensor]:
+def _texts(final: MethodFolder, model: MethodModel) -> tuple[list[Tensor], Learned | None]:
+    """Return what an export is compared on: prompts, and what the run learned of held-out text."""
+    return _prompts(final.run.config, final.tokenizer), Learned.of(final, model)
+
+
+def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
     """Return (1, T) ids: beginnings of held-out documents, or sample texts if there are none."""
     length = min(config.corpus.sequence_length, 512)
-    try:
-        corpora = open_sources(config, config.evaluation.perplexity, tokenizer)
-    except CorpusError:  # an export can be checked where the held-out text is not at hand
-        if not text_may_be_missing:
-            raise
-        corpora = []
     documents = [
         corpus.after_boundary(index)[:length].astype("int64")
-        for corpus in corpora
+        for corpus in open_sources(config, config.evaluation.perplexity, tokenizer)
         for index in range(min(_DOCUMENTS_PER_CORPUS, len(corpus)))
     ]
     if documents:

@@ -204,7 +204,8 @@ class ExportConfig(Section):
         ),
     ] = Field(
         default=["llama"],
-        description="one format or several; if left out: llama, plus transformers if llama cannot be routed",
+        description="one format or several; if left out: llama, plus transformers if llama cannot be routed; adapter "
+        "with lora",
     )
     dtype: Dtype | None = Field(
         default=None,
@@ -215,7 +216,9 @@ class ExportConfig(Section):
     @model_validator(mode="after")
     def _adapter_in_float32(self) -> ExportConfig:
         if "adapter" in self.format and self.dtype not in (None, "float32"):
-            raise ValueError("dtype: an adapter is always written in float32; remove this key")
+            raise ValueError(
+                "dtype: an adapter is always written in float32; remove this key, or set format: llama"
+            )
         return self
 
 
@@ -245,18 +248,19 @@ class RunConfig(Section):
             return tree
         if not all(isinstance(tree.get(name, {}), dict) for name in sections):
             return tree
-        method, train, export = (tree.get(name, {}) for name in sections)
+        given, train, export = (tree.get(name, {}) for name in sections)
         try:
-            checked = MethodConfig.model_validate(method)
+            checked = MethodConfig.model_validate(given)
         except ValidationError:  # reported when the method is validated
             return tree
-        is_routed_apart = checked.served != "trained" and not checked.definition.routes_plainly(
+        method = checked.definition
+        is_routed_apart = checked.served != "trained" and not method.routes_plainly(
             checked.settings
         )
-        formats = {"format": ["llama", "transformers"]} if is_routed_apart else {}
+        formats = ["llama", "transformers"] if is_routed_apart else [*method.exports]
         return tree | {
-            "train": {**checked.definition.left_out, **train},
-            "export": formats | export,
+            "train": {**method.left_out, **train},
+            "export": {"format": formats, **export},
         }
 
     @property

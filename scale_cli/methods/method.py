@@ -73,6 +73,7 @@ class Method(Generic[Settings]):
     adapter: ClassVar[Literal["", "scale", "peft"]] = (
         ""  # format of a folder with only what trains; "": none
     )
+    exports: ClassVar[Sequence[str]] = ("llama",)  # the formats if the config names none
 
     def in_words(self, settings: Settings) -> str:
         """Return the most important settings in words, to follow the label."""

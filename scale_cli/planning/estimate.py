@@ -17,9 +17,9 @@ from scale_cli.runs.folder import RunFolder
 _FIXED_S = 20.0  # imports, tokenizers, checks, reports and cards
 _PARAMETER_S = 8e-8  # to load, start, prove, hash and write each parameter, as often as a run does
 _TOKENS_OF_A_SAMPLE = 3_500  # a continuation, one token at a time, in tokens of a pass
-# Passes over a token that is compared, for each way to load an export: in a higher precision, by
-# the model's own rounding, with and without the cache.
-_PASSES_OF_A_COMPARISON = 10
+# Passes over a token that is compared, for each way to load an export: the trained model's and the
+# export's, with and without the cache, and the losses of base, run and export.
+_PASSES_OF_A_COMPARISON = 6
 
 
 @dataclass(frozen=True)

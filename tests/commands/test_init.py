@@ -208,6 +208,7 @@ def test_a_config_of_any_method_is_valid_and_takes_its_own_rate(method: str) -> 
     config = checked(RunConfig, tree, "mine.yaml")
     assert config.method.variant == method
     assert config.method.distils == (method in ("preserve", "route"))
+    assert config.export.format == [*config.method.definition.exports]
     assert "lr" not in tree["train"]
 
 

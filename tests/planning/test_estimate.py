@@ -67,7 +67,7 @@ def test_every_way_to_load_an_export_is_compared_on_its_tokens(
     text = HeldOut(num_tokens=0, num_in_windows=0, num_compared=100)
     takes = estimated(text)
     pass_s = 1 / takes.scored_per_s
-    assert takes.export_s == pytest.approx(num_ways * 10 * 100 * pass_s)
+    assert takes.export_s == pytest.approx(num_ways * 6 * 100 * pass_s)
     assert takes.total_s - estimated().total_s == pytest.approx(takes.export_s)
 
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.export.dense import plain_model
-from scale_cli.export.formats import served_logits
+from scale_cli.export.parity import served_logits
 from scale_cli.export.plain_folder import router_keys, write_plain
 from scale_cli.model.family_scale import FAMILIES
 from scale_cli.model.modeling_scale import ScaleForCausalLM

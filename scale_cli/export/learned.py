@@ -1,0 +1,157 @@
+"""What a run learned of held-out text, and what an export keeps of it.
+
+Rounding takes from a merged model much of what a short training changed in large matrices, and no
+tolerance of logits shows that. So base, run and export are scored on the same tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.data.corpora import open_sources
+from scale_cli.data.encoding import Integers
+from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.evaluation.scoring import (
+    Passes,
+    beginnings,
+    kept_scores,
+    same_beginnings,
+    score_corpus,
+    tokens_bar,
+)
+from scale_cli.export.records import Losses
+from scale_cli.model.cache_scale import named
+from scale_cli.model.heads import HeadedModel, HeadLogits, PlainHeads
+from scale_cli.model.modeling_scale import WidenedModel
+from scale_cli.model.routed_scale import RoutedModel
+from scale_cli.processes import move_to_device
+from scale_cli.runs.method_folder import load_recorded_base
+from scale_cli.runs.opened import MethodFolder
+from scale_cli.upscale.base_files import BaseRecord
+from scale_cli.upscale.building import MethodModel
+
+_MAX_TOKENS = 4096  # of all texts
+
+
+@dataclass(frozen=True)
+class HeldOutText:
+    """Beginnings of held-out documents of what was to be learned, by one tokenizer."""
+
+    config: RunConfig
+    corpora: list[TokenisedCorpus]
+    lengths: list[Integers]  # tokens of each document
+    passes: Passes
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(int(lengths_N.sum()) for lengths_N in self.lengths)
+
+    def nats(self, model: HeadedModel, base: BaseRecord | None = None) -> dict[str, float]:
+        """Return what all of it costs a model, by head and routing rule; `base`: it is that base."""
+        nats: dict[str, float] = {}
+        with tokens_bar(self.num_tokens, "what was learned") as bar:
+            for corpus, lengths_N in zip(self.corpora, self.lengths, strict=True):
+                kept = None
+                if base is not None:
+                    kept = kept_scores(model, corpus, base, self.config, self.passes)
+                losses = score_corpus(
+                    model,
+                    corpus,
+                    self.config.method.rules,
+                    self.passes,
+                    lengths_N=lengths_N,
+                    kept=kept,
+                    bar=bar,
+                )
+                for name, nats_N in losses.nats.items():
+                    nats[name] = nats.get(name, 0.0) + float(nats_N.sum())
+        return nats
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What held-out text costs the base and the run, in nats in all."""
+
+    text: HeldOutText
+    base: float
+    run: dict[str, float]  # by head and routing rule
+    dtype: torch.dtype  # of the run's model
+
+    @classmethod
+    def of(cls, final: MethodFolder, trained: MethodModel) -> Learned | None:
+        """Score a run; None if it has no held-out text of the role acquisition."""
+        evaluation = final.run.config.evaluation.model_copy(update={"mixed_precision": "no"})
+        config = final.run.config.model_copy(update={"evaluation": evaluation})
+        sources = [one for one in config.evaluation.perplexity if one.role == "acquisition"]
+        if not sources:
+            return None
+        corpora = open_sources(config, sources, final.tokenizer)
+        passes = Passes.of(config, final.run.base_config.max_position_embeddings)
+        of_each = _MAX_TOKENS // len(corpora)
+        lengths = [beginnings(corpus, passes.context, of_each) for corpus in corpora]
+        text = of_base = HeldOutText(config, corpora, lengths, passes)
+        if config.method.vocabulary is not None:
+            others = open_sources(config, sources, final.run.base_tokenizer)
+            same = map(same_beginnings, lengths, corpora, others)
+            of_base = HeldOutText(config, others, list(same), passes)
+        base = move_to_device(load_recorded_base(final.path, config.model)).eval()
+        return cls(
+            text=text,
+            base=of_base.nats(PlainHeads(base), final.record)["base"],
+            run=text.nats(_headed(trained)),
+            dtype=trained.dtype,
+        )
+
+    def losses(self, exported: Any, head: str) -> Losses:
+        """Return what the text costs an export that answers with a head, beside base and run.
+
+        Where the run computes in float32, the export does too: its weights are what is judged.
+        """
+        if self.dtype == torch.float32:
+            exported.float()
+        of_export = self.text.nats(_headed(exported))[head]
+        num_tokens = self.text.num_tokens
+        return Losses(
+            base=self.base / num_tokens,
+            run=self.run[head] / num_tokens,
+            export=of_export / num_tokens,
+        )
+
+
+class _RoutedHeads(PlainHeads):
+    """The two heads of a routed plain export."""
+
+    def __init__(self, routed: Any) -> None:
+        super().__init__(routed)
+        self.heads = ["base", "trained"]
+
+    def head_logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+    ) -> HeadLogits:
+        outputs = self.base.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=cache is not None,
+            **named(cache),
+        )
+        return lambda at: self.base._head_logits(outputs.last_hidden_state[:, at]).unbind()
+
+
+def _headed(model: Any) -> HeadedModel:
+    if isinstance(model, WidenedModel):
+        return model
+    if isinstance(model, RoutedModel):
+        return _RoutedHeads(model)
+    alone = PlainHeads(model)
+    alone.heads = ["trained"]
+    return alone
