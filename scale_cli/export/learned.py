@@ -27,7 +27,7 @@ from scale_cli.evaluation.scoring import (
 from scale_cli.export.records import Losses
 from scale_cli.model.cache_scale import named
 from scale_cli.model.heads import HeadedModel, HeadLogits, PlainHeads
-from scale_cli.model.modeling_scale import WidenedModel
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import RoutedModel
 from scale_cli.processes import move_to_device
 from scale_cli.runs.method_folder import load_recorded_base
@@ -148,7 +148,7 @@ class _RoutedHeads(PlainHeads):
 
 
 def _headed(model: Any) -> HeadedModel:
-    if isinstance(model, WidenedModel):
+    if isinstance(model, ScaleForCausalLM):
         return model
     if isinstance(model, RoutedModel):
         return _RoutedHeads(model)
