@@ -50,21 +50,18 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, nargs=2, default=[1200, 2600])
     asked = parser.parse_args()
 
-    tokenizer = AutoTokenizer.from_pretrained(asked.base)
+    tokenizer: Any = AutoTokenizer.from_pretrained(asked.base)
     model = AutoModelForCausalLM.from_pretrained(asked.base, dtype=torch.float32).eval()
     texts = documents_of(asked.text, range(*asked.bytes), asked.documents)
-    documents = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    documents: list[list[int]] = [
+        tokenizer(text, add_special_tokens=False).input_ids for text in texts
+    ]
     num_tokens = sum(len(ids) - 1 for ids in documents)
     for name in asked.before:
-        mark = [] if name == "none" else [tokenizer.convert_tokens_to_ids(name)]
-        for words, lengths in (
-            ("whole", [len(ids) for ids in documents]),
-            (f"windows of {asked.window}", [asked.window] * len(documents)),
-        ):
-            nats = sum(
-                nats_of(model, ids, mark, length)
-                for ids, length in zip(documents, lengths, strict=True)
-            )
+        mark = [] if name == "none" else tokenizer.convert_tokens_to_ids([name])
+        longest = max(map(len, documents))
+        for words, window in (("whole", longest), (f"windows of {asked.window}", asked.window)):
+            nats = sum(nats_of(model, ids, mark, window) for ids in documents)
             print(f"{name:16} {words:16} {num_tokens:,} tokens, {nats / num_tokens:.4f} nats/token")
 
 

@@ -81,7 +81,7 @@ def measure_parity(
         ):
             check_close(some_PV, wanted_PV, tolerance.logits, problem)
             of_some_PV, of_wanted_PV = (
-                each_PV.float().log_softmax(dim=1) for each_PV in (some_PV, wanted_PV)
+                each_PV.double().log_softmax(dim=1) for each_PV in (some_PV, wanted_PV)
             )
             divergence = F.kl_div(of_some_PV, of_wanted_PV, reduction="none", log_target=True)
             nats.append(divergence.sum(dim=1))
