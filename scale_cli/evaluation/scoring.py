@@ -215,7 +215,7 @@ def score_corpus(
         if kept is None:
             observed = see(model, documents)
         else:
-            observed = _beside_kept_base(model, kept, group.tolist(), documents, see)
+            observed = _beside_kept_base(model, kept, group.tolist(), documents, see, bar)
 
         for rows in routed_rows(observed, router, model.heads, rules):
             places = group[rows.places]
@@ -264,6 +264,7 @@ def _beside_kept_base(
     places: Sequence[int],
     documents: Sequence[Ids],
     see: Callable[[HeadedModel, Sequence[Ids]], list[Tensor]],
+    bar: Any,
 ) -> list[Tensor]:
     """Return what `see` would, of a model whose heads are models of their own; cosines are NaN."""
     lengths = [len(ids) - 1 for ids in documents]
@@ -271,13 +272,16 @@ def _beside_kept_base(
     unknown = {
         place: ids for place, (ids, length) in asked.items() if not kept.knows(place, length)
     }
+    trained = trained_alone(model)
+    if bar is not None and trained is not None:
+        bar.total += sum(len(ids) - 1 for ids in unknown.values())  # they are read twice
     if unknown:
         seen = see(base_alone(model), list(unknown.values()))
         for place, seen_CT in zip(unknown, seen, strict=True):
             kept.keep(place, seen_CT[0])
 
     heads = [[kept.of_document(place, length) for place, (_, length) in asked.items()]]
-    if (trained := trained_alone(model)) is not None:
+    if trained is not None:
         heads.append([seen_CT[0] for seen_CT in see(trained, documents)])
     heads.append([torch.full((length,), torch.nan) for length in lengths])
     return [torch.stack(rows) for rows in zip(*heads, strict=True)]

@@ -186,7 +186,8 @@ def beginning(runs: Runs, verb: str) -> RunFolder:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Return what has to be the same in two results: all but the config, which names its folder, and its hash.
+    """Return what has to be the same in two results: all but the config, which names its folder, its hash, and
+    the pages of a report, which say how long it took.
 
     How far a tokenisation had come may stay written down after its end, where the end was disturbed.
     """
@@ -194,7 +195,7 @@ def hashes(folder: Path) -> dict[str, str]:
         file.relative_to(folder).as_posix(): file_sha256(file)
         for file in sorted(folder.rglob("*"))
         if file.is_file()
-        and file.name not in (MANIFEST, "scale.yaml")
+        and file.name not in (MANIFEST, "scale.yaml", "report.md", "report.html")
         and file.suffixes != [".progress", ".json"]
     }
 

@@ -40,7 +40,7 @@ def settings(**more: Any) -> TrainConfig:
         "lr": 1e-2,
         "warmup_steps": 2,
         "weight_decay": 0.2,
-        "max_grad_norm": 0.5,
+        "max_grad_norm": 0.25,
         "adam_epsilon": EPSILON,
     }
     return TrainConfig.model_validate({"max_steps": NUM_STEPS, **train, **more})
@@ -84,7 +84,7 @@ class InPlainTorch:
             kind = next((kind for part, kind in kinds.items() if part in name), "matrix")
             kind = "gains" if leaf.ndim == 1 else kind
             # The rates of codes, unless the config says.
-            rate = {"head": 10.0, "matrix": 16.0} if widened else {}
+            rate = {"head": 10.0, "matrix": 1.5} if widened else {}
             rate |= train.lr_multipliers.model_dump(exclude_none=True)
             decay = 0.0 if kind in ("embedding", "gains") else train.weight_decay
             groups.append({"params": [leaf], "weight_decay": decay, "rate": rate.get(kind, 1.0)})
