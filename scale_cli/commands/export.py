@@ -29,13 +29,14 @@ from scale_cli.runs.folder import RunFolder, trained_sha256
 from scale_cli.runs.opened import MethodFolder, Run, open_folder
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_text
 from scale_cli.terminal import Log, log
-from scale_cli.upscale.base_files import BaseRecord
+from scale_cli.upscale.base_files import BaseRecord, looks_local
 from scale_cli.upscale.building import MethodModel
 from scale_cli.upscale.preservation import sample_ids
 
 # Not sent to the hub: these name local folders, and are only useful beside the run. An adapter
 # needs them to load.
 _STAYS_HERE = ["manifest.json", "parity.json", "scale.yaml"]
+_TELL_PATHS = ["scale.yaml", "base.json"]  # of an adapter
 # Left by an earlier export of another kind, these would change what a loader makes of a repository.
 _REPLACED = [
     "*.safetensors",
@@ -210,12 +211,13 @@ def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
     sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
     total = f"{len(sizes)} files, {sum(sizes.values()) / 1e6:,.1f} MB"
     if dry_run:
-        paths = "               scale.yaml and base.json contain the paths of folders in the config"
+        telling = [*(_TELL_PATHS if is_adapter else []), *_naming_a_local_base(folder)]
+        paths = f"               {' and '.join(telling)} contain the paths of folders in the config"
         return [
             f"dry run        {total} would go to https://huggingface.co/{repository} "
             "(private if it is new):",
             *(f"  {num_bytes:>15,} bytes  {name}" for name, num_bytes in sizes.items()),
-            *([paths] if is_adapter else []),
+            *([paths] if telling else []),
             "               weights and settings of an earlier export in that repository would go",
             "               nothing was sent; add --no-dry-run to send it",
         ]
@@ -237,3 +239,11 @@ def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
     except Exception as error:  # the hub's own, or one of the network library below it
         raise RunError(f"--push-to-hub {repository}: {one_line(error)}") from None
     return [f"sent           {total}: {commit.commit_url}"]
+
+
+def _naming_a_local_base(folder: Path) -> list[str]:
+    """Return config.json's name if an export is routed with a base that lies in a folder."""
+    path = folder / "config.json"
+    router = read_json(path).get("scale_router") if path.is_file() else None
+    base = (router or {}).get("base")
+    return [path.name] if base is not None and looks_local(base) else []

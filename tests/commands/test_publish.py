@@ -10,6 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from scale_cli.commands import export
 from scale_cli.errors import RunError, UsageError
+from scale_cli.storage.atomic import write_json
 
 
 @pytest.fixture
@@ -36,9 +37,14 @@ def test_a_dry_run_lists_what_would_be_sent_and_touches_no_hub(folder: Path, hub
     lines = export.publish(folder, "me/model", dry_run=True)
     assert [line.split()[-1] for line in lines[1:-2]] == ["README.md", "sub/x.json"]
     assert "nothing was sent" in lines[-1]
+    for base, tells in (("owner/base", False), ("/home/me/base", True)):
+        write_json(folder / "config.json", {"scale_router": {"base": base}})
+        told = " ".join(export.publish(folder, "me/model", dry_run=True))
+        assert ("config.json contain the paths of folders" in told) == tells
     (folder / "base.json").write_text("{}")
     adapter = "\n".join(export.publish(folder, "me/model", dry_run=True))
     assert "scale.yaml\n" in adapter and "base.json\n" in adapter
+    assert "scale.yaml and base.json and config.json contain the paths" in adapter
     assert not hub.mock_calls
 
 
