@@ -200,8 +200,11 @@ def main() -> None:
             f"| {name} | {cost.cpu_s:.0f} | {cost.elapsed_s:.0f} | {cost.peak_bytes / _GIB:.2f} | {bound} |"
         )
     parity = ExportRecord.load(folder / "run" / "export" / "llama-bfloat16")
+    assert parity.routed is not None, "of `route`"
     for way, figures in (("plainly", parity), ("routed", parity.routed)):
-        print(f"the export, {way}: {figures}")
+        print(
+            f"the export, {way}: {figures.nats:.2g} nats from the trained model's predictions; {figures}"
+        )
     print(
         f"in all {sum(cost.elapsed_s for cost in costs.values()) / 60:.0f} minutes; everything is in {folder}"
     )
