@@ -41,7 +41,7 @@ from scale_cli.model.heads import (
     trained_alone,
 )
 from scale_cli.model.routing import mix_log_probs
-from scale_cli.processes import ALONE, Share, autocast, map_over_processes
+from scale_cli.processes import ALONE, Share, autocast, gathered, map_over_processes
 from scale_cli.terminal import progress_bar
 from scale_cli.upscale.base_files import BaseRecord
 
@@ -215,7 +215,9 @@ def score_corpus(
         if kept is None:
             observed = see(model, documents)
         else:
-            observed = _beside_kept_base(model, kept, group.tolist(), documents, see, bar)
+            observed = _beside_kept_base(
+                model, kept, group.tolist(), documents, see, share=share, bar=bar
+            )
 
         for rows in routed_rows(observed, router, model.heads, rules):
             places = group[rows.places]
@@ -264,14 +266,17 @@ def _beside_kept_base(
     places: Sequence[int],
     documents: Sequence[Ids],
     see: Callable[[HeadedModel, Sequence[Ids]], list[Tensor]],
+    *,
+    share: Share,
     bar: Any,
 ) -> list[Tensor]:
     """Return what `see` would, of a model whose heads are models of their own; cosines are NaN."""
     lengths = [len(ids) - 1 for ids in documents]
     asked = dict(zip(places, zip(documents, lengths, strict=True), strict=True))
-    unknown = {
-        place: ids for place, (ids, length) in asked.items() if not kept.knows(place, length)
-    }
+    mine = [place for place, (_, length) in asked.items() if not kept.knows(place, length)]
+    # Machines without a common disk keep different scores, and all processes run the same passes.
+    lacking = {place for of_one in gathered(mine, share) for place in of_one}
+    unknown = {place: ids for place, (ids, _) in asked.items() if place in lacking}
     trained = trained_alone(model)
     if bar is not None and trained is not None:
         bar.total += sum(len(ids) - 1 for ids in unknown.values())  # they are read twice

@@ -22,9 +22,11 @@ from scale_cli.evaluation.scoring import (
 )
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import PlainHeads
+from scale_cli.processes import ALONE, Share
 from scale_cli.runs.opened import Run
 from scale_cli.upscale.base_files import BaseRecord
 from tests.small_runs import changed, small_run
+from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, real_base, widen
 
 Score = Callable[..., DocumentLosses]
@@ -127,6 +129,28 @@ def test_what_is_damaged_is_asked_for_again(
     np.testing.assert_equal(
         score(PlainHeads(Unasked(model.base), model.trained).eval()).nats, first.nats
     )
+
+
+def test_processes_that_keep_different_scores_run_the_same_passes(
+    model: PlainHeads,
+    corpus: TokenisedCorpus,
+    config: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As two machines without a common disk do: one has kept the base, the other has not."""
+    passes = replace(Passes.of(config, 512), context=96)
+
+    def scored(share: Share = ALONE) -> DocumentLosses:
+        kept = kept_scores(model, corpus, RECORD, config, passes)
+        assert kept is not None
+        if share.index == 1:
+            kept = replace(kept, folder=tmp_path / "nothing.base-here")
+        return score_corpus(model, corpus, RouterConfig(), passes, kept=kept, share=share)
+
+    alone = scored()
+    for together in in_processes(monkeypatch, 2, scored):
+        np.testing.assert_equal(together.nats, alone.nats)
 
 
 def test_another_base_precision_or_context_is_kept_apart(
