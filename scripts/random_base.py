@@ -62,7 +62,8 @@ def main() -> None:
     )
     torch.manual_seed(SEED)
     torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(reference_config(given.layers, given.hidden, given.vocabulary))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = LlamaForCausalLM(reference_config(given.layers, given.hidden, given.vocabulary))
     write_base(given.folder / "base", model, tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters in {given.folder / 'base'}")
 

@@ -55,8 +55,9 @@ class Shape:
     def base(self, seed: int) -> LlamaForCausalLM:
         """Return the random base, frozen, on its device and in its dtype."""
         torch.manual_seed(seed)
-        model: Any = LlamaForCausalLM(self.llama_config())
-        return model.to(self.device, getattr(torch, self.dtype)).requires_grad_(False).eval()
+        with torch.device(self.device):  # a processor takes 10 s for a billion random numbers
+            model: Any = LlamaForCausalLM(self.llama_config())
+        return model.to(getattr(torch, self.dtype)).requires_grad_(False).eval()
 
     def batches(self, folder: Path, seed: int) -> Batches:
         """Return batches of random tokens, read from a file like a corpus."""

@@ -1,1 +1,1 @@
-"""What to run on a borrowed GPU: two scripts of at most six minutes each, `speed` and `checks`."""
+"""What to run on a borrowed GPU: two scripts of 200 and 150 s, `speed` and `checks`."""

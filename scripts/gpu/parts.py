@@ -84,24 +84,26 @@ def _run(part: Part, log: Path, limit_s: float) -> Outcome:
     return Outcome(part.name, exit_code, elapsed_s, "failed" if exit_code else "done")
 
 
-def main(describe: str, parts_of: Callable[[Path, bool], Sequence[Part]]) -> None:
+def main(describe: str, parts_of: Callable[[Path, bool], Sequence[Part]], budget_s: float) -> None:
     """Run a script made of parts, as its command line says.
 
     Args:
         describe: one line for --help.
         parts_of: the parts, for an output folder, at full size or at a processor's.
+        budget_s: seconds for all parts together on a device, if the command line does not say.
     """
     parser = argparse.ArgumentParser(description=describe)
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--small", action="store_true", help="try the script on a processor")
     parser.add_argument("--only", default="", help="comma-separated names of parts")
-    parser.add_argument("--budget", type=float, default=360.0, help="seconds for all parts")
+    parser.add_argument("--budget", type=float, help=f"seconds for all parts; {budget_s:.0f}")
     parser.add_argument("--list", action="store_true", help="name the parts and stop")
     given = parser.parse_args()
 
     parts = list(parts_of(given.output, given.small))
     if given.small:  # the limits are for a device
         parts = [replace(part, limit_s=10 * part.limit_s) for part in parts]
+        budget_s *= 10
     wanted = [name.strip() for name in given.only.split(",") if name.strip()]
     unknown = sorted(set(wanted) - {part.name for part in parts})
     if unknown:
@@ -112,7 +114,7 @@ def main(describe: str, parts_of: Callable[[Path, bool], Sequence[Part]]) -> Non
         print("\n".join(f"{part.name:24} at most {part.limit_s:.0f} s" for part in parts))
         return
 
-    outcomes = run_parts(parts, given.output, given.budget)
+    outcomes = run_parts(parts, given.output, given.budget or budget_s)
     print(json.dumps({outcome.name: outcome.said for outcome in outcomes}, indent=1))
     if any(outcome.exit_code != 0 for outcome in outcomes):
         sys.exit(1)

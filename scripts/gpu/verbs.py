@@ -1,6 +1,6 @@
 """Verbs of one run on the random base, in one process, with their time and peak memory as JSON.
 
-python -m scripts.gpu.verbs FOLDER VERB[,VERB] [--run NAME] [--small] [--warn-of-waits] [KEY=VALUE ...]
+python -m scripts.gpu.verbs FOLDER VERB[,VERB] [--run NAME] [--small] [--resume] [--warn-of-waits] [KEY=VALUE ...]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from scale_cli.cli import main as scale
-from scale_cli.storage.atomic import write_json
+from scale_cli.storage.atomic import write_json, write_text
 
 
 def write_config(folder: Path, small: bool) -> Path:
@@ -56,7 +56,9 @@ def write_config(folder: Path, small: bool) -> Path:
         },
     }
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    written = yaml.safe_dump(config, sort_keys=False)
+    if not path.is_file() or path.read_text() != written:  # runs side by side read it
+        write_text(path, written)
     return path
 
 
@@ -77,6 +79,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--run", default="train", help="the run's folder in FOLDER/runs")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="train from the newest checkpoint")
     parser.add_argument("--warn-of-waits", action="store_true", help="name lines that wait")
     given = parser.parse_intermixed_args()
 
@@ -92,7 +95,8 @@ def main() -> None:
     exit_code = 0
     for verb in given.verbs.split(","):
         started_s = time.monotonic()
-        exit_code = run_verb(verb, config, [f"output_dir={run}", *given.overrides])
+        resume = ["--resume", "auto"] if given.resume and verb == "train" else []
+        exit_code = run_verb(verb, config, [*resume, f"output_dir={run}", *given.overrides])
         measured[verb] = {"exit_code": exit_code, "elapsed_s": time.monotonic() - started_s}
         if exit_code:
             break
