@@ -93,9 +93,12 @@ def cases(shape: Shape, batches: Batches, folder: Path) -> dict[str, Callable[[]
 
     made = {
         "full": of_ours("full", variant="full"),
-        "hf full": lambda: _hf_trainer(shape, batches, folder),
+        "hf full": lambda: _hf_trainer("hf full", _full_base(shape), shape, batches, folder),
         "lora": of_ours("lora", variant="lora"),
         "hf lora": lambda: _hf_lora(shape, batches),
+        "hf trainer lora": lambda: _hf_trainer(
+            "hf trainer lora", _peft_lora(shape), shape, batches, folder
+        ),
         "llama-pro": of_ours("llama-pro", variant="llama-pro"),
     }
     for ratio in RATIOS:
@@ -157,18 +160,23 @@ def ours(
     return BenchmarkCase(name, method, model, step, clock)
 
 
-def _hf_lora(shape: Shape, batches: Batches) -> BenchmarkCase:
-    """Return LoRA of rank 16 on every projection, in a plain loop of transformers and PEFT, with the model's loss."""
+def _full_base(shape: Shape) -> Any:
+    """Return the base with every weight trained, in float32."""
+    return shape.base(SEED).float().requires_grad_(True).train()
+
+
+def _peft_lora(shape: Shape) -> Any:
+    """Return PEFT's LoRA of rank 16 on every projection."""
     lora = MethodConfig(variant="lora").settings
     settings = LoraConfig(
         task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets)
     )
-    model, train, clock = (
-        get_peft_model(shape.base(SEED), settings),
-        shape.train(),
-        Clock(shape.device),
-    )
-    model.train()
+    return get_peft_model(shape.base(SEED), settings).train()
+
+
+def _hf_lora(shape: Shape, batches: Batches) -> BenchmarkCase:
+    """Return PEFT's LoRA in a plain loop, with transformers' loss."""
+    model, train, clock = _peft_lora(shape), shape.train(), Clock(shape.device)
     parameters = list(trainable_parameters(model).values())
     optimiser = torch.optim.AdamW(parameters, lr=train.lr, fused=True)
     _mark_forward(model, clock)
@@ -212,8 +220,10 @@ class _Windows(Dataset[dict[str, Tensor]]):
         }
 
 
-def _hf_trainer(shape: Shape, batches: Batches, folder: Path) -> BenchmarkCase:
-    """Return full fine-tuning by transformers' Trainer: its data loader, training step, clipping and optimiser."""
+def _hf_trainer(
+    name: str, model: Any, shape: Shape, batches: Batches, folder: Path
+) -> BenchmarkCase:
+    """Return a model's training by transformers' Trainer: its data loader, step, clipping and optimiser."""
     train: TrainConfig = shape.train()
     arguments = TrainingArguments(
         output_dir=str(folder / "trainer"),
@@ -229,7 +239,6 @@ def _hf_trainer(shape: Shape, batches: Batches, folder: Path) -> BenchmarkCase:
         disable_tqdm=True,
         train_sampling_strategy="sequential",
     )
-    model = shape.base(SEED).float().requires_grad_(True).train()
     trainer = Trainer(model=model, args=arguments, train_dataset=_Windows(batches))
     trainer.create_optimizer_and_scheduler(train.max_steps)
     clock, loader = Clock(shape.device), _endless(trainer)
@@ -250,7 +259,7 @@ def _hf_trainer(shape: Shape, batches: Batches, folder: Path) -> BenchmarkCase:
         clock.mark("optimiser")
         return value
 
-    return BenchmarkCase("hf full", None, model, step, clock)
+    return BenchmarkCase(name, None, model, step, clock)
 
 
 def _endless(trainer: Trainer) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from scale_cli.storage.atomic import write_json
 
-_LINES_SHOWN = 12  # of a part's own output, in the terminal; all of it is in its log
+_LINES_SHOWN = 30  # of a part's own output, in the terminal; all of it is in its log
 
 
 @dataclass(frozen=True)

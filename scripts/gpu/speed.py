@@ -12,7 +12,7 @@ from pathlib import Path
 from scripts.gpu.parts import Part, main
 
 _BUDGET_S = 200
-_OURS = "full,lora,hf lora,preserve r=0.125,preserve r=0.25"
+_OURS = "full,lora,hf lora,hf trainer lora,preserve r=0.125,preserve r=0.25"
 
 
 def parts_of(output: Path, small: bool) -> Sequence[Part]:
