@@ -14,6 +14,7 @@ from scale_cli.evaluation.results import (
     HeadResult,
     Report,
 )
+from scale_cli.methods import METHODS
 from scale_cli.report import Interval
 from scale_cli.runs.folder import trained_sha256
 from scale_cli.storage.atomic import new_folder, write_json
@@ -112,7 +113,7 @@ def report_of(made: Made) -> Report:
             )
         )
     benchmarks = [_benchmark(name, *outcome) for name, outcome in made.benchmarks.items()]
-    served = "posterior" if made.variant == "route" else "trained"
+    served = METHODS[made.variant].head.replace("routed", "posterior")
     return Report(made.variant, served, 100, 102_400, "t" * 64, corpora, benchmarks)
 
 

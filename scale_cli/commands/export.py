@@ -19,7 +19,7 @@ from scale_cli.data.corpora import open_sources
 from scale_cli.errors import CorpusError, ExportParityError, RunError, UsageError, one_line
 from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import base_licence, model_card
-from scale_cli.export.formats import Format, formats_of
+from scale_cli.export.formats import Format, formats_of, routed_formats
 from scale_cli.export.learned import Learned
 from scale_cli.export.plain_folder import name_base
 from scale_cli.export.records import ExportRecord, Parity
@@ -121,8 +121,9 @@ def _export(
         ways = "with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in"
         log(f"routed         {ways}")
     elif made.config.method.served != "trained" and not made.answers_as_served:
-        note = "it holds only the trained head; for the router, set export.format=transformers"
-        log(f"note           {note}")
+        way = " or ".join(f"export.format={name}" for name in routed_formats(made.config))
+        way = f"set {way}" if way else f"give {made.config.output_dir} to `scale generate`"
+        log(f"note           it holds only the trained head; for the router, {way}")
     log(f"parity         good: {parity}")
     if parity.routed is not None:
         log(f"parity, routed good: {parity.routed}")

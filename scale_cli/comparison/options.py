@@ -33,11 +33,14 @@ class Option:
 
 
 def options_of(run: ComparedRun) -> list[Option]:
-    """Return the ways to serve a run: as it is configured to be served, then mixed."""
+    """Return the ways to serve a run: as it is configured to be served first; mixed; and a model that
+    does not hold its base, alone.
+    """
     report = run.report
     method = run.config.method.definition
+    ways = (report.served, "posterior", *(() if method.widens else ("trained",)))
     options = []
-    for head in dict.fromkeys((report.served, "posterior")):
+    for head in dict.fromkeys(ways):
         label = run.name
         served = "alone"
         num_models = 1
@@ -46,7 +49,7 @@ def options_of(run: ComparedRun) -> list[Option]:
             served = f"routed, {head}"
             passes = _routed_passes(run.model_config)
             if head != report.served:
-                label = f"{run.name}, {'posterior' if method.routes else 'routed'}"
+                label = f"{run.name}, {'posterior' if method.head == 'routed' else 'routed'}"
         elif head != "trained":
             label = f"{run.name} + base"
             served = "beside the base, mixed"

@@ -103,7 +103,7 @@ class _AnyMethod(WideningConfig):
     @property
     def served(self) -> str:
         """The head, or rule, by whose row the report judges a run."""
-        return self.router.rule if self.router and self.definition.routes else "trained"
+        return self.rules.rule if self.head == "routed" else "trained"
 
     @property
     def in_words(self) -> str:
@@ -254,10 +254,9 @@ class RunConfig(Section):
         except ValidationError:  # reported when the method is validated
             return tree
         method = checked.definition
-        is_routed_apart = checked.served != "trained" and not method.routes_plainly(
-            checked.settings
-        )
-        formats = ["llama", "transformers"] if is_routed_apart else [*method.exports]
+        formats = [*method.exports]
+        if method.widens and checked.served != "trained":
+            formats += [] if method.routes_plainly(checked.settings) else ["transformers"]
         return tree | {
             "train": {**method.left_out, **train},
             "export": {"format": formats, **export},

@@ -349,6 +349,8 @@ def finished_report(config: RunConfig) -> Report | None:
     report = Report.load(run.evaluation)
     changed = differences(load_config(run.evaluation / "scale.yaml"), config, EVALUATE_SECTIONS)
     is_current = report.context > 0 and report.trained_sha256 == trained_sha256(run.final)
+    # An earlier version judged all but `route` by the trained head.
+    is_current = is_current and report.served == config.method.served
     return report if is_current and not changed else None
 
 

@@ -20,7 +20,7 @@ from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.evaluation.render import failures
 from scale_cli.evaluation.results import NOT_COVERED, Report
-from scale_cli.export.formats import Format
+from scale_cli.export.formats import Format, routed_formats
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report import render
 from scale_cli.runs.folder import RunFolder
@@ -112,6 +112,7 @@ def model_card(
         dtype=config.model.dtype,
         method=config.method.definition,
         export=export,
+        routed_formats=routed_formats(config),
         report=report,
         failures=[] if report is None else failures(report),
         answers=report.served if report is not None and is_served else "trained",

@@ -22,6 +22,7 @@ from scale_cli.export.dense import convert_parameters, plain_model
 from scale_cli.export.learned import Learned
 from scale_cli.export.parity import measure_parity, served_logits
 from scale_cli.export.plain_folder import (
+    can_name_base,
     copy_tokenizer,
     frame_prompts,
     name_ends,
@@ -62,9 +63,7 @@ class Format:
         self.method = config.method.definition
         self.fits_method = True  # whether the method's models can be written in this format
         self.loaded_as = self.name  # `kind` in `card.md.j2`, which says how it is loaded
-        # False: it answers with the trained head alone. The run is then served otherwise only if
-        # its method routes.
-        self.answers_as_served = False
+        self.answers_as_served = False  # False: it answers with the trained head alone
         self.needs_base = False  # it is routed with its base, a second model
 
     @cached_property
@@ -145,9 +144,11 @@ class Llama(Format):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.answers_as_served = self.method.routes_plainly(config.method.settings)
-        self.loaded_as = "routed" if self.answers_as_served else self.name
-        self.needs_base = not self.method.adapter  # adapters are merged here, for other runtimes
+        routes_plainly = self.method.routes_plainly(config.method.settings)
+        self.loaded_as = "routed" if routes_plainly else self.name
+        # Adapters are merged here, for other runtimes.
+        self.needs_base = not self.method.adapter and can_name_base(config)
+        self.answers_as_served = routes_plainly or self.needs_base
 
     def write(
         self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
@@ -218,8 +219,8 @@ class Adapter(Format):
         super().__init__(config)
         self.fits_method = bool(self.method.adapter)
         self.loaded_as = "peft" if self.method.adapter == "peft" else self.name
-        self.needs_base = self.method.adapter == "peft"
-        self.answers_as_served = True
+        self.needs_base = self.method.adapter == "peft" and can_name_base(config)
+        self.answers_as_served = True  # `scale generate` also finds its config and base
 
     def write(
         self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
@@ -237,10 +238,17 @@ class Adapter(Format):
 
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, str]]:
         base = load_recorded_base(folder, self.config.model)
-        yield put_on_base(folder, base), self.config.method.served
+        head = self.config.method.served if self.method.widens else "trained"
+        yield put_on_base(folder, base), head
 
 
 FORMATS: dict[str, type[Format]] = {one.name: one for one in (Llama, Transformers, Adapter)}
+
+
+def routed_formats(config: RunConfig) -> list[str]:
+    """Return the formats that answer as a run is served."""
+    made = [FORMATS[name](config) for name in FORMATS]
+    return [one.name for one in made if one.fits_method and one.answers_as_served]
 
 
 def formats_of(config: RunConfig) -> list[Format]:

@@ -71,16 +71,21 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     return keys
 
 
+def can_name_base(config: RunConfig) -> bool:
+    """Return whether an export that does not hold its base is routed with it, without its run.
+
+    A run alone knows how a base reads new tokens, and how it was held.
+    """
+    is_whole = config.method.vocabulary is None and config.model.quantisation is None
+    return config.method.served == "posterior" and is_whole
+
+
 def name_base(folder: Path, config: RunConfig, record: BaseRecord) -> None:
     """Write into the config.json of a model that does not hold its base which base it is routed
     with, and how: `scale_router` with `kind`, `base`, `revision`, `dtype`, `sha256` and `prior`.
     """
     method = config.method
-    router = method.router
-    if method.head == "trained" or router is None or router.rule != "posterior":
-        return
-    if method.vocabulary is not None or config.model.quantisation is not None:
-        return  # its run knows how the base reads new tokens, and how it was held
+    router = method.rules
     keys: dict[str, Any] = {
         "kind": "adapter" if method.definition.adapter else "copy",
         "base": record.name,

@@ -63,10 +63,8 @@ class Method(Generic[Settings]):
 
     is_planned: ClassVar[bool] = False  # `scale plan` counts it in closed form
     widens: ClassVar[bool] = False  # the base stays in the model, bit for bit
-    routes: ClassVar[bool] = False  # the report judges the mixture of the model with that base
-    head: ClassVar[Literal["trained", "routed"]] = (
-        "routed"  # what answers, if the config has a router
-    )
+    # What answers, and what the report judges, if the config has a router.
+    head: ClassVar[Literal["trained", "routed"]] = "routed"
     # what to know of a run, with a place for its tokens per parameter of the base; "": nothing
     advice: ClassVar[str] = ""
     takes_new_tokens: ClassVar[bool] = False

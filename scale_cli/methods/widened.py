@@ -225,7 +225,6 @@ class Route(_Widened):
     label = "SCALE (route)"
     colour = "#0063a8"
     mark = ("*", "★")
-    routes = True
 
     def routes_plainly(self, settings: WideningConfig) -> bool:
         is_posterior = settings.router is not None and settings.router.rule == "posterior"

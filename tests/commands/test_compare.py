@@ -176,7 +176,7 @@ def test_runs_of_other_tokens_compare_in_bytes_and_not_in_tokens(tmp_path: Path)
 @pytest.mark.parametrize(
     ("variant", "expected"),
     [
-        ("full", [("trained", 1, "1"), ("posterior", 2, "2")]),
+        ("full", [("posterior", 2, "2"), ("trained", 1, "1")]),
         ("preserve", [("trained", 1, "1"), ("posterior", 1, "1")]),
         ("adapt", [("trained", 1, "1"), ("posterior", 1, "1 + 4/4")]),
         ("route", [("posterior", 1, "1 + 1/4")]),

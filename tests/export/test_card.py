@@ -84,6 +84,23 @@ def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_
         assert "without a router" not in served
 
 
+def test_a_card_of_a_model_beside_its_base_shows_both_ways_to_load_it_or_where_the_router_is(
+    trained_run: TrainedRun,
+) -> None:
+    for variant, export_format in (("full", "llama"), ("lora", "adapter")):
+        config = trained_run({"variant": variant})
+        report = evaluate(config)
+        card = card_of(config, report, export_format)
+        assert "With its router and its base (`scale generate`, `scale serve`):" in card
+        assert "Loaded plainly:" in card and BOUND in card
+        alone = card_of(changed(config, "method.router=null"), report, export_format)
+        assert "With its router" not in alone and BOUND not in alone
+        assert "route the two" not in alone and "routes the two" not in alone
+    merged = card_of(config, report, "llama")
+    assert "the router, which keeps what the base knew, is in the format `adapter`." in merged
+    assert "With its router" not in merged and BOUND not in merged
+
+
 def test_a_card_promises_a_bound_where_its_router_has_one_and_says_its_size(
     trained_run: TrainedRun,
 ) -> None:

@@ -61,7 +61,8 @@ def served_lines(results: list[MethodResult]) -> list[Line]:
     """Return the lines of every method: its trained head, or for `route` both rules, ours last."""
     lines = []
     for result in results:
-        if METHODS[result.variant].routes:
+        method = METHODS[result.variant]
+        if method.widens and method.head == "routed":
             lines += [
                 Line(f"{result.name} ({rule})", result.variant, result, rule)
                 for rule in ("cosine", "posterior")
