@@ -165,8 +165,13 @@ def init(
         str, Option(metavar="NAME", help="The same for --retention.")
     ] = "text",
     method: Annotated[
-        str, Option(metavar="NAME", help="What trains: route, lora, full, ... (docs/concepts.md).")
-    ] = "route",
+        str | None,
+        Option(
+            metavar="NAME",
+            help="What trains: route, lora, full, ... (docs/concepts.md). If not given: lora where the base knows some "
+            "of the text, else route.",
+        ),
+    ] = None,
     minutes: Annotated[
         float, Option(metavar="N", min=0.1, max=1e6, help="Time to plan for, of the whole run.")
     ] = 5.0,
@@ -187,7 +192,7 @@ def init(
         text = source_of("corpus", learned, spoken, text_field)
         known = source_of("replay", kept, retention_language, retention_text_field)
         check_answers(file, model, text, known)
-        chosen = checked_method(method)
+        chosen = None if method is None else checked_method(method)
         quieten_libraries()
         from scale_cli.commands.init import init
 

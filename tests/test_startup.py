@@ -43,7 +43,7 @@ with contextlib.redirect_stdout(io.StringIO()):
     after["compare"] = sorted(sys.modules)
     app(["plan", "config.yaml", *"--flops 1e12 --all".split()], standalone_mode=False)
     after["plan --flops"] = sorted(sys.modules)
-    app(["init", "mine.yaml", *sys.argv[1:]], standalone_mode=False)
+    app(["init", "mine.yaml", "--method", "route", *sys.argv[1:]], standalone_mode=False)
     after["init"] = sorted(sys.modules)
 json.dump(after, sys.stdout)
 """

@@ -11,13 +11,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli import report
+from scale_cli import processes, report
+from scale_cli.commands.answers import checked_method
 from scale_cli.config.load import checked, dump_line, json_schema_text, parse
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Encoder
 from scale_cli.data.files import check_source
-from scale_cli.errors import BaseModelError, CorpusError, UsageError
+from scale_cli.errors import BaseModelError, CorpusError, UsageError, require
 from scale_cli.methods.widened import far_from_asked
 from scale_cli.planning.beginnings import HeldOut
 from scale_cli.planning.device import measure_device
@@ -48,12 +49,13 @@ def init(
     learned: dict[str, Any],
     known: dict[str, Any],
     *,
-    method: MethodConfig,
+    method: MethodConfig | None,
     minutes: float,
 ) -> None:
     """Write a config that `scale run` accepts unchanged; `learned` and `known` are the texts' entries in it.
 
-    `minutes` are those of the whole run. Only the beginnings of the texts are read.
+    Without a method, the base is measured on the text. `minutes` are those of the whole run. Only the
+    beginnings of the texts are read.
     """
     log("looking at     the base and the texts")
     model = checked(ModelConfig, {"base": base}, "--base")
@@ -67,9 +69,23 @@ def init(
         raise UsageError(
             "--retention: is the same text as --corpus; give text that the base already knows"
         )
+    precision = "bf16" if computes_in_bfloat16() else "no"
+    if processes.device().type == "cpu":
+        precision = cpu_precision()
+    kind = None
+    if method is None:
+        # The code of models is slow to import, and only a measured base needs it.
+        from scale_cli.starter.kind import kind_that_fits
+
+        log(f"measuring      what the base knows of {learned['language']}")
+        kind = kind_that_fits(model, base_sizes, text, tokenizer, precision)
+        method = checked_method(kind.variant)
+        if method.definition.adapter == "peft":
+            require("peft", kind.words)
     new = own_tokens(text)
     if method.definition.takes_new_tokens:
-        new = offer_tokens(text, tokenizer, base_sizes.vocab_size)
+        is_unknown = kind is not None and kind.is_unknown
+        new = offer_tokens(text, tokenizer, base_sizes.vocab_size, is_unknown=is_unknown)
     num_tokens = int(text.num_bytes * (new.tokens_per_byte or text.tokens_per_byte))
     if num_tokens < LEAST_STEP_TOKENS:
         raise CorpusError(
@@ -83,6 +99,8 @@ def init(
         base_sizes,
         tokenizer,
         method=method,
+        why="" if kind is None else kind.words,
+        precision=precision,
         text=text,
         retention=retention,
         new=new,
@@ -99,7 +117,7 @@ def init(
 
     sizes = draft.found["sizes"]
     told = {"corpus": draft.found["corpus"].words, "retention": draft.found["kept"].words}
-    told["tokens"] = new.words
+    told |= {"tokens": new.words, "method": method.variant, "why": draft.found["why"]}
     print_json({"file": file, **told, "sizes": sizes, "estimate": draft.takes})
     is_too_long = sizes.max_steps == MIN_STEPS and draft.takes.total_s > 60 * minutes
     said = report.render(
@@ -134,6 +152,8 @@ def _fit(
     tokenizer: PreTrainedTokenizerBase,
     *,
     method: MethodConfig,
+    why: str,  # this method; empty: it was asked for
+    precision: str,
     text: Text,
     retention: Text,
     new: NewTokens,
@@ -141,7 +161,6 @@ def _fit(
     minutes: float,
 ) -> _Draft:
     """Return sizes and parts of the texts with which the whole run takes the minutes."""
-    precision = "bf16" if computes_in_bfloat16() else cpu_precision()
     device = measure_device(base_sizes, method, precision)
     training_s = 60 * minutes
     for _ in range(3):  # each time with the time that evaluation, start and export have left
@@ -168,6 +187,7 @@ def _fit(
         found = {
             "model": {"base": base},
             "method": method,
+            "why": why,
             "corpus": corpus,
             "kept": kept,
             "held_out": held_out,

@@ -16,7 +16,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusConfig, CorpusSource, ReadingConfig, TextSource
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.documents import CorpusReader
-from scale_cli.data.encoding import Document, encoder_of, gives_all_back
+from scale_cli.data.encoding import Document, Ids, encoder_of, gives_all_back
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.overlap import shared_texts
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus, after_boundary
@@ -76,17 +76,22 @@ def text_to_learn(
     """Return what a start asks of the new sources: how each begins, and how often it has each
     token.
     """
-    shares = torch.zeros(vocab_size, dtype=torch.float64)
-    beginnings = []
-    for source, corpus in zip(sources, corpora, strict=True):
-        if source.role == "new":
-            ids = torch.from_numpy(corpus.ids[:_TOKENS_COUNTED].astype(np.int64))
-            counts = ids.bincount(minlength=vocab_size).double()
-            shares += source.weight * counts / counts.sum()
-            begun = corpus.ids[:_TOKENS_SAMPLED]
-            beginnings.append((source.weight, after_boundary(begun, corpus.markers.context)))
-    _, sample = max(beginnings, key=lambda beginning: beginning[0])
-    return TextToLearn(shares / shares.sum(), torch.from_numpy(sample.astype(np.int64))[None])
+    texts = [
+        (source.weight, beginning_to_learn(corpus.ids, corpus.markers.context, vocab_size))
+        for source, corpus in zip(sources, corpora, strict=True)
+        if source.role == "new"
+    ]
+    shares = torch.stack([weight * text.token_shares for weight, text in texts]).sum(0)
+    _, largest = max(texts, key=lambda text: text[0])
+    return TextToLearn(shares / shares.sum(), largest.sample_ids)
+
+
+def beginning_to_learn(ids: Ids, boundary: int | None, vocab_size: int) -> TextToLearn:
+    """Return the same of one text by its first tokens; `boundary` stands before every document."""
+    counted = torch.from_numpy(ids[:_TOKENS_COUNTED].astype(np.int64))
+    counts = counted.bincount(minlength=vocab_size).double()
+    sample = after_boundary(ids[:_TOKENS_SAMPLED], boundary)
+    return TextToLearn(counts / counts.sum(), torch.from_numpy(sample.astype(np.int64))[None])
 
 
 def held_out_in_cache(

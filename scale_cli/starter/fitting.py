@@ -68,15 +68,13 @@ def fit_sizes(
     Raises:
         ConfigError: the base does not fit the memory.
     """
+    check_room(base, method, device.type, mixed_precision, num_new)
     available = _memory_bytes(device.type)
     step = walk(base, method, mixed_precision, num_new=num_new)
 
-    def train(batch_size: int) -> TrainConfig:
-        sizes = {"max_steps": 1, "global_batch_size": batch_size}
-        return TrainConfig.model_validate({**method.definition.left_out, **sizes})
-
     def memory(length: int, at_once: int) -> int:
-        return memory_of(step, method, train(at_once), length, device_type=device.type).total
+        train = _one_step(method, at_once)
+        return memory_of(step, method, train, length, device_type=device.type).total
 
     most_tokens = MOST_READINGS * num_tokens
     step_tokens = (
@@ -84,18 +82,12 @@ def fit_sizes(
     )
     step_tokens = min(max(step_tokens, LEAST_STEP_TOKENS), _MOST_STEP_TOKENS)
     longest = min(base.max_position_embeddings, step_tokens // _LEAST_BATCH_SIZE)
-    fitting = [of for of in _LENGTHS if of <= longest and memory(of, 1) <= available]
-    if not fitting:
-        needed = memory(_LENGTHS[-1], 1)
-        raise ConfigError(
-            f"--base: training needs {needed / 2**30:.1f} GiB, but {device.type} has "
-            f"{available / 2**30:.1f} GiB available; choose a smaller base"
-        )
-    length = fitting[0]
+    fitting = (of for of in _LENGTHS if of <= longest and memory(of, 1) <= available)
+    length = next(fitting, int(longest))
     batch_size = at_once = 2 ** int(step_tokens / length).bit_length() // 2
     while at_once > 1 and memory(length, at_once) > available:
         at_once //= 2
-    step_s = device.step_s(step, train(batch_size), length)
+    step_s = device.step_s(step, _one_step(method, batch_size), length)
     num_steps = int(min(training_s / step_s, most_tokens / (batch_size * length)))
     return Sizes(
         mixed_precision=mixed_precision,
@@ -106,6 +98,29 @@ def fit_sizes(
         memory_bytes=memory(length, at_once),
         available_bytes=available,
     )
+
+
+def check_room(
+    base: BaseSizes,
+    method: MethodConfig,
+    device_type: str,
+    mixed_precision: str,
+    num_new: int = 0,
+) -> None:
+    """Raise ConfigError if the smallest step does not fit the memory."""
+    step = walk(base, method, mixed_precision, num_new=num_new)
+    train = _one_step(method, 1)
+    needed = memory_of(step, method, train, _LENGTHS[-1], device_type=device_type).total
+    if needed > (available := _memory_bytes(device_type)):
+        raise ConfigError(
+            f"--base: training needs {needed / 2**30:.1f} GiB, but {device_type} has "
+            f"{available / 2**30:.1f} GiB available; choose a smaller base"
+        )
+
+
+def _one_step(method: MethodConfig, batch_size: int) -> TrainConfig:
+    sizes = {"max_steps": 1, "global_batch_size": batch_size}
+    return TrainConfig.model_validate({**method.definition.left_out, **sizes})
 
 
 def _memory_bytes(device_type: str) -> int:

@@ -15,9 +15,9 @@ from scale_cli.starter.texts import Text
 from scale_cli.vocabulary.added_tokens import Spelling, count_words, extended, learn
 from scale_cli.vocabulary.tokenizer import most_added
 
-# Tokens per character of the new text. From the first figure on, new tokens are offered; from the
-# second on, the base spells the script in bytes, and they are part of the config. Between the two a
-# base knows the text by its own tokens, and learns more by them (docs/results/real-base.md).
+# Tokens per character of the new text. From the first figure on, new tokens are offered. From the
+# second on, the base spells the script in bytes; then they are part of the config, unless the base may
+# know the text by its own tokens, by which it learns more (docs/results/real-base.md).
 _OFFERED_FROM = 1.3
 _TAKEN_FROM = 2.0
 _FEWEST_NEW = 256  # fewer new tokens save little
@@ -48,10 +48,13 @@ def _cost(text: Text) -> float:
     return text.tokens_per_byte * len(text.sample.encode()) / len(text.sample)
 
 
-def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) -> NewTokens:
+def offer_tokens(
+    text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int, *, is_unknown: bool
+) -> NewTokens:
     """Find new tokens for a text whose characters cost many tokens.
 
     They are learned from the beginning of its sample, and what they save is counted on the rest.
+    Only a text that is unknown to the base gets them; any other has them as a comment.
     """
     cost = _cost(text)
     words = own_tokens(text).words
@@ -88,7 +91,7 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
         f"; with {number:,} new ones of {name} about {num_bytes / after:.1f} bytes each: "
         f"{1 - after / before:.0%} fewer tokens for the same text"
     )
-    if cost < _TAKEN_FROM:
+    if cost < _TAKEN_FROM or not is_unknown:
         return NewTokens(words, name, offered=number)
     return NewTokens(words, name, number, tokens_per_byte=after / num_bytes, grown=grown)
 

@@ -12,20 +12,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from scale_cli import errors
 from scale_cli.commands import init as verb_init
 from scale_cli.commands import plan as verb_plan
 from scale_cli.commands.answers import checked_method, source_of
 from scale_cli.commands.init import SCHEMA_FILE, config_text
 from scale_cli.config.load import checked, load_config, parse
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.documents import CorpusReader
-from scale_cli.errors import ConfigError
+from scale_cli.errors import BaseModelError, ConfigError
 from scale_cli.methods import METHODS
 from scale_cli.planning.device import Device
 from scale_cli.planning.sizes import BaseSizes
 from scale_cli.planning.walk import walk
 from scale_cli.starter import fitting, offer, texts
+from scale_cli.starter import kind as starter_kind
 from scale_cli.starter.fitting import Sizes, fit_sizes
 from scale_cli.starter.offer import NewTokens
 from scale_cli.starter.parts import Parted
@@ -78,8 +80,9 @@ def test_what_is_written_offers_new_tokens_and_replay_and_is_never_written_over(
     file = tmp_path / "mine.yaml"
     done = scale("init", file, *flat(flags))
     assert (done.exit_code, done.stderr) == (0, "")
-    assert "--method lora" not in done.stdout
+    assert ": it does not know it, so method.variant route" in done.stdout
     config = load_config(file)
+    assert config.method.variant == "route"
     (corpus, _), (held_out, retention) = config.corpus.sources, config.evaluation.perplexity
     assert (held_out.role, retention.role) == ("acquisition", "retention")
     assert held_out.path == corpus.path and corpus.skip_documents == held_out.max_documents
@@ -102,7 +105,91 @@ def test_new_tokens_are_a_comment_where_the_base_reads_the_script_by_its_own(
     assert done.exit_code == 0
     assert load_config(file).method.vocabulary is None
     assert "# vocabulary: {new_tokens: " in file.read_text()
-    assert "`--method lora`" in done.stdout and "docs/results/real-base.md" in done.stdout
+    assert "; a comment in the config adds them" in done.stdout
+
+
+@pytest.fixture
+def english(flags: dict[str, Path | str], shared_data: Path) -> dict[str, Path | str]:
+    """The flags with the stories that the base was trained on as the text to learn."""
+    swapped = {"--corpus": flags["--retention"], "--retention": flags["--corpus"]}
+    codes = {"--language": "en", "--retention-language": "ko"}
+    return flags | swapped | codes | {"--base": shared_data / "ckpt-stories260K/hf"}
+
+
+def test_a_text_that_the_base_knows_gets_an_adapter_with_the_router_and_a_line_says_why(
+    english: dict[str, Path | str], scale: Scale, tmp_path: Path
+) -> None:
+    done = scale("init", tmp_path / "mine.yaml", *flat(english))
+    assert (done.exit_code, done.stderr) == (0, "")
+    (why,) = re.findall("method +(.*)", done.stdout)
+    said = re.fullmatch(
+        r"the base reads en at (\S+) bits/byte, by the tokens' frequencies alone (\S+): it knows some, so "
+        "method.variant lora",
+        why,
+    )
+    assert said is not None and float(said[1]) < 2.0 < float(said[2])
+    written = (tmp_path / "mine.yaml").read_text()
+    assert f"  # {why}\n  variant: lora\n  router: {{rule: posterior}}" in written
+    assert load_config(tmp_path / "mine.yaml").method.head == "routed"
+
+
+def test_an_adapter_without_peft_is_refused_with_why_it_was_chosen(
+    english: dict[str, Path | str],
+    scale: Scale,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(errors, "is_installed", lambda _: False)
+    told = scale("init", tmp_path / "mine.yaml", *flat(english)).error()
+    assert told.startswith("the base reads en at ")
+    assert told.endswith("method.variant lora: needs peft: pip install 'scale-cli[lora]'")
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_model: ModelConfig) -> None:
+        raise BaseModelError("model.base: its weights are on the hub")
+
+    monkeypatch.setattr(starter_kind, "load_base", refuse)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_method_that_is_named_is_written_and_nothing_measured(
+    flags: dict[str, Path | str], scale: Scale, tmp_path: Path
+) -> None:
+    done = scale("init", tmp_path / "mine.yaml", *flat(flags), "--method", "full")
+    assert done.exit_code == 0 and "bits/byte" not in done.stdout
+    assert load_config(tmp_path / "mine.yaml").method.variant == "full"
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_weights_that_are_not_to_be_had_are_told_with_what_is_assumed_and_are_an_error_of_a_folder(
+    flags: dict[str, Path | str],
+    scale: Scale,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "mine.yaml"
+    assert scale("init", file, *flat(flags)).error() == "model.base: its weights are on the hub"
+    assert not file.exists()
+    monkeypatch.setattr(starter_kind, "looks_local", lambda _: False)
+    assert (
+        "what the base knows was not measured (model.base: its weights are on the hub); taken to know some of ko, so "
+        "method.variant lora; if it never saw it, --method route"
+    ) in scale("init", file, *flat(flags)).stdout
+    assert load_config(file).method.variant == "lora"
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_base_that_does_not_fit_the_memory_is_not_loaded(
+    flags: dict[str, Path | str],
+    scale: Scale,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fitting, "_memory_bytes", lambda _: 1 << 20)
+    told = scale("init", tmp_path / "mine.yaml", *flat(flags)).error()
+    assert told.startswith("--base: training needs ")
 
 
 def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
@@ -167,6 +254,7 @@ def text_for(
         Path("mine.yaml"),
         model={"base": base},
         method=checked_method(method),
+        why="",
         corpus=learned,
         kept=kept,
         held_out={"acquisition": [learned], "retention": [kept]},
@@ -319,11 +407,10 @@ def test_a_text_is_files_or_a_dataset(given_text: str, source: dict[str, str]) -
 
 
 def test_a_script_that_the_base_reads_gets_no_new_tokens(
-    flags: dict[str, Path | str], scale: Scale, tmp_path: Path
+    english: dict[str, Path | str], scale: Scale, tmp_path: Path
 ) -> None:
-    swapped = {"--corpus": flags["--retention"], "--retention": flags["--corpus"]}
-    english = flags | swapped | {"--language": "en", "--retention-language": "ko"}
-    assert scale("init", tmp_path / "mine.yaml", *flat(english)).exit_code == 0
+    asked = [*flat(english), "--method", "route"]
+    assert scale("init", tmp_path / "mine.yaml", *asked).exit_code == 0
     assert load_config(tmp_path / "mine.yaml").method.vocabulary is None
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from scale_cli.config.training import LrMultipliers, TrainConfig
 from scale_cli.errors import BaseModelError
 from scale_cli.methods.starts import copies, difference_stream
-from scale_cli.methods.starts.difference_stream import knows, leading_directions
+from scale_cli.methods.starts.difference_stream import leading_directions
+from scale_cli.methods.starts.knowledge import knows
 from scale_cli.methods.starts.start import TextToLearn
 from scale_cli.methods.starts.stream_sizes import measured_stream_rms
 from scale_cli.model.expansion_scale import ExpansionNorm

@@ -14,7 +14,7 @@ from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 
 
-def test_an_offer_from_a_tenth_is_near_that_from_a_larger_sample(
+def test_an_offer_from_a_tenth_is_near_that_from_a_larger_sample_and_no_key_where_the_base_may_know(
     shared_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-novels-en/hf")))
@@ -23,10 +23,12 @@ def test_an_offer_from_a_tenth_is_near_that_from_a_larger_sample(
     source = {"name": "petitions", "path": path, "language": "ko"}
     large = look_into(source, Encoder(tokenizer, conversations=False), "--corpus")
     small = replace(large, sample=large.sample[: len(large.sample) // 10])
-    few, many = (offer_tokens(text, tokenizer, 8192) for text in (small, large))
+    few, many = (offer_tokens(text, tokenizer, 8192, is_unknown=True) for text in (small, large))
     assert few.script == many.script == "hangul"
     assert few.tokens_per_byte == pytest.approx(many.tokens_per_byte, rel=0.25)
     assert many.tokens_per_byte < large.tokens_per_byte / 2
+    perhaps_known = offer_tokens(small, tokenizer, 8192, is_unknown=False)
+    assert (perhaps_known.number, perhaps_known.offered) == (0, few.number)
 
 
 def test_the_script_is_the_most_frequent_one_beyond_ascii() -> None:

@@ -18,6 +18,7 @@ from scale_cli.methods.starts.copies import (
     one_thread,
     rms,
 )
+from scale_cli.methods.starts.knowledge import knows
 from scale_cli.methods.starts.start import Start, TextToLearn
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.family_scale import STEPS, family_of
@@ -53,19 +54,6 @@ class DifferenceStream(Start):
 
     def rates(self, config: ScaleConfig, optimiser: str) -> Mapping[str, float]:
         return {"embedding": 4.0, "head": 1.0, "gains": 1.0, "matrix": _MATRIX_RATES[optimiser]}
-
-
-def knows(base: Any, text: TextToLearn) -> bool:
-    """Return whether a base predicts a text better than the frequencies of its tokens do.
-
-    Text with new tokens counts as unknown: the base has no row for them.
-    """
-    if text.sample_ids.max() >= base.config.vocab_size:
-        return False
-    ids = text.sample_ids.to(base.device)
-    logits = base(ids, use_cache=False).logits[0, :-1].float()
-    of_base = torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item()
-    return of_base < torch.special.entr(text.token_shares).sum().item()
 
 
 def _start_head(model: Any, text: TextToLearn | None) -> Tensor:
