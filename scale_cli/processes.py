@@ -168,6 +168,13 @@ def cpu_precision() -> Literal["no", "bf16"]:
     return "bf16" if has_one_dnn and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "no"
 
 
+def fast_precision() -> Literal["no", "bf16"]:
+    """Return the fast `mixed_precision` of this process's device."""
+    if device().type == "cpu":
+        return cpu_precision()
+    return "bf16" if computes_in_bfloat16() else "no"
+
+
 def hand_back_large_tensors() -> None:
     """Have the C library give every large tensor pages of its own, and take them back when it is freed.
 

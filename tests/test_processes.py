@@ -23,6 +23,7 @@ from scale_cli.evaluation.results import Report
 from scale_cli.processes import (
     check_launch,
     cpu_precision,
+    fast_precision,
     on_main,
     process_state,
     refuse_several,
@@ -227,6 +228,16 @@ def test_without_one_dnn_bfloat16_is_slow_and_every_setting_that_uses_it_is_told
     (warning,) = slow_in_bfloat16("cpu", settings)
     assert "train.mixed_precision=no is many times faster" in warning
     assert slow_in_bfloat16("cuda", settings) == []
+
+
+def test_the_fast_precision_is_that_of_the_device_and_not_of_the_cpu_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "cpu_precision", lambda: "bf16")
+    assert fast_precision() == "bf16"
+    monkeypatch.setattr(processes, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(processes, "computes_in_bfloat16", lambda: False)
+    assert fast_precision() == "no"
 
 
 KEEPING_EVERY_OTHER = """

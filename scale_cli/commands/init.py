@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli import processes, report
+from scale_cli import report
 from scale_cli.commands.answers import checked_method
 from scale_cli.config.load import checked, dump_line, json_schema_text, parse
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
@@ -24,7 +24,7 @@ from scale_cli.planning.beginnings import HeldOut
 from scale_cli.planning.device import measure_device
 from scale_cli.planning.estimate import Estimate, estimate
 from scale_cli.planning.sizes import BaseSizes
-from scale_cli.processes import computes_in_bfloat16, cpu_precision
+from scale_cli.processes import fast_precision
 from scale_cli.runs.folder import RunFolder
 from scale_cli.starter.fitting import LEAST_STEP_TOKENS, MIN_STEPS, MOST_READINGS, fit_sizes
 from scale_cli.starter.offer import NewTokens, offer_tokens, own_tokens
@@ -69,9 +69,7 @@ def init(
         raise UsageError(
             "--retention: is the same text as --corpus; give text that the base already knows"
         )
-    precision = "bf16" if computes_in_bfloat16() else "no"
-    if processes.device().type == "cpu":
-        precision = cpu_precision()
+    precision = fast_precision()
     kind = None
     if method is None:
         # The code of models is slow to import, and only a measured base needs it.
