@@ -129,4 +129,5 @@ def _memory_bytes(device_type: str) -> int:
         return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SHARE_OF_HOST)
     import torch
 
+    torch.accelerator.empty_cache()  # what was measured is freed, and its memory still held
     return int(torch.accelerator.get_memory_info()[0] * _SHARE_OF_DEVICE)
