@@ -1,4 +1,4 @@
-"""The verb `scale serve`: choose a server for a plain export, and say what it guarantees."""
+"""The verb `scale serve`: choose a server for a run or an export, and say what it guarantees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import Head
 from scale_cli.errors import MissingExtraError, RunFolderError, UsageError, is_installed, require
-from scale_cli.export.plain_folder import KEY, holds_base, plain_exports, routed_name
+from scale_cli.export.plain_folder import KEY, exports, holds_base, routed_name
 from scale_cli.generation.generator import Generator
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.serving import FAMILIES
@@ -28,6 +28,7 @@ from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.given_model import ADAPTER_CONFIG
 
 Engine = Literal["vllm", "transformers"]
+_HEADS = {"embed_tokens", "lm_head"}
 # Not the command `vllm`: in the CPU build, a package of another name, it does not find its own
 # package.
 _VLLM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
@@ -53,7 +54,7 @@ def serve(
         prior = None
         # vLLM sends usage statistics unless told not to.
         environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ}
-        if head != "trained" and holds_base(config):
+        if head != "trained" and _routes_in_vllm(folder, config):
             architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
             routed = ["--hf-overrides", architectures]
             prior = PriorByScript.of_export(config[KEY])
@@ -82,24 +83,26 @@ def serve(
 
 
 def _find_served(path: Path, head: Head | None) -> tuple[Path, dict[str, Any]]:
-    """Return the folder that answers, and its config.json if it is a plain export.
+    """Return the folder that answers, and its config.json if vLLM can answer from that folder.
 
-    Of a run, that is its plain export, if that can answer with this head, else the run.
+    Of a run, that is its export, if that can answer with this head, else the run.
     """
-    if (path / ADAPTER_CONFIG).is_file():
-        return path, {}
-    if (path / "config.json").is_file():
-        config = read_json(path / "config.json")
+    is_adapter = (path / ADAPTER_CONFIG).is_file()
+    if is_adapter or (path / "config.json").is_file():
+        config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+        if is_adapter:
+            is_routed = head in (None, "routed") and _routes_in_vllm(path, config)
+            return path, config if is_routed else {}
         is_whole = "base_config" not in config and not BaseRecord.is_in(path)
-        needs_base = head != "trained" and "base" in (config.get(KEY) or {})
-        return path, config if is_whole and not needs_base else {}
-    found = {folder: read_json(folder / "config.json") for folder in plain_exports(path)}
+        return path, config if is_whole else {}
+    found = {folder: read_json(folder / "config.json") for folder in exports(path)}
     final = path / "final" / "scale.yaml"
     asked = head or (load_config(final).method.head if final.is_file() else "routed")
     fitting = [
         folder
         for folder, config in found.items()
-        if asked == "trained" or (asked == "routed" and holds_base(config))
+        if (asked == "routed" and _routes_in_vllm(folder, config))
+        or (asked == "trained" and not (folder / ADAPTER_CONFIG).is_file())
     ]
     if len(fitting) > 1:
         named = ", ".join(map(str, fitting))
@@ -111,6 +114,18 @@ def _find_served(path: Path, head: Head | None) -> tuple[Path, dict[str, Any]]:
     return path, {}
 
 
+def _routes_in_vllm(folder: Path, config: dict[str, Any]) -> bool:
+    """Return whether an export's config.json says how to route it, as vLLM can.
+
+    Of adapters those can beside linear layers alone: their base's embedding and head answer too.
+    """
+    kind = (config.get(KEY) or {}).get("kind")
+    if kind != "adapter":
+        return kind == "copy" or holds_base(config)
+    adapter = read_json(folder / ADAPTER_CONFIG)
+    return not adapter["modules_to_save"] and _HEADS.isdisjoint(adapter["target_modules"])
+
+
 def _engine_of(
     folder: Path, config: dict[str, Any], engine: Engine | None, head: Head | None
 ) -> Engine:
@@ -118,15 +133,15 @@ def _engine_of(
 
     UsageError if none can, or not the given one.
     """
-    if not config.get("architectures"):  # not a plain export
+    if not config.get("architectures"):
         if engine == "vllm":
             raise UsageError(
-                f"--engine vllm: serves plain exports (format llama), and {folder} is none; "
-                "remove --engine vllm"
+                "--engine vllm: serves plain exports (format llama), and routed ones of LoRA beside "
+                f"linear layers alone, and {folder} is none; remove --engine vllm"
             )
         return "transformers"
     architecture = config["architectures"][0]
-    is_routed = holds_base(config) and head != "trained"
+    is_routed = _routes_in_vllm(folder, config) and head != "trained"
     if head == "routed" and not is_routed:
         raise UsageError(
             f"{folder}: config.json has no {KEY}, so this folder alone cannot be routed; "
@@ -156,7 +171,7 @@ def _announce(
     log: Log,
     *,
     head: Head | None,
-    config: dict[str, Any],  # of a plain export; empty for a run
+    config: dict[str, Any],  # of an export that vLLM serves; else empty
     prior: PriorByScript | None,  # None: without a router
     rule: str = "posterior",
 ) -> None:
@@ -176,7 +191,7 @@ def _announce(
                 f", or {-math.log(prior.in_script):.3f} where the prompt's script speaks for the "
                 f"other head (method.router.script_prior {prior.in_script:g})"
             )
-        how = "with its router" if config else "routed with its base"
+        how = "with its router" if holds_base(config) else "routed with its base"
         if rule == "cosine":
             what = "the cosine rule promises no bound"
         if config:

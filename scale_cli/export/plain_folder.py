@@ -35,7 +35,7 @@ from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.base_tokenizer import TokenizerPlace, tokenizer_place
 from scale_cli.upscale.building import MethodModel
-from scale_cli.upscale.given_model import ROUTER
+from scale_cli.upscale.given_model import ADAPTER_CONFIG, ROUTER
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
 from scale_cli.vocabulary.tokenizer import open_tokenizer
 
@@ -193,10 +193,10 @@ def write_plain(
     copy_tokenizer(tokenizer, tokenizer_place(base) if grown_in is None else grown, folder)
 
 
-def plain_exports(run: Path) -> list[Path]:
-    """Return the folders of a run's plain exports."""
-    written = sorted(run.glob("export/llama*"))
-    return [folder for folder in written if (folder / "config.json").is_file()]
+def exports(run: Path) -> list[Path]:
+    """Return the folders of a run's exports that servers read: plain ones, and PEFT's adapters."""
+    written = [*run.glob("export/llama*/config.json"), *run.glob(f"export/*/{ADAPTER_CONFIG}")]
+    return sorted(file.parent for file in written)
 
 
 def name_ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,10 +1,16 @@
-"""Both heads from one matrix: the columns of a plain export's lm_head, stream by stream.
+"""Both heads from two products, one for each stream of the last hidden row.
+
+A plain export of an expansion holds [x | u] and one matrix, whose columns are the streams':
 
     z_base = H x        z_trained = z_base + H' u        [H | H'] = lm_head.weight
 
 The plain model computes one product over all columns. A product with each stream's columns gives
-both heads at the same cost. If the base lacks new tokens, `PieceShares` (`model/routing.py`) gives
-its logits of all tokens from z_base; the trained head has them.
+both heads at the same cost. An adapter's rows are [x | y], a last row of each model:
+
+    z_base = H x        z_trained = H y
+
+If the base lacks new tokens, `PieceShares` (`model/routing.py`) gives its logits of all tokens from
+z_base; the trained head has them.
 
 Shapes: T rows, D channels, V the vocabulary, or this device's share of it; 2: the heads, or the two
 products that they are made of.
@@ -12,7 +18,7 @@ products that they are made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +28,10 @@ from torch import Tensor
 from ..model.routing import PieceShares, mix_shifted, score_shifts
 
 _ROWS_AT_ONCE = 512  # tokens of a prompt whose logits are held at once
-Product = Callable[[Tensor], Tensor]
+# Of rows (T, D): the two products of some tokens, (T, tokens) each.
+Products = Callable[[Tensor], tuple[Tensor, Tensor]]
+# Of both products: the trained head's float32 logits.
+TrainedOf = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,33 +75,46 @@ class SharedPieces:
         return said_TV
 
 
-def sizes_of(base_TV: Tensor, z_TV: Tensor, added_TV: Tensor, length: int) -> Tensor:
-    """Return (T, 2): the log-sum-exps of the base's logits, and of the trained head's z + added,
-    over the first `length` tokens.
-    """
-    trained_TV = z_TV.float() + added_TV.float()
-    heads = (base_TV.float(), trained_TV)
+def added(z_TV: Tensor, added_TV: Tensor) -> Tensor:
+    """Return the trained head's logits where it adds to the base's."""
+    return z_TV.float() + added_TV.float()
+
+
+def second(_: Tensor, own_TV: Tensor) -> Tensor:
+    """Return the trained head's logits where they are a product of its own."""
+    return own_TV.float()
+
+
+def sizes_of(
+    base_TV: Tensor, products: tuple[Tensor, Tensor], trained_of: TrainedOf, length: int
+) -> Tensor:
+    """Return (T, 2): the log-sum-exps of both heads' logits, over the first `length` tokens."""
+    heads = (base_TV.float(), trained_of(*products))
     return torch.stack([torch.logsumexp(of[:, :length], dim=-1) for of in heads], dim=-1)
 
 
 def scores_of(
-    base_TV: Tensor, z_TV: Tensor, added_TV: Tensor, taken_2T: Tensor, more_2T: Tensor
+    base_TV: Tensor,
+    products: tuple[Tensor, Tensor],
+    trained_of: TrainedOf,
+    taken_2T: Tensor,
+    more_2T: Tensor,
 ) -> Tensor:
     """Return (T, V) scores of the heads' mixture, given the results of `score_shifts`."""
-    return mix_shifted([base_TV.float(), z_TV.float() + added_TV.float()], taken_2T, more_2T)
+    return mix_shifted([base_TV.float(), trained_of(*products)], taken_2T, more_2T)
 
 
 @dataclass(frozen=True)
 class StreamHeads:
-    """The two heads of a plain export; implements `block_router.Heads`."""
+    """The two heads of a routed model; implements `block_router.Heads`."""
 
-    # by tile (a few thousand tokens): multiply x and u with their columns, (T, D) to (T, tokens)
-    tiles: Sequence[tuple[Product, Product]]
-    stream_sizes: Sequence[int]  # channels of x and of u
+    tiles: Sequence[Products]  # by tile: a few thousand tokens
+    stream_sizes: Sequence[int]  # channels of each stream in a row
     shard: Shard  # of the vocabulary
-    # (V, D), the whole head, if its rows can be read one by one: a token's logits are then its row
-    # times the hidden row; None if it is quantised
-    weight: Tensor | None
+    # (V, D) of each stream, if their rows can be read one by one: a product is then a row of one
+    # times the hidden row; None if the head is quantised
+    weights: Sequence[Tensor] | None
+    trained_of: TrainedOf
     shared: SharedPieces | None = None  # None: the base has all tokens
     sizes_of: Callable[..., Tensor] = sizes_of  # or a compiled version
     scores_of: Callable[..., Tensor] = scores_of  # likewise
@@ -101,15 +123,15 @@ class StreamHeads:
         """Return the scores of this device's share of the vocabulary, and (T, 2) log-sum-exps over
         the whole of it.
         """
-        z_TV, added_TV = self._products(rows_TD)
-        base_TV = z_TV if self.shared is None else self.shared(z_TV)
-        own_sizes_T2 = self.sizes_of(base_TV, z_TV, added_TV, self.shard.length)
+        products = self._products(rows_TD)
+        base_TV = self._base_of(products)
+        own_sizes_T2 = self.sizes_of(base_TV, products, self.trained_of, self.shard.length)
         sizes_T2 = torch.logsumexp(self.shard.gather(own_sizes_T2), dim=0)
         log_weights_2T = F.logsigmoid(torch.stack([-log_odds_T, log_odds_T]))
         # Not inside the compiled function, which would compute these numbers of a row again for
         # every token.
         shifts = score_shifts(log_weights_2T, sizes_T2.T)
-        return self.scores_of(base_TV, z_TV, added_TV, *shifts), sizes_T2
+        return self.scores_of(base_TV, products, self.trained_of, *shifts), sizes_T2
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return (T, 2) logits of `ids_T`, and (T, 2) log-sum-exps.
@@ -119,21 +141,22 @@ class StreamHeads:
         logits = []
         sizes = []
         for rows, ids in zip(rows_TD.split(_ROWS_AT_ONCE), ids_T.split(_ROWS_AT_ONCE), strict=True):
-            whole = self._products(rows) if self.weight is None or self.shared else None
+            whole = self._products(rows) if self.weights is None or self.shared else None
             logits.append(self._logits_here(rows, ids, whole))
             sizes_of_tiles = []
             left = self.shard.length  # without padding
-            for z_TV, added_TV in self._products_of_tiles(rows) if whole is None else [whole]:
-                base_TV = z_TV if self.shared is None else self.shared(z_TV)
-                sizes_of_tiles.append(self.sizes_of(base_TV, z_TV, added_TV, max(0, left)))
-                left -= z_TV.shape[-1]
+            for products in (tile(rows) for tile in self.tiles) if whole is None else [whole]:
+                sizes_of_tiles.append(
+                    self.sizes_of(self._base_of(products), products, self.trained_of, max(0, left))
+                )
+                left -= products[0].shape[-1]
             sizes.append(torch.logsumexp(torch.stack(sizes_of_tiles), dim=0))
         sizes_T2 = torch.logsumexp(self.shard.gather(torch.cat(sizes)), dim=0)
         return self.shard.sum(torch.cat(logits)), sizes_T2
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
         """Return (T, 2) logits of `ids_T`."""
-        whole = self._products(rows_TD) if self.weight is None else None
+        whole = self._products(rows_TD) if self.weights is None else None
         return self.shard.sum(self._logits_here(rows_TD, ids_T, whole))
 
     def _logits_here(
@@ -144,35 +167,35 @@ class StreamHeads:
         `whole` has the products of the rows with all tokens, if they are known.
         """
 
-        def parts_of(ids_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def products_of(ids_T: Tensor) -> tuple[Sequence[Tensor], Tensor]:
             local_T = ids_T.long() - self.shard.start
             here_T = (local_T >= 0) & (local_T < self.shard.length)
             local_T = torch.where(here_T, local_T, 0)
             if whole is not None:
-                z_T, added_T = (of.gather(-1, local_T[:, None])[:, 0].float() for of in whole)
-                return z_T, added_T, here_T
-            assert self.weight is not None, "only its rows are read one by one"
-            products_TD = rows_TD.float() * self.weight[local_T].float()
-            parts = products_TD.split(list(self.stream_sizes), dim=-1)
+                return [of.gather(-1, local_T[:, None])[:, 0].float() for of in whole], here_T
+            assert self.weights is not None, "only its rows are read one by one"
+            streams = rows_TD.float().split(list(self.stream_sizes), dim=-1)
+            found = [
+                (stream_TD * weight[local_T].float()).sum(dim=-1)
+                for stream_TD, weight in zip(streams, self.weights, strict=True)
+            ]
             # Rounded like the head's own products.
-            z_T, added_T = (part.sum(dim=-1).to(rows_TD.dtype).float() for part in parts)
-            return z_T, added_T, here_T
+            return [of.to(rows_TD.dtype).float() for of in found], here_T
 
-        z_T, added_T, here_T = parts_of(ids_T)
-        trained_T = torch.where(here_T, z_T + added_T, 0.0)
+        (z_T, other_T), here_T = products_of(ids_T)
+        trained_T = torch.where(here_T, self.trained_of(z_T, other_T), 0.0)
         if self.shared is not None:
-            z_T, _, here_T = parts_of(self.shared.sources_V[ids_T])
+            (z_T, _), here_T = products_of(self.shared.sources_V[ids_T])
             z_T = z_T + self.shared.added_V[ids_T]
         return torch.stack([torch.where(here_T, z_T, 0.0), trained_T], dim=-1)
 
-    def _products(self, rows_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (T, V) z and what the trained head adds to it."""
-        z_tiles, added_tiles = zip(*self._products_of_tiles(rows_TD), strict=True)
-        if len(self.tiles) == 1:
-            return z_tiles[0], added_tiles[0]
-        return torch.cat(z_tiles, dim=-1), torch.cat(added_tiles, dim=-1)
+    def _base_of(self, products: tuple[Tensor, Tensor]) -> Tensor:
+        return products[0] if self.shared is None else self.shared(products[0])
 
-    def _products_of_tiles(self, rows_TD: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        x_TD, u_TD = rows_TD.split(list(self.stream_sizes), dim=-1)
-        for product_of_x, product_of_u in self.tiles:
-            yield product_of_x(x_TD), product_of_u(u_TD)
+    def _products(self, rows_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both products with all tokens, (T, V) each."""
+        found = [tile(rows_TD) for tile in self.tiles]
+        if len(found) == 1:
+            return found[0]
+        z_tiles, other_tiles = zip(*found, strict=True)
+        return torch.cat(z_tiles, dim=-1), torch.cat(other_tiles, dim=-1)

@@ -1,8 +1,8 @@
 """vLLM's own model classes with the router on top; `scale_cli.serving.register` registers them.
 
-The trunk is vLLM's, untouched: its kernels, graphs, quantisation and tensor parallelism. Both heads
-are computed from the last hidden row, and the router's state lies in tables beside the KV cache
-(block_router.py).
+The trunk is vLLM's, untouched: its kernels, graphs, quantisation and tensor parallelism. What runs
+both streams through it depends on the second one's kind (`STREAMS`); one last hidden row holds both.
+The router's state lies in tables beside the KV cache (block_router.py).
 
 A document begins with the prior of its prompt (prompts.py). So it costs at most -ln of the smaller
 head's weight there over the better head: with `script_prior` p, ln(1/p).
@@ -12,16 +12,15 @@ Shapes: T tokens of a step, D channels, V vocabulary; 2: the heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.exaone4 import Exaone4ForCausalLM
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -32,15 +31,40 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.utils import select_common_block_size
 
 from ..model.routing import base_shares
+from .adapter_streams import AdapterStreams
 from .block_router import BlockRouter, Step, attach_state, detach_state
+from .copy_streams import CopyStreams
+from .head_parts import HeadProducts, Weights
 from .prompts import Prompts
-from .stream_heads import Product, Shard, SharedPieces, StreamHeads, scores_of, sizes_of
+from .stream_heads import Shard, SharedPieces, StreamHeads, scores_of, sizes_of
+from .widened_streams import WidenedStreams
 
 _PROFILED_ROWS = 512
-# Used on a CPU: the logits of so many tokens stay in its cache.
-_TOKENS_OF_A_TILE = 8192
 # Compiled as vLLM compiles such functions: several passes over all logits become one.
 _compiled = partial(torch.compile, dynamic=True, backend=current_platform.simple_compile_backend)
+
+
+class Streams(Protocol):
+    """Interface of what runs a base and the stream beside it."""
+
+    sizes: Sequence[int]  # channels of each stream in a last row
+
+    def run(self, trunk: Callable[..., Tensor], ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Return the last rows (T, D), by the model's own `trunk`."""
+
+    def load(self, load: Callable[..., set[str]], weights: Weights) -> set[str]:
+        """Load weights, the model's own by its `load`; return the names of its parameters."""
+
+    def head_products(self) -> HeadProducts:
+        """Return what makes both heads' logits of a last row."""
+
+
+# By `kind` in `scale_router` of config.json, which an expansion's export does not name.
+STREAMS: dict[str | None, Callable[[Any, VllmConfig], Streams]] = {
+    None: WidenedStreams,
+    "adapter": AdapterStreams,
+    "copy": CopyStreams,
+}
 
 
 class VllmRoutedModel:
@@ -58,13 +82,15 @@ class VllmRoutedModel:
         refuse_what_cannot_be_routed(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg] # of vLLM's class
         routing = self.config.scale_router
+        self._streams = STREAMS[routing.get("kind")](self, vllm_config)
         self._vllm_config = vllm_config
         self._prompts = Prompts.of_engines[id(vllm_config)]
         self._attention = self.model.layers[0].self_attn.attn
         self._blocks_of_cache = 0
         self._block_size = 0
         self.router = BlockRouter()
-        self.columns, tiles, weight = head_products(self.lm_head, *routing["stream_sizes"])
+        products = self._streams.head_products()
+        self.columns = products.modules
         indices = self.lm_head.shard_indices
         shard = Shard(
             indices.org_vocab_start_index,
@@ -78,24 +104,19 @@ class VllmRoutedModel:
             device = self._prompts.prior_R.device
             shared = SharedPieces(shares, self.config.vocab_size, shard, device)
         self.heads = StreamHeads(
-            tiles,
-            routing["stream_sizes"],
+            products.tiles,
+            self._streams.sizes,
             shard,
-            weight,
+            products.weights,
+            products.trained_of,
             shared=shared,
             sizes_of=_compiled(sizes_of),
             scores_of=_compiled(scores_of),
         )
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        intermediate_tensors: Any = None,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        """Run vLLM's own trunk, then the router over its hidden rows."""
-        hidden_TD = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc] # likewise
+    def forward(self, input_ids: Tensor, positions: Tensor, **_: Any) -> Tensor:
+        """Run both streams through vLLM's own trunk, then the router over its hidden rows."""
+        hidden_TD = self._streams.run(super().forward, input_ids, positions)  # type: ignore[misc] # likewise
         step = self._step(input_ids, positions)
         if step is None:  # no documents: vLLM is measuring memory, or compiling
             self.heads.observe(hidden_TD[:_PROFILED_ROWS], input_ids[:_PROFILED_ROWS])
@@ -106,7 +127,7 @@ class VllmRoutedModel:
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Return the scores of the mixture; None if another device gathers them."""
-        hidden_TD, log_odds_T, rows_T = detach_state(hidden_states, self.config.hidden_size)
+        hidden_TD, log_odds_T, rows_T = detach_state(hidden_states, sum(self._streams.sizes))
         scores_TV, sizes_T2 = self.heads.mix(hidden_TD, log_odds_T)
         # vLLM also asks for the logits of random rows, to measure memory.
         known_T = (rows_T >= 0) & (rows_T < self.router.num_blocks)
@@ -114,6 +135,10 @@ class VllmRoutedModel:
         if self.lm_head.tp_size > 1:
             scores_TV = self.logits_processor._gather_logits(scores_TV)
         return None if scores_TV is None else scores_TV[..., : self.config.vocab_size]
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Load the trunk's weights, and what the second stream has of its own."""
+        return self._streams.load(super().load_weights, weights)  # type: ignore[misc] # likewise
 
     def _step(self, input_ids: Tensor, positions: Tensor) -> Step | None:
         context = get_forward_context()
@@ -147,7 +172,7 @@ class VllmRoutedModel:
             )
             self.router.allocate(
                 num_blocks * (spec.block_size // self._block_size),
-                self.config.hidden_size,
+                sum(self._streams.sizes),
                 self._vllm_config.model_config.dtype,
                 self._prompts.prior_R.device,
             )
@@ -191,10 +216,11 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
             "nothing to route between; serve it as the plain model, or export it anew with "
             "`scale export`"
         )
-    if sum(routing["stream_sizes"]) != config.hidden_size:
+    if routing.get("kind") not in STREAMS:
+        known = " and ".join(kind for kind in STREAMS if kind)
         raise ValueError(
-            f"{vllm_config.model_config.model}: config.json: scale_router.stream_sizes "
-            f"{routing['stream_sizes']} do not add up to hidden_size {config.hidden_size}"
+            f"{vllm_config.model_config.model}: config.json: scale_router.kind is "
+            f"{routing['kind']!r}; known are {known}"
         )
     parallel = vllm_config.parallel_config
     mode = vllm_config.compilation_config.cudagraph_mode
@@ -217,53 +243,3 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
                 f"{what}: a routed model cannot be served with it; "
                 "remove it, or serve the plain model"
             )
-
-
-def head_products(
-    lm_head: Any, num_base: int, num_added: int
-) -> tuple[nn.ModuleList, Sequence[tuple[Product, Product]], Tensor | None]:
-    """Return modules that hold the head's columns, products of x and u with them by tile, and the
-    weight itself.
-
-    The columns of a quantised head cannot be separated. It multiplies rows in which the other
-    stream is zero: correct for any linear method, at the cost of one whole product for each head.
-    There are no modules and no weight then.
-    """
-    if not isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod):
-
-        def product(rows_TD: Tensor, margins: tuple[int, int]) -> Tensor:
-            return lm_head.quant_method.apply(lm_head, nn.functional.pad(rows_TD, margins))
-
-        of_x = partial(product, margins=(0, num_added))
-        of_u = partial(product, margins=(num_base, 0))
-        return nn.ModuleList(), [(of_x, of_u)], None
-    weight = lm_head.weight.data
-    tiles = weight.split(_TOKENS_OF_A_TILE) if current_platform.is_cpu() else [weight]
-    columns = [(_Columns(tile[:, :num_base]), _Columns(tile[:, num_base:])) for tile in tiles]
-    return nn.ModuleList(part for of_tile in columns for part in of_tile), columns, weight
-
-
-class _Columns(nn.Module):
-    """Some columns of a head, which vLLM prepares and multiplies like a whole head."""
-
-    weight: Tensor
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight, persistent=False)
-        self.quant_method = _ColumnsMethod()
-
-    def forward(self, rows_TD: Tensor) -> Tensor:
-        return self.quant_method.apply(self, rows_TD.contiguous())
-
-
-class _ColumnsMethod(UnquantizedEmbeddingMethod):
-    """vLLM's method for whole heads. On a CPU it packs the weights, and for that they must not be a
-    view.
-    """
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Prepare a layer after its weights are loaded."""
-        if current_platform.is_cpu():
-            layer.weight = layer.weight.contiguous()
-        super().process_weights_after_loading(layer)

@@ -97,6 +97,52 @@ def test_vllm_is_taken_where_it_is_and_told_the_routed_class(
     assert str(folder) in model and "curl http://localhost:9000/v1/completions" in ask
 
 
+def test_vllm_routes_a_copys_export_or_serves_it_plainly(
+    tmp_path: Path, installed: set[str], said: Callable[..., Any]
+) -> None:
+    installed.add("vllm")
+    router = {"kind": "copy", "base": "some/base", "prior": 0.5}
+    config = {"architectures": ["MistralForCausalLM"], "scale_router": router}
+    write_json(tmp_path / "export" / "llama" / "config.json", config)
+    for path in (tmp_path, tmp_path / "export" / "llama"):
+        lines, (command, _) = said(path)
+        assert "ScaleRoutedMistralForCausalLM" in command[6]
+        assert "routed with its base, in vllm: " in lines[0]
+    lines, (command, _) = said(path, None, [], "trained")
+    assert command[4:] == [str(path)] and "trained head alone" in lines[0]
+
+
+def test_vllm_routes_loras_export_and_a_run_stands_for_it(
+    tmp_path: Path, installed: set[str], said: Callable[..., Any]
+) -> None:
+    installed.add("vllm")
+    run = tmp_path / "run"
+    adapter = run / "export" / "adapter"
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "scale_router": {"kind": "adapter", "prior": 0.5},
+    }
+    settings = {"modules_to_save": None, "target_modules": ["q_proj", "down_proj"]}
+    for file, keys in (("config.json", config), ("adapter_config.json", settings)):
+        write_json(adapter / file, keys)
+    for path in (run, adapter):
+        (promise, *_), (command, environment) = said(path)
+        override = json.dumps({"architectures": ["ScaleRoutedQwen3ForCausalLM"]})
+        assert command[4:] == [str(adapter), "--hf-overrides", override, *FREE]
+        assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+        assert "routed with its base, in vllm: " in promise and "0.693 nats" in promise
+    for head in ("trained", "base"):
+        with refused(ScaleError, "^--engine vllm: serves plain exports"):
+            serve(adapter, "vllm", [], print, head)
+    for beyond in (
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["lm_head"]},
+    ):
+        write_json(adapter / "adapter_config.json", settings | beyond)
+        with refused(ScaleError, "^--engine vllm: .* beside linear layers alone"):
+            serve(adapter, "vllm", [], print)
+
+
 def test_else_transformers_and_a_run_stands_for_its_plain_export(
     folder: Path, installed: set[str], said: Callable[..., Any]
 ) -> None:

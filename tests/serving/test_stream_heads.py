@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from scale_cli.model.routing import PieceShares, mix_logits
-from scale_cli.serving.stream_heads import Shard, SharedPieces, StreamHeads
+from scale_cli.serving.stream_heads import (
+    Shard,
+    SharedPieces,
+    StreamHeads,
+    TrainedOf,
+    added,
+    second,
+)
 
 STREAMS = [6, 5]
 VOCABULARY = 11
@@ -54,19 +61,27 @@ class Devices:
         return self.gather(rank, tensor).sum(dim=0)
 
 
+def products(rows_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    x_TD, u_TD = rows_TD.split(STREAMS, dim=-1)
+    return x_TD @ weight_VD[:, : STREAMS[0]].T, u_TD @ weight_VD[:, STREAMS[0] :].T
+
+
 def heads(
-    weight_VD: Tensor, shard: Shard, shares: PieceShares | None, *, readable: bool
+    weight_VD: Tensor,
+    shard: Shard,
+    shares: PieceShares | None,
+    *,
+    readable: bool,
+    trained_of: TrainedOf = added,
 ) -> StreamHeads:
-    # The columns of a head that cannot be read are not in tiles.
+    # A head that cannot be read is not in tiles.
     tiles = [
-        (
-            partial(F.linear, weight=tile[:, : STREAMS[0]]),
-            partial(F.linear, weight=tile[:, STREAMS[0] :]),
-        )
+        partial(products, weight_VD=tile)
         for tile in weight_VD.split(TILE if readable else len(weight_VD))
     ]
     shared = None if shares is None else SharedPieces(shares, VOCABULARY, shard, weight_VD.device)
-    return StreamHeads(tiles, STREAMS, shard, weight_VD if readable else None, shared)
+    weights = weight_VD.split(STREAMS, dim=-1) if readable else None
+    return StreamHeads(tiles, STREAMS, shard, weights, trained_of, shared)
 
 
 def alone(shares: PieceShares | None, *, readable: bool = True) -> StreamHeads:
@@ -103,6 +118,20 @@ def test_a_tokens_logits_are_those_of_the_whole_product(
     logits_T2, sizes_T2 = alone(shares, readable=readable).observe(ROWS_TD, IDS_T)
     torch.testing.assert_close(logits_T2, expected)
     torch.testing.assert_close(sizes_T2, torch.logsumexp(expected_logits(shares), dim=-1))
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_trained_model_of_its_own_has_a_product_of_its_own(readable: bool) -> None:
+    shard = Shard(0, VOCABULARY, lambda tensor: tensor[None], lambda tensor: tensor)
+    of_two = heads(WEIGHT_VD, shard, None, readable=readable, trained_of=second)
+    logits_T2V = torch.stack(products(ROWS_TD, WEIGHT_VD), dim=1)
+    expected_T2 = logits_T2V.gather(-1, IDS_T[:, None, None].expand(-1, 2, 1))[..., 0]
+    torch.testing.assert_close(of_two.logits_of(ROWS_TD, IDS_T), expected_T2)
+    torch.testing.assert_close(of_two.observe(ROWS_TD, IDS_T)[1], logits_T2V.logsumexp(dim=-1))
+    even = math.log(0.5) + torch.zeros(2, len(ROWS_TD))
+    torch.testing.assert_close(
+        of_two.mix(ROWS_TD, EVEN_T)[0], mix_logits(even, logits_T2V.transpose(0, 1))
+    )
 
 
 @every_vocabulary

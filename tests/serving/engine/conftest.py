@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import copy
 import json
 import lzma
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,14 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.export.dense import plain_model
 from scale_cli.export.plain_folder import router_keys, write_plain
+from scale_cli.generation.opening import open_model
+from scale_cli.methods.method import PROJECTIONS
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
+from tests.small_runs import changed, export, petitions_run, train_run
+from tests.torture.attacker import edit_json
 from tests.widening import train_steps, widen
 
 # A processor's engine, in one process, that compiles nothing. It imports this checkout.
@@ -71,11 +78,37 @@ def ask(vllm: Path) -> Ask:
 
 @dataclass(frozen=True)
 class Trained:
-    model: Any  # a ScaleForCausalLM, whose generate() transformers does not annotate for us
+    model: Any  # routes; transformers does not annotate its generate() for us
     tokenizer: PreTrainedTokenizerBase
-    folder: Path  # its plain export
+    folder: Path  # its export
     documents: Tensor
     prompts: Tensor
+
+
+def random_adapter(base: PreTrainedModel, folder: Path, at: Path, **router: Any) -> PeftModel:
+    """Write a random LoRA adapter of a base that lies `at` a folder, with what routes it."""
+    torch.manual_seed(1)
+    settings = LoraConfig(
+        r=4,
+        lora_alpha=16,
+        target_modules=[*PROJECTIONS],
+        init_lora_weights=False,
+        rank_pattern={"down_proj": 7, "layers.1.self_attn.k_proj": 2},
+        alpha_pattern={"o_proj": 9},
+        task_type="CAUSAL_LM",
+    )
+    trained = get_peft_model(copy.deepcopy(base), settings).eval()
+    trained.save_pretrained(folder)
+    base.config.save_pretrained(folder)
+    keys = {
+        "kind": "adapter",
+        "base": str(at),
+        "revision": None,
+        "dtype": "float32",
+        "sha256": None,
+    }
+    edit_json(folder / "config.json", {"scale_router": {**keys, **router}})
+    return trained
 
 
 def ids_of(
@@ -87,9 +120,8 @@ def ids_of(
         )
 
 
-@pytest.fixture(scope="session")
-def trained(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    base = ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf"))
+def widened_to(folder: Path, shared_data: Path, base: ModelConfig, documents: Tensor) -> Any:
+    """Train an expansion, and write its plain export."""
     tokenizer = load_tokenizer(base)
     torch.manual_seed(0)
     model = widen(load_base(base), "route")
@@ -99,6 +131,31 @@ def trained(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trai
         num_steps=80,
         lr=3e-3,
     )
+    plain = plain_model(model, "float32", [documents[::40, :64]])
+    write_plain(plain, tokenizer, base, folder, router_keys(model))
+    return model
+
+
+def adapted_to(folder: Path, shared_data: Path, base: ModelConfig, _documents: Tensor) -> Any:
+    """Train LoRA by a run, and export it as it is."""
+    run = petitions_run(shared_data, folder / "run", variant="lora", router={"script_prior": None})
+    korean = shared_data / "ko-petitions" / "train.txt.xz"
+    source = f"{{name: petitions, path: {korean}, language: ko, max_documents: 100}}"
+    overrides = [f"model.base={base.base}", f"corpus.sources=[{source}]", "export.format=adapter"]
+    config = train_run(changed(run, *overrides, "train.max_steps=80", "train.lr=0.01"))
+    shutil.copytree(export(config).folder, folder, dirs_exist_ok=True)
+    return open_model(folder, None, None).model
+
+
+KINDS = {"expansion": widened_to, "adapter": adapted_to}
+
+
+@pytest.fixture(scope="session", params=[*KINDS])
+def trained(
+    request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Trained:
+    base = ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf"))
+    tokenizer = load_tokenizer(base)
     held_out = [
         ids_of(shared_data, tokenizer, file, 400_000)[: DOCUMENTS * DOCUMENT_LENGTH].view(
             DOCUMENTS, -1
@@ -106,9 +163,8 @@ def trained(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trai
         for file in ("en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
     ]
     documents = torch.cat(held_out)
-    folder = tmp_path_factory.mktemp("plain")
-    plain = plain_model(model, "float32", [documents[::40, :64]])
-    write_plain(plain, tokenizer, base, folder, router_keys(model))
+    folder = tmp_path_factory.mktemp(request.param)
+    model = KINDS[request.param](folder, shared_data, base, documents)
     return Trained(
         model, tokenizer, folder, documents, documents[:: 2 * DOCUMENTS // PROMPTS, :PROMPT_LENGTH]
     )

@@ -1,4 +1,4 @@
-"""Every family: random plain models beside their own transformers classes."""
+"""Every family: random plain models, widened, with an adapter or a copy, beside their own transformers classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scale_cli.model.family_scale import FAMILIES as BASES
 from scale_cli.model.routing import base_shares, log_prior, mix_logits, posterior_log_weights
 from scale_cli.serving import FAMILIES
-from tests.serving.engine.conftest import Ask
+from tests.serving.engine.conftest import Ask, random_adapter
 
 STREAMS = [80, 48]
 PRIOR = 0.6
@@ -46,6 +46,8 @@ OWN: dict[str, dict[str, Any]] = {
 SHARED = "Llama, its vocabulary and its attention heads shared by two processes"
 LACKING = f"{SHARED}; the base lacks some tokens"
 COMPILED = "Qwen3, its trunk compiled"
+ADAPTED = ", an adapter"
+COPIED = ", a copy"
 MODEL_TYPES = {family.class_name: model_type for model_type, family in BASES.items()}
 NUM_NEW = 40
 NEW_TOKENS: dict[str, Any] = {
@@ -79,7 +81,11 @@ def routed_log_probs(model: Any, new_tokens: dict[str, Any] | None = None) -> Te
         shares = base_shares({"new_tokens": new_tokens})
         assert shares is not None
         base = shares(base[..., :-NUM_NEW])
-    logits_KBTV = torch.stack([base, trained])
+    return mixed_log_probs(torch.stack([base, trained]))
+
+
+def mixed_log_probs(logits_KBTV: Tensor) -> Tensor:
+    """(B, T - 1): of each token after the first, under the posterior mixture."""
     next_ids = IDS[:, 1:, None].expand(2, -1, -1, -1)
     said_KBT = logits_KBTV.log_softmax(-1)[:, :, :-1].gather(-1, next_ids)[..., 0]
     weights = posterior_log_weights(said_KBT, log_prior(PRIOR))
@@ -108,28 +114,54 @@ def served_and_expected(
         sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         rounds = [{"prompts": IDS.tolist(), "sampling": sampling}]
         jobs[family] = {"folder": str(folder), "engine": {**ENGINE, **routed}, "rounds": rounds}
+        adapted = f"{family}{ADAPTED}"
+        beside = root / adapted
+        trained = random_adapter(model, beside, folder, prior=PRIOR)
+        with torch.no_grad():
+            heads = [each(input_ids=IDS).logits for each in (model, trained)]
+        expected[adapted] = mixed_log_probs(torch.stack(heads))
+        jobs[adapted] = jobs[family] | {"folder": str(beside)}
+        copied = f"{family}{COPIED}"
+        torch.manual_seed(1)
+        other = AutoModelForCausalLM.from_config(config).eval()
+        other.save_pretrained(root / copied)
+        tell_of_the_router(root / copied, kind="copy", base=str(folder), revision=None)
+        with torch.no_grad():
+            heads = [each(input_ids=IDS).logits for each in (model, other)]
+        expected[copied] = mixed_log_probs(torch.stack(heads))
+        jobs[copied] = jobs[family] | {"folder": str(root / copied)}
     shared = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     jobs[SHARED] = jobs["Llama"] | {"engine": {**jobs["Llama"]["engine"], **shared}}
     expected[SHARED] = expected["Llama"]
     lacking = {"scale_router": {**ROUTER, "new_tokens": NEW_TOKENS}}
     overrides = {"hf_overrides": {**jobs[SHARED]["engine"]["hf_overrides"], **lacking}}
     jobs[LACKING] = jobs[SHARED] | {"engine": {**jobs[SHARED]["engine"], **overrides}}
-    jobs[COMPILED] = jobs["Qwen3"] | {"engine": {**jobs["Qwen3"]["engine"], "enforce_eager": False}}
-    expected[COMPILED] = expected["Qwen3"]
+    for kind in ("", ADAPTED, COPIED):
+        compiled = {"engine": {**jobs["Qwen3"]["engine"], "enforce_eager": False}}
+        jobs[f"{COMPILED}{kind}"] = jobs[f"Qwen3{kind}"] | compiled
+        expected[f"{COMPILED}{kind}"] = expected[f"Qwen3{kind}"]
+    for kind in (ADAPTED, COPIED):
+        jobs[f"{SHARED}{kind}"] = jobs[f"Llama{kind}"] | {"engine": jobs[SHARED]["engine"]}
+        expected[f"{SHARED}{kind}"] = expected[f"Llama{kind}"]
     answers = ask(jobs, root)
     return {name: (answers[name], expected[name]) for name in jobs}
 
 
-def tell_of_the_router(folder: Path) -> None:
+def tell_of_the_router(folder: Path, **keys: Any) -> None:
     told = json.loads((folder / "config.json").read_text())
-    told["scale_router"] = ROUTER
+    told["scale_router"] = {**keys, "prior": PRIOR} if keys else ROUTER
     (folder / "config.json").write_text(json.dumps(told))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, SHARED, LACKING, COMPILED])
+EVERY = [*FAMILIES, SHARED, COMPILED]
+
+
+@pytest.mark.parametrize(
+    "name", [f"{of}{kind}" for kind in ("", ADAPTED, COPIED) for of in EVERY] + [LACKING]
+)
 def test_a_family_routes_between_its_heads_as_torch_does(
-    family: str, served_and_expected: dict[str, tuple[Any, Tensor]]
+    name: str, served_and_expected: dict[str, tuple[Any, Tensor]]
 ) -> None:
-    answers, expected = served_and_expected[family]
+    answers, expected = served_and_expected[name]
     served = torch.tensor([of[1:] for of in answers["rounds"][0]["prompt_log_probs"]])
     torch.testing.assert_close(served, expected, atol=1e-3, rtol=1e-4)

@@ -10,6 +10,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from tests.serving.engine.conftest import ENVIRONMENT, Trained
 from tests.serving_page import commands
 
@@ -24,6 +26,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+@pytest.mark.parametrize("trained", ["expansion"], indirect=True)
 def test_the_commands_of_the_page_serve_the_router(
     trained: Trained, vllm: Path, tmp_path: Path
 ) -> None:

@@ -17,14 +17,14 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.config.vocabulary import Script
 from scale_cli.data.conversations import Messages
 from scale_cli.export.dense import plain_model
-from scale_cli.export.plain_folder import router_keys, write_plain
+from scale_cli.export.plain_folder import copy_tokenizer, router_keys, write_plain
 from scale_cli.generation.generator import FramedPrompt, Generator
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.runs.method_folder import set_router
 from scale_cli.storage.atomic import read_json
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.base_tokenizer import load_tokenizer
-from tests.serving.engine.conftest import Ask
+from scale_cli.upscale.base_tokenizer import load_tokenizer, tokenizer_place
+from tests.serving.engine.conftest import Ask, random_adapter
 from tests.serving.engine.test_vllm import ENGINE
 from tests.torture.attacker import edit_json
 from tests.widening import as_if_trained, widen
@@ -71,17 +71,34 @@ def beginnings(text: Path) -> list[str]:
     return [line[:length] for line in long for length in (12, 20)]
 
 
-@pytest.fixture(scope="module")
+KOREAN = Script.of_languages(["ko"])
+
+
+def widened_to(folder: Path, base: ModelConfig) -> None:
+    model = as_if_trained(widen(load_base(base), "route"), std=0.12)
+    set_router(model, RouterConfig(), KOREAN)
+    plain = plain_model(model, "float32", [torch.arange(64)[None]])
+    write_plain(plain, load_tokenizer(base), base, folder, router_keys(model))
+
+
+def adapted_to(folder: Path, base: ModelConfig) -> None:
+    assert KOREAN is not None
+    ranges = [list(span) for span in KOREAN.ranges]
+    at = Path(base.base)
+    random_adapter(load_base(base), folder, at, prior=0.5, script_prior=0.02, script=ranges)
+    copy_tokenizer(load_tokenizer(base), tokenizer_place(base), folder)
+
+
+@pytest.fixture(scope="module", params=[widened_to, adapted_to], ids=["expansion", "adapter"])
 def served(
-    ask: Ask, shared_data: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    ask: Ask,
+    shared_data: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Served]:
     """Korean and English prompts, as texts and in chats; the trained head knows as little as the base."""
     root = tmp_path_factory.mktemp("prompts")
-    base = ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf"))
-    model = as_if_trained(widen(load_base(base), "route"), std=0.12)
-    set_router(model, RouterConfig(), Script.of_languages(["ko"]))
-    plain = plain_model(model, "float32", [torch.arange(64)[None]])
-    write_plain(plain, load_tokenizer(base), base, root / "by script", router_keys(model))
+    request.param(root / "by script", ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf")))
     (root / "by script" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     shutil.copytree(root / "by script", root / "even")
     even = {"scale_router": {**read_json(root / "even" / "config.json")["scale_router"]}}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from scale_cli.model.heads import token_log_probs
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from tests.serving.engine.conftest import (
     DOCUMENT_LENGTH,
     DOCUMENTS,
@@ -106,8 +107,9 @@ def continuations(trained: Trained) -> list[list[int]]:
 @torch.no_grad()
 def losses(trained: Trained) -> Tensor:
     """(K, documents): nats that each head costs, from the second token on."""
+    heads = trained.model if isinstance(trained.model, ScaleForCausalLM) else trained.model.streams
     of = [
-        -token_log_probs(trained.model, ids[:, :-1], ids[:, 1:]).log_probs_KBT.sum(dim=-1)
+        -token_log_probs(heads, ids[:, :-1], ids[:, 1:]).log_probs_KBT.sum(dim=-1)
         for ids in trained.documents.split(20)
     ]
     return torch.cat(of, dim=1)

@@ -1,0 +1,252 @@
+"""A base and LoRA adapters on its own weights in vLLM: one pass, with the rows of a step twice.
+
+Every linear layer reads its weights once for both streams. Behind it the second half of the rows
+gets what the adapter adds, (h A) B: a quantised base stays as it is. Attention alone must keep the
+streams apart, so it gets them side by side, with twice the heads; so has the KV cache, whose blocks
+are what they were. The last row is [x | y].
+
+vLLM's own loaders give each device its share of A and B. Where the inputs are shared, each adds its
+part of (h A) B before the sum over the devices, which is linear.
+
+Shapes: T tokens of a step, 2T rows, D channels, I inputs, O outputs; R the ranks of all adapters of
+a layer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+from .head_parts import HeadPart, HeadProducts, Weights, is_readable, tiles_of
+from .stream_heads import Products, second
+
+_SETTINGS = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+# Of PEFT's names.
+_PREFIX = "base_model.model."
+_DOWN = ".lora_A.weight"
+_UP = ".lora_B.weight"
+
+
+def side_by_side(rows: Tensor) -> Tensor:
+    """Return (T, 2D), from (2T, D): the rows of the first stream, then those of the second."""
+    return torch.cat(rows.chunk(2), dim=-1)
+
+
+class AdapterStreams:
+    """Both streams in one pass over the base's weights."""
+
+    def __init__(self, model: Any, vllm_config: Any) -> None:
+        self.sizes: Sequence[int] = [model.config.hidden_size] * 2  # channels of x and of y
+        self._model = model
+        self._folder = vllm_config.model_config.model
+        self._revision = vllm_config.model_config.revision
+        router = model.config.scale_router
+        # The folder that is served has the adapter alone; its base's weights are read after it.
+        model.allow_patterns_overrides = [_WEIGHTS]
+        model.secondary_weights = [DefaultModelLoader.Source(router["base"], router["revision"])]
+        for layer in model.model.layers:
+            layer.self_attn.attn = AttentionOfBoth.like(layer.self_attn.attn, vllm_config)
+
+    def run(self, trunk: Callable[..., Tensor], ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Return [x | y], the trunk's last rows of both streams."""
+        embedded_TD = self._model.embed_input_ids(ids_T)
+        return side_by_side(trunk(None, positions_T.repeat(2), None, embedded_TD.repeat(2, 1)))
+
+    def load(self, load: Callable[..., set[str]], weights: Weights) -> set[str]:
+        """Load the base's weights by the model's own `load`, and put the adapter beside them."""
+        tensors = {}
+
+        def of_base() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if name.startswith(_PREFIX):
+                    tensors[name.removeprefix(_PREFIX)] = tensor
+                else:
+                    yield name, tensor
+
+        loaded = load(of_base())
+        settings = get_hf_file_to_dict(_SETTINGS, self._folder, self._revision)
+        self._put_beside(pairs_of(tensors, settings, self._folder))
+        return loaded
+
+    def head_products(self) -> HeadProducts:
+        """Return products of x and y with the base's head, which is read once for both."""
+        head = self._model.lm_head
+        if not is_readable(head):
+            of_both = self._products(lambda rows: head.quant_method.apply(head, rows))
+            return HeadProducts(nn.ModuleList(), [of_both], None, second)
+        weight = head.weight.data
+        parts = [HeadPart(tile) for tile in tiles_of(weight)]
+        tiles = [self._products(part) for part in parts]
+        return HeadProducts(nn.ModuleList(parts), tiles, [weight, weight], second)
+
+    def _products(self, product: Callable[[Tensor], Tensor]) -> Products:
+        def products(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
+            of_base_TV, of_trained_TV = product(torch.cat(rows_TD.chunk(2, dim=-1))).chunk(2)
+            return of_base_TV, of_trained_TV
+
+        return products
+
+    def _put_beside(self, pairs: Mapping[str, Pair]) -> None:
+        """Put A and B of each of the base's linear maps beside the layer that vLLM computes it in."""
+        place_of = {
+            part: (merged, index)
+            for merged, parts in self._model.packed_modules_mapping.items()
+            for index, part in enumerate(parts)
+        }
+        layers = dict(self._model.named_modules())
+        of_layer: dict[str, dict[int | None, Pair]] = {}
+        for name, pair in pairs.items():
+            parent, _, last = name.rpartition(".")
+            merged, index = place_of.get(last, (last, None))
+            of_layer.setdefault(f"{parent}.{merged}", {})[index] = pair
+        for name, parts in of_layer.items():
+            layer = layers.get(name)
+            if not isinstance(layer, LinearBase):
+                raise ValueError(
+                    f"{self._folder}: adapts {name}, which is no linear layer of vLLM's model; serve "
+                    "it with `scale serve --engine transformers`"
+                )
+            layer.quant_method = LinearOfBoth(layer, parts)
+
+
+class AttentionOfBoth(Attention):
+    """vLLM's attention, of the streams' heads side by side."""
+
+    @classmethod
+    def like(cls, one: Attention, vllm_config: Any) -> AttentionOfBoth:
+        """Return it in the place of a layer of one stream."""
+        del vllm_config.compilation_config.static_forward_context[one.layer_name]
+        return cls(
+            2 * one.num_heads,
+            one.head_size,
+            one.impl.scale,
+            num_kv_heads=2 * one.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=one.quant_config,
+            logits_soft_cap=one.impl.logits_soft_cap,
+            per_layer_sliding_window=one.sliding_window,
+            attn_type=one.attn_type,
+            prefix=one.layer_name,
+        )
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        beside_TD = super().forward(side_by_side(query), side_by_side(key), side_by_side(value))
+        return torch.cat(beside_TD.chunk(2, dim=-1))
+
+
+class Pair(NamedTuple):
+    """What an adapter adds to one linear map: (h A) B."""
+
+    down_RI: Tensor
+    up_OR: Tensor  # scaled
+
+
+def pairs_of(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], folder: str
+) -> dict[str, Pair]:
+    """Return A and B of every linear map, from PEFT's files.
+
+    ValueError: the adapter is more than these.
+    """
+    pairs = {}
+    downs = {
+        name.removesuffix(_DOWN): tensor for name, tensor in tensors.items() if name.endswith(_DOWN)
+    }
+    for name, down_RI in downs.items():
+        alpha = _of_pattern(settings["alpha_pattern"], name, settings["lora_alpha"])
+        rank = len(down_RI)
+        scale = alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
+        pairs[name] = Pair(down_RI, tensors[f"{name}{_UP}"] * scale)
+    others = tensors.keys() - {f"{name}{end}" for name in pairs for end in (_DOWN, _UP)}
+    if others:
+        raise ValueError(
+            f"{folder}: {_WEIGHTS} has {min(others)}, which is not A or B of a linear layer; serve "
+            "it with `scale serve --engine transformers`"
+        )
+    return pairs
+
+
+def _of_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+    """Return a setting of one linear map, as PEFT finds it."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return otherwise
+
+
+class LinearOfBoth(QuantizeMethodBase):
+    """A linear layer's own method, and behind it what the adapter adds to the second stream."""
+
+    def __init__(self, layer: Any, parts: Mapping[int | None, Pair]) -> None:
+        self.own = layer.quant_method
+        self.requires_device_loading = self.own.requires_device_loading
+        layer.adapter = _Adapter(layer, parts)
+
+    def create_weights(self, *args: Any, **options: Any) -> None:
+        """Do nothing: the layer has its weights."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Prepare the layer after its weights are loaded."""
+        self.own.process_weights_after_loading(layer)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        output = self.own.apply(layer, x, bias)
+        num_tokens = len(x) // 2
+        layer.adapter.add(x[num_tokens:], output[num_tokens:])
+        return output
+
+
+class _Adapter(nn.Module):
+    """This device's share of the adapters beside a layer, which may hold several linear maps."""
+
+    down_RI: Tensor  # of all the maps
+
+    def __init__(self, layer: Any, parts: Mapping[int | None, Pair]) -> None:
+        super().__init__()
+        downs = [
+            _share(
+                layer, down_RI, [len(down_RI), layer.input_size_per_partition], None, input_dim=1
+            )
+            for down_RI, _ in parts.values()
+        ]
+        self.register_buffer("down_RI", torch.cat(downs), persistent=False)
+        self._ranks = [len(down_RI) for down_RI in downs]
+        self._places = []
+        for index, (_, up_OR) in parts.items():
+            sizes = layer.output_partition_sizes
+            whole = _share(layer, up_OR, [sum(sizes), up_OR.shape[1]], index, output_dim=0)
+            start = sum(sizes[: index or 0])
+            place = slice(start, start + sizes[index or 0])
+            self.register_buffer(f"up_{index}", whole[place].T.contiguous(), persistent=False)
+            self._places.append((f"up_{index}", place))
+
+    def add(self, rows_TI: Tensor, output_TO: Tensor) -> None:
+        """Add (h A) B to the layer's output."""
+        low_TR = F.linear(rows_TI, self.down_RI).split(self._ranks, dim=-1)
+        for of_map_TR, (name, place) in zip(low_TR, self._places, strict=True):
+            output_TO[:, place].addmm_(of_map_TR, getattr(self, name))
+
+
+def _share(
+    layer: Any, whole: Tensor, sizes: Sequence[int], index: int | None, **dimension: int
+) -> Tensor:
+    """Return a device's share of a matrix, in zeros of some sizes, by the layer's own loader."""
+    weight = next(layer.parameters())
+    share = nn.Parameter(torch.zeros(sizes, dtype=layer.params_dtype, device=weight.device), False)
+    set_weight_attrs(share, dimension)
+    named = "qkv"[index] if index is not None and isinstance(layer, QKVParallelLinear) else index
+    layer.weight_loader(share, whole, *(() if index is None else (named,)))
+    return share.data

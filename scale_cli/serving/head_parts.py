@@ -1,0 +1,61 @@
+"""Both heads' products in vLLM: parts of a vocabulary head, which it prepares like whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+
+from .stream_heads import Products, TrainedOf
+
+Weights = Iterable[tuple[str, Tensor]]  # by name, as files have them
+# Used on a CPU: the logits of so many tokens stay in its cache.
+_TOKENS_OF_A_TILE = 8192
+
+
+class HeadProducts(NamedTuple):
+    """What `StreamHeads` multiplies rows by, and the modules that hold it."""
+
+    modules: nn.ModuleList
+    tiles: Sequence[Products]
+    weights: Sequence[Tensor] | None
+    trained_of: TrainedOf
+
+
+def is_readable(lm_head: Any) -> bool:
+    """Return whether the rows of a head can be read: it is not quantised."""
+    return isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod)
+
+
+def tiles_of(weight: Tensor) -> Sequence[Tensor]:
+    """Return a head's rows in as many parts as are computed one after another."""
+    return weight.split(_TOKENS_OF_A_TILE) if current_platform.is_cpu() else [weight]
+
+
+class HeadPart(nn.Module):
+    """Some rows and columns of a head, which vLLM prepares and multiplies like a whole head."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)
+        self.quant_method = _PartMethod()
+
+    def forward(self, rows_TD: Tensor) -> Tensor:
+        return self.quant_method.apply(self, rows_TD.contiguous())
+
+
+class _PartMethod(UnquantizedEmbeddingMethod):
+    """vLLM's method for whole heads. On a CPU it packs the weights, and for that they must not be a
+    view.
+    """
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Prepare a layer after its weights are loaded."""
+        if current_platform.is_cpu():
+            layer.weight = layer.weight.contiguous()
+        super().process_weights_after_loading(layer)
