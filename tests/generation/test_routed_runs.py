@@ -11,13 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from scale_cli.commands.serve import serve
 from scale_cli.config.schema import Head, RunConfig
-from scale_cli.errors import (
-    BaseModelError,
-    ChangedBaseError,
-    MissingExtraError,
-    RunFolderError,
-    UsageError,
-)
+from scale_cli.errors import BaseModelError, ChangedBaseError, RunFolderError, UsageError
 from scale_cli.generation.generator import Generator, HeadShares, Sampling
 from scale_cli.storage.atomic import load_tensors, read_json, save_tensors
 from tests.command_line import Scale, refused
@@ -215,8 +209,6 @@ def test_the_server_says_its_bound(lora: RunConfig, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("scale_cli.commands.serve.Generator", lambda *_: served[0])
     serve(lora.output_dir, None, ["--port", "0"], lines.append)
     assert lines[3].endswith("the cosine rule promises no bound")
-    with refused(MissingExtraError, "^--engine vllm: needs vllm"):
-        serve(lora.output_dir, "vllm", [], lines.append)
     with refused(UsageError, "^--engine vllm: serves plain exports"):
         serve(lora.output_dir, "vllm", [], lines.append, "trained")
 
