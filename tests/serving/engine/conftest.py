@@ -98,7 +98,7 @@ def random_adapter(base: PreTrainedModel, folder: Path, at: Path, **router: Any)
         task_type="CAUSAL_LM",
     )
     trained = get_peft_model(copy.deepcopy(base), settings).eval()
-    trained.save_pretrained(folder)
+    trained.save_pretrained(str(folder))
     base.config.save_pretrained(folder)
     keys = {
         "kind": "adapter",
