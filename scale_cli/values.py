@@ -9,7 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+)
 
 
 class Section(BaseModel):
@@ -119,7 +127,12 @@ Steps = Annotated[int, Field(ge=1, le=10_000_000)]
 Length = Annotated[int, Field(ge=2, le=2**24)]
 BatchSize = Annotated[int, Field(ge=1, le=2**20)]
 Documents = Annotated[int, Field(ge=1, le=10**12)]
-LearningRate = Annotated[float, Field(gt=0.0, le=100.0)]
+# A number by its own type alone, so that an error names one thing to write, not two.
+LearningRate = Annotated[
+    Annotated[float, Field(gt=0.0, le=100.0), Tag("float")]
+    | Annotated[Literal["auto"], Tag("auto")],
+    Discriminator(lambda value: "auto" if value == "auto" else "float"),
+]
 
 STORES = ("hf", "s3", "gs", "az", "https")
 _LONGEST_PATH_BYTES = 4000

@@ -72,10 +72,10 @@ def _rows(schema: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _type(node: dict[str, Any], item: dict[str, Any]) -> str:
-    if "anyOf" in node:
+    if choices := node.get("anyOf") or node.get("oneOf"):
         kinds = [
             _type(choice, choice.get("items", {}))
-            for choice in node["anyOf"]
+            for choice in choices
             if choice.get("type") != "null"
         ]
         return ", or ".join(dict.fromkeys(kinds))

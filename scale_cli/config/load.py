@@ -143,7 +143,7 @@ def _describe(
         str(part)
         for index, part in enumerate(detail["loc"])
         if (kind == "extra_forbidden" and index == last)
-        or not (part in ("str", "int") or "[" in str(part))
+        or not (part in ("str", "int", "float") or "[" in str(part))
     ]
     place = ".".join(
         key if key.isprintable() and len(key) <= _LONGEST_QUOTE else _quoted(key)

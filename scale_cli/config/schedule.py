@@ -11,6 +11,28 @@ from scale_cli.config.training import Schedule, TrainConfig
 _SHARE_OF_DECAY = 0.2
 
 
+# Of a run's work, what the search of `train.lr: auto` may take. A sequence that it reads costs a
+# step's work, of three passes, and as many again are read once for each rate, about eight times.
+_SEARCHED_SHARE = 0.05
+_SEARCH_WORK = 1 + 8 / 3
+
+
+def searched_sequences(train: TrainConfig, num_processes: int = 1) -> int:
+    """Return of how many sequences `train.lr: auto` takes its gradient, and by as many judges it; 0 if
+    the run is too short to look for its rate.
+    """
+    of_run = train.max_steps * train.global_batch_size
+    affordable = int(_SEARCHED_SHARE * of_run / _SEARCH_WORK)
+    return min(train.global_batch_size, affordable) // num_processes * num_processes
+
+
+def search_steps(train: TrainConfig) -> float:
+    """Return the work of finding the rate, in steps of the run."""
+    if train.lr != "auto":
+        return 0.0
+    return _SEARCH_WORK * searched_sequences(train) / train.global_batch_size
+
+
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Return the learning rate of a step (0 is the first).
 
@@ -18,9 +40,9 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     of `SCHEDULES`, from `lr` down to `min_lr_ratio` of it.
     """
     if step < train.warmup_steps:
-        return train.lr * (step + 1) / train.warmup_steps
+        return train.peak_lr * (step + 1) / train.warmup_steps
     low = train.min_lr_ratio
-    return train.lr * (low + (1.0 - low) * SCHEDULES[train.schedule](step, train))
+    return train.peak_lr * (low + (1.0 - low) * SCHEDULES[train.schedule](step, train))
 
 
 def _cosine(step: int, train: TrainConfig) -> float:

@@ -85,8 +85,9 @@ class _AnyTraining(Section):
         + _left_out("optimiser"),
     )
     lr: Accepted[LearningRate] = Field(
-        default=1.0e-3,
-        description=f"learning rate, which every kind of tensor has a multiple of{_left_out('lr')}",
+        default="auto",
+        description="learning rate, which every kind of tensor has a multiple of; auto: found on the run's own model "
+        "and text before the first step, for at most 5 % of the run's work (docs/training.md)",
     )
     lr_multipliers: LrMultipliers = LrMultipliers()
     min_lr_ratio: Accepted[Fraction] = Field(
@@ -208,6 +209,12 @@ class _AnyTraining(Section):
                 f"together more than max_steps {self.max_steps:,}"
             )
         return self
+
+    @property
+    def peak_lr(self) -> float:
+        """The rate after the warm-up."""
+        assert self.lr != "auto", "the rate is found before the first step"
+        return self.lr
 
     def sequences_at_once(self, num_processes: int) -> int:
         """Return `micro_batch_size`, or its default if this many processes share a step."""

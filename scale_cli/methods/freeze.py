@@ -31,7 +31,7 @@ class Freeze(Plain[FreezeConfig]):
     section = "freeze"
     settings = FreezeConfig
     is_planned = True
-    left_out = {"lr": 4.0e-4}  # as full fine-tuning's
+    usual_lr = 4.0e-4  # as full fine-tuning's
 
     def in_words(self, settings: FreezeConfig) -> str:
         return f", bottom {counted(settings.num_layers, 'layer')} frozen"

@@ -14,7 +14,7 @@ class Full(Plain[MethodSection]):
     colour = "#d55e00"
     mark = ("o", "●")
     takes_new_tokens = is_planned = True
-    left_out = {"lr": 4.0e-4}  # docs/results/rivals.md
+    usual_lr = 4.0e-4  # docs/results/rivals.md
 
     def plain_training(self, settings: MethodSection, num_layers: int) -> PlainTraining:
         layers = [(layer, True) for layer in range(num_layers)]

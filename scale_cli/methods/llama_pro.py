@@ -30,7 +30,7 @@ class LlamaPro(Plain[LlamaProConfig]):
     section = "llama_pro"
     settings = LlamaProConfig
     is_planned = True
-    left_out = {"lr": 3.0e-3}  # docs/results/rivals.md
+    usual_lr = 3.0e-3  # docs/results/rivals.md
 
     def in_words(self, settings: LlamaProConfig) -> str:
         return ", new blocks only"

@@ -78,7 +78,7 @@ class Lora(Method[LoraConfig]):
     mark = ("s", "■")
     section = "lora"
     settings = LoraConfig
-    left_out = {"lr": 3.0e-3}  # docs/results/rivals.md
+    usual_lr = 3.0e-3  # docs/results/rivals.md
     adapter = "peft"
     exports = ("adapter",)  # merged in 16 bits it would lose what a short run learned
     is_planned = True

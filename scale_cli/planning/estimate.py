@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scale_cli.config.schedule import search_steps
 from scale_cli.config.schema import RunConfig
 from scale_cli.planning.beginnings import HeldOut
 from scale_cli.planning.device import Device
@@ -74,6 +75,7 @@ def estimate(
         for name in config.export.format
         if not (is_trained and folder.export(name, config.export.dtype).is_dir())
     ]
+    searching = 0.0 if steps_done else search_steps(train)
     done = f" left, after step {steps_done:,} of {train.max_steps:,}" if steps_done else ""
 
     num_parameters = step.num_frozen + step.num_trainable
@@ -90,7 +92,7 @@ def estimate(
     step_s = device.step_s(step, train, config.corpus.sequence_length, num_processes)
     return Estimate(
         device=device,
-        training_s=(train.max_steps - steps_done) * step_s,
+        training_s=(train.max_steps - steps_done + searching) * step_s,
         evaluation_s=per_token_s * (evaluated_tokens + num_samples * _TOKENS_OF_A_SAMPLE),
         evaluated_tokens=evaluated_tokens,
         scored_per_s=1 / per_token_s,

@@ -150,7 +150,7 @@ class _Loop:
                 run.wrapped,
                 run.optimiser,
                 next(self.batches),
-                run.config.train,
+                run.train,
                 between_micro_batches=look,
                 asked=self.stop.mine,
                 hooks=run.hooks,
@@ -215,7 +215,7 @@ class _Loop:
     def _warn_of_leap(self, loss: float) -> None:
         """Warn of a loss far above the last ones, and name its batch; the run itself is unaffected."""
         highest = max(self.losses, default=math.inf)
-        step, train = self.run.state.step, self.run.config.train
+        step, train = self.run.state.step, self.run.train
         if len(self.losses) >= _FEWEST_STEPS and loss > _LEAP * highest:
             advice = f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
             batch = (

@@ -51,6 +51,7 @@ from scale_cli.training.metrics_log import MetricsLog
 from scale_cli.training.objective import for_training, settings_on
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
+from scale_cli.training.rate_search import find_rate
 from scale_cli.training.records import BranchPoint, TrainState
 from scale_cli.training.sharding import (
     check_machines,
@@ -153,7 +154,7 @@ def open_training(
         wrapped = shard_model(model, settings, accelerator)
     else:
         wrapped = accelerator.prepare(for_training(model.to(accelerator.device), settings))
-    optimiser = build_optimiser(model, train)
+    optimiser = build_optimiser(model, train)  # it keeps nothing before the first step
     hooks = make_hooks(
         Training(
             config=config, model=model, wrapped=wrapped, accelerator=accelerator, batches=batches
@@ -170,6 +171,12 @@ def open_training(
             saved_step = state.step
     elif initialised_from is not None:
         branch_point = branch_point_at(initialised_from)
+
+    if train.lr == "auto" and state.lr is None:
+        log("finding        the learning rate (train.lr: auto)")
+        found = find_rate(config, corpora, accelerator=accelerator, model=model, wrapped=wrapped)
+        log(f"rate           {found}")
+        state = replace(state, lr=found.lr)
 
     observer = None
     if train.eval_every_steps:

@@ -47,6 +47,7 @@ def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     Weight decay acts on matrices only: not on gains and biases, and not on embeddings, whose rows
     would shrink at every step without their token.
     """
+    lr = 0.0 if train.lr == "auto" else train.lr  # each step sets it
     rates = rates_of(model, train)
     kinds = kinds_of_parameters(model)
     trained = trainable_parameters(model)
@@ -65,13 +66,14 @@ def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
 
     parts: list[torch.optim.Optimizer] = []
     if of_muon:
-        muon = BatchedMuon(of_muon, lr=train.lr, adjust_lr_fn="match_rms_adamw")
+        muon = BatchedMuon(of_muon, lr=lr, adjust_lr_fn="match_rms_adamw")
         muon.dtype_of_products = dtype_of_products(train)
         parts.append(muon)
     if of_adamw:
         betas = (train.adam_beta1, train.adam_beta2)
         eps = train.adam_epsilon
-        parts.append(torch.optim.AdamW(of_adamw, lr=train.lr, betas=betas, eps=eps, fused=True))
+        adamw = torch.optim.AdamW(of_adamw, lr=lr, betas=betas, eps=eps, fused=True)
+        parts.append(adamw)
     return MuonBesideAdamW(parts) if of_muon else parts[0]
 
 

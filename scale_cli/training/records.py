@@ -41,6 +41,7 @@ class TrainState(RunRecord):
     # yet.
     since_logged: tuple[tuple[float, int], ...] = ()
     best: Score | None = None  # its checkpoint is kept, if `train.max_forgetting` is set
+    lr: float | None = None  # that `train.lr: auto` has found; None: the config's own
     windows: int = 1  # how text is cut (`WINDOWS` in data/corpora.py); earlier versions say nothing
 
     @property

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.corpora import CORPORA
 from scale_cli.data.ledger import SourceTokens, TokenLedger
@@ -109,6 +110,12 @@ class TrainingRun:
     @property
     def config(self) -> RunConfig:
         return self.start.run.config
+
+    @property
+    def train(self) -> TrainConfig:
+        """The settings of training, with the rate that was found if the config leaves it open."""
+        train = self.config.train
+        return train if train.lr != "auto" else train.model_copy(update={"lr": self.state.lr})
 
     @property
     def folder(self) -> RunFolder:

@@ -178,7 +178,7 @@ def _hf_lora(shape: Shape, batches: Batches) -> BenchmarkCase:
     """Return PEFT's LoRA in a plain loop, with transformers' loss."""
     model, train, clock = _peft_lora(shape), shape.train(), Clock(shape.device)
     parameters = list(trainable_parameters(model).values())
-    optimiser = torch.optim.AdamW(parameters, lr=train.lr, fused=True)
+    optimiser = torch.optim.AdamW(parameters, lr=train.peak_lr, fused=True)
     _mark_forward(model, clock)
 
     def step(index: int) -> float:
@@ -229,7 +229,7 @@ def _hf_trainer(
         output_dir=str(folder / "trainer"),
         per_device_train_batch_size=shape.batch_size,
         max_steps=train.max_steps,
-        learning_rate=train.lr,
+        learning_rate=train.peak_lr,
         lr_scheduler_type="constant",
         weight_decay=train.weight_decay,
         use_cpu=shape.device == "cpu",

@@ -64,14 +64,14 @@ def test_the_rate_climbs_in_equal_steps_to_lr_never_rises_after_and_never_falls_
     found = rates(train)
     warmup, after = found[: train.warmup_steps], found[train.warmup_steps :]
     assert warmup == pytest.approx(
-        [train.lr * (i + 1) / train.warmup_steps for i in range(len(warmup))]
+        [train.peak_lr * (i + 1) / train.warmup_steps for i in range(len(warmup))]
     )
     assert all(later > earlier for earlier, later in pairwise(warmup))
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(after))
     if train.schedule == "constant":
-        assert after == [train.lr] * len(after)
+        assert after == [train.peak_lr] * len(after)
     assert all(
-        train.lr * train.min_lr_ratio * (1 - 1e-12) <= rate <= train.lr * (1 + 1e-12)
+        train.peak_lr * train.min_lr_ratio * (1 - 1e-12) <= rate <= train.peak_lr * (1 + 1e-12)
         for rate in after
     )
 
@@ -82,11 +82,11 @@ def test_the_cosine_is_that_of_torch(train: TrainConfig) -> None:
     num_decay = train.max_steps - train.warmup_steps
     if num_decay < 2:
         return
-    shape = {"T_max": num_decay - 1, "eta_min": train.lr * train.min_lr_ratio}
-    decay = of_torch(CosineAnnealingLR, train.lr, num_decay, **shape)
+    shape = {"T_max": num_decay - 1, "eta_min": train.peak_lr * train.min_lr_ratio}
+    decay = of_torch(CosineAnnealingLR, train.peak_lr, num_decay, **shape)
     # Torch multiplies its way from step to step, and carries the rounding along.
     found = rates(train)[train.warmup_steps :]
-    assert found == pytest.approx(decay, rel=1e-6, abs=train.lr * 1e-9)
+    assert found == pytest.approx(decay, rel=1e-6, abs=train.peak_lr * 1e-9)
 
 
 @settings(max_examples=100)
@@ -100,9 +100,9 @@ def test_warm_up_stable_decay_is_that_of_transformers(train: TrainConfig) -> Non
         else train.decay_steps
     )
     stable_steps = after_warmup - decay_steps
-    assert found[train.warmup_steps :][:stable_steps] == [train.lr] * stable_steps
+    assert found[train.warmup_steps :][:stable_steps] == [train.peak_lr] * stable_steps
     if decay_steps:
-        assert found[-1] == pytest.approx(train.lr * train.min_lr_ratio)
+        assert found[-1] == pytest.approx(train.peak_lr * train.min_lr_ratio)
     if decay_steps and stable_steps:
         steps = {"num_warmup_steps": train.warmup_steps, "num_decay_steps": decay_steps}
         shape = {
@@ -110,7 +110,7 @@ def test_warm_up_stable_decay_is_that_of_transformers(train: TrainConfig) -> Non
             "decay_type": "1-sqrt",
             "min_lr_ratio": train.min_lr_ratio,
         }
-        theirs = of_torch(get_wsd_schedule, train.lr, train.max_steps, **steps, **shape)
+        theirs = of_torch(get_wsd_schedule, train.peak_lr, train.max_steps, **steps, **shape)
         assert found[train.warmup_steps :] == pytest.approx(
-            theirs[train.warmup_steps :], abs=train.lr * 1e-9
+            theirs[train.warmup_steps :], abs=train.peak_lr * 1e-9
         )

@@ -126,7 +126,7 @@ class InPlainTorch:
         norm = torch.nn.utils.clip_grad_norm_(self.leaves.values(), train.max_grad_norm)
         warm, last = train.warmup_steps, NUM_STEPS - 1
         cosine = 0.5 * (1 + math.cos(math.pi * (index - warm) / (last - warm)))
-        lr = train.lr * ((index + 1) / warm if index < warm else 0.1 + 0.9 * cosine)
+        lr = train.peak_lr * ((index + 1) / warm if index < warm else 0.1 + 0.9 * cosine)
         for group in self.optimiser.param_groups:
             group["lr"] = lr * group["rate"]
         with torch.no_grad():

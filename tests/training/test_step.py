@@ -257,7 +257,10 @@ def test_a_frozen_base_in_16_bits_is_never_copied_and_what_trains_is_held_in_flo
     method = MethodConfig.model_validate({"variant": variant, "lora": {"rank": 2}})
     model = start_model(base, method, seed=0)
     train = TrainConfig(
-        max_steps=2, mixed_precision=mixed_precision, activation_checkpointing=checkpointing
+        max_steps=2,
+        lr=1e-3,
+        mixed_precision=mixed_precision,
+        activation_checkpointing=checkpointing,
     )
     steps = Steps(model, train, batches_of(2, 4, window=7))
     with CopiesOf(frozen) as copies:

@@ -1,0 +1,195 @@
+"""Finds the learning rate of a run, where `train.lr` is `auto`: by a line search along its first update.
+
+The first update is as long as the rate says, so one gradient gives the weights after it at any rate. Text that was not
+read for the gradient tells how far the update lowers its loss. A gradient that is mostly noise, as where a base knows
+the text well, does harm early. Source: ours (docs/results/rates.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from scale_cli.config.schedule import searched_sequences
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.training import TrainConfig
+from scale_cli.data.batches import StepBatches
+from scale_cli.data.corpora import build_batches
+from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.methods.recipes import local_part, trainable_parameters
+from scale_cli.processes import autocast
+from scale_cli.training.optimiser import build_optimiser
+from scale_cli.training.step import loss_share, train_step
+
+# Rates that are tried are this far apart, and at most so many such steps from the first one.
+_FACTOR = 2.0
+_MOST_STEPS_AWAY = 10
+# The rate is that at which a parabola would be lowest which has this share of the best gain where the
+# losses have it first. Where the losses are a parabola, that is their lowest point. Where they stay low
+# far beyond, as for text that the base never saw, it is the beginning of that.
+_SHARE_OF_GAIN = 0.9
+_SHARE_OF_WAY = 1 - math.sqrt(1 - _SHARE_OF_GAIN)
+
+
+@dataclass(frozen=True)
+class FoundRate:
+    """A learning rate, and what it was found by."""
+
+    lr: float
+    losses: dict[
+        float, float
+    ]  # after one update at each rate that was tried, nats/token; at 0, before
+
+    def __str__(self) -> str:
+        tried = ", ".join(f"{rate:.2g}: {loss:.3f}" for rate, loss in sorted(self.losses.items()))
+        return f"{self.lr:g}, by one update at each of some rates (loss of text that it has not read: {tried})"
+
+
+def find_rate(
+    config: RunConfig,
+    corpora: Sequence[TokenisedCorpus],
+    *,
+    accelerator: Accelerator,
+    model: nn.Module,
+    wrapped: nn.Module,
+) -> FoundRate:
+    """Return the rate for a model at its start; every process must call this, and gets the same.
+
+    Args:
+        config: of the run.
+        corpora: the text to train on.
+        accelerator: processes and devices.
+        model: the model to train; its weights are put back.
+        wrapped: the same as it is run.
+    """
+    first = config.method.definition.usual_lr
+    train = config.train
+    size = searched_sequences(train, accelerator.num_processes)
+    if not size:
+        return FoundRate(first, {})
+
+    share = size // accelerator.num_processes
+    at_once = train.sequences_at_once(accelerator.num_processes)
+    sizes = {
+        "global_batch_size": size,
+        "micro_batch_size": max(of for of in range(1, at_once + 1) if share % of == 0),
+        "max_steps": 2,
+    }
+    sized = config.model_copy(update={"train": train.model_copy(update=sizes)})
+    batches = build_batches(sized, corpora, accelerator.num_processes)
+    read, judged = (
+        batches.of_step(step, accelerator.process_index, accelerator.num_processes)
+        for step in range(2)
+    )
+    wrapped.train(not train.compile)  # only the shape of the run's own batches is compiled
+    search = LineSearch(accelerator, model, wrapped, sized.train, read, judged)
+    return search.from_rate(first)
+
+
+@dataclass(frozen=True)
+class LineSearch:
+    """A model at its start, the batch of the first update, and the text that judges it."""
+
+    accelerator: Accelerator
+    model: nn.Module  # the trained model
+    wrapped: nn.Module  # the same as it is run
+    train: TrainConfig
+    read: StepBatches  # this process's part of what gives the gradient
+    judged: StepBatches  # of what judges
+
+    def from_rate(self, first: float) -> FoundRate:
+        """Return the rate that is found from a first one on; the weights are put back."""
+        with self._along_update(first) as go_to:
+            losses = {0.0: self.judged_loss_at(0.0, go_to)}
+
+            def loss(power: int) -> float:
+                rate = first * _FACTOR**power
+                if rate not in losses:
+                    losses[rate] = self.judged_loss_at(rate, go_to)
+                return losses[rate]
+
+            power = useful_power(loss, losses[0.0])
+        return FoundRate(float(f"{first * _FACTOR**power:.2g}"), losses)
+
+    def judged_loss_at(self, rate: float, go_to: Callable[[float], None]) -> float:
+        """Return the judged text's loss, in nats/token, after an update at a rate; inf if not finite."""
+        go_to(rate)
+        device = self.accelerator.device
+        num_tokens = max(1, sum(self.judged.num_targets))
+        summed = torch.zeros((), device=device)
+        with torch.no_grad():
+            for micro_batch in self.judged.micro_batches:
+                with autocast(device.type, self.train.mixed_precision):
+                    summed += loss_share(self.wrapped, micro_batch.to(device), num_tokens)
+        loss = float(self.accelerator.reduce(summed, reduction="sum"))
+        return loss if math.isfinite(loss) else math.inf
+
+    @contextmanager
+    def _along_update(self, rate: float) -> Iterator[Callable[[float], None]]:
+        """Take the first update at a rate; give a function that goes to the weights at another."""
+        parameters = trainable_parameters(self.model)
+        before = {name: _kept(parameter) for name, parameter in parameters.items()}
+        settings = {"lr": rate, "schedule": "constant", "warmup_steps": 0}
+        train = self.train.model_copy(update=settings)
+        optimiser = build_optimiser(self.model, train)
+        is_scaled = train.mixed_precision == "fp16"
+        scaler = GradScaler(self.accelerator.device.type, enabled=is_scaled)
+        train_step(self.accelerator, self.wrapped, optimiser, self.read, train, scaler=scaler)
+        optimiser.state.clear()
+        updates = {
+            name: local_part(parameter.detach()) - before[name]
+            for name, parameter in parameters.items()
+        }
+
+        @torch.no_grad()
+        def go_to(other: float) -> None:
+            for name, parameter in parameters.items():
+                here = local_part(parameter)
+                here.copy_(before[name])
+                if other:
+                    here.add_(updates[name], alpha=other / rate)
+
+        try:
+            yield go_to
+        finally:
+            go_to(0.0)
+
+
+def useful_power(loss: Callable[[int], float], before: float) -> float:
+    """Return how far one update should go, as a power of the factor between rates.
+
+    Args:
+        loss: of the judged text after an update at the first rate times the factor to this power.
+        before: the loss before any update.
+    """
+    best = 0
+    while best > -_MOST_STEPS_AWAY and loss(best) == math.inf:
+        best -= 1
+    for way in (1, -1):
+        while abs(best + way) <= _MOST_STEPS_AWAY and loss(best + way) < loss(best):
+            best += way
+    gain = before - loss(best)
+    if gain <= 0:  # no rate helps: the smallest harms least
+        return float(best)
+
+    wanted = before - _SHARE_OF_GAIN * gain
+    enough = best
+    while enough > -_MOST_STEPS_AWAY and loss(enough - 1) <= wanted:
+        enough -= 1
+    below = loss(enough - 1)
+    way_back = (wanted - loss(enough)) / (below - loss(enough))
+    return enough - way_back - math.log(_SHARE_OF_WAY, _FACTOR)
+
+
+def _kept(parameter: nn.Parameter) -> Tensor:
+    """Return a copy, in bfloat16 where that holds it exactly, as it does most bases' weights."""
+    here = local_part(parameter.detach())
+    half = here.to(torch.bfloat16)
+    return half if torch.equal(half.to(here.dtype), here) else here.clone()
