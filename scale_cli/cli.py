@@ -129,6 +129,10 @@ def plan(
     It needs no weights.
     """
     checked = read(config, overrides)
+    if not checked.method.definition.trains:
+        told = f"nothing trains: `scale run` measures {checked.method.model} beside its base"
+        log(f"given          {told}, and exports it")
+        return
     from scale_cli.commands.plan import plan
 
     with without_collections():
@@ -211,8 +215,11 @@ def schema() -> None:
 def upscale(config: Config, overrides: Overrides = None, _form: Form = None) -> None:
     """Prepare the model to train, without changing what it computes."""
     checked = load(config, overrides, "upscale")
-    from scale_cli.commands.upscale import upscale
+    from scale_cli.commands.upscale import nothing_to_prepare, upscale
 
+    if not checked.method.definition.trains:
+        log(nothing_to_prepare(checked))
+        return
     if (upscaled := on_main(lambda: upscale(checked))) is not None:
         print_json({"folder": upscaled.path, "base": upscaled.record})
 
@@ -267,19 +274,54 @@ def evaluate(
     config: Config,
     overrides: Overrides = None,
     fail_above: FailAbove = None,
+    base: Base = None,
+    corpus: Annotated[
+        str | None,
+        Option(metavar="TEXT", help="With no config: held-out text of what was learned."),
+    ] = None,
+    language: Annotated[
+        str | None, Option(metavar="CODE", help="Language of that text: ko, de, ...")
+    ] = None,
+    retention: Annotated[
+        str | None, Option(metavar="TEXT", help="With no config: text that the base knows.")
+    ] = None,
+    retention_language: Annotated[
+        str, Option(metavar="CODE", help="Language of that text.")
+    ] = "en",
+    output: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="With no config: where to write; by default runs/NAME."),
+    ] = None,
     _form: Form = None,
 ) -> None:
     """Compare base and trained model: the forgetting report.
 
     Uses held-out text, and benchmarks if the config names any. Given a checkpoint, measures it.
+    Given an adapter or a model that others trained, measures it on --corpus and --retention.
     """
     from scale_cli.runs.folder import of_checkpoint
 
     checkpoint = config if of_checkpoint(config) else None
-    verb = "evaluate a checkpoint" if checkpoint else "evaluate"
-    checked = load(config, overrides, verb, fail_above)
-    from scale_cli.commands.evaluate import check_forgetting, evaluate
+    if corpus or retention:
+        from scale_cli.commands.answers import texts_to_measure
 
+        texts = texts_to_measure(corpus, language, retention, retention_language)
+        import_libraries()
+        from scale_cli.runs.early import check_early
+        from scale_cli.starter.measured import measured
+
+        checked = measured(config, base, texts, output, overrides or [])
+        check_early("evaluate", checked, fail_above)
+    elif base or output:
+        raise UsageError("--corpus, --retention: give at least one text to measure on")
+    else:
+        verb = "evaluate a checkpoint" if checkpoint else "evaluate"
+        checked = load(config, overrides, verb, fail_above)
+    from scale_cli.commands.evaluate import check_forgetting, evaluate
+    from scale_cli.commands.train import train
+
+    if not checked.method.definition.trains:
+        train(checked, None, log)  # which copies what is measured
     report = evaluate(checked, log, checkpoint)
     print_json(report.to_json())
     check_forgetting(report, fail_above)

@@ -1,4 +1,4 @@
-"""What `scale init` is told, checked before torch is imported."""
+"""What `scale init` and `scale evaluate` are told, checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -39,17 +39,39 @@ def check_answers(file: Path, base: str, learned: dict[str, Any], known: dict[st
     check_config_file(model)
     check_weight_files(model)
     for source, flag in ((learned, "--corpus"), (known, "--retention")):
-        try:
-            text = checked(CorpusSource, source, flag)
-        except ConfigError as error:
-            own = {"--corpus": "--language", "--retention": "--retention-language"}[flag]
-            raise UsageError(str(error).replace(f"{flag}: language:", f"{own}:")) from None
-        if text.is_local:
-            check_source(text.model_copy(update={"name": flag}))
+        check_text(source, flag)
+
+
+def check_text(source: dict[str, Any], flag: str) -> None:
+    """Refuse a text that is not there; errors name its flag, or that of its language."""
+    try:
+        text = checked(CorpusSource, source, flag)
+    except ConfigError as error:
+        own = {"--corpus": "--language", "--retention": "--retention-language"}[flag]
+        raise UsageError(str(error).replace(f"{flag}: language:", f"{own}:")) from None
+    if text.is_local:
+        check_source(text.model_copy(update={"name": flag}))
+
+
+def texts_to_measure(
+    corpus: str | None, language: str | None, retention: str | None, retention_language: str
+) -> dict[str, dict[str, Any]]:
+    """Return the entries in a config of texts to measure on, by flag."""
+    texts = {}
+    if corpus is not None:
+        if language is None:
+            raise UsageError("--language: not given; the language of --corpus: ko, de, ...")
+        texts["--corpus"] = source_of("acquisition", corpus, language)
+    if retention is not None:
+        texts["--retention"] = source_of("retention", retention, retention_language)
+    for flag, source in texts.items():
+        check_text(source, flag)
+    return texts
 
 
 def checked_method(name: str) -> MethodConfig:
     """Return the settings with which a method is tried first."""
-    if name not in METHODS:
-        raise UsageError(f"--method: no method is called {name!r}; one of: {', '.join(METHODS)}")
+    training = [method for method in METHODS if METHODS[method].trains]
+    if name not in training:
+        raise UsageError(f"--method: no method is called {name!r}; one of: {', '.join(training)}")
     return MethodConfig.model_validate({"variant": name, **METHODS[name].first_run})

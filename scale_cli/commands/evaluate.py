@@ -45,6 +45,7 @@ from scale_cli.terminal import Log, log
 from scale_cli.training.history import cost_table, history_of
 from scale_cli.training.metrics_log import read_records
 from scale_cli.training.records import Cost, TrainState
+from scale_cli.upscale.given_model import other_base
 from scale_cli.values import counted
 
 
@@ -134,6 +135,7 @@ def evaluate(config: RunConfig, log: Log = log, checkpoint: Path | None = None) 
         device=device_name(device()),
         context=passes.context,
         date=date.today().isoformat(),
+        note=other_base(str(final.path), config.model),
     )
     elapsed_s = time.monotonic() - started_s
 
@@ -181,7 +183,7 @@ def _write(
 def _cost(run: Run, trained: Path, evaluated_s: float) -> Table | None:
     """Return what training and this evaluation took; None for weights whose cost is not known."""
     cost, state = Cost.load_if_there(trained), TrainState.load(trained)
-    if cost is None:
+    if cost is None or not run.config.method.definition.trains:
         return None
     work = None
     if run.config.method.definition.is_planned:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from scale_cli.commands.evaluate import evaluate, log_report
 from scale_cli.commands.export import export_each, export_is_finished
 from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale, upscale_is_finished
+from scale_cli.commands.upscale import nothing_to_prepare, upscale, upscale_is_finished
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.data.corpora import every_source, open_sources
@@ -75,6 +75,9 @@ def _sources(run: Run) -> Sequence[TextSource]:
 
 def _upscale(run: Run, log: Log) -> None:
     log("== upscale")
+    if not run.config.method.definition.trains:
+        log(nothing_to_prepare(run.config))
+        return
     open_sources(run.config, _sources(run), run.tokenizer)
     if upscale_is_finished(run):
         log(f"done already   {run.folder.upscaled}")

@@ -20,12 +20,12 @@ from scale_cli.config.schema import Head
 from scale_cli.errors import MissingExtraError, RunFolderError, UsageError, is_installed, require
 from scale_cli.export.plain_folder import KEY, exports, holds_base, routed_name
 from scale_cli.generation.generator import Generator
+from scale_cli.methods.given import ADAPTER_CONFIG
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.serving import FAMILIES
 from scale_cli.storage.atomic import read_json
 from scale_cli.terminal import Log
 from scale_cli.upscale.base_files import BaseRecord
-from scale_cli.upscale.given_model import ADAPTER_CONFIG
 
 Engine = Literal["vllm", "transformers"]
 _HEADS = {"embed_tokens", "lm_head"}

@@ -21,6 +21,7 @@ from scale_cli.training.opening import (
     open_training,
 )
 from scale_cli.training.records import TrainState
+from scale_cli.training.taking import take
 from scale_cli.training.tracking import tracked
 
 
@@ -38,6 +39,9 @@ def train(
     """
     process_state()  # joins the process group, with our own time-out
     run = Run(config)
+    if not run.config.method.definition.trains:
+        on_main(lambda: take(run, log))
+        return TrainState.load(run.folder.final)
     accelerator = open_accelerator(run)
     log = log if accelerator.is_main_process else lambda _: None  # only the main process logs
 

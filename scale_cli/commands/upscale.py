@@ -31,6 +31,11 @@ from scale_cli.values import counted
 from scale_cli.vocabulary.tokenizer import write_grown
 
 
+def nothing_to_prepare(config: RunConfig) -> str:
+    """Return what `scale upscale` says of a model that is trained already."""
+    return f"given          nothing to prepare: {config.method.model} is trained already"
+
+
 def upscale(config: RunConfig, log: Log = log) -> MethodFolder:
     """Set up the method on the base model and write `upscaled/`.
 

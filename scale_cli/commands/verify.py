@@ -35,6 +35,7 @@ from scale_cli.upscale.given_model import (
     GivenModel,
     given_model,
     load_given,
+    other_base,
     tokenizer_of_given,
 )
 from scale_cli.upscale.preservation import own_logits, sample_ids
@@ -112,6 +113,8 @@ def _check(folder: Path) -> FolderCheck:
 def _check_given(given: GivenModel) -> FolderCheck:
     """Check that a model fits its base, whose logits beside it are its own, bit for bit."""
     check = FolderCheck(Path(given.name), ["class, sizes, vocabulary and tokenizer"])
+    if note := other_base(given.name, given.base):
+        log(f"note  {check.folder}: {note}")
     prompts = sample_ids(tokenizer_of_given(given.name, given.base))
     streams = move_to_device(load_given(given)).eval()
     wanted = own_logits(move_to_device(load_base(given.base)), prompts)

@@ -73,9 +73,16 @@ def load_checked(schema: type[AnyConfig], path: Path, overrides: Sequence[str] =
     tree = parse(read_text(path), str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config must be a mapping of keys to values")
+    return checked_tree(schema, tree, path.parent, str(path), overrides)
+
+
+def checked_tree(
+    schema: type[AnyConfig], tree: Any, beside: Path, where: str, overrides: Sequence[str]
+) -> AnyConfig:
+    """Override and check a config's plain data; its paths are also looked for `beside` a file."""
     for override in overrides:
         _apply_override(tree, override)
-    return checked(schema, with_absolute_paths(tree, path.parent), str(path), overrides)
+    return checked(schema, with_absolute_paths(tree, beside), where, overrides)
 
 
 def checked(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 # Keys that name something to read: a path, or often a hub id.
-_READ = {"base", "tokenizer", "path", "folder", "init_from"}
+_READ = {"base", "tokenizer", "path", "folder", "init_from", "model"}
 
 
 def with_absolute_paths(tree: Any, beside: Path) -> Any:
@@ -31,6 +31,8 @@ def with_absolute_paths(tree: Any, beside: Path) -> Any:
 def _absolute(written: Any, beside: Path) -> Any:
     if isinstance(written, list):
         return [_absolute(one, beside) for one in written]
+    if isinstance(written, dict):  # the section `model`
+        return with_absolute_paths(written, beside)
     # What is no path, or an impossible one, is refused by the schema.
     if not isinstance(written, str) or not written or "://" in written or "\0" in written:
         return written

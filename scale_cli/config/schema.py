@@ -85,14 +85,22 @@ class _AnyMethod(WideningConfig):
         default=None, description="new tokens to add; null: none"
     )
 
+    model: PathText | None = Field(
+        default=None,
+        description="of given: folder or hub id of an adapter (PEFT) or a fine-tuned model of model.base",
+    )
+    kind: Literal["adapter", "copy"] | None = Field(
+        default=None, description="of given: what that is; null: whatever lies there"
+    )
+
     @property
     def definition(self) -> Method[Any]:
-        return METHODS[self.variant]
+        return METHODS[self.variant].of(self.settings)
 
     @property
     def settings(self) -> Any:
         """The method's own section, or this whole section if the method has none."""
-        section = self.definition.section
+        section = METHODS[self.variant].section
         return self if section is None else getattr(self, section)
 
     @property
@@ -127,8 +135,20 @@ class _AnyMethod(WideningConfig):
                 "remove model.quantisation"
             )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, tree: Any) -> Any:
+        method = METHODS.get(str(tree.get("variant"))) if isinstance(tree, dict) else None
+        return tree if method is None else method.completed(tree)
+
     @model_validator(mode="after")
     def _parts_go_together(self) -> _AnyMethod:
+        if (self.model is None) is not self.definition.trains:
+            raise ValueError(
+                f"model: {self.variant} trains a model of its own; remove this key, or use given"
+                if self.definition.trains
+                else "model: names the adapter or model that is given; it is missing"
+            )
         if self.vocabulary is not None and not self.definition.takes_new_tokens:
             taking = [method.name for method in METHODS.values() if method.takes_new_tokens]
             raise ValueError(
@@ -156,7 +176,8 @@ else:
             Literal[tuple(METHODS)],
             Field(
                 default="route",
-                description="three ways to widen (the paper's SCALE-Preserve, -Adapt, -Route), or a baseline",
+                description="three ways to widen (the paper's SCALE-Preserve, -Adapt, -Route), a baseline, or a model "
+                "that is given",
             ),
         ),
         **{
@@ -243,12 +264,18 @@ class RunConfig(Section):
     @classmethod
     def _fill_in(cls, tree: Any) -> Any:
         """Fill in defaults that depend on another section: the method's rates, export formats."""
-        sections = ("method", "train", "export")
-        if not isinstance(tree, dict) or "train" not in tree:
+        sections = ("method", "train", "export", "corpus")
+        if not isinstance(tree, dict):
             return tree
         if not all(isinstance(tree.get(name, {}), dict) for name in sections):
             return tree
-        given, train, export = (tree.get(name, {}) for name in sections)
+        given, train, export, corpus = (tree.get(name, {}) for name in sections)
+        row = METHODS.get(str(given.get("variant")))
+        if row is not None and not row.trains:  # what only training reads is not asked for
+            train = {"max_steps": 1, **train}
+            tree = tree | {"train": train, "corpus": {"sources": [], **corpus}}
+        if "train" not in tree:
+            return tree
         try:
             checked = MethodConfig.model_validate(given)
         except ValidationError:  # reported when the method is validated
@@ -271,6 +298,8 @@ class RunConfig(Section):
         languages: dict[str, set[str]] = {"new": set(), "replay": set()}
         for source in self.corpus.sources:
             languages[source.role].add(source.language)
+        for held in () if self.corpus.sources else self.evaluation.perplexity:
+            languages["new" if held.role == "acquisition" else "replay"].add(held.language)
         are_known = all(Script.of_languages([code]).ranges for code in languages["new"])
         if vocabulary is None and not are_known:
             return None
@@ -308,6 +337,8 @@ class RunConfig(Section):
     def _method_problems(self) -> Iterator[str]:
         method = self.method
         train = self.train
+        if method.definition.trains and not self.corpus.sources:
+            yield "corpus.sources: is empty; name the text to be learned"
         if method.distils and not any(source.weight for source in self.corpus.replay):
             yield (
                 "method.distillation.weight: acts only on replay; give one of corpus.sources the role replay, with a "

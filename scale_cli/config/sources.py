@@ -228,7 +228,7 @@ class CorpusConfig(ReadingConfig):
         description="folder of tokenised corpora, named by content, each with its ledger.json; null: output_dir/tokens",
     )
     sources: Annotated[list[CorpusSource], DISTINCT] = Field(
-        min_length=1, description="the sources to train on"
+        description="the sources to train on; of given: those that it was trained on, if known"
     )
 
     @property
@@ -248,7 +248,7 @@ class CorpusConfig(ReadingConfig):
     @field_validator("sources")
     @classmethod
     def _new_text(cls, sources: list[CorpusSource]) -> list[CorpusSource]:
-        if all(source.role == "replay" for source in sources):
+        if sources and all(source.role == "replay" for source in sources):
             raise ValueError(
                 "every source has the role replay; give the text to be learned the role new"
             )

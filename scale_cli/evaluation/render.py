@@ -33,7 +33,7 @@ from scale_cli.report import (
     with_interval,
     worst_document,
 )
-from scale_cli.values import language_name
+from scale_cli.values import counted, language_name
 
 CURVE = "learning-curve.svg"
 _RULES = ("posterior", "cosine")
@@ -155,7 +155,7 @@ def page(report: Report, config: RunConfig, form: str, history: History = NO_HIS
         headline=" ".join(headline(report)),
         run=config.output_dir.name,
         base=config.model.base,
-        trained_by=METHODS[report.variant].label,
+        trained_by=_trained_by(report, config),
         served="the trained head" if report.served == "trained" else served,
         has_new_tokens=any(corpus.has_new_tokens for corpus in corpora),
         meanings=ROLES,
@@ -169,6 +169,15 @@ def page(report: Report, config: RunConfig, form: str, history: History = NO_HIS
         CURVE=CURVE,
         **vars(history),
     )
+
+
+def _trained_by(report: Report, config: RunConfig) -> str:
+    method = METHODS[report.variant]
+    if not method.trains:
+        note = f" ({report.note})" if report.note else ""
+        return f"beside it {config.method.model}, which others trained{note}"
+    tokens = f"{report.num_tokens_trained:,} tokens"
+    return f"trained by {method.label}, {counted(report.step, 'step')}, {tokens}"
 
 
 def failures(report: Report) -> list[str]:

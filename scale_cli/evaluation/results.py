@@ -240,6 +240,7 @@ class Report(RunRecord):
     # earlier version.
     context: int = 0
     date: str = ""  # of the measurement, as 2026-01-31
+    note: str = ""  # on a model that others trained: which base its own file names, if another
 
     @property
     def precision(self) -> str:

@@ -84,6 +84,11 @@ def model_card(
     languages = [source.language for source in measured if source.role == "retention"]
     languages += [source.language for source in sources]
     taught = [language_name(source.language) for source in sources if source.role == "new"]
+    taught += [
+        language_name(source.language)
+        for source in measured
+        if source.role == "acquisition" and not sources
+    ]
     metadata = ModelCardData(
         language=list(dict.fromkeys(languages)),
         license=licence.identifier,

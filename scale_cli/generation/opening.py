@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from transformers import AutoModelForCausalLM
 
 from scale_cli.config.schema import Head, ModelConfig
@@ -28,6 +29,7 @@ from scale_cli.upscale.given_model import (
     GivenModel,
     given_model,
     load_given,
+    other_base,
     tokenizer_of_given,
 )
 
@@ -81,6 +83,8 @@ def _open_on_base(opened: MethodFolder, head: Head | None) -> Opened:
 def _open_given(given: GivenModel, head: Head | None) -> Opened:
     """Open a model that does not hold its base, and that base."""
     tokenizer = tokenizer_of_given(given.name, given.base)
+    if note := other_base(given.name, given.base):
+        typer.echo(f"note: {given.name}: {note}", err=True)
     streams = move_to_device(load_given(given)).eval()
     if head == "base":
         return Opened(streams.base, load_tokenizer(given.base))

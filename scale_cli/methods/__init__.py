@@ -7,13 +7,14 @@ from typing import Any
 
 from scale_cli.methods.freeze import Freeze
 from scale_cli.methods.full import Full
+from scale_cli.methods.given import Given
 from scale_cli.methods.llama_pro import LlamaPro
 from scale_cli.methods.lora import Lora
 from scale_cli.methods.method import Method
 from scale_cli.methods.recipes import RECIPES, Recipe
 from scale_cli.methods.widened import Adapt, Preserve, Route
 
-_ALL = (Preserve(), Adapt(), Route(), Full(), Lora(), Freeze(), LlamaPro())
+_ALL = (Preserve(), Adapt(), Route(), Full(), Lora(), Freeze(), LlamaPro(), Given())
 METHODS: dict[str, Method[Any]] = {method.name: method for method in _ALL}
 
 

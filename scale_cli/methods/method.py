@@ -63,6 +63,7 @@ class Method(Generic[Settings]):
 
     first_run: ClassVar[Mapping[str, object]] = {}  # settings of the config by `scale init`
 
+    trains: ClassVar[bool] = True  # False: the config names a model that is trained already
     is_planned: ClassVar[bool] = False  # `scale plan` counts it in closed form
     widens: ClassVar[bool] = False  # the base stays in the model, bit for bit
     # What answers, and what the report judges, if the config has a router.
@@ -74,6 +75,14 @@ class Method(Generic[Settings]):
         ""  # format of a folder with only what trains; "": none
     )
     exports: ClassVar[Sequence[str]] = ("llama",)  # the formats if the config names none
+
+    def completed(self, tree: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a config's `method`, unchecked, with what the method finds out itself."""
+        return tree
+
+    def of(self, settings: Settings) -> Method[Settings]:
+        """Return the method with these settings, where they decide its table entries."""
+        return self
 
     def in_words(self, settings: Settings) -> str:
         """Return the most important settings in words, to follow the label."""

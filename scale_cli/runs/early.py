@@ -38,6 +38,8 @@ def check_early(verb: str, config: RunConfig, fail_above: float | None = None) -
     """
     run = RunFolder(config.output_dir)
     reads = _READS[verb]
+    if not config.method.definition.trains:
+        reads = reads - {"upscaled", *(["final"] if verb == "evaluate" else [])}
     if run.final.is_dir() and verb == "train":
         return
     if run.final.is_dir() and verb == "run":
@@ -102,6 +104,8 @@ def check_sizes(config: RunConfig, num_positions: int, num_processes: int) -> No
         "corpus.sequence_length": config.corpus.sequence_length,
         "evaluation.sequence_length": config.evaluation.sequence_length or 0,
     }
+    if not config.method.definition.trains:
+        del lengths["corpus.sequence_length"]  # no window is trained on
     for key, length in lengths.items():
         if length > num_positions:
             raise ConfigError(f"{key}: {length}, but the base has {num_positions} positions")

@@ -264,7 +264,9 @@ class MethodFolder:
             widened: Any = self.load(share_of_machine())
             return widened
         base = load_recorded_base(self.path, self.run.config.model, share_of_machine())
-        copied = copy.deepcopy if self.method.trains_base_weights else without_copies
+        definition = self.method.definition
+        stays = definition.adapter and not self.method.trains_base_weights
+        copied = without_copies if stays else copy.deepcopy
         untouched = copied(base)
         model = put_on_base(self.path, base, self.run.config.seed)
         if self.method.definition.adapter == "peft":

@@ -7,19 +7,19 @@ vocabulary, the adapter's tensors, and that both tokenizers give the same ids.
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.hub import cached_files
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.errors import BaseModelError, ChangedBaseError, one_line, require
+from scale_cli.errors import BaseModelError, ChangedBaseError
+from scale_cli.methods.given import ADAPTER_CONFIG, file_of, put_adapter_on
 from scale_cli.model.adapter_streams import AdapterStreams
 from scale_cli.model.heads import PlainHeads
 from scale_cli.model.script_prior import EVEN, PriorByScript
@@ -30,11 +30,9 @@ from scale_cli.upscale.base_hashes import record_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
 
-ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _TOKENIZER = "tokenizer_config.json"
-# Other starts of A and B change the base's weights when the adapter is loaded.
-_STARTS = (True, False, "gaussian")
+_QUOTED = 80  # characters of a text
 ROUTER = "scale_router"  # the key in config.json of an export
 _KINDS = ("adapter", "copy")
 _SAME = ("model_type", "vocab_size", "hidden_size")
@@ -43,20 +41,6 @@ _SAME = ("model_type", "vocab_size", "hidden_size")
 def without_copies(base: PreTrainedModel) -> PreTrainedModel:
     """Return a second model of the same weights, which lie in memory once."""
     return copy.deepcopy(base, {id(weight): weight for weight in base.parameters()})
-
-
-def file_of(name: str, file: str) -> Path | None:
-    """Return a file of a folder or of a repository on the hub; None if there is none."""
-    if Path(name).is_dir():
-        path = Path(name) / file
-        return path if path.is_file() else None
-    try:
-        found = cached_files(name, [file], _raise_exceptions_for_missing_entries=False)
-    except OSError as error:
-        raise BaseModelError(
-            f"{name}: neither a folder nor a model that the hub gives: {one_line(error)}"
-        ) from None
-    return Path(found[0]) if found else None
 
 
 @dataclass(frozen=True)
@@ -93,6 +77,16 @@ def given_model(source: Path, base: str | None) -> GivenModel | None:
     return GivenModel(name, held, PriorByScript.of_export(router), router["sha256"])
 
 
+def other_base(name: str, base: ModelConfig) -> str:
+    """Return a note if an adapter's own file names another base than the one that it is put on."""
+    named = _read(name, ADAPTER_CONFIG).get("base_model_name_or_path") or base.base
+    if named == base.base:
+        return ""
+    return (
+        f"{ADAPTER_CONFIG} names {named} as its base; nothing proves that {base.base} is the same"
+    )
+
+
 def _read(name: str, file: str) -> dict[str, Any]:
     path = file_of(name, file)
     return {} if path is None else read_json(path)
@@ -105,7 +99,7 @@ def load_given(given: GivenModel) -> PlainHeads:
     """
     name = given.name
     base = given.base
-    with _named("--base"):
+    with named("--base"):
         untouched = load_base(base)
     if given.sha256 and record_base(untouched, base).content_sha256 != given.sha256:
         raise ChangedBaseError(
@@ -118,7 +112,7 @@ def load_given(given: GivenModel) -> PlainHeads:
     if within:
         several = ", ".join(map(str, within))
         raise BaseModelError(f"{name}: contains adapters, but is none; give one of them: {several}")
-    with _named(name):
+    with named(name):
         trained = load_base(ModelConfig(base=name, dtype=base.dtype))
     for key in _SAME:
         of_base, of_trained = (getattr(each.config, key) for each in (untouched, trained))
@@ -127,33 +121,38 @@ def load_given(given: GivenModel) -> PlainHeads:
                 f"{name}: its {key} is {of_trained}, but that of {base.base} is {of_base}; "
                 "give the base that it was trained from"
             )
-    return PlainHeads(untouched, trained)
+    return PlainHeads(untouched, trained.requires_grad_(True))
 
 
-def tokenizer_of_given(name: str, base: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return a given model's own tokenizer, else its base's; they must give texts the same ids."""
-    with _named("--base"):
+def tokenizer_of_given(
+    name: str, base: ModelConfig, texts: Iterable[str] = ()
+) -> PreTrainedTokenizerBase:
+    """Return a given model's own tokenizer, else its base's; they must give the same ids for our
+    sample texts, and for these.
+    """
+    with named("--base"):
         of_base = load_tokenizer(base)
     if file_of(name, _TOKENIZER) is None:
         return of_base
     own = load_tokenizer(ModelConfig(base=name))
-    for text in SAMPLE_TEXTS:
-        pairs = zip(
-            *(each(text, add_special_tokens=False).input_ids for each in (own, of_base)),
-            strict=False,
-        )
-        for here, there in pairs:
-            if here != there:
-                raise BaseModelError(
-                    f"{name}: its tokenizer is not that of {base.base}: in {text!r} it has "
-                    f"{own.convert_ids_to_tokens(here)!r} ({here}) where the base has "
-                    f"{of_base.convert_ids_to_tokens(there)!r} ({there})"
-                )
+    for text in (*SAMPLE_TEXTS, *texts):
+        ids = (each(text, add_special_tokens=False).input_ids for each in (own, of_base))
+        for both in zip_longest(*ids):
+            if both[0] == both[1]:
+                continue
+            here, there = (
+                "nothing" if index is None else f"{each.convert_ids_to_tokens(index)!r} ({index})"
+                for each, index in zip((own, of_base), both, strict=True)
+            )
+            raise BaseModelError(
+                f"{name}: its tokenizer is not that of {base.base}: in {text[:_QUOTED]!r} it has "
+                f"{here} where the base has {there}"
+            )
     return own
 
 
 @contextmanager
-def _named(flag: str) -> Iterator[None]:
+def named(flag: str) -> Iterator[None]:
     """Name a flag in errors, where a run's config would be named."""
     try:
         yield
@@ -163,41 +162,25 @@ def _named(flag: str) -> Iterator[None]:
 
 def _put_adapter_on(base: PreTrainedModel, name: str) -> Any:
     """Return a base with a PEFT adapter, whose tensors are all read; no weight of the base changes."""
-    require("peft", f"the adapter {name}")
-    from peft import (
-        PeftConfig,
-        get_peft_model,
-        get_peft_model_state_dict,
-        set_peft_model_state_dict,
-    )
-
     weights = file_of(name, _WEIGHTS)
     if weights is None:
         raise BaseModelError(f"{name}: has no {_WEIGHTS}; other files of weights are not read")
-    try:
-        settings: Any = PeftConfig.from_pretrained(str(weights.parent))
-    except Exception as error:  # whatever a damaged or newer file raises
-        raise BaseModelError(f"{name}: {ADAPTER_CONFIG}: {one_line(error)}") from None
-    if settings.peft_type != "LORA":
-        raise BaseModelError(f"{name}: peft_type is {settings.peft_type.value}; only LORA is read")
-    if settings.init_lora_weights not in _STARTS or settings.bias != "none":
-        key = "bias" if settings.bias != "none" else "init_lora_weights"
-        raise BaseModelError(
-            f"{name}: {key} is {getattr(settings, key)}, which changes the base's own weights; "
-            "merge it (merge_and_unload), and give the merged model"
-        )
-    settings.inference_mode = True
     own = base.state_dict()
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of what is checked here
-            model = get_peft_model(base, settings)
-    except ValueError as error:  # a target that the base does not have
-        raise BaseModelError(f"{name}: does not fit the base: {one_line(error)}") from None
+    model = put_adapter_on(base, weights.parent, name)
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
     # False: the base's embedding is no part of it, and the hub is not asked whether that has grown.
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
     tensors = load_tensors(weights)
-    for key in tensors.keys() - wanted.keys():  # PEFT may save the base's embedding and head too
+    for key in sorted(
+        tensors.keys() - wanted.keys()
+    ):  # PEFT may save the base's embedding and head too
         of_base = own.get(key.removeprefix("base_model.model.").replace(".base_layer.", "."))
+        if of_base is not None and len(of_base) != len(tensors[key]):
+            raise BaseModelError(
+                f"{name}: its vocabulary was resized: {key} has {len(tensors[key]):,} rows, but the "
+                f"base's has {len(of_base):,}"
+            )
         if of_base is not None and torch.equal(of_base.to(tensors[key].dtype), tensors[key]):
             del tensors[key]
     if problem := misfit(tensors, wanted):

@@ -178,7 +178,7 @@ def test_what_does_not_fit_the_base_is_one_line(
         (lora, other, "is not an adapter of this base: .* is in only one of them"),
         (less, stories, "is in only one of them"),
         (odd, stories, "does not fit the base: .*w1"),
-        (pissa, stories, "init_lora_weights is pissa, which changes the base's own weights"),
+        (pissa, stories, "init_lora_weights is pissa, which changes the base itself"),
         (bias, stories, "bias is all, which changes"),
         (tmp_path / "prefix", stories, "peft_type is PREFIX_TUNING; only LORA"),
         (

@@ -1,0 +1,113 @@
+"""Given: nothing trains; the model was trained elsewhere, as a PEFT adapter or as whole weights."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scale_cli.errors import BaseModelError, one_line, require
+from scale_cli.methods.method import Method, MethodSection
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ADAPTER_CONFIG = "adapter_config.json"
+# Starts of A and B that change the base's weights when the adapter is loaded.
+_REWRITING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def file_of(name: str, file: str) -> Path | None:
+    """Return a file of a folder or of a repository on the hub; None if there is none."""
+    if Path(name).is_dir():
+        path = Path(name) / file
+        return path if path.is_file() else None
+    from transformers.utils.hub import cached_files
+
+    try:
+        found = cached_files(name, [file], _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise BaseModelError(
+            f"{name}: neither a folder nor a model that the hub gives: {one_line(error)}"
+        ) from None
+    return Path(found[0]) if found else None
+
+
+def put_adapter_on(base: Any, folder: Path, name: str) -> Any:
+    """Return a base with the modules of a PEFT adapter whose settings lie in a folder; they train,
+    and have no weights of the adapter yet. No weight of the base changes.
+    """
+    require("peft", f"the adapter {name}")
+    from peft import PeftConfig, get_peft_model
+
+    try:
+        settings: Any = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # whatever a damaged or newer file raises
+        raise BaseModelError(f"{name}: {ADAPTER_CONFIG}: {one_line(error)}") from None
+    if settings.peft_type != "LORA":
+        raise BaseModelError(f"{name}: peft_type is {settings.peft_type.value}; only LORA is read")
+    rewrites = str(settings.init_lora_weights).lower().startswith(_REWRITING)
+    if rewrites or settings.bias != "none" or settings.layer_replication:
+        key = "init_lora_weights" if rewrites else "layer_replication"
+        key = "bias" if settings.bias != "none" else key
+        raise BaseModelError(
+            f"{name}: {key} is {getattr(settings, key)}, which changes the base itself; "
+            "merge it (merge_and_unload), and give the merged model"
+        )
+    settings.inference_mode = False
+    settings.init_lora_weights = True  # whatever it is, the adapter's own weights come next
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of what is checked when it is loaded
+            return get_peft_model(base, settings)
+    except ValueError as error:  # a target that the base does not have
+        raise BaseModelError(f"{name}: does not fit the base: {one_line(error)}") from None
+
+
+class Given(Method[MethodSection]):
+    """A model that others trained, whole; what is written down is a copy of its weights."""
+
+    name = "given"
+    label = "given model"
+    colour = "#777777"
+    mark = ("D", "◆")
+    left_out = {}
+    trains = False
+
+    def completed(self, tree: Mapping[str, Any]) -> Mapping[str, Any]:
+        name = tree.get("model")
+        if tree.get("kind") is not None or not isinstance(name, str) or not name:
+            return tree
+        return {**tree, "kind": "copy" if file_of(name, ADAPTER_CONFIG) is None else "adapter"}
+
+    def of(self, settings: Any) -> Method[Any]:
+        return _ADAPTER if settings.kind == "adapter" else self
+
+    def in_words(self, settings: Any) -> str:
+        return f", {Path(settings.model).name}"
+
+    def trains_base_weights(self, settings: Any) -> bool:
+        return False
+
+    def build(self, base: Any, settings: Any, seed: int, new: Any = None) -> Any:
+        return base  # of its sizes; what was given is not built
+
+    def restore(self, folder: Path, base: Any, settings: Any, seed: int) -> Any:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(folder)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=base.dtype)
+        model.generation_config = base.generation_config
+        return model.requires_grad_(True)
+
+
+class _GivenAdapter(Given):
+    """An adapter that others trained."""
+
+    adapter = "peft"
+    exports = ("adapter",)
+
+    def restore(self, folder: Path, base: Any, settings: Any, seed: int) -> Any:
+        return put_adapter_on(base, folder, settings.model or str(folder))
+
+
+_ADAPTER = _GivenAdapter()
