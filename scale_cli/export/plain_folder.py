@@ -27,6 +27,7 @@ from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, one_line
 from scale_cli.evaluation.selectable_heads import ends_of
+from scale_cli.methods.given import ADAPTER_CONFIG
 from scale_cli.model import cache_scale, routed_scale, routing
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import pieces_of
@@ -35,7 +36,7 @@ from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.base_tokenizer import TokenizerPlace, tokenizer_place
 from scale_cli.upscale.building import MethodModel
-from scale_cli.upscale.given_model import ADAPTER_CONFIG, ROUTER
+from scale_cli.upscale.given_model import ROUTER
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
 from scale_cli.vocabulary.tokenizer import open_tokenizer
 
