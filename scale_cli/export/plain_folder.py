@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils.hub import cached_files
 
 from scale_cli.config.schema import ModelConfig, RunConfig
@@ -45,6 +46,8 @@ KEY = ROUTER
 # the plain one.
 _ASKED_FOR = ("AutoModelForCausalLM", "AutoModelForDecision")
 _CODE = tuple(Path(str(module.__file__)) for module in (routed_scale, routing, cache_scale))
+
+_OF_ADAPTER = _CODE[0].with_name("routed_adapter_scale.py")
 
 
 def router_keys(model: MethodModel) -> dict[str, Any] | None:
@@ -100,6 +103,10 @@ def name_base(folder: Path, config: RunConfig, record: BaseRecord) -> None:
         keys |= {"script_prior": router.script_prior, "script": ranges}
     path = folder / _CONFIG
     written = read_json(path) | {KEY: keys}
+    if method.definition.adapter:  # transformers loads an adapter by its own code otherwise
+        for source in (_OF_ADAPTER, *map(Path, get_relative_import_files(_OF_ADAPTER))):
+            shutil.copyfile(source, folder / source.name)
+        written["auto_map"] = {_ASKED_FOR[0]: f"{_OF_ADAPTER.stem}.ScaleRoutedAdapter"}
     write_text(path, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -166,6 +167,21 @@ def test_an_export_is_routed_without_its_run(run: RunConfig, tmp_path: Path, sca
         edit_json(folder / "config.json", {"scale_router": keys | changes})
         with refused(BaseModelError, told):
             Generator(folder)
+
+
+def test_transformers_routes_an_adapters_folder_whose_code_it_trusts(lora: RunConfig) -> None:
+    folder = export(changed(lora, "export.format=adapter")).folder
+    base: Any = AutoModelForCausalLM.from_pretrained(lora.model.base, dtype="float32").eval()
+    under: Any = AutoModelForCausalLM.from_pretrained(lora.model.base, dtype="float32")
+    trained: Any = PeftModel.from_pretrained(under, str(folder)).eval()
+    routed: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    for prompt in PROMPTS:
+        ids_T = Generator(folder).framed(prompt).ids_T
+        expected_T, _ = mixed([base, trained], 0.5, ids_T, 8)
+        said_BT = routed.generate(ids_T[None], max_new_tokens=8, do_sample=False)
+        assert said_BT[0].tolist() == expected_T.tolist()
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):  # config.json is there
+        AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_a_fully_trained_export_is_verified_with_the_base_that_it_names(

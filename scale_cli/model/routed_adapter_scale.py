@@ -1,0 +1,40 @@
+"""An adapter's folder in transformers: with `trust_remote_code=True` it is routed with the base that
+its config.json names (`scale_router`).
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+Nothing compares that base with its recorded hash, as `scale` does.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from .adapter_streams import AdapterStreams
+from .script_prior import PriorByScript
+from .two_streams import Router, TwoStreams
+
+
+class ScaleRoutedAdapter(TwoStreams):
+    """A base and a LoRA adapter on its weights, mixed by the router; `head` picks one of them."""
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, folder: Any, *_args: Any, config: Any, dtype: Any = None, **others: Any
+    ) -> ScaleRoutedAdapter:
+        router = config.scale_router
+        if dtype in (None, "auto"):
+            dtype = getattr(torch, router["dtype"])
+        placed = {name: others[name] for name in ("device_map",) if name in others}
+        base: Any = AutoModelForCausalLM.from_pretrained(
+            router["base"], revision=router["revision"], dtype=dtype, **placed
+        )
+        shared = copy.deepcopy(base, {id(weight): weight for weight in base.parameters()})
+        trained = PeftModel.from_pretrained(shared, str(folder))
+        model = cls(AdapterStreams(base, trained), Router(prior=PriorByScript.of_export(router)))
+        return model.eval()
