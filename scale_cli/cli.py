@@ -128,15 +128,14 @@ def plan(
 
     It needs no weights.
     """
-    checked = read(config, overrides)
+    checked = load(config, overrides, "plan")
     if not checked.method.definition.trains:
         told = f"nothing trains: `scale run` measures {checked.method.model} beside its base"
         log(f"given          {told}, and exports it")
         return
     from scale_cli.commands.plan import plan
 
-    with without_collections():
-        on_main(lambda: show(plan(checked, flops, num_processes, compared=compared)))
+    on_main(lambda: show(plan(checked, flops, num_processes, compared=compared)))
 
 
 @app.command()

@@ -13,8 +13,7 @@ from __future__ import annotations
 import argparse
 
 from scale_cli.config.schema import MethodConfig
-from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import walk
+from scale_cli.planning.step import step_cost
 from scripts.random_base import reference_config
 
 LENGTH, WINDOWS = 8192, 512  # of a step of the reference config
@@ -52,8 +51,8 @@ def main() -> None:
     )
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for name, (layers, hidden) in SHAPES.items():
-        base = reference_config(layers, hidden, 128_256).to_dict()
-        step = walk(BaseSizes.of(base, name), METHOD)
+        base = reference_config(layers, hidden, 128_256)
+        step = step_cost(base, METHOD)
         trained, frozen = step.num_trainable, step.num_frozen
         flops_per_token = step.flops(LENGTH)
         for gpus in GPUS:

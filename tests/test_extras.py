@@ -87,9 +87,10 @@ def test_a_difference_has_its_interval_where_scipy_is_absent(
     assert found.low is not None and found.high is not None and found.low < 0.0 < found.high
 
 
-def test_a_plan_counts_lora_where_peft_is_absent(
+def test_a_plan_of_every_method_says_what_lora_lacks_where_peft_is_absent(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     planned = plan(config, flops=1e12, num_processes=1, compared=True)
-    assert "lora" in [method.variant for method in planned.methods]
+    assert "scale-cli[lora]" in planned.refused["lora"]
+    assert "full" in [method.variant for method in planned.methods]

@@ -26,8 +26,7 @@ from scale_cli.evaluation.scoring import (
     tokens_bar,
 )
 from scale_cli.model.heads import base_alone
-from scale_cli.planning.memory import step_of
-from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.memory import cost_of_run
 from scale_cli.processes import (
     device,
     device_name,
@@ -185,12 +184,9 @@ def _cost(run: Run, trained: Path, evaluated_s: float) -> Table | None:
     cost, state = Cost.load_if_there(trained), TrainState.load(trained)
     if cost is None or not run.config.method.definition.trains:
         return None
-    work = None
-    if run.config.method.definition.is_planned:
-        sizes = BaseSizes.of(run.base_config.to_dict(), run.config.model.base)
-        num_new = max(0, len(run.tokenizer) - sizes.vocab_size)
-        step = step_of(run.config, sizes, num_new=num_new)
-        work = state.num_tokens * step.flops(run.config.corpus.sequence_length)
+    num_new = max(0, len(run.tokenizer) - run.base_config.vocab_size)
+    step = cost_of_run(run.config, run.base_config, num_new=num_new)
+    work = state.num_tokens * step.flops(run.config.corpus.sequence_length)
     return cost_table(state, cost, work, evaluated_s)
 
 

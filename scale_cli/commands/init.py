@@ -23,7 +23,7 @@ from scale_cli.methods.widened import far_from_asked
 from scale_cli.planning.beginnings import HeldOut
 from scale_cli.planning.device import measure_device
 from scale_cli.planning.estimate import Estimate, estimate
-from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.step import step_cost
 from scale_cli.processes import fast_precision
 from scale_cli.runs.folder import RunFolder
 from scale_cli.starter.fitting import LEAST_STEP_TOKENS, MIN_STEPS, MOST_READINGS, fit_sizes
@@ -32,7 +32,7 @@ from scale_cli.starter.parts import Parted, chat_of, measured_on_alone, part
 from scale_cli.starter.texts import Text, look_into
 from scale_cli.storage.atomic import write_text
 from scale_cli.terminal import log, print_json
-from scale_cli.upscale.base_files import read_config_file
+from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.vocabulary.tokenizer import check_ids
 
@@ -59,9 +59,9 @@ def init(
     """
     log("looking at     the base and the texts")
     model = checked(ModelConfig, {"base": base}, "--base")
-    base_sizes = BaseSizes.of(read_config_file(model), base)
+    base_config = load_base_config(model)
     tokenizer = load_tokenizer(model)
-    check_ids(tokenizer, base_sizes.vocab_size)
+    check_ids(tokenizer, base_config.vocab_size)
     encoder = Encoder(tokenizer, conversations=False)
     text = look_into(learned, encoder, "--corpus")
     retention = look_into(known, encoder, "--retention")
@@ -76,14 +76,14 @@ def init(
         from scale_cli.starter.kind import kind_that_fits
 
         log(f"measuring      what the base knows of {learned['language']}")
-        kind = kind_that_fits(model, base_sizes, text, tokenizer, precision)
+        kind = kind_that_fits(model, base_config, text, tokenizer, precision)
         method = checked_method(kind.variant)
         if method.definition.adapter == "peft":
             require("peft", kind.words)
     new = own_tokens(text)
     if method.definition.takes_new_tokens:
         is_unknown = kind is not None and kind.is_unknown
-        new = offer_tokens(text, tokenizer, base_sizes.vocab_size, is_unknown=is_unknown)
+        new = offer_tokens(text, tokenizer, base_config.vocab_size, is_unknown=is_unknown)
     num_tokens = int(text.num_bytes * (new.tokens_per_byte or text.tokens_per_byte))
     if num_tokens < LEAST_STEP_TOKENS:
         raise CorpusError(
@@ -94,7 +94,7 @@ def init(
     draft = _fit(
         file,
         base,
-        base_sizes,
+        base_config,
         tokenizer,
         method=method,
         why="" if kind is None else kind.words,
@@ -127,7 +127,7 @@ def init(
         texts=[path.name for path in files],
         too_long=f"{minutes:g}" if is_too_long else "",
         min_steps=MIN_STEPS,
-        warnings=far_from_asked(base_sizes, method.expansion) if method.definition.widens else [],
+        warnings=far_from_asked(base_config, method.expansion) if method.definition.widens else [],
     )
     for line in said.splitlines():
         log(line)
@@ -146,7 +146,7 @@ class _Draft:
 def _fit(
     file: Path,
     base: str,
-    base_sizes: BaseSizes,
+    base_config: Any,
     tokenizer: PreTrainedTokenizerBase,
     *,
     method: MethodConfig,
@@ -159,15 +159,16 @@ def _fit(
     minutes: float,
 ) -> _Draft:
     """Return sizes and parts of the texts with which the whole run takes the minutes."""
-    device = measure_device(base_sizes, method, precision)
+    device = measure_device(base_config, method, precision)
+    step = step_cost(base_config, method, precision, num_new=new.number)
     training_s = 60 * minutes
     for _ in range(3):  # each time with the time that evaluation, start and export have left
         sizes = fit_sizes(
-            base_sizes,
+            step,
+            base_config.max_position_embeddings,
             method,
             device,
-            precision,
-            num_new=new.number,
+            mixed_precision=precision,
             training_s=training_s,
             num_tokens=num_tokens,
         )
@@ -202,11 +203,11 @@ def _fit(
                 of.held_out_documents,
                 counting,
                 window=sizes.sequence_length,
-                context=base_sizes.max_position_embeddings,
+                context=base_config.max_position_embeddings,
             )
             for of in measured
         ]
-        takes = estimate(config, base_sizes, device, texts, num_new=new.number)
+        takes = estimate(config, step, device, texts)
         training_s = max(0.0, 60 * minutes - takes.total_s + takes.training_s)
     return _Draft(found, config, measured, takes)
 

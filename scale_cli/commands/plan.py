@@ -7,25 +7,27 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
 
+from scale_cli import processes
 from scale_cli.config.idle import idle_settings
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.data.files import check_source
-from scale_cli.errors import ConfigError, CorpusError
+from scale_cli.errors import ConfigError, CorpusError, MissingExtraError
 from scale_cli.methods import METHODS
 from scale_cli.methods.widened import added_sizes, far_from_asked
 from scale_cli.planning.beginnings import held_out_texts, tokenizer_at_hand
 from scale_cli.planning.device import Device, measure_device
 from scale_cli.planning.estimate import Estimate, estimate
-from scale_cli.planning.memory import Memory, memory_of, num_served, step_of
-from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import ITEMSIZES, PLANNED
+from scale_cli.planning.memory import Memory, cost_of_run, memory_of
+from scale_cli.planning.step import StepCost
 from scale_cli.report import Table, duration, quantity, render
 from scale_cli.runs.early import check_sizes
 from scale_cli.runs.precision import with_precision
-from scale_cli.upscale.base_files import read_config_file
+from scale_cli.terminal import log
+from scale_cli.upscale.base import dtype_of_files, load_base_config
 
 _WIDTH = 100  # of terminal lines
 _LABEL = 15  # of what stands before them
@@ -64,7 +66,7 @@ class Plan:
     """The cost of the config's method, and of every other one if asked for."""
 
     config: RunConfig
-    sizes: BaseSizes
+    base_config: Any
     num_processes: int  # that share a step
     methods: list[MethodPlan]  # the config's first
     refused: dict[str, str]  # methods that this base does not allow, and why
@@ -79,14 +81,14 @@ class Plan:
         own = self.methods[0]
         real_ratio = 0.0
         if self.config.method.definition.widens:
-            added = added_sizes(self.sizes, self.config.method.expansion)
-            real_ratio = added.num_key_value_heads / self.sizes.num_key_value_heads
+            added = added_sizes(self.base_config, self.config.method.expansion)
+            real_ratio = added.num_key_value_heads / self.base_config.num_key_value_heads
         tables = self._tables()
         text = render(
             "plan.txt.j2",
             **vars(self),
             own=own,
-            served_bytes=own.num_served * ITEMSIZES.get(self.export_dtype, 4),
+            served_bytes=own.num_served * getattr(torch, self.export_dtype).itemsize,
             real_ratio=real_ratio,
             quantity=quantity,
             tables="\n".join(tables),
@@ -99,7 +101,9 @@ class Plan:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        return {name: of for name, of in vars(self).items() if name not in ("config", "sizes")}
+        return {
+            name: of for name, of in vars(self).items() if name not in ("config", "base_config")
+        }
 
     def _tables(self) -> list[str]:
         work = []
@@ -133,9 +137,9 @@ def plan(
 
     `flops` is the speed of a device, taken for a GPU; None: that of the device at hand is measured.
     """
-    base = read_config_file(config.model)
-    sizes = BaseSizes.of(base, config.model.base)
-    check_sizes(config, sizes.max_position_embeddings, num_processes)
+    base_config = load_base_config(config.model)
+    num_positions = base_config.max_position_embeddings
+    check_sizes(config, num_positions, num_processes)
     growth = None
     tokenizer = None
     if config.method.vocabulary is not None:
@@ -144,20 +148,23 @@ def plan(
         tokenizer = tokenizer_at_hand(config.model)
     warnings = [*_absent(config), *idle_settings(config)]
     if config.method.definition.widens:
-        warnings += far_from_asked(sizes, config.method.expansion)
+        warnings += far_from_asked(base_config, config.method.expansion)
 
-    of_files = base.get("dtype") or base.get("torch_dtype") or "float32"
-    export_dtype = config.export.dtype or str(of_files)
+    export_dtype = config.export.dtype or dtype_of_files(config.model)
     config = with_precision(config, in_bfloat16=None if flops is None else True)
+    device_type = "cuda" if flops is not None else processes.device().type
     devices = {}  # by method
     planned = []
     refused = {}
+    steps = []
     rows = _rows(config) if compared else [(config.method.variant, config)]
     for label, one in rows:
         method = one.method.variant
+        num_new = 0 if growth is None or one.method.vocabulary is None else growth.num_new
+        log(f"counting       a training step of `{label}`, on tensors without numbers")
         try:
-            step_of(one, sizes)  # refuses before anything is measured
-        except ConfigError as error:
+            step = cost_of_run(one, base_config, device_type, num_new)
+        except (ConfigError, MissingExtraError) as error:
             if one is config:
                 raise
             refused[label] = str(error)
@@ -166,23 +173,23 @@ def plan(
             devices[method] = Device("cuda", flops, "as stated, taken for a GPU's")
         elif method not in devices:
             precision, length = one.train.mixed_precision, one.corpus.sequence_length
-            devices[method] = measure_device(sizes, one.method, precision, length)
+            devices[method] = measure_device(base_config, one.method, precision, length)
         device = devices[method]
-        planned.append(_plan_method(label, one, sizes, device, num_processes, growth))
+        steps.append(step)
+        planned.append(_plan_method(label, one, step, device, num_processes, growth))
     return Plan(
         config=config,
-        sizes=sizes,
+        base_config=base_config,
         num_processes=num_processes,
         methods=planned,
         refused=refused,
         export_dtype=export_dtype,
         estimate=estimate(
             config,
-            sizes,
+            steps[0],
             devices[config.method.variant],
-            held_out_texts(config, tokenizer, sizes.max_position_embeddings),
-            num_processes=num_processes,
-            num_new=0 if growth is None else growth.num_new,
+            held_out_texts(config, tokenizer, num_positions),
+            num_processes,
         ),
         disk_bytes=_disk_bytes(config, planned[0], export_dtype),
         warnings=warnings,
@@ -205,7 +212,7 @@ def _rows(config: RunConfig) -> list[tuple[str, RunConfig]]:
     sections["collaboration"]["layers"] = None
     del sections["distillation"]  # most have no base to distil from
     usual = own.definition.left_out.get("optimiser", "adamw")
-    for name in PLANNED:
+    for name in METHODS:
         if name == own.variant:
             continue
         differs: dict[str, Any] = {"variant": name}
@@ -223,19 +230,15 @@ def _rows(config: RunConfig) -> list[tuple[str, RunConfig]]:
 def _plan_method(
     label: str,
     config: RunConfig,
-    sizes: BaseSizes,
+    step: StepCost,
     device: Device,
     num_processes: int,
     growth: Growth | None,
 ) -> MethodPlan:
     train, length = config.train, config.corpus.sequence_length
-    num_new = 0
     times = 1.0  # as many tokens of the same text
-    if growth is not None and config.method.vocabulary is not None:
-        num_new = growth.num_new
-    elif growth is not None:
+    if growth is not None and config.method.vocabulary is None:
         times = growth.tokens_without
-    step = step_of(config, sizes, device.type, num_new)
     memory = memory_of(
         step,
         config.method,
@@ -248,7 +251,7 @@ def _plan_method(
         variant=label,
         num_frozen=step.num_frozen,
         num_trainable=step.num_trainable,
-        num_served=num_served(sizes, config.method, num_new),
+        num_served=step.num_served,
         num_tokens=round(times * train.max_steps * train.global_batch_size * length),
         flops_per_token=step.flops(length),
         memory=memory,
@@ -313,6 +316,6 @@ def _disk_bytes(config: RunConfig, own: MethodPlan, export_dtype: str) -> int:
             train.keep_checkpoints or train.max_steps, -(-train.max_steps // train.save_every_steps)
         )
     num_bytes = 2 * memory.trainable + num_kept * memory.checkpoint
-    itemsize = ITEMSIZES.get(export_dtype, 4)
+    itemsize = getattr(torch, export_dtype).itemsize
     sizes = {"llama": own.num_served * itemsize, "transformers": memory.frozen + memory.trainable}
     return num_bytes + sum(sizes.get(name, memory.trainable) for name in config.export.format)

@@ -30,7 +30,6 @@ class Freeze(Plain[FreezeConfig]):
     mark = ("^", "▲")
     section = "freeze"
     settings = FreezeConfig
-    is_planned = True
     usual_lr = 4.0e-4  # as full fine-tuning's
 
     def in_words(self, settings: FreezeConfig) -> str:

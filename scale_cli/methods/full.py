@@ -13,7 +13,7 @@ class Full(Plain[MethodSection]):
     label = "full fine-tuning"
     colour = "#d55e00"
     mark = ("o", "●")
-    takes_new_tokens = is_planned = True
+    takes_new_tokens = True
     usual_lr = 4.0e-4  # docs/results/rivals.md
 
     def plain_training(self, settings: MethodSection, num_layers: int) -> PlainTraining:

@@ -29,7 +29,6 @@ class LlamaPro(Plain[LlamaProConfig]):
     mark = ("D", "◆")
     section = "llama_pro"
     settings = LlamaProConfig
-    is_planned = True
     usual_lr = 3.0e-3  # docs/results/rivals.md
 
     def in_words(self, settings: LlamaProConfig) -> str:

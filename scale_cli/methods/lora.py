@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, model_validator
 
 from scale_cli.errors import ConfigError, require
-from scale_cli.methods.method import PROJECTIONS, Method, PlainTraining
+from scale_cli.methods.method import PROJECTIONS, Method
 from scale_cli.values import Section
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ class Lora(Method[LoraConfig]):
     usual_lr = 3.0e-3  # docs/results/rivals.md
     adapter = "peft"
     exports = ("adapter",)  # merged in 16 bits it would lose what a short run learned
-    is_planned = True
 
     def in_words(self, settings: LoraConfig) -> str:
         stabilised = " stabilised" if settings.rank_stabilised else ""
@@ -89,14 +88,6 @@ class Lora(Method[LoraConfig]):
 
     def trains_base_weights(self, settings: LoraConfig) -> bool:
         return settings.embeddings
-
-    def plain_training(self, settings: LoraConfig, num_layers: int) -> PlainTraining:
-        return PlainTraining(
-            [(layer, False) for layer in range(num_layers)],
-            rank=settings.rank,
-            targets=settings.targets,
-            whole_copies=settings.embeddings,
-        )
 
     def build(
         self, base: PreTrainedModel, settings: LoraConfig, seed: int, new: Any = None

@@ -35,14 +35,11 @@ Settings = TypeVar("Settings", bound=Section)
 
 @dataclass(frozen=True)
 class PlainTraining:
-    """What trains in a plain model, which has the base's layers, copies of some, and adapters."""
+    """What trains in a plain model, which has the base's layers and copies of some."""
 
     layers: Sequence[tuple[int, bool]]  # bottom up: a layer of the base, and whether it trains
     trains_embedding: bool = False
     trains_top: bool = False  # the last norm, and the head if it is not tied
-    rank: int = 0  # of adapters; 0: there are none
-    targets: Sequence[str] = ()  # the projections that have adapters
-    whole_copies: bool = False  # of embedding and head, which train beside the adapters
 
 
 class Method(Generic[Settings]):
@@ -64,7 +61,6 @@ class Method(Generic[Settings]):
     first_run: ClassVar[Mapping[str, object]] = {}  # settings of the config by `scale init`
 
     trains: ClassVar[bool] = True  # False: the config names a model that is trained already
-    is_planned: ClassVar[bool] = False  # `scale plan` counts it in closed form
     widens: ClassVar[bool] = False  # the base stays in the model, bit for bit
     # What answers, and what the report judges, if the config has a router.
     head: ClassVar[Literal["trained", "routed"]] = "routed"
@@ -97,12 +93,6 @@ class Method(Generic[Settings]):
         held in float32.
         """
         return True
-
-    def plain_training(self, settings: Settings, num_layers: int) -> PlainTraining:
-        """Return what trains, for a planned method that does not widen; ConfigError as from
-        `build`.
-        """
-        raise NotImplementedError
 
     def build(self, base: PreTrainedModel, settings: Settings, seed: int, new: Any = None) -> Any:
         """Return the model to train, with `requires_grad` set; `base` may become a part of it.

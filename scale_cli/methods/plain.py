@@ -10,6 +10,10 @@ from scale_cli.methods.method import Method, PlainTraining, Settings
 class Plain(Method[Settings]):
     """A model of the base's layers and copies of some; `plain_training` says which train."""
 
+    def plain_training(self, settings: Settings, num_layers: int) -> PlainTraining:
+        """Return what trains; ConfigError as from `build`."""
+        raise NotImplementedError
+
     def build(self, base: Any, settings: Settings, seed: int, new: Any = None) -> Any:
         num_layers = base.config.num_hidden_layers
         training = self.plain_training(settings, num_layers)

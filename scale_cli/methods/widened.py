@@ -151,7 +151,7 @@ class _Widened(Method[WideningConfig]):
     settings = WideningConfig
     left_out = {"optimiser": "muon"}
     first_run = {"distillation": {"weight": 4.0}}
-    widens = takes_new_tokens = is_planned = True
+    widens = takes_new_tokens = True
     adapter = "scale"
     advice = (
         "{:,.2g} tokens per parameter of the base. Full fine-tuning and LoRA learned more for the "

@@ -1,1 +1,1 @@
-"""What a run costs, computed from the sizes in the base's config.json: no weights, no torch."""
+"""What a run costs, from the base's config.json: no weights are read."""

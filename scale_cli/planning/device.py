@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
 
 from scale_cli import processes
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.planning.memory import rows_at_once
-from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.step import FLOAT32, Step
-from scale_cli.planning.walk import take, walk
+from scale_cli.planning.step import FLOAT32, StepCost, step_cost
 from scale_cli.terminal import log
+from scale_cli.training.objective import for_training
+from scale_cli.upscale.building import start_model
 from scale_cli.values import counted
 
 # Of the small model.
@@ -35,7 +39,7 @@ class Device:
     load: float = 0.0  # how many processes wanted a core meanwhile
 
     def step_s(
-        self, step: Step, train: TrainConfig, sequence_length: int, num_processes: int = 1
+        self, step: StepCost, train: TrainConfig, sequence_length: int, num_processes: int = 1
     ) -> float:
         """Return the seconds of an optimiser step, whose batch the processes share."""
         num_tokens = train.global_batch_size * sequence_length / num_processes
@@ -44,21 +48,17 @@ class Device:
 
 
 def measure_device(
-    sizes: BaseSizes, method: MethodConfig, mixed_precision: str, window: int = 256
+    base_config: Any, method: MethodConfig, mixed_precision: str, window: int = 256
 ) -> Device:
     """Measure at what speed a small model like the base trains by a method, by the clock on the wall.
 
     Beside other work, threads wait for each other, for a time that no short measurement tells. Then
     one thread is measured, and counts as often as cores are free.
     """
-    import torch
-
-    from scale_cli.planning.measured import MeasuredStep
-
     device = processes.device()
     name = processes.device_name(device)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
-    origin = f"measured on {name} in {str(dtype or torch.float32).removeprefix('torch.')}"
+    dtype = processes.lowered_dtype(mixed_precision) or torch.float32
+    origin = f"measured on {name} in {str(dtype).removeprefix('torch.')}"
     log(f"measuring      {name}: training steps of a small model by `{method.variant}`")
     load = os.getloadavg()[0]
     num_threads = torch.get_num_threads()
@@ -74,48 +74,71 @@ def measure_device(
                 "end it, and plan again"
             )
 
-    small = small_sizes(sizes)
+    small = small_config(base_config)
     alike = method_on_all_layers(method)
     length = min(window, _LONGEST_WINDOW)
-    flops = walk(small, alike, mixed_precision).flops(length)  # of a token
+    flops = step_cost(small, alike, mixed_precision).flops(length)  # of a token
     num_tokens = min(_MOST_TOKENS[device.type], int(_MOST_FLOPS[device.type] / flops))
-    batch = (max(1, num_tokens // length), length)
-    num_rows = rows_at_once(device.type, sizes.vocab_size)
-    step = MeasuredStep(small, device, batch, num_rows, lowered=None if dtype is None else 2)
-    taken_s: list[float] = []  # by each step; the first one makes the weights
-    with torch.autocast(device.type, dtype, enabled=dtype is not None):
-        while sum(taken_s[1:]) < _TIMED_S:
-            begun_s = time.perf_counter()
-            step.start()
-            take(step, alike)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            taken_s.append(time.perf_counter() - begun_s)
+    ids = torch.zeros(max(1, num_tokens // length), length, dtype=torch.long, device=device)
+    base: Any = AutoModelForCausalLM.from_config(small, dtype=dtype).requires_grad_(False).eval()
+    model: Any = start_model(base, alike, seed=0)
+    model.to(device)
+    step = for_training(model.train(), TrainConfig(max_steps=1))
+    taken_s: list[float] = []  # by each step; the first one warms up
+    while sum(taken_s[1:]) < _TIMED_S:
+        begun_s = time.perf_counter()
+        model.zero_grad()
+        with processes.autocast(device.type, mixed_precision):
+            output = step(
+                input_ids=ids,
+                labels=ids,
+                shift_labels=ids,
+                num_items_in_batch=ids.numel(),
+                use_cache=False,
+            )
+        output.loss.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken_s.append(time.perf_counter() - begun_s)
     torch.set_num_threads(num_threads)
     step_s = sum(taken_s[1:]) / len(taken_s[1:])
-    return Device(device.type, times * batch[0] * length * flops / step_s, origin, round(load, 1))
+    return Device(device.type, times * ids.numel() * flops / step_s, origin, round(load, 1))
 
 
-def small_sizes(sizes: BaseSizes) -> BaseSizes:
-    """Return sizes of a model that is small enough to be measured.
+def small_config(base_config: Any) -> Any:
+    """Return the configuration of a model that is small enough to be measured.
 
     It has a base's widths, up to a bound, and the same share of its layers and of its vocabulary: so it spends the
     part of its time in the head that the base does.
     """
-    share = min(1.0, _MOST_CHANNELS / sizes.hidden_size)
-    num_key_value_heads = max(1, round(share * sizes.num_key_value_heads))
-    group = sizes.num_attention_heads // sizes.num_key_value_heads
-    narrow = replace(
-        sizes,
-        hidden_size=round(share * sizes.hidden_size),
-        intermediate_size=max(1, round(share * sizes.intermediate_size)),
-        num_key_value_heads=num_key_value_heads,
-        num_attention_heads=num_key_value_heads * group,
+    small = deepcopy(base_config)
+    share = min(1.0, _MOST_CHANNELS / small.hidden_size)
+    group = small.num_attention_heads // small.num_key_value_heads
+    num_key_value_heads = max(1, round(share * small.num_key_value_heads))
+    num_heads = group * num_key_value_heads
+    head_dim = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
+    width = max(1, round(share * small.hidden_size / num_heads)) * num_heads
+    mlp_width = max(1, round(share * small.intermediate_size))
+
+    of_heads = 2 * head_dim * (num_heads + num_key_value_heads)
+    layer_bytes = FLOAT32 * width * (of_heads + 3 * mlp_width)
+    num_layers = min(small.num_hidden_layers, -(-_LEAST_BYTES // layer_bytes))
+    vocab_size = share * small.vocab_size * num_layers / small.num_hidden_layers
+    small.update(
+        {
+            "hidden_size": width,
+            "intermediate_size": mlp_width,
+            "num_key_value_heads": num_key_value_heads,
+            "num_attention_heads": num_heads,
+            "head_dim": head_dim,
+            "num_hidden_layers": num_layers,
+            "vocab_size": max(1, round(vocab_size)),
+            "pad_token_id": None,
+        }
     )
-    layer_bytes = FLOAT32 * narrow.hidden_size * sum(narrow.map_widths.values())
-    num_layers = min(sizes.num_hidden_layers, -(-_LEAST_BYTES // layer_bytes))
-    vocab_size = share * sizes.vocab_size * num_layers / sizes.num_hidden_layers
-    return replace(narrow, num_hidden_layers=num_layers, vocab_size=max(1, round(vocab_size)))
+    if kinds := getattr(small, "layer_types", None):
+        small.layer_types = kinds[:num_layers]
+    return small
 
 
 def method_on_all_layers(method: MethodConfig) -> MethodConfig:

@@ -9,8 +9,7 @@ from scale_cli.config.schedule import search_steps
 from scale_cli.config.schema import RunConfig
 from scale_cli.planning.beginnings import HeldOut
 from scale_cli.planning.device import Device
-from scale_cli.planning.memory import step_of
-from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.step import StepCost
 from scale_cli.report import duration, quantity
 from scale_cli.runs.folder import RunFolder
 
@@ -52,19 +51,12 @@ class Estimate:
 
 def estimate(
     config: RunConfig,
-    sizes: BaseSizes,
+    step: StepCost,
     device: Device,
     texts: Sequence[HeldOut],  # of the evaluations
-    *,
     num_processes: int = 1,
-    num_new: int = 0,
 ) -> Estimate:
-    """Estimate what is left of a run: its FLOPs at the device's speed, and what is no pass over text by its size.
-
-    Raises:
-        ConfigError: the method has no closed form, or asks for what the base does not have.
-    """
-    step = step_of(config, sizes, device.type, num_new)
+    """Estimate what is left of a run: its FLOPs at the device's speed, and what is no pass over text by its size."""
     train = config.train
     folder = RunFolder(config.output_dir)
     steps_done = _steps_done(folder, train.max_steps)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.methods.widened import added_sizes
-from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.step import FLOAT32, Step, Weights
-from scale_cli.planning.walk import ITEMSIZES, walk
+from scale_cli.model.routing import rows_at_once
+from scale_cli.planning.step import FLOAT32, StepCost, step_cost
 
-# As `LOGITS_AT_ONCE` and `FEWEST_ROWS` of model/routing.py, which imports torch; a test compares.
-_LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
-_FEWEST_ROWS = 128
 # What a process on a CPU holds beside weights and a step's tensors, measured in runs of SmolLM2-135M
 # and Gemma 3 270M (docs/planning.md): libraries and texts, and the tokenizer.
 _PROCESS_BYTES = 500_000_000
@@ -42,32 +38,27 @@ class Memory:
         return self.trainable + self.moments
 
 
-def step_of(
-    config: RunConfig, sizes: BaseSizes, device_type: str = "cpu", num_new: int = 0
-) -> Step:
-    """Return a step of a run."""
+def cost_of_run(
+    config: RunConfig, base_config: Any, device_type: str = "cpu", num_new: int = 0
+) -> StepCost:
+    """Return what a step of a run costs."""
     model = config.model
     asked = config.train.attention
     by_sdpa = asked == "sdpa" or (asked is None and device_type != "cuda")
-    # `auto` is float32 until a run decides it, as for `load_base`.
-    base = Weights(ITEMSIZES.get(model.dtype, FLOAT32), in_8_bits=model.quantisation == "int8")
-    return walk(
-        sizes,
+    return step_cost(
+        base_config,
         config.method,
         config.train.mixed_precision,
-        base=base,
+        # `auto` is float32 until a run decides it, as for `load_base`.
+        dtype="float32" if model.dtype == "auto" else model.dtype,
+        quantisation=model.quantisation,
         num_new=num_new,
         masked=config.corpus.isolate_documents and by_sdpa,
     )
 
 
-def rows_at_once(device_type: str, vocab_size: int) -> int:
-    """Return of how many tokens the logits exist at once."""
-    return max(_LOGITS_AT_ONCE[device_type] // vocab_size, _FEWEST_ROWS)
-
-
 def memory_of(
-    step: Step,
+    step: StepCost,
     method: MethodConfig,
     train: TrainConfig,
     sequence_length: int,
@@ -83,7 +74,7 @@ def memory_of(
     for the next products exists too. Distillation adds, in float32, the base's log-probabilities,
     and of one sequence its logits and both heads' probabilities, beside the last one's gradient.
     """
-    vocab_size = step.sizes.vocab_size + step.num_new
+    vocab_size = step.vocab_size
     num_tokens = train.sequences_at_once(num_processes) * sequence_length
     num_rows = min(rows_at_once(device_type, vocab_size), num_tokens)
     if step.keeps_logits:
@@ -102,7 +93,8 @@ def memory_of(
         FLOAT32 * size * (1 if train.optimiser == "muon" and kind == "matrix" else 2)
         for kind, size in step.trained.items()
     )
-    of_masks = step.bytes_per_pair + step.masked  # and the one mask that all are made from
+    # With the one mask of a byte that all are made from.
+    of_masks = step.bytes_per_pair + (step.bytes_per_pair > 0)
     per_token = step.bytes_per_token + sequence_length * of_masks
     saved = step.copies_bytes + num_tokens * per_token
     process = _PROCESS_BYTES + vocab_size * _BYTES_OF_A_TOKEN
@@ -115,15 +107,3 @@ def memory_of(
         head=head,
         process=process if device_type == "cpu" else 0,
     )
-
-
-def num_served(sizes: BaseSizes, method: MethodConfig, num_new: int = 0) -> int:
-    """Return the parameters of the plain model that a method's run is exported as."""
-    if method.definition.widens:
-        added = vars(added_sizes(sizes, method.expansion))
-        widths = {name: getattr(sizes, name) + size for name, size in added.items()}
-        served = replace(sizes, **widths, tie_word_embeddings=False)
-    else:
-        training = method.definition.plain_training(method.settings, sizes.num_hidden_layers)
-        served = replace(sizes, num_hidden_layers=len(training.layers))
-    return walk(served, MethodConfig(variant="full"), num_new=num_new).num_trainable

@@ -1,221 +1,223 @@
-"""One training step on paper: its parameters, products, and what autograd keeps, operation by operation.
+"""What a training step costs, counted on the method's own model: its tensors are fake.
 
-A `Value` stands for a tensor of one position: its width, its bytes an element, and whether it needs a gradient. The
-operations below do to values what torch's do to tensors, so a walk over the layers adds up:
+A fake tensor (torch's `FakeTensorMode`) has a shape, a dtype and a device, but no numbers. So the
+forward and backward pass of training run over one window without weights, and a new method or
+family is counted without a line for it.
 
-| operation          | FLOPs a token                                | kept for the backward pass                       |
-|--------------------|----------------------------------------------|--------------------------------------------------|
-| y = W x            | 2 in out (1 + [x needs one] + [W trains])    | x if W trains; a lowered W if x needs one        |
-| norm               | not counted                                  | x and 1 / rms if x needs one; x^ if gains train  |
-| attention          | 2 A a key, for each of up to 6 products      | q, k, v, the result, a log-sum-exp a head        |
-| act(gate) up       | not counted                                  | both factors; our fused form: gate and up        |
-| cross-entropy      | of the head, as y = W x                      | the gradients of the stream and of a trained H   |
-
-A widened map has up to four blocks. W reads and writes x; W12 reads u and writes x; W21 reads x and writes u; W22 reads
-and writes u. With E = r D this is 2 D^2 (1 + 2r + 3r^2) where x needs no gradient, and 2 D^2 (2 + 6r + 3r^2) where it
-does and W12 exists. x needs one above the first layer where W12 writes into it.
-
-Attention is causal: a token sees (T + 1) / 2 keys on average. Distillation has no product of its own: the base's logits
-are those of the trained head before H' u is added. Look-ups, norms, rotations and the optimiser are not counted.
-
-Shapes: D base channels, E expansion channels, C MLP channels, V vocabulary.
-Source: the blocks are SCALE's (arXiv 2511.03270). Full fine-tuning is the familiar 6 N (Kaplan et al., arXiv
-2001.08361), with the head's weights and causal attention included.
+- FLOPs are those of matrix products and attention, by torch's counter. Attention is causal: a token
+  sees (T + 1) / 2 keys on average. Look-ups, norms, rotations and the optimiser are not counted.
+- Memory is that of the storages that autograd saves. The window's length is a prime that divides the
+  size of no weight. So a storage of a multiple of its square is a mask, of a multiple of it grows
+  with the window, and any other is there whatever the batch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, cast
 
-from scale_cli.planning.sizes import BaseSizes
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-Kind = Literal["embedding", "head", "gains", "matrix"]
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.training import TrainConfig
+from scale_cli.export.sizes import served_size
+from scale_cli.processes import autocast, lowered_dtype
+from scale_cli.training.objective import attending, for_training
+from scale_cli.training.optimiser import kinds_of_parameters
+from scale_cli.upscale.base import base_without_weights
+from scale_cli.upscale.building import MethodModel, NewPieces, build_model
+from scale_cli.upscale.quantised_base import is_quantised, parts_of
+
 FLOAT32 = 4
+_LENGTH = 2053
+_aten = torch.ops.aten
 _MUON_STEPS = 5  # each is three products: X X^T, its square, and a polynomial of it times X
 
-
-@dataclass(eq=False)
-class Value:
-    """A tensor of one position."""
-
-    width: int
-    itemsize: int
-    needs_grad: bool
-    tensor: Any = None  # of all positions, if the step is computed too
-
-    def cast(self, itemsize: int) -> Value:
-        if self.itemsize == itemsize:
-            return self
-        return Value(self.width, itemsize, self.needs_grad, self.tensor)
-
-    def plus(self, other: Value, itemsize: int | None = None) -> Value:
-        """Return the sum, in the wider precision unless told."""
-        tensor = None if self.tensor is None else self.tensor + other.tensor
-        itemsize = itemsize or max(self.itemsize, other.itemsize)
-        return Value(self.width, itemsize, self.needs_grad or other.needs_grad, tensor)
+# sdpa as it is called with real tensors: transformers makes no mask for a name that it does not
+# know, and one for every window of fake tensors.
+_WITHOUT_MASK = "sdpa_without_mask"
+ALL_ATTENTION_FUNCTIONS.register(_WITHOUT_MASK, sdpa_attention_forward)
 
 
 @dataclass(frozen=True)
-class Weights:
-    """How the weights of a module are held, and whether they train."""
+class StepCost:
+    """What a step costs: bytes, and the FLOPs of training on a token."""
 
-    itemsize: int = FLOAT32
-    train: bool = False
-    in_8_bits: bool = False  # a byte a weight; a float32 scale and a zero point a row
-
-
-@dataclass
-class Step:
-    """What the operations of a step on one token add up to."""
-
-    sizes: BaseSizes
-    lowered: int | None = None  # bytes of an element under autocast; None without it
-    masked: bool = False  # each attention keeps a mask, as for isolated documents
-    num_new: int = 0  # tokens that are added to the vocabulary
-    num_frozen: int = 0
-    frozen_bytes: int = 0
-    trained: Counter[Kind] = field(default_factory=Counter)
-    product_flops: float = 0.0  # of all maps, the head's included
-    muon_flops: float = 0.0  # of an update of all matrices
-    attention_per_key: float = 0.0
-    kept: dict[Value, None] = field(default_factory=dict)
-    copies_bytes: int = 0  # kept whatever the batch: lowered weights, the head's gradient
-    bytes_per_pair: int = 0  # of masks
-    keeps_logits: bool = False
-
-    def hold(self, size: int, weights: Weights, kind: Kind) -> None:
-        """Count the parameters of one tensor."""
-        if weights.train:
-            self.trained[kind] += size
-        else:
-            self.num_frozen += size
-            self.frozen_bytes += size * weights.itemsize
-
-    def keep(self, *values: Value) -> None:
-        self.kept.update(dict.fromkeys(values))
-
-    def embed(self, width: int, itemsize: int, needs_grad: bool) -> Value:
-        """Return what is looked up; who trains an embedding, or adapts it, keeps the ids."""
-        if needs_grad:
-            self.keep(Value(1, 8, False))
-        return Value(width, itemsize, needs_grad)
-
-    def linear(
-        self,
-        x: Value,
-        width: int,
-        weights: Weights,
-        *,
-        bias: bool = False,
-        kind: Kind | None = "matrix",
-    ) -> Value:
-        """Return W x; its parameters are counted as of a kind, or held by another map (None)."""
-        itemsize = self.lowered or weights.itemsize
-        size = x.width * width
-        if weights.in_8_bits:
-            self.num_frozen += size
-            self.frozen_bytes += size + width * (FLOAT32 + 1)
-        elif kind is not None:
-            self.hold(size, weights, kind)
-        if bias:
-            self.hold(width, weights, "gains")
-        self.product_flops += 2.0 * size * (1 + x.needs_grad + weights.train)
-        if weights.train and kind == "matrix":
-            shorter = min(x.width, width)
-            self.muon_flops += _MUON_STEPS * 2.0 * shorter * (2 * size + shorter**2)
-        if x.needs_grad and (weights.in_8_bits or itemsize != weights.itemsize):
-            self.copies_bytes += size * itemsize
-        if weights.train:
-            self.keep(x.cast(itemsize))
-        return Value(width, itemsize, x.needs_grad or weights.train)
-
-    def norm(self, x: Value, weights: Weights, *, times: int = 1) -> Value:
-        """Return x^ by transformers' RMSNorm of the family, over each of `times` parts of x."""
-        is_cast_first = self.sizes.form.gain == "cast, times gain"
-        if x.needs_grad:
-            self.keep(x.cast(FLOAT32), Value(times, FLOAT32, False))
-            if self.sizes.form.gain == "times 1 + gain, cast":
-                self.copies_bytes += x.width // times * FLOAT32
-        if weights.train:
-            self.keep(Value(x.width, x.itemsize if is_cast_first else FLOAT32, x.needs_grad))
-        itemsize = max(x.itemsize, weights.itemsize) if is_cast_first else x.itemsize
-        return Value(x.width, itemsize, x.needs_grad or weights.train)
-
-    def widened_norm(self, x: Value, u: Value, base_itemsize: int) -> tuple[Value, Value]:
-        """Return x^ by the base's norm, and the added gains times u / rms(x)."""
-        gain = self.sizes.form.gain
-        self.keep(Value(1, FLOAT32, x.needs_grad), Value(u.width, FLOAT32, True))
-        if x.needs_grad:
-            self.keep(x, u.cast(FLOAT32))
-            if gain == "times 1 + gain, cast":
-                self.copies_bytes += x.width * FLOAT32
-        itemsize = max(x.itemsize, base_itemsize) if gain == "cast, times gain" else x.itemsize
-        return (
-            Value(x.width, itemsize, x.needs_grad),
-            Value(u.width, self.lowered or u.itemsize, True),
-        )
-
-    def rotate(self, q: Value, k: Value, angles: Value) -> tuple[Value, Value]:
-        if q.needs_grad or k.needs_grad:
-            self.keep(angles)
-        if self.sizes.form.rotates_in_float32:
-            return q, k
-        return q.cast(max(q.itemsize, angles.itemsize)), k.cast(max(k.itemsize, angles.itemsize))
-
-    def attend(self, q: Value, k: Value, v: Value, *, rotated_together: bool = False) -> Value:
-        """Return the heads' sums of values; q and k are rotated already, perhaps as one tensor."""
-        any_grad = q.needs_grad or k.needs_grad or v.needs_grad
-        num_products = 2 + (q.needs_grad or k.needs_grad)
-        num_products += q.needs_grad + k.needs_grad + v.needs_grad
-        self.attention_per_key += 2.0 * num_products * q.width
-        head_dim = self.sizes.head_dim
-        itemsize = self.lowered or v.itemsize
-        heads = Value(q.width, itemsize, any_grad)
-        if not any_grad:
-            return heads
-        kept = [of.cast(itemsize) for of in (q, k, v)]
-        if self.masked or head_dim > 256:  # the kernel then takes a key for each query
-            if rotated_together and q.itemsize == itemsize and k.width > head_dim:
-                self.keep(k)
-            kept[1:] = [
-                of
-                if of.width == head_dim and of.itemsize == itemsize  # repeated as a view
-                else Value(q.width, itemsize, of.needs_grad)
-                for of in (k, v)
-            ]
-        self.keep(*kept, heads, Value(q.width // head_dim, FLOAT32, False))
-        self.bytes_per_pair += self.masked * itemsize
-        return heads
-
-    def gate(self, gate: Value, up: Value, *, fused: bool) -> Value:
-        """Return act(gate) up."""
-        if gate.needs_grad:
-            self.keep(gate, up)
-        if up.needs_grad and not fused:
-            self.keep(Value(gate.width, gate.itemsize, gate.needs_grad))
-        return Value(gate.width, gate.itemsize, gate.needs_grad or up.needs_grad)
-
-    def cross_entropy(self, streams: list[tuple[Value, int, Weights]]) -> None:
-        """Add the loss under sum_k H_k x_k, of streams with their heads' rows and weights."""
-        for x, num_rows, weights in streams:
-            size = x.width * num_rows
-            self.product_flops += 2.0 * size * (1 + x.needs_grad + weights.train)
-            if x.needs_grad:
-                self.keep(Value(x.width, x.itemsize, False))
-            if weights.train:
-                self.copies_bytes += size * weights.itemsize
-
-    def flops(self, sequence_length: int) -> float:
-        """Return the FLOPs of training on a token of a window: it sees (T + 1) / 2 keys on average."""
-        return self.product_flops + self.attention_per_key * (sequence_length + 1) / 2
+    vocab_size: int  # with new tokens
+    num_served: int  # parameters of the plain model that a run is exported as
+    num_frozen: int
+    frozen_bytes: int
+    trained: Counter[str]  # numbers by kind of tensor
+    lowered: int | None  # bytes of an element under autocast; None without it
+    product_flops: float  # of all maps, the head's included
+    attention_per_key: float
+    muon_flops: float  # of an update of all matrices
+    bytes_per_token: int  # that autograd keeps
+    bytes_per_pair: int  # of masks
+    copies_bytes: int  # kept whatever the batch: lowered weights, the head's gradient
+    keeps_logits: bool  # of all tokens, which `bytes_per_token` leaves out
 
     @property
     def num_trainable(self) -> int:
         return sum(self.trained.values())
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that autograd keeps of every token."""
-        return sum(value.width * value.itemsize for value in self.kept)
+    def flops(self, sequence_length: int) -> float:
+        """Return the FLOPs of training on a token of a window."""
+        return self.product_flops + self.attention_per_key * (sequence_length + 1) / 2
+
+
+def step_cost(
+    base_config: Any,
+    method: MethodConfig,
+    mixed_precision: str = "no",
+    *,
+    dtype: str = "float32",
+    quantisation: str | None = None,
+    num_new: int = 0,
+    masked: bool = False,
+) -> StepCost:
+    """Return what one training step of a method costs.
+
+    Args:
+        base_config: the base's configuration, transformers' class.
+        method: the method section of a config.
+        mixed_precision: no, bf16 or fp16.
+        dtype: in which the base is held.
+        quantisation: of the base's linear maps; None: none.
+        num_new: tokens that are added to the base's vocabulary.
+        masked: whether attention takes a mask, as sdpa does for isolated documents.
+
+    Raises:
+        ConfigError: the method asks for what the base does not have.
+    """
+    base = base_without_weights(base_config, dtype, quantisation)
+    new = NewPieces(["0"] * num_new, []) if num_new else None
+    with torch.device("meta"):
+        model: Any = build_model(base, method, 0, new)
+    num_served = served_size(model, base_config, "float32").parameters
+    with FakeTensorMode():
+        _make_fake(model)
+        flops, kept = _counted_step(model, mixed_precision, masked=masked)
+
+    trained: Counter[str] = Counter()
+    muon_flops = 0.0
+    for name, kind in kinds_of_parameters(model).items():
+        parameter = model.get_parameter(name)
+        trained[kind] += parameter.numel()
+        if kind == "matrix":
+            shorter = min(parameter.shape)
+            muon_flops += _MUON_STEPS * 2.0 * shorter * (2 * parameter.numel() + shorter**2)
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+
+    vocab_size = base_config.vocab_size + num_new
+    sizes = [
+        tensor.untyped_storage().nbytes()
+        for tensor in kept
+        if tensor.shape[-2:] != (_LENGTH, vocab_size)
+    ]
+    of_pairs = sum(size for size in sizes if size % _LENGTH**2 == 0)
+    of_tokens = sum(size for size in sizes if size % _LENGTH == 0) - of_pairs
+    dtype_of_products = lowered_dtype(mixed_precision)
+    return StepCost(
+        vocab_size=vocab_size,
+        num_served=num_served,
+        num_frozen=sum(parameter.numel() for parameter in frozen),
+        frozen_bytes=sum(part.nbytes for parameter in frozen for part in parts_of(parameter)),
+        trained=trained,
+        lowered=None if dtype_of_products is None else dtype_of_products.itemsize,
+        product_flops=flops.of_products / _LENGTH,
+        attention_per_key=2 * flops.of_attention / (_LENGTH * (_LENGTH + 1)),
+        muon_flops=muon_flops,
+        bytes_per_token=of_tokens // _LENGTH,
+        bytes_per_pair=of_pairs // _LENGTH**2,
+        copies_bytes=sum(sizes) - of_pairs - of_tokens,
+        keeps_logits=len(sizes) < len(kept),
+    )
+
+
+def _counted_step(
+    model: MethodModel, mixed_precision: str, *, masked: bool
+) -> tuple[_Counter, list[Tensor]]:
+    """Return the FLOPs of a step on one window, and a tensor of each storage that it keeps."""
+    attending(model).set_attn_implementation("sdpa" if masked else _WITHOUT_MASK)
+    module = for_training(model.train(), TrainConfig(max_steps=1))
+    held = {part.untyped_storage()._cdata for of in model.parameters() for part in parts_of(of)}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (storage := tensor.untyped_storage()._cdata) not in held:
+            kept[storage] = tensor
+        return tensor
+
+    ids = torch.zeros(1, _LENGTH, dtype=torch.long)
+    asked = {"labels": ids, "shift_labels": ids, "num_items_in_batch": _LENGTH}
+    if masked:
+        asked["position_ids"] = ids
+    keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with _Counter() as counter:
+        with autocast("cpu", mixed_precision), keeping:
+            loss = module(input_ids=ids, use_cache=False, **asked).loss
+        loss.backward()
+    return counter, list(kept.values())
+
+
+def _make_fake(model: nn.Module) -> None:
+    """Replace a model's tensors, which lie on the meta device, by fake ones on the processor."""
+    made: dict[Tensor, Any] = {}  # tied weights are one tensor
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if tensor not in made:
+                    made[tensor] = _empty_like(tensor)
+                tensors[name] = made[tensor]
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    empty: Any
+    if is_quantised(tensor):
+        held: Any = tensor
+        names, context = held.__tensor_flatten__()
+        parts = {name: _empty_like(getattr(held, name)) for name in names}
+        empty = type(held).__tensor_unflatten__(parts, context, held.shape, held.stride())
+    else:
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return cast(Tensor, empty)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the FLOPs of matrix products and of causal attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_products = 0
+        self.of_attention = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        operation = func.overloadpacket
+        if operation is _aten._scaled_dot_product_flash_attention_for_cpu:
+            self._attend(args[0], 2)  # Q K^T, P V
+        elif operation is _aten._scaled_dot_product_flash_attention_for_cpu_backward:
+            q_grad, k_grad, v_grad = (of.requires_grad for of in args[1:4])
+            # dP, and each gradient that is needed.
+            self._attend(args[1], (q_grad or k_grad) + q_grad + k_grad + v_grad)
+        elif operation is _aten.addmm_:
+            self.of_products += flop_registry[_aten.addmm](*args, out_val=made)
+        elif operation in flop_registry:
+            self.of_products += flop_registry[operation](*args, **(kwargs or {}), out_val=made)
+        return made
+
+    def _attend(self, query: Tensor, num_products: int) -> None:
+        """Add products of every query with (T + 1) / 2 keys."""
+        self.of_attention += num_products * query.numel() * (query.shape[-2] + 1)

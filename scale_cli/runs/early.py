@@ -20,7 +20,8 @@ from scale_cli.upscale.base_files import check_config_file, check_weight_files
 from scale_cli.values import counted
 
 # What each verb reads, beside the base's config.json.
-_READS = {
+_READS: dict[str, set[str]] = {
+    "plan": set(),
     "upscale": {"weights", "text of new tokens"},
     "prepare": {"training text", "held-out text"},
     "train": {"upscaled", "weights", "training text"},

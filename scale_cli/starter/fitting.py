@@ -10,8 +10,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
 from scale_cli.planning.device import Device
 from scale_cli.planning.memory import memory_of
-from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import walk
+from scale_cli.planning.step import StepCost
 
 MIN_STEPS = 10
 LEAST_STEP_TOKENS = 2048  # a step of fewer is too noisy
@@ -45,32 +44,31 @@ class Sizes:
 
 
 def fit_sizes(
-    base: BaseSizes,
+    step: StepCost,
+    num_positions: int,
     method: MethodConfig,
     device: Device,
-    mixed_precision: str,
     *,
-    num_new: int,
+    mixed_precision: str,
     training_s: float,
     num_tokens: int,
 ) -> Sizes:
     """Return sizes that leave time for many steps.
 
     Args:
-        base: sizes of the base.
+        step: what a step costs.
+        num_positions: of the base.
         method: what trains.
         device: with the speed of training in `mixed_precision`.
         mixed_precision: no, bf16 or fp16.
-        num_new: tokens that the config adds.
         training_s: seconds of training.
         num_tokens: of the text, which is read four times at the most.
 
     Raises:
         ConfigError: the base does not fit the memory.
     """
-    check_room(base, method, device.type, mixed_precision, num_new)
+    check_room(step, method, device.type)
     available = _memory_bytes(device.type)
-    step = walk(base, method, mixed_precision, num_new=num_new)
 
     def memory(length: int, at_once: int) -> int:
         train = _one_step(method, at_once)
@@ -81,7 +79,7 @@ def fit_sizes(
         min(training_s * device.flops_per_s / step.flops(_LENGTHS[-1]), most_tokens) / _WANTED_STEPS
     )
     step_tokens = min(max(step_tokens, LEAST_STEP_TOKENS), _MOST_STEP_TOKENS)
-    longest = min(base.max_position_embeddings, step_tokens // _LEAST_BATCH_SIZE)
+    longest = min(num_positions, step_tokens // _LEAST_BATCH_SIZE)
     fitting = (of for of in _LENGTHS if of <= longest and memory(of, 1) <= available)
     length = next(fitting, int(longest))
     batch_size = at_once = 2 ** int(step_tokens / length).bit_length() // 2
@@ -100,15 +98,8 @@ def fit_sizes(
     )
 
 
-def check_room(
-    base: BaseSizes,
-    method: MethodConfig,
-    device_type: str,
-    mixed_precision: str,
-    num_new: int = 0,
-) -> None:
+def check_room(step: StepCost, method: MethodConfig, device_type: str) -> None:
     """Raise ConfigError if the smallest step does not fit the memory."""
-    step = walk(base, method, mixed_precision, num_new=num_new)
     train = _one_step(method, 1)
     needed = memory_of(step, method, train, _LENGTHS[-1], device_type=device_type).total
     if needed > (available := _memory_bytes(device_type)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,7 +14,7 @@ from scale_cli.data.corpora import beginning_to_learn
 from scale_cli.data.encoding import Document, DocumentMarkers, Encoder
 from scale_cli.errors import BaseModelError
 from scale_cli.methods.starts.knowledge import measure_knowledge
-from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.step import step_cost
 from scale_cli.processes import computes_in_bfloat16, device, move_to_device
 from scale_cli.starter.fitting import check_room
 from scale_cli.starter.texts import Text
@@ -33,7 +35,7 @@ class Kind:
 
 def kind_that_fits(
     model: ModelConfig,
-    sizes: BaseSizes,
+    base_config: Any,
     text: Text,
     tokenizer: PreTrainedTokenizerBase,
     mixed_precision: str,
@@ -46,7 +48,9 @@ def kind_that_fits(
         ConfigError: not even an adapter's training fits the memory; the base is not loaded then.
         BaseModelError: the weights in the base's folder cannot be loaded.
     """
-    check_room(sizes, MethodConfig(variant=_ADAPTER), device().type, mixed_precision)
+    # Without PEFT there is no adapter to count.
+    least = MethodConfig(variant=_ADAPTER if find_spec("peft") else _EXPANSION)
+    check_room(step_cost(base_config, least, mixed_precision), least, device().type)
     language = text.source["language"]
     dtype = "bfloat16" if computes_in_bfloat16() else "float32"
     try:
@@ -64,7 +68,9 @@ def kind_that_fits(
     encoder = Encoder(tokenizer, conversations=False)
     encoded = encoder.encode([Document(text.sample, len(text.sample.encode()))])
     boundary = DocumentMarkers.of(tokenizer).context
-    knowledge = measure_knowledge(base, beginning_to_learn(encoded.ids, boundary, sizes.vocab_size))
+    knowledge = measure_knowledge(
+        base, beginning_to_learn(encoded.ids, boundary, base_config.vocab_size)
+    )
     by_base, by_frequencies = (
         nats * text.tokens_per_byte / math.log(2)
         for nats in (knowledge.by_base, knowledge.by_frequencies)

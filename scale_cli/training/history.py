@@ -123,10 +123,10 @@ def _on_one_line(text: str) -> str:
     return " ".join(text.replace("\ufffd", "").split()) or DASH
 
 
-def cost_table(state: TrainState, cost: Cost, work: float | None, evaluated_s: float) -> Table:
-    """Return what a run took up to its kept weights; `work` is in FLOPs, None if not known."""
+def cost_table(state: TrainState, cost: Cost, work: float, evaluated_s: float) -> Table:
+    """Return what a run took up to its kept weights; `work` is in FLOPs."""
     rows: list[Row] = [
-        ["work", DASH if work is None else f"{quantity(work, 'FLOP')} of training"],
+        ["work", f"{quantity(work, 'FLOP')} of training"],
         [
             "time",
             f"{duration(state.elapsed_s)} of training: {duration(state.stepping_s)} of steps, "

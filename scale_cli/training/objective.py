@@ -92,7 +92,7 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
                 f"train.attention: flex_attention (which corpus.isolate_documents takes on a GPU) needs heads of "
                 f"{_FLEX_HEAD_DIM} dimensions or more, and this model's have {head_dim}; set train.attention=sdpa"
             )
-        _attending(model).set_attn_implementation(train.attention)
+        attending(model).set_attn_implementation(train.attention)
     if train.compile:
         decoder = model.expansion if isinstance(model, ScaleForCausalLM) else plain_of(model).model
         layers: list[Any] = list(decoder.layers)
@@ -141,18 +141,18 @@ def attending_by_sdpa(model: MethodModel) -> Iterator[None]:
     """Use sdpa within the body, for whole texts of any length: flex_attention would be compiled for
     each length.
     """
-    attending = _attending(model)
-    if attending.config._attn_implementation != "flex_attention":
+    plain = attending(model)
+    if plain.config._attn_implementation != "flex_attention":
         yield
         return
-    attending.set_attn_implementation("sdpa")
+    plain.set_attn_implementation("sdpa")
     try:
         yield
     finally:
-        attending.set_attn_implementation("flex_attention")
+        plain.set_attn_implementation("flex_attention")
 
 
-def _attending(model: MethodModel) -> Any:
+def attending(model: MethodModel) -> Any:
     """Return the plain model by whose configuration every layer attends."""
     plain = plain_of(model)
     return plain.base if isinstance(plain, ScaleForCausalLM) else plain

@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from scale_cli.config.schema import MethodConfig
-from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import walk
+from scale_cli.planning.step import step_cost
 from scale_cli.storage.atomic import read_json
 from scripts.benchmark.__main__ import run_benchmark
 from scripts.benchmark.algebra import ideal_flops_per_token
@@ -64,9 +63,8 @@ def test_no_more_products_are_computed_than_the_mathematics_asks_for(
     counted = count_flops(lambda: case.step(0))
     assert counted == ideal_flops(TINY, settings)
     # What a plan counts is the same, but that a fused kernel computes its scores twice.
-    sizes = BaseSizes.of(TINY.llama_config().to_dict(), "tiny")
     ideal = ideal_flops_per_token(TINY.llama_config(), settings, TINY.sequence_length)
-    per_token = walk(sizes, settings).flops(TINY.sequence_length)
+    per_token = step_cost(TINY.llama_config(), settings).flops(TINY.sequence_length)
     assert per_token == pytest.approx(ideal.total, rel=1e-9)
 
 

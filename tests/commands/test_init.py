@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from scale_cli.data.documents import CorpusReader
 from scale_cli.errors import BaseModelError, ConfigError
 from scale_cli.methods import METHODS
 from scale_cli.planning.device import Device
-from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import walk
+from scale_cli.planning.step import StepCost, step_cost
 from scale_cli.starter import fitting, offer, texts
 from scale_cli.starter import kind as starter_kind
 from scale_cli.starter.fitting import Sizes, fit_sizes
@@ -300,6 +300,11 @@ def test_a_config_of_any_method_is_valid_and_takes_its_own_rate(method: str) -> 
     assert "lr" not in tree["train"]
 
 
+@cache
+def tiny_step() -> StepCost:
+    return step_cost(LlamaConfig(**TINY), checked_method("route"))
+
+
 @settings(max_examples=12)
 @given(
     flops=st.floats(1e6, 1e16),
@@ -310,21 +315,23 @@ def test_a_config_of_any_method_is_valid_and_takes_its_own_rate(method: str) -> 
 def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
     flops: float, minutes: float, gib: float, num_tokens: int
 ) -> None:
-    base = BaseSizes.of(LlamaConfig(**TINY).to_dict(), "tiny")
+    base = LlamaConfig(**TINY)
     method = checked_method("route")
+    step = tiny_step()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitting, "_memory_bytes", lambda _: int(gib * 2**30))
         device = Device("cpu", flops, "measured on cpu")
         try:
             asked: dict[str, Any] = {"training_s": 60 * minutes, "num_tokens": num_tokens}
-            sizes = fit_sizes(base, method, device, "no", num_new=0, **asked)
+            sizes = fit_sizes(
+                step, base.max_position_embeddings, method, device, mixed_precision="no", **asked
+            )
         except ConfigError as error:
             assert str(error).startswith("--base: training needs ")
             return
     assert sizes.memory_bytes <= sizes.available_bytes
     assert sizes.sequence_length <= base.max_position_embeddings
     assert sizes.global_batch_size % sizes.micro_batch_size == 0
-    step = walk(base, method)
     train = TrainConfig(max_steps=1, global_batch_size=sizes.global_batch_size, optimiser="muon")
     training_s = sizes.max_steps * device.step_s(step, train, sizes.sequence_length)
     if sizes.max_steps > 10:

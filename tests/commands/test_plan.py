@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 from scale_cli.commands.plan import Plan, plan
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.planning.walk import PLANNED
+from scale_cli.methods import METHODS
 from scale_cli.report import quantity
 from scripts.benchmark.algebra import ideal_flops_per_token
 from tests.benchmark.test_algebra import LLAMA_3_2_1B
@@ -51,7 +51,7 @@ def test_the_flops_are_those_that_the_mathematics_asks_for_and_the_time_is_their
 ) -> None:
     assert every_method.methods[0].num_tokens == 10 * 4 * 8192
     assert every_method.methods[0].variant == "route"
-    assert {method.variant for method in every_method.methods} == {*PLANNED}
+    assert {method.variant for method in every_method.methods} == {*METHODS}
     for method in every_method.methods:
         asked = MethodConfig(variant=method.variant, expansion=every_method.config.method.expansion)
         ideal = ideal_flops_per_token(THREE_LAYERS, asked, 8192)
@@ -63,7 +63,7 @@ def test_all_shows_every_method_in_lines_of_100_columns_and_otherwise_only_the_o
     every_method: Plan,
 ) -> None:
     lines = every_method.lines()
-    for variant in PLANNED:
+    for variant in METHODS:
         assert sum(line[2:].startswith(f"{variant} ") for line in lines) == 2
     shown = [line.replace(every_method.config.model.base, "base") for line in lines]
     assert max(map(len, shown)) <= 100
@@ -131,7 +131,7 @@ def test_the_verb_prints_the_plan_for_people_or_as_json_and_writes_nothing(
     assert "400 TFLOP/s as stated" in shown
     assert "10 steps x 4 windows x 64 tokens = 2,560 tokens" in shown
     told = json.loads(scale("plan", small, absent, "--flops", "4.0e14", "--json").stdout)
-    assert "sizes" not in told and told["methods"][0]["variant"] == "route"
+    assert "base_config" not in told and told["methods"][0]["variant"] == "route"
     assert told["methods"][0]["num_tokens"] == 2560
     assert not (small.parent / "run").exists()
 

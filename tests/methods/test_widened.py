@@ -15,9 +15,7 @@ from scale_cli.methods.widened import (
     far_from_asked,
     plan_expansion,
 )
-from scale_cli.planning.memory import num_served
-from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import walk
+from scale_cli.planning.step import step_cost
 
 unhurried = settings(max_examples=60)
 
@@ -102,10 +100,10 @@ def test_stream_and_mlp_keep_the_ratio_where_the_heads_cannot() -> None:
     assert (added.hidden_size, added.intermediate_size) == (288, 1728)
     assert (added.num_attention_heads, added.num_key_value_heads) == (4, 1)
 
-    sizes = BaseSizes.of(base.to_dict(), "one head")
-    served = num_served(sizes, MethodConfig())
-    of_base = walk(sizes, MethodConfig(variant="full")).num_trainable
-    assert served < 2 * of_base, "though the base's head is tied, and the served one is not"
+    step = step_cost(base, MethodConfig())
+    assert step.num_served < 2 * step.num_frozen, (
+        "though the base's head is tied, and the served one is not"
+    )
 
 
 def test_a_size_that_rounding_made_far_larger_than_asked_is_named_and_no_other() -> None:

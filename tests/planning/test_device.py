@@ -1,12 +1,9 @@
 """What a device is taken to sustain is what training steps of a small model reached on it."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, Qwen3Config
 
 from scale_cli.config.schema import MethodConfig
@@ -15,35 +12,12 @@ from scale_cli.planning import device as speed
 from scale_cli.planning.device import (
     Device,
     measure_device,
-    method_on_all_layers,
-    small_sizes,
+    small_config,
 )
-from scale_cli.planning.measured import MeasuredStep
-from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import PLANNED, take, walk
+from scale_cli.planning.step import step_cost
 from tests.widening import TINY
 
-TINY_SIZES = BaseSizes.of(LlamaConfig(**TINY).to_dict(), "tiny")
-QWEN = Qwen3Config(**TINY)
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("variant", PLANNED)
-@pytest.mark.parametrize("base", [LlamaConfig(**TINY), QWEN], ids=["llama", "qwen3"])
-def test_what_is_timed_computes_the_products_of_the_methods_own_step(
-    base: Any, variant: str
-) -> None:
-    sizes = BaseSizes.of(base.to_dict(), "tiny")
-    method = method_on_all_layers(MethodConfig(variant=variant))
-    step = MeasuredStep(sizes, CPU, (3, 16), rows_at_once=20, lowered=None)
-    take(step, method)  # makes the weights
-    step.start()
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        take(step, method)
-    of_attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
-    planned = walk(sizes, method)
-    assert counter.get_total_flops() - of_attention == 3 * 16 * planned.product_flops
-    assert of_attention == 3 * 16 * 16 * planned.attention_per_key
+TINY_BASE = LlamaConfig(**TINY)
 
 
 @pytest.mark.parametrize(
@@ -73,18 +47,18 @@ def test_the_speed_is_that_of_all_steps_by_the_clock_on_the_wall_but_the_first(
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        device = measure_device(TINY_SIZES, method, "no", 32)
+        device = measure_device(TINY_BASE, method, "no", 32)
         assert set(used) == {num_timed} and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-    flops = 2048 * walk(small_sizes(TINY_SIZES), method).flops(32)
+    flops = 2048 * step_cost(small_config(TINY_BASE), method).flops(32)
     assert device.flops_per_s == pytest.approx(times * flops / 0.2)
     assert "float32, 3 threads on 4 cores" in device.origin
     assert ("Other work (load" in device.origin) == ("plan again" in device.origin) == (load > 0)
 
 
 def test_a_step_spends_its_products_and_muons_at_the_speed_of_the_device() -> None:
-    step = walk(TINY_SIZES, MethodConfig())
+    step = step_cost(TINY_BASE, MethodConfig())
     device = Device("cpu", 2e9, "stated")
     train = TrainConfig(max_steps=1, global_batch_size=6)
     batch_s = 6 * 32 * step.flops(32) / 2e9
@@ -95,12 +69,11 @@ def test_a_step_spends_its_products_and_muons_at_the_speed_of_the_device() -> No
 
 def test_a_large_base_is_measured_by_a_small_model_with_the_same_part_in_its_head() -> None:
     base = Qwen3Config(hidden_size=16384, intermediate_size=65536, vocab_size=10**6)
-    sizes = BaseSizes.of(base.to_dict(), "large")
-    small = small_sizes(sizes)
+    small = small_config(base)
     assert (small.hidden_size, small.intermediate_size) == (1024, 4096)
     layers_by_head = [
-        of.num_hidden_layers * sum(of.map_widths.values()) / of.vocab_size for of in (sizes, small)
+        of.num_hidden_layers * of.intermediate_size / of.vocab_size for of in (base, small)
     ]
     assert layers_by_head[1] == pytest.approx(layers_by_head[0], rel=0.15)
-    device = measure_device(sizes, MethodConfig(variant="full"), "bf16")
+    device = measure_device(base, MethodConfig(variant="full"), "bf16")
     assert device.flops_per_s > 0 and "bfloat16" in device.origin

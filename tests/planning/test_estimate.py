@@ -11,10 +11,10 @@ from scale_cli.evaluation.scoring import beginnings, num_tokens_read
 from scale_cli.planning.beginnings import HeldOut, held_out_texts, tokenizer_at_hand
 from scale_cli.planning.device import Device
 from scale_cli.planning.estimate import Estimate, count_evaluated, estimate
-from scale_cli.planning.sizes import BaseSizes
+from scale_cli.planning.step import step_cost
 from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.opened import Run
-from scale_cli.storage.atomic import read_json
+from scale_cli.upscale.base import load_base_config
 from tests.small_runs import held_out, small_run
 
 
@@ -58,11 +58,11 @@ def test_every_way_to_load_an_export_is_compared_on_its_tokens(
     variant: str, formats: list[str], num_ways: int, shared_data: Path, tmp_path: Path
 ) -> None:
     base = shared_data / "ckpt-eltec/hf"
-    sizes = BaseSizes.of(read_json(base / "config.json"), "base")
     config = small_run(tmp_path, base, method={"variant": variant}, export={"format": formats})
+    step = step_cost(load_base_config(config.model), config.method)
 
     def estimated(*texts: HeldOut) -> Estimate:
-        return estimate(config, sizes, Device("cpu", 1e9, "stated"), texts)
+        return estimate(config, step, Device("cpu", 1e9, "stated"), texts)
 
     text = HeldOut(num_tokens=0, num_in_windows=0, num_compared=100)
     takes = estimated(text)
@@ -76,14 +76,14 @@ def test_a_run_that_goes_on_is_estimated_by_what_is_left_of_it(
 ) -> None:
     """Steps, evaluations and exports that are done take no time again, and the words say so."""
     base = shared_data / "ckpt-eltec/hf"
-    sizes = BaseSizes.of(read_json(base / "config.json"), "base")
     train = {"max_steps": 10, "eval_every_steps": 4}
     config = small_run(tmp_path, base, train=train, export={"format": ["llama"]})
     folder = RunFolder(config.output_dir)
+    step = step_cost(load_base_config(config.model), config.method)
     text = HeldOut(num_tokens=70, num_in_windows=4, num_compared=20)
 
     def left() -> Estimate:
-        return estimate(config, sizes, Device("cpu", 1e9, "stated"), [text])
+        return estimate(config, step, Device("cpu", 1e9, "stated"), [text])
 
     whole = left()
     assert " left," not in whole.in_words() and whole.evaluated_tokens == 2 * 4 + 70

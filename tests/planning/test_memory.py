@@ -8,27 +8,26 @@ from transformers import LlamaConfig
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
+from scale_cli.methods import METHODS
 from scale_cli.methods.recipes import trainable_parameters
-from scale_cli.planning.memory import Memory, memory_of, step_of
-from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.walk import PLANNED
+from scale_cli.planning.memory import Memory, cost_of_run, memory_of
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors
 from scale_cli.upscale.building import start_model
 from scripts.benchmark.counting import LiveBytes
-from tests.planning.test_walk import EACH, walked, window
+from tests.planning.test_step import EACH, counted, window
 from tests.widening import tiny_llama
 
 CARD_OF_24_GB = Path(__file__).parents[2] / "configs" / "llama-3.1-8b-24gb.yaml"
 VOCAB_SIZE, LENGTH, BATCH_SIZE = 2048, 64, 4
 LORA = MethodConfig(variant="lora")
 DISTILLED = MethodConfig.model_validate({"variant": "preserve", "distillation": {"weight": 1.0}})
-methods = pytest.mark.parametrize("method", EACH, ids=PLANNED)
+methods = pytest.mark.parametrize("method", EACH, ids=METHODS)
 
 
 def planned_memory(method: MethodConfig, mixed_precision: Any, **train: Any) -> Memory:
     sizes = {"global_batch_size": 8, "micro_batch_size": 4, "mixed_precision": mixed_precision}
-    step = walked(tiny_llama(vocab_size=VOCAB_SIZE), method, mixed_precision)
+    step = counted(tiny_llama(vocab_size=VOCAB_SIZE), method, mixed_precision)
     settings = TrainConfig.model_validate({"max_steps": 1, **sizes, **train})
     return memory_of(step, method, settings, LENGTH)
 
@@ -39,7 +38,7 @@ def planned_memory(method: MethodConfig, mixed_precision: Any, **train: Any) -> 
         *((method, "no") for method in EACH),
         *((method, "bf16") for method in (EACH[0], LORA, DISTILLED)),
     ],
-    ids=[*PLANNED, "preserve, bf16", "lora, bf16", "distilled, bf16"],
+    ids=[*METHODS, "preserve, bf16", "lora, bf16", "distilled, bf16"],
 )
 def test_activations_and_logits_are_what_a_real_step_allocates_at_its_fullest(
     method: MethodConfig, mixed_precision: str
@@ -93,7 +92,7 @@ def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes() -
         num_key_value_heads=8,
         max_position_embeddings=131072,
     )
-    step = step_of(config, BaseSizes.of(base.to_dict(), "8b"), "cuda")
+    step = cost_of_run(config, base, "cuda")
     length = config.corpus.sequence_length
     planned = memory_of(step, config.method, config.train, length, device_type="cuda")
     assert planned.frozen == pytest.approx(9.09e9, rel=0.01)

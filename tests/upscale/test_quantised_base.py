@@ -13,9 +13,7 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
-from scale_cli.planning.sizes import BaseSizes
-from scale_cli.planning.step import Weights
-from scale_cli.planning.walk import walk
+from scale_cli.planning.step import step_cost
 from scale_cli.runs.opened import Run
 from scale_cli.training.objective import for_training
 from scale_cli.upscale.base import (
@@ -160,8 +158,7 @@ def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_kee
     model = named(shared_data, "ckpt-eltec")
     method = MethodConfig(variant=variant)
     base = load_base(model)
-    sizes = BaseSizes.of(base.config.to_dict(), "base")
-    planned = walk(sizes, method, "bf16", base=Weights(2, in_8_bits=True))
+    planned = step_cost(base.config, method, "bf16", dtype="bfloat16", quantisation="int8")
     parts = [part for parameter in base.parameters() for part in parts_of(parameter)]
     assert planned.frozen_bytes == sum(part.untyped_storage().nbytes() for part in parts)
     assert planned.num_frozen == sum(parameter.numel() for parameter in base.parameters())

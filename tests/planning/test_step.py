@@ -1,4 +1,4 @@
-"""What is computed from config.json is what torch counts and keeps in a real step."""
+"""What is counted on tensors without numbers is what torch counts and keeps in a real step."""
 
 from typing import Any
 
@@ -9,12 +9,8 @@ from transformers import PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.model.family_scale import FAMILIES
-from scale_cli.model.routing import rows_at_once
-from scale_cli.planning.memory import _FEWEST_ROWS, _LOGITS_AT_ONCE, num_served
-from scale_cli.planning.sizes import FORMS, BaseSizes
-from scale_cli.planning.step import Step, Weights
-from scale_cli.planning.walk import ITEMSIZES, PLANNED, walk
+from scale_cli.methods import METHODS
+from scale_cli.planning.step import StepCost, step_cost
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, kinds_of_parameters
 from scale_cli.upscale.building import NewPieces, start_model
@@ -22,7 +18,7 @@ from scripts.benchmark.counting import SUMMED_IN_PLACE, kept_for_backward, num_b
 from tests.model.test_families import BASES, tiny
 from tests.widening import tiny_llama
 
-EACH = [MethodConfig(variant=variant) for variant in PLANNED]
+EACH = [MethodConfig(variant=variant) for variant in METHODS]
 TOP, OWN, SOME, HEAD = (
     MethodConfig.model_validate(method)
     for method in (
@@ -32,14 +28,9 @@ TOP, OWN, SOME, HEAD = (
         {"variant": "lora", "lora": {"targets": ["lm_head"]}},
     )
 )
-FAMILY_BASES = [name for name, (model_type, _) in BASES.items() if model_type in FORMS]
 CASES = [
     *(("llama", method) for method in (*EACH, TOP, OWN, SOME, HEAD)),
-    *(
-        (family, method)
-        for family in FAMILY_BASES
-        for method in (TOP, MethodConfig(variant="full"))
-    ),
+    *((family, method) for family in BASES for method in (TOP, MethodConfig(variant="full"))),
 ]
 
 
@@ -47,13 +38,9 @@ def base_of(family: str) -> PreTrainedModel:
     return tiny_llama() if family == "llama" else tiny(family)
 
 
-def sizes_of(base: Any) -> BaseSizes:
-    return BaseSizes.of(base.config.to_dict(), "tiny")
-
-
-def walked(base: PreTrainedModel, method: MethodConfig, *asked: Any, **more: Any) -> Step:
-    itemsize = ITEMSIZES[str(base.dtype).removeprefix("torch.")]
-    return walk(sizes_of(base), method, *asked, base=Weights(itemsize), **more)
+def counted(base: PreTrainedModel, method: MethodConfig, *asked: Any, **more: Any) -> StepCost:
+    dtype = str(base.dtype).removeprefix("torch.")
+    return step_cost(base.config, method, *asked, dtype=dtype, **more)
 
 
 def window(vocab_size: int, length: int, batch_size: int = 1) -> dict[str, Any]:
@@ -69,8 +56,8 @@ def test_parameters_products_and_what_is_kept_are_a_real_steps(
     family: str, method: MethodConfig
 ) -> None:
     base, length = base_of(family), 24
-    planned = walked(base, method)
-    kept_planned = {precision: walked(base, method, precision) for precision in ("no", "bf16")}
+    planned = counted(base, method)
+    kept_planned = {precision: counted(base, method, precision) for precision in ("no", "bf16")}
     real: Any = start_model(base, method, seed=0).train()
 
     of_kinds = dict.fromkeys(planned.trained, 0)
@@ -109,7 +96,7 @@ def test_masks_of_isolated_documents_are_counted_as_autograd_keeps_them(
     variant: str, mixed_precision: str
 ) -> None:
     method, base, length = MethodConfig(variant=variant), tiny_llama(), 53
-    planned = walked(base, method, mixed_precision, masked=True)
+    planned = counted(base, method, mixed_precision, masked=True)
     num_layers = base.config.num_hidden_layers
     real = start_model(base, method, seed=0).train()
     positions = torch.cat([torch.arange(20), torch.arange(length - 20)]).unsqueeze(0)
@@ -126,7 +113,7 @@ def test_new_tokens_are_rows_of_what_trains(variant: str) -> None:
         {"variant": variant, "vocabulary": {"new_tokens": 256, "script": "hangul"}}
     )
     base = tiny_llama()
-    planned = walked(base, method, num_new=7)
+    planned = counted(base, method, num_new=7)
     real = start_model(base, method, 0, NewPieces(["0"] * 7, []))
     counts = [
         sum(p.numel() for p in real.parameters() if p.requires_grad is trains)
@@ -135,22 +122,14 @@ def test_new_tokens_are_rows_of_what_trains(variant: str) -> None:
     assert [planned.num_frozen, planned.num_trainable] == counts
 
 
-@pytest.mark.parametrize("family", FAMILY_BASES)
+@pytest.mark.parametrize("family", BASES)
 def test_the_model_that_is_served_has_the_parameters_of_the_plain_export(family: str) -> None:
     from scale_cli.export.dense import dense_model
 
     base = tiny(family)
-    sizes = sizes_of(base)
     for variant in ("route", "full"):
         method = MethodConfig(variant=variant)
         model: Any = start_model(tiny(family), method, seed=0)
         plain = dense_model(model, "float32") if variant == "route" else model
         served = sum(parameter.numel() for parameter in plain.parameters())
-        assert num_served(sizes, method) == served
-
-
-def test_every_family_has_a_form_and_logits_are_held_as_the_model_does() -> None:
-    assert FORMS.keys() == FAMILIES.keys()
-    for device_type, at_once in _LOGITS_AT_ONCE.items():
-        for vocab_size in (61, 49_152):
-            assert max(at_once // vocab_size, _FEWEST_ROWS) == rows_at_once(device_type, vocab_size)
+        assert counted(base, method).num_served == served
