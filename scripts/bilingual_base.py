@@ -4,7 +4,7 @@
 
 It has the tokenizer and, at the default sizes, the shape of DATA/ckpt-eltec. It reads English novels and the first half
 of DATA/ko-mixed; the second half stays unread. FOLDER gets the random start, the run, and the base in
-`run/export/llama`. After a stop or a kill, the same command continues.
+`run/export/plain`. After a stop or a kill, the same command continues.
 """
 
 from __future__ import annotations

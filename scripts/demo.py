@@ -100,7 +100,7 @@ def make_base(config: RunConfig, texts: dict[str, list[str]]) -> None:
 
 def show_answers(config: RunConfig, texts: dict[str, list[str]]) -> None:
     """Print how the base, the trained head alone and the routed model continue unseen biographies."""
-    export = RunFolder(config.output_dir).export("llama", config.export.dtype)
+    export = RunFolder(config.output_dir).export("plain", config.export.dtype)
     prompts = [
         text.split(". ")[0] + "."
         for name in ("english-valid", "korean-valid")

@@ -123,7 +123,7 @@ def run(command: list[str], *, kill_when: Path | None = None) -> Cost:
 
 def take_through_verbs(folder: Path) -> dict[str, Cost]:
     """Run every verb, each in its own process, and load the export in both ways."""
-    config, export = folder / "run.yaml", folder / "run" / "export" / "llama-bfloat16"
+    config, export = folder / "run.yaml", folder / "run" / "export" / "plain-bfloat16"
 
     def verb(name: str, *options: str, kill_when: Path | None = None) -> Cost:
         return run(
@@ -199,7 +199,7 @@ def main() -> None:
         print(
             f"| {name} | {cost.cpu_s:.0f} | {cost.elapsed_s:.0f} | {cost.peak_bytes / _GIB:.2f} | {bound} |"
         )
-    parity = ExportRecord.load(folder / "run" / "export" / "llama-bfloat16")
+    parity = ExportRecord.load(folder / "run" / "export" / "plain-bfloat16")
     assert parity.routed is not None, "of `route`"
     for way, figures in (("plainly", parity), ("routed", parity.routed)):
         print(

@@ -106,7 +106,7 @@ evaluation:
       language: ko
       role: acquisition
       max_documents: 2
-export: {{format: llama}}
+export: {{format: plain}}
 """
 
 

@@ -210,9 +210,9 @@ def with_replay(config: RunConfig, folder: Path) -> RunConfig:
 @pytest.mark.parametrize(
     ("variant", "formats"),
     [
-        ("route", "[llama, transformers, adapter]"),
-        ("full", "llama"),
-        ("preserve, vocabulary: {new_tokens: 8, min_count: 2}", "llama"),
+        ("route", "[plain, transformers, adapter]"),
+        ("full", "plain"),
+        ("preserve, vocabulary: {new_tokens: 8, min_count: 2}", "plain"),
     ],
 )
 def test_every_verb_of_a_run_computes_on_the_device(
@@ -229,7 +229,7 @@ def test_every_verb_of_a_run_computes_on_the_device(
     verbs: list[Callable[[], Any]] = [
         lambda: run_pipeline(config, print),
         lambda: generated(config.output_dir),
-        lambda: generated(RunFolder(config.output_dir).export("llama")),
+        lambda: generated(RunFolder(config.output_dir).export("plain")),
         lambda: verify(config.output_dir),
     ]
     for verb in verbs:
@@ -239,7 +239,7 @@ def test_every_verb_of_a_run_computes_on_the_device(
 def test_a_precision_that_a_device_has_decided_is_kept_where_there_is_none(
     config: RunConfig, tmp_path: Path
 ) -> None:
-    config = shortened(config, tmp_path / "run", "export.format=[llama, adapter]")
+    config = shortened(config, tmp_path / "run", "export.format=[plain, adapter]")
     assert (config.model.dtype, config.train.mixed_precision) == ("auto", "auto")
     said: list[str] = []
     with pretended_device() as device, accelerate_on(device):

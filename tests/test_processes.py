@@ -62,7 +62,7 @@ ROUTE = (
     "train.max_steps=4",
     "train.eval_every_steps=2",
     "train.max_forgetting=0",
-    "export.format=llama",
+    "export.format=plain",
 )
 # The base's predictions are learned from. AdamW divides gradients by their size, so of those near 0
 # it would magnify the rounding; this epsilon is above that.

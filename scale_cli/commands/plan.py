@@ -317,5 +317,5 @@ def _disk_bytes(config: RunConfig, own: MethodPlan, export_dtype: str) -> int:
         )
     num_bytes = 2 * memory.trainable + num_kept * memory.checkpoint
     itemsize = getattr(torch, export_dtype).itemsize
-    sizes = {"llama": own.num_served * itemsize, "transformers": memory.frozen + memory.trainable}
+    sizes = {"plain": own.num_served * itemsize, "transformers": memory.frozen + memory.trainable}
     return num_bytes + sum(sizes.get(name, memory.trainable) for name in config.export.format)

@@ -136,7 +136,7 @@ def _engine_of(
     if not config.get("architectures"):
         if engine == "vllm":
             raise UsageError(
-                "--engine vllm: serves plain exports (format llama), and routed ones of LoRA beside "
+                "--engine vllm: serves plain exports (format plain), and routed ones of LoRA beside "
                 f"linear layers alone, and {folder} is none; remove --engine vllm"
             )
         return "transformers"

@@ -43,7 +43,8 @@ from scale_cli.values import (
 Dtype = Literal["float32", "bfloat16", "float16"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float16"]
 Quantised = Literal["int8"]
-ExportFormat = Literal["llama", "transformers", "adapter"]
+ExportFormat = Literal["plain", "transformers", "adapter"]
+_WrittenFormat = Literal["plain", "transformers", "adapter", "llama"]  # the first's name before
 Head = Literal["base", "trained", "routed"]  # what answers: one of both heads, or their mixture
 
 
@@ -220,12 +221,15 @@ class ExportConfig(Section):
         Field(min_length=1),
         AfterValidator(lambda formats: list(dict.fromkeys(formats))),  # each once
         BeforeValidator(
-            lambda given: given if isinstance(given, list) else [given],
-            json_schema_input_type=ExportFormat | list[ExportFormat],
+            lambda given: [
+                "plain" if name == "llama" else name
+                for name in (given if isinstance(given, list) else [given])
+            ],
+            json_schema_input_type=_WrittenFormat | list[_WrittenFormat],
         ),
     ] = Field(
-        default=["llama"],
-        description="one format or several; if left out: llama, plus transformers if llama cannot be routed; adapter "
+        default=["plain"],
+        description="one format or several; if left out: plain, plus transformers if plain cannot be routed; adapter "
         "with lora",
     )
     dtype: Dtype | None = Field(
@@ -238,7 +242,7 @@ class ExportConfig(Section):
     def _adapter_in_float32(self) -> ExportConfig:
         if "adapter" in self.format and self.dtype not in (None, "float32"):
             raise ValueError(
-                "dtype: an adapter is always written in float32; remove this key, or set format: llama"
+                "dtype: an adapter is always written in float32; remove this key, or set format: plain"
             )
         return self
 

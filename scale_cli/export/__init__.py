@@ -1,1 +1,1 @@
-"""Write a trained run as a folder that other tools load: plain Llama, transformers, adapter."""
+"""Write a trained run as a folder that other tools load: plain, transformers, adapter."""

@@ -136,10 +136,10 @@ class Format:
         )
 
 
-class Llama(Format):
+class Plain(Format):
     """A plain model of the base's own class, of whatever family; it may carry a router."""
 
-    name = "llama"
+    name = "plain"
     description = "plain dense model, no custom code: loads wherever the base model does"
 
     def __init__(self, config: RunConfig) -> None:
@@ -242,7 +242,7 @@ class Adapter(Format):
         yield put_on_base(folder, base), head
 
 
-FORMATS: dict[str, type[Format]] = {one.name: one for one in (Llama, Transformers, Adapter)}
+FORMATS: dict[str, type[Format]] = {one.name: one for one in (Plain, Transformers, Adapter)}
 
 
 def routed_formats(config: RunConfig) -> list[str]:

@@ -203,7 +203,7 @@ def write_plain(
 
 def exports(run: Path) -> list[Path]:
     """Return the folders of a run's exports that servers read: plain ones, and PEFT's adapters."""
-    written = [*run.glob("export/llama*/config.json"), *run.glob(f"export/*/{ADAPTER_CONFIG}")]
+    written = [*run.glob("export/plain*/config.json"), *run.glob(f"export/*/{ADAPTER_CONFIG}")]
     return sorted(file.parent for file in written)
 
 

@@ -70,7 +70,7 @@ class Method(Generic[Settings]):
     adapter: ClassVar[Literal["", "scale", "peft"]] = (
         ""  # format of a folder with only what trains; "": none
     )
-    exports: ClassVar[Sequence[str]] = ("llama",)  # the formats if the config names none
+    exports: ClassVar[Sequence[str]] = ("plain",)  # the formats if the config names none
 
     def completed(self, tree: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a config's `method`, unchecked, with what the method finds out itself."""

@@ -78,7 +78,7 @@ def estimate(
     evaluated_tokens, num_samples = count_evaluated(config, texts, steps_done, is_evaluated)
 
     num_ways = len(exports)
-    if "llama" in exports and definition.routes_plainly(config.method.settings):
+    if "plain" in exports and definition.routes_plainly(config.method.settings):
         num_ways += 1
     compared = num_ways * sum(text.num_compared for text in texts)
     step_s = device.step_s(step, train, config.corpus.sequence_length, num_processes)

@@ -68,7 +68,7 @@ def check_config_file(model: ModelConfig) -> None:
     base = Path(model.base)
     if any(BaseRecord.is_in(folder) for folder in (base, base / "final", base / "upscaled")):
         raise BaseModelError(
-            f"model.base: {name} is a run, which is no base for another; export it as llama and "
+            f"model.base: {name} is a run, which is no base for another; export it as plain and "
             "name that export"
         )
     if not looks_local(name):

@@ -98,7 +98,7 @@ def test_an_export_has_the_dtype_of_the_base_and_those_of_others_lie_beside_it(
         each = changed(config, f"export.dtype={dtype}")
         assert not is_finished(each)
         folder = export(each).folder
-        assert folder.name == f"llama-{dtype}" and is_finished(each)
+        assert folder.name == f"plain-{dtype}" and is_finished(each)
         check_written_export(each, folder)
         tensors = load_tensors(folder / "model.safetensors").values()
         assert {tensor.dtype for tensor in tensors} == {getattr(torch, dtype)}
@@ -108,7 +108,7 @@ def test_an_export_has_the_dtype_of_the_base_and_those_of_others_lie_beside_it(
     with monkeypatch.context() as patch:
         patch.setattr("scale_cli.export.formats.dtype_of_files", lambda _: "bfloat16")
         of_base = export(config).folder
-    assert of_base.name == "llama" and read_json(of_base / "config.json")["dtype"] == "bfloat16"
+    assert of_base.name == "plain" and read_json(of_base / "config.json")["dtype"] == "bfloat16"
     monkeypatch.setattr("scale_cli.commands.export.trained_sha256", lambda _: "of another training")
     assert not is_finished(config)
 

@@ -39,9 +39,9 @@ def run(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfi
     (base / "chat_template.jinja").write_text(TEMPLATE)
     config = petitions_run(shared_data, folder, collaboration={"layers": "top:1"})
     config = train_run(
-        changed(config, f"model.base={base}", "export.format=[llama, transformers, adapter]")
+        changed(config, f"model.base={base}", "export.format=[plain, transformers, adapter]")
     )
-    for name in ("llama", "transformers", "adapter"):
+    for name in ("plain", "transformers", "adapter"):
         export(changed(config, f"export.format={name}"))
     return config
 
@@ -67,7 +67,7 @@ def test_a_run_its_folders_and_its_exports_say_the_same(
     assert all(expected[:2])  # what it makes of Hangul is no whole character
     (checkpoint,) = (run.output_dir / "checkpoints").iterdir()
     plain, with_code, adapter = (
-        run.output_dir / "export" / name for name in ("llama", "transformers", "adapter")
+        run.output_dir / "export" / name for name in ("plain", "transformers", "adapter")
     )
     for folder in (run.output_dir / "final", checkpoint, with_code, adapter):
         assert completions(folder) == expected
@@ -178,7 +178,7 @@ def test_tokens_add_up_to_the_completion_and_with_the_prompt_to_what_was_generat
 ) -> None:
     for c in continued:
         assert "".join(token.text for token in c.tokens) == c.completion
-    for of in (generator, Generator(run.output_dir / "export/llama")):
+    for of in (generator, Generator(run.output_dir / "export/plain")):
         (begun,) = of.continue_all(["Once upon"], GREEDY)
         asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": GREEDY.max_new_tokens}
         if of.head_names:

@@ -397,7 +397,7 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
         assert sorted(of_sides) == sorted(of_text)
     verb = "run" if form is as_novel else "prepare"  # all of `run` but the reading is alike
     assert scale(verb, "mine.yaml").exit_code == 0
-    assert Path("runs/mine/export/llama").is_dir() == (verb == "run")
+    assert Path("runs/mine/export/plain").is_dir() == (verb == "run")
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ def test_what_is_no_repository_of_one_model_is_refused_before_anything_is_export
     name: str,
 ) -> None:
     with pytest.raises(UsageError, match="--push-to-hub"):
-        export.check_repository(name, ["llama"])
+        export.check_repository(name, ["plain"])
     with pytest.raises(
-        UsageError, match=r"exports llama and transformers; choose one: export\.format=transformers"
+        UsageError, match=r"exports plain and transformers; choose one: export\.format=transformers"
     ):
-        export.check_repository("me/model", ["llama", "transformers"])
+        export.check_repository("me/model", ["plain", "transformers"])

@@ -67,13 +67,13 @@ def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
     chat = f"scale generate {run.root} --chat --prompt"
     for told in (f"scale generate {run.root} --prompt", chat, f"scale serve {run.root}"):
         assert told in done.stdout.splitlines()[-1]
-    for one in ("llama", "transformers"):
+    for one in ("plain", "transformers"):
         size = ExportRecord.load(run.export(one)).size
         assert f"\nserved         {one}: {size}\n" in done.stdout
     sizes = [quantity(folder_bytes(folder), "B") for folder in (run.root, run.checkpoints)]
     assert f"on disk        {sizes[0]} in {run.root}; " in done.stdout
     assert f"may be deleted: {run.checkpoints} ({sizes[1]}: only to train further)" in done.stdout
-    heads = {run.export("llama"): "trained", run.export("transformers"): "posterior"}
+    heads = {run.export("plain"): "trained", run.export("transformers"): "posterior"}
     assert [*heads] == sorted((run.root / "export").iterdir())
     assert of_config("run", *asked, "evaluation.perplexity.0.max_documents=3").exit_code == 0
     kept = read_json(run.evaluation / "report.json")["corpora"][0]
@@ -113,7 +113,7 @@ def test_a_run_that_made_what_it_was_to_learn_worse_warns_once_says_it_last_and_
     (warned,) = re.findall(r"warning: step .*, petitions-held-out: .*", failed.stderr)
     assert "step 6" in warned and "bits/byte, without an interval, of the text that" in warned
     assert f"**{error.removeprefix('error: ')} " in (run.evaluation / "report.md").read_text()
-    assert (run.export("llama") / "README.md").read_text().count(worse) == 1
+    assert (run.export("plain") / "README.md").read_text().count(worse) == 1
     measured = of_config("evaluate", *asked)
     assert measured.exit_code == 0
     last = measured.stdout.splitlines()[-2:]
@@ -196,14 +196,14 @@ def test_the_folder_of_a_run_stands_for_its_config_wherever_it_lies(
     moved = finished.output_dir.rename(tmp_path / "moved")
     for line in (
         "evaluate",
-        "export export.format=llama --dtype bfloat16",
+        "export export.format=plain --dtype bfloat16",
         "verify",
         "plan --flops 1e12",
         f"compare --output {tmp_path}/compared",
     ):
         verb, *options = line.split()
         assert scale(verb, moved, *options).exit_code == 0
-    assert (moved / "export/llama-bfloat16").is_dir()
+    assert (moved / "export/plain-bfloat16").is_dir()
     assert not finished.output_dir.exists()
     assert scale("evaluate", tmp_path).error(), "no run"
 
@@ -212,8 +212,8 @@ def test_the_dtype_of_an_export_is_the_one_asked_for_on_the_command_line(
     finished: RunConfig, scale: Scale
 ) -> None:
     run = finished.output_dir
-    assert scale("export", run, "export.format=llama", "--dtype", "bfloat16").exit_code == 0
-    folder = RunFolder(run).export("llama", "bfloat16")
+    assert scale("export", run, "export.format=plain", "--dtype", "bfloat16").exit_code == 0
+    folder = RunFolder(run).export("plain", "bfloat16")
     dtypes = {tensor.dtype for tensor in load_tensors(folder / "model.safetensors").values()}
     assert dtypes == {torch.bfloat16}
     assert "'float32', 'bfloat16', 'float16'" in scale("export", run, "--dtype", "int8").stderr

@@ -39,7 +39,7 @@ def write_routed(checkpoint: Path, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    export = tmp_path_factory.mktemp("run") / "export" / "llama"
+    export = tmp_path_factory.mktemp("run") / "export" / "plain"
     export.mkdir(parents=True)
     write_routed(stories, export)
     return export
@@ -179,7 +179,7 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(
     plain = with_config(folder, tmp_path / "plain", scale_router=None)
     other = with_config(folder, tmp_path / "other", architectures=["Olmo2ForCausalLM"])
     several = tmp_path / "several"
-    for name in ("llama", "llama-bfloat16"):
+    for name in ("plain", "plain-bfloat16"):
         shutil.copytree(folder, several / "export" / name)
     no_export = with_config(folder, tmp_path / "final", architectures=None)
     listening = socket.create_server(("127.0.0.1", 0))

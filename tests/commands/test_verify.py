@@ -55,7 +55,7 @@ def test_a_run_that_nobody_touched_holds_everything(run: Path) -> None:
     checks = found(run)
     assert not [line for check in checks.values() for line in (*check.failed, *check.unchecked)]
     assert checks["final"].held == ["hashes", "base"]
-    assert checks["llama"].held == ["hashes", "parity"]
+    assert checks["plain"].held == ["hashes", "parity"]
     assert checks["upscaled"].held == ["hashes", "base"]
     verify(run)
 
@@ -89,7 +89,7 @@ def test_a_run_whose_base_is_gone_does_not_pass(run: Path, base: Path, scale: Sc
 
 
 def test_an_export_away_from_its_run_does_not_pass(run: Path, tmp_path: Path) -> None:
-    alone = shutil.copytree(run / "export" / "llama", tmp_path / "alone")
+    alone = shutil.copytree(run / "export" / "plain", tmp_path / "alone")
     with pytest.raises(CheckFailed, match="final/") as refused:
         verify(Path(alone))
     assert refused.value.exit_code == 3
@@ -129,9 +129,9 @@ def test_an_export_of_another_model_is_found_by_its_logits_though_its_manifest_f
     run: Path, base: Path
 ) -> None:
     for name in ("model.safetensors", "config.json"):
-        shutil.copy(base / name, run / "export" / "llama" / name)
-    reseal(run / "export" / "llama")
-    assert "logits differ" in found(run / "export" / "llama")["llama"].failed[0]
+        shutil.copy(base / name, run / "export" / "plain" / name)
+    reseal(run / "export" / "plain")
+    assert "logits differ" in found(run / "export" / "plain")["plain"].failed[0]
 
 
 def test_a_folder_that_is_not_ours_is_said_to_be_none(tmp_path: Path) -> None:
@@ -150,11 +150,11 @@ def test_a_transformers_that_loses_the_cache_fails_the_export_and_its_verificati
         return inputs
 
     monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", without_cache)
-    (failed,) = found(run / "export" / "llama")["llama"].failed
+    (failed,) = found(run / "export" / "plain")["plain"].failed
     assert "cached decoding" in failed
     config = load_config(run / "final" / "scale.yaml").model_copy(update={"output_dir": run})
     shutil.rmtree(run / "export")
     with pytest.raises(ExportParityError, match="cached decoding") as caught:
         export(config)
     assert caught.value.exit_code == 3
-    assert not (run / "export" / "llama").exists()
+    assert not (run / "export" / "plain").exists()

@@ -57,14 +57,15 @@ def test_the_value_of_an_override_is_yaml_and_reaches_elements_of_lists() -> Non
 @pytest.mark.parametrize(
     ("overrides", "formats"),
     [
-        ([], ["llama"]),
-        (["method.variant=full"], ["llama"]),
+        ([], ["plain"]),
+        (["method.variant=full"], ["plain"]),
         (["method.variant=lora"], ["adapter"]),
-        (["method.variant=lora", "export.format=llama"], ["llama"]),
-        (["method.variant=lora", "export.format=llama", "export.dtype=float16"], ["llama"]),
-        (["method.collaboration.layers=top:1"], ["llama", "transformers"]),
-        (["method.variant=route", "method.router.rule=cosine"], ["llama", "transformers"]),
-        (["method.collaboration.layers=top:1", "export.format=llama"], ["llama"]),
+        (["method.variant=lora", "export.format=plain"], ["plain"]),
+        (["method.variant=lora", "export.format=llama"], ["plain"]),  # its name before
+        (["method.variant=lora", "export.format=plain", "export.dtype=float16"], ["plain"]),
+        (["method.collaboration.layers=top:1"], ["plain", "transformers"]),
+        (["method.variant=route", "method.router.rule=cosine"], ["plain", "transformers"]),
+        (["method.collaboration.layers=top:1", "export.format=plain"], ["plain"]),
     ],
 )
 def test_a_lora_run_is_exported_as_adapter_and_a_routed_one_in_two_folders_if_need_be_unless_the_config_says_so(
@@ -75,7 +76,7 @@ def test_a_lora_run_is_exported_as_adapter_and_a_routed_one_in_two_folders_if_ne
 
 def test_a_dtype_for_an_adapter_is_refused_with_the_format_that_takes_one() -> None:
     told = error_of(SMALLEST, "method.variant=lora", "export.dtype=bfloat16")
-    assert "remove this key, or set format: llama" in told
+    assert "remove this key, or set format: plain" in told
 
 
 @pytest.mark.parametrize("section", ["export:", "export: ~", "export: {}"])

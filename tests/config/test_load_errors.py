@@ -44,7 +44,7 @@ TWIN = "{name: twin, path: a.txt, language: en}"
         ),
         (["train.lr=.nan"], ": train.lr: "),
         (["train.micro_batch_size=5"], ": train: "),
-        (["export.format=[llama, gguf]"], ": export.format.1: "),
+        (["export.format=[plain, gguf]"], ": export.format.1: "),
         (["export.format=adapter", "export.dtype=float16"], ": export: dtype: an adapter"),
         (["export.format=[]"], ": export.format: "),
         (

@@ -21,7 +21,7 @@ ROUTE = {"variant": "route"}
 BOUND = "no document costs more than"
 
 
-def card_of(config: RunConfig, report: Report | None, export_format: str = "llama") -> str:
+def card_of(config: RunConfig, report: Report | None, export_format: str = "plain") -> str:
     config = changed(config, f"export.format={export_format}")
     return model_card(
         config,
@@ -39,7 +39,7 @@ def first_line(card: str) -> str:
     return [line for line in card.split("\n---\n")[1].splitlines() if line][1]
 
 
-@pytest.mark.parametrize("export_format", ["llama", "transformers", "adapter"])
+@pytest.mark.parametrize("export_format", ["plain", "transformers", "adapter"])
 def test_every_export_has_a_card_with_data_budget_and_parity_and_no_place_of_this_machine(
     trained_run: TrainedRun, export_format: str
 ) -> None:
@@ -53,7 +53,7 @@ def test_every_export_has_a_card_with_data_budget_and_parity_and_no_place_of_thi
     assert f"| {ledger['corpus']['num_tokens']:,} | {ledger['num_trained']:,} |" in card.text
     assert f"format {export_format}; {summary.parity}" in card.text
     # Rows of u are stored small in a plain one.
-    assert ("## Training it further" in card.text) == (export_format == "llama")
+    assert ("## Training it further" in card.text) == (export_format == "plain")
     assert ("trust_remote_code=True" in card.text) is (export_format != "adapter")
     least = ".".join(map(str, LEAST_TRANSFORMERS))
     needs = f"It needs transformers {least} or newer." in card.text
@@ -87,7 +87,7 @@ def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_
 def test_a_card_of_a_model_beside_its_base_shows_both_ways_to_load_it_or_where_the_router_is(
     trained_run: TrainedRun,
 ) -> None:
-    for variant, export_format in (("full", "llama"), ("lora", "adapter")):
+    for variant, export_format in (("full", "plain"), ("lora", "adapter")):
         config = trained_run({"variant": variant})
         report = evaluate(config)
         card = card_of(config, report, export_format)
@@ -96,7 +96,7 @@ def test_a_card_of_a_model_beside_its_base_shows_both_ways_to_load_it_or_where_t
         alone = card_of(changed(config, "method.router=null"), report, export_format)
         assert "With its router" not in alone and BOUND not in alone
         assert "route the two" not in alone and "routes the two" not in alone
-    merged = card_of(config, report, "llama")
+    merged = card_of(config, report, "plain")
     assert "the router, which keeps what the base knew, is in the format `adapter`." in merged
     assert "With its router" not in merged and BOUND not in merged
 
@@ -105,7 +105,7 @@ def test_a_card_promises_a_bound_where_its_router_has_one_and_says_its_size(
     trained_run: TrainedRun,
 ) -> None:
     config, preserve = trained_run(ROUTE), trained_run({"variant": "preserve"})
-    for of_two in ("llama", "transformers"):
+    for of_two in ("plain", "transformers"):
         card = card_of(config, None, of_two)
         assert BOUND in card and "widened by 0.333" in card and r"\`" not in card
         assert "264 M parameters, 528 MB" in card and "(the base: 135 M, 270 MB)" in card

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from scale_cli.commands.export import check_written_export
 from scale_cli.errors import ExportParityError
-from scale_cli.export.formats import Llama
+from scale_cli.export.formats import Plain
 from scale_cli.export.learned import Learned
 from scale_cli.export.records import ExportRecord, Losses, Parity
 from scale_cli.runs.opened import Run
@@ -26,7 +26,7 @@ def test_base_run_and_export_cost_what_plain_transformers_and_peft_say(
 ) -> None:
     config = trained_run(LORA)
     adapter = export(changed(config, "export.format=adapter"))
-    merged = export(changed(config, "export.format=llama", "export.dtype=bfloat16"))
+    merged = export(changed(config, "export.format=plain", "export.dtype=bfloat16"))
     final = Run(config).open_final()
     learned = Learned.of(final, final.load_to_export())
     assert learned is not None
@@ -54,13 +54,13 @@ def test_base_run_and_export_cost_what_plain_transformers_and_peft_say(
         assert told == pytest.approx((wanted["base"], wanted["run"], wanted[name]), abs=1e-4)
 
 
-@pytest.mark.parametrize("export_format", ["llama", "transformers", "adapter"])
+@pytest.mark.parametrize("export_format", ["plain", "transformers", "adapter"])
 def test_every_format_keeps_all_that_was_learned_by_the_head_and_by_the_router(
     trained_run: TrainedRun, export_format: str
 ) -> None:
     config = trained_run({"variant": "route"}, format=export_format)
     parity = export(changed(config, "evaluation.batch_size=1")).parity  # read in parts, by a cache
-    assert (parity.routed is not None) == (export_format == "llama")
+    assert (parity.routed is not None) == (export_format == "plain")
     for way in (parity, parity.routed or parity):
         assert way.losses is not None and way.losses.kept == pytest.approx(1.0, abs=1e-3)
         assert str(way) == "keeps 100.0 % of what was learned"
@@ -83,11 +83,11 @@ def test_a_merged_export_that_loses_what_a_short_run_learned_is_refused_and_its_
     assert "parity         good: keeps 100.0 % of what was learned" in capsys.readouterr().out
 
     folder = config.output_dir / "export"
-    (folder / "llama-float32").rename(folder / "llama-bfloat16")
-    model = AutoModelForCausalLM.from_pretrained(folder / "llama-bfloat16", dtype=torch.bfloat16)
-    model.save_pretrained(folder / "llama-bfloat16")
+    (folder / "plain-float32").rename(folder / "plain-bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(folder / "plain-bfloat16", dtype=torch.bfloat16)
+    model.save_pretrained(folder / "plain-bfloat16")
     with pytest.raises(ExportParityError, match="of what was learned"):
-        check_written_export(changed(config, "export.dtype=bfloat16"), folder / "llama-bfloat16")
+        check_written_export(changed(config, "export.dtype=bfloat16"), folder / "plain-bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_a_merged_export_that_loses_what_a_short_run_learned_is_refused_and_its_
 def test_less_than_95_percent_of_what_was_learned_is_too_little(
     trained_run: TrainedRun, losses: Losses, kept: str, good: bool
 ) -> None:
-    llama = Llama(trained_run(LORA))
+    plain = Plain(trained_run(LORA))
     assert str(losses) == f"keeps {kept} of what was learned"
     if good:
-        llama.check_kept(losses)
+        plain.check_kept(losses)
     else:
         with pytest.raises(ExportParityError, match=f"{kept} of what was learned, less than 95 %"):
-            llama.check_kept(losses)
+            plain.check_kept(losses)
 
 
 def test_where_nothing_was_learned_the_logits_alone_are_compared_and_the_line_says_so(
@@ -117,7 +117,7 @@ def test_where_nothing_was_learned_the_logits_alone_are_compared_and_the_line_sa
     for run in (3.0, 2.9995, 3.2):
         losses = Losses(base=3.0, run=run, export=3.1)
         assert losses.kept is None
-        Llama(trained_run(LORA)).check_kept(losses)
+        Plain(trained_run(LORA)).check_kept(losses)
         said = str(Parity(1e-7, 60, losses))
         assert said.startswith("its predictions at 60 positions are 1.0e-07 nats from")
         assert f"learned nothing that could be lost: held-out text costs {run:.4f}" in said

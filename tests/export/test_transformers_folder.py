@@ -32,7 +32,7 @@ WRITING = {
 EXPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "posterior": (WRITING, "transformers"),
     "cosine": ({"variant": "route", "router": {"rule": "cosine"}}, "transformers"),
-    "one-folder": (ONE_FOLDER, "llama"),
+    "one-folder": (ONE_FOLDER, "plain"),
 }
 IDS = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
 
@@ -125,7 +125,7 @@ def test_a_plain_export_answers_as_trained_to_who_trusts_no_code_and_nobody_is_a
     method: dict[str, Any],
     code: set[str],
 ) -> None:
-    config = trained_run(method, format="llama")
+    config = trained_run(method, format="plain")
     folder = export(config).folder
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     plain: Any = AutoModelForCausalLM.from_pretrained(folder)
@@ -143,7 +143,7 @@ def test_a_plain_export_answers_as_trained_to_who_trusts_no_code_and_nobody_is_a
 
 
 def test_the_proof_of_an_export_is_of_its_router_too(trained_run: TrainedRun) -> None:
-    config = trained_run(ONE_FOLDER, format="llama")
+    config = trained_run(ONE_FOLDER, format="plain")
     summary = export(config)
     assert summary.parity.routed is not None
     nats = summary.parity.routed.nats
@@ -159,7 +159,7 @@ def test_the_proof_of_an_export_is_of_its_router_too(trained_run: TrainedRun) ->
 def test_generate_routes_with_one_folder_as_with_the_run(
     trained_run: TrainedRun,
 ) -> None:
-    config = trained_run(ONE_FOLDER, format="llama")
+    config = trained_run(ONE_FOLDER, format="plain")
     folder = export(config).folder
     wanted, got = (
         Generator(path).continue_all(["Once upon a time", "학교에서"], Sampling(max_new_tokens=12))

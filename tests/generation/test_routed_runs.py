@@ -140,7 +140,7 @@ def test_a_checkpoint_and_an_adapter_are_routed_too(lora: RunConfig) -> None:
 
 def test_an_export_is_routed_without_its_run(run: RunConfig, tmp_path: Path, scale: Scale) -> None:
     expected = [c.completion for c in Generator(run.output_dir).continue_all(PROMPTS, GREEDY)]
-    form = {"lora": "adapter", "full": "llama"}[run.method.variant]
+    form = {"lora": "adapter", "full": "plain"}[run.method.variant]
     written = export(changed(run, f"export.format={form}")).folder
     folder = tmp_path / "elsewhere"
     ignored = shutil.ignore_patterns("scale.yaml", "base.json", "method.json", "manifest.json")

@@ -38,7 +38,7 @@ def test_a_base_has_the_shape_asked_for_and_the_same_bits_for_its_seed(
         command += ["--hidden=64", "--layers=1", "--steps=2"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        base = tmp_path / name / "run/export/llama"
+        base = tmp_path / name / "run/export/plain"
         hashes.append(file_sha256(base / "model.safetensors"))
     assert len(set(hashes)) == 1
     config = AutoModelForCausalLM.from_pretrained(base).config

@@ -84,7 +84,7 @@ def test_the_base_is_untouched_and_the_export_is_a_plain_model(
 ) -> None:
     run = RunFolder(config.output_dir)
     assert changed_tensors(load_base(config.model), BaseRecord.load(run.final)) == []
-    folder = run.export("llama")
+    folder = run.export("plain")
     assert {file.stem for file in folder.glob("*.py")} == {"cache_scale", "routed_scale", "routing"}
     exported = AutoModelForCausalLM.from_pretrained(folder)
     assert type(exported).__name__ == "LlamaForCausalLM"
@@ -103,7 +103,7 @@ def test_a_second_run_does_nothing_again(config: RunConfig, report: Report) -> N
     done = [line.split()[-1] for line in said if "done already" in line]
     run = RunFolder(config.output_dir)
     assert done == [
-        str(folder) for folder in (run.upscaled, run.final, run.evaluation, run.export("llama"))
+        str(folder) for folder in (run.upscaled, run.final, run.evaluation, run.export("plain"))
     ]
 
 

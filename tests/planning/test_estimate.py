@@ -52,7 +52,7 @@ def test_evaluations_are_counted_as_they_read(
 
 @pytest.mark.parametrize(
     ("variant", "formats", "num_ways"),
-    [("preserve", ["llama"], 1), ("route", ["llama"], 2), ("route", ["llama", "adapter"], 3)],
+    [("preserve", ["plain"], 1), ("route", ["plain"], 2), ("route", ["plain", "adapter"], 3)],
 )
 def test_every_way_to_load_an_export_is_compared_on_its_tokens(
     variant: str, formats: list[str], num_ways: int, shared_data: Path, tmp_path: Path
@@ -77,7 +77,7 @@ def test_a_run_that_goes_on_is_estimated_by_what_is_left_of_it(
     """Steps, evaluations and exports that are done take no time again, and the words say so."""
     base = shared_data / "ckpt-eltec/hf"
     train = {"max_steps": 10, "eval_every_steps": 4}
-    config = small_run(tmp_path, base, train=train, export={"format": ["llama"]})
+    config = small_run(tmp_path, base, train=train, export={"format": ["plain"]})
     folder = RunFolder(config.output_dir)
     step = step_cost(load_base_config(config.model), config.method)
     text = HeldOut(num_tokens=70, num_in_windows=4, num_compared=20)
@@ -98,5 +98,5 @@ def test_a_run_that_goes_on_is_estimated_by_what_is_left_of_it(
     folder.final.mkdir()
     assert left().training_s == 0.0 and left().evaluated_tokens == 70
     folder.evaluation.mkdir()
-    folder.export("llama").mkdir(parents=True)
+    folder.export("plain").mkdir(parents=True)
     assert left().total_s == 0.0

@@ -131,7 +131,7 @@ def test_nothing_is_written_before_what_is_certain_to_fail(
 def test_what_is_trained_is_not_loaded_before_what_is_certain_to_fail(
     configured: Configured, verb: Callable[[RunConfig], Any], override: str, message: str
 ) -> None:
-    config = configured("export.format=llama", override)
+    config = configured("export.format=plain", override)
     trained = config.model_copy(update={"evaluation": configured().evaluation})
     # A folder that is empty but for its config: loading it would be another error.
     trained = with_precision(trained)  # as every run writes it

@@ -83,7 +83,7 @@ def folders(trained: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> dic
     """The base, and the exports of the trained model in float32 and in float16."""
     found = {"base": Path(trained.model.base)}
     for dtype in ("float32", "float16"):
-        changed = trained.export.model_copy(update={"format": ["llama"], "dtype": dtype})
+        changed = trained.export.model_copy(update={"format": ["plain"], "dtype": dtype})
         written = export(trained.model_copy(update={"export": changed})).folder
         found[dtype] = written.rename(tmp_path_factory.mktemp("export") / dtype)
     return found

@@ -22,4 +22,4 @@ def test_the_demo_runs_in_an_empty_folder_and_shows_three_answers(
     monkeypatch.setattr(demo, "BASE_TRAIN", few)
     demo.main()
     assert "base" in capsys.readouterr().out.split("unseen people")[1]
-    assert (tmp_path / "runs/demo/export/llama/README.md").is_file()
+    assert (tmp_path / "runs/demo/export/plain/README.md").is_file()

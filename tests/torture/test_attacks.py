@@ -139,7 +139,7 @@ def test_a_pickle_in_a_checkpoint_is_not_read(
 def test_an_export_with_code_is_opened_without_it_and_without_asking(
     scale: Scale, tmp_path: Path, canary: Path
 ) -> None:
-    exported = tmp_path / "run" / "export" / "llama"
+    exported = tmp_path / "run" / "export" / "plain"
     (exported / "modeling_evil.py").write_bytes(evil_python(canary))
     evil = {"model_type": "evil", "architectures": ["Evil"]}
     edit_json(exported / "config.json", REMOTE_MODEL | evil)
@@ -171,7 +171,7 @@ def test_a_manifest_does_not_lead_out_of_its_folder(scale: Scale, tmp_path: Path
 # Places and names that lead elsewhere
 
 FOLDERS = (
-    "upscaled checkpoints checkpoints/step-00000001 final evaluation export export/llama tokens"
+    "upscaled checkpoints checkpoints/step-00000001 final evaluation export export/plain tokens"
 )
 FILES = "metrics.jsonl .metrics.jsonl.partial .final.partial tokens/.news.unfinished/tokens.bin"
 OTHERS = ("upscale", "prepare", "evaluate", "export", "run")

@@ -57,7 +57,7 @@ evaluation:
   perplexity:
     - {name: held, language: ko, path: ROOT/held-out.txt, role: acquisition}
     - {name: kept, language: ko, path: ROOT/one.txt, role: retention}
-export: {format: llama}
+export: {format: plain}
 """
 
 

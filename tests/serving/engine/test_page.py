@@ -15,7 +15,7 @@ import pytest
 from tests.serving.engine.conftest import ENVIRONMENT, Trained
 from tests.serving_page import commands
 
-FOLDER = Path("runs/llama-3.2-1b-korean/export/llama-bfloat16")
+FOLDER = Path("runs/llama-3.2-1b-korean/export/plain-bfloat16")
 # What the page's folder has no need of: a model of few positions, on a machine of few cores.
 SMALLER = "--max-model-len 256 --max-num-seqs 4 --enforce-eager"
 
