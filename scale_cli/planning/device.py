@@ -83,26 +83,26 @@ def measure_device(
     base: Any = AutoModelForCausalLM.from_config(small, dtype=dtype).requires_grad_(False).eval()
     model: Any = start_model(base, alike, seed=0)
     model.to(device)
-    step = for_training(model.train(), TrainConfig(max_steps=1))
-    taken_s: list[float] = []  # by each step; the first one warms up
+    step_s = _step_s(model.train(), ids, mixed_precision)
+    torch.set_num_threads(num_threads)
+    return Device(device.type, times * ids.numel() * flops / step_s, origin, round(load, 1))
+
+
+def _step_s(model: Any, ids: torch.Tensor, mixed_precision: str) -> float:
+    """Return the mean time of a forward and backward pass, without the first one, which warms up."""
+    step = for_training(model, TrainConfig(max_steps=1))
+    asked = {"labels": ids, "shift_labels": ids, "num_items_in_batch": ids.numel()}
+    taken_s: list[float] = []
     while sum(taken_s[1:]) < _TIMED_S:
         begun_s = time.perf_counter()
         model.zero_grad()
-        with processes.autocast(device.type, mixed_precision):
-            output = step(
-                input_ids=ids,
-                labels=ids,
-                shift_labels=ids,
-                num_items_in_batch=ids.numel(),
-                use_cache=False,
-            )
-        output.loss.backward()
-        if device.type == "cuda":
+        with processes.autocast(ids.device.type, mixed_precision):
+            loss = step(input_ids=ids, use_cache=False, **asked).loss
+        loss.backward()
+        if ids.device.type == "cuda":
             torch.cuda.synchronize()
         taken_s.append(time.perf_counter() - begun_s)
-    torch.set_num_threads(num_threads)
-    step_s = sum(taken_s[1:]) / len(taken_s[1:])
-    return Device(device.type, times * ids.numel() * flops / step_s, origin, round(load, 1))
+    return sum(taken_s[1:]) / len(taken_s[1:])
 
 
 def small_config(base_config: Any) -> Any:
