@@ -26,7 +26,7 @@ from scale_cli.planning.step import StepCost
 from scale_cli.report import Table, duration, quantity, render
 from scale_cli.runs.early import check_sizes
 from scale_cli.runs.precision import with_precision
-from scale_cli.terminal import log
+from scale_cli.terminal import progress_bar
 from scale_cli.upscale.base import dtype_of_files, load_base_config
 
 _WIDTH = 100  # of terminal lines
@@ -161,9 +161,10 @@ def plan(
     for label, one in rows:
         method = one.method.variant
         num_new = 0 if growth is None or one.method.vocabulary is None else growth.num_new
-        log(f"counting       a training step of `{label}`, on tensors without numbers")
+        doing = f"counting a training step of {label}"
         try:
-            step = cost_of_run(one, base_config, device_type, num_new)
+            with progress_bar(desc=doing, bar_format="{desc}", leave=False):
+                step = cost_of_run(one, base_config, device_type, num_new)
         except (ConfigError, MissingExtraError) as error:
             if one is config:
                 raise
