@@ -103,8 +103,8 @@ def test_vllm_routes_a_copys_export_or_serves_it_plainly(
     installed.add("vllm")
     router = {"kind": "copy", "base": "some/base", "prior": 0.5}
     config = {"architectures": ["MistralForCausalLM"], "scale_router": router}
-    write_json(tmp_path / "export" / "llama" / "config.json", config)
-    for path in (tmp_path, tmp_path / "export" / "llama"):
+    write_json(tmp_path / "export" / "plain" / "config.json", config)
+    for path in (tmp_path, tmp_path / "export" / "plain"):
         lines, (command, _) = said(path)
         assert "ScaleRoutedMistralForCausalLM" in command[6]
         assert "routed with its base, in vllm: " in lines[0]
