@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from scale_cli import errors
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.data.corpora import beginning_to_learn
 from scale_cli.data.encoding import Document, DocumentMarkers, Encoder
@@ -49,7 +49,7 @@ def kind_that_fits(
         BaseModelError: the weights in the base's folder cannot be loaded.
     """
     # Without PEFT there is no adapter to count.
-    least = MethodConfig(variant=_ADAPTER if find_spec("peft") else _EXPANSION)
+    least = MethodConfig(variant=_ADAPTER if errors.is_installed("peft") else _EXPANSION)
     check_room(step_cost(base_config, least, mixed_precision), least, device().type)
     language = text.source["language"]
     dtype = "bfloat16" if computes_in_bfloat16() else "float32"
