@@ -214,7 +214,7 @@ def _rows(config: RunConfig) -> list[tuple[str, RunConfig]]:
     del sections["distillation"]  # most have no base to distil from
     usual = own.definition.left_out.get("optimiser", "adamw")
     for name in METHODS:
-        if name == own.variant:
+        if name == own.variant or not METHODS[name].trains:
             continue
         differs: dict[str, Any] = {"variant": name}
         if not METHODS[name].takes_new_tokens:

@@ -87,7 +87,7 @@ def test_a_run_of_a_given_model_trains_nothing_measures_it_and_exports_it_routed
     heads = report.corpora[0].heads
     assert heads["trained"].bits_per_byte != heads["base"].bits_per_byte
 
-    form = "llama" if kind == "copy" else "adapter"
+    form = "plain" if kind == "copy" else "adapter"
     export = tmp_path / "run" / "export" / form
     keys = read_json(export / "config.json")["scale_router"]
     assert keys["kind"] == ("copy" if kind == "copy" else "adapter")

@@ -7,11 +7,11 @@ from transformers import LlamaConfig
 from scale_cli.commands.plan import Plan, plan
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.methods import METHODS
 from scale_cli.report import quantity
 from scripts.benchmark.algebra import ideal_flops_per_token
 from tests.benchmark.test_algebra import LLAMA_3_2_1B
 from tests.command_line import Scale
+from tests.planning.test_step import TRAINED
 from tests.small_runs import write_config
 
 SMALL = LlamaConfig(
@@ -51,7 +51,7 @@ def test_the_flops_are_those_that_the_mathematics_asks_for_and_the_time_is_their
 ) -> None:
     assert every_method.methods[0].num_tokens == 10 * 4 * 8192
     assert every_method.methods[0].variant == "route"
-    assert {method.variant for method in every_method.methods} == {*METHODS}
+    assert {method.variant for method in every_method.methods} == {*TRAINED}
     for method in every_method.methods:
         asked = MethodConfig(variant=method.variant, expansion=every_method.config.method.expansion)
         ideal = ideal_flops_per_token(THREE_LAYERS, asked, 8192)
@@ -63,7 +63,7 @@ def test_all_shows_every_method_in_lines_of_100_columns_and_otherwise_only_the_o
     every_method: Plan,
 ) -> None:
     lines = every_method.lines()
-    for variant in METHODS:
+    for variant in TRAINED:
         assert sum(line[2:].startswith(f"{variant} ") for line in lines) == 2
     shown = [line.replace(every_method.config.model.base, "base") for line in lines]
     assert max(map(len, shown)) <= 100

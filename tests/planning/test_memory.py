@@ -8,21 +8,20 @@ from transformers import LlamaConfig
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.methods import METHODS
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.planning.memory import Memory, cost_of_run, memory_of
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors
 from scale_cli.upscale.building import start_model
 from scripts.benchmark.counting import LiveBytes
-from tests.planning.test_step import EACH, counted, window
+from tests.planning.test_step import EACH, TRAINED, counted, window
 from tests.widening import tiny_llama
 
 CARD_OF_24_GB = Path(__file__).parents[2] / "configs" / "llama-3.1-8b-24gb.yaml"
 VOCAB_SIZE, LENGTH, BATCH_SIZE = 2048, 64, 4
 LORA = MethodConfig(variant="lora")
 DISTILLED = MethodConfig.model_validate({"variant": "preserve", "distillation": {"weight": 1.0}})
-methods = pytest.mark.parametrize("method", EACH, ids=METHODS)
+methods = pytest.mark.parametrize("method", EACH, ids=TRAINED)
 
 
 def planned_memory(method: MethodConfig, mixed_precision: Any, **train: Any) -> Memory:
@@ -38,7 +37,7 @@ def planned_memory(method: MethodConfig, mixed_precision: Any, **train: Any) -> 
         *((method, "no") for method in EACH),
         *((method, "bf16") for method in (EACH[0], LORA, DISTILLED)),
     ],
-    ids=[*METHODS, "preserve, bf16", "lora, bf16", "distilled, bf16"],
+    ids=[*TRAINED, "preserve, bf16", "lora, bf16", "distilled, bf16"],
 )
 def test_activations_and_logits_are_what_a_real_step_allocates_at_its_fullest(
     method: MethodConfig, mixed_precision: str

@@ -18,7 +18,8 @@ from scripts.benchmark.counting import SUMMED_IN_PLACE, kept_for_backward, num_b
 from tests.model.test_families import BASES, tiny
 from tests.widening import tiny_llama
 
-EACH = [MethodConfig(variant=variant) for variant in METHODS]
+TRAINED = [name for name, method in METHODS.items() if method.trains]
+EACH = [MethodConfig(variant=variant) for variant in TRAINED]
 TOP, OWN, SOME, HEAD = (
     MethodConfig.model_validate(method)
     for method in (
