@@ -57,6 +57,9 @@ def serve(
         if head != "trained" and _routes_in_vllm(folder, config):
             architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
             routed = ["--hf-overrides", architectures]
+            # Beside a base that the folder does not hold, a compiled trunk was not tried.
+            if not holds_base(config) and not any("enforce-eager" in of for of in options):
+                routed.append("--enforce-eager")
             prior = PriorByScript.of_export(config[KEY])
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # that tells no prompt to a plug-in
         _announce(folder, "vllm", address, log, head=head, config=config, prior=prior)

@@ -128,7 +128,7 @@ def test_vllm_routes_loras_export_and_a_run_stands_for_it(
     for path in (run, adapter):
         (promise, *_), (command, environment) = said(path)
         override = json.dumps({"architectures": ["ScaleRoutedQwen3ForCausalLM"]})
-        assert command[4:] == [str(adapter), "--hf-overrides", override, *FREE]
+        assert command[4:] == [str(adapter), "--hf-overrides", override, "--enforce-eager", *FREE]
         assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
         assert "routed with its base, in vllm: " in promise and "0.693 nats" in promise
     for head in ("trained", "base"):
