@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from lm_eval.api.instance import Instance
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.upscale import upscale
@@ -72,7 +73,7 @@ def embedded_on(compute: Callable[[], Any]) -> set[str]:
     devices = set()
 
     def note(module: nn.Module, _: Any) -> None:
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) and not is_fake(module.weight):
             devices.add(module.weight.device.type)
 
     hook = nn.modules.module.register_module_forward_pre_hook(note)

@@ -14,6 +14,7 @@ family is counted without a line for it.
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -97,7 +98,8 @@ def step_cost(
     Raises:
         ConfigError: the method asks for what the base does not have.
     """
-    base = base_without_weights(base_config, dtype, quantisation)
+    # Its own copy: a method that takes new tokens changes the sizes in its base's configuration.
+    base = base_without_weights(deepcopy(base_config), dtype, quantisation)
     new = NewPieces(["0"] * num_new, []) if num_new else None
     with torch.device("meta"):
         model: Any = build_model(base, method, 0, new)
@@ -161,7 +163,7 @@ def _counted_step(
     if masked:
         asked["position_ids"] = ids
     keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with _Counter() as counter:
+    with torch.enable_grad(), _Counter() as counter:
         with autocast("cpu", mixed_precision), keeping:
             loss = module(input_ids=ids, use_cache=False, **asked).loss
         loss.backward()

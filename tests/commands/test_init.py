@@ -68,7 +68,8 @@ def test_a_size_far_above_what_is_asked_for_is_a_warning(
     shutil.copytree(flags["--base"], base)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
-    done = scale("init", tmp_path / "mine.yaml", *flat({**flags, "--base": base}))
+    asked = {**flags, "--base": base, "--method": "route"}
+    done = scale("init", tmp_path / "mine.yaml", *flat(asked))
     assert done.exit_code == 0
     assert "warning: method.expansion.ratio: 0.25 asks for 0.25 more key/value heads" in done.stdout
 

@@ -226,7 +226,7 @@ def test_the_server_says_its_bound(lora: RunConfig, monkeypatch: pytest.MonkeyPa
     serve(lora.output_dir, None, ["--port", "0"], lines.append)
     assert lines[3].endswith("the cosine rule promises no bound")
     with refused(UsageError, "^--engine vllm: serves plain exports"):
-        serve(lora.output_dir, "vllm", [], lines.append, "trained")
+        serve(lora.output_dir, "vllm", [], lines.append, "base")
 
 
 def test_earlier_flags_say_what_to_use(scale: Scale) -> None:

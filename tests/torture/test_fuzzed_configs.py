@@ -33,7 +33,7 @@ VERBS = ("plan", "prepare", "run", "upscale")
 @pytest.fixture
 def scale_here(monkeypatch: pytest.MonkeyPatch, scale: Scale) -> Scale:
     """The command line, up to the model."""
-    monkeypatch.setattr(scale_cli.commands.plan, "read_config_file", model_loads)
+    monkeypatch.setattr(scale_cli.commands.plan, "load_base_config", model_loads)
     monkeypatch.setattr(scale_cli.runs.early, "check_config_file", model_loads)
     monkeypatch.setattr(Run, "check", model_loads)
     return scale
