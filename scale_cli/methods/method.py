@@ -57,6 +57,8 @@ class Method(Generic[Settings]):
     left_out: ClassVar[Mapping[str, float | str]] = {}
     # where the search of `train.lr: auto` begins (training/rate_search.py)
     usual_lr: ClassVar[float] = 1.0e-5
+    # Whether that search finds a rate at which training holds; else `usual_lr` is taken.
+    first_update_tells: ClassVar[bool] = True
 
     first_run: ClassVar[Mapping[str, object]] = {}  # settings of the config by `scale init`
 

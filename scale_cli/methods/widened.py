@@ -150,6 +150,9 @@ class WideningConfig(MethodSection):
 class _Widened(Method[WideningConfig]):
     settings = WideningConfig
     left_out = {"optimiser": "muon"}
+    usual_lr = 1.0e-3  # each kind of tensor has a multiple of it, by the start
+    # Only H' changes the loss in the first update; what grows later, and diverges, is u.
+    first_update_tells = False
     first_run = {"distillation": {"weight": 4.0}}
     widens = takes_new_tokens = True
     adapter = "scale"

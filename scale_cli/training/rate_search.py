@@ -48,6 +48,8 @@ class FoundRate:
     ]  # after one update at each rate that was tried, nats/token; at 0, before
 
     def __str__(self) -> str:
+        if not self.losses:
+            return f"{self.lr:g}, the method's own"
         tried = ", ".join(f"{rate:.2g}: {loss:.3f}" for rate, loss in sorted(self.losses.items()))
         return f"{self.lr:g}, by one update at each of some rates (loss of text that it has not read: {tried})"
 
@@ -69,10 +71,11 @@ def find_rate(
         model: the model to train; its weights are put back.
         wrapped: the same as it is run.
     """
-    first = config.method.definition.usual_lr
+    method = config.method.definition
+    first = method.usual_lr
     train = config.train
     size = searched_sequences(train, accelerator.num_processes)
-    if not size:
+    if not size or not method.first_update_tells:
         return FoundRate(first, {})
 
     share = size // accelerator.num_processes

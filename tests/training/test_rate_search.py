@@ -61,7 +61,7 @@ def test_the_search_takes_at_most_a_twentieth_of_the_work(
     assert size <= train.global_batch_size
 
 
-@pytest.mark.parametrize("method", ["route", "lora"])
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_run_is_bitwise_the_one_that_is_told_the_rate_and_so_is_a_resumed_one(
     make_config: MakeConfig, method: str
 ) -> None:
@@ -86,6 +86,15 @@ def test_a_run_too_short_to_look_takes_the_methods_usual_rate(make_config: MakeC
         make_config("short", "method={variant: lora}", "train.max_steps=3", "train.lr=auto")
     )
     assert read_json(run.final / "position.json")["lr"] == Lora.usual_lr
+
+
+def test_an_expansion_takes_the_rate_that_its_starts_multiples_were_made_for(
+    make_config: MakeConfig,
+) -> None:
+    said: list[str] = []
+    run = finished(make_config("wide", "train.max_steps=15", "train.lr=auto"), said)
+    assert read_json(run.final / "position.json")["lr"] == 1e-3
+    assert "rate           0.001, the method's own" in said
 
 
 def test_words_other_than_auto_are_refused_by_key(make_config: MakeConfig) -> None:
