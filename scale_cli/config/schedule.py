@@ -12,9 +12,9 @@ _SHARE_OF_DECAY = 0.2
 
 
 # Of a run's work, what the search of `train.lr: auto` may take. A sequence that it reads costs a
-# step's work, of three passes, and as many again are read once for each rate, about eight times.
+# step's work, of three passes, and as many again are read once for each rate, up to a dozen times.
 _SEARCHED_SHARE = 0.05
-_SEARCH_WORK = 1 + 8 / 3
+_SEARCH_WORK = 1 + 12 / 3
 
 
 def searched_sequences(train: TrainConfig, num_processes: int = 1) -> int:

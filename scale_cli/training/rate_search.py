@@ -32,8 +32,8 @@ from scale_cli.training.step import loss_share, train_step
 _FACTOR = 2.0
 _MOST_STEPS_AWAY = 10
 # The rate is that at which a parabola would be lowest which has this share of the best gain where the
-# losses have it first. Where the losses are a parabola, that is their lowest point. Where they stay low
-# far beyond, as for text that the base never saw, it is the beginning of that.
+# losses have it first. Where the losses are a parabola, that is their lowest point, whatever the share.
+# Where they stay low far beyond, as for text that the base never saw, it is the beginning of that.
 _SHARE_OF_GAIN = 0.9
 _SHARE_OF_WAY = 1 - math.sqrt(1 - _SHARE_OF_GAIN)
 
@@ -43,9 +43,8 @@ class FoundRate:
     """A learning rate, and what it was found by."""
 
     lr: float
-    losses: dict[
-        float, float
-    ]  # after one update at each rate that was tried, nats/token; at 0, before
+    # nats/token after one update at each rate that was tried; at 0, before it
+    losses: dict[float, float]
 
     def __str__(self) -> str:
         if not self.losses:
