@@ -11,18 +11,18 @@ from scale_cli.config.training import Schedule, TrainConfig
 _SHARE_OF_DECAY = 0.2
 
 
-# Of a run's work, what the search of `train.lr: auto` may take. A sequence that it reads costs a
-# step's work, of three passes, and as many again are read once for each rate, up to a dozen times.
+# Of a run's work, what the search of `train.lr: auto` may take; in a short run, a step's. A sequence that
+# it reads takes three passes, as in training, and as many again are read once for each of a dozen rates.
 _SEARCHED_SHARE = 0.05
 _SEARCH_WORK = 1 + 12 / 3
 
 
 def searched_sequences(train: TrainConfig, num_processes: int = 1) -> int:
     """Return of how many sequences `train.lr: auto` takes its gradient, and by as many judges it; 0 if
-    the run is too short to look for its rate.
+    steps are too small to look for a rate.
     """
-    of_run = train.max_steps * train.global_batch_size
-    affordable = int(_SEARCHED_SHARE * of_run / _SEARCH_WORK)
+    steps = max(1.0, _SEARCHED_SHARE * train.max_steps)
+    affordable = int(steps * train.global_batch_size / _SEARCH_WORK)
     return min(train.global_batch_size, affordable) // num_processes * num_processes
 
 

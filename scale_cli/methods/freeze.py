@@ -30,7 +30,7 @@ class Freeze(Plain[FreezeConfig]):
     mark = ("^", "▲")
     section = "freeze"
     settings = FreezeConfig
-    usual_lr = 4.0e-4  # as full fine-tuning's
+    usual_lr = 1.0e-4  # as full fine-tuning's
 
     def in_words(self, settings: FreezeConfig) -> str:
         return f", bottom {counted(settings.num_layers, 'layer')} frozen"

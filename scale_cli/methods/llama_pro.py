@@ -29,7 +29,7 @@ class LlamaPro(Plain[LlamaProConfig]):
     mark = ("D", "◆")
     section = "llama_pro"
     settings = LlamaProConfig
-    usual_lr = 3.0e-3  # docs/results/rivals.md
+    usual_lr = 2.0e-4  # as LoRA's
 
     def in_words(self, settings: LlamaProConfig) -> str:
         return ", new blocks only"

@@ -31,6 +31,7 @@ RATIOS = (0.125, 0.25)
 # Methods that are measured a second time, with `train.compile`.
 COMPILED: dict[str, dict[str, Any]] = {
     "full": {"variant": "full"},
+    "lora": {"variant": "lora"},
     "preserve r=0.125": {"variant": "preserve", "expansion": {"ratio": 0.125}},
     "adapt r=0.125": {"variant": "adapt", "expansion": {"ratio": 0.125}},
 }

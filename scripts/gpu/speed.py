@@ -31,8 +31,9 @@ def parts_of(output: Path, small: bool) -> Sequence[Part]:
         benchmark("eager-135m", small_shape, f"{_OURS},hf full", 60),
         benchmark("eager-1b", large_shape, _OURS, 75),
         benchmark("eager-1b-full", large_shape, "full,hf full", 45),
+        profile("profile-1b-lora", large_shape, "lora"),
         profile("profile-1b-preserve", large_shape, "preserve r=0.125"),
-        profile("profile-135m-preserve", small_shape, "preserve r=0.25"),
+        benchmark("compiled-1b-lora", large_shape, "lora,lora compiled", 90),
         benchmark(
             "compiled-1b-preserve", large_shape, "preserve r=0.125,preserve r=0.125 compiled", 120
         ),

@@ -50,12 +50,12 @@ def test_where_no_rate_helps_the_smallest_is_taken() -> None:
 
 
 @given(st.integers(1, 10_000), st.integers(1, 512), st.sampled_from([1, 2, 8]))
-def test_the_search_takes_at_most_a_twentieth_of_the_work(
+def test_the_search_takes_at_most_a_twentieth_of_the_work_or_a_step(
     max_steps: int, per_process: int, num_processes: int
 ) -> None:
     sizes = {"max_steps": max_steps, "global_batch_size": per_process * num_processes}
     train = TrainConfig.model_validate(sizes | {"micro_batch_size": 1})
-    assert search_steps(train) <= 0.05 * max_steps
+    assert search_steps(train) <= max(1.0, 0.05 * max_steps)
     size = searched_sequences(train, num_processes)
     assert size % num_processes == 0
     assert size <= train.global_batch_size
@@ -81,10 +81,11 @@ def test_a_run_is_bitwise_the_one_that_is_told_the_rate_and_so_is_a_resumed_one(
     assert are_equal(ended, trained(run.final))
 
 
-def test_a_run_too_short_to_look_takes_the_methods_usual_rate(make_config: MakeConfig) -> None:
-    run = finished(
-        make_config("short", "method={variant: lora}", "train.max_steps=3", "train.lr=auto")
-    )
+def test_a_run_of_steps_too_small_to_look_takes_the_methods_usual_rate(
+    make_config: MakeConfig,
+) -> None:
+    sizes = ("train.max_steps=3", "train.global_batch_size=4")
+    run = finished(make_config("short", "method={variant: lora}", "train.lr=auto", *sizes))
     assert read_json(run.final / "position.json")["lr"] == Lora.usual_lr
 
 
