@@ -29,6 +29,7 @@ class Measured:
 
     name: str  # of the case
     trainable_parameters: int  # that an optimiser updates
+    weight_bytes: int  # of the model
     flops: int  # counted in one step
     ideal_flops: int | None  # the mathematical minimum; None if the case is not ours
     saved_bytes: int  # activations the decoder keeps for backward
@@ -38,6 +39,11 @@ class Measured:
     # seconds of each phase in each round, by the wall clock
     phases_s: list[dict[str, float]] = field(default_factory=list)
     loss: float = float("nan")  # of the last step
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most bytes held at once: weights, AdamW's moments in float32, and a step's peak."""
+        return self.weight_bytes + 8 * self.trainable_parameters + self.peak_bytes
 
     def quartiles(self) -> tuple[float, float, float]:
         low, middle, high = np.percentile(self.tokens_per_s, [25, 50, 75])
@@ -65,6 +71,7 @@ def measure_counts(case: BenchmarkCase, shape: Shape, batches: Batches) -> Measu
     return Measured(
         name=case.name,
         trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        weight_bytes=sum(p.nbytes for p in model.parameters()),
         flops=flops,
         ideal_flops=None if case.method is None else ideal_flops(shape, case.method),
         saved_bytes=saved,

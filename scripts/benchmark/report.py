@@ -20,6 +20,8 @@ Results = dict[str, Measured]
 # FLOP/s of dense 16-bit products, from the makers' data sheets; an NVL of the same name is slower.
 _PEAK_FLOPS_PER_S = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12, "B200": 2.25e15}
 
+_LARGE_VOCABULARY = 262_144  # tokens; logits that are held whole are then most of a step's memory
+
 
 @dataclass(frozen=True)
 class Bar:
@@ -52,6 +54,7 @@ def all_bars(shape: Shape, results: Results, head_peaks: tuple[int, int]) -> lis
         ("speed / HF+PEFT LoRA", "adapt r=0.25", "hf lora", 0.70),
         ("speed / HF+PEFT LoRA", top, "hf lora", 1.4),
         ("speed / HF Trainer", "full", "hf full", 1.0),
+        ("speed / HF Trainer + PEFT LoRA", "lora", "hf trainer lora", 1.0),
         *(("speed / uncompiled", f"{name} compiled", name, 1.0) for name in COMPILED),
     ):
         if one in results and other in results:
@@ -60,6 +63,9 @@ def all_bars(shape: Shape, results: Results, head_peaks: tuple[int, int]) -> lis
         if name in results and "full" in results:
             share = results[name].saved_bytes / results["full"].saved_bytes
             bars.append(_most(f"saved activations / full, {name}", share, bar))
+    if shape.sizes["vocab_size"] >= _LARGE_VOCABULARY and {"lora", "hf trainer lora"} <= {*results}:
+        share = results["lora"].memory_bytes / results["hf trainer lora"].memory_bytes
+        bars.append(_most("memory / HF Trainer + PEFT LoRA, lora", share, 0.60))
     ours, whole = head_peaks
     bars.append(_most("head's peak memory / whole logits", ours / whole, 0.10))
     waits = {name: r.shares()["data"] for name, r in results.items() if not name.startswith("hf ")}

@@ -106,6 +106,18 @@ SHAPES = {
             mixed_precision="bf16",
         ),
         Shape("cpu-fp32", _llama(6, 512, 2048, 8, 8, 8192), batch_size=4, sequence_length=512),
+        Shape(  # SmolLM2-135M
+            "cpu-135m",
+            {**_llama(30, 576, 1536, 9, 3, 49_152), "tie_word_embeddings": True},
+            batch_size=4,
+            sequence_length=256,
+        ),
+        Shape(  # Gemma 3 270M: 262,144 tokens, wide heads
+            "cpu-270m",
+            {**_llama(18, 640, 2048, 4, 1, 262_144), "head_dim": 256, "tie_word_embeddings": True},
+            batch_size=4,
+            sequence_length=256,
+        ),
         Shape(  # Llama-3.2-1B
             "gpu",
             {
