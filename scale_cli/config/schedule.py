@@ -11,19 +11,19 @@ from scale_cli.config.training import Schedule, TrainConfig
 _SHARE_OF_DECAY = 0.2
 
 
-# Of a run's work, what the search of `train.lr: auto` may take; in a short run, a step's. A sequence that
-# it reads takes three passes, as in training, and as many again are read once for each of a dozen rates.
+# Of a run's work, what the search of `train.lr: auto` may take. A sequence that it reads takes three
+# passes, as in training, and as many again are read once for each of a dozen rates.
 _SEARCHED_SHARE = 0.05
 _SEARCH_WORK = 1 + 12 / 3
+# A gradient of fewer sequences is mostly noise where a base knows the text (docs/results/rates.md).
+_LEAST_SEARCHED = 4
 
 
 def searched_sequences(train: TrainConfig, num_processes: int = 1) -> int:
-    """Return of how many sequences `train.lr: auto` takes its gradient, and by as many judges it; 0 if
-    steps are too small to look for a rate.
-    """
-    steps = max(1.0, _SEARCHED_SHARE * train.max_steps)
-    affordable = int(steps * train.global_batch_size / _SEARCH_WORK)
-    return min(train.global_batch_size, affordable) // num_processes * num_processes
+    """Return of how many sequences `train.lr: auto` takes its gradient, and by as many judges it."""
+    affordable = int(_SEARCHED_SHARE * train.max_steps * train.global_batch_size / _SEARCH_WORK)
+    wanted = min(train.global_batch_size, max(_LEAST_SEARCHED, affordable))
+    return math.ceil(wanted / num_processes) * num_processes
 
 
 def search_steps(train: TrainConfig) -> float:

@@ -36,6 +36,9 @@ _MOST_STEPS_AWAY = 10
 # Where they stay low far beyond, as for text that the base never saw, it is the beginning of that.
 _SHARE_OF_GAIN = 0.9
 _SHARE_OF_WAY = 1 - math.sqrt(1 - _SHARE_OF_GAIN)
+# A gain of a smaller share of the loss is noise; then a rate is taken that costs the text at most so much.
+_LEAST_GAIN = 0.001
+_MOST_HARM = 0.01
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,10 @@ def find_rate(
     method = config.method.definition
     first = method.usual_lr
     train = config.train
-    size = searched_sequences(train, accelerator.num_processes)
-    if not size or not method.first_update_tells:
+    if not method.first_update_tells:
         return FoundRate(first, {})
 
+    size = searched_sequences(train, accelerator.num_processes)
     share = size // accelerator.num_processes
     at_once = train.sequences_at_once(accelerator.num_processes)
     sizes = {
@@ -171,15 +174,18 @@ def useful_power(loss: Callable[[int], float], before: float) -> float:
         loss: of the judged text after an update at the first rate times the factor to this power.
         before: the loss before any update.
     """
-    best = 0
-    while best > -_MOST_STEPS_AWAY and loss(best) == math.inf:
-        best -= 1
+    first = 0
+    while first > -_MOST_STEPS_AWAY and loss(first) == math.inf:
+        first -= 1
+    best = first
     for way in (1, -1):
         while abs(best + way) <= _MOST_STEPS_AWAY and loss(best + way) < loss(best):
             best += way
     gain = before - loss(best)
-    if gain <= 0:  # no rate helps: the smallest harms least
-        return float(best)
+    if gain < _LEAST_GAIN * before:
+        while first > -_MOST_STEPS_AWAY and loss(first) > (1 + _MOST_HARM) * before:
+            first -= 1
+        return float(first)
 
     wanted = before - _SHARE_OF_GAIN * gain
     enough = best

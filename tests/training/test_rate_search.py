@@ -45,17 +45,22 @@ def test_rates_that_overflow_are_left_downwards(last_finite: int) -> None:
     assert useful_power(loss, 5.0) == pytest.approx(last_finite, abs=0.35)
 
 
-def test_where_no_rate_helps_the_smallest_is_taken() -> None:
-    assert useful_power(lambda power: 5.0 + 2.0**power, 5.0) == -10
+def test_where_no_rate_helps_it_is_the_first_rate_downwards_that_does_little_harm() -> None:
+    # Gemma 3 by the gradient of one window; a sweep's best rate is the first one.
+    losses = {-2: 2.808, -1: 2.812, 0: 2.823, 1: 2.853}
+    before = 2.807
+    assert useful_power(lambda power: losses.get(power, before), before) == 0
+    assert useful_power(lambda power: 5.0 + 2.0**power, 5.0) == -5
 
 
 @given(st.integers(1, 10_000), st.integers(1, 512), st.sampled_from([1, 2, 8]))
-def test_the_search_takes_at_most_a_twentieth_of_the_work_or_a_step(
+def test_the_search_takes_at_most_a_twentieth_of_the_work_or_four_sequences(
     max_steps: int, per_process: int, num_processes: int
 ) -> None:
     sizes = {"max_steps": max_steps, "global_batch_size": per_process * num_processes}
     train = TrainConfig.model_validate(sizes | {"micro_batch_size": 1})
-    assert search_steps(train) <= max(1.0, 0.05 * max_steps)
+    of_four = 5 * min(4, train.global_batch_size) / train.global_batch_size
+    assert search_steps(train) <= max(of_four, 0.05 * max_steps)
     size = searched_sequences(train, num_processes)
     assert size % num_processes == 0
     assert size <= train.global_batch_size
@@ -79,14 +84,6 @@ def test_a_run_is_bitwise_the_one_that_is_told_the_rate_and_so_is_a_resumed_one(
         shutil.rmtree(folder)
     assert not any(line.startswith("rate") for line in go_on(auto))
     assert are_equal(ended, trained(run.final))
-
-
-def test_a_run_of_steps_too_small_to_look_takes_the_methods_usual_rate(
-    make_config: MakeConfig,
-) -> None:
-    sizes = ("train.max_steps=3", "train.global_batch_size=4")
-    run = finished(make_config("short", "method={variant: lora}", "train.lr=auto", *sizes))
-    assert read_json(run.final / "position.json")["lr"] == Lora.usual_lr
 
 
 def test_an_expansion_takes_the_rate_that_its_starts_multiples_were_made_for(
