@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from scale_cli.config.schedule import search_steps, searched_sequences
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
-from scale_cli.methods.lora import Lora
 from scale_cli.storage.atomic import read_json
 from scale_cli.training.rate_search import useful_power
 from tests.command_line import refused
