@@ -159,8 +159,8 @@ class _Widened(Method[WideningConfig]):
     advice = (
         "{:,.2g} tokens per parameter of the base. Full fine-tuning and LoRA learned more for the "
         "same work on SmolLM2-135M from the start (docs/results/real-base.md), and full fine-tuning "
-        "on small bases from about 0.5 on. Either, served beside the untouched base, forgets as "
-        "little; a token then takes two passes, and full fine-tuning a second model."
+        "on small bases from about 0.5 on. Either, routed with the untouched base, forgets as little. "
+        "A token of LoRA then takes one pass of twice the rows, and full fine-tuning a second model."
     )
 
     def in_words(self, settings: WideningConfig) -> str:
