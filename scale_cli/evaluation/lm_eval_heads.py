@@ -46,7 +46,7 @@ from scale_cli.evaluation.lm_eval_tasks import Benchmark, open_benchmark
 from scale_cli.evaluation.results import HEADS, BenchmarkItems, SkippedBenchmark
 from scale_cli.evaluation.scoring import Passes, observe, routed_rows
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import HeadedModel, base_alone
+from scale_cli.model.heads import Streams, base_alone
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.model.two_streams import Router, TwoStreams
 from scale_cli.processes import Share, gathered, lowered_dtype
@@ -68,7 +68,7 @@ class HeadsLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
 
     def __init__(
         self,
-        model: HeadedModel,  # in evaluation mode
+        model: Streams,  # in evaluation mode
         tokenizer: PreTrainedTokenizerBase,
         *,
         router: RouterConfig,  # settings of both rules, whatever the model serves
@@ -170,7 +170,7 @@ def framed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def heads_of(
-    model: HeadedModel,  # in evaluation mode
+    model: Streams,  # in evaluation mode
     tokenizer: PreTrainedTokenizerBase,  # the run's own, which begins a text as the base's does
     of_base: PreTrainedTokenizerBase | None = None,  # the base's, if the run has new tokens
     **options: Any,  # of HeadsLM
@@ -192,7 +192,7 @@ class OpenedBenchmarks:
 
     def measure(
         self,
-        model: HeadedModel,  # in evaluation mode
+        model: Streams,  # in evaluation mode
         tokenizer: PreTrainedTokenizerBase,
         config: RunConfig,
         share: Share,

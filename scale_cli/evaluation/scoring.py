@@ -32,13 +32,13 @@ from scale_cli.evaluation.base_scores import BaseScores
 from scale_cli.evaluation.intervals import Values
 from scale_cli.evaluation.windows import context_windows, num_read
 from scale_cli.methods.widened import RouterConfig
+from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.heads import (
-    HeadedModel,
+    PlainStreams,
+    Streams,
     TokenLogProbs,
     base_alone,
-    base_is_apart,
     token_log_probs,
-    trained_alone,
 )
 from scale_cli.model.routing import mix_log_probs
 from scale_cli.processes import ALONE, Share, autocast, gathered, map_over_processes
@@ -155,12 +155,12 @@ def same_beginnings(
 
 
 def kept_scores(
-    model: HeadedModel, corpus: TokenisedCorpus, base: BaseRecord, config: RunConfig, passes: Passes
+    model: Streams, corpus: TokenisedCorpus, base: BaseRecord, config: RunConfig, passes: Passes
 ) -> BaseScores | None:
     """Return what is kept of a base on a corpus; None if a pass of the model has to show both heads:
     one model that holds its base, or the rule that compares their logits.
     """
-    if not base_is_apart(model) or config.method.rules.rule == "cosine":
+    if not model.base_is_apart or config.method.rules.rule == "cosine":
         return None
     return BaseScores.of(corpus, scored_lengths(corpus), base, config, passes.context)
 
@@ -178,7 +178,7 @@ def tokens_bar(total: int, label: str | None) -> Any:
 
 
 def score_corpus(
-    model: HeadedModel,
+    model: Streams,
     corpus: TokenisedCorpus,
     router: RouterConfig,  # of both rules, whatever the model serves
     passes: Passes,
@@ -244,7 +244,7 @@ def score_corpus(
 
 
 def observe_documents(
-    model: HeadedModel,
+    model: Streams,
     documents: Sequence[Ids],
     *,
     boundary: int | None,
@@ -261,11 +261,11 @@ def observe_documents(
 
 
 def _beside_kept_base(
-    model: HeadedModel,
+    model: Any,  # PlainStreams, of one head or two
     kept: BaseScores,
     places: Sequence[int],
     documents: Sequence[Ids],
-    see: Callable[[HeadedModel, Sequence[Ids]], list[Tensor]],
+    see: Callable[[Streams, Sequence[Ids]], list[Tensor]],
     *,
     share: Share,
     bar: Any,
@@ -277,8 +277,8 @@ def _beside_kept_base(
     # Machines without a common disk keep different scores, and all processes run the same passes.
     lacking = {place for of_one in gathered(mine, share) for place in of_one}
     unknown = {place: ids for place, (ids, _) in asked.items() if place in lacking}
-    trained = trained_alone(model)
-    if bar is not None and trained is not None:
+    has_trained = "trained" in model.heads
+    if bar is not None and has_trained:
         bar.total += sum(len(ids) - 1 for ids in unknown.values())  # they are read twice
     if unknown:
         seen = see(base_alone(model), list(unknown.values()))
@@ -286,7 +286,8 @@ def _beside_kept_base(
             kept.keep(place, seen_CT[0])
 
     heads = [[kept.of_document(place, length) for place, (_, length) in asked.items()]]
-    if trained is not None:
+    if has_trained:
+        trained = PlainStreams(trained=model.trained)
         heads.append([seen_CT[0] for seen_CT in see(trained, documents)])
     heads.append([torch.full((length,), torch.nan) for length in lengths])
     return [torch.stack(rows) for rows in zip(*heads, strict=True)]
@@ -304,7 +305,7 @@ def batches_of(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def observe(
-    model: Any,  # HeadedModel
+    model: Any,  # Streams
     rows: Sequence[Tensor],  # of token ids
     passes: Passes,
     share: Share = ALONE,
@@ -322,7 +323,7 @@ def observe(
         ids = pad_sequence([rows[place] for place in batch], batch_first=True).to(device)
         parts = ids[:, :-1].split(passes.tokens_at_once, dim=1)
         next_ids = ids[:, 1:].split(passes.tokens_at_once, dim=1)
-        cache = model.new_cache() if len(parts) > 1 else None
+        cache = ScaleCache() if len(parts) > 1 else None
         with torch.no_grad(), autocast(device.type, passes.mixed_precision):
             tokens = [
                 token_log_probs(model, inputs, observed, cache)

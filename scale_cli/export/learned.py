@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
@@ -25,10 +24,7 @@ from scale_cli.evaluation.scoring import (
     tokens_bar,
 )
 from scale_cli.export.records import Losses
-from scale_cli.model.cache_scale import named
-from scale_cli.model.heads import HeadedModel, HeadLogits, PlainHeads
-from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.routed_scale import RoutedModel
+from scale_cli.model.heads import PlainStreams
 from scale_cli.processes import move_to_device
 from scale_cli.runs.method_folder import load_recorded_base
 from scale_cli.runs.opened import MethodFolder
@@ -51,7 +47,7 @@ class HeldOutText:
     def num_tokens(self) -> int:
         return sum(int(lengths_N.sum()) for lengths_N in self.lengths)
 
-    def nats(self, model: HeadedModel, base: BaseRecord | None = None) -> dict[str, float]:
+    def nats(self, model: Any, base: BaseRecord | None = None) -> dict[str, float]:
         """Return what all of it costs a model, by head and routing rule; `base`: it is that base."""
         nats: dict[str, float] = {}
         with tokens_bar(self.num_tokens, "what was learned") as bar:
@@ -102,8 +98,8 @@ class Learned:
         base = move_to_device(load_recorded_base(final.path, config.model)).eval()
         return cls(
             text=text,
-            base=of_base.nats(PlainHeads(base), final.record)["base"],
-            run=text.nats(_headed(trained)),
+            base=of_base.nats(PlainStreams(base), final.record)["base"],
+            run=text.nats(_streams(trained)),
             dtype=trained.dtype,
         )
 
@@ -114,7 +110,7 @@ class Learned:
         """
         if self.dtype == torch.float32:
             exported.float()
-        of_export = self.text.nats(_headed(exported))[head]
+        of_export = self.text.nats(_streams(exported))[head]
         num_tokens = self.text.num_tokens
         return Losses(
             base=self.base / num_tokens,
@@ -123,35 +119,6 @@ class Learned:
         )
 
 
-class _RoutedHeads(PlainHeads):
-    """The two heads of a routed plain export."""
-
-    def __init__(self, routed: Any) -> None:
-        super().__init__(routed)
-        self.heads = ["base", "trained"]
-
-    def head_logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Any = None,
-    ) -> HeadLogits:
-        outputs = self.base.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            use_cache=cache is not None,
-            **named(cache),
-        )
-        return lambda at: self.base._head_logits(outputs.last_hidden_state[:, at]).unbind()
-
-
-def _headed(model: Any) -> HeadedModel:
-    if isinstance(model, ScaleForCausalLM):
-        return model
-    if isinstance(model, RoutedModel):
-        return _RoutedHeads(model)
-    alone = PlainHeads(model)
-    alone.heads = ["trained"]
-    return alone
+def _streams(model: Any) -> Any:
+    """Return a model that gives heads; a plain one is the trained head."""
+    return model if hasattr(model, "head_logits") else PlainStreams(trained=model)

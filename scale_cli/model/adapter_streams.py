@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .branches_scale import ScaleCache
 from .cache_scale import named
-from .heads import HeadLogits, PlainHeads
+from .heads import HeadLogits, PlainStreams
 
 
 class Adapter(NamedTuple):
@@ -47,7 +47,7 @@ class CacheOfBothRows(ScaleCache):
         self.router = self.router and self.router.chosen(indices)
 
 
-class AdapterStreams(PlainHeads):
+class AdapterStreams(PlainStreams):
     """A base, and a model of PEFT that runs on the base's own weights."""
 
     def __init__(self, base: Any, trained: Any) -> None:
@@ -68,18 +68,9 @@ class AdapterStreams(PlainHeads):
         output[num_sequences:] += added_BTO
         return output
 
-    def head_logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Any = None,
-    ) -> HeadLogits:
+    def head_logits(self, input_ids: Tensor, cache: Any = None, **given: Any) -> HeadLogits:
         if not isinstance(cache, CacheOfBothRows):
-            return super().head_logits(input_ids, attention_mask, position_ids, cache)
-
-        def twice(given: Tensor | None) -> Tensor | None:
-            return None if given is None else torch.cat([given, given])
+            return super().head_logits(input_ids, cache, **given)
 
         def added(run: Any, *args: Any, **options: Any) -> Any:
             self._adds = True
@@ -88,13 +79,13 @@ class AdapterStreams(PlainHeads):
             finally:
                 self._adds = False
 
+        twice = {
+            name: torch.cat([tensor, tensor])
+            for name, tensor in {"input_ids": input_ids, **given}.items()
+            if tensor is not None
+        }
         states_BTD = added(
-            self.base.get_decoder(),
-            twice(input_ids),
-            attention_mask=twice(attention_mask),
-            position_ids=twice(position_ids),
-            use_cache=True,
-            **named(cache),
+            self.base.get_decoder(), use_cache=True, **named(cache), **twice
         ).last_hidden_state
         head = self.base.get_output_embeddings()
         return lambda at: added(head, states_BTD[:, at].contiguous()).chunk(2)

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from .branches_scale import ScaleCache
 from .cache_scale import named
-from .modeling_scale import ScaleForCausalLM
 from .routing import (
     cosine_serves_base,
     log_prior,
@@ -56,10 +55,10 @@ class TokenLogProbs:
 
 
 def token_log_probs(
-    model: HeadedModel,
+    model: Any,  # Streams, or an export that gives both heads
     input_ids: Tensor,
     next_ids_BT: Tensor,
-    cache: Any = None,  # of the model's own kind, which holds what came before
+    cache: Any = None,  # ScaleCache, which holds what came before
 ) -> TokenLogProbs:
     """Return the log-probabilities of the token after each of `input_ids` (B, T), under a model's
     heads, never holding all positions' logits.
@@ -75,73 +74,61 @@ def token_log_probs(
     return TokenLogProbs(torch.cat(log_probs, dim=-1), torch.cat(cosines, dim=-1))
 
 
-class CacheOfTwo(ScaleCache):
-    """The generation state of two models: the base's cache, the trained model's beside it, and the
-    router's memory.
+class Streams(Protocol):
+    """What runs a base and a model trained from it, whatever kind of model that is: a widened model
+    holds both in one row, an adapter runs on the base's weights (`adapter_streams.py`), a copy has
+    weights of its own.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.trained = DynamicCache()
+    heads: Sequence[str]  # those that `head_logits` gives
+    base: Any
+    config: Any
+    generation_config: Any
+    base_is_apart: bool  # it is a plain model of its own, which reads all of its tokens
+    decoding_cache: type[ScaleCache]  # of answers; scoring takes a ScaleCache
 
-    def reset(self) -> None:
-        super().reset()
-        self.trained.reset()
+    def head_logits(self, input_ids: Tensor, cache: Any = None, **given: Any) -> HeadLogits:
+        """Run the heads over `input_ids` (B, T); `given` are the attention mask and the positions.
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self.trained.reorder_cache(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.trained.batch_select_indices(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self.trained.batch_repeat_interleave(repeats)
+        Return a function that gives every head's logits at any positions.
+        """
 
 
-class PlainHeads(nn.Module):
-    """A base, and a model trained from it, whose heads are scored like the two of a widened model.
+class PlainStreams(nn.Module):
+    """A plain base, and a plain model trained from it; or one of the two alone."""
 
-    Without a trained model it is the base alone, with one head.
-    """
+    decoding_cache: type[ScaleCache] = ScaleCache
 
-    new_cache: type[ScaleCache] = CacheOfTwo
-    decoding_cache: type[ScaleCache] = CacheOfTwo  # what answers may take another one
-
-    def __init__(self, base: Any, trained: Any = None) -> None:
+    def __init__(self, base: Any = None, trained: Any = None) -> None:
         super().__init__()
         self.base = base
         self.trained = trained
-        self.heads = ["base"] if trained is None else ["base", "trained"]
-        self.config = base.config
+        self.heads: Sequence[str] = [
+            name for name in ("base", "trained") if getattr(self, name) is not None
+        ]
+        self.base_is_apart = not isinstance(base, BaseOfNewTokens)
+        self.config = (base or trained).config
         self.generation_config = (trained or base).generation_config
 
-    def head_logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Any = None,  # CacheOfTwo
-    ) -> HeadLogits:
-        caches = {self.base: cache}
-        if self.trained is not None:
-            caches[self.trained] = None if cache is None else cache.trained
-        hidden = {
-            model: model.get_decoder()(
-                input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                use_cache=cache is not None,
-                **named(of_model),
-            ).last_hidden_state
-            for model, of_model in caches.items()
-        }
-        return lambda positions: [
-            model.get_output_embeddings()(states[:, positions].contiguous())
-            for model, states in hidden.items()
-        ]
+    def head_logits(self, input_ids: Tensor, cache: Any = None, **given: Any) -> HeadLogits:
+        states = []
+        layers: list[Any] = []  # the trained model's, then the base's, which may have fewer
+        for name in reversed(self.heads):
+            model = getattr(self, name)
+            own = None
+            if cache is not None:
+                own = DynamicCache()
+                own.layers = cache.layers[len(layers) :]
+                if name != self.heads[0]:
+                    own.layers = own.layers[: model.config.num_hidden_layers]
+            decoded = model.get_decoder()(
+                input_ids, use_cache=cache is not None, **named(own), **given
+            )
+            states.append((model.get_output_embeddings(), decoded.last_hidden_state))
+            layers += [] if own is None else own.layers
+        if cache is not None:
+            cache.layers = layers
+        return lambda at: [head(of[:, at].contiguous()) for head, of in reversed(states)]
 
 
 class BaseOfNewTokens(nn.Module):
@@ -166,23 +153,16 @@ class BaseOfNewTokens(nn.Module):
         return lambda states: self.new.shared(head(states))
 
 
-# A model with heads over one vocabulary; `head_logits` runs it and gives their logits at any
-# positions.
-HeadedModel: TypeAlias = ScaleForCausalLM | PlainHeads
-
-
-def base_alone(model: HeadedModel) -> PlainHeads:
+def base_alone(model: Streams) -> PlainStreams:
     """Return the base of a model as it is served: one head, and no new tokens."""
     base = model.base
-    return PlainHeads(base.base if isinstance(base, BaseOfNewTokens) else base)
+    return PlainStreams(base.base if isinstance(base, BaseOfNewTokens) else base)
 
 
-def trained_alone(model: HeadedModel) -> PlainHeads | None:
-    """Return the trained model that lies beside its base, as one head; None if there is none."""
-    trained = None if isinstance(model, ScaleForCausalLM) else model.trained
-    return None if trained is None else PlainHeads(trained)
-
-
-def base_is_apart(model: HeadedModel) -> bool:
-    """Return whether a model's base is a plain model of its own, which reads all of its tokens."""
-    return isinstance(model, PlainHeads) and not isinstance(model.base, BaseOfNewTokens)
+def beside_new_tokens(base: PreTrainedModel, trained: Any) -> nn.Module:
+    """Return an untouched base that can also read the new tokens of a trained plain model."""
+    config = trained.config
+    if not getattr(config, "new_tokens", None):
+        return base
+    new = NewTokens(base, config.new_tokens, config.own_pieces).to(trained.device)
+    return BaseOfNewTokens(base, new, config)

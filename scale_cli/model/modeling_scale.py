@@ -76,7 +76,8 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
 
     gradient_checkpointing = False  # transformers reads it by this name
     heads: Sequence[str] = ("base", "trained")  # those that `head_logits` gives
-    new_cache = decoding_cache = ScaleCache
+    base_is_apart = False
+    decoding_cache = ScaleCache
 
     # A frozen base has learnt no other tokens.
     resize_token_embeddings = _refusal(
@@ -289,16 +290,12 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
         return logits + F.linear(states.u_BTE.to(weight.dtype), weight)
 
     def head_logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: ScaleCache | None = None,
+        self, input_ids: Tensor, cache: ScaleCache | None = None, **given: Any
     ) -> Callable[[slice], Sequence[Tensor]]:
         """Run the decoder over `input_ids` (B, T); return a function that gives both heads' logits
-        at any positions.
+        at any positions. `given` are the attention mask and the positions.
         """
-        states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=True)
+        states = self.final_states(input_ids, cache=cache, preserved=True, **given)
         return lambda positions: self.routed_logits(states.at(positions))
 
     def _training_loss(

@@ -15,6 +15,7 @@ Shapes: K = 2 heads (0 is the base's), B batch, T positions, D channels, V vocab
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -250,6 +251,13 @@ class RoutedModel(nn.Module):
                 log_weights_KBT[..., -1], logits_KBV, logits_KBV.logsumexp(dim=-1)
             )
         return layer.last
+
+    def head_logits(self, input_ids: Tensor, cache: Any = None) -> Callable[[slice], Any]:
+        """Run the decoder over `input_ids` (B, T); return a function that gives both heads' logits
+        at any positions.
+        """
+        outputs = self.model(input_ids=input_ids, use_cache=cache is not None, **{CACHE: cache})
+        return lambda at: self._head_logits(outputs.last_hidden_state[:, at])
 
     def _head_logits(self, rows_BTD: Tensor) -> Tensor:
         """Return (K, B, T, V) float32, reading the matrix only once.

@@ -1,8 +1,7 @@
 """A base and a trained model over one vocabulary, and the router between them: the model that
 answers, whatever the second stream is.
 
-What runs the two is a `HeadedModel` (`heads.py`): a widened model holds both streams; of any other
-method the base and the trained model are two, which share the weights that did not train.
+What runs the two is `Streams` (`heads.py`).
 
 Shapes: K heads, B batch, T positions, V vocabulary.
 """
@@ -20,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .branches_scale import ScaleCache
 from .cache_scale import CACHE, named, require_state
-from .heads import HeadedModel
+from .heads import Streams
 from .modeling_scale import RouterGenerationMixin
 from .routing import (
     chosen_by_cosine,
@@ -57,7 +56,7 @@ class TwoStreams(PreTrainedModel, RouterGenerationMixin):
     # It supports whatever attention the streams have.
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
-    def __init__(self, streams: HeadedModel, router: Router) -> None:
+    def __init__(self, streams: Streams, router: Router) -> None:
         super().__init__(copy.deepcopy(streams.config))
         self.heads = list(streams.heads)
         self.head = router.rule
@@ -88,7 +87,9 @@ class TwoStreams(PreTrainedModel, RouterGenerationMixin):
         cache = cache if isinstance(cache, ScaleCache) else self.streams.decoding_cache()
         if cache.get_seq_length() == 0:
             require_state(attention_mask, position_ids, input_ids.shape[1])
-        logits_at = self.streams.head_logits(input_ids, attention_mask, position_ids, cache)
+        logits_at = self.streams.head_logits(
+            input_ids, cache, attention_mask=attention_mask, position_ids=position_ids
+        )
         if self.head == "posterior":
             logits, log_weights_KBT, cache.router = route(
                 logits_at,

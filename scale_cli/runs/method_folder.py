@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
@@ -25,10 +25,8 @@ from scale_cli.config.vocabulary import Script
 from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import BaseOfNewTokens, HeadedModel, PlainHeads
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.model.two_streams import Router
-from scale_cli.model.vocabulary_scale import NewTokens
 from scale_cli.processes import Share
 from scale_cli.runs.folder import TRAINED
 from scale_cli.storage.atomic import load_fitting, read_json, save_tensors, write_json
@@ -160,20 +158,3 @@ def router_of(config: RunConfig) -> Router:
     return Router(
         rules.rule, PriorByScript(rules.prior, rules.script_prior, ranges), rules.threshold
     )
-
-
-def model_with_base(model: Any, untouched: PreTrainedModel) -> HeadedModel:
-    """Return a plain model and its untouched base, a second model in memory, as one model with two
-    heads.
-    """
-    beside: PlainHeads = PlainHeads(beside_new_tokens(untouched, model), model).to(model.device)
-    return beside.eval()
-
-
-def beside_new_tokens(base: PreTrainedModel, trained: Any) -> nn.Module:
-    """Return an untouched base that can also read the new tokens of a trained plain model."""
-    config = trained.config
-    if not getattr(config, "new_tokens", None):
-        return base
-    new = NewTokens(base, config.new_tokens, config.own_pieces).to(trained.device)
-    return BaseOfNewTokens(base, new, config)

@@ -42,13 +42,12 @@ from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.model.adapter_streams import AdapterStreams
-from scale_cli.model.heads import HeadedModel
+from scale_cli.model.heads import PlainStreams, Streams, beside_new_tokens
 from scale_cli.processes import Share, move_to_device, share_of_machine
 from scale_cli.runs.early import check_sizes
 from scale_cli.runs.folder import RunFolder, check_folder
 from scale_cli.runs.method_folder import (
     load_recorded_base,
-    model_with_base,
     put_on_base,
     read_method,
     set_router,
@@ -236,53 +235,48 @@ class MethodFolder:
         _ = self.run.base_config
         check_tokenizer(self.tokenizer, self.record)
 
-    def load(self, of_machine: Share | None = None) -> MethodModel:
+    def load_base(self, of_machine: Share | None = None) -> PreTrainedModel:
+        """Return the recorded base alone, which is checked."""
+        return load_recorded_base(self.path, self.run.config.model, of_machine)
+
+    def load(self, base: PreTrainedModel | None = None) -> MethodModel:
         """Return the model with the router that the config asks for now, on this process's device."""
-        return self._serve_on(load_recorded_base(self.path, self.run.config.model, of_machine))
-
-    def load_to_export(self) -> MethodModel:
-        """Return what `load` does, on a dequantised base: the quantised weights as plain numbers."""
-        return self._serve_on(dequantise(load_recorded_base(self.path, self.run.config.model)))
-
-    def _serve_on(self, base: PreTrainedModel) -> MethodModel:
-        model = put_on_base(self.path, base)
+        model = put_on_base(self.path, self.load_base() if base is None else base)
         if self.method.definition.widens:
             set_router(model, self.run.config.method.router, self.run.config.new_script)
         return move_to_device(model)
 
-    def load_base(self) -> PreTrainedModel:
-        """Return the recorded base alone, which is checked."""
-        return load_recorded_base(self.path, self.run.config.model)
+    def load_to_export(self) -> MethodModel:
+        """Return the model on a dequantised base: the quantised weights as plain numbers."""
+        return self.load(dequantise(self.load_base()))
 
-    def load_streams(self) -> HeadedModel:
-        """Return one model with two heads, the base's and the trained one; the base is read once.
+    def load_streams(self) -> Streams:
+        """Return the base and the trained model; the base is read once.
 
         A widened model has both. Any other model gets an untouched copy of its base beside it. All
         processes must call this.
         """
-        if self.method.definition.widens:
-            widened: Any = self.load(share_of_machine())
-            return widened
-        base = load_recorded_base(self.path, self.run.config.model, share_of_machine())
         definition = self.method.definition
+        base = self.load_base(share_of_machine())
+        if definition.widens:
+            widened: Any = self.load(base)
+            return widened
         stays = definition.adapter and not self.method.trains_base_weights
-        copied = without_copies if stays else copy.deepcopy
-        untouched = copied(base)
+        untouched = without_copies(base) if stays else copy.deepcopy(base)
         model = put_on_base(self.path, base, self.run.config.seed)
-        if self.method.definition.adapter == "peft":
-            return move_to_device(AdapterStreams(untouched, model)).eval()
-        return model_with_base(move_to_device(model), untouched)
+        kind = AdapterStreams if definition.adapter == "peft" else PlainStreams
+        return move_to_device(kind(beside_new_tokens(untouched, model), model)).eval()
 
     def load_to_train(self) -> MethodModel:
         """Return the model on the device it was read to, not yet placed or sharded; all processes
         must call this.
         """
-        base = load_recorded_base(self.path, self.run.config.model, share_of_machine())
+        base = self.load_base(share_of_machine())
         return put_on_base(self.path, base, self.run.config.seed)
 
     def load_beside_base(self) -> tuple[MethodModel, PreTrainedModel]:
         """Return what `load_to_train` does, and a whole copy of its base; the base is read once."""
-        base = load_recorded_base(self.path, self.run.config.model, share_of_machine())
+        base = self.load_base(share_of_machine())
         untouched = copy.deepcopy(base)
         return put_on_base(self.path, base, self.run.config.seed), untouched
 

@@ -28,7 +28,7 @@ from scale_cli.evaluation.selectable_heads import (
     before_end,
     ends_of,
 )
-from scale_cli.model.heads import HeadedModel, base_alone
+from scale_cli.model.heads import Streams, base_alone
 from scale_cli.model.two_streams import TwoStreams
 from scale_cli.processes import autocast, is_main, share
 from scale_cli.report import number
@@ -57,7 +57,7 @@ class Observer:
     config: RunConfig
     model: MethodModel  # the trained model
     wrapped: nn.Module  # the same as it is run
-    observed: HeadedModel  # the same with its base head
+    observed: Streams  # the same with its base head
     base: BaseRecord
     tokenizer: PreTrainedTokenizerBase
     held_out: list[TokenisedCorpus]  # in the config's order
@@ -109,7 +109,7 @@ class Observer:
 
     def _score(
         self,
-        model: HeadedModel,
+        model: Streams,
         corpora: list[TokenisedCorpus],
         label: str,
     ) -> list[DocumentLosses]:

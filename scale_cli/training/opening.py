@@ -32,7 +32,7 @@ from scale_cli.errors import (
     one_line,
 )
 from scale_cli.methods.recipes import Training, make_hooks
-from scale_cli.model.heads import HeadedModel, PlainHeads
+from scale_cli.model.heads import PlainStreams, Streams, beside_new_tokens
 from scale_cli.processes import (
     gathered,
     hand_back_large_tensors,
@@ -41,7 +41,7 @@ from scale_cli.processes import (
     share,
     slow_in_bfloat16,
 )
-from scale_cli.runs.method_folder import beside_new_tokens, load_trained, model_with_base
+from scale_cli.runs.method_folder import load_trained
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.runs.precision import slower_than_here
 from scale_cli.storage.atomic import read_json, verify_folder
@@ -221,16 +221,17 @@ def _check_same_windows(folder: Path) -> None:
 
 def _beside_base(
     model: Any, untouched: PreTrainedModel | None, train: TrainConfig, accelerator: Accelerator
-) -> HeadedModel:
+) -> Streams:
     """Return a model with two heads: with its untouched base beside it, if it does not hold it."""
     if untouched is None:
-        widened: HeadedModel = model
+        widened: Streams = model
         return widened
+    observed = PlainStreams(beside_new_tokens(untouched, model), model)
     if is_sharded(model) and train.sharding == "all":
-        observed = PlainHeads(beside_new_tokens(untouched, model), model)
         shard_for_evaluation(untouched, accelerator)
-        return observed
-    return model_with_base(model, untouched)
+    else:
+        untouched.to(accelerator.device)
+    return observed
 
 
 def _log_processes(run: Run, accelerator: Accelerator, log: Log) -> None:

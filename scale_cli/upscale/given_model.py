@@ -21,7 +21,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, ChangedBaseError
 from scale_cli.methods.given import ADAPTER_CONFIG, file_of, put_adapter_on
 from scale_cli.model.adapter_streams import AdapterStreams
-from scale_cli.model.heads import PlainHeads
+from scale_cli.model.heads import PlainStreams
 from scale_cli.model.script_prior import EVEN, PriorByScript
 from scale_cli.storage.atomic import load_tensors, misfit, read_json
 from scale_cli.upscale.base import load_base
@@ -92,7 +92,7 @@ def _read(name: str, file: str) -> dict[str, Any]:
     return {} if path is None else read_json(path)
 
 
-def load_given(given: GivenModel) -> PlainHeads:
+def load_given(given: GivenModel) -> PlainStreams:
     """Load a base and what was trained from it; an adapter runs on the base's own weights.
 
     ChangedBaseError: the base is not the recorded one.
@@ -121,7 +121,7 @@ def load_given(given: GivenModel) -> PlainHeads:
                 f"{name}: its {key} is {of_trained}, but that of {base.base} is {of_base}; "
                 "give the base that it was trained from"
             )
-    return PlainHeads(untouched, trained.requires_grad_(True))
+    return PlainStreams(untouched, trained.requires_grad_(True))
 
 
 def tokenizer_of_given(

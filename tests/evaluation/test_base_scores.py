@@ -21,7 +21,7 @@ from scale_cli.evaluation.scoring import (
     scored_lengths,
 )
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import PlainHeads
+from scale_cli.model.heads import PlainStreams
 from scale_cli.processes import ALONE, Share
 from scale_cli.runs.opened import Run
 from scale_cli.upscale.base_files import BaseRecord
@@ -55,16 +55,16 @@ def corpus(shared_data: Path, config: RunConfig, tmp_path: Path) -> TokenisedCor
 
 
 @pytest.fixture
-def model(shared_data: Path) -> PlainHeads:
+def model(shared_data: Path) -> PlainStreams:
     """A base, and beside it another model that a run might have trained from it."""
     other = as_if_trained(
         widen(real_base(shared_data, "ckpt-stories260K"), "adapt", "all"), std=0.05
     )
-    return PlainHeads(real_base(shared_data, "ckpt-stories260K"), other.base).eval()
+    return PlainStreams(real_base(shared_data, "ckpt-stories260K"), other.base).eval()
 
 
 @pytest.fixture
-def score(model: PlainHeads, corpus: TokenisedCorpus, config: RunConfig) -> Score:
+def score(model: PlainStreams, corpus: TokenisedCorpus, config: RunConfig) -> Score:
     """A function that scores the corpus as a process would that has just begun."""
     passes = replace(Passes.of(config, 512), context=96)
 
@@ -97,20 +97,20 @@ def test_a_kept_base_gives_the_figures_of_one_pass_over_both(score: Score) -> No
         assert "cosine" not in losses.nats, "its rule needs the logits of both"
 
 
-def test_a_base_that_was_asked_once_is_not_asked_again(score: Score, model: PlainHeads) -> None:
+def test_a_base_that_was_asked_once_is_not_asked_again(score: Score, model: PlainStreams) -> None:
     first = score()
-    again = score(PlainHeads(Unasked(model.base), model.trained).eval())
+    again = score(PlainStreams(Unasked(model.base), model.trained).eval())
     np.testing.assert_equal(again.nats, first.nats)
-    base = score(PlainHeads(Unasked(model.base)).eval())
+    base = score(PlainStreams(Unasked(model.base)).eval())
     np.testing.assert_equal(base.nats["base"], first.nats["base"])
 
 
 def test_beginnings_that_are_known_stay_so_and_the_whole_is_asked_for_once(
-    score: Score, model: PlainHeads, corpus: TokenisedCorpus
+    score: Score, model: PlainStreams, corpus: TokenisedCorpus
 ) -> None:
     begun = beginnings(corpus, 40, 100)
     first = score(lengths_N=begun)
-    unasked = PlainHeads(Unasked(model.base), model.trained).eval()
+    unasked = PlainStreams(Unasked(model.base), model.trained).eval()
     np.testing.assert_equal(score(unasked, lengths_N=begun).nats, first.nats)
     with pytest.raises(AssertionError, match="asked again"):
         score(unasked)
@@ -120,19 +120,19 @@ def test_beginnings_that_are_known_stay_so_and_the_whole_is_asked_for_once(
 
 
 def test_what_is_damaged_is_asked_for_again(
-    score: Score, corpus: TokenisedCorpus, model: PlainHeads
+    score: Score, corpus: TokenisedCorpus, model: PlainStreams
 ) -> None:
     first = score()
     (kept,) = corpus.folder.parent.glob("*.base-*/log_probs.bin")
     kept.write_bytes(b"\0" * kept.stat().st_size)
     np.testing.assert_equal(score().nats, first.nats)
     np.testing.assert_equal(
-        score(PlainHeads(Unasked(model.base), model.trained).eval()).nats, first.nats
+        score(PlainStreams(Unasked(model.base), model.trained).eval()).nats, first.nats
     )
 
 
 def test_processes_that_keep_different_scores_run_the_same_passes(
-    model: PlainHeads,
+    model: PlainStreams,
     corpus: TokenisedCorpus,
     config: RunConfig,
     tmp_path: Path,
@@ -154,7 +154,7 @@ def test_processes_that_keep_different_scores_run_the_same_passes(
 
 
 def test_another_base_precision_or_context_is_kept_apart(
-    model: PlainHeads, corpus: TokenisedCorpus, config: RunConfig
+    model: PlainStreams, corpus: TokenisedCorpus, config: RunConfig
 ) -> None:
     passes = Passes.of(config, 512)
     rounded = changed(config, "evaluation.mixed_precision=bf16")
@@ -170,7 +170,7 @@ def test_another_base_precision_or_context_is_kept_apart(
 
 
 def test_only_a_base_of_its_own_is_kept(
-    shared_data: Path, model: PlainHeads, corpus: TokenisedCorpus, config: RunConfig
+    shared_data: Path, model: PlainStreams, corpus: TokenisedCorpus, config: RunConfig
 ) -> None:
     passes = Passes.of(config, 512)
     widened = widen(real_base(shared_data, "ckpt-stories260K"), "route")

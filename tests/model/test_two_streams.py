@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scale_cli.evaluation.selectable_heads import padded_left
 from scale_cli.model.adapter_streams import AdapterStreams, CacheOfBothRows
-from scale_cli.model.heads import HeadedModel, PlainHeads
+from scale_cli.model.heads import PlainStreams, Streams
 from scale_cli.model.routing import (
     log_prior,
     logit_cosine,
@@ -27,7 +27,7 @@ ROUTER = Router(prior=PriorByScript(0.3), threshold=0.2)
 NEW = NewPieces([f"{index} {index + 1}" for index in range(5)], [0, 2])
 
 
-def of_adapter() -> HeadedModel:
+def of_adapter() -> Streams:
     """A base, and LoRA by PEFT on its own weights."""
     base = tiny_llama()
     targets = ["q_proj", "o_proj", "down_proj", "lm_head"]
@@ -35,17 +35,17 @@ def of_adapter() -> HeadedModel:
     return AdapterStreams(base, get_peft_model(without_copies(base), asked)).eval()
 
 
-MODELS: dict[str, Callable[[], HeadedModel]] = {
+MODELS: dict[str, Callable[[], Streams]] = {
     "route": lambda: as_if_trained(widen(tiny_llama(), "route", "top:2"), std=0.4, seed=0),
     "preserve": lambda: as_if_trained(widen(tiny_llama(), "preserve"), std=0.4),
     "new tokens": lambda: as_if_trained(widen(tiny_llama(), "route", new=NEW), std=0.4),
     "adapter": of_adapter,
-    "two models": lambda: PlainHeads(tiny_llama(), tiny_llama(seed=1)).eval(),
+    "two models": lambda: PlainStreams(tiny_llama(), tiny_llama(seed=1)).eval(),
 }
 
 
 @torch.no_grad()
-def likeliest(model: HeadedModel, ids_T: Tensor, head: str, heads: list[str]) -> Tensor:
+def likeliest(model: Streams, ids_T: Tensor, head: str, heads: list[str]) -> Tensor:
     """The likeliest token after each, by one pass over all of them, without a cache or padding."""
     logits = [of_head.float() for of_head in model.head_logits(ids_T[None])(slice(None))]
     if head in heads:

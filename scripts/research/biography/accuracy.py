@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scale_cli.evaluation.results import HEADS
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import HeadedModel, token_log_probs
+from scale_cli.model.heads import Streams, token_log_probs
 from scale_cli.model.routing import mix_log_probs
 from scripts.research.biography.tasks import Question
 
@@ -21,7 +22,7 @@ _QUESTIONS_AT_ONCE = 256
 
 
 def first_token_accuracy(
-    model: HeadedModel, questions: Sequence[Question], router: RouterConfig, mixed_precision: str
+    model: Streams, questions: Sequence[Question], router: RouterConfig, mixed_precision: str
 ) -> dict[str, float]:
     """Return, for each of HEADS, the share of questions that a model in evaluation mode answers correctly.
 
@@ -42,7 +43,7 @@ def first_token_accuracy(
 
 
 def _answered(
-    model: HeadedModel, batch: Sequence[Question], router: RouterConfig, mixed_precision: str
+    model: Any, batch: Sequence[Question], router: RouterConfig, mixed_precision: str
 ) -> dict[str, Tensor]:
     device = next(model.parameters()).device
     prompt_BT = torch.tensor([asked.prompt for asked in batch], device=device)

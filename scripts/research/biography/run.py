@@ -18,11 +18,10 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.errors import ConfigError, RunFolderError, StorageError, require
 from scale_cli.evaluation.results import HEADS
-from scale_cli.model.heads import HeadedModel
+from scale_cli.model.heads import PlainStreams
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import move_to_device
 from scale_cli.report import percent
-from scale_cli.runs.method_folder import model_with_base
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
 from scale_cli.upscale.base import base_without_weights, load_base
 from scale_cli.upscale.building import MethodModel, build_model, start_model
@@ -179,7 +178,7 @@ def _learn_task_1(
     num_measured = (
         None if config.people.measured is None else config.people.measured * len(ATTRIBUTES)
     )
-    observed: HeadedModel | None = None
+    observed: Any = None
     steps: list[int] = []
     accuracy: dict[str, dict[str, list[float]]] = {
         task: {name: [] for name in HEADS} for task in ("task_0", "task_1")
@@ -194,7 +193,7 @@ def _learn_task_1(
             observed = (
                 model
                 if isinstance(model, ScaleForCausalLM)
-                else model_with_base(model, load_base(base))
+                else PlainStreams(load_base(base), model).to(model.device).eval()
             )
             num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         steps.append(step)
