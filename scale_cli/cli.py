@@ -71,17 +71,6 @@ Base = Annotated[
 ]
 
 
-def _refuse_earlier(given: bool) -> None:
-    if given:
-        raise UsageError(
-            "--plain, --beside-base: are no more; a run is routed with its base without a flag, "
-            "and --head trained or --head base answers alone"
-        )
-
-
-Earlier = Annotated[
-    bool, Option("--plain", "--beside-base", hidden=True, callback=_refuse_earlier, is_eager=True)
-]
 _FORMS = "Print only figures, one JSON object per line; or only warnings and errors."
 Form = Annotated[
     bool | None, Option("--json/--quiet", callback=choose_form, show_default=False, help=_FORMS)
@@ -410,7 +399,6 @@ def generate(
     output: Annotated[
         Path | None, Option(metavar="FILE", help="With --samples: a new .jsonl file.")
     ] = None,
-    _earlier: Earlier = False,
 ) -> None:
     """Continue prompts with a trained model and its router.
 
@@ -467,7 +455,6 @@ def serve(
     ] = None,
     head: AnsweringHead = None,
     base: Base = None,
-    _earlier: Earlier = False,
 ) -> None:
     """Serve a run or an export as an OpenAI endpoint, with its router."""
     refuse_several("serve")

@@ -25,7 +25,7 @@ _form: Literal["lines", "figures", "nothing"] = (
 )
 
 
-class Report(Protocol):
+class Shown(Protocol):
     """A verb's result, which can be printed."""
 
     def lines(self) -> list[str]: ...
@@ -50,7 +50,7 @@ def log(line: str) -> None:
         _speak(line, err=not shows_lines())
 
 
-def show(made: Report) -> None:
+def show(made: Shown) -> None:
     for line in made.lines():
         log(line)
     print_json(made.to_json())

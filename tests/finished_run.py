@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from scale_cli.evaluation.results import (
-    HEADS,
+    HEADS_AND_RULES,
     BenchmarkHead,
     BenchmarkResult,
     CorpusResult,
@@ -98,7 +98,10 @@ def report_of(made: Made) -> Report:
     ):
         mixed = 0.0007 if role == "retention" else None if change is None else change + 0.0005
         changes = {"base": 0.0, "trained": change, "posterior": mixed, "cosine": change}
-        heads = {head: _head(BASE_BITS[language], changes[head], head, language) for head in HEADS}
+        heads = {
+            head: _head(BASE_BITS[language], changes[head], head, language)
+            for head in HEADS_AND_RULES
+        }
         corpora.append(
             CorpusResult(
                 name,
@@ -130,7 +133,7 @@ def _head(base: float, change: float | None, head: str, language: str) -> HeadRe
 def _benchmark(name: str, difference: float, p_holm: float) -> BenchmarkResult:
     language = "ko" if name.startswith("kobest") else "en"
     heads = {"base": BenchmarkHead({"acc": Interval(0.52, 0.48, 0.56)}, {})}
-    for head in HEADS[1:]:
+    for head in HEADS_AND_RULES[1:]:
         acc = Interval(0.52 + difference, 0.48 + difference, 0.56 + difference)
         change = Interval(difference, difference - 0.02, difference + 0.02)
         heads[head] = BenchmarkHead({"acc": acc}, {"acc": change}, 40, 20, p_holm / 2, p_holm)

@@ -175,7 +175,7 @@ def trained_on(
 
 @torch.no_grad()
 def trained_head(model: ScaleForCausalLM, input_ids: Tensor) -> Tensor:
-    return model.trained_logits(model.final_states(input_ids, preserved=False))
+    return model.trained_logits(model.final_states(input_ids, with_base_head=False))
 
 
 def assert_starts_as_base(
@@ -198,7 +198,7 @@ def assert_starts_as_base(
 @torch.no_grad()
 def routed_heads(model: ScaleForCausalLM, input_ids: Tensor) -> list[Tensor]:
     """The logits of every head that is routed among, the base's first."""
-    return model.routed_logits(model.final_states(input_ids, preserved=True))
+    return model.routed_logits(model.final_states(input_ids, with_base_head=True))
 
 
 def train_steps(model: ScaleForCausalLM, ids: Tensor, *, num_steps: int, lr: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,8 @@ def _export(
             name_base(partial, config, final.record)
         parity = made.prove(partial, model, prompts, learned)
         licence = base_licence(config.model)
-        licence.copy_files(partial)
+        for file in licence.files:
+            shutil.copyfile(file, partial / file.name)
         size = served_size(model, final.run.base_config, made.dtype)
         architectures = read_json(partial / "config.json").get("architectures") or [""]
         card = model_card(

@@ -3,7 +3,7 @@
 lm-eval, which answers and marks the items, is an extra that takes seconds to import. So it is
 imported only if a config names benchmarks.
 
-Shapes: N items, H heads (in the order of HEADS), M metrics, R resamples.
+Shapes: N items, H heads (in the order of HEADS_AND_RULES), M metrics, R resamples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scale_cli.config.schema import EvaluationConfig
 from scale_cli.errors import require
 from scale_cli.evaluation.intervals import Values, bootstrap, holm, intervals_of, paired_p
 from scale_cli.evaluation.results import (
-    HEADS,
+    HEADS_AND_RULES,
     BenchmarkHead,
     BenchmarkItems,
     BenchmarkResult,
@@ -72,7 +72,7 @@ def summarise_benchmarks(
                 },
                 **tests.get(head, {}),
             )
-            for head in HEADS
+            for head in HEADS_AND_RULES
         }
         results.append(
             BenchmarkResult(
@@ -85,7 +85,7 @@ def summarise_benchmarks(
             )
         )
 
-    for head in HEADS[1:]:
+    for head in HEADS_AND_RULES[1:]:
         p_values = [result.heads[head].p_value for result in results]
         for result, p_holm in zip(results, holm(p_values), strict=True):
             result.heads[head] = replace(result.heads[head], p_holm=p_holm)
@@ -131,7 +131,7 @@ def _tests(scores_NH: Values, rng: np.random.Generator) -> dict[str, dict[str, A
     right_or_wrong = bool(np.isin(scores_NH, (0.0, 1.0)).all())
     base_N, *others = scores_NH.T
     tests = {}
-    for head, scores_N in zip(HEADS[1:], others, strict=True):
+    for head, scores_N in zip(HEADS_AND_RULES[1:], others, strict=True):
         tests[head] = {"p_value": paired_p(base_N, scores_N, rng)}
         if right_or_wrong:
             tests[head]["gained"] = int((scores_N > base_N).sum())
@@ -145,4 +145,6 @@ def _by_head(
     """Return a metric of every head, and the others' differences from the base's head."""
     values = intervals_of(value_H, drawn_RH, num_items)
     changes = intervals_of(value_H - value_H[0], drawn_RH - drawn_RH[:, :1], num_items)
-    return dict(zip(HEADS, values, strict=True)), dict(zip(HEADS[1:], changes[1:], strict=True))
+    return dict(zip(HEADS_AND_RULES, values, strict=True)), dict(
+        zip(HEADS_AND_RULES[1:], changes[1:], strict=True)
+    )

@@ -43,7 +43,7 @@ from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import RunError, one_line
 from scale_cli.evaluation.intervals import finite
 from scale_cli.evaluation.lm_eval_tasks import Benchmark, open_benchmark
-from scale_cli.evaluation.results import HEADS, BenchmarkItems, SkippedBenchmark
+from scale_cli.evaluation.results import HEADS_AND_RULES, BenchmarkItems, SkippedBenchmark
 from scale_cli.evaluation.scoring import Passes, observe, routed_rows
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import Streams, base_alone
@@ -57,7 +57,7 @@ from scale_cli.values import counted
 # lm-eval's own seed for few-shot examples, and for tasks that sample their answers.
 _SEED = 1234
 # A context and a continuation, as text and as token ids, as lm-eval passes them.
-Encoded = tuple[tuple[str, str], list[int], list[int]]
+EncodedRequest = tuple[tuple[str, str], list[int], list[int]]
 logging.getLogger("lm_eval").setLevel(logging.CRITICAL)  # the report says what matters
 
 
@@ -113,7 +113,7 @@ class HeadsLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         ids: list[int] = super().tok_encode(string, *args, **options) if known is None else known
         return ids
 
-    def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> None:
+    def _loglikelihood_tokens(self, requests: list[EncodedRequest], **_: Any) -> None:
         """Score requests by every head and rule, and keep the scores."""
         rows = []
         for (context, continuation), context_ids, continuation_ids in requests:
@@ -177,7 +177,7 @@ def heads_of(
 ) -> dict[str, HeadsLM]:
     """Return the lm-eval model that answers with each head: one for all, or one for the base."""
     exported = framed(tokenizer)
-    answering = dict.fromkeys(HEADS, HeadsLM(model, exported, **options))
+    answering = dict.fromkeys(HEADS_AND_RULES, HeadsLM(model, exported, **options))
     if of_base is not None or exported is not tokenizer:
         answering["base"] = HeadsLM(base_alone(model), of_base or tokenizer, **options)
     return answering

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from scale_cli.config.schema import RunConfig
 from scale_cli.evaluation.results import (
     FIGURES,
-    HEADS,
+    HEADS_AND_RULES,
     NOT_COVERED,
     ROLES,
     CorpusResult,
@@ -146,7 +146,7 @@ def page(report: Report, config: RunConfig, form: str, history: History = NO_HIS
     ]
     benchmarks = []
     for average in report.benchmark_averages:
-        rows = _benchmark_rows(report, average, HEADS, 3)
+        rows = _benchmark_rows(report, average, HEADS_AND_RULES, 3)
         benchmarks.append((language_name(average.language), Table(_BENCHMARK, rows, "lrlrrrrrrl")))
     served = f"both heads, routed by the {report.served} rule"
     return render(

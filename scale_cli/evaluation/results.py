@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from scale_cli.evaluation.scoring import DocumentLosses
 
 _MAX_EXPONENT = 700.0  # the exponential of more overflows
-HEADS = ("base", "trained", "posterior", "cosine")
+HEADS_AND_RULES = ("base", "trained", "posterior", "cosine")
 _BASE_OF_NEW_TOKENS = "base of new tokens"
 # Of corpora, in words.
 ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}
@@ -255,7 +255,7 @@ class Report(RunRecord):
     def rules(self) -> list[str]:
         """The routing rules that were measured on text."""
         measured = {head for corpus in self.corpora for head in corpus.heads}
-        return [rule for rule in HEADS[2:] if rule in measured]
+        return [rule for rule in HEADS_AND_RULES[2:] if rule in measured]
 
     @property
     def by_role(self) -> list[CorpusResult]:
@@ -336,7 +336,7 @@ def summarise(
         num_tokens=int(num_tokens),
         num_base_tokens=int(num_base_tokens),
         num_bytes=int(losses.num_bytes.sum()),
-        heads={name: heads[name] for name in HEADS if name in heads},
+        heads={name: heads[name] for name in HEADS_AND_RULES if name in heads},
         base_of_new_tokens=heads.get(_BASE_OF_NEW_TOKENS),
         shared=list(shared),
     )

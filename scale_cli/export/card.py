@@ -7,7 +7,6 @@ https://huggingface.co/docs/hub/model-cards.
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +40,6 @@ class Licence:
     name: str | None = None  # if `identifier` is `other`: a licence that the hub does not know
     link: str | None = None  # to its text
     files: tuple[Path, ...] = ()  # its licence files
-
-    def copy_files(self, folder: Path) -> None:
-        for file in self.files:
-            shutil.copyfile(file, folder / file.name)
 
 
 def base_licence(model: ModelConfig) -> Licence:

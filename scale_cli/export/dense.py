@@ -113,7 +113,7 @@ def largest_stream_ratio(model: ScaleForCausalLM, prompts: Sequence[Tensor]) -> 
     """Return the largest rms(u) / rms(x) that any norm meets on some (1, T) prompts."""
     with measured_stream_ratios(model) as ratios:
         for input_ids in prompts:
-            model.final_states(input_ids, preserved=False)
+            model.final_states(input_ids, with_base_head=False)
     return max(ratio.nan_to_num(0.0, posinf=0.0).item() for ratio in ratios.values())
 
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -47,20 +46,17 @@ class LoraConfig(Section):
         return self
 
 
-def check_targets(key: str, targets: Iterable[str], names: Sequence[str]) -> None:
-    """Raise ConfigError if a target is the end of none of a base's module names, as PEFT takes it."""
-    if absent := [of for of in targets if not any(f".{name}".endswith(f".{of}") for name in names)]:
-        known = ", ".join((*PROJECTIONS, "embed_tokens", "lm_head"))
-        raise ConfigError(f"{key}: the base has no {', '.join(absent)}; it has {known}")
-
-
 def put_beside(base: PreTrainedModel, settings: Any, key: str) -> PeftModel:
     """Put PEFT's modules beside a base's, by PEFT's settings; ConfigError names the config's `key`."""
     import warnings
 
     from peft import get_peft_model
 
-    check_targets(key, sorted(settings.target_modules), [name for name, _ in base.named_modules()])
+    targets = sorted(settings.target_modules)
+    names = [f".{name}" for name, _ in base.named_modules()]  # a target is the end of one
+    if absent := [of for of in targets if not any(name.endswith(f".{of}") for name in names)]:
+        known = ", ".join((*PROJECTIONS, "embed_tokens", "lm_head"))
+        raise ConfigError(f"{key}: the base has no {', '.join(absent)}; it has {known}")
     # Nothing is ever merged into a quantised base: an export stands on a dequantised one.
     warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated")
     try:

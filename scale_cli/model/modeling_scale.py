@@ -178,10 +178,14 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
         if cache is None or cache.get_seq_length() == 0:
             require_state(attention_mask, position_ids, input_ids.shape[1])
         if self.training and labels is not None:
-            states = self.final_states(input_ids, attention_mask, position_ids, preserved=False)
+            states = self.final_states(
+                input_ids, attention_mask, position_ids, with_base_head=False
+            )
             return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
         routed = self.config.routes and not self.training
-        states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=routed)
+        states = self.final_states(
+            input_ids, attention_mask, position_ids, cache, with_base_head=routed
+        )
         if isinstance(logits_to_keep, Tensor):
             kept: slice | Tensor = logits_to_keep
         else:
@@ -219,7 +223,7 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
         position_ids: Tensor | None = None,
         cache: ScaleCache | None = None,
         *,
-        preserved: bool,
+        with_base_head: bool,
     ) -> FinalStates:
         """Run the base's decoder once, the expansion beside it, and return the inputs of the
         vocabulary heads.
@@ -229,7 +233,7 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
             attention_mask: (B, past + T) or None.
             position_ids: (B, T), or None: counted from the cache's length.
             cache: extended in place.
-            preserved: whether the base's head is wanted too. From the lowest layer that writes into
+            with_base_head: whether the base's head is wanted too. From the lowest layer that writes into
                 x, it costs one more frozen pass of the remaining layers.
         """
         decoder = self.base.model
@@ -248,7 +252,7 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
 
         for index, base_layer in enumerate(decoder.layers):
             slot = context.slot(0, index)
-            if preserved and index >= expansion.first_collaborating_layer:
+            if with_base_head and index >= expansion.first_collaborating_layer:
                 # Before the other: a sharded layer is gathered for it, and parted again after it.
                 p_BTD = base_layer_alone(base_layer, x_BTD if p_BTD is None else p_BTD, context)
                 slot = context.slot(2, index)
@@ -295,7 +299,7 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
         """Run the decoder over `input_ids` (B, T); return a function that gives both heads' logits
         at any positions. `given` are the attention mask and the positions.
         """
-        states = self.final_states(input_ids, cache=cache, preserved=True, **given)
+        states = self.final_states(input_ids, cache=cache, with_base_head=True, **given)
         return lambda positions: self.routed_logits(states.at(positions))
 
     def _training_loss(

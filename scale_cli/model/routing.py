@@ -323,7 +323,7 @@ def route(
             logits_KBTV = torch.stack([of_head.float() for of_head in logits_KBTV])
         device = logits_KBTV.device
         sizes_KBT = logits_KBTV.logsumexp(dim=-1)
-        said_KBT = token_log_probs(memory, logits_KBTV, sizes_KBT, ids_BT[:, at].to(device))
+        said_KBT = judged_log_probs(memory, logits_KBTV, sizes_KBT, ids_BT[:, at].to(device))
         if evidence_BT is not None:
             said_KBT = torch.where(evidence_BT[:, at].to(device), said_KBT, 0.0)
         start_KB = None if memory is None else memory.log_weights_KB
@@ -346,7 +346,7 @@ def route(
     return scores_BTV, torch.cat(log_weights, dim=-1), memory
 
 
-def token_log_probs(
+def judged_log_probs(
     memory: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, ids_BT: Tensor
 ) -> Tensor:
     """Return (K, B, T): each head's log-probability of every token; 0 for a token that no head has

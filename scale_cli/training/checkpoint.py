@@ -25,19 +25,24 @@ from pathlib import Path
 
 import torch
 
+from scale_cli.config.load import dump_config
 from scale_cli.config.schema import (
     ACCEPTABLE,
     BASE_KEYS,
     FREE,
     LOCATION_KEYS,
     TRAIN_SECTIONS,
+    RunConfig,
     differences,
 )
+from scale_cli.data.corpora import CORPORA
+from scale_cli.data.ledger import SourceTokens, TokenLedger, TrainedTokens
+from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import ConfigError, RunFolderError, StorageError
 from scale_cli.methods.recipes import Hook, trainable_parameters
 from scale_cli.processes import main_decides
 from scale_cli.runs.folder import RunFolder
-from scale_cli.runs.method_folder import load_trained
+from scale_cli.runs.method_folder import describe_method, load_trained
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import (
     MANIFEST,
@@ -46,15 +51,40 @@ from scale_cli.storage.atomic import (
     is_as_written,
     load_tensors,
     verify_folder,
+    write_json,
+    write_text,
 )
 from scale_cli.storage.shards import has_shards, load_shards
 from scale_cli.terminal import Log
 from scale_cli.training.optimiser import empty_optimiser_tensors, load_optimiser_tensors
 from scale_cli.training.records import BranchPoint, TrainState
 from scale_cli.training.sharding import is_sharded
+from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.building import MethodModel
 
 OPTIMISER = "optimiser.safetensors"
+
+
+def describe_trained(
+    folder: Path,
+    model: MethodModel,
+    config: RunConfig,
+    record: BaseRecord,
+    *,
+    state: TrainState,
+    corpora: Sequence[TokenisedCorpus],
+    trained: Sequence[TrainedTokens],
+) -> None:
+    """Write the files that a checkpoint and `final/` share: everything but tensors."""
+    describe_method(folder, model, config.method, record)
+    state.save(folder)
+    write_json(folder / CORPORA, [corpus.name for corpus in corpora])
+    ledger = {
+        source.name: SourceTokens(**vars(tokens), corpus=corpus.ledger)
+        for source, corpus, tokens in zip(config.corpus.sources, corpora, trained, strict=True)
+    }
+    TokenLedger(ledger).save(folder)
+    write_text(folder / "scale.yaml", dump_config(config))
 
 
 def checkpoints(run: RunFolder) -> list[Path]:

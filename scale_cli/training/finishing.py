@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scale_cli.methods.recipes import trainable_parameters
-from scale_cli.processes import all_succeed, device_name, on_main, peak_memory_bytes
+from scale_cli.processes import all_succeed, on_main
 from scale_cli.runs.folder import TRAINED
 from scale_cli.runs.opened import MethodFolder
 from scale_cli.storage.atomic import new_folder, save_tensors, verify_folder
@@ -41,7 +41,7 @@ def put_back_best(run: TrainingRun, log: Log) -> TrainState:
 def write_final(run: TrainingRun, state: TrainState) -> None:
     """Write `final/`: a method folder of unsharded tensors."""
     with all_succeed(run.beside):
-        run.check_base(state.step)
+        run.check_frozen_base(state.step)
     trained = {}
     for name, parameter in trainable_parameters(run.model).items():
         tensor = whole_tensor(parameter.detach())  # every process must call this
@@ -51,17 +51,8 @@ def write_final(run: TrainingRun, state: TrainState) -> None:
         with new_folder(run.folder.final) as partial:
             run.describe(partial, state)
             save_tensors(partial / TRAINED, trained)
-            parameters = list(run.model.parameters())
-            cost = Cost(
-                trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-                total_parameters=sum(p.numel() for p in parameters),
-                tokens_per_s=run.state.tokens_per_s,
-                peak_memory_bytes=peak_memory_bytes(run.accelerator.device),
-                device=device_name(run.accelerator.device),
-                num_processes=run.accelerator.num_processes,
-                saving_s=round(run.state.saving_s, 4),
-            )
-            cost.save(partial)
+            processes = run.accelerator
+            Cost.of(run.model, run.state, processes.device, processes.num_processes).save(partial)
     run.accelerator.wait_for_everyone()
 
 

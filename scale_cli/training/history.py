@@ -57,7 +57,8 @@ def draw(records: Sequence[MetricsRecord], served: str, measured_step: int) -> s
             axes.remove()
         for axes, ((title, unit), curves) in zip(figure.axes, panels.items(), strict=True):
             for curve in curves:
-                steps, losses = zip(*_thinned(curve.points), strict=True)
+                every = math.ceil(len(curve.points) / _POINTS)
+                steps, losses = zip(*curve.points[::-every], strict=True)
                 axes.plot(steps, losses, curve.style, markersize=3, label=curve.label)
             if measured_step < records[-1]["step"]:
                 axes.axvline(measured_step, color="#999999", linewidth=0.8, label="measured")
@@ -65,11 +66,6 @@ def draw(records: Sequence[MetricsRecord], served: str, measured_step: int) -> s
             axes.legend(fontsize="small")
 
     return drawn((3.6 * num_columns, 3.0 * num_rows), paint)
-
-
-def _thinned(points: list[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
-    """Return every so many points, from the last one back."""
-    return points[:: -math.ceil(len(points) / _POINTS)]
 
 
 def training_curves(records: Sequence[MetricsRecord]) -> list[Curve]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from transformers import PreTrainedModel
@@ -62,9 +61,6 @@ from scale_cli.training.sharding import (
 from scale_cli.training.tracking import check_trackers
 from scale_cli.training.training_run import TrainingRun
 from scale_cli.values import counted
-
-if TYPE_CHECKING:
-    pass
 
 
 def open_accelerator(run: Run) -> Accelerator:
@@ -144,7 +140,11 @@ def open_training(
     corpora, held_out, by_base_tokens, batches = _open_text(start, accelerator, log)
     if resumed_from is not None:
         check_same_text(resumed_from.path, corpora)
-        _check_same_windows(resumed_from.path)
+        if TrainState.load(resumed_from.path).windows != WINDOWS:
+            raise RunFolderError(
+                f"{resumed_from.path}: was trained by another version, which cut text into other windows; go on with "
+                "that version, or start anew in another output_dir"
+            )
     initialised_from = init_from(run) if resumed_from is None else None
 
     model, untouched = _open_model(start, resumed_from, initialised_from)
@@ -208,15 +208,6 @@ def open_training(
         branch_point=branch_point,
         saved_step=saved_step,
     )
-
-
-def _check_same_windows(folder: Path) -> None:
-    """Raise RunFolderError if a state was trained on windows that were cut otherwise."""
-    if TrainState.load(folder).windows != WINDOWS:
-        raise RunFolderError(
-            f"{folder}: was trained by another version, which cut text into other windows; go on with that "
-            "version, or start anew in another output_dir"
-        )
 
 
 def _beside_base(

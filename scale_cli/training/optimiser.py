@@ -267,10 +267,10 @@ def load_optimiser_tensors(
 
 
 # Kinds of parameters: learning rate, weight decay and optimiser depend on the kind.
-Kind = Literal["embedding", "head", "gains", "matrix"]
+TensorKind = Literal["embedding", "head", "gains", "matrix"]
 
 
-def kinds_of_parameters(model: nn.Module) -> dict[str, Kind]:
+def kinds_of_parameters(model: nn.Module) -> dict[str, TensorKind]:
     """Return the kind of every parameter that trains, by name; a tied embedding counts as an
     embedding.
     """
@@ -278,7 +278,7 @@ def kinds_of_parameters(model: nn.Module) -> dict[str, Kind]:
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
 
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, TensorKind] = {}
     for name, parameter in trainable_parameters(model).items():
         if id(parameter) in embeddings:
             kinds[name] = "embedding"

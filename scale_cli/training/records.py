@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from scale_cli.processes import device_name, peak_memory_bytes
 from scale_cli.storage.records import RunRecord
 
 
@@ -113,3 +115,17 @@ class Cost(RunRecord):
     device: str  # `cpu`, or the GPU's name
     num_processes: int
     saving_s: float  # seconds that training waited for checkpoints, over all resumes
+
+    @classmethod
+    def of(cls, model: Any, state: TrainState, device: Any, num_processes: int) -> Cost:
+        """Return the cost of a model's training, which has come to a state."""
+        parameters = list(model.parameters())
+        return cls(
+            trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+            total_parameters=sum(p.numel() for p in parameters),
+            tokens_per_s=state.tokens_per_s,
+            peak_memory_bytes=peak_memory_bytes(device),
+            device=device_name(device),
+            num_processes=num_processes,
+            saving_s=round(state.saving_s, 4),
+        )

@@ -7,26 +7,23 @@ from pathlib import Path
 
 import torch
 
-from scale_cli.config.load import dump_config
-from scale_cli.data.corpora import CORPORA, every_source, open_sources
-from scale_cli.data.ledger import SourceTokens, TokenLedger
+from scale_cli.data.corpora import every_source, open_sources
+from scale_cli.data.ledger import TrainedTokens
 from scale_cli.errors import RunFolderError
 from scale_cli.methods.given import ADAPTER_CONFIG, file_of
 from scale_cli.methods.recipes import trainable_parameters
-from scale_cli.processes import device, device_name, peak_memory_bytes
+from scale_cli.processes import device
 from scale_cli.report import quantity
 from scale_cli.runs.folder import TRAINED
-from scale_cli.runs.method_folder import describe_method
 from scale_cli.runs.opened import Run, open_folder
 from scale_cli.storage.atomic import (
     claimed,
     load_tensors,
     new_folder,
     save_tensors,
-    write_json,
-    write_text,
 )
 from scale_cli.terminal import Log
+from scale_cli.training.checkpoint import describe_trained
 from scale_cli.training.records import Cost, TrainState
 from scale_cli.upscale.base_files import looks_local
 from scale_cli.upscale.base_hashes import record_base
@@ -67,37 +64,28 @@ def take(run: Run, log: Log) -> TrainState:
             )
         return _done_already(run, log)
 
+    state = TrainState()
     record = record_base(streams.base, config.model, run.base_tokenizer)
-    sources = config.corpus.sources
-    corpora = open_sources(config, sources, run.base_tokenizer)
+    corpora = open_sources(config, config.corpus.sources, run.base_tokenizer)
     with claimed(run.folder.root), new_folder(final) as partial:
-        describe_method(partial, streams.trained, config.method, record)
+        describe_trained(
+            partial,
+            streams.trained,
+            config,
+            record,
+            state=state,
+            corpora=corpora,
+            trained=[TrainedTokens(0, 0, 0)] * len(corpora),
+        )
         if (settings := file_of(name, ADAPTER_CONFIG)) is not None:
             shutil.copyfile(settings, partial / ADAPTER_CONFIG)
         save_tensors(partial / TRAINED, trained)
-        state = TrainState()
-        state.save(partial)
-        write_json(partial / CORPORA, [corpus.name for corpus in corpora])
-        ledger = {
-            source.name: SourceTokens(0, 0, 0, corpus=corpus.ledger)
-            for source, corpus in zip(sources, corpora, strict=True)
-        }
-        TokenLedger(ledger).save(partial)
-        num_trained = sum(weight.numel() for weight in trained.values())
-        Cost(
-            trainable_parameters=num_trained,
-            total_parameters=sum(weight.numel() for weight in streams.trained.parameters()),
-            tokens_per_s=None,
-            peak_memory_bytes=peak_memory_bytes(device()),
-            device=device_name(device()),
-            num_processes=1,
-            saving_s=0.0,
-        ).save(partial)
-        write_text(partial / "scale.yaml", dump_config(config))
+        cost = Cost.of(streams.trained, state, device(), num_processes=1)
+        cost.save(partial)
     if note := other_base(name, config.model):
         log(f"note           {note}")
     log(
-        f"given          nothing trains: {quantity(num_trained)} parameters of {name} are in {final}"
+        f"given          nothing trains: {quantity(cost.trainable_parameters)} parameters of {name} are in {final}"
     )
     if own.chat_template != run.base_tokenizer.chat_template and config.model.tokenizer is None:
         log(f"note           it has its own chat template; for that set model.tokenizer={name}")

@@ -20,18 +20,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from tqdm import tqdm
 
-from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
-from scale_cli.data.corpora import CORPORA
-from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import PreservationError
 from scale_cli.methods.recipes import Hook, trainable_parameters
 from scale_cli.processes import all_succeed, group_beside, is_main, share
 from scale_cli.runs.folder import TRAINED, RunFolder
-from scale_cli.runs.method_folder import describe_method
 from scale_cli.runs.new_tokens import copy_grown_tokenizer
 from scale_cli.runs.opened import MethodFolder
 from scale_cli.storage.atomic import (
@@ -40,12 +36,10 @@ from scale_cli.storage.atomic import (
     partial_folder,
     remove_folder,
     save_tensors,
-    write_json,
-    write_text,
 )
 from scale_cli.storage.shards import shard_of
 from scale_cli.terminal import printable, shows_lines
-from scale_cli.training.checkpoint import OPTIMISER, checkpoints, step_of
+from scale_cli.training.checkpoint import OPTIMISER, checkpoints, describe_trained, step_of
 from scale_cli.training.metrics_log import MetricsLog, MetricsRecord
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import optimiser_tensors
@@ -192,7 +186,7 @@ class TrainingRun:
         model: Any = self.model
         return parts_here(model.base) if self.config.method.definition.widens else {}
 
-    def check_base(self, step: int) -> None:
+    def check_frozen_base(self, step: int) -> None:
         """Check a widened model's base by hash: each process its parts, or the main process a whole
         base.
         """
@@ -211,19 +205,18 @@ class TrainingRun:
 
     def describe(self, folder: Path, state: TrainState) -> None:
         """Write the files that a checkpoint and `final/` share: everything but tensors."""
-        describe_method(folder, self.model, self.config.method, self.start.record)
         copy_grown_tokenizer(self.config, folder)
-        state.save(folder)
-        write_json(folder / CORPORA, [corpus.name for corpus in self.corpora])
         if self.branch_point is not None:
             self.branch_point.save(folder)
-        sources, trained = self.config.corpus.sources, self.batches.trained_tokens(state.step)
-        ledger = {
-            source.name: SourceTokens(**vars(tokens), corpus=corpus.ledger)
-            for source, corpus, tokens in zip(sources, self.corpora, trained, strict=True)
-        }
-        TokenLedger(ledger).save(folder)
-        write_text(folder / "scale.yaml", dump_config(self.config))
+        describe_trained(
+            folder,
+            self.model,
+            self.config,
+            self.start.record,
+            state=state,
+            corpora=self.corpora,
+            trained=self.batches.trained_tokens(state.step),
+        )
 
 
 def take_snapshot(run: TrainingRun) -> Snapshot:

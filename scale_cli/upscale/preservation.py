@@ -55,7 +55,7 @@ def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
     other.
     """
     if isinstance(model, ScaleForCausalLM):
-        return model.trained_logits(model.final_states(input_ids, preserved=False))
+        return model.trained_logits(model.final_states(input_ids, with_base_head=False))
     return model(input_ids=input_ids, use_cache=False).logits
 
 
@@ -73,7 +73,7 @@ def check_preservation(
     asked = _bar(prompts, "comparing with the base")
     for text, ids, expected in zip(SAMPLE_TEXTS, asked, base_logits, strict=True):
         if isinstance(model, ScaleForCausalLM):
-            logits = model.base_logits(model.final_states(ids, preserved=True))
+            logits = model.base_logits(model.final_states(ids, with_base_head=True))
         else:
             logits = (
                 model(input_ids=ids, use_cache=False)

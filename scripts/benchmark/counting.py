@@ -121,7 +121,7 @@ def run_decoder(model: Any, input_ids: Tensor) -> Any:
     """Run a model in training mode up to the input of its vocabulary head."""
     model.train()
     if isinstance(model, ScaleForCausalLM):
-        return model.final_states(input_ids, preserved=False)
+        return model.final_states(input_ids, with_base_head=False)
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     return plain.get_decoder()(input_ids, use_cache=False)
 

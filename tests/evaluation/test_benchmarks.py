@@ -16,7 +16,7 @@ from scale_cli.config.sources import BenchmarkSource
 from scale_cli.evaluation.benchmarks import macro_f1, summarise_benchmarks
 from scale_cli.evaluation.intervals import holm, paired_p
 from scale_cli.evaluation.render import page, terminal_lines
-from scale_cli.evaluation.results import HEADS, BenchmarkItems, Report
+from scale_cli.evaluation.results import HEADS_AND_RULES, BenchmarkItems, Report
 from scale_cli.runs.folder import RunFolder
 from tests.evaluation.task_files import add_task, know_only, some_of_blimp, task_of
 from tests.evaluation.test_results import ROUTE
@@ -55,7 +55,7 @@ def test_the_report_of_a_run_is_what_its_items_give(
     for result in report.benchmarks:
         file = RunFolder(config.output_dir).evaluation / "items" / f"{result.name}.jsonl"
         items = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        for head in HEADS:
+        for head in HEADS_AND_RULES:
             metrics = {
                 name: interval.value for name, interval in result.heads[head].metrics.items()
             }

@@ -17,7 +17,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import RunError
 from scale_cli.evaluation.lm_eval_heads import HeadsLM, framed, heads_of, measure_items
 from scale_cli.evaluation.lm_eval_tasks import Benchmark
-from scale_cli.evaluation.results import HEADS
+from scale_cli.evaluation.results import HEADS_AND_RULES
 from scale_cli.evaluation.scoring import Passes
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts
@@ -245,7 +245,8 @@ def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(
     benchmark = make_task()
     measured = measure_items(benchmark, answering(model, tokenizer, router=RouterConfig()))
     answers = {
-        head: [item["heads"][head]["prediction"] for item in measured.items] for head in HEADS
+        head: [item["heads"][head]["prediction"] for item in measured.items]
+        for head in HEADS_AND_RULES
     }
     for head, alone, reads in (
         ("base", model.base, tokenizer),
@@ -256,7 +257,7 @@ def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(
         logged = [sample for sample in found["samples"]["endings"] if sample["filter"] == "whole"]
         assert answers[head] == [sample["resps"][0][0] for sample in logged]
         for kept in ("first-words", "whole"):
-            mean = measured.scores[f"exact_match, {kept}"][:, HEADS.index(head)].mean()
+            mean = measured.scores[f"exact_match, {kept}"][:, HEADS_AND_RULES.index(head)].mean()
             assert mean == pytest.approx(found["results"]["endings"][f"exact_match,{kept}"])
     assert len({tuple(of_head) for of_head in answers.values()}) > 1, "heads that differ"
     assert len(measured.scores) == 2, "bleu is no mean"

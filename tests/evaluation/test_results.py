@@ -18,7 +18,7 @@ from scale_cli.errors import CheckFailed
 from scale_cli.evaluation.intervals import paired_differences
 from scale_cli.evaluation.render import page, terminal_lines
 from scale_cli.evaluation.results import (
-    HEADS,
+    HEADS_AND_RULES,
     CorpusResult,
     HeadResult,
     Report,
@@ -128,7 +128,7 @@ def test_figures_are_the_documents_own() -> None:
         assert head.worst_document_nats == pytest.approx(beside_base.max())
         difference = beside_base.sum() / scored.num_bytes.sum() / math.log(2)
         assert head.bits_per_byte_difference.value == pytest.approx(difference)
-    assert [result.heads[name].base_share for name in HEADS] == [None, None, 0.25, 1.0]
+    assert [result.heads[name].base_share for name in HEADS_AND_RULES] == [None, None, 0.25, 1.0]
 
 
 def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
@@ -168,7 +168,7 @@ def test_every_form_of_a_report_shows_every_corpus_and_rule(
             if line.startswith("|")
         ]
         assert (
-            len(rows) == 2 + len(HEADS)
+            len(rows) == 2 + len(HEADS_AND_RULES)
             and "| routed, cosine |" in section
             and "routed, posterior, served" in rows[4]
         )

@@ -227,12 +227,3 @@ def test_the_server_says_its_bound(lora: RunConfig, monkeypatch: pytest.MonkeyPa
     assert lines[3].endswith("the cosine rule promises no bound")
     with refused(UsageError, "^--engine vllm: serves plain exports"):
         serve(lora.output_dir, "vllm", [], lines.append, "base")
-
-
-def test_earlier_flags_say_what_to_use(scale: Scale) -> None:
-    for verb, flag in (
-        ("serve", "--plain"),
-        ("serve", "--beside-base"),
-        ("generate", "--beside-base"),
-    ):
-        assert "--head trained" in scale(verb, "runs/x", flag).error()

@@ -26,7 +26,7 @@ def test_the_compiled_widened_model_has_the_compiled_bases_logits_bit_for_bit(fa
         states: Tensor = alone.model(input_ids, use_cache=False).last_hidden_state
         return states
 
-    preserved = compiled(model.final_states)(ids, preserved=True).p_BTD
+    preserved = compiled(model.final_states)(ids, with_base_head=True).p_BTD
     expected = compiled(base_states)(ids)
     assert torch.equal(preserved, expected)
     assert torch.equal(model.base.lm_head(preserved), alone.lm_head(expected))

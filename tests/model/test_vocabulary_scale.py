@@ -43,7 +43,7 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
     model = grown(variant, family, layers)
     old_ids = random_ids(2, 11, below=OLD, seed=1)
     ids = random_ids(2, 11, below=ALL, seed=2)
-    states = model.final_states(old_ids, preserved=True)
+    states = model.final_states(old_ids, with_base_head=True)
     assert torch.equal(model.base_logits(states), model.base(input_ids=old_ids).logits)
     new: Any = model.expansion.new_tokens
     pieces = [[int(piece) for piece in token.split()] for token in PIECES.new_tokens]
@@ -55,7 +55,7 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    logits = model.trained_logits(model.final_states(ids, preserved=False))
+    logits = model.trained_logits(model.final_states(ids, with_base_head=False))
     assert logits.shape[-1] == ALL
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     expected.backward()

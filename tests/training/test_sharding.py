@@ -377,7 +377,7 @@ def test_a_changed_bit_of_a_sharded_base_is_named(accelerator: Accelerator) -> N
     wrapped = shard_model(model, TrainConfig(max_steps=1, sharding="all"), accelerator)
     hashes = {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
     run: Any = SimpleNamespace(model=model, base_parts=hashes)
-    TrainingRun.check_base(run, 2)
+    TrainingRun.check_frozen_base(run, 2)
     before = versions(parts_here(model.base))
     go_back(wrapped)
     assert versions(parts_here(model.base)) == before, "gathering its parts is no write"
@@ -387,7 +387,7 @@ def test_a_changed_bit_of_a_sharded_base_is_named(accelerator: Accelerator) -> N
     with pytest.raises(
         PreservationError, match=r"^step 3: .*: model\.layers\.1\.mlp\.up_proj\.weight$"
     ):
-        TrainingRun.check_base(run, 3)
+        TrainingRun.check_frozen_base(run, 3)
     after = versions(parts_here(model.base))
     written = [name for name in before if before[name] != after[name]]
     assert written == ["model.layers.1.mlp.up_proj.weight"]

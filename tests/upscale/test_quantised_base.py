@@ -129,7 +129,9 @@ def test_training_and_resuming_leave_a_quantised_base_as_it_was_and_an_export_ho
         learned = trained_logits(model, ids)
         assert not torch.equal(learned, of_base)
         if variant == "route":
-            assert torch.equal(model.base_logits(model.final_states(ids, preserved=True)), of_base)
+            assert torch.equal(
+                model.base_logits(model.final_states(ids, with_base_head=True)), of_base
+            )
     folder = export(config).folder
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     assert [any(map(is_quantised, of.parameters())) for of in (model, plain)] == [True, False]

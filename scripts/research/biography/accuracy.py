@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_cli.evaluation.results import HEADS
+from scale_cli.evaluation.results import HEADS_AND_RULES
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import Streams, token_log_probs
 from scale_cli.model.routing import mix_log_probs
@@ -24,7 +24,7 @@ _QUESTIONS_AT_ONCE = 256
 def first_token_accuracy(
     model: Streams, questions: Sequence[Question], router: RouterConfig, mixed_precision: str
 ) -> dict[str, float]:
-    """Return, for each of HEADS, the share of questions that a model in evaluation mode answers correctly.
+    """Return, for each of HEADS_AND_RULES, the share of questions that a model in evaluation mode answers correctly.
 
     The router reads the question before the answer, as it does when the model is served.
 
@@ -33,7 +33,7 @@ def first_token_accuracy(
     by_length = defaultdict(list)
     for asked in questions:
         by_length[len(asked.prompt)].append(asked)  # questions of one length need no padding
-    answered = dict.fromkeys(HEADS, 0)
+    answered = dict.fromkeys(HEADS_AND_RULES, 0)
     for group in by_length.values():
         for first in range(0, len(group), _QUESTIONS_AT_ONCE):
             batch = group[first : first + _QUESTIONS_AT_ONCE]
@@ -56,9 +56,9 @@ def _answered(
         last = model.head_logits(prompt_BT)(slice(-1, None))
         logits_KBV = torch.stack([logits[:, 0].float() for logits in last])
         tokens = token_log_probs(model, prompt_BT, next_BT)
-    likeliest = dict(zip(HEADS[:2], logits_KBV.argmax(dim=-1), strict=True))
+    likeliest = dict(zip(HEADS_AND_RULES[:2], logits_KBV.argmax(dim=-1), strict=True))
     log_probs_KBV = logits_KBV.log_softmax(dim=-1)
-    for rule in HEADS[2:]:
+    for rule in HEADS_AND_RULES[2:]:
         weights_KB1 = tokens.log_weights(rule, router)[..., -1:]
         likeliest[rule] = mix_log_probs(weights_KB1.to(log_probs_KBV.dtype), log_probs_KBV).argmax(
             dim=-1

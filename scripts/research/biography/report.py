@@ -30,7 +30,7 @@ class MethodResult:
     steps: list[int]  # steps at which accuracy was measured, 0 first
     task_0: dict[
         str, list[float]
-    ]  # accuracy on Task 0 at each of them, by served head (`results.HEADS`)
+    ]  # accuracy on Task 0 at each of them, by served head (`results.HEADS_AND_RULES`)
     task_1: dict[str, list[float]]  # the same on Task 1
 
 
@@ -41,7 +41,7 @@ class Line:
     label: str  # of the figure
     variant: str  # decides colour and marker
     result: MethodResult  # that it shows
-    served: str  # one of `results.HEADS`
+    served: str  # one of `results.HEADS_AND_RULES`
 
     @property
     def task_0(self) -> list[float]:

@@ -17,7 +17,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.errors import ConfigError, RunFolderError, StorageError, require
-from scale_cli.evaluation.results import HEADS
+from scale_cli.evaluation.results import HEADS_AND_RULES
 from scale_cli.model.heads import PlainStreams
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import move_to_device
@@ -181,7 +181,7 @@ def _learn_task_1(
     observed: Any = None
     steps: list[int] = []
     accuracy: dict[str, dict[str, list[float]]] = {
-        task: {name: [] for name in HEADS} for task in ("task_0", "task_1")
+        task: {name: [] for name in HEADS_AND_RULES} for task in ("task_0", "task_1")
     }
     training_s, resumed_s, num_trainable = 0.0, time.monotonic(), 0
     for model, step in _learning(config, curriculum, base, compared):

@@ -10,7 +10,7 @@ import torch
 
 from scale_cli.config.load import load_checked
 from scale_cli.errors import ConfigError, RunFolderError
-from scale_cli.evaluation.results import HEADS
+from scale_cli.evaluation.results import HEADS_AND_RULES
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import PlainStreams
 from scale_cli.storage.atomic import read_json
@@ -118,7 +118,7 @@ def test_accuracy_is_what_one_question_at_a_time_gives_for_heads_and_rules() -> 
     for index in range(40):
         asked = Question([draw.randrange(61) for _ in range(draw.randint(2, 9))], [0])
         by_hand.append(answer_by_hand(base, trained, asked, router.threshold))
-        questions.append(Question(asked.prompt, [by_hand[-1][HEADS[index % 4]], 0]))
+        questions.append(Question(asked.prompt, [by_hand[-1][HEADS_AND_RULES[index % 4]], 0]))
     shares = first_token_accuracy(PlainStreams(base, trained), questions, router, "no")
     for name, share in shares.items():
         pairs = zip(by_hand, questions, strict=True)
@@ -135,7 +135,7 @@ def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(
     for result in results:
         assert result.steps == [0, 2, 4, 5]
         for accuracy in (result.task_0, result.task_1):
-            assert accuracy.keys() == set(HEADS)
+            assert accuracy.keys() == set(HEADS_AND_RULES)
             assert all(len(shares) == 4 for shares in accuracy.values())
             # Nothing is trained at step 0: both heads and both rules are the base.
             assert len({shares[0] for shares in accuracy.values()}) == 1
