@@ -9,15 +9,23 @@ from datetime import date
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import open_sources, trained_on
+from scale_cli.data.corpora import open_held_out, trained_on
 from scale_cli.data.overlap import shared_texts
+from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CheckFailed, ConfigError
 from scale_cli.evaluation.benchmarks import open_benchmarks_of, summarise_benchmarks
 from scale_cli.evaluation.render import CURVE, History, failures, page, terminal_lines
-from scale_cli.evaluation.results import BenchmarkItems, Report, SkippedBenchmark, summarise
+from scale_cli.evaluation.results import (
+    BenchmarkItems,
+    CorpusResult,
+    Report,
+    SkippedBenchmark,
+    summarise,
+)
 from scale_cli.evaluation.scoring import (
     Passes,
     kept_scores,
@@ -25,20 +33,19 @@ from scale_cli.evaluation.scoring import (
     score_corpus,
     tokens_bar,
 )
-from scale_cli.model.heads import base_alone
+from scale_cli.model.heads import Streams, base_alone
 from scale_cli.planning.memory import cost_of_run
 from scale_cli.processes import (
     device,
     device_name,
     is_main,
-    main_first,
     on_main,
     share,
     slow_in_bfloat16,
 )
 from scale_cli.report import Table
 from scale_cli.runs.folder import trained_sha256
-from scale_cli.runs.opened import Run
+from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.terminal import Log, log
 from scale_cli.training.history import cost_table, history_of
@@ -68,54 +75,30 @@ def evaluate(config: RunConfig, log: Log = log, checkpoint: Path | None = None) 
     if checkpoint is not None:
         folder = run.folder.evaluations / checkpoint.resolve().name
     final = run.open_final() if checkpoint is None else run.open_trained(checkpoint)
-    passes = Passes.of(config, run.base_config.max_position_embeddings)
     for warning in slow_in_bfloat16(
         device().type, {"evaluation.mixed_precision=no": asked.mixed_precision == "bf16"}
     ):
         log(f"warning: {warning}")
     benchmarks = open_benchmarks_of(asked)  # early, since a file may be missing
+    passes = Passes.of(config, run.base_config.max_position_embeddings)
     model = final.load_streams()
-    corpora = main_first(lambda: open_sources(config, asked.perplexity, final.tokenizer))
-    training = trained_on(config, final.path, final.tokenizer)
-    if training is None:
-        log(
-            "warning: the tokenised training text is gone, so held-out text is not looked for in it"
-        )
-    by_base_tokens = []
-    if config.method.vocabulary is not None:
-        by_base_tokens = main_first(
-            lambda: open_sources(config, asked.perplexity, run.base_tokenizer)
-        )
+    texts = open_held_out(config, final.tokenizer, run.base_tokenizer)
     num_tokens = sum(
-        num_tokens_read(corpus, passes.context) for corpus in (*corpora, *by_base_tokens)
+        num_tokens_read(corpus, passes.context) for corpora in texts for corpus in corpora
     )
-    num_items = 0
-    if benchmarks is not None:
-        num_items = sum(benchmark.num_items for benchmark in benchmarks.ready)
+    num_items = 0 if benchmarks is None else benchmarks.num_items
     and_items = f" and {counted(num_items, 'item')} of benchmarks" if num_items else ""
     log(f"evaluating on {counted(num_tokens, 'token')} of text{and_items}")
 
-    resampling = {"num_resamples": asked.bootstrap_resamples, "seed": config.seed}
-    results = []
     with tokens_bar(num_tokens, "evaluating" if is_main() else None) as bar:
-        score = partial(
-            score_corpus, router=config.method.rules, passes=passes, bar=bar, share=share()
-        )
-        kept_of = partial(kept_scores, base=final.record, config=config, passes=passes)
-        base = base_alone(model)
-        for source, corpus, of_base in zip_longest(asked.perplexity, corpora, by_base_tokens):
-            losses = score(model, corpus, kept=kept_of(model, corpus))
-            base_losses = None
-            if of_base is not None:
-                base_losses = score(base, of_base, kept=kept_of(base, of_base))
-            shared = shared_texts(corpus, training or ())
-            results.append(summarise(source, losses, base_losses, shared=shared, **resampling))
-
+        results = _measure_texts(final, model, *texts, passes=passes, bar=bar, log=log)
     items: list[BenchmarkItems] = []
     skipped: list[SkippedBenchmark] = []
     if benchmarks is not None:
         items, skipped = benchmarks.measure(model, final.tokenizer, config, share())
-    of_benchmarks, averages = summarise_benchmarks(items, **resampling)
+    of_benchmarks, averages = summarise_benchmarks(
+        items, num_resamples=asked.bootstrap_resamples, seed=config.seed
+    )
 
     state = TrainState.load(final.path)
     report = Report(
@@ -128,7 +111,7 @@ def evaluate(config: RunConfig, log: Log = log, checkpoint: Path | None = None) 
         benchmarks=of_benchmarks,
         benchmark_averages=averages,
         skipped_benchmarks=skipped,
-        texts=[corpus.name for corpus in corpora],
+        texts=[corpus.name for corpus in texts[0]],
         dtype=config.model.dtype,
         mixed_precision=asked.mixed_precision,
         device=device_name(device()),
@@ -146,6 +129,47 @@ def evaluate(config: RunConfig, log: Log = log, checkpoint: Path | None = None) 
     if is_main():
         log_report(report, folder, log)
     return report
+
+
+def _measure_texts(
+    final: MethodFolder,
+    model: Streams,
+    corpora: Sequence[TokenisedCorpus],
+    by_base_tokens: Sequence[TokenisedCorpus],  # the same text, if the run has new tokens
+    *,
+    passes: Passes,
+    bar: Any,
+    log: Log,
+) -> list[CorpusResult]:
+    """Return every head's figures on every held-out corpus."""
+    config = final.run.config
+    training = trained_on(config, final.path, final.tokenizer)
+    if training is None:
+        log(
+            "warning: the tokenised training text is gone, so held-out text is not looked for in it"
+        )
+    score = partial(score_corpus, router=config.method.rules, passes=passes, bar=bar, share=share())
+    kept_of = partial(kept_scores, base=final.record, config=config, passes=passes)
+    base = base_alone(model)
+    results = []
+    for source, corpus, of_base in zip_longest(
+        config.evaluation.perplexity, corpora, by_base_tokens
+    ):
+        losses = score(model, corpus, kept=kept_of(model, corpus))
+        base_losses = None
+        if of_base is not None:
+            base_losses = score(base, of_base, kept=kept_of(base, of_base))
+        results.append(
+            summarise(
+                source,
+                losses,
+                base_losses,
+                shared=shared_texts(corpus, training or ()),
+                num_resamples=config.evaluation.bootstrap_resamples,
+                seed=config.seed,
+            )
+        )
+    return results
 
 
 def log_report(report: Report, folder: Path, log: Log) -> None:

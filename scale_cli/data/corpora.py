@@ -22,7 +22,7 @@ from scale_cli.data.overlap import shared_texts
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus, after_boundary
 from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.methods.starts.start import TextToLearn
-from scale_cli.processes import is_main
+from scale_cli.processes import is_main, main_first
 from scale_cli.report import percent
 from scale_cli.storage.atomic import read_json
 from scale_cli.values import counted
@@ -176,6 +176,19 @@ def build_batches(
         micro_batch_size=config.train.sequences_at_once(num_processes),
         distillation=[of_replay if source.role == "replay" else 0.0 for source in sources],
     )
+
+
+def open_held_out(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, of_base: PreTrainedTokenizerBase
+) -> tuple[list[TokenisedCorpus], list[TokenisedCorpus]]:
+    """Open the held-out corpora, and if the run has new tokens the same by the base's own; on the
+    main process first, which tokenises what is not in the cache.
+    """
+    sources = config.evaluation.perplexity
+    held_out = main_first(lambda: open_sources(config, sources, tokenizer))
+    if config.method.vocabulary is None:
+        return held_out, []
+    return held_out, main_first(lambda: open_sources(config, sources, of_base))
 
 
 def trained_on(

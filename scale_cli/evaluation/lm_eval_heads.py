@@ -190,6 +190,10 @@ class OpenedBenchmarks:
     ready: list[Benchmark]  # what can be measured
     skipped: list[SkippedBenchmark]  # what cannot, and why
 
+    @property
+    def num_items(self) -> int:
+        return sum(benchmark.num_items for benchmark in self.ready)
+
     def measure(
         self,
         model: Streams,  # in evaluation mode

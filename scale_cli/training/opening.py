@@ -19,6 +19,7 @@ from scale_cli.data.corpora import (
     check_same_text,
     corpus_warnings,
     held_out_in_cache,
+    open_held_out,
     open_sources,
     training_sources,
 )
@@ -274,13 +275,10 @@ def _open_text(
     """
     config, tokenizer = start.run.config, start.tokenizer
     corpora = main_first(lambda: open_sources(config, config.corpus.sources, tokenizer))
-    held_out, by_base_tokens = [], []
+    held_out: list[TokenisedCorpus] = []
+    by_base_tokens: list[TokenisedCorpus] = []
     if config.train.eval_every_steps:
-        sources = config.evaluation.perplexity
-        held_out = main_first(lambda: open_sources(config, sources, tokenizer))
-        if config.method.vocabulary is not None:
-            of_base = start.run.base_tokenizer
-            by_base_tokens = main_first(lambda: open_sources(config, sources, of_base))
+        held_out, by_base_tokens = open_held_out(config, tokenizer, start.run.base_tokenizer)
     names = [corpus.name for corpus in (*corpora, *held_out, *by_base_tokens)]
     of_all = gathered(names, share())
     on_main(lambda: _check_same_names(of_all))
