@@ -9,8 +9,8 @@ run's new tokens, and puts the boundary before a text that stood before a docume
 Where the two give the same ids, the base's head answers with the others; else the base alone reads
 its own.
 
-lm-eval's tasks build the requests and mark the answers. Its loop, `lm_eval.evaluate`, would build
-and hash all of them anew for every head, and aggregate what is resampled here.
+lm-eval's own loop, `lm_eval.evaluate`, asks and marks head by head, over answers that are computed
+once; what it aggregates is resampled here instead.
 
 Shapes: B requests of a batch, T positions.
 """
@@ -20,18 +20,17 @@ from __future__ import annotations
 import copy
 import io
 import logging
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 from jinja2 import TemplateError
+from lm_eval import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from tokenizers.processors import TemplateProcessing
@@ -245,7 +244,6 @@ def measure_items(benchmark: Benchmark, answering: Mapping[str, HeadsLM]) -> Ben
     Raises:
         RunError: lm-eval cannot score a request, or says of no item whether it is right.
     """
-    limit = benchmark.source.limit or sys.maxsize
     bar = progress_bar(
         total=0,
         desc=f"evaluating {benchmark.source.name}",
@@ -253,34 +251,36 @@ def measure_items(benchmark: Benchmark, answering: Mapping[str, HeadsLM]) -> Ben
         unit_scale=not benchmark.is_generated,
         leave=False,
     )
-    asked = []  # of every item: its task, its requests, and what is reported of it
+    items: dict[tuple[str, int], dict[str, Any]] = {}  # by task and document
     pairs = []  # for macro-F1: the right class and the head's, of every item, head by head
     with bar, redirect_stderr(io.StringIO()):
         try:
-            for name, task in benchmark.tasks.items():
-                task.set_fewshot_seed(_SEED)
-                task.build_all_requests(limit=limit)
-                for doc_id, of_item in groupby(task.instances, key=lambda request: request.doc_id):
-                    requests = list(of_item)
-                    target = task.doc_to_target(requests[0].doc)
-                    item = {"subtask": name, "doc_id": doc_id, "target": target, "heads": {}}
-                    asked.append((task, requests, item))
             for head, lm in answering.items():
                 lm.head = head
                 lm.bar = bar
-                _answer(benchmark, lm)
-                for task, requests, item in asked:
-                    marks = {
-                        kept: task.process_results(
-                            requests[0].doc, [request.filtered_resps[kept] for request in requests]
+                for task in benchmark.tasks.values():
+                    task.set_fewshot_seed(_SEED)
+                told: Any = evaluate(
+                    lm,
+                    {"tasks": benchmark.tasks},
+                    limit=benchmark.source.limit,
+                    bootstrap_iters=0,
+                )
+                for name, task in benchmark.tasks.items():
+                    marked = defaultdict(list)  # by document: the marks by every filter
+                    for sample in told["samples"][name]:
+                        marked[sample["doc_id"]].append(sample)
+                    for doc_id, samples in marked.items():
+                        target = samples[0]["target"]
+                        new = {"subtask": name, "doc_id": doc_id, "target": target, "heads": {}}
+                        items.setdefault((name, doc_id), new)["heads"][head] = _outcome(
+                            task, samples
                         )
-                        for kept in requests[0].filtered_resps
-                    }
-                    item["heads"][head] = _outcome(task, requests, marks)
-                    if benchmark.reports_macro_f1:
-                        pairs.append(next(iter(marks.values()))["f1"])
+                        if benchmark.reports_macro_f1:
+                            pairs.append(samples[0]["f1"])
         except (
             AssertionError,  # lm-eval's own, of answers that are longer than the model reads
+            ImportError,  # a metric's library
             LookupError,  # this and the others: of an item that its task does not fit
             SyntaxError,
             TemplateError,
@@ -289,11 +289,11 @@ def measure_items(benchmark: Benchmark, answering: Mapping[str, HeadsLM]) -> Ben
         ) as error:
             raise RunError(one_line(error)) from None
 
-    items = [item for _, _, item in asked]
-    of_base = [item["heads"]["base"]["metrics"] for item in items]
+    of_base = [item["heads"]["base"]["metrics"] for item in items.values()]
     scores = {
         name: np.array(
-            [[head["metrics"][name] for head in item["heads"].values()] for item in items], float
+            [[head["metrics"][name] for head in item["heads"].values()] for item in items.values()],
+            float,
         )
         for name in of_base[0]
         if all(name in metrics for metrics in of_base)
@@ -302,40 +302,25 @@ def measure_items(benchmark: Benchmark, answering: Mapping[str, HeadsLM]) -> Ben
     if pairs:
         pairs_HN2 = np.array(pairs).reshape(len(answering), -1, 2)
         classes = np.column_stack([pairs_HN2[0, :, 0], pairs_HN2[..., 1].T])
-    measured = BenchmarkItems(benchmark.source, items, scores, classes)
+    measured = BenchmarkItems(benchmark.source, list(items.values()), scores, classes)
     _ = measured.judged_by  # raises if there is none
     return measured
 
 
-def _answer(benchmark: Benchmark, lm: HeadsLM) -> None:
-    """Let lm-eval's requests hold a head's answers, as its filters make them."""
-    requests = [request for task in benchmark.tasks.values() for request in task.instances]
-    repeated = [request for request in requests for _ in range(request.repeats)]
-    answers = lm.generate_until(repeated) if benchmark.is_generated else lm.loglikelihood(repeated)
-    for request in requests:
-        request.resps = []
-    for request, answer in zip(repeated, answers, strict=True):
-        request.resps.append(answer)
-    for task in benchmark.tasks.values():
-        task.apply_filters()
-
-
-def _outcome(task: Any, requests: list[Any], marks: dict[str, Any]) -> dict[str, Any]:
+def _outcome(task: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a head said of an item, and lm-eval's marks; a figure not finite is None.
 
-    `requests` are the item's, and `marks` lm-eval's by the filter that made the answers.
+    `samples` are what lm-eval says of it, one by each filter that made the answers.
     """
+    first = samples[0]
     if task.OUTPUT_TYPE == "multiple_choice":
-        kept, of_kept = next(iter(marks.items()))
-        num_choices = len(task.doc_to_choice(requests[0].doc))
-        said = [request.filtered_resps[kept][0] for request in requests[:num_choices]]
+        num_choices = len(task.doc_to_choice(first["doc"]))
+        said = [answer[0] for answer in first["filtered_resps"][:num_choices]]
         return {
             "log_likelihoods": [finite(of_choice) for of_choice in said],  # in nats
             "prediction": int(np.argmax(said)),
             # No others: `exact_match` would need to know whether a choice is the likeliest text.
-            "metrics": {
-                name: finite(of_kept[name]) for name in ("acc", "acc_norm") if name in of_kept
-            },
+            "metrics": {name: finite(first[name]) for name in ("acc", "acc_norm") if name in first},
         }
 
     higher_is_better = task.higher_is_better()
@@ -345,9 +330,9 @@ def _outcome(task: Any, requests: list[Any], marks: dict[str, Any]) -> dict[str,
         if getattr(aggregated, "__name__", "") == "mean" and higher_is_better.get(metric, True)
     ]
     metrics = {
-        metric if len(marks) == 1 else f"{metric}, {kept}": finite(of_kept[metric])
-        for kept, of_kept in marks.items()
+        metric if len(samples) == 1 else f"{metric}, {sample['filter']}": finite(sample[metric])
+        for sample in samples
         for metric in means
-        if isinstance(of_kept.get(metric), int | float | np.number)
+        if isinstance(sample.get(metric), int | float | np.number)
     }
-    return {"prediction": str(requests[0].resps[0]), "metrics": metrics}
+    return {"prediction": str(first["resps"][0][0]), "metrics": metrics}
