@@ -9,6 +9,7 @@ Shapes: B sequences, T positions; R rank.
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,6 +90,11 @@ class AdapterStreams(PlainStreams):
         ).last_hidden_state
         head = self.base.get_output_embeddings()
         return lambda at: added(head, states_BTD[:, at].contiguous()).chunk(2)
+
+
+def without_copies(base: Any) -> Any:
+    """Return a second model of the same weights, which lie in memory once."""
+    return copy.deepcopy(base, {id(weight): weight for weight in base.parameters()})
 
 
 def linear_adapters(trained: Any) -> dict[str, Adapter] | None:

@@ -8,14 +8,13 @@ Nothing compares that base with its recorded hash, as `scale` does.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from .adapter_streams import AdapterStreams
+from .adapter_streams import AdapterStreams, without_copies
 from .script_prior import PriorByScript
 from .two_streams import Router, TwoStreams
 
@@ -34,7 +33,6 @@ class ScaleRoutedAdapter(TwoStreams):
         base: Any = AutoModelForCausalLM.from_pretrained(
             router["base"], revision=router["revision"], dtype=dtype, **placed
         )
-        shared = copy.deepcopy(base, {id(weight): weight for weight in base.parameters()})
-        trained = PeftModel.from_pretrained(shared, str(folder))
+        trained = PeftModel.from_pretrained(without_copies(base), str(folder))
         model = cls(AdapterStreams(base, trained), Router(prior=PriorByScript.of_export(router)))
         return model.eval()

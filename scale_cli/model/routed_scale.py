@@ -211,7 +211,7 @@ class RoutedModel(nn.Module):
             cache.layers.append(layer)
         rows_BTD = outputs.last_hidden_state
         logits, log_weights_KBT, memory = route(
-            lambda at: self._head_logits(rows_BTD[:, at]),
+            lambda at: self._logits_of_rows(rows_BTD[:, at]),
             input_ids,
             self.config.vocab_size,
             base_prior=self._prior if router_prior is None else router_prior,
@@ -246,7 +246,7 @@ class RoutedModel(nn.Module):
             return None
         if layer.last is None and layer.call is not None:
             rows_BTD, log_weights_KBT = layer.call
-            logits_KBV = self._head_logits(rows_BTD[:, -1:])[:, :, 0]
+            logits_KBV = self._logits_of_rows(rows_BTD[:, -1:])[:, :, 0]
             layer.last = RouterMemory(
                 log_weights_KBT[..., -1], logits_KBV, logits_KBV.logsumexp(dim=-1)
             )
@@ -257,9 +257,9 @@ class RoutedModel(nn.Module):
         at any positions.
         """
         outputs = self.model(input_ids=input_ids, use_cache=cache is not None, **{CACHE: cache})
-        return lambda at: self._head_logits(outputs.last_hidden_state[:, at])
+        return lambda at: self._logits_of_rows(outputs.last_hidden_state[:, at])
 
-    def _head_logits(self, rows_BTD: Tensor) -> Tensor:
+    def _logits_of_rows(self, rows_BTD: Tensor) -> Tensor:
         """Return (K, B, T, V) float32, reading the matrix only once.
 
         For many rows, and in float32, each stream is multiplied with its own columns. For one row

@@ -41,7 +41,7 @@ from scale_cli.data.corpora import cache_of, check_sample
 from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
-from scale_cli.model.adapter_streams import AdapterStreams
+from scale_cli.model.adapter_streams import AdapterStreams, without_copies
 from scale_cli.model.heads import PlainStreams, Streams, beside_new_tokens
 from scale_cli.processes import Share, move_to_device, share_of_machine
 from scale_cli.runs.early import check_sizes
@@ -59,7 +59,6 @@ from scale_cli.upscale.base import base_without_weights, load_base_config
 from scale_cli.upscale.base_files import BaseRecord, check_weight_files
 from scale_cli.upscale.base_tokenizer import check_tokenizer, load_tokenizer
 from scale_cli.upscale.building import MethodModel, build_model
-from scale_cli.upscale.given_model import without_copies
 from scale_cli.upscale.quantised_base import dequantise
 from scale_cli.vocabulary.tokenizer import AddedTokens, check_ids, load_grown
 

@@ -6,7 +6,6 @@ vocabulary, the adapter's tensors, and that both tokenizers give the same ids.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, ChangedBaseError
 from scale_cli.methods.given import ADAPTER_CONFIG, file_of, put_adapter_on
-from scale_cli.model.adapter_streams import AdapterStreams
+from scale_cli.model.adapter_streams import AdapterStreams, without_copies
 from scale_cli.model.heads import PlainStreams
 from scale_cli.model.script_prior import EVEN, PriorByScript
 from scale_cli.storage.atomic import load_tensors, misfit, read_json
@@ -36,11 +35,6 @@ _QUOTED = 80  # characters of a text
 ROUTER = "scale_router"  # the key in config.json of an export
 _KINDS = ("adapter", "copy")
 _SAME = ("model_type", "vocab_size", "hidden_size")
-
-
-def without_copies(base: PreTrainedModel) -> PreTrainedModel:
-    """Return a second model of the same weights, which lie in memory once."""
-    return copy.deepcopy(base, {id(weight): weight for weight in base.parameters()})
 
 
 @dataclass(frozen=True)

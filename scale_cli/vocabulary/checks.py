@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from tokenizers import Tokenizer
 
@@ -37,9 +37,22 @@ def check_added_tokens(
     _check_tokens(old, new)
     old = _copy(old)
     new = _copy(new)
-    num_same = _check_ids(old, new, _without(script, old, [*learned]))
-    num_same += _check_ids(old, new, _without(script, old, kept))
-    return num_same + _check_decoded(old, new, learned)
+    count = 0
+    for text, before, after in _both(old, new, _without(script, old, chain(learned, kept))):
+        count += 1
+        if after != before:
+            raise PreservationError(f"method.vocabulary: the tokens of {text[:80]!r} have changed")
+    for text, *both in _both(old, new, learned):
+        count += 1
+        read, read_now = (
+            tokenizer.decode(ids, skip_special_tokens=False)
+            for tokenizer, ids in zip((old, new), both, strict=True)
+        )
+        if read != read_now:
+            raise PreservationError(
+                f"method.vocabulary: decoding the new tokens of {text[:80]!r} gives another text"
+            )
+    return count
 
 
 def _copy(tokenizer: Tokenizer) -> Tokenizer:
@@ -68,32 +81,6 @@ def _check_tokens(old: Tokenizer, new: Tokenizer) -> None:
             raise PreservationError(
                 f"method.vocabulary: {special.content!r} had the ids {before}, now {after}"
             )
-
-
-def _check_ids(old: Tokenizer, new: Tokenizer, texts: Iterable[str]) -> int:
-    """Check that texts keep their ids; return how many were compared."""
-    count = 0
-    for text, before, after in _both(old, new, texts):
-        count += 1
-        if after != before:
-            raise PreservationError(f"method.vocabulary: the tokens of {text[:80]!r} have changed")
-    return count
-
-
-def _check_decoded(old: Tokenizer, new: Tokenizer, texts: Iterable[str]) -> int:
-    """Check that texts decode from their new ids as from their old ones; return how many were
-    compared.
-    """
-    count = 0
-    for text, before, after in _both(old, new, texts):
-        count += 1
-        if old.decode(before, skip_special_tokens=False) != new.decode(
-            after, skip_special_tokens=False
-        ):
-            raise PreservationError(
-                f"method.vocabulary: decoding the new tokens of {text[:80]!r} gives another text"
-            )
-    return count
 
 
 def _without(script: Script, tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[str]:

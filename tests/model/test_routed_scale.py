@@ -105,7 +105,7 @@ def test_positions_are_read_a_few_at_a_time_and_kept_as_they_are_asked_for(
 ) -> None:
     one_row = pair[1]
     whole = answered(one_row, attention_mask=PADDED)
-    head_logits = RoutedModel._head_logits
+    head_logits = RoutedModel._logits_of_rows
     read: list[int] = []
 
     def reading(self: RoutedModel, rows_BTD: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def test_positions_are_read_a_few_at_a_time_and_kept_as_they_are_asked_for(
 
     monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", 3 * 2 * 61)
     monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
-    monkeypatch.setattr(RoutedModel, "_head_logits", reading)
+    monkeypatch.setattr(RoutedModel, "_logits_of_rows", reading)
     for keep in (0, 1, 8, 99, torch.tensor([13, 2, 19])):
         kept = slice(-keep, None) if isinstance(keep, int) else keep
         close(answered(one_row, attention_mask=PADDED, logits_to_keep=keep), whole[:, kept])

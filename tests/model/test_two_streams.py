@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from scale_cli.evaluation.selectable_heads import padded_left
-from scale_cli.model.adapter_streams import AdapterStreams, CacheOfBothRows
+from scale_cli.model.adapter_streams import AdapterStreams, CacheOfBothRows, without_copies
 from scale_cli.model.heads import PlainStreams, Streams
 from scale_cli.model.routing import (
     log_prior,
@@ -20,7 +20,6 @@ from scale_cli.model.routing import (
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.model.two_streams import Router, TwoStreams
 from scale_cli.upscale.building import NewPieces
-from scale_cli.upscale.given_model import without_copies
 from tests.widening import as_if_trained, tiny_llama, widen
 
 ROUTER = Router(prior=PriorByScript(0.3), threshold=0.2)
