@@ -38,8 +38,8 @@ bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars, 
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/routed_decode.py --shape wide --batches 1
 
 bench-serving: $(STAMP) $(VLLM)/.installed  ## what routing costs in vLLM, on a processor, beside heads of two sizes: about 30 minutes
-	$(VLLM)/bin/python scripts/serving_throughput.py
-	$(VLLM)/bin/python scripts/serving_throughput.py --layers 22
+	$(VLLM)/bin/python -m scripts.serving_throughput
+	$(VLLM)/bin/python -m scripts.serving_throughput --layers 22
 
 test: $(STAMP)  ## the test suite: 4 to 8 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder

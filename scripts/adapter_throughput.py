@@ -2,37 +2,40 @@
 
     .venv/vllm/bin/python -m scripts.adapter_throughput runs/lora/export/adapter
 
-Time is measured as in `serving_throughput.py`. The last two columns say how much of the plain base's speed, and of that
-of vLLM's own LoRA, is kept with the router.
+Time is measured as `engine_speed.py` says. The last two columns say how much of the plain base's speed, and of that of
+vLLM's own LoRA, is kept with the router.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.serving_throughput import BATCHES, ENVIRONMENT, PROMPT, measured, times
+from scripts.engine_speed import ENGINE, Served, measured, one_thread, show
 
 
-def generators(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine for each way to serve, and return what generates with it."""
+def engines(folder: Path, dtype: str) -> dict[str, Served]:
+    """Start an engine for each way to serve."""
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
     config = json.loads((folder / "config.json").read_text())
     settings = json.loads((folder / "adapter_config.json").read_text())
     base = config["scale_router"]["base"]
+    options: dict[str, Any] = {
+        **ENGINE,
+        "dtype": dtype,
+        "max_model_len": 256,
+        "num_gpu_blocks_override": 64,
+    }
     routed = {"architectures": [f"ScaleRouted{config['architectures'][0]}"]}
-    own = LLM(base, enable_lora=True, max_lora_rank=settings["r"], **options)
+    own = LLM(base, enable_lora=True, max_loras=1, max_lora_rank=settings["r"], **options)
     return {
-        "base": LLM(base, **options).generate,
-        "LoRA": partial(own.generate, lora_request=LoRARequest("adapter", 1, str(folder))),
-        "routed": LLM(str(folder), hf_overrides=routed, **options).generate,
+        "base": Served(LLM(base, **options)),
+        "LoRA": Served(own, {"lora_request": LoRARequest("adapter", 1, str(folder))}),
+        "routed": Served(LLM(str(folder), hf_overrides=routed, **options)),
     }
 
 
@@ -46,26 +49,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--new", type=int, default=16, help="tokens of a decode")
     options = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
-    engine = {
-        "dtype": options.dtype,
-        "enforce_eager": True,
-        "max_model_len": 256,
-        "max_num_seqs": max(BATCHES),
-        "max_num_batched_tokens": 2048,
-        "enable_prefix_caching": False,
-    }
-    took = measured(generators(options.folder, engine), options.turns, options.new)
-    print("| | batch | base, tokens/s | LoRA | routed | of the base | of LoRA |")
-    print("|---|---|---|---|---|---|---|")
-    for what in ("prefill", "decode"):
-        for batch in BATCHES:
-            base, lora, routed = (took[name, batch, what] for name in ("base", "LoRA", "routed"))
-            tokens = batch * (PROMPT if what == "prefill" else 1)
-            rates = " | ".join(
-                f"{tokens / statistics.median(each):.1f}" for each in (base, lora, routed)
-            )
-            print(f"| {what} | {batch} | {rates} | {times(base, routed)} | {times(lora, routed)} |")
+    one_thread()
+    served = engines(options.folder, options.dtype)
+    took = measured(served, options.turns, options.new, prefills=(1, 8))
+    show(took, [*served], [(f"of {name}", name, "routed", 1) for name in ("base", "LoRA")])
 
 
 if __name__ == "__main__":

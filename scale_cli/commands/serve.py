@@ -29,6 +29,14 @@ from scale_cli.upscale.base_files import BaseRecord
 
 Engine = Literal["vllm", "transformers"]
 _HEADS = {"embed_tokens", "lm_head"}
+# Of PEFT's settings: those by which an adapter is more than A and B of linear layers.
+_BEYOND = (
+    "modules_to_save",
+    "trainable_token_indices",
+    "target_parameters",
+    "use_dora",
+    "lora_bias",
+)
 # Not the command `vllm`: in the CPU build, a package of another name, it does not find its own
 # package.
 _VLLM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
@@ -57,8 +65,9 @@ def serve(
         if head != "trained" and _routes_in_vllm(folder, config):
             architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
             routed = ["--hf-overrides", architectures]
-            # Beside a base that the folder does not hold, a compiled trunk was not tried.
-            if not holds_base(config) and not any("enforce-eager" in of for of in options):
+            # Two compiled trunks in one model were not tried.
+            is_copy = config[KEY].get("kind") == "copy"
+            if is_copy and not any("enforce-eager" in of for of in options):
                 routed.append("--enforce-eager")
             prior = PriorByScript.of_export(config[KEY])
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # that tells no prompt to a plug-in
@@ -120,13 +129,15 @@ def _find_served(path: Path, head: Head | None) -> tuple[Path, dict[str, Any]]:
 def _routes_in_vllm(folder: Path, config: dict[str, Any]) -> bool:
     """Return whether an export's config.json says how to route it, as vLLM can.
 
-    Of adapters those can beside linear layers alone: their base's embedding and head answer too.
+    Of adapters those can that are A and B of linear layers alone: their base's embedding and head
+    answer too.
     """
     kind = (config.get(KEY) or {}).get("kind")
     if kind != "adapter":
         return kind == "copy" or holds_base(config)
     adapter = read_json(folder / ADAPTER_CONFIG)
-    return not adapter["modules_to_save"] and _HEADS.isdisjoint(adapter["target_modules"])
+    is_plain = not any(adapter.get(key) for key in _BEYOND)
+    return is_plain and _HEADS.isdisjoint(adapter["target_modules"])
 
 
 def _engine_of(

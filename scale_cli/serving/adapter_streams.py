@@ -1,9 +1,14 @@
 """A base and LoRA adapters on its own weights in vLLM: one pass, with the rows of a step twice.
 
-Every linear layer reads its weights once for both streams. Behind it the second half of the rows
-gets what the adapter adds, (h A) B: a quantised base stays as it is. Attention alone must keep the
-streams apart, so it gets them side by side, with twice the heads; so has the KV cache, whose blocks
-are what they were. The last row is [x | y].
+A token's row of the base, x, and that of the trained stream, y, follow each other. Every linear
+layer reads its weights once for both. Behind it each y gets what the adapter adds, (h A) B: a
+quantised base stays as it is. Attention alone must keep the streams apart, so it gets them side by
+side, with twice the heads; so has the KV cache, whose blocks are what they were. The last row is
+[x | y].
+
+The rows are doubled inside the trunk, behind its embedding, and so are the positions. Then vLLM
+compiles it for T tokens like any other trunk, and half of 2T is T again. Half of a length that might
+be odd would be a formula in every shape.
 
 vLLM's own loaders give each device its share of A and B. Where the inputs are shared, each adds its
 part of (h A) B before the sum over the devices, which is linear.
@@ -41,8 +46,22 @@ _UP = ".lora_B.weight"
 
 
 def side_by_side(rows: Tensor) -> Tensor:
-    """Return (T, 2D), from (2T, D): the rows of the first stream, then those of the second."""
-    return torch.cat(rows.chunk(2), dim=-1)
+    """Return (T, 2D), from (2T, D): each token's rows of both streams."""
+    return rows.reshape(len(rows) // 2, -1)
+
+
+def twice(tensor: Tensor) -> Tensor:
+    """Return each of a tensor's rows twice."""
+    return tensor.repeat_interleave(2, dim=0)
+
+
+def trained(rows: Tensor) -> Tensor:
+    """Return (T, D), a view: the trained stream's rows."""
+    return rows.unflatten(0, (-1, 2))[:, 1]
+
+
+def _positions_twice(_: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, {**named, "positions": twice(named["positions"])}
 
 
 class AdapterStreams:
@@ -51,19 +70,21 @@ class AdapterStreams:
     def __init__(self, model: Any, vllm_config: Any) -> None:
         self.sizes: Sequence[int] = [model.config.hidden_size] * 2  # channels of x and of y
         self._model = model
+        self._vllm_config = vllm_config
         self._folder = vllm_config.model_config.model
         self._revision = vllm_config.model_config.revision
         router = model.config.scale_router
         # The folder that is served has the adapter alone; its base's weights are read after it.
         model.allow_patterns_overrides = [_WEIGHTS]
         model.secondary_weights = [DefaultModelLoader.Source(router["base"], router["revision"])]
+        model.model.embed_tokens.register_forward_hook(lambda _, __, rows_TD: twice(rows_TD))
         for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(_positions_twice, with_kwargs=True)
             layer.self_attn.attn = AttentionOfBoth.like(layer.self_attn.attn, vllm_config)
 
     def run(self, trunk: Callable[..., Tensor], ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Return [x | y], the trunk's last rows of both streams."""
-        embedded_TD = self._model.embed_input_ids(ids_T)
-        return side_by_side(trunk(None, positions_T.repeat(2), None, embedded_TD.repeat(2, 1)))
+        return side_by_side(trunk(ids_T, positions_T))
 
     def load(self, load: Callable[..., set[str]], weights: Weights) -> set[str]:
         """Load the base's weights by the model's own `load`, and put the adapter beside them."""
@@ -94,8 +115,8 @@ class AdapterStreams:
 
     def _products(self, product: Callable[[Tensor], Tensor]) -> Products:
         def products(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
-            of_base_TV, of_trained_TV = product(torch.cat(rows_TD.chunk(2, dim=-1))).chunk(2)
-            return of_base_TV, of_trained_TV
+            of_both = product(rows_TD.reshape(2 * len(rows_TD), -1))
+            return of_both[::2], of_both[1::2]
 
         return products
 
@@ -120,6 +141,10 @@ class AdapterStreams:
                     "it with `scale serve --engine transformers`"
                 )
             layer.quant_method = LinearOfBoth(layer, parts)
+        # vLLM finds a compiled trunk by its configuration, which knows nothing of adapters.
+        ranks = {name: len(pair.down_RI) for name, pair in pairs.items()}
+        others = self._vllm_config.additional_config
+        self._vllm_config.additional_config = {**others, "scale_adapter": ranks}
 
 
 class AttentionOfBoth(Attention):
@@ -144,7 +169,7 @@ class AttentionOfBoth(Attention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         beside_TD = super().forward(side_by_side(query), side_by_side(key), side_by_side(value))
-        return torch.cat(beside_TD.chunk(2, dim=-1))
+        return beside_TD.view(query.shape)
 
 
 class Pair(NamedTuple):
@@ -204,8 +229,7 @@ class LinearOfBoth(QuantizeMethodBase):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         output = self.own.apply(layer, x, bias)
-        num_tokens = len(x) // 2
-        layer.adapter.add(x[num_tokens:], output[num_tokens:])
+        layer.adapter.add(trained(x), trained(output))
         return output
 
 

@@ -107,6 +107,7 @@ def test_vllm_routes_a_copys_export_or_serves_it_plainly(
     for path in (tmp_path, tmp_path / "export" / "plain"):
         lines, (command, _) = said(path)
         assert "ScaleRoutedMistralForCausalLM" in command[6]
+        assert command[7] == "--enforce-eager"
         assert "routed with its base, in vllm: " in lines[0]
     lines, (command, _) = said(path, None, [], "trained")
     assert command[4:] == [str(path)] and "trained head alone" in lines[0]
@@ -128,7 +129,7 @@ def test_vllm_routes_loras_export_and_a_run_stands_for_it(
     for path in (run, adapter):
         (promise, *_), (command, environment) = said(path)
         override = json.dumps({"architectures": ["ScaleRoutedQwen3ForCausalLM"]})
-        assert command[4:] == [str(adapter), "--hf-overrides", override, "--enforce-eager", *FREE]
+        assert command[4:] == [str(adapter), "--hf-overrides", override, *FREE]
         assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
         assert "routed with its base, in vllm: " in promise and "0.693 nats" in promise
     for head in ("trained", "base"):
@@ -137,6 +138,10 @@ def test_vllm_routes_loras_export_and_a_run_stands_for_it(
     for beyond in (
         {"modules_to_save": ["embed_tokens", "lm_head"]},
         {"target_modules": ["lm_head"]},
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"trainable_token_indices": [3]},
+        {"target_parameters": ["mlp.experts.down_proj"]},
     ):
         write_json(adapter / "adapter_config.json", settings | beyond)
         with refused(ScaleError, "^--engine vllm: .* beside linear layers alone"):

@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_PLUGINS": "scale",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600",  # a first step compiles, on a busy machine too
     "HF_HUB_OFFLINE": "1",
 }
 
