@@ -18,7 +18,7 @@ from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.export.formats import formats_of
 from scale_cli.export.records import ExportRecord
-from scale_cli.processes import main_decides, on_main, share
+from scale_cli.processes import hand_back_large_tensors, main_decides, on_main, share
 from scale_cli.report import quantity
 from scale_cli.runs.folder import folder_bytes
 from scale_cli.runs.opened import Run
@@ -30,6 +30,7 @@ from scale_cli.training.tracking import check_trackers
 
 def run_pipeline(config: RunConfig, log: Log, accepted: Collection[str] = ()) -> Report | None:
     """Upscale, train or resume, evaluate and export; return the report, on the main process."""
+    hand_back_large_tensors()  # those of the first verb too, whose gaps training would not fit
     run = Run(config)
     config = run.config
     on_main(lambda: _check(run, accepted))
