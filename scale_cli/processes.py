@@ -183,6 +183,7 @@ def hand_back_large_tensors() -> None:
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc's
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc.malloc_trim(0)  # what is free already
 
 
 def slow_in_bfloat16(device_type: str, avoided_by: dict[str, bool]) -> list[str]:

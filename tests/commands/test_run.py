@@ -46,6 +46,17 @@ def of_config(config: RunConfig, tmp_path: Path, scale: Scale) -> Scale:
     return lambda verb, *arguments: scale(verb, path, *arguments)
 
 
+def test_what_the_first_verb_frees_is_handed_back_before_training_needs_it(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    for name in ("hand_back_large_tensors", "_upscale", "train", "evaluate", "_export"):
+        patched = f"scale_cli.commands.run.{name}"
+        monkeypatch.setattr(patched, lambda *_, name=name: called.append(name))
+    run_pipeline(config, lambda _: None)
+    assert called[:3] == ["hand_back_large_tensors", "_upscale", "train"]
+
+
 @pytest.mark.parametrize("verb", ["run", "evaluate"])
 def test_a_gate_without_a_retention_corpus_is_refused_before_anything(
     config: RunConfig, of_config: Scale, verb: str
