@@ -67,7 +67,7 @@ class Served:
 def beginnings(text: Path) -> list[str]:
     with lzma.open(text, "rt", encoding="utf-8") as file:
         lines = [line.strip() for line in file.read(200_000).splitlines()]
-    long = [line for line in lines if len(line) > 20][:200:10]
+    long = [line for line in lines if len(line) > 20][:200:5]
     return [line[:length] for line in long for length in (12, 20)]
 
 
