@@ -20,7 +20,7 @@ from scale_cli.errors import ConfigError, ExportParityError
 from scale_cli.export.cached_decoding import check_cached_decoding
 from scale_cli.export.dense import convert_parameters, plain_model
 from scale_cli.export.learned import Learned
-from scale_cli.export.parity import measure_parity, served_logits
+from scale_cli.export.parity import coarser, measure_parity, served_logits
 from scale_cli.export.plain_folder import (
     can_name_base,
     copy_tokenizer,
@@ -100,21 +100,23 @@ class Format:
         """Load a folder in every way in which it is served, and check that it computes what the
         trained model does.
 
-        Cached decoding is compared with one pass without a cache too.
+        Cached decoding is compared with one pass without a cache too. Where the trained model
+        computes in float32, the export then does too: its weights are what is judged.
         """
         parities = []
         for loaded, head in self.load(folder):
             move_to_device(loaded).eval()
-            expected = trained_logits if head == "trained" else served_logits
-            nats = measure_parity(loaded, model, expected, prompts)
             check_cached_decoding(loaded, prompts)
-            parity = Parity(
-                nats=nats,
-                num_positions=sum(ids.shape[1] for ids in prompts),
-                losses=None if learned is None else learned.losses(loaded, head),
-            )
-            self.check_kept(parity.losses)
-            parities.append(parity)
+            tolerance = coarser(loaded, model)
+            if model.dtype == torch.float32:
+                loaded.float()
+            losses = None if learned is None else learned.losses(loaded, head)
+            self.check_kept(losses)
+
+            expected = trained_logits if head == "trained" else served_logits
+            nats = measure_parity(loaded, model, expected, prompts, tolerance)
+            num_positions = sum(ids.shape[1] for ids in prompts)
+            parities.append(Parity(nats=nats, num_positions=num_positions, losses=losses))
             del loaded  # freed before the next is loaded
         return replace(parities[0], routed=parities[1] if len(parities) > 1 else None)
 

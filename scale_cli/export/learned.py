@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.data.encoding import Integers
@@ -76,7 +74,6 @@ class Learned:
     text: HeldOutText
     base: float
     run: dict[str, float]  # by head and routing rule
-    dtype: torch.dtype  # of the run's model
 
     @classmethod
     def of(cls, final: MethodFolder, trained: MethodModel) -> Learned | None:
@@ -100,16 +97,10 @@ class Learned:
             text=text,
             base=of_base.nats(PlainStreams(base), final.record)["base"],
             run=text.nats(_streams(trained)),
-            dtype=trained.dtype,
         )
 
     def losses(self, exported: Any, head: str) -> Losses:
-        """Return what the text costs an export that answers with a head, beside base and run.
-
-        Where the run computes in float32, the export does too: its weights are what is judged.
-        """
-        if self.dtype == torch.float32:
-            exported.float()
+        """Return what the text costs an export that answers with a head, beside base and run."""
         of_export = self.text.nats(_streams(exported))[head]
         num_tokens = self.text.num_tokens
         return Losses(

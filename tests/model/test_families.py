@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.export.dense import dense_model
-from scale_cli.export.parity import measure_parity
+from scale_cli.export.parity import coarser, measure_parity
 from scale_cli.model.family_scale import FAMILIES
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_hashes import changed_tensors, record_base
@@ -221,10 +221,10 @@ def test_an_export_is_exact_where_a_norm_of_what_a_layer_makes_meets_its_epsilon
                 parameter.mul_(0.003)
     exported = dense_model(model, dtype, [IDS])
     prompts = [ids[None] for ids in IDS]
-    measure_parity(exported, model, trained_logits, prompts)
+    measure_parity(exported, model, trained_logits, prompts, coarser(exported, model))
     if dtype == "float32":
         exact = copy.deepcopy(model).float()
-        measure_parity(exported, exact, trained_logits, prompts)
+        measure_parity(exported, exact, trained_logits, prompts, coarser(exported, exact))
         for ids in prompts:
             apart = answered(exported, ids) - trained_logits(exact, ids)
             assert apart.abs().max() <= 5e-5
