@@ -55,6 +55,12 @@ FailAbove = Annotated[
     float | None,
     Option(metavar="BITS", min=0.0, help="Exit with code 3 if more bits per byte are forgotten."),
 ]
+TrustTasks = Annotated[
+    bool,
+    Option(
+        "--trust-tasks", help="Read the files of tasks that the config names; they may run code."
+    ),
+]
 AnsweringHead = Annotated[
     Literal["base", "trained", "routed"] | None,
     Option("--head", help="What answers. By default, base and trained model, mixed by the router."),
@@ -280,6 +286,7 @@ def evaluate(
         Path | None,
         Option(metavar="DIR", help="With no config: where to write; by default runs/NAME."),
     ] = None,
+    trust_tasks: TrustTasks = False,
     _form: Form = None,
 ) -> None:
     """Compare base and trained model: the forgetting report.
@@ -310,7 +317,7 @@ def evaluate(
 
     if not checked.method.definition.trains:
         train(checked, None, log)  # which copies what is measured
-    report = evaluate(checked, log, checkpoint)
+    report = evaluate(checked, log, checkpoint, trust_tasks=trust_tasks)
     print_json(report.to_json())
     check_forgetting(report, fail_above)
 
@@ -488,6 +495,7 @@ def run_all(
     overrides: Overrides = None,
     fail_above: FailAbove = None,
     accept: Accepted = None,
+    trust_tasks: TrustTasks = False,
     _form: Form = None,
 ) -> None:
     """Upscale, train, evaluate and export; skip what is done.
@@ -498,7 +506,7 @@ def run_all(
     from scale_cli.commands.evaluate import check_forgetting, check_learned
     from scale_cli.commands.run import run_pipeline
 
-    report = run_pipeline(checked, log, accept or ())
+    report = run_pipeline(checked, log, accept or (), trust_tasks=trust_tasks)
     if report is not None:  # may be None on processes other than the main one
         print_json(report.to_json())
         check_learned(report)

@@ -55,11 +55,17 @@ from scale_cli.upscale.given_model import other_base
 from scale_cli.values import counted
 
 
-def evaluate(config: RunConfig, log: Log = log, checkpoint: Path | None = None) -> Report:
+def evaluate(
+    config: RunConfig,
+    log: Log = log,
+    checkpoint: Path | None = None,
+    *,
+    trust_tasks: bool = False,
+) -> Report:
     """Score base and trained model on every held-out corpus, and write `evaluation/`.
 
-    A `checkpoint` is scored in place of `final/`, and its report lies in `evaluations/`. All
-    processes share the work.
+    A `checkpoint` is scored in place of `final/`, and its report lies in `evaluations/`. Files of
+    benchmarks may run code only with `trust_tasks`. All processes share the work.
     """
     started_s = time.monotonic()
     run = Run(config)
@@ -79,7 +85,8 @@ def evaluate(config: RunConfig, log: Log = log, checkpoint: Path | None = None) 
         device().type, {"evaluation.mixed_precision=no": asked.mixed_precision == "bf16"}
     ):
         log(f"warning: {warning}")
-    benchmarks = open_benchmarks_of(asked)  # early, since a file may be missing
+    # Early, since a file may be missing.
+    benchmarks = open_benchmarks_of(asked, trust_tasks=trust_tasks)
     passes = Passes.of(config, run.base_config.max_position_embeddings)
     model = final.load_streams()
     texts = open_held_out(config, final.tokenizer, run.base_tokenizer)

@@ -28,12 +28,14 @@ from scale_cli.training.checkpoint import check_init_from, check_to_go_on
 from scale_cli.training.tracking import check_trackers
 
 
-def run_pipeline(config: RunConfig, log: Log, accepted: Collection[str] = ()) -> Report | None:
+def run_pipeline(
+    config: RunConfig, log: Log, accepted: Collection[str] = (), *, trust_tasks: bool = False
+) -> Report | None:
     """Upscale, train or resume, evaluate and export; return the report, on the main process."""
     hand_back_large_tensors()  # those of the first verb too, whose gaps training would not fit
     run = Run(config)
     config = run.config
-    on_main(lambda: _check(run, accepted))
+    on_main(lambda: _check(run, accepted, trust_tasks=trust_tasks))
     with ExitStack() as held:
         on_main(lambda: held.enter_context(claimed(run.folder.root)))
         on_main(lambda: _upscale(run, log))
@@ -42,7 +44,7 @@ def run_pipeline(config: RunConfig, log: Log, accepted: Collection[str] = ()) ->
         log("== evaluate")
         report = on_main(lambda: _report_of_same_text(run))
         if main_decides(lambda: report is None):
-            report = evaluate(config, log)
+            report = evaluate(config, log, trust_tasks=trust_tasks)
         elif report is not None:
             log(f"done already   {run.folder.evaluation}")
             log_report(report, run.folder.evaluation, log)
@@ -50,7 +52,7 @@ def run_pipeline(config: RunConfig, log: Log, accepted: Collection[str] = ()) ->
     return report
 
 
-def _check(run: Run, accepted: Collection[str]) -> None:
+def _check(run: Run, accepted: Collection[str], *, trust_tasks: bool) -> None:
     """Check before the first verb what the last ones would reject."""
     config = run.config
     check_to_go_on(run, "auto", accepted)
@@ -61,7 +63,7 @@ def _check(run: Run, accepted: Collection[str]) -> None:
     check_init_from(run)
     check_trackers(config.train.trackers)
     if not run.folder.evaluation.is_dir():
-        open_benchmarks_of(config.evaluation)
+        open_benchmarks_of(config.evaluation, trust_tasks=trust_tasks)
 
 
 def _sources(run: Run) -> Sequence[TextSource]:

@@ -145,7 +145,7 @@ class BenchmarkSource(Section):
     name: Name
     path: Annotated[PathText, Field(pattern=r"\.ya?ml$")] | None = Field(
         default=None,
-        description="a task's .yaml in lm-eval's format, with local files; null: `name` is lm-eval's name",
+        description="a task's .yaml in lm-eval's format, read only with --trust-tasks; null: `name` is lm-eval's name",
     )
     language: Language
     role: Role

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from scale_cli.evaluation.lm_eval_heads import OpenedBenchmarks
 
 
-def open_benchmarks_of(evaluation: EvaluationConfig) -> OpenedBenchmarks | None:
+def open_benchmarks_of(
+    evaluation: EvaluationConfig, *, trust_tasks: bool
+) -> OpenedBenchmarks | None:
     """Open every benchmark that a config names; None if it names none."""
     if not evaluation.benchmarks:
         return None
@@ -38,7 +40,7 @@ def open_benchmarks_of(evaluation: EvaluationConfig) -> OpenedBenchmarks | None:
         require(module, "evaluation.benchmarks")
     from scale_cli.evaluation.lm_eval_heads import open_benchmarks
 
-    return open_benchmarks(evaluation.benchmarks)
+    return open_benchmarks(evaluation.benchmarks, trust_tasks=trust_tasks)
 
 
 def summarise_benchmarks(
@@ -51,14 +53,16 @@ def summarise_benchmarks(
         # An average over benchmarks needs independent resamples of each.
         rng = np.random.default_rng([seed, index])
         num_items = len(benchmark.items)
-        statistic = partial(_figures, benchmark)
+        statistic = partial(_means, np.stack(list(benchmark.scores.values())))
         value_MH = statistic(np.ones((1, num_items)))[0]
         drawn_RMH = bootstrap(statistic, num_items, num_resamples=num_resamples, rng=rng)
         of_metrics = {}
-        for at, name in enumerate(benchmark.metrics):
+        for at, name in enumerate(benchmark.scores):
             of_metrics[name] = (value_MH[at], drawn_RMH[:, at], num_items)
         source = benchmark.source
         judging.setdefault(source.language, []).append(of_metrics[benchmark.judged_by])
+        if benchmark.f1 is not None:  # no mean of items, so it gets no interval
+            of_metrics["f1"] = (benchmark.f1, benchmark.f1[None], 1)
 
         by_metric = {name: _by_head(*of_metric) for name, of_metric in of_metrics.items()}
         tests = _tests(benchmark.scores[benchmark.judged_by], rng)
@@ -98,32 +102,10 @@ def summarise_benchmarks(
     return results, averages
 
 
-def _figures(benchmark: BenchmarkItems, counts_RN: Values) -> Values:
-    """Return (R, M, H), every metric of items that are counted as often as a resample drew them."""
-    num_drawn_R1 = counts_RN.sum(axis=1, keepdims=True)
-    figures = [counts_RN @ scores_NH / num_drawn_R1 for scores_NH in benchmark.scores.values()]
-    if benchmark.classes is not None:
-        figures.append(macro_f1(counts_RN, benchmark.classes))  # the last of `metrics`
-    return np.stack(figures, axis=1)
-
-
-def macro_f1(counts_RN: Values, classes_NC: Values) -> Values:
-    """Return (R, H), the heads' means over classes of F1 = 2 tp / (2 tp + fp + fn).
-
-    A row of `classes_NC` holds the right class and every head's. A class that neither side names
-    does not count.
-    """
-    gold_N1 = classes_NC[:, :1]
-    said_NH = classes_NC[:, 1:]
-    total = np.zeros(())
-    num_classes = np.zeros(())
-    for label in np.unique(classes_NC):
-        is_gold = gold_N1 == label
-        is_said = said_NH == label
-        named = counts_RN @ is_gold + counts_RN @ is_said
-        total = total + 2.0 * (counts_RN @ (is_gold & is_said)) / np.maximum(named, 1)
-        num_classes = num_classes + (named > 0)
-    return total / num_classes
+def _means(scores_MNH: Values, counts_RN: Values) -> Values:
+    """Return (R, M, H), the means over items that are counted as often as a resample drew them."""
+    sums_MRH = counts_RN @ scores_MNH
+    return (sums_MRH / counts_RN.sum(axis=1, keepdims=True)).transpose(1, 0, 2)
 
 
 def _tests(scores_NH: Values, rng: np.random.Generator) -> dict[str, dict[str, Any]]:

@@ -221,10 +221,10 @@ class OpenedBenchmarks:
         return measured, skipped
 
 
-def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
+def open_benchmarks(sources: list[BenchmarkSource], *, trust_tasks: bool) -> OpenedBenchmarks:
     """Open the benchmarks, and list those that cannot be measured.
 
-    Raises ConfigError for a mistake in the config.
+    Raises ConfigError for a mistake in the config, and for a task's file that is not trusted.
     """
     opened = OpenedBenchmarks([], [])
     # The bar keeps the terminal's stderr. lm-eval and datasets get none: they draw many bars.
@@ -232,7 +232,7 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
     with redirect_stderr(io.StringIO()):
         for source in bar:
             try:
-                opened.ready.append(open_benchmark(source))
+                opened.ready.append(open_benchmark(source, trust_tasks=trust_tasks))
             except RunError as error:
                 opened.skipped.append(SkippedBenchmark(source.name, str(error)))
     return opened
@@ -252,7 +252,7 @@ def measure_items(benchmark: Benchmark, answering: Mapping[str, HeadsLM]) -> Ben
         leave=False,
     )
     items: dict[tuple[str, int], dict[str, Any]] = {}  # by task and document
-    pairs = []  # for macro-F1: the right class and the head's, of every item, head by head
+    f1 = []  # by head and task
     with bar, redirect_stderr(io.StringIO()):
         try:
             for head, lm in answering.items():
@@ -267,6 +267,7 @@ def measure_items(benchmark: Benchmark, answering: Mapping[str, HeadsLM]) -> Ben
                     bootstrap_iters=0,
                 )
                 for name, task in benchmark.tasks.items():
+                    f1.append(told["results"][name].get("f1,none"))
                     marked = defaultdict(list)  # by document: the marks by every filter
                     for sample in told["samples"][name]:
                         marked[sample["doc_id"]].append(sample)
@@ -276,8 +277,6 @@ def measure_items(benchmark: Benchmark, answering: Mapping[str, HeadsLM]) -> Ben
                         items.setdefault((name, doc_id), new)["heads"][head] = _outcome(
                             task, samples
                         )
-                        if benchmark.reports_macro_f1:
-                            pairs.append(samples[0]["f1"])
         except (
             AssertionError,  # lm-eval's own, of answers that are longer than the model reads
             ImportError,  # a metric's library
@@ -298,11 +297,10 @@ def measure_items(benchmark: Benchmark, answering: Mapping[str, HeadsLM]) -> Ben
         for name in of_base[0]
         if all(name in metrics for metrics in of_base)
     }
-    classes = None
-    if pairs:
-        pairs_HN2 = np.array(pairs).reshape(len(answering), -1, 2)
-        classes = np.column_stack([pairs_HN2[0, :, 0], pairs_HN2[..., 1].T])
-    measured = BenchmarkItems(benchmark.source, list(items.values()), scores, classes)
+    has_f1 = not (benchmark.is_generated or len(benchmark.tasks) > 1 or None in f1)
+    measured = BenchmarkItems(
+        benchmark.source, list(items.values()), scores, np.array(f1) if has_f1 else None
+    )
     _ = measured.judged_by  # raises if there is none
     return measured
 

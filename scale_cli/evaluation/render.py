@@ -37,7 +37,7 @@ from scale_cli.values import counted, language_name
 
 CURVE = "learning-curve.svg"
 _RULES = ("posterior", "cosine")
-_METRICS = {"acc": "accuracy", "acc_norm": "by length", "macro_f1": "macro-F1"}
+_METRICS = {"acc": "accuracy", "acc_norm": "by length", "f1": "F1"}
 _TITLES = {
     "base": "base",
     "trained": "trained",

@@ -148,8 +148,8 @@ class CorpusResult:
 class BenchmarkHead:
     """One head, or one routing rule, on one benchmark."""
 
-    # `acc`, and `acc_norm` and `macro_f1` if lm-eval reports them. For a generative task, lm-eval's
-    # own metrics, with the filter's name if there are several: `exact_match, strict-match`.
+    # `acc`, and `acc_norm` and `f1` if lm-eval reports them. For a generative task, lm-eval's own
+    # metrics, with the filter's name if there are several: `exact_match, strict-match`.
     metrics: dict[str, Interval]
     # Of the same metrics from the base head; empty for the base head itself.
     differences: dict[str, Interval]
@@ -180,12 +180,7 @@ class BenchmarkItems:
     source: BenchmarkSource  # its entry in the config
     items: list[dict[str, Any]]  # as JSON has them
     scores: dict[str, Values]  # (N, H) by every metric that all items have
-    # (N, 1 + H), the right class and every head's, if lm-eval reports macro-F1
-    classes: Values | None = None
-
-    @property
-    def metrics(self) -> list[str]:
-        return [*self.scores, *([] if self.classes is None else ["macro_f1"])]
+    f1: Values | None = None  # (H,) over all items, if lm-eval reports it for a single task
 
     @property
     def judged_by(self) -> str:

@@ -31,7 +31,7 @@ def task_of(
         .replace("../shared/data", str(shared_data))
     )
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(yaml.safe_load(text) | keys), encoding="utf-8")
+    path.write_text(text + yaml.safe_dump(keys) * bool(keys), encoding="utf-8")  # the later counts
     language = "ko" if name.startswith("kobest") else "en"
     return {"name": name, "path": str(path), "language": language, "limit": limit}
 
@@ -54,7 +54,7 @@ def some_of_blimp(shared_data: Path, folder: Path, num_of_each: int) -> dict[str
 
 def opened(task: Any) -> Benchmark:
     """Open one benchmark, which can be measured."""
-    found = open_benchmarks([BenchmarkSource.model_validate(task)])
+    found = open_benchmarks([BenchmarkSource.model_validate(task)], trust_tasks=True)
     assert found.skipped == []
     (benchmark,) = found.ready
     return benchmark

@@ -43,7 +43,8 @@ def test_every_line_of_kobest_is_an_item_and_is_asked_in_lm_evals_own_words(
     (made,) = benchmark.tasks.values()
     num_items, num_choices, their_text = KOBEST[task]
     docs = list(made.test_docs())
-    assert len(docs) == num_items and benchmark.reports_macro_f1
+    assert len(docs) == num_items
+    assert made.aggregation()["f1"]([(0, 0), (1, 0)]) == pytest.approx(1 / 3), "macro-F1"
     assert {made.doc_to_target(doc) for doc in docs} == set(range(num_choices))
     assert {len(made.doc_to_choice(doc)) for doc in docs} == {num_choices}
     for doc in docs[:5]:
@@ -56,12 +57,8 @@ def test_every_line_of_kobest_is_an_item_and_is_asked_in_lm_evals_own_words(
         ({"doc_to_text": "{{query"}, "unexpected end of template"),
         ({"doc_to_text": "{{question}}"}, "'question' is undefined"),
         ({"dataset_kwargs": {"data_files": {"test": "nowhere.jsonl"}}}, "nowhere.jsonl"),
-        ({"dataset_path": "pandas"}, "dataset_path: must be one of arrow, csv"),
-        ({"include": "other.yaml"}, "not a single lm-eval task"),
-        ({"use_prompt": "promptsource:*"}, "use_prompt: a task's file may have doc_to_text"),
-        ({"fewshot_config": {"doc_to_text": "{{x}}"}}, "fewshot_config: a task's file may have"),
-        ({"description": "{{query}}"}, "description: must be plain text"),
-        ({"dataset_kwargs": {"data_files": {"test": "x"}, "cache_dir": "elsewhere"}}, "cache_dir"),
+        ({"include": "other.yaml"}, "other.yaml"),
+        ({"task": None}, "not a registered task"),
     ],
 )
 def test_a_task_that_cannot_be_opened_is_one_line_that_names_its_file(
@@ -72,6 +69,19 @@ def test_a_task_that_cannot_be_opened_is_one_line_that_names_its_file(
         opened(task)
     message = str(caught.value)
     assert message.startswith(f"{task['path']}: ") and told in message and "\n" not in message
+
+
+def test_a_file_that_is_not_trusted_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "utils.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nsaid = str")
+    path = tmp_path / "evil.yaml"
+    path.write_text("task: evil\ndoc_to_text: !function utils.said\n")
+    asked = [source("evil", path=str(path), language="en")]
+    with pytest.raises(ConfigError, match=r"evil\.yaml may run code; .* --trust-tasks"):
+        open_benchmarks(asked, trust_tasks=False)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(ConfigError, match=r"evil\.yaml: "):
+        open_benchmarks(asked, trust_tasks=True)
+    assert (tmp_path / "ran").exists()
 
 
 def test_a_name_or_a_file_that_is_not_there_is_named(own_tasks: Path) -> None:
@@ -104,7 +114,7 @@ def test_a_task_that_cannot_be_measured_is_one_line_and_the_rest_are_opened(
 ) -> None:
     add_task(own_tasks, "sums", SUMS)
     add_task(own_tasks, "odd", SUMS, **keys)
-    found = open_benchmarks([source("odd"), source("sums")])
+    found = open_benchmarks([source("odd"), source("sums")], trust_tasks=False)
     assert [benchmark.source.name for benchmark in found.ready] == ["sums"]
     (line,) = found.skipped
     assert line.name == "odd" and reason in line.reason and "\n" not in line.reason
@@ -115,7 +125,7 @@ def test_the_tasks_of_a_group_are_one_benchmark(own_tasks: Path) -> None:
         add_task(own_tasks, name, SUMS)
     group = {"group": "sums", "task": ["sums_a", "sums_b"]}
     (own_tasks / "sums.yaml").write_text(yaml.safe_dump(group), encoding="utf-8")
-    (benchmark,) = open_benchmarks([source("sums", limit=2)]).ready
+    (benchmark,) = open_benchmarks([source("sums", limit=2)], trust_tasks=False).ready
     assert (list(benchmark.tasks), benchmark.num_items) == (["sums_a", "sums_b"], 4)
 
 
@@ -124,7 +134,7 @@ def test_as_many_few_shot_examples_are_shown_as_by_lm_eval(own_tasks: Path) -> N
     add_task(own_tasks, "never", SUMS, num_fewshot=0)
     shown = {}
     for benchmark in open_benchmarks(
-        [source("sums", num_fewshot=2), source("never", num_fewshot=2)]
+        [source("sums", num_fewshot=2), source("never", num_fewshot=2)], trust_tasks=False
     ).ready:
         (task,) = benchmark.tasks.values()
         task.build_all_requests()

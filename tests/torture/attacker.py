@@ -33,12 +33,13 @@ def evil_python(canary: Path) -> bytes:
     return f"import os\nos.mkdir({str(canary)!r})\nclass Evil:\n    pass\n".encode()
 
 
-def write_benchmark(folder: Path, **changes: Any) -> dict[str, str]:
+def write_benchmark(folder: Path) -> dict[str, str]:
     """Write a task of one item; return the entry of evaluation.benchmarks that names it."""
     items = folder / "items.jsonl"
     if not items.exists():
         items.write_text('{"query": "One", "choices": ["cat", "dog"], "gold": 0}\n')
     task = {
+        "task": "mine",
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(items)}},
         "test_split": "test",
@@ -47,7 +48,6 @@ def write_benchmark(folder: Path, **changes: Any) -> dict[str, str]:
         "doc_to_choice": "choices",
         "doc_to_target": "gold",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-        **changes,
     }
     (folder / "mine.yaml").write_text(yaml.safe_dump(task))
     return {"name": "mine", "path": str(folder / "mine.yaml"), "language": "en"}

@@ -85,21 +85,18 @@ def test_a_yaml_tag_runs_nothing(scale: Scale, base: Path, tmp_path: Path, canar
     assert not canary.exists()
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{{{ cycler.__init__.__globals__.os.mkdir({canary!r}) }}}}",
-        "{{{{ query.format.__func__ }}}}",
-        "{{{{ range(10 ** 9) | list }}}}",
-        "{{% include '/etc/passwd' %}}",
-    ],
-)
-def test_the_template_of_a_benchmark_runs_in_a_sandbox(
-    scale: Scale, finished: Configured, tmp_path: Path, canary: Path, template: str
+@pytest.mark.parametrize("verb", ["evaluate", "run"])
+def test_a_benchmarks_file_that_names_python_is_not_read_unless_it_is_trusted(
+    scale: Scale, finished: Configured, tmp_path: Path, canary: Path, verb: str
 ) -> None:
-    benchmark = write_benchmark(tmp_path, doc_to_text=template.format(canary=str(canary)))
+    benchmark = write_benchmark(tmp_path)
+    (tmp_path / "utils.py").write_bytes(evil_python(canary))
+    with (tmp_path / "mine.yaml").open("a") as file:
+        file.write("doc_to_text: !function utils.said\n")
     config = finished(evaluation={"benchmarks": [benchmark]})
-    assert f"{tmp_path / 'mine.yaml'}: " in scale("evaluate", config).error()
+    shutil.rmtree(tmp_path / "run" / "evaluation")
+    told = scale(verb, config).error()
+    assert f"{tmp_path / 'mine.yaml'} may run code; if you trust it, give --trust-tasks" in told
     assert not canary.exists()
 
 
