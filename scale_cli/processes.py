@@ -306,33 +306,26 @@ def map_over_processes(
     batches: Sequence[Sequence[Item]],
     share: Share,
     compute: Callable[[Sequence[Item]], Sequence[Tensor]],
-) -> list[tuple[Item, Tensor]]:
-    """Compute batches on all processes.
+) -> dict[Item, Tensor]:
+    """Compute batches on all processes; return every item's result, on the CPU.
 
-    Return each item with its result, on the CPU, in one order for every process. The caller cuts
-    the batches, so no figure depends on the number of processes. `compute` returns a tensor of any
-    length for each item.
+    The caller cuts the batches, so no figure depends on the number of processes. `compute` returns
+    a tensor of any shape for each item.
     """
     import torch
 
-    mine: list[Tensor] = []
+    mine: dict[Item, Tensor] = {}
     for first in range(0, len(batches), share.num_processes):
-        if (place := first + share.index) < len(batches):
-            mine += compute(batches[place])
-        else:  # a sharded model can be run only by all processes together
-            compute(batches[first])
-    shares = (batches[place :: share.num_processes] for place in range(share.num_processes))
-    items = [item for of_one in shares for batch in of_one for item in batch]
+        place = first + share.index
+        # A sharded model can be run only by all processes together, so none is without a batch.
+        batch = batches[place if place < len(batches) else first]
+        mine.update(zip(batch, compute(batch), strict=True))
 
-    # One transfer off the device, and one to the other processes; a process may have had no batch.
-    held = (torch.cat(mine).cpu(), [len(tensor) for tensor in mine]) if mine else None
-    tensors = [
-        tensor
-        for one in gathered(held, share)
-        if one is not None
-        for tensor in one[0].split(one[1])
-    ]
-    return list(zip(items, tensors, strict=True))
+    # Behind all passes, so that the device waits for none; a tensor would be pickled with all of the
+    # batch that it is a part of.
+    held = {item: result.cpu().numpy() for item, result in mine.items()}
+    everyone = gathered(held, share)
+    return {item: torch.from_numpy(own) for of_one in everyone for item, own in of_one.items()}
 
 
 def gathered(held: Result, share: Share) -> list[Result]:

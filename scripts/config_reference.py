@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scale_cli.config.load import json_schema, json_schema_text
+from scale_cli.config.load import json_schema_text
 
 DOCS = Path(__file__).parents[1] / "docs"
 _HEAD = """\
@@ -24,7 +24,7 @@ where a config begins with `# yaml-language-server: $schema=` and the place of t
 
 def files() -> dict[Path, str]:
     """Return the contents of the files in docs/, by path."""
-    rows = "".join(f"| {' | '.join(row)} |\n" for row in _rows(json_schema()))
+    rows = "".join(f"| {' | '.join(row)} |\n" for row in _rows(json.loads(json_schema_text())))
     return {
         DOCS / "run.schema.json": json_schema_text(),
         DOCS / "configuration-reference.md": _HEAD + rows,

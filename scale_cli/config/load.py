@@ -243,19 +243,14 @@ class _Untitled(GenerateJsonSchema):
         return False
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema_text() -> str:
     """Return the JSON Schema of the config.
 
     It has every key, type, range and default. Only `scale` itself checks which keys go together.
     """
-    return {
-        "$schema": _Untitled.schema_dialect,
-        **RunConfig.model_json_schema(schema_generator=_Untitled),
-    }
-
-
-def json_schema_text() -> str:
-    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+    schema = RunConfig.model_json_schema(schema_generator=_Untitled)
+    written = {"$schema": _Untitled.schema_dialect, **schema}
+    return json.dumps(written, indent=2, ensure_ascii=False) + "\n"
 
 
 def _is_thousands(entry: tuple[yaml.Node, yaml.Node]) -> bool:

@@ -118,11 +118,10 @@ class CorpusReader:
                 with file.open() as raw:
                     self._raw = raw
                     stream = decompressed(file, raw)
-                    if file.format == ".txt":
-                        lines = _PlainLines(stream, self.ledger, left_out=[_BYTE_ORDER_MARK])
-                        stream = io.BufferedReader(lines)
-                    elif file.format in OF_LINES:  # what ends a line of JSON is no text
-                        stream = io.BufferedReader(_PlainLines(stream, Ledger(), left_out=[]))
+                    if file.format in OF_LINES:
+                        # What ends a line of JSON is no text.
+                        counts = self.ledger if file.format == ".txt" else None
+                        stream = io.BufferedReader(_PlainLines(stream, counts))
                     items = _READERS[file.format](stream, self.source, self._limit)
                     for where, found, num_bytes in items:
                         yield judge(found, f"{file}{where}", num_bytes, self._limit)
@@ -178,16 +177,15 @@ def judge(
 
 
 class _PlainLines(io.RawIOBase):
-    """A text whose lines end in LF, instead of CR or CRLF; what is changed is counted.
+    """Bytes whose lines end in LF, instead of CR or CRLF.
 
-    Byte order marks are left out: Windows programs write them, and files that were joined have
-    some inside.
+    If they are text, a ledger counts what is changed, and byte order marks are left out: Windows
+    programs write them, and files that were joined have some inside.
     """
 
-    def __init__(self, stream: Any, ledger: Ledger, left_out: list[bytes]) -> None:
+    def __init__(self, stream: Any, ledger: Ledger | None) -> None:
         self._stream = stream
         self._ledger = ledger
-        self._left_out = left_out
         self._held = b""  # the end of a block, which the next one may go on with
 
     def readable(self) -> bool:
@@ -204,12 +202,11 @@ class _PlainLines(io.RawIOBase):
             ends = (end for end in _CUT_ENDS if block and text.endswith(end))
             self._held = next(ends, b"")
             text = text.removesuffix(self._held)
-            if b"\r" in text:
-                text, number = _OTHER_LINE_END.subn(b"\n", text)
-                self._ledger.num_line_ends += number
-            for mark in self._left_out:
-                self._ledger.num_byte_order_marks += text.count(mark)
-                text = text.replace(mark, b"")
+            text, num_line_ends = _OTHER_LINE_END.subn(b"\n", text)
+            if self._ledger is not None:
+                self._ledger.num_line_ends += num_line_ends
+                self._ledger.num_byte_order_marks += text.count(_BYTE_ORDER_MARK)
+                text = text.replace(_BYTE_ORDER_MARK, b"")
         buffer[: len(text)] = text
         return len(text)
 

@@ -60,8 +60,9 @@ class BaseScores:
         return cls(corpus.folder.with_name(name), lengths_N)
 
     @cached_property
-    def _starts_N(self) -> Integers:
-        return self.lengths_N.cumsum() - self.lengths_N
+    def _of_documents(self) -> tuple[Tensor, ...]:
+        """Views of `_log_probs`, one for each document."""
+        return torch.from_numpy(self._log_probs).split(self.lengths_N.tolist())
 
     @cached_property
     def _log_probs(self) -> npt.NDArray[np.float32]:
@@ -75,21 +76,14 @@ class BaseScores:
         assert len(kept) == num_tokens, "the name hashes the text"
         return kept
 
-    def _place(self, document: int, length: int) -> slice:
-        first = int(self._starts_N[document])
-        return slice(first, first + length)
-
-    def knows(self, document: int, length: int) -> bool:
-        """Return whether the first `length` tokens of a document are known."""
-        return not np.isnan(self._log_probs[self._place(document, length)]).any()
-
     def of_document(self, document: int, length: int) -> Tensor:
-        return torch.from_numpy(self._log_probs[self._place(document, length)].copy())
+        """Return what is known of the first `length` tokens of a document; NaN: not known."""
+        return self._of_documents[document][:length]
 
     def keep(self, document: int, log_probs_T: Tensor) -> None:
         """Remember a document's first tokens; one that is not finite is minus infinity, not NaN."""
         known = log_probs_T.float().nan_to_num(nan=-torch.inf)
-        self._log_probs[self._place(document, len(known))] = known.numpy()
+        self.of_document(document, len(known)).copy_(known)
         self._grown = True
 
     def save(self) -> None:

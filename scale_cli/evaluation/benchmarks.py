@@ -53,9 +53,11 @@ def summarise_benchmarks(
         # An average over benchmarks needs independent resamples of each.
         rng = np.random.default_rng([seed, index])
         num_items = len(benchmark.items)
-        statistic = partial(_means, np.stack(list(benchmark.scores.values())))
-        value_MH = statistic(np.ones((1, num_items)))[0]
-        drawn_RMH = bootstrap(statistic, num_items, num_resamples=num_resamples, rng=rng)
+        scores_MNH = np.stack(list(benchmark.scores.values()))
+        value_MH = scores_MNH.mean(axis=1)
+        drawn_RMH = bootstrap(
+            partial(_means, scores_MNH), num_items, num_resamples=num_resamples, rng=rng
+        )
         of_metrics = {}
         for at, name in enumerate(benchmark.scores):
             of_metrics[name] = (value_MH[at], drawn_RMH[:, at], num_items)

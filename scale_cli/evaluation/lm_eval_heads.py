@@ -90,27 +90,13 @@ class HeadsLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         self._share = share
         # By context and continuation: a log-likelihood of each head and rule.
         self._known: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-        self._ids: dict[str, list[int]] = {}  # of texts that lm-eval is about to ask for
 
     def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
         """Return the head's log-likelihoods of continuations; `is_greedy` is False."""
         unseen = {request.args: request for request in requests if request.args not in self._known}
         if unseen:
-            # All at once: lm-eval encodes a context anew beside each continuation, and each text by
-            # a call of its own, which takes ten times as long.
-            texts = {text: None for pair in unseen for text in (pair[0].rstrip(), "".join(pair))}
-            prefix = self.tokenizer.decode(self.prefix_token_id)
-            usual = [text for text in texts if not text.startswith(prefix)]
-            if usual:  # a tokenizer takes no empty list
-                self._ids = dict(zip(usual, self.tokenizer(usual).input_ids, strict=True))
             super().loglikelihood(list(unseen.values()), disable_tqdm=True)
-            self._ids = {}
         return [(self._known[request.args][self.head], False) for request in requests]
-
-    def tok_encode(self, string: str, *args: Any, **options: Any) -> list[int]:
-        known = None if args or options else self._ids.get(string)
-        ids: list[int] = super().tok_encode(string, *args, **options) if known is None else known
-        return ids
 
     def _loglikelihood_tokens(self, requests: list[EncodedRequest], **_: Any) -> None:
         """Score requests by every head and rule, and keep the scores."""
@@ -311,26 +297,26 @@ def _outcome(task: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:
     `samples` are what lm-eval says of it, one by each filter that made the answers.
     """
     first = samples[0]
+    outcome: dict[str, Any] = {}
     if task.OUTPUT_TYPE == "multiple_choice":
         num_choices = len(task.doc_to_choice(first["doc"]))
         said = [answer[0] for answer in first["filtered_resps"][:num_choices]]
-        return {
-            "log_likelihoods": [finite(of_choice) for of_choice in said],  # in nats
-            "prediction": int(np.argmax(said)),
-            # No others: `exact_match` would need to know whether a choice is the likeliest text.
-            "metrics": {name: finite(first[name]) for name in ("acc", "acc_norm") if name in first},
-        }
-
-    higher_is_better = task.higher_is_better()
-    means = [
-        metric
-        for metric, aggregated in task.aggregation().items()
-        if getattr(aggregated, "__name__", "") == "mean" and higher_is_better.get(metric, True)
-    ]
-    metrics = {
+        outcome["log_likelihoods"] = [finite(of_choice) for of_choice in said]  # in nats
+        outcome["prediction"] = int(np.argmax(said))
+        # No others: `exact_match` would need to know whether a choice is the likeliest text.
+        means = ["acc", "acc_norm"]
+    else:
+        outcome["prediction"] = str(first["resps"][0][0])
+        higher_is_better = task.higher_is_better()
+        means = [
+            metric
+            for metric, aggregated in task.aggregation().items()
+            if getattr(aggregated, "__name__", "") == "mean" and higher_is_better.get(metric, True)
+        ]
+    outcome["metrics"] = {
         metric if len(samples) == 1 else f"{metric}, {sample['filter']}": finite(sample[metric])
         for sample in samples
         for metric in means
         if isinstance(sample.get(metric), int | float | np.number)
     }
-    return {"prediction": str(first["resps"][0][0]), "metrics": metrics}
+    return outcome

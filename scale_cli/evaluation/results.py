@@ -231,20 +231,16 @@ class Report(RunRecord):
     dtype: str = ""  # of the base's weights
     mixed_precision: str = ""  # of the passes: `no`, or what autocast computes products in
     device: str = ""  # that computed them, by its name
-    # The most tokens that one was predicted from; 0: documents were cut at training's windows, by an
-    # earlier version.
-    context: int = 0
+    context: int = 0  # the most tokens that one was predicted from
     date: str = ""  # of the measurement, as 2026-01-31
     note: str = ""  # on a model that others trained: which base its own file names, if another
 
     @property
     def precision(self) -> str:
-        """How it was measured, in words; empty in reports that do not say."""
+        """How it was measured, in words."""
         products = "" if self.mixed_precision == "no" else f", products in {self.mixed_precision}"
-        context = f"; documents whole, {self.context:,} tokens at most before a token"
-        return (
-            f"the base in {self.dtype}{products}, on {self.device}{context}" if self.dtype else ""
-        )
+        context = f"documents whole, {self.context:,} tokens at most before a token"
+        return f"the base in {self.dtype}{products}, on {self.device}; {context}"
 
     @property
     def rules(self) -> list[str]:
@@ -344,9 +340,7 @@ def finished_report(config: RunConfig) -> Report | None:
         return None
     report = Report.load(run.evaluation)
     changed = differences(load_config(run.evaluation / "scale.yaml"), config, EVALUATE_SECTIONS)
-    is_current = report.context > 0 and report.trained_sha256 == trained_sha256(run.final)
-    # An earlier version judged all but `route` by the trained head.
-    is_current = is_current and report.served == config.method.served
+    is_current = report.trained_sha256 == trained_sha256(run.final)
     return report if is_current and not changed else None
 
 

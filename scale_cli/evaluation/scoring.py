@@ -233,14 +233,10 @@ def score_corpus(
         kept.save()
 
     # A document that is cut stands for its bytes in proportion to its tokens.
-    num_bytes_N = np.asarray(corpus.num_bytes)[scored] * lengths_N[scored] / whole_N[scored]
-    return DocumentLosses(
-        places=scored,
-        num_tokens=lengths_N[scored].astype(np.float64),
-        num_bytes=num_bytes_N,
-        nats={name: nats_N[scored] for name, nats_N in nats.items()},
-        served={rule: served_KN[:, scored] for rule, served_KN in served.items()},
-    )
+    num_bytes_N = np.asarray(corpus.num_bytes) * lengths_N / whole_N.clip(min=1)
+    places = np.arange(len(corpus))
+    losses = DocumentLosses(places, lengths_N.astype(np.float64), num_bytes_N, nats, served)
+    return losses.among(scored)
 
 
 def observe_documents(
@@ -272,24 +268,24 @@ def _beside_kept_base(
 ) -> list[Tensor]:
     """Return what `see` would, of a model whose heads are models of their own; cosines are NaN."""
     lengths = [len(ids) - 1 for ids in documents]
-    asked = dict(zip(places, zip(documents, lengths, strict=True), strict=True))
-    mine = [place for place, (_, length) in asked.items() if not kept.knows(place, length)]
+    # Of the base; what `keep` fills in below is in them too.
+    known = [kept.of_document(*document) for document in zip(places, lengths, strict=True)]
+    mine = [index for index, known_T in enumerate(known) if known_T.isnan().any()]
     # Machines without a common disk keep different scores, and all processes run the same passes.
-    lacking = {place for of_one in gathered(mine, share) for place in of_one}
-    unknown = {place: ids for place, (ids, _) in asked.items() if place in lacking}
+    lacking = sorted({index for of_one in gathered(mine, share) for index in of_one})
     has_trained = "trained" in model.heads
     if bar is not None and has_trained:
-        bar.total += sum(len(ids) - 1 for ids in unknown.values())  # they are read twice
-    if unknown:
-        seen = see(base_alone(model), list(unknown.values()))
-        for place, seen_CT in zip(unknown, seen, strict=True):
-            kept.keep(place, seen_CT[0])
+        bar.total += sum(lengths[index] for index in lacking)  # they are read twice
+    if lacking:
+        seen = see(base_alone(model), [documents[index] for index in lacking])
+        for index, seen_CT in zip(lacking, seen, strict=True):
+            kept.keep(places[index], seen_CT[0])
 
-    heads = [[kept.of_document(place, length) for place, (_, length) in asked.items()]]
+    heads = [known]
     if has_trained:
         trained = PlainStreams(trained=model.trained)
         heads.append([seen_CT[0] for seen_CT in see(trained, documents)])
-    heads.append([torch.full((length,), torch.nan) for length in lengths])
+    heads.append([torch.full_like(known_T, torch.nan) for known_T in known])
     return [torch.stack(rows) for rows in zip(*heads, strict=True)]
 
 
@@ -335,14 +331,14 @@ def observe(
         if bar is not None:
             bar.update(share.num_processes * sum(lengths[place] for place in batch))
         return [
-            seen_CT[:, : lengths[place]].T
+            seen_CT[:, : lengths[place]]
             for place, seen_CT in zip(batch, seen_CBT.unbind(dim=1), strict=True)
         ]
 
     lengths = [len(row) - 1 for row in rows]
     batches = batches_of(lengths, passes.tokens_at_once)
-    observed = dict(map_over_processes(batches, share, observe_batch))
-    return [observed[place].T for place in range(len(rows))]
+    observed = map_over_processes(batches, share, observe_batch)
+    return [observed[place] for place in range(len(rows))]
 
 
 def routed_rows(

@@ -312,8 +312,11 @@ def extended(tokenizer: Tokenizer, new: Sequence[NewToken], first_id: int) -> To
 
 def pieces(tokenizer: Tokenizer, spelling: Spelling, first_id: int) -> list[list[int]]:
     """Return, for every new token in order, the old ids that it replaces."""
-    vocabulary, merged = _described(tokenizer)
-    known = {token: [index] for token, index in vocabulary.items() if index < first_id}
+    model = json.loads(tokenizer.to_str())["model"]
+    vocabulary = sorted(model["vocab"].items(), key=lambda item: item[1])
+    # Every product's first merge.
+    merged = {left + right: (left, right) for left, right in reversed(model["merges"])}
+    known = {token: [index] for token, index in vocabulary if index < first_id}
 
     def old_ids(token: str) -> list[int]:
         if token not in known:
@@ -330,11 +333,4 @@ def pieces(tokenizer: Tokenizer, spelling: Spelling, first_id: int) -> list[list
                 known[token] = [known[byte][0] for byte in of_bytes]
         return known[token]
 
-    return [old_ids(token) for token, index in vocabulary.items() if index >= first_id]
-
-
-def _described(tokenizer: Tokenizer) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
-    """Return a tokenizer's vocabulary, sorted by id, and every product's first merge."""
-    model = json.loads(tokenizer.to_str())["model"]
-    vocabulary = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
-    return vocabulary, {left + right: (left, right) for left, right in reversed(model["merges"])}
+    return [old_ids(token) for token, index in vocabulary if index >= first_id]

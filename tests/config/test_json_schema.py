@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from scale_cli.config.load import json_schema, load_config
+from scale_cli.config.load import json_schema_text, load_config
 from scale_cli.config.schema import RunConfig, leaves
 from scale_cli.storage.atomic import read_json
 from scripts.config_reference import files
@@ -18,7 +18,7 @@ from tests.small_runs import SMALLEST, error_of, load_text
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-VALIDATOR: Any = Draft202012Validator(json_schema())
+VALIDATOR: Any = Draft202012Validator(json.loads(json_schema_text()))
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
@@ -32,7 +32,7 @@ def test_a_config_of_ours_names_its_schema_and_is_valid_by_it_as_written_and_as_
 ) -> None:
     named = re.match(r"# yaml-language-server: \$schema=(.*)\n", path.read_text())
     assert named is not None
-    assert read_json(path.parent / named[1]) == json_schema()
+    assert read_json(path.parent / named[1]) == json.loads(json_schema_text())
     VALIDATOR.validate(json.loads(load_config(path).model_dump_json()))
 
 
