@@ -65,7 +65,7 @@ class Count:
     documents: int = 0
     num_bytes: int = 0  # UTF-8 bytes of their text; of a record without one, its bytes in its file
 
-    def take(self, later: Count) -> None:
+    def take(self, later: Self) -> None:
         self.documents += later.documents
         self.num_bytes += later.num_bytes
 
@@ -77,6 +77,11 @@ class DropCount(Count):
     places: tuple[str, ...] = ()  # the first few
     fields: tuple[str, ...] = ()  # of the first record that lacks the field to read
 
+    def take(self, later: Self) -> None:
+        super().take(later)
+        self.places = (*self.places, *later.places)[:_PLACES]
+        self.fields = self.fields or later.fields
+
 
 @dataclass
 class Ledger(RunRecord):
@@ -87,8 +92,7 @@ class Ledger(RunRecord):
     kept: Count = field(default_factory=Count)  # tokenised documents
     dropped: dict[str, DropCount] = field(default_factory=dict)  # the rest, by reason
     files: int = 0  # how many were opened; 0 for a dataset
-    damaged_files: tuple[str, ...] = ()  # the first few that could not be read to their end
-    num_damaged_files: int = 0  # how many of them in all
+    damaged: DropCount = field(default_factory=DropCount)  # those not read to their end
     num_skipped: int = 0  # documents skipped before the first was read
     num_line_ends: int = 0  # CR or CRLF, read as LF
     num_byte_order_marks: int = 0  # left out
@@ -98,35 +102,26 @@ class Ledger(RunRecord):
 
     def enter(self, record: Record) -> None:
         """Count a record; names of files and fields may be no UTF-8, which a ledger's file is."""
-        if isinstance(record, Rejected) and record.reason == Reason.DAMAGED_FILE:
-            self.num_damaged_files += 1
-            self.damaged_files = (*self.damaged_files, printable(record.place))[:_PLACES]
-            return
         one = Count(1, record.num_bytes)
-        self.read.take(one)
         if isinstance(record, Document):
+            self.read.take(one)
             self.kept.take(one)
+            return
+        fields = tuple(printable(name[:_LONGEST_FIELD]) for name in record.fields[:_FIELDS])
+        dropped = DropCount(1, record.num_bytes, (printable(record.place),), fields)
+        if record.reason == Reason.DAMAGED_FILE:
+            self.damaged.take(dropped)
         else:
-            fields = tuple(printable(name[:_LONGEST_FIELD]) for name in record.fields[:_FIELDS])
-            self._drop(
-                record.reason.value,
-                DropCount(1, record.num_bytes, (printable(record.place),), fields),
-            )
-
-    def _drop(self, reason: str, later: DropCount) -> None:
-        count = self.dropped.setdefault(reason, DropCount())
-        count.take(later)
-        count.places = (*count.places, *later.places)[:_PLACES]
-        count.fields = count.fields or later.fields
+            self.read.take(one)
+            self.dropped.setdefault(record.reason.value, DropCount()).take(dropped)
 
     def take(self, later: Ledger) -> None:
         for reason, count in later.dropped.items():
-            self._drop(reason, count)
+            self.dropped.setdefault(reason, DropCount()).take(count)
         self.read.take(later.read)
         self.kept.take(later.kept)
         self.files += later.files
-        self.damaged_files = (*self.damaged_files, *later.damaged_files)[:_PLACES]
-        self.num_damaged_files += later.num_damaged_files
+        self.damaged.take(later.damaged)
         self.num_skipped += later.num_skipped
         self.num_line_ends += later.num_line_ends
         self.num_byte_order_marks += later.num_byte_order_marks
@@ -138,15 +133,14 @@ class Ledger(RunRecord):
         """The dropped share of the records or the damaged share of the files, whichever is larger."""
         dropped = sum(count.documents for count in self.dropped.values())
         return max(
-            dropped / max(self.read.documents, 1), self.num_damaged_files / max(self.files, 1)
+            dropped / max(self.read.documents, 1), self.damaged.documents / max(self.files, 1)
         )
 
     def described_losses(self) -> str:
         """Return one line that says what was dropped and where; "" if nothing was."""
         losses = dict(self.dropped)
-        if self.num_damaged_files:
-            damaged = DropCount(self.num_damaged_files, places=self.damaged_files)
-            losses[Reason.DAMAGED_FILE.value] = damaged
+        if self.damaged.documents:
+            losses[Reason.DAMAGED_FILE.value] = self.damaged
         lines = []
         for reason, count in sorted(losses.items(), key=lambda loss: -loss[1].documents):
             line = f"{count.documents:,} {reason}: {', '.join(count.places)}"

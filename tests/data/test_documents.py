@@ -231,7 +231,7 @@ def test_a_file_that_is_cut_within_what_is_skipped_is_damaged_all_the_same(tmp_p
     for skipped in (1, 2, 3):
         reader = CorpusReader(source_of(tmp_path / "*", skip_documents=skipped), 1000)
         reasons = [record.reason for record in reader if isinstance(record, Rejected)]
-        assert reasons == [Reason.DAMAGED_FILE] and len(reader.ledger.damaged_files) == 1
+        assert reasons == [Reason.DAMAGED_FILE] and len(reader.ledger.damaged.places) == 1
         assert reader.ledger.num_skipped == skipped
 
 

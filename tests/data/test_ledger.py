@@ -69,7 +69,7 @@ def test_what_is_read_is_kept_or_dropped_for_a_reason(records: list[Any]) -> Non
         == sum(count.num_bytes for count in counts)
         == sum(r.num_bytes for r in records)
     )
-    assert ledger.read.documents + ledger.num_damaged_files == len(records)
+    assert ledger.read.documents + ledger.damaged.documents == len(records)
     assert all(len(count.places) == min(count.documents, 3) for count in ledger.dropped.values())
     written = json.dumps(ledger.to_json(), ensure_ascii=False).encode()
     assert Ledger.from_json(json.loads(written)) == ledger
