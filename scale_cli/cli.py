@@ -342,7 +342,11 @@ def export(
     ] = True,
     _form: Form = None,
 ) -> None:
-    """Write the trained model as a folder that other tools load."""
+    """Write the trained model as a folder that other tools load.
+
+    Formats, by export.format: plain (no custom code), transformers (an expansion with its router),
+    adapter (only what was trained; for LoRA PEFT's folder).
+    """
     asked = [] if dtype is None else [f"export.dtype={dtype}"]
     checked = load(config, [*(overrides or ()), *asked], "export")
     from scale_cli.commands.export import export_all

@@ -29,7 +29,7 @@ from scale_cli.runs.folder import RunFolder
 from scale_cli.starter.fitting import LEAST_STEP_TOKENS, MIN_STEPS, MOST_READINGS, fit_sizes
 from scale_cli.starter.offer import NewTokens, offer_tokens, own_tokens
 from scale_cli.starter.parts import Parted, chat_of, measured_on_alone, part
-from scale_cli.starter.texts import Text, look_into
+from scale_cli.starter.texts import Text, look_into, warnings_of
 from scale_cli.storage.atomic import write_text
 from scale_cli.terminal import log, print_json
 from scale_cli.upscale.base import load_base_config
@@ -117,6 +117,10 @@ def init(
     told = {"corpus": draft.found["corpus"].words, "retention": draft.found["kept"].words}
     told |= {"tokens": new.words, "method": method.variant, "why": draft.found["why"]}
     print_json({"file": file, **told, "sizes": sizes, "estimate": draft.takes})
+    warnings = [*warnings_of(text), *warnings_of(retention)]
+    warnings += [*draft.found["corpus"].warnings(), *draft.found["kept"].warnings()]
+    if method.definition.widens:
+        warnings += far_from_asked(base_config, method.expansion)
     is_too_long = sizes.max_steps == MIN_STEPS and draft.takes.total_s > 60 * minutes
     said = report.render(
         "init.txt.j2",
@@ -127,7 +131,7 @@ def init(
         texts=[path.name for path in files],
         too_long=f"{minutes:g}" if is_too_long else "",
         min_steps=MIN_STEPS,
-        warnings=far_from_asked(base_config, method.expansion) if method.definition.widens else [],
+        warnings=warnings,
     )
     for line in said.splitlines():
         log(line)

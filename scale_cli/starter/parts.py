@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil
@@ -21,6 +21,7 @@ _DOCUMENTS = 32
 _LEAST_BYTES = 1 << 14
 _MOST_BYTES = 1 << 15
 _FEWEST = 4  # with fewer, intervals mean nothing
+_FEW = 8  # with fewer, a warning says so
 _PIECE = 2_000  # characters of a document that is cut
 _LARGEST_PIECE = 500_000
 _TURNS = 8  # of chat that is measured
@@ -36,6 +37,15 @@ class Parted:
     words: str  # how it was split
     held_out_documents: Sequence[str]
     files: dict[Path, str] = field(default_factory=dict)  # to write
+
+    def warnings(self) -> Iterator[str]:
+        """Yield that too little is held out to tell much."""
+        number = len(self.held_out_documents)
+        if number < _FEW:
+            yield (
+                f"{self.held_out['name']}: only {counted(number, 'document')} held out, too few to tell a small "
+                "change from chance; for more, raise max_documents there, and skip_documents of the text that trains"
+            )
 
 
 def part(text: Text, held_name: str, file: Path, num_tokens: int, *, most: float) -> Parted:

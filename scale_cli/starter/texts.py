@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
 from scale_cli.config.load import checked
 from scale_cli.config.sources import CorpusSource, ReadingConfig
+from scale_cli.config.vocabulary import SCRIPTS, Script
 from scale_cli.data.encoding import Document, Encoder
 from scale_cli.data.ledger import check_bad_fraction, check_unknown_fraction
+from scale_cli.model.script_prior import PriorByScript
 from scale_cli.planning.beginnings import Beginning
+from scale_cli.report import percent
 
 BYTES_READ = 1 << 22
 FEW_DOCUMENTS = 10  # of fewer, the end of each is held out; of more, one of ten
@@ -20,6 +24,7 @@ _SAMPLED_DOCUMENTS = 64
 _COUNTED_OF_EACH = 500  # characters of such a document, whose tokens are counted
 _FEWEST_LINES = 100
 _UNEVEN = 1.5  # times the median: so long are some lines of a text whose lines are documents
+_MOSTLY = 0.5  # of a text's letters
 _PLAINLY_LOST = 0.1  # of a text's bytes: a sample does not show less
 
 
@@ -87,3 +92,25 @@ def _read(source: dict[str, Any], encoder: Encoder, flag: str) -> Text:
         sample="\n".join(sampled)[:_SAMPLED],
         tokens_per_byte=len(encoded.ids) / max(num_bytes, 1),
     )
+
+
+def warnings_of(text: Text) -> Iterator[str]:
+    """Yield what is odd about a text: letters that its language is not written in."""
+    language = text.source["language"]
+    if own := Script.of_languages([language]).ranges:
+        share = _share_of(own, text.sample)
+        if share is not None and share < _MOSTLY:
+            yield f"{text.flag}: its language is {language}, but {percent(1 - share, 0)} of its letters are others"
+        return
+    for name, (_, languages) in SCRIPTS.items():
+        share = _share_of(Script.named(name).ranges, text.sample)
+        if share is not None and share > _MOSTLY:
+            yield (
+                f"{text.flag}: its language is {language}, but {percent(share, 0)} of its letters are {name}, as in "
+                f"{', '.join(languages.split())}"
+            )
+
+
+def _share_of(ranges: Sequence[Sequence[int]], text: str) -> float | None:
+    """Return the share of letters in these ranges; None if there are no letters."""
+    return PriorByScript(otherwise=0.5, ranges=ranges).share(text)

@@ -74,6 +74,18 @@ def test_a_size_far_above_what_is_asked_for_is_a_warning(
     assert "warning: method.expansion.ratio: 0.25 asks for 0.25 more key/value heads" in done.stdout
 
 
+def test_few_held_out_documents_and_a_language_of_other_letters_are_warnings(
+    flags: dict[str, Path | str], scale: Scale, tmp_path: Path
+) -> None:
+    (tmp_path / "one.txt").write_text("One story that is known.", "utf-8")
+    asked = {**flags, "--retention": tmp_path / "one.txt", "--language": "de", "--method": "lora"}
+    done = scale("init", tmp_path / "mine.yaml", *flat(asked))
+    assert (done.exit_code, done.stderr) == (0, "")
+    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+    assert any("retention: only 1 document held out, too few" in line for line in warnings)
+    assert any("--corpus: its language is de, but" in line for line in warnings)
+
+
 def test_what_is_written_offers_new_tokens_and_replay_and_is_never_written_over(
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -334,6 +334,18 @@ def test_the_bound_is_that_of_the_routers_prior() -> None:
     assert "at most 0.105 nats (" in page(report(), run_of(router={"prior": 0.9}), "md")
 
 
+def test_a_report_says_where_prompts_start_unless_it_measured_that() -> None:
+    """The figures weigh both heads evenly at the start, what is served asks the prompt's letters."""
+    said = "starts with a weight\nof 0.02 (`method.router.script_prior`)"
+    assert said in page(report(), ROUTE, "md")
+    even, alone = (
+        run_of(router={"script_prior": None}),
+        dataclasses.replace(report(), served="trained"),
+    )
+    for made, config in ((report(), even), (alone, ROUTE)):
+        assert "script_prior" not in page(made, config, "md")
+
+
 def of_new_tokens() -> CorpusResult:
     source = EvaluationSource(name="petitions", path="x.txt", language="ko", role="acquisition")
     scored = losses(0, 2.0)
