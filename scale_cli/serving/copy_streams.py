@@ -10,6 +10,7 @@ Shapes: T tokens of a step, D channels, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,8 +20,8 @@ from vllm.compilation.backends import set_model_tag
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.transformers_utils.config import get_config
 
-from .head_parts import HeadPart, HeadProducts, Weights, is_readable, tiles_of
-from .stream_heads import Products, second
+from .head_parts import HeadProducts, Weights, is_readable, of_streams, products_with
+from .stream_heads import second
 
 _BASE = "base."
 
@@ -73,28 +74,12 @@ class CopyStreams:
     def head_products(self) -> HeadProducts:
         """Return products of x with the base's head, and of y with the trained model's."""
         heads = [self._model.base.lm_head, self._model.lm_head]
-        if not all(map(is_readable, heads)):
+        if all(map(is_readable, heads)):
+            return products_with([head.weight.data for head in heads], self.sizes, second)
 
-            def of_both(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
-                streams = rows_TD.chunk(2, dim=-1)
-                of_x_TV, of_y_TV = (
-                    head.quant_method.apply(head, stream_TD.contiguous())
-                    for head, stream_TD in zip(heads, streams, strict=True)
-                )
-                return of_x_TV, of_y_TV
+        def multiplied(stream_TD: Tensor, head: Any) -> Tensor:
+            product_TV: Tensor = head.quant_method.apply(head, stream_TD.contiguous())
+            return product_TV
 
-            return HeadProducts(nn.ModuleList(), [of_both], None, second)
-        weights = [head.weight.data for head in heads]
-        parts = [
-            nn.ModuleList(map(HeadPart, tiles))
-            for tiles in zip(*map(tiles_of, weights), strict=True)
-        ]
-        return HeadProducts(nn.ModuleList(parts), [_products(*of) for of in parts], weights, second)
-
-
-def _products(of_x: nn.Module, of_y: nn.Module) -> Products:
-    def products(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
-        x_TD, y_TD = rows_TD.chunk(2, dim=-1)
-        return of_x(x_TD), of_y(y_TD)
-
-    return products
+        of_each = [partial(multiplied, head=head) for head in heads]
+        return HeadProducts(nn.ModuleList(), [of_streams(of_each, self.sizes)], None, second)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -23,6 +23,28 @@ class HeadProducts(NamedTuple):
     tiles: Sequence[Products]
     weights: Sequence[Tensor] | None
     trained_of: TrainedOf
+
+
+def products_with(
+    weights: Sequence[Tensor], sizes: Sequence[int], trained_of: TrainedOf
+) -> HeadProducts:
+    """Return products of each stream with a matrix of its own; a row holds `sizes` channels of each."""
+    parts = [
+        nn.ModuleList(map(HeadPart, tiles)) for tiles in zip(*map(tiles_of, weights), strict=True)
+    ]
+    tiles = [of_streams(of, sizes) for of in parts]
+    return HeadProducts(nn.ModuleList(parts), tiles, weights, trained_of)
+
+
+def of_streams(products: Iterable[Callable[[Tensor], Tensor]], sizes: Sequence[int]) -> Products:
+    """Return both streams' products, each by a function of its own."""
+    of_x, of_y = products
+
+    def of_both(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
+        x_TD, y_TD = rows_TD.split(list(sizes), dim=-1)
+        return of_x(x_TD), of_y(y_TD)
+
+    return of_both
 
 
 def is_readable(lm_head: Any) -> bool:

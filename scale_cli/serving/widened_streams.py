@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .head_parts import HeadPart, HeadProducts, Weights, is_readable, tiles_of
-from .stream_heads import Products, added
+from .head_parts import HeadProducts, Weights, is_readable, of_streams, products_with
+from .stream_heads import added
 
 
 class WidenedStreams:
@@ -40,30 +40,15 @@ class WidenedStreams:
         head.
         """
         head = self._lm_head
+        if is_readable(head):
+            return products_with(head.weight.data.split(self.sizes, dim=-1), self.sizes, added)
+
+        def padded(stream_TD: Tensor, margins: tuple[int, int]) -> Tensor:
+            product_TV: Tensor = head.quant_method.apply(
+                head, nn.functional.pad(stream_TD, margins)
+            )
+            return product_TV
+
         num_base, num_added = self.sizes
-        if not is_readable(head):
-
-            def padded(stream_TD: Tensor, margins: tuple[int, int]) -> Tensor:
-                return head.quant_method.apply(head, nn.functional.pad(stream_TD, margins))
-
-            of_x = partial(padded, margins=(0, num_added))
-            of_u = partial(padded, margins=(num_base, 0))
-            return HeadProducts(nn.ModuleList(), [self._products(of_x, of_u)], None, added)
-        weight = head.weight.data
-        parts = [
-            nn.ModuleList([HeadPart(tile[:, :num_base]), HeadPart(tile[:, num_base:])])
-            for tile in tiles_of(weight)
-        ]
-        weights = weight.split(self.sizes, dim=-1)
-        return HeadProducts(
-            nn.ModuleList(parts), [self._products(*of) for of in parts], weights, added
-        )
-
-    def _products(
-        self, of_x: Callable[[Tensor], Tensor], of_u: Callable[[Tensor], Tensor]
-    ) -> Products:
-        def products(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
-            x_TD, u_TD = rows_TD.split(self.sizes, dim=-1)
-            return of_x(x_TD), of_u(u_TD)
-
-        return products
+        of_each = [partial(padded, margins=of) for of in ((0, num_added), (num_base, 0))]
+        return HeadProducts(nn.ModuleList(), [of_streams(of_each, self.sizes)], None, added)
