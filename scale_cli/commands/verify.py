@@ -1,8 +1,7 @@
 """The verb `scale verify`: check offline that a folder is as scale wrote it.
 
-The contents of the folder decide which of `_CHECKS` are done. A check that needs a base or a
-trained model that is not at hand is not made; that is no pass, so the verb ends with exit code 3
-then too.
+The contents of the folder decide which checks are made. A check that needs a base or a trained
+model that is not at hand is not made; that is no pass, so the verb ends with exit code 3 then too.
 """
 
 from __future__ import annotations
@@ -92,11 +91,20 @@ def check_folders(path: Path) -> Iterator[FolderCheck]:
     yield from map(_check, folders)
 
 
+def _checks_of(folder: Path) -> Iterator[tuple[str, Callable[[Path], object]]]:
+    """Yield the name of each check that a folder needs, and what makes it."""
+    yield "hashes", _check_files
+    if BaseRecord.is_in(folder):
+        yield "base", _check_base
+    elif (given := given_model(folder, None)) is not None:  # an export that names its base
+        yield "base", lambda _: load_given(given)  # compares both with the record
+    if ExportRecord.is_in(folder):
+        yield "parity", _check_export
+
+
 def _check(folder: Path) -> FolderCheck:
     check = FolderCheck(folder)
-    for name, concerns, prove in _CHECKS:
-        if not concerns(folder):
-            continue
+    for name, prove in _checks_of(folder):
         try:
             prove(folder)
             check.held.append(name)
@@ -126,13 +134,6 @@ def _check_given(given: GivenModel) -> FolderCheck:
     return check
 
 
-def _check_beside_base(folder: Path) -> None:
-    """Compare the base that an export names with its hash, and the export with the base."""
-    given = given_model(folder, None)
-    assert given is not None, "asked only if it names one"
-    load_given(given)
-
-
 def _check_files(folder: Path) -> None:
     """Compare each file's size and SHA-256 with the manifest.
 
@@ -158,16 +159,3 @@ def _check_export(folder: Path) -> None:
         raise BaseModelError("the trained model (final/) is not beside this export")
     config = load_config(folder / "scale.yaml")
     check_written_export(config.model_copy(update={"output_dir": run.root}), folder)
-
-
-# Of each check: its name, whether a folder needs it, and how it is done.
-_CHECKS: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], None]], ...] = (
-    ("hashes", Path.is_dir, _check_files),
-    ("base", BaseRecord.is_in, _check_base),
-    (
-        "base",
-        lambda folder: not BaseRecord.is_in(folder) and given_model(folder, None) is not None,
-        _check_beside_base,
-    ),
-    ("parity", ExportRecord.is_in, _check_export),
-)
