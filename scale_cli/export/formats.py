@@ -36,14 +36,8 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import move_to_device
 from scale_cli.report import percent
 from scale_cli.runs.folder import RunFolder
-from scale_cli.runs.method_folder import (
-    describe_method,
-    load_recorded_base,
-    put_on_base,
-    write_peft,
-    write_trained,
-)
-from scale_cli.runs.opened import MethodFolder
+from scale_cli.runs.method_folder import describe_method, write_peft, write_trained
+from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.upscale.base import dtype_of_files, load_written
 from scale_cli.upscale.base_tokenizer import tokenizer_place
 from scale_cli.upscale.building import MethodModel
@@ -239,9 +233,8 @@ class Adapter(Format):
         name_ends(folder, trained.tokenizer)
 
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, str]]:
-        base = load_recorded_base(folder, self.config.model)
         head = self.config.method.served if self.method.widens else "trained"
-        yield put_on_base(folder, base), head
+        yield MethodFolder(folder, Run(self.config)).load(), head
 
 
 FORMATS: dict[str, type[Format]] = {one.name: one for one in (Plain, Transformers, Adapter)}

@@ -24,7 +24,6 @@ from scale_cli.evaluation.scoring import (
 from scale_cli.export.records import Losses
 from scale_cli.model.heads import PlainStreams
 from scale_cli.processes import move_to_device
-from scale_cli.runs.method_folder import load_recorded_base
 from scale_cli.runs.opened import MethodFolder
 from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.building import MethodModel
@@ -92,7 +91,7 @@ class Learned:
             others = open_sources(config, sources, final.run.base_tokenizer)
             same = map(same_beginnings, lengths, corpora, others)
             of_base = HeldOutText(config, others, list(same), passes)
-        base = move_to_device(load_recorded_base(final.path, config.model)).eval()
+        base = move_to_device(final.load_base()).eval()
         return cls(
             text=text,
             base=of_base.nats(PlainStreams(base), final.record)["base"],
