@@ -65,8 +65,10 @@ AnsweringHead = Annotated[
     Literal["base", "trained", "routed"] | None,
     Option("--head", help="What answers. By default, base and trained model, mixed by the router."),
 ]
-
-
+LearnedLanguage = Annotated[
+    str | None, Option(metavar="CODE", help="Language of that text: ko, de, ...")
+]
+RetentionLanguage = Annotated[str, Option(metavar="CODE", help="Language of that text.")]
 Base = Annotated[
     str | None,
     Option(
@@ -75,7 +77,6 @@ Base = Annotated[
         "fine-tuned from it, in a folder or on the hub.",
     ),
 ]
-
 
 _FORMS = "Print only figures, one JSON object per line; or only warnings and errors."
 Form = Annotated[
@@ -146,16 +147,12 @@ def init(
             help="Text to learn: files (a pattern in quotes), or OWNER/DATASET[:SUBSET[:SPLIT]].",
         ),
     ] = None,
-    language: Annotated[
-        str | None, Option(metavar="CODE", help="Language of that text: ko, de, ...")
-    ] = None,
+    language: LearnedLanguage = None,
     retention: Annotated[
         str | None,
         Option(metavar="TEXT", help="Text that the base already knows, given like --corpus."),
     ] = None,
-    retention_language: Annotated[
-        str, Option(metavar="CODE", help="Language of that text.")
-    ] = "en",
+    retention_language: RetentionLanguage = "en",
     text_field: Annotated[
         str, Option(metavar="NAME", help="Column or key that holds the text of --corpus.")
     ] = "text",
@@ -273,15 +270,11 @@ def evaluate(
         str | None,
         Option(metavar="TEXT", help="With no config: held-out text of what was learned."),
     ] = None,
-    language: Annotated[
-        str | None, Option(metavar="CODE", help="Language of that text: ko, de, ...")
-    ] = None,
+    language: LearnedLanguage = None,
     retention: Annotated[
         str | None, Option(metavar="TEXT", help="With no config: text that the base knows.")
     ] = None,
-    retention_language: Annotated[
-        str, Option(metavar="CODE", help="Language of that text.")
-    ] = "en",
+    retention_language: RetentionLanguage = "en",
     output: Annotated[
         Path | None,
         Option(metavar="DIR", help="With no config: where to write; by default runs/NAME."),
@@ -317,7 +310,7 @@ def evaluate(
 
     if not checked.method.definition.trains:
         train(checked, None, log)  # which copies what is measured
-    report = evaluate(checked, log, checkpoint, trust_tasks=trust_tasks)
+    report = evaluate(checked, checkpoint, trust_tasks=trust_tasks)
     print_json(report.to_json())
     check_forgetting(report, fail_above)
 
@@ -473,7 +466,7 @@ def serve(
     import_libraries()
     from scale_cli.commands.serve import serve
 
-    serve(folder, engine, options or [], log, head, base)
+    serve(folder, engine, options or [], head, base)
 
 
 @app.command()
@@ -510,7 +503,7 @@ def run_all(
     from scale_cli.commands.evaluate import check_forgetting, check_learned
     from scale_cli.commands.run import run_pipeline
 
-    report = run_pipeline(checked, log, accept or (), trust_tasks=trust_tasks)
+    report = run_pipeline(checked, accept or (), trust_tasks=trust_tasks)
     if report is not None:  # may be None on processes other than the main one
         print_json(report.to_json())
         check_learned(report)

@@ -131,7 +131,7 @@ def main() -> None:
         make_base(config, texts)
     # Again: a run's paths are absolute, and only what is there is known to be a path.
     config = load_config(CONFIG, keys)
-    run_pipeline(config, print)
+    run_pipeline(config)
     print("== unseen people: how the base, the trained head alone and the routed model go on")
     show_answers(config, texts)
     print(f"{time.monotonic() - started_s:,.0f} s in all")

@@ -50,7 +50,7 @@ def test_every_library_is_in_the_extra_that_its_line_names_and_in_all() -> None:
             (
                 module,
                 "eval",
-                lambda config: run_pipeline(config, print),
+                run_pipeline,
                 {"evaluation": {"benchmarks": ["copa"]}},
             )
             for module in ("lm_eval", "scipy")

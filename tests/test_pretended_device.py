@@ -228,7 +228,7 @@ def test_every_verb_of_a_run_computes_on_the_device(
     keys = (f"method={{variant: {variant}}}", f"export.format={formats}")
     config = shortened(config, tmp_path / "run", *keys)
     verbs: list[Callable[[], Any]] = [
-        lambda: run_pipeline(config, print),
+        lambda: run_pipeline(config),
         lambda: generated(config.output_dir),
         lambda: generated(RunFolder(config.output_dir).export("plain")),
         lambda: verify(config.output_dir),
@@ -238,16 +238,15 @@ def test_every_verb_of_a_run_computes_on_the_device(
 
 
 def test_a_precision_that_a_device_has_decided_is_kept_where_there_is_none(
-    config: RunConfig, tmp_path: Path
+    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = shortened(config, tmp_path / "run", "export.format=[plain, adapter]")
     assert (config.model.dtype, config.train.mixed_precision) == ("auto", "auto")
-    said: list[str] = []
     with pretended_device() as device, accelerate_on(device):
         upscale(config)
     with accelerate_on(CPU):
-        report = run_pipeline(config, said.append)
-    assert "1 x cpu, bf16 autocast, base in bfloat16" in "\n".join(said)
+        report = run_pipeline(config)
+    assert "1 x cpu, bf16 autocast, base in bfloat16" in capsys.readouterr().out
     assert report and (report.dtype, report.mixed_precision) == ("bfloat16", "bf16")
     run = RunFolder(config.output_dir)
     for folder in (run.upscaled, run.final, run.evaluation, run.export("adapter")):

@@ -91,7 +91,7 @@ def test_two_processes_run_all_verbs_as_one_does(
     (tmp_path / "one.txt").write_text("\n\n".join([KOREAN[:90], KOREAN[90:]] * 3))
     runs = Runs(tmp_path)
     monkeypatch.setattr(optimiser, "dtype_of_products", lambda _: EXACT)
-    run_pipeline(load_config(runs.config("one"), list(overrides)), lambda _: None)
+    run_pipeline(load_config(runs.config("one"), list(overrides)))
     group = start_group(
         "run", str(runs.config("two")), *overrides, num_processes=2, hook=multiply_exactly
     )

@@ -47,7 +47,7 @@ from scale_cli.report import Table
 from scale_cli.runs.folder import trained_sha256
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import new_folder, write_text
-from scale_cli.terminal import Log, log
+from scale_cli.terminal import log
 from scale_cli.training.history import cost_table, history_of
 from scale_cli.training.metrics_log import read_records
 from scale_cli.training.records import Cost, TrainState
@@ -56,11 +56,7 @@ from scale_cli.values import counted
 
 
 def evaluate(
-    config: RunConfig,
-    log: Log = log,
-    checkpoint: Path | None = None,
-    *,
-    trust_tasks: bool = False,
+    config: RunConfig, checkpoint: Path | None = None, *, trust_tasks: bool = False
 ) -> Report:
     """Score base and trained model on every held-out corpus, and write `evaluation/`.
 
@@ -98,7 +94,7 @@ def evaluate(
     log(f"evaluating on {counted(num_tokens, 'token')} of text{and_items}")
 
     with tokens_bar(num_tokens, "evaluating" if is_main() else None) as bar:
-        results = _measure_texts(final, model, *texts, passes=passes, bar=bar, log=log)
+        results = _measure_texts(final, model, *texts, passes=passes, bar=bar)
     items: list[BenchmarkItems] = []
     skipped: list[SkippedBenchmark] = []
     if benchmarks is not None:
@@ -134,7 +130,7 @@ def evaluate(
 
     on_main(write)
     if is_main():
-        log_report(report, folder, log)
+        log_report(report, folder)
     return report
 
 
@@ -146,7 +142,6 @@ def _measure_texts(
     *,
     passes: Passes,
     bar: Any,
-    log: Log,
 ) -> list[CorpusResult]:
     """Return every head's figures on every held-out corpus."""
     config = final.run.config
@@ -179,7 +174,7 @@ def _measure_texts(
     return results
 
 
-def log_report(report: Report, folder: Path, log: Log) -> None:
+def log_report(report: Report, folder: Path) -> None:
     for line in terminal_lines(report):
         log(line)
     log(f"report: {folder / 'report.html'}")

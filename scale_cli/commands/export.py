@@ -25,11 +25,12 @@ from scale_cli.export.learned import Learned
 from scale_cli.export.plain_folder import name_base
 from scale_cli.export.records import ExportRecord, Parity
 from scale_cli.export.sizes import served_size
+from scale_cli.planning.beginnings import DOCUMENTS_COMPARED, LONGEST_COMPARED
 from scale_cli.processes import device
-from scale_cli.runs.folder import RunFolder, trained_sha256
+from scale_cli.runs.folder import RunFolder, folder_bytes, trained_sha256
 from scale_cli.runs.opened import MethodFolder, Run, open_folder
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_text
-from scale_cli.terminal import Log, log
+from scale_cli.terminal import log
 from scale_cli.upscale.base_files import BaseRecord, looks_local
 from scale_cli.upscale.building import MethodModel
 from scale_cli.upscale.preservation import sample_ids
@@ -46,7 +47,6 @@ _REPLACED = [
     "base.json",
     *_STAYS_HERE,
 ]
-_DOCUMENTS_PER_CORPUS = 4
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,15 @@ def export_all(config: RunConfig, repository: str | None, *, dry_run: bool) -> l
     return exports
 
 
-def export_each(formats: Sequence[Format], log: Log = log) -> list[Exported]:
+def export_each(formats: Sequence[Format]) -> list[Exported]:
     """Load a run's trained model once, and write it in each format; one that fails leaves nothing."""
     if not formats:
         return []
     config = formats[0].config
     final = Run(config).open_final()
     model = final.load_to_export()
-    texts = _texts(final, model)
-    return [_export(export_format, final, model, *texts, log) for export_format in formats]
+    texts = _prompts(config, final.tokenizer), Learned.of(final, model)
+    return [_export(export_format, final, model, *texts) for export_format in formats]
 
 
 def _export(
@@ -85,7 +85,6 @@ def _export(
     model: MethodModel,
     prompts: list[Tensor],
     learned: Learned | None,
-    log: Log,
 ) -> Exported:
     config = made.config
     report = finished_report(config)
@@ -117,7 +116,6 @@ def _export(
             size=size,
         )
         record.save(partial)
-    num_bytes = sum(file.stat().st_size for file in made.folder.iterdir() if file.is_file())
     log(f"format         {made.name}: {made.description}")
     if parity.routed is not None:
         ways = "with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in"
@@ -129,7 +127,8 @@ def _export(
     log(f"parity         good: {parity}")
     if parity.routed is not None:
         log(f"parity, routed good: {parity.routed}")
-    log(f"written        {made.folder} ({num_bytes / 1e6:,.1f} MB), its model card is README.md")
+    size_mb = folder_bytes(made.folder) / 1e6
+    log(f"written        {made.folder} ({size_mb:,.1f} MB), its model card is README.md")
     return Exported(made.folder, parity)
 
 
@@ -144,29 +143,23 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
     final = open_folder(run.folder.final, run)
     model = final.load_to_export()
     try:
-        texts = _texts(final, model)
+        texts = _prompts(config, final.tokenizer), Learned.of(final, model)
     except CorpusError:  # an export can be checked where the held-out text is not at hand
         texts = sample_ids(final.tokenizer), None
     (export_format,) = formats_of(config)
     export_format.prove(folder, model, *texts)
 
 
-def _texts(final: MethodFolder, model: MethodModel) -> tuple[list[Tensor], Learned | None]:
-    """Return what an export is compared on: prompts, and what the run learned of held-out text."""
-    return _prompts(final.run.config, final.tokenizer), Learned.of(final, model)
-
-
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
     """Return (1, T) ids: beginnings of held-out documents, or sample texts if there are none."""
-    length = min(config.corpus.sequence_length, 512)
+    length = min(config.corpus.sequence_length, LONGEST_COMPARED)
     documents = [
         corpus.after_boundary(index)[:length].astype("int64")
         for corpus in open_sources(config, config.evaluation.perplexity, tokenizer)
-        for index in range(min(_DOCUMENTS_PER_CORPUS, len(corpus)))
+        for index in range(min(DOCUMENTS_COMPARED, len(corpus)))
     ]
-    if documents:
-        return [torch.from_numpy(ids).unsqueeze(0).to(device()) for ids in documents]
-    return sample_ids(tokenizer)
+    prompts = [torch.from_numpy(ids).unsqueeze(0).to(device()) for ids in documents]
+    return prompts or sample_ids(tokenizer)
 
 
 def export_is_finished(export_format: Format) -> bool:

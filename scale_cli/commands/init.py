@@ -82,7 +82,7 @@ def init(
             require("peft", kind.words)
     new = own_tokens(text)
     if method.definition.takes_new_tokens:
-        is_unknown = kind is not None and kind.is_unknown
+        is_unknown = kind is not None and method.definition.widens  # so it was chosen
         new = offer_tokens(text, tokenizer, base_config.vocab_size, is_unknown=is_unknown)
     num_tokens = int(text.num_bytes * (new.tokens_per_byte or text.tokens_per_byte))
     if num_tokens < LEAST_STEP_TOKENS:

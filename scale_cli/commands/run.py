@@ -23,13 +23,13 @@ from scale_cli.report import quantity
 from scale_cli.runs.folder import folder_bytes
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import claimed
-from scale_cli.terminal import Log
+from scale_cli.terminal import log
 from scale_cli.training.checkpoint import check_init_from, check_to_go_on
 from scale_cli.training.tracking import check_trackers
 
 
 def run_pipeline(
-    config: RunConfig, log: Log, accepted: Collection[str] = (), *, trust_tasks: bool = False
+    config: RunConfig, accepted: Collection[str] = (), *, trust_tasks: bool = False
 ) -> Report | None:
     """Upscale, train or resume, evaluate and export; return the report, on the main process."""
     hand_back_large_tensors()  # those of the first verb too, whose gaps training would not fit
@@ -38,17 +38,17 @@ def run_pipeline(
     on_main(lambda: _check(run, accepted, trust_tasks=trust_tasks))
     with ExitStack() as held:
         on_main(lambda: held.enter_context(claimed(run.folder.root)))
-        on_main(lambda: _upscale(run, log))
+        on_main(lambda: _upscale(run))
         log("== train")
         train(config, "auto", log, accepted)
         log("== evaluate")
         report = on_main(lambda: _report_of_same_text(run))
         if main_decides(lambda: report is None):
-            report = evaluate(config, log, trust_tasks=trust_tasks)
+            report = evaluate(config, trust_tasks=trust_tasks)
         elif report is not None:
             log(f"done already   {run.folder.evaluation}")
-            log_report(report, run.folder.evaluation, log)
-        on_main(lambda: _export(run, log))
+            log_report(report, run.folder.evaluation)
+        on_main(lambda: _export(run))
     return report
 
 
@@ -76,7 +76,7 @@ def _sources(run: Run) -> Sequence[TextSource]:
     return every_source(run.config)
 
 
-def _upscale(run: Run, log: Log) -> None:
+def _upscale(run: Run) -> None:
     log("== upscale")
     if not run.config.method.definition.trains:
         log(nothing_to_prepare(run.config))
@@ -85,7 +85,7 @@ def _upscale(run: Run, log: Log) -> None:
     if upscale_is_finished(run):
         log(f"done already   {run.folder.upscaled}")
     else:
-        upscale(run.config, log)
+        upscale(run.config)
 
 
 def _report_of_same_text(run: Run) -> Report | None:
@@ -97,7 +97,7 @@ def _report_of_same_text(run: Run) -> Report | None:
     return report
 
 
-def _export(run: Run, log: Log) -> None:
+def _export(run: Run) -> None:
     """Write the exports that are missing, and log what can be done with a finished run."""
     config = run.config
     log("== export")
@@ -108,7 +108,7 @@ def _export(run: Run, log: Log) -> None:
             log(f"done already   {one.folder}")
         else:
             missing.append(one)
-    export_each(missing, log)
+    export_each(missing)
     for one in formats:
         if (size := ExportRecord.load(one.folder).size) is not None:
             log(f"served         {one.name}: {size}")

@@ -24,7 +24,7 @@ from scale_cli.methods.given import ADAPTER_CONFIG
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.serving import FAMILIES
 from scale_cli.storage.atomic import read_json
-from scale_cli.terminal import Log
+from scale_cli.terminal import log
 from scale_cli.upscale.base_files import BaseRecord
 
 Engine = Literal["vllm", "transformers"]
@@ -46,7 +46,6 @@ def serve(
     path: Path,
     engine: Engine | None,
     options: Sequence[str],
-    log: Log,
     head: Head | None = None,
     base: str | None = None,
 ) -> None:
@@ -71,7 +70,7 @@ def serve(
                 routed.append("--enforce-eager")
             prior = PriorByScript.of_export(config[KEY])
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # that tells no prompt to a plug-in
-        _announce(folder, "vllm", address, log, head=head, config=config, prior=prior)
+        _announce(folder, "vllm", address, head=head, config=config, prior=prior)
         command = [*_VLLM, str(folder), *routed, *options]
         os.execve(command[0], command, environment)
 
@@ -85,7 +84,6 @@ def serve(
         folder,
         "transformers",
         address,
-        log,
         head=head,
         config=config,
         prior=generator.prior,
@@ -182,7 +180,6 @@ def _announce(
     folder: Path,
     engine: Engine,
     address: Namespace,
-    log: Log,
     *,
     head: Head | None,
     config: dict[str, Any],  # of an export that vLLM serves; else empty

@@ -15,15 +15,17 @@ from scale_cli.config.schema import (
 )
 from scale_cli.data.corpora import open_sources, text_to_learn, training_sources
 from scale_cli.errors import RunFolderError
+from scale_cli.export.dense import WIDENED
 from scale_cli.export.sizes import served_size
 from scale_cli.processes import move_to_device
+from scale_cli.runs.folder import folder_bytes
 from scale_cli.runs.method_folder import describe_method, write_trained
 from scale_cli.runs.new_tokens import prove_vocabulary
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import claimed, new_folder, write_text
-from scale_cli.terminal import Log, log
+from scale_cli.terminal import log
 from scale_cli.upscale.base import check_finite, dtype_of_files, load_hashed_base
-from scale_cli.upscale.base_hashes import check_same_base, record_base
+from scale_cli.upscale.base_hashes import record_base
 from scale_cli.upscale.base_tokenizer import check_tokenizer
 from scale_cli.upscale.building import new_pieces, start_model
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, check_preservation, own_logits, sample_ids
@@ -36,17 +38,17 @@ def nothing_to_prepare(config: RunConfig) -> str:
     return f"given          nothing to prepare: {config.method.model} is trained already"
 
 
-def upscale(config: RunConfig, log: Log = log) -> MethodFolder:
+def upscale(config: RunConfig) -> MethodFolder:
     """Set up the method on the base model and write `upscaled/`.
 
     What the base computes does not change.
     """
     run = Run(config)
     with claimed(run.folder.root):
-        return _upscale(run, log)
+        return _upscale(run)
 
 
-def _upscale(run: Run, log: Log) -> MethodFolder:
+def _upscale(run: Run) -> MethodFolder:
     config = run.config
     method = config.method
     upscaled = run.folder.upscaled
@@ -101,8 +103,7 @@ def _upscale(run: Run, log: Log) -> MethodFolder:
     if size.ratio is not None and abs(size.ratio - asked) > 5e-4:
         log(f"ratio          {size.ratio:.3f}: {asked:g}, rounded to whole heads")
     log(f"served         {size}")
-    num_bytes = sum(file.stat().st_size for file in upscaled.iterdir())
-    log(f"written        {upscaled} ({num_bytes / 1e6:,.1f} MB)")
+    log(f"written        {upscaled} ({folder_bytes(upscaled) / 1e6:,.1f} MB)")
     return MethodFolder(upscaled, run)
 
 
@@ -117,14 +118,10 @@ def _described(method: MethodConfig, model: Any, num_new: int, num_texts: int) -
     if definition.widens:
         base = model.base.config
         config = model.config
-        sizes = []
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-        ):
-            sizes.append(f"{getattr(base, name):,} + {getattr(config, f'expansion_{name}'):,}")
+        sizes = [
+            f"{getattr(base, name):,} + {getattr(config, f'expansion_{name}'):,}"
+            for name in WIDENED
+        ]
         yield "sizes          hidden {}, MLP {}, heads {}, KV heads {}".format(*sizes)
         layers = sorted({*config.attention_collaboration_layers, *config.mlp_collaboration_layers})
         collaborating = (
@@ -149,8 +146,6 @@ def upscale_is_finished(run: Run) -> bool:
     ):
         return False
     if differences(upscaled.config, config, UPSCALE_SECTIONS):  # the base has moved
-        base, known = load_hashed_base(config.model)
-        where = f"model.base {config.model.base}"
-        check_same_base(base, upscaled.record, where, known=known)
+        upscaled.load_base()
         check_tokenizer(run.tokenizer, upscaled.record)
     return True

@@ -61,7 +61,8 @@ class StreamScales:
 
 
 SAME_SCALES = StreamScales(1.0, 1.0)
-_WIDENED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+# Sizes that an expansion adds to, in the order of reports.
+WIDENED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 # u adds (b/a)^2 |u|^2/|x|^2 to the joint mean square. With these scales that is below the rounding
 # of the dtype, for a u of up to _COVERED times the size of x. If training makes u larger still, u
 # is stored smaller by as much. In float16 a smaller b would push the rows that write u below the
@@ -142,7 +143,7 @@ def convert_parameters(model: MethodModel, dtype: torch.dtype) -> None:
 
 def dense_config(model: ScaleForCausalLM, scales: StreamScales) -> PreTrainedConfig:
     base = model.base.config.to_dict()
-    for name in _WIDENED:
+    for name in WIDENED:
         base[name] += getattr(model.config, f"expansion_{name}")
     base |= {
         "head_dim": model.base.model.layers[0].self_attn.head_dim,

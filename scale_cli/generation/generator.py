@@ -106,10 +106,7 @@ class Generator:
             base: folder or hub id of the base, where `source` is an adapter or a model that others
                 trained from it; None: what the folder names.
         """
-        opened = open_model(source, head, base)
-        self.model = opened.model
-        self.tokenizer = opened.tokenizer
-        self.prior = opened.prior
+        self.model, self.tokenizer, self.prior = open_model(source, head, base)
         self.num_positions = int(self.model.config.max_position_embeddings)
         # Of the routed heads, the base's first; empty if one head alone is served.
         self.head_names: list[str] = list(self.model.heads) if self.prior else []

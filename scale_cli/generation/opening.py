@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from transformers import AutoModelForCausalLM
@@ -34,8 +33,7 @@ from scale_cli.upscale.given_model import (
 )
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
     """What answers, in evaluation mode."""
 
     model: Any

@@ -23,9 +23,9 @@ _BYTES_READ = 1 << 20  # of a held-out text
 _CHARACTERS_COUNTED = 4_000  # in tokens
 _CHARACTERS_OF_EACH = 1_000
 _BYTES_PER_TOKEN = 3  # where no tokenizer is at hand
-# As `_prompts` of commands/export.py, which imports torch; a test compares.
-_DOCUMENTS_COMPARED = 4
-_LONGEST_COMPARED = 512
+# Of each held-out text, when an export is compared with the trained model.
+DOCUMENTS_COMPARED = 4
+LONGEST_COMPARED = 512
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class HeldOut:
             tokens_per_byte = num_tokens / len(sample.encode())
         lengths = [len(document.encode()) * tokens_per_byte for document in documents]
         in_windows = sum(min(length, window) for length in lengths)
-        longest = min(window, _LONGEST_COMPARED)
-        compared = sum(min(length, longest) for length in lengths[:_DOCUMENTS_COMPARED])
+        longest = min(window, LONGEST_COMPARED)
+        compared = sum(min(length, longest) for length in lengths[:DOCUMENTS_COMPARED])
         return cls(
             num_tokens=round(times * sum(num_read(round(length), context) for length in lengths)),
             num_in_windows=round(times * in_windows),

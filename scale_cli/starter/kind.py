@@ -28,8 +28,7 @@ _ADAPTER, _EXPANSION = "lora", "route"
 class Kind:
     """A method, and why."""
 
-    variant: str
-    is_unknown: bool  # the base was measured, and does not know the text
+    variant: str  # an expansion only where the base was measured, and does not know the text
     words: str
 
 
@@ -60,8 +59,7 @@ def kind_that_fits(
             raise
         return Kind(
             _ADAPTER,
-            is_unknown=False,
-            words=f"what the base knows was not measured ({error}); taken to know some of {language}, "
+            f"what the base knows was not measured ({error}); taken to know some of {language}, "
             f"so method.variant {_ADAPTER}; if it never saw it, --method {_EXPANSION}",
         )
 
@@ -79,7 +77,6 @@ def kind_that_fits(
     variant = _ADAPTER if knowledge.is_some else _EXPANSION
     return Kind(
         variant,
-        is_unknown=not knowledge.is_some,
-        words=f"the base reads {language} at {by_base:.2f} bits/byte, by the tokens' frequencies alone "
+        f"the base reads {language} at {by_base:.2f} bits/byte, by the tokens' frequencies alone "
         f"{by_frequencies:.2f}: it {knows}, so method.variant {variant}",
     )

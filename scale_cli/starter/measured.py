@@ -18,13 +18,11 @@ from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.given_model import given_model, named
 
-ROLES = {"--corpus": "acquisition", "--retention": "retention"}
-
 
 def measured(
     path: Path,
     base: str | None,
-    texts: Mapping[str, dict[str, Any]],  # entries of a config, by flag
+    texts: Mapping[str, dict[str, Any]],  # entries of a config, named by their role, by flag
     output: Path | None,
     overrides: Sequence[str],
 ) -> RunConfig:
@@ -40,9 +38,10 @@ def measured(
         encoder = Encoder(load_tokenizer(model), conversations=False)
     held = []
     for flag, source in texts.items():
-        part = measured_on_alone(look_into(source, encoder, flag), _named(source, ROLES[flag]))
+        role = source["name"]
+        part = measured_on_alone(look_into(source, encoder, flag), _named(source, role))
         log(f"{flag:14} {part.held_out['max_documents']:,} documents of {source_words(source)}")
-        held.append({**part.held_out, "role": ROLES[flag]})
+        held.append({**part.held_out, "role": role})
     tree = {
         "output_dir": str(output or Path("runs") / path.resolve().name),
         "model": {"base": given.base.base, "revision": given.base.revision},

@@ -15,13 +15,12 @@ from tests.small_runs import changed
 
 @pytest.mark.parametrize("variant", ["lora", "full"])
 def test_a_rival_is_judged_routed_with_its_base_unless_it_has_no_router(
-    variant: str, trained_run: TrainedRun
+    variant: str, trained_run: TrainedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = trained_run({"variant": variant})
-    lines: list[str] = []
-    report = evaluate(config, lines.append)
+    report = evaluate(config)
     assert report.served == "posterior"
-    assert any("trained  routed  routed - base [95 %]" in line for line in lines)
+    assert "trained  routed  routed - base [95 %]" in capsys.readouterr().out
     text = (config.output_dir / "evaluation" / "report.md").read_text(encoding="utf-8")
     for corpus in report.corpora:
         routed = corpus.heads["posterior"]

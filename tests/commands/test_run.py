@@ -27,7 +27,7 @@ def config(shared_data: Path, tmp_path: Path) -> RunConfig:
 @pytest.fixture(scope="module")
 def finished_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = petitions_run(shared_data, tmp_path_factory.mktemp("finished") / "run")
-    run_pipeline(config, lambda _: None)
+    run_pipeline(config)
     return config.output_dir
 
 
@@ -53,7 +53,7 @@ def test_what_the_first_verb_frees_is_handed_back_before_training_needs_it(
     for name in ("hand_back_large_tensors", "_upscale", "train", "evaluate", "_export"):
         patched = f"scale_cli.commands.run.{name}"
         monkeypatch.setattr(patched, lambda *_, name=name: called.append(name))
-    run_pipeline(config, lambda _: None)
+    run_pipeline(config)
     assert called[:3] == ["hand_back_large_tensors", "_upscale", "train"]
 
 

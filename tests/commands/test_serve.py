@@ -59,7 +59,9 @@ class Became(Exception):
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], Any]]:
+def said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[list[str], Any]]:
     """Return a function that serves, and says what was printed and which server there would be."""
 
     def become(*server: Any) -> None:
@@ -72,10 +74,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], Any]
     def serve_and_listen(
         path: Path, engine: Any = None, options: Any = FREE, head: Any = None
     ) -> Any:
-        lines: list[str] = []
         with pytest.raises(Became) as became:
-            serve(path, engine, options, lines.append, head)
-        return lines, became.value.args[0]
+            serve(path, engine, options, head)
+        return capsys.readouterr().out.splitlines(), became.value.args[0]
 
     return serve_and_listen
 
@@ -134,7 +135,7 @@ def test_vllm_routes_loras_export_and_a_run_stands_for_it(
         assert "routed with its base, in vllm: " in promise and "0.693 nats" in promise
     for head in ("trained", "base"):
         with refused(ScaleError, "^--engine vllm: serves plain exports"):
-            serve(adapter, "vllm", [], print, head)
+            serve(adapter, "vllm", [], head)
     for beyond in (
         {"modules_to_save": ["embed_tokens", "lm_head"]},
         {"target_modules": ["lm_head"]},
@@ -145,7 +146,7 @@ def test_vllm_routes_loras_export_and_a_run_stands_for_it(
     ):
         write_json(adapter / "adapter_config.json", settings | beyond)
         with refused(ScaleError, "^--engine vllm: .* beside linear layers alone"):
-            serve(adapter, "vllm", [], print)
+            serve(adapter, "vllm", [])
 
 
 def test_else_transformers_and_a_run_stands_for_its_plain_export(
@@ -179,7 +180,7 @@ def test_the_bound_of_a_prior_is_promised(
 
 
 def test_what_cannot_be_served_routed_is_refused_in_one_line(
-    folder: Path, tmp_path: Path, installed: set[str]
+    folder: Path, tmp_path: Path, installed: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = with_config(folder, tmp_path / "plain", scale_router=None)
     other = with_config(folder, tmp_path / "other", architectures=["Olmo2ForCausalLM"])
@@ -202,11 +203,12 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(
         (folder, None, taken, "Address already in use"),
     ]
     with refused(ScaleError, "has no scale_router, so .*--head trained"):
-        serve(plain, None, [], print, "routed")
+        serve(plain, None, [], "routed")
     with listening:
         for path, engine, options, told in cases:
             with refused(ScaleError, told):
-                serve(path, engine, options, lambda line: pytest.fail(line))
+                serve(path, engine, options)
+    assert capsys.readouterr().out == ""
     installed.discard("uvicorn")
     with pytest.raises(ScaleError, match=r"uvicorn: pip install 'scale-cli\[serve\]'"):
-        serve(folder, None, [], print)
+        serve(folder, None, [])

@@ -73,10 +73,9 @@ def test_what_is_loaded_is_what_was_made_bit_for_bit(
 
 
 def test_the_folder_holds_the_expansion_and_names_its_base_which_is_as_it_was(
-    config: RunConfig, base: Path
+    config: RunConfig, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines: list[str] = []
-    made, before = upscale(config, lines.append), load_file(base / "model.safetensors")
+    made, before = upscale(config), load_file(base / "model.safetensors")
     names = {file.name for file in made.path.iterdir()}
     files = "config.json base.json trained.safetensors manifest.json scale.yaml tokenizer.json"
     assert names >= {*files.split()}
@@ -87,6 +86,7 @@ def test_the_folder_holds_the_expansion_and_names_its_base_which_is_as_it_was(
     assert {f"base.{name}" for name in made.record.tensors} == parameters.keys() - trained.keys()
     for name in made.record.tensors:
         assert torch.equal(parameters[f"base.{name}"], before[name])
+    lines = capsys.readouterr().out.splitlines()
     told = dict(line.split(maxsplit=1) for line in lines if not line.startswith("base hash"))
     assert told["frozen"] == "260,032 parameters"
     num_trained = sum(parameter.numel() for parameter in trained.values())
@@ -94,7 +94,9 @@ def test_the_folder_holds_the_expansion_and_names_its_base_which_is_as_it_was(
     assert told["sizes"] == "hidden 64 + 16, MLP 172 + 43, heads 8 + 2, KV heads 4 + 1"
 
 
-def test_the_real_ratio_and_the_size_served_are_told(tmp_path: Path) -> None:
+def test_the_real_ratio_and_the_size_served_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nine heads in groups of three: 0.25 of the channels becomes one group, a third."""
     tokenizer = train_tokenizer(["Once upon a time there was a cat."], 280)
     nine_heads = tiny_llama(
@@ -103,9 +105,9 @@ def test_the_real_ratio_and_the_size_served_are_told(tmp_path: Path) -> None:
     write_base(tmp_path / "base", nine_heads, tokenizer)
 
     def told(ratio: float) -> dict[str, str]:
-        lines: list[str] = []
         config = small_run(tmp_path, tmp_path / "base", f"method.expansion.ratio={ratio:.17g}")
-        made = upscale(config, lines.append)
+        made = upscale(config)
+        lines = capsys.readouterr().out.splitlines()
         size = served_size(made.load(), made.run.base_config, "float32")
         assert f"served         {size}" in lines
         return dict(line.split(maxsplit=1) for line in lines)

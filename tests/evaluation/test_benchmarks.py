@@ -44,7 +44,8 @@ def test_the_report_of_a_run_is_what_its_items_give(
     config = train_run(RunConfig.model_validate(config.model_dump() | {"evaluation": asked}))
     know_only(tmp_path, monkeypatch)
     lines: list[str] = []
-    report = evaluate(config, lines.append, trust_tasks=True)
+    monkeypatch.setattr("scale_cli.commands.evaluate.log", lines.append)
+    report = evaluate(config, trust_tasks=True)
     told = {result.name: result.num_items for result in report.benchmarks}
     assert told == {"blimp": 134, "kobest_copa": 12, "arc_easy": 8}
     (line,) = [line for line in lines if "far_away" in line]

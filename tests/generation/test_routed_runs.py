@@ -209,21 +209,23 @@ def test_a_folder_of_one_model_answers_with_that_alone(lora: RunConfig) -> None:
     assert Generator(Path(lora.model.base), "trained").head_names == []
 
 
-def test_the_server_says_its_bound(lora: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_says_its_bound(
+    lora: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     served: list[Any] = []
     monkeypatch.setattr(
         "scale_cli.generation.server.run_server", lambda *server: served.extend(server)
     )
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    lines: list[str] = []
-    serve(lora.output_dir, None, ["--port", "0"], lines.append)
-    assert "routed with its base" in lines[0]
-    assert "0.693 nats over its best head, or 3.912 where" in lines[0]
+    serve(lora.output_dir, None, ["--port", "0"])
+    promise = capsys.readouterr().out.splitlines()[0]
+    assert "routed with its base" in promise
+    assert "0.693 nats over its best head, or 3.912 where" in promise
     assert served[0].head_names == ["base", "trained"]
 
     served[0].model.head = "cosine"
     monkeypatch.setattr("scale_cli.commands.serve.Generator", lambda *_: served[0])
-    serve(lora.output_dir, None, ["--port", "0"], lines.append)
-    assert lines[3].endswith("the cosine rule promises no bound")
+    serve(lora.output_dir, None, ["--port", "0"])
+    assert "the cosine rule promises no bound\n" in capsys.readouterr().out
     with refused(UsageError, "^--engine vllm: serves plain exports"):
-        serve(lora.output_dir, "vllm", [], lines.append, "base")
+        serve(lora.output_dir, "vllm", [], "base")

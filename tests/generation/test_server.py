@@ -322,7 +322,7 @@ def test_a_client_that_goes_ends_its_answer(
 
 
 def test_the_verb_serves_until_a_signal_comes_and_runs_no_code_of_the_folder(
-    folders: dict[str, Path], tmp_path: Path
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(folders["without BOS"], tmp_path / "it's 한글")
     ran = tmp_path / "ran"
@@ -332,6 +332,7 @@ def test_the_verb_serves_until_a_signal_comes_and_runs_no_code_of_the_folder(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     lines: list[str] = []
+    monkeypatch.setattr("scale_cli.commands.serve.log", lines.append)
 
     def ask() -> tuple[Any, Any]:
         try:
@@ -353,7 +354,7 @@ def test_the_verb_serves_until_a_signal_comes_and_runs_no_code_of_the_folder(
     place = ["--port", str(port), "--host", "127.0.0.1"]
     with handlers_put_back(), ThreadPoolExecutor(1) as users, pytest.raises(SystemExit) as ended:
         asked = users.submit(ask)
-        serve(folder, "transformers", place, lines.append)
+        serve(folder, "transformers", place)
     answer, listed = asked.result()
     assert answer["choices"][0]["text"] and 0 < answer["usage"]["completion_tokens"] <= 16
     assert lines[1] == f"model          {folder}"

@@ -37,7 +37,7 @@ def test_a_launched_run_is_one_process_s(shared_data: Path, tmp_path: Path) -> N
     # Muon's products in bfloat16 would magnify the rounding of the gradients' sums.
     adamw = "train.optimiser=adamw"
     one, two = make("one", adamw), make("two", adamw)
-    run_pipeline(one, lambda _: None)
+    run_pipeline(one)
     ended = launched("run", str(tmp_path / "two.yaml"), adamw)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for said in ("== upscale", "processes      2 x cpu", "== export"):

@@ -48,7 +48,9 @@ def config(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunCo
 def report(config: RunConfig) -> Report:
     """The forgetting report of the finished run."""
     said: list[str] = []
-    report = run_pipeline(config, said.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scale_cli.commands.run.log", said.append)
+        report = run_pipeline(config)
     assert report is not None
     assert not any("done already" in line for line in said)
     return report
@@ -97,9 +99,11 @@ def test_the_base_is_untouched_and_the_export_is_a_plain_model(
         assert way.losses.kept == pytest.approx(1.0, abs=1e-3)
 
 
-def test_a_second_run_does_nothing_again(config: RunConfig, report: Report) -> None:
-    said: list[str] = []
-    assert run_pipeline(config, said.append) == report
+def test_a_second_run_does_nothing_again(
+    config: RunConfig, report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_pipeline(config) == report
+    said = capsys.readouterr().out.splitlines()
     done = [line.split()[-1] for line in said if "done already" in line]
     run = RunFolder(config.output_dir)
     assert done == [

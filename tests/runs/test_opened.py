@@ -106,7 +106,7 @@ OF_THE_PIPELINE = [
 VERBS: dict[str, Callable[[RunConfig], Any]] = {
     "upscale": upscale,
     "prepare": prepare,
-    "run": lambda config: run_pipeline(config, say_nothing),
+    "run": run_pipeline,
 }
 OF_ALL = [*OF_THE_BASE, *OF_TRAINING, *OF_WHAT_IS_HELD_OUT]
 

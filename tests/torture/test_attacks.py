@@ -30,7 +30,7 @@ def finished_once(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("finished")
     kept = held_out("news", folder / "news.txt")
     evaluation = {"perplexity": [kept], "bootstrap_resamples": 100}
-    run_pipeline(small_run(folder, stories, train=TWO_STEPS, evaluation=evaluation), lambda _: None)
+    run_pipeline(small_run(folder, stories, train=TWO_STEPS, evaluation=evaluation))
     return folder
 
 

@@ -99,7 +99,7 @@ def test_what_a_run_cannot_begin_with_is_refused_in_one_line_before_anything_is_
     make_config: MakeConfig, trunk_once: Path, tmp_path: Path, keys: tuple[str, ...], told: str
 ) -> None:
     with refused((ConfigError, RunFolderError), told):
-        run_pipeline(make_config("branch", f"train.init_from={trunk_once}/final", *keys), print)
+        run_pipeline(make_config("branch", f"train.init_from={trunk_once}/final", *keys))
     assert not (tmp_path / "branch" / "upscaled").exists()
 
 

@@ -92,7 +92,7 @@ def test_the_page_of_a_run_shows_its_curve_its_samples_its_cost_and_its_date(
     )
     upscale(config)
     train(config, None, lambda _: None)
-    report = evaluate(config, lambda _: None)
+    report = evaluate(config)
     run = RunFolder(config.output_dir)
     curve, markdown, html = (
         (run.evaluation / name).read_text(encoding="utf-8")
