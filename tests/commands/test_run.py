@@ -52,7 +52,7 @@ def test_what_the_first_verb_frees_is_handed_back_before_training_needs_it(
     called: list[str] = []
     for name in ("hand_back_large_tensors", "_upscale", "train", "evaluate", "_export"):
         patched = f"scale_cli.commands.run.{name}"
-        monkeypatch.setattr(patched, lambda *_, name=name: called.append(name))
+        monkeypatch.setattr(patched, lambda *_, name=name, **__: called.append(name))
     run_pipeline(config)
     assert called[:3] == ["hand_back_large_tensors", "_upscale", "train"]
 
