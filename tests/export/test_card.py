@@ -93,9 +93,11 @@ def test_a_card_of_a_model_beside_its_base_shows_both_ways_to_load_it_or_where_t
         card = card_of(config, report, export_format)
         assert "With its router and its base (`scale generate`, `scale serve`):" in card
         assert "Loaded plainly:" in card and BOUND in card
+        assert ("trust_remote_code=True)` routes too" in card) == (variant == "lora")
         alone = card_of(changed(config, "method.router=null"), report, export_format)
         assert "With its router" not in alone and BOUND not in alone
         assert "route the two" not in alone and "routes the two" not in alone
+        assert "routes too" not in alone
     merged = card_of(config, report, "plain")
     assert "the router, which keeps what the base knew, is in the format `adapter`." in merged
     assert "With its router" not in merged and BOUND not in merged
