@@ -14,7 +14,7 @@ class Full(Plain[MethodSection]):
     colour = "#d55e00"
     mark = ("o", "●")
     takes_new_tokens = True
-    usual_lr = 1.0e-4  # the lowest that was found on a base (docs/results/rates.md)
+    usual_lr = 1.0e-4  # what small Llamas want; Gemma 3 wants a sixth (docs/results/rates.md)
 
     def plain_training(self, settings: MethodSection, num_layers: int) -> PlainTraining:
         layers = [(layer, True) for layer in range(num_layers)]
