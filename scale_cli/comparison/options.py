@@ -1,8 +1,8 @@
 """Each way of serving a finished run.
 
 A trained model can be served alone, or mixed with the untouched base by the posterior rule. A
-widened model contains that base. Any other method needs it as a second model, with a second pass
-for every token.
+widened model contains that base. LoRA's adapters lie beside it, and both are rows of one pass. Any
+other method needs it as a second model, with a second pass for every token.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def options_of(run: ComparedRun) -> list[Option]:
         elif head != "trained":
             label = f"{run.name} + base"
             served = "beside the base, mixed"
-            num_models = 2
-            passes = "2"
+            is_adapter = method.adapter == "peft"
+            num_models = 1 if is_adapter else 2
+            passes = "1, of twice the rows" if is_adapter else "2"
         by_role = {
             role: mean_interval(
                 [of.heads[head].bits_per_byte_difference for of in report.with_role(role)]

@@ -177,12 +177,13 @@ def test_runs_of_other_tokens_compare_in_bytes_and_not_in_tokens(tmp_path: Path)
     ("variant", "expected"),
     [
         ("full", [("posterior", 2, "2"), ("trained", 1, "1")]),
+        ("lora", [("posterior", 1, "1, of twice the rows"), ("trained", 1, "1")]),
         ("preserve", [("trained", 1, "1"), ("posterior", 1, "1")]),
         ("adapt", [("trained", 1, "1"), ("posterior", 1, "1 + 4/4")]),
         ("route", [("posterior", 1, "1 + 1/4")]),
     ],
 )
-def test_only_methods_that_widen_nothing_need_a_second_model_to_be_mixed(
+def test_only_a_model_without_its_base_needs_a_second_one_to_be_mixed(
     tmp_path: Path, variant: str, expected: list[tuple[str, int, str]]
 ) -> None:
     (run,) = load_runs([write_run(tmp_path / "run", Made(variant=variant))])
