@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from scale_cli.cli import main
+from scale_cli.terminal import choose_form
 from tests.command_line import ModelLoads, Outcome, Scale, handlers_put_back
 from tests.unwaited import let_nothing_wait_for_the_disk
 
@@ -95,6 +96,12 @@ def pytest_terminal_summary(
                 terminalreporter.write_line(
                     f"{outcome}  {report.nodeid.split('/')[-1]}: {what}: {how_many}"
                 )
+
+
+@pytest.fixture(autouse=True)
+def lines_are_shown() -> None:
+    """Print lines, whatever a test before has chosen by --json or --quiet."""
+    choose_form(None)
 
 
 @pytest.fixture(scope="session", autouse=True)

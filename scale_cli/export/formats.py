@@ -104,12 +104,11 @@ class Format:
             tolerance = coarser(loaded, model)
             if model.dtype == torch.float32:
                 loaded.float()
-            losses = None if learned is None else learned.losses(loaded, head)
-            self.check_kept(losses)
-
             expected = trained_logits if head == "trained" else served_logits
             nats = measure_parity(loaded, model, expected, prompts, tolerance)
             num_positions = sum(ids.shape[1] for ids in prompts)
+            losses = None if learned is None else learned.losses(loaded, head)
+            self.check_kept(losses)
             parities.append(Parity(nats=nats, num_positions=num_positions, losses=losses))
             del loaded  # freed before the next is loaded
         return replace(parities[0], routed=parities[1] if len(parities) > 1 else None)

@@ -187,7 +187,6 @@ def test_a_plain_model_beside_its_base_is_trained_to_the_bits_of_one_unseen_and_
 def test_samples_move_a_bar_by_every_token(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(terminal, "_form", "lines")
     monkeypatch.setattr(terminal, "_SECONDS_APART", 0.0)
     finished(make_config("run", "train.max_steps=1", "train.eval_every_steps=1"))
     states = re.findall(r"sampling: .*?(\d+\.?\d*)/32\.0", capsys.readouterr().err)
