@@ -64,10 +64,6 @@ def serve(
         if head != "trained" and _routes_in_vllm(folder, config):
             architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
             routed = ["--hf-overrides", architectures]
-            # Two compiled trunks in one model were not tried.
-            is_copy = config[KEY].get("kind") == "copy"
-            if is_copy and not any("enforce-eager" in of for of in options):
-                routed.append("--enforce-eager")
             prior = PriorByScript.of_export(config[KEY])
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # that tells no prompt to a plug-in
         _announce(folder, "vllm", address, head=head, config=config, prior=prior)
