@@ -20,7 +20,7 @@ from scale_cli.export.formats import formats_of
 from scale_cli.export.records import ExportRecord
 from scale_cli.processes import hand_back_large_tensors, main_decides, on_main, share
 from scale_cli.report import quantity
-from scale_cli.runs.folder import folder_bytes
+from scale_cli.runs.folder import RunFolder, folder_bytes
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import claimed
 from scale_cli.terminal import log
@@ -33,22 +33,25 @@ def run_pipeline(
 ) -> Report | None:
     """Upscale, train or resume, evaluate and export; return the report, on the main process."""
     hand_back_large_tensors()  # those of the first verb too, whose gaps training would not fit
-    run = Run(config)
-    config = run.config
-    on_main(lambda: _check(run, accepted, trust_tasks=trust_tasks))
+    given = config
+    config = Run(given).config
+    folder = RunFolder(config.output_dir)
+    # A run keeps its tokenizer, which of 262,144 tokens is a third of a gigabyte. So each step opens
+    # its own.
+    on_main(lambda: _check(Run(given), accepted, trust_tasks=trust_tasks))
     with ExitStack() as held:
-        on_main(lambda: held.enter_context(claimed(run.folder.root)))
-        on_main(lambda: _upscale(run))
+        on_main(lambda: held.enter_context(claimed(folder.root)))
+        on_main(lambda: _upscale(Run(given)))
         log("== train")
         train(config, "auto", log, accepted)
         log("== evaluate")
-        report = on_main(lambda: _report_of_same_text(run))
+        report = on_main(lambda: _report_of_same_text(Run(given)))
         if main_decides(lambda: report is None):
             report = evaluate(config, trust_tasks=trust_tasks)
         elif report is not None:
-            log(f"done already   {run.folder.evaluation}")
-            log_report(report, run.folder.evaluation)
-        on_main(lambda: _export(run))
+            log(f"done already   {folder.evaluation}")
+            log_report(report, folder.evaluation)
+        on_main(lambda: _export(Run(given)))
     return report
 
 

@@ -10,11 +10,16 @@ special tokens, and what the template writes around turns (`unspecial_marks`).
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from scale_cli.chat_turns import unspecial_marks
-from scale_cli.data.encoding import GUARD, break_pattern, encoder_of, learned_tokens
+from scale_cli.data.encoding import (
+    GUARD,
+    break_pattern,
+    encoder_of,
+    learned_tokens,
+    once_a_tokenizer,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +45,7 @@ def write_conversation(
     return str(tokenizer.apply_chat_template(guarded, tokenize=False, add_generation_prompt=asks))
 
 
-@lru_cache(maxsize=4)  # a loaded tokenizer never changes
+@once_a_tokenizer
 def _marks(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special}

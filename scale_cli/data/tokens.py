@@ -31,7 +31,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -54,6 +53,7 @@ from scale_cli.data.encoding import (
     encode_all,
     encoder_of,
     id_dtype,
+    once_a_tokenizer,
 )
 from scale_cli.data.files import (
     SourceFile,
@@ -235,7 +235,7 @@ class TokenCache:
         return f"{source.name}-{json_sha256(settings)[:16]}"
 
 
-@lru_cache(maxsize=4)  # a loaded tokenizer never changes, and the name of every source needs this
+@once_a_tokenizer  # the name of every source needs it
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         with writing(Path(folder)):

@@ -1,15 +1,18 @@
 """`scale run`: what is certain to be refused is refused before anything is spent, and a finished run may go on."""
 
+import gc
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.encoding import Encoder
 from scale_cli.export.records import ExportRecord
 from scale_cli.report import quantity
 from scale_cli.runs.folder import RunFolder, folder_bytes
@@ -55,6 +58,26 @@ def test_what_the_first_verb_frees_is_handed_back_before_training_needs_it(
         monkeypatch.setattr(patched, lambda *_, name=name, **__: called.append(name))
     run_pipeline(config)
     assert called[:3] == ["hand_back_large_tensors", "_upscale", "train"]
+
+
+def test_no_tokenizer_of_the_steps_before_is_held_while_training(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 262,144 tokens is a third of a gigabyte, and its encoder another."""
+    held: list[int] = []
+
+    def train(*_: object) -> None:
+        gc.collect()
+        kinds = (PreTrainedTokenizerBase, Encoder)
+        held.append(sum(isinstance(one, kinds) for one in gc.get_objects()) - before)
+
+    for name in ("evaluate", "_export"):
+        monkeypatch.setattr(f"scale_cli.commands.run.{name}", lambda *_, **__: None)
+    monkeypatch.setattr("scale_cli.commands.run.train", train)
+    gc.collect()
+    before = sum(isinstance(one, (PreTrainedTokenizerBase, Encoder)) for one in gc.get_objects())
+    run_pipeline(config)
+    assert held == [0]
 
 
 @pytest.mark.parametrize("verb", ["run", "evaluate"])
