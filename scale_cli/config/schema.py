@@ -294,6 +294,13 @@ class RunConfig(Section):
         }
 
     @property
+    def script_prior(self) -> float | None:
+        """The weight with which a head starts that a prompt's script does not point to; None if no
+        script tells.
+        """
+        return None if self.new_script is None else self.method.rules.script_prior
+
+    @property
     def new_script(self) -> Script | None:
         """The script of the new languages and tokens; None if it tells nothing: one of the
         languages has another, such as Latin, or the replay has the same.

@@ -247,7 +247,8 @@ def once_a_tokenizer(
 ) -> Callable[Concatenate[PreTrainedTokenizerBase, P], Found]:
     """Return a function of a loaded tokenizer, which never changes, that computes once.
 
-    What it found goes with the tokenizer: of 262,144 tokens each takes a third of a gigabyte.
+    What it found goes with the tokenizer, of which a cache would keep some that nobody uses any more:
+    one of 262,144 tokens takes a third of a gigabyte, and its encoder another.
     """
     found: WeakKeyDictionary[PreTrainedTokenizerBase, dict[object, Found]] = WeakKeyDictionary()
 

@@ -164,20 +164,12 @@ def page(report: Report, config: RunConfig, form: str, history: History = NO_HIS
         shares=Table(["language", *report.rules], share_rows, "l" + "r" * len(shares)),
         bound=-math.log(config.method.rules.prior),
         prior=f"{config.method.rules.prior:g}",
-        script_prior=_script_prior(report, config),
+        script_prior=config.script_prior if report.served == "posterior" else None,
         threshold=f"{config.method.rules.threshold:g}",
         not_covered=NOT_COVERED,
         CURVE=CURVE,
         **vars(history),
     )
-
-
-def _script_prior(report: Report, config: RunConfig) -> str:
-    """Return the weight with which a head starts that a prompt's script does not point to, if it is one."""
-    prior = config.method.rules.script_prior
-    if report.served == "trained" or prior is None or config.new_script is None:
-        return ""
-    return f"{prior:g}"
 
 
 def _trained_by(report: Report, config: RunConfig) -> str:

@@ -128,6 +128,6 @@ def _bounds(config: RunConfig) -> dict[str, float]:
     if router is None or config.method.served != "posterior":
         return {}
     bounds = {"base": -math.log(router.prior), "trained": -math.log(1.0 - router.prior)}
-    if config.new_script is not None and router.script_prior is not None:
-        bounds["script"] = -math.log(router.script_prior)
+    if config.script_prior is not None:
+        bounds["script"] = -math.log(config.script_prior)
     return bounds

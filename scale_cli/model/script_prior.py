@@ -27,24 +27,22 @@ class PriorByScript:
         return cls(router["prior"], router.get("script_prior"), router.get("script", ()))
 
     def __call__(self, words: str) -> float:
-        share = self.share(words)
+        share = share_of_letters(self.ranges, words)
         if self.in_script is None or not self.ranges or share is None or 0.0 < share < 0.5:
             return self.otherwise
         return self.in_script if share else 1.0 - self.in_script
 
-    def share(self, words: str) -> float | None:
-        """Return the share of the script's letters in all letters; None if there are none.
 
-        The text is put together first (NFKC), so that a letter counts the same however it is
-        written.
-        """
-        letters = [ord(c) for c in unicodedata.normalize("NFKC", words) if c.isalpha()]
-        if not letters:
-            return None
-        of_script = sum(
-            any(first <= letter <= last for first, last in self.ranges) for letter in letters
-        )
-        return of_script / len(letters)
+def share_of_letters(ranges: Sequence[Sequence[int]], words: str) -> float | None:
+    """Return the share of a script's letters, by its ranges, in all letters; None if there are none.
+
+    The text is put together first (NFKC), so that a letter counts the same however it is written.
+    """
+    letters = [ord(c) for c in unicodedata.normalize("NFKC", words) if c.isalpha()]
+    if not letters:
+        return None
+    of_script = sum(any(first <= letter <= last for first, last in ranges) for letter in letters)
+    return of_script / len(letters)
 
 
 EVEN = PriorByScript(0.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -13,7 +13,7 @@ from scale_cli.config.sources import CorpusSource, ReadingConfig
 from scale_cli.config.vocabulary import SCRIPTS, Script
 from scale_cli.data.encoding import Document, Encoder
 from scale_cli.data.ledger import check_bad_fraction, check_unknown_fraction
-from scale_cli.model.script_prior import PriorByScript
+from scale_cli.model.script_prior import share_of_letters
 from scale_cli.planning.beginnings import Beginning
 from scale_cli.report import percent
 
@@ -98,19 +98,14 @@ def warnings_of(text: Text) -> Iterator[str]:
     """Yield what is odd about a text: letters that its language is not written in."""
     language = text.source["language"]
     if own := Script.of_languages([language]).ranges:
-        share = _share_of(own, text.sample)
+        share = share_of_letters(own, text.sample)
         if share is not None and share < _MOSTLY:
             yield f"{text.flag}: its language is {language}, but {percent(1 - share, 0)} of its letters are others"
         return
     for name, (_, languages) in SCRIPTS.items():
-        share = _share_of(Script.named(name).ranges, text.sample)
+        share = share_of_letters(Script.named(name).ranges, text.sample)
         if share is not None and share > _MOSTLY:
             yield (
                 f"{text.flag}: its language is {language}, but {percent(share, 0)} of its letters are {name}, as in "
                 f"{', '.join(languages.split())}"
             )
-
-
-def _share_of(ranges: Sequence[Sequence[int]], text: str) -> float | None:
-    """Return the share of letters in these ranges; None if there are no letters."""
-    return PriorByScript(otherwise=0.5, ranges=ranges).share(text)
