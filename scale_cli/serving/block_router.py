@@ -82,7 +82,8 @@ class BlockRouter(nn.Module):
         rows = num_blocks + 1
         for name, tensor in (
             ("hidden_ND", torch.zeros(rows, width, dtype=dtype, device=device)),
-            ("sizes_N2", torch.zeros(rows, 2, device=device)),
+            # Named, since torch's default is the model's dtype while vLLM makes the model.
+            ("sizes_N2", torch.zeros(rows, 2, dtype=torch.float32, device=device)),
             ("evidence_N", torch.zeros(rows, dtype=torch.float64, device=device)),
         ):
             self.register_buffer(name, tensor, persistent=False)

@@ -263,3 +263,22 @@ def test_a_rows_state_comes_back_bit_by_bit_in_every_dtype(dtype: torch.dtype) -
     assert torch.equal(hidden, hidden_TD[picked])
     assert torch.equal(log_odds, log_odds_T[picked])
     assert torch.equal(rows, rows_T[picked])
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_state_has_the_same_dtypes_whatever_dtype_the_model_is_made_in(
+    default: torch.dtype,
+) -> None:
+    # vLLM makes a model with its dtype as torch's default, and measures memory before there are
+    # blocks: the scrap row is then written.
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        router = BlockRouter()
+    finally:
+        torch.set_default_dtype(before)
+
+    router.remember(torch.tensor([0, 0]), torch.tensor([[1.0, 2.0], [1.0, 2.0]]))
+    assert router.sizes_N2.dtype == torch.float32
+    assert router.sizes_N2.tolist() == [[1.0, 2.0]]
+    assert router.evidence_N.dtype == torch.float64
