@@ -87,7 +87,7 @@ class _AnyTraining(Section):
     lr: Accepted[LearningRate] = Field(
         default="auto",
         description="learning rate, which every kind of tensor has a multiple of; auto: found on the run's own model "
-        "and text before the first step, by at most 5 % of its work, or by four windows; of an expansion 1e-3 "
+        "and text before the first step, by at most 5 % of its work, or by four windows; of an expansion's codes 1e-3 "
         "(docs/training.md)",
     )
     lr_multipliers: LrMultipliers = LrMultipliers()

@@ -57,8 +57,6 @@ class Method(Generic[Settings]):
     left_out: ClassVar[Mapping[str, float | str]] = {}
     # where the search of `train.lr: auto` begins (training/rate_search.py)
     usual_lr: ClassVar[float] = 1.0e-5
-    # Whether that search finds a rate at which training holds; else `usual_lr` is taken.
-    first_update_tells: ClassVar[bool] = True
 
     first_run: ClassVar[Mapping[str, object]] = {}  # settings of the config by `scale init`
 
@@ -116,6 +114,12 @@ class Method(Generic[Settings]):
     def restore(self, folder: Path, base: PreTrainedModel, settings: Settings, seed: int) -> Any:
         """Return the model of a method folder, before its trained parameters are loaded."""
         return self.build(base, settings, seed)
+
+    def first_update_tells(self, model: Any) -> bool:
+        """Return whether `train.lr: auto` finds a rate by a model's first update at which training
+        holds; else it is `usual_lr`.
+        """
+        return True
 
     def as_base(self, model: Any) -> Any:
         """Return the model whose logits equal the base's bit for bit at the start."""

@@ -151,8 +151,6 @@ class _Widened(Method[WideningConfig]):
     settings = WideningConfig
     left_out = {"optimiser": "muon"}
     usual_lr = 1.0e-3  # each kind of tensor has a multiple of it, by the start
-    # Only H' changes the loss in the first update; what grows later, and diverges, is u.
-    first_update_tells = False
     first_run = {"distillation": {"weight": 4.0}}
     widens = takes_new_tokens = True
     adapter = "scale"
@@ -198,6 +196,11 @@ class _Widened(Method[WideningConfig]):
         from scale_cli.methods.starts import initialise_expansion
 
         initialise_expansion(model, seed, text)
+
+    def first_update_tells(self, model: Any) -> bool:
+        from scale_cli.methods.starts import start_of
+
+        return start_of(model.config).first_update_tells
 
 
 class Preserve(_Widened):

@@ -67,9 +67,7 @@ def estimate(
         for name in config.export.format
         if not (is_trained and folder.export(name, config.export.dtype).is_dir())
     ]
-    searching = 0.0
-    if not steps_done and config.method.definition.first_update_tells:
-        searching = search_steps(train)
+    searching = 0.0 if steps_done else search_steps(train)
     done = f" left, after step {steps_done:,} of {train.max_steps:,}" if steps_done else ""
 
     num_parameters = step.num_frozen + step.num_trainable

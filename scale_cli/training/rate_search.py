@@ -76,7 +76,7 @@ def find_rate(
     method = config.method.definition
     first = method.usual_lr
     train = config.train
-    if not method.first_update_tells:
+    if not method.first_update_tells(model):
         return FoundRate(first, {})
 
     size = searched_sequences(train, accelerator.num_processes)

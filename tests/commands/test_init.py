@@ -313,14 +313,6 @@ def test_a_config_of_any_method_is_valid_and_takes_its_own_rate(method: str) -> 
     assert "lr" not in tree["train"]
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].trains])
-def test_a_comment_says_whether_the_rate_is_found_or_the_methods_own(method: str) -> None:
-    written = text_for("b", "c", "ko", method=method)
-    is_found = METHODS[method].first_update_tells
-    assert ("The rate is found on this model and text" in written) is is_found
-    assert (f"the method's own, {METHODS[method].usual_lr:g};" in written) is not is_found
-
-
 @cache
 def tiny_step() -> StepCost:
     return step_cost(LlamaConfig(**TINY), checked_method("route"))

@@ -104,6 +104,30 @@ def test_a_change_of_what_the_last_layer_writes_moves_the_logits_as_in_the_base(
     torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-3)
 
 
+@torch.no_grad()
+def test_what_maps_of_u_hold_is_as_large_as_the_bases_maps_whatever_gains_its_norms_have() -> None:
+    """So one rate of training moves both as far. In Gemma 3, a few gains are huge."""
+    base: Any = tiny("gemma3_text")
+    width = base.config.hidden_size
+    last = base.model.layers[-1]
+    norms = (base.model.norm, last.post_attention_layernorm, last.pre_feedforward_layernorm)
+    for norm in norms:
+        norm.weight[3] = 500.0
+    generator = torch.Generator().manual_seed(2)
+    for linear in (base.lm_head, last.self_attn.o_proj, last.mlp.up_proj):
+        torch.nn.init.orthogonal_(linear.weight, generator=generator)
+
+    expansion: Any = widen(base, "preserve", ratio=1.0).expansion
+    layer = expansion.layers[-1]
+    ones = torch.ones(width)
+    for of_each_direction in (
+        expansion.lm_head.weight[:, :width].T,
+        layer.up_proj.weight_22[:, :width].T,
+        layer.o_proj.weight_22[:width],
+    ):
+        torch.testing.assert_close(of_each_direction.norm(dim=1), ones)
+
+
 def centred_head(base: Any) -> Tensor:
     """What decides the directions where all tokens count alike."""
     rows = (base.lm_head.weight * base.model.norm.weight).double()

@@ -85,7 +85,7 @@ def test_a_run_is_bitwise_the_one_that_is_told_the_rate_and_so_is_a_resumed_one(
     assert are_equal(ended, trained(run.final))
 
 
-def test_an_expansion_takes_the_rate_that_its_starts_multiples_were_made_for(
+def test_codes_take_the_rate_that_their_multiples_were_made_for(
     make_config: MakeConfig,
 ) -> None:
     said: list[str] = []

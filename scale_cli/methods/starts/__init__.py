@@ -39,18 +39,19 @@ def initialise_expansion(
     |----------------|-----------------|---------------------|--------------------------------------|
     | E'             | token -> u      | 0                   | N(0, e^2), e = 1.4 rms(x) at the end |
     | W21 of q to up | x -> heads, MLP | W                   | W                                    |
-    | W22 of q to up | u -> heads, MLP | W diag(g / g') P^T  | 0                                    |
+    | W22 of q to up | u -> heads, MLP | W diag(g) P^T / g'  | 0                                    |
     | W21 of o, down | x -> u          | -P W                | 0                                    |
     | W22 of o, down | heads, MLP -> u | P W                 | 0                                    |
     | W12            | u -> x          | 0                   | 0                                    |
-    | H'             | u -> logits     | H diag(g / g') P^T  | 0                                    |
-    | g'             | of norm k       | rms(g)              | min(1, rms(x) before norm k / e)     |
+    | H'             | u -> logits     | H diag(g) P^T / g'  | 0                                    |
+    | g'             | of norm k       | norms of P diag(g)  | min(1, rms(x) before norm k / e)     |
 
     W are the copied rows or columns; biases of rows are copied too. g are the gains of the base's
-    norm before W or H; were they folded into W22 whole, it would learn too fast by 1 / rms(g), and
-    u would grow without bound. A norm over a layer's output folds its gains g into W likewise: g'
-    is the rms of g, and W above stands for diag(g / g') W. Norms over all queries or keys have the
-    copied heads' gains.
+    norm before W or H. Were they folded into W22 whole, it would learn too fast by 1 / g', and u
+    would grow without bound. A norm over a layer's output folds its gains g likewise: P W above
+    stands for P diag(g) W / g'. So each row of P has a gain of its own: an update of W21 or W22
+    moves u as far as one of that size of W moves P x. With codes g' is rms(g) there. Norms over all
+    queries or keys have the copied heads' gains.
 
     Numbers are drawn on the CPU in float32, and each product is computed there in float64 by one
     thread, so the start does not depend on device, dtype or number of threads. The model's

@@ -39,6 +39,8 @@ class DifferenceStream(Start):
     reads u as H reads P^T u.
     """
 
+    first_update_tells = True
+
     def suits(self, base: PreTrainedModel, text: TextToLearn | None) -> bool:
         return text is None or knows(base, text)
 
@@ -64,19 +66,34 @@ def _start_head(model: Any, text: TextToLearn | None) -> Tensor:
     if expansion.new_tokens is not None:
         head_VD = torch.cat([head_VD, expansion.new_tokens.lm_head.weight.detach().cpu()])
     gains = gains_of(base.config, base.model, "norm")
-    size = rms(gains)
     count = min(base.config.hidden_size, model.config.expansion_hidden_size)
     directions = _head_directions(head_VD, gains, text, count)
+    sizes = _sizes_along(directions, gains)
 
     def write(first: int) -> None:
         rows = slice(first, first + _ROWS_AT_ONCE)
         expansion.lm_head.weight[rows, :count].copy_(
-            (head_VD[rows].double() * gains) @ directions.T / size
+            (head_VD[rows].double() * gains) @ directions.T / sizes
         )
 
     map_at_once(write, range(0, len(head_VD), _ROWS_AT_ONCE))
-    expansion.norm.weight.fill_(size)
+    _fill_gains(expansion.norm, sizes)
     return directions
+
+
+def _sizes_along(directions: Tensor, gains: Tensor) -> Tensor:
+    """Return g', (count,): the lengths of the rows of P diag(g); without a norm, ones.
+
+    By them an update of W21 or W22 moves u as far as one of that size of W moves P x. A few of
+    Gemma 3's gains are a hundred times the others, along which no token of the text differs.
+    """
+    return (directions * gains).norm(dim=1)
+
+
+def _fill_gains(norm: Any, sizes: Tensor) -> None:
+    """Give a norm its gains g'; channels beyond the directions have them on average."""
+    norm.weight.fill_(rms(sizes))
+    norm.weight[: len(sizes)].copy_(sizes)
 
 
 def _head_directions(
@@ -105,17 +122,21 @@ def _start_layer(config: Any, directions: Tensor, base_layer: Any, layer: Any) -
     for step in STEPS:
         before, after = family.norms_around(step)
         gains = gains_of(config, base_layer, before)
-        size = rms(gains)
+        sizes = _sizes_along(directions, gains)
         if before is not None:
-            getattr(layer, before).weight.fill_(size)
+            _fill_gains(getattr(layer, before), sizes)
         for name in step.reading:
             rows = numbers(base_layer, name)[places.of(name)]
-            getattr(layer, name).weight_22[:, :count].copy_((rows * gains / size) @ directions.T)
+            getattr(layer, name).weight_22[:, :count].copy_((rows * gains) @ directions.T / sizes)
 
         added = getattr(layer, step.writing)
         columns = places.of(step.writing)
         gains = gains_of(config, base_layer, after)
-        written = (directions * gains / rms(gains)) @ numbers(base_layer, step.writing)[:, columns]
+        sizes = _sizes_along(directions, gains)
+        if after is not None:
+            _fill_gains(getattr(layer, after), sizes)
+        numbers_written = numbers(base_layer, step.writing)[:, columns]
+        written = (directions * gains / sizes[:, None]) @ numbers_written
         added.weight_22[:count].copy_(written)
         subtracted = torch.zeros(count, added.weight_21.shape[1]).double()
         subtracted.index_add_(1, columns, -written)

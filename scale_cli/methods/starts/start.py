@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,6 +23,9 @@ class TextToLearn:
 
 class Start(ABC):
     """One way to fill the added blocks, which are 0 before, and whose gains are 1."""
+
+    # Whether the search of `train.lr: auto` finds a rate at which training holds.
+    first_update_tells: ClassVar[bool]
 
     @abstractmethod
     def suits(self, base: PreTrainedModel, text: TextToLearn | None) -> bool:
