@@ -69,12 +69,11 @@ IDS = torch.randint(0, VOCABULARY, (8, LENGTH), generator=torch.Generator().manu
 @torch.no_grad()
 def routed_log_probs(model: Any, new_tokens: dict[str, Any] | None = None) -> Tensor:
     """(B, T - 1): of each token after the first, routed in torch over what the plain model's head reads."""
-    hidden = model.model(input_ids=IDS).last_hidden_state
+    hidden = model.model(input_ids=IDS).last_hidden_state.float()
+    head = model.lm_head.weight.float()
     base, added = (
         stream @ columns.T
-        for stream, columns in zip(
-            hidden.split(STREAMS, -1), model.lm_head.weight.split(STREAMS, -1), strict=True
-        )
+        for stream, columns in zip(hidden.split(STREAMS, -1), head.split(STREAMS, -1), strict=True)
     )
     trained = base + added
     if new_tokens is not None:
@@ -93,6 +92,41 @@ def mixed_log_probs(logits_KBTV: Tensor) -> Tensor:
     return mixed.gather(-1, IDS[:, 1:, None])[..., 0]
 
 
+def of_family(
+    family: str, root: Path, dtype: torch.dtype = torch.float32
+) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+    """Write an expansion, an adapter and a copy; return the expansion, and the jobs and log-probabilities of all
+    three."""
+    folder = root / family
+    config = AutoConfig.for_model(MODEL_TYPES[family], **{**SIZES, **OWN.get(family, {})})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().to(dtype)
+    model.save_pretrained(folder)
+    tell_of_the_router(folder)
+    routed = {"hf_overrides": {"architectures": [f"ScaleRouted{family}ForCausalLM"]}}
+    sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+    rounds = [{"prompts": IDS.tolist(), "sampling": sampling}]
+    job = {"folder": str(folder), "engine": {**ENGINE, **routed}, "rounds": rounds}
+
+    adapted = root / f"{family}{ADAPTED}"
+    trained = random_adapter(model, adapted, folder, prior=PRIOR)
+    copied = root / f"{family}{COPIED}"
+    torch.manual_seed(1)
+    other = AutoModelForCausalLM.from_config(config).eval().to(dtype)
+    other.save_pretrained(copied)
+    tell_of_the_router(copied, kind="copy", base=str(folder), revision=None)
+
+    jobs = {family: job} | {
+        beside.name: job | {"folder": str(beside)} for beside in (adapted, copied)
+    }
+    expected = {family: routed_log_probs(model)}
+    for beside, second in ((adapted, trained), (copied, other)):
+        with torch.no_grad():
+            heads = [each(input_ids=IDS).logits.float() for each in (model, second)]
+        expected[beside.name] = mixed_log_probs(torch.stack(heads))
+    return model, jobs, expected
+
+
 @pytest.fixture(scope="module")
 def served_and_expected(
     ask: Ask, tmp_path_factory: pytest.TempPathFactory
@@ -101,35 +135,11 @@ def served_and_expected(
     jobs: dict[str, Any] = {}
     expected: dict[str, Tensor] = {}
     for family in FAMILIES:
-        folder = root / family
-        config = AutoConfig.for_model(MODEL_TYPES[family], **{**SIZES, **OWN.get(family, {})})
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).eval()
-        model.save_pretrained(folder)
-        expected[family] = routed_log_probs(model)
+        model, jobs_of_family, expected_of_family = of_family(family, root)
+        jobs |= jobs_of_family
+        expected |= expected_of_family
         if family == "Llama":
             expected[LACKING] = routed_log_probs(model, NEW_TOKENS)
-        tell_of_the_router(folder)
-        routed = {"hf_overrides": {"architectures": [f"ScaleRouted{family}ForCausalLM"]}}
-        sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-        rounds = [{"prompts": IDS.tolist(), "sampling": sampling}]
-        jobs[family] = {"folder": str(folder), "engine": {**ENGINE, **routed}, "rounds": rounds}
-        adapted = f"{family}{ADAPTED}"
-        beside = root / adapted
-        trained = random_adapter(model, beside, folder, prior=PRIOR)
-        with torch.no_grad():
-            heads = [each(input_ids=IDS).logits for each in (model, trained)]
-        expected[adapted] = mixed_log_probs(torch.stack(heads))
-        jobs[adapted] = jobs[family] | {"folder": str(beside)}
-        copied = f"{family}{COPIED}"
-        torch.manual_seed(1)
-        other = AutoModelForCausalLM.from_config(config).eval()
-        other.save_pretrained(root / copied)
-        tell_of_the_router(root / copied, kind="copy", base=str(folder), revision=None)
-        with torch.no_grad():
-            heads = [each(input_ids=IDS).logits for each in (model, other)]
-        expected[copied] = mixed_log_probs(torch.stack(heads))
-        jobs[copied] = jobs[family] | {"folder": str(root / copied)}
     shared = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     jobs[SHARED] = jobs["Llama"] | {"engine": {**jobs["Llama"]["engine"], **shared}}
     expected[SHARED] = expected["Llama"]
@@ -165,3 +175,24 @@ def test_a_family_routes_between_its_heads_as_torch_does(
     answers, expected = served_and_expected[name]
     served = torch.tensor([of[1:] for of in answers["rounds"][0]["prompt_log_probs"]])
     torch.testing.assert_close(served, expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16(
+    ask: Ask, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Any, Tensor]]:
+    root = tmp_path_factory.mktemp("bfloat16")
+    _, jobs, expected = of_family("Qwen3", root, torch.bfloat16)
+    for job in jobs.values():
+        job["engine"] |= {"dtype": "bfloat16", "enforce_eager": False}
+    answers = ask(jobs, root)
+    return {name: (answers[name], expected[name]) for name in jobs}
+
+
+@pytest.mark.parametrize("kind", ["", ADAPTED, COPIED])
+def test_a_compiled_trunk_in_bfloat16_routes_as_torch_does_within_its_rounding(
+    kind: str, in_bfloat16: dict[str, tuple[Any, Tensor]]
+) -> None:
+    answers, expected = in_bfloat16[f"Qwen3{kind}"]
+    served = torch.tensor([of[1:] for of in answers["rounds"][0]["prompt_log_probs"]])
+    assert (served - expected).abs().mean() < 0.1
