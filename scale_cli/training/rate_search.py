@@ -26,6 +26,7 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.methods.recipes import local_part, trainable_parameters
 from scale_cli.processes import autocast
 from scale_cli.training.optimiser import build_optimiser
+from scale_cli.training.sharding import gathered_roots
 from scale_cli.training.step import loss_share, train_step
 
 # Rates that are tried are this far apart, and at most so many such steps from the first one.
@@ -129,7 +130,8 @@ class LineSearch:
         device = self.accelerator.device
         num_tokens = max(1, sum(self.judged.num_targets))
         summed = torch.zeros((), device=device)
-        with torch.no_grad():
+        # FSDP leaves what is outside the layers gathered after a forward pass alone: stale weights.
+        with gathered_roots(self.wrapped), torch.no_grad():
             for micro_batch in self.judged.micro_batches:
                 with autocast(device.type, self.train.mixed_precision):
                     summed += loss_share(self.wrapped, micro_batch.to(device), num_tokens)

@@ -62,6 +62,8 @@ _LORA = ("method.variant=lora", "method.lora.rank=1")
 # tests/integration.
 PAIRS: dict[str, tuple[str, ...]] = {
     "lora": ("all", *_LORA, *EVALUATED),
+    # The search reads what is outside the layers after every change of the weights.
+    "searched": ("all", "method.variant=full", "train.lr=auto", *EVALUATED),
     "grown": (
         "all",
         "train.embedding_norm=bounded",
