@@ -32,9 +32,9 @@ from scale_cli.training.step import loss_share, train_step
 # Rates that are tried are this far apart, and at most so many such steps from the first one.
 _FACTOR = 2.0
 _MOST_STEPS_AWAY = 10
-# The rate is that at which a parabola would be lowest which has this share of the best gain where the
-# losses have it first. Where the losses are a parabola, that is their lowest point, whatever the share.
-# Where they stay low far beyond, as for text that the base never saw, it is the beginning of that.
+# Near 0 the loss is a parabola in the rate. If this share of the best gain is reached first at r, the
+# parabola's lowest point is at r / _SHARE_OF_WAY, and that rate is taken. Where the losses stay low far
+# beyond, as for text that the base never saw, it is where that begins.
 _SHARE_OF_GAIN = 0.9
 _SHARE_OF_WAY = 1 - math.sqrt(1 - _SHARE_OF_GAIN)
 # A gain of a smaller share of the loss is noise; then a rate is taken that costs the text at most so much.
