@@ -29,9 +29,8 @@ class Codes(Start):
     becomes, and the gains let them through at rms 1 at most.
     """
 
-    first_update_tells = (
-        False  # only H' changes the loss in it; what grows later, and diverges, is u
-    )
+    # Only H' changes the loss in the first update; what grows later, and diverges, is u.
+    first_update_tells = False
 
     def suits(self, base: PreTrainedModel, text: TextToLearn | None) -> bool:
         return True
