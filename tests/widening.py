@@ -189,7 +189,7 @@ def assert_starts_as_base(
     more rounding. Where the originals are not subtracted, a third of the largest logit is the least.
     """
     logits = trained_head(model, input_ids).float()
-    if model.config.expansion_embedding_rms is not None:
+    if model.config.start["name"] == "codes":
         assert torch.equal(logits, expected)
     allowed = num_eps * torch.finfo(model.base.dtype).eps * expected.abs().max()
     assert (logits - expected).abs().max() <= allowed

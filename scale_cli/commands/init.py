@@ -78,8 +78,8 @@ def init(
         log(f"measuring      what the base knows of {learned['language']}")
         kind = kind_that_fits(model, base_config, text, tokenizer, precision)
         method = checked_method(kind.variant)
-        if method.definition.adapter == "peft":
-            require("peft", kind.words)
+        if library := method.definition.streams.adapter_library:
+            require(library, kind.words)
     new = own_tokens(text)
     if method.definition.takes_new_tokens:
         is_unknown = kind is not None and method.definition.widens  # so it was chosen

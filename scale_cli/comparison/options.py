@@ -45,17 +45,14 @@ def options_of(run: ComparedRun) -> list[Option]:
         served = "alone"
         num_models = 1
         passes = "1"
-        if head != "trained" and method.widens:
-            served = f"routed, {head}"
-            passes = _routed_passes(run.model_config)
-            if head != report.served:
+        if head != "trained":
+            num_models = method.streams.num_models
+            passes = method.streams.passes or _routed_passes(run.model_config)
+            served = f"routed, {head}" if method.widens else "beside the base, mixed"
+            if not method.widens:
+                label = f"{run.name} + base"
+            elif head != report.served:
                 label = f"{run.name}, {'posterior' if method.head == 'routed' else 'routed'}"
-        elif head != "trained":
-            label = f"{run.name} + base"
-            served = "beside the base, mixed"
-            is_adapter = method.adapter == "peft"
-            num_models = 1 if is_adapter else 2
-            passes = "1, of twice the rows" if is_adapter else "2"
         by_role = {
             role: mean_interval(
                 [of.heads[head].bits_per_byte_difference for of in report.with_role(role)]

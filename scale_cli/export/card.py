@@ -89,7 +89,7 @@ def model_card(
         license=licence.identifier,
         license_name=licence.name,
         license_link=licence.link,
-        library_name={"peft": "peft", "adapter": "scale"}.get(export.loaded_as, "transformers"),
+        library_name=export.library,
         pipeline_tag="text-generation",
         base_model=None if is_local else record.name,
         tags=["scale", "continual-pretraining", config.method.variant],

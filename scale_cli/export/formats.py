@@ -31,6 +31,7 @@ from scale_cli.export.plain_folder import (
     write_plain,
 )
 from scale_cli.export.records import Losses, Parity
+from scale_cli.methods.stream_kinds import ADAPTER, EXPANSION
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import move_to_device
@@ -51,6 +52,7 @@ class Format:
 
     name: ClassVar[str]  # its value of `export.format`
     description: ClassVar[str]  # for the terminal
+    library: ClassVar[str] = "transformers"  # that loads it, as a card names it
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -120,7 +122,7 @@ class Format:
         remedies = []
         if self.dtype != "float32":
             remedies.append("export.dtype=float32")
-        if self.method.adapter and self.name != Adapter.name:
+        if self.method.streams.adapter_library and self.name != Adapter.name:
             without = " export.dtype=null" if self.config.export.dtype else ""
             remedies.append(f"export.format={Adapter.name}{without}")
         remedy = f"; set {' or '.join(remedies)}" if remedies else ""
@@ -142,7 +144,7 @@ class Plain(Format):
         routes_plainly = self.method.routes_plainly(config.method.settings)
         self.loaded_as = "routed" if routes_plainly else self.name
         # Adapters are merged here, for other runtimes.
-        self.needs_base = not self.method.adapter and can_name_base(config)
+        self.needs_base = not self.method.streams.adapter_library and can_name_base(config)
         self.answers_as_served = routes_plainly or self.needs_base
 
     def write(
@@ -205,25 +207,43 @@ class Transformers(Format):
 
 
 class Adapter(Format):
-    """The trained tensors, to load onto the base; for PEFT's methods in PEFT's own folder."""
+    """An expansion's tensors, to load onto the base."""
 
     name = "adapter"
     description = "only what was trained; loads onto the base of this training, and onto no other"
+    library = "scale"
+    streams = EXPANSION
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.fits_method = bool(self.method.adapter)
-        self.loaded_as = "peft" if self.method.adapter == "peft" else self.name
-        self.needs_base = self.method.adapter == "peft" and can_name_base(config)
+        self.fits_method = self.method.streams is self.streams
         self.answers_as_served = True  # `scale generate` also finds its config and base
 
     def write(
         self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
     ) -> None:
-        if self.method.adapter != "peft":
-            trained.tokenizer.save_pretrained(folder)
-            write_trained(folder, model, self.config.method, trained.record)
-            return
+        trained.tokenizer.save_pretrained(folder)
+        write_trained(folder, model, self.config.method, trained.record)
+
+    def load(self, folder: Path) -> Iterator[tuple[MethodModel, str]]:
+        head = self.config.method.served if self.method.widens else "trained"
+        yield MethodFolder(folder, Run(self.config)).load(), head
+
+
+class PeftAdapter(Adapter):
+    """An adapter in PEFT's own folder."""
+
+    library = "peft"
+    streams = ADAPTER
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.loaded_as = self.library
+        self.needs_base = can_name_base(config)
+
+    def write(
+        self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]
+    ) -> None:
         describe_method(folder, model, self.config.method, trained.record)
         copy_tokenizer(trained.tokenizer, tokenizer_place(self.config.model), folder)
         write_peft(folder, model, self.config.model)
@@ -231,18 +251,20 @@ class Adapter(Format):
         settings.save_pretrained(folder)
         name_ends(folder, trained.tokenizer)
 
-    def load(self, folder: Path) -> Iterator[tuple[MethodModel, str]]:
-        head = self.config.method.served if self.method.widens else "trained"
-        yield MethodFolder(folder, Run(self.config)).load(), head
+
+# Of one name, only one fits a method.
+FORMATS: tuple[type[Format], ...] = (Plain, Transformers, Adapter, PeftAdapter)
 
 
-FORMATS: dict[str, type[Format]] = {one.name: one for one in (Plain, Transformers, Adapter)}
+def fitting_formats(config: RunConfig) -> dict[str, Format]:
+    """Return the formats that can hold a run's model, by name."""
+    made = [of_kind(config) for of_kind in FORMATS]
+    return {one.name: one for one in made if one.fits_method}
 
 
 def routed_formats(config: RunConfig) -> list[str]:
     """Return the formats that answer as a run is served."""
-    made = [FORMATS[name](config) for name in FORMATS]
-    return [one.name for one in made if one.fits_method and one.answers_as_served]
+    return [name for name, one in fitting_formats(config).items() if one.answers_as_served]
 
 
 def formats_of(config: RunConfig) -> list[Format]:
@@ -255,11 +277,11 @@ def formats_of(config: RunConfig) -> list[Format]:
     made = []
     for name in config.export.format:
         alone = config.export.model_copy(update={"format": [name]})
-        made.append(FORMATS[name](config.model_copy(update={"export": alone})))
-        if not made[-1].fits_method:
-            fitting = [other for other in FORMATS if FORMATS[other](config).fits_method]
+        fitting = fitting_formats(config.model_copy(update={"export": alone}))
+        if name not in fitting:
             raise ConfigError(
                 f"export.format: {name}: a model of the variant {config.method.variant} can only be exported as "
                 f"{' or '.join(fitting)}"
             )
+        made.append(fitting[name])
     return made

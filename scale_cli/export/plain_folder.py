@@ -88,10 +88,10 @@ def name_base(folder: Path, config: RunConfig, record: BaseRecord) -> None:
     """Write into the config.json of a model that does not hold its base which base it is routed
     with, and how: `scale_router` with `kind`, `base`, `revision`, `dtype`, `sha256` and `prior`.
     """
-    method = config.method
-    router = method.rules
+    streams = config.method.definition.streams
+    router = config.method.rules
     keys: dict[str, Any] = {
-        "kind": "adapter" if method.definition.adapter else "copy",
+        "kind": streams.name,
         "base": record.name,
         "revision": record.revision,
         "dtype": record.dtype,
@@ -103,7 +103,7 @@ def name_base(folder: Path, config: RunConfig, record: BaseRecord) -> None:
         keys |= {"script_prior": router.script_prior, "script": ranges}
     path = folder / _CONFIG
     written = read_json(path) | {KEY: keys}
-    if method.definition.adapter:  # transformers loads an adapter by its own code otherwise
+    if streams.adapter_library:  # transformers loads an adapter by its own code otherwise
         for source in (_OF_ADAPTER, *map(Path, get_relative_import_files(_OF_ADAPTER))):
             shutil.copyfile(source, folder / source.name)
         written["auto_map"] = {_ASKED_FOR[0]: f"{_OF_ADAPTER.stem}.ScaleRoutedAdapter"}

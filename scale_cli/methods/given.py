@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_cli.errors import BaseModelError, one_line, require
 from scale_cli.methods.method import Method, MethodSection
+from scale_cli.methods.stream_kinds import ADAPTER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,7 +104,7 @@ class Given(Method[MethodSection]):
 class _GivenAdapter(Given):
     """An adapter that others trained."""
 
-    adapter = "peft"
+    streams = ADAPTER
     exports = ("adapter",)
 
     def restore(self, folder: Path, base: Any, settings: Any, seed: int) -> Any:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from scale_cli.errors import ConfigError, require
 from scale_cli.methods.method import PROJECTIONS, Method
+from scale_cli.methods.stream_kinds import ADAPTER
 from scale_cli.values import Section
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Lora(Method[LoraConfig]):
     section = "lora"
     settings = LoraConfig
     usual_lr = 2.0e-4  # the lowest that was best on a base (docs/results/rates.md)
-    adapter = "peft"
+    streams = ADAPTER
     exports = ("adapter",)  # merged in 16 bits it would lose what a short run learned
 
     def in_words(self, settings: LoraConfig) -> str:

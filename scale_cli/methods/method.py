@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
+from scale_cli.methods.stream_kinds import COPY, StreamKind
 from scale_cli.values import Section
 
 if TYPE_CHECKING:
@@ -61,16 +62,18 @@ class Method(Generic[Settings]):
     first_run: ClassVar[Mapping[str, object]] = {}  # settings of the config by `scale init`
 
     trains: ClassVar[bool] = True  # False: the config names a model that is trained already
-    widens: ClassVar[bool] = False  # the base stays in the model, bit for bit
+    streams: ClassVar[StreamKind] = COPY  # how its model runs beside the base
     # What answers, and what the report judges, if the config has a router.
     head: ClassVar[Literal["trained", "routed"]] = "routed"
     # what to know of a run, with a place for its tokens per parameter of the base; "": nothing
     advice: ClassVar[str] = ""
     takes_new_tokens: ClassVar[bool] = False
-    adapter: ClassVar[Literal["", "scale", "peft"]] = (
-        ""  # format of a folder with only what trains; "": none
-    )
     exports: ClassVar[Sequence[str]] = ("plain",)  # the formats if the config names none
+
+    @property
+    def widens(self) -> bool:
+        """Whether the base stays in the model, bit for bit."""
+        return self.streams.holds_base
 
     def completed(self, tree: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a config's `method`, unchecked, with what the method finds out itself."""

@@ -133,7 +133,7 @@ class BoundedRows(Recipe):
             if name.endswith("expansion.embed_tokens.weight")
         ]
         # None: E' started at 0, because the base knows the text.
-        self._rms: float | None = getattr(training.model.config, "expansion_embedding_rms", None)
+        self._rms: float | None = training.model.config.start.get("embedding_rms")
 
     @classmethod
     def is_asked_for(cls, train: Any) -> bool:

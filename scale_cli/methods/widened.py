@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from scale_cli.errors import ConfigError
 from scale_cli.methods.method import Method, MethodSection
+from scale_cli.methods.stream_kinds import EXPANSION
 from scale_cli.values import Accepted, Section, counted
 
 if TYPE_CHECKING:
@@ -152,8 +153,8 @@ class _Widened(Method[WideningConfig]):
     left_out = {"optimiser": "muon"}
     usual_lr = 1.0e-3  # each kind of tensor has a multiple of it, by the start
     first_run = {"distillation": {"weight": 4.0}}
-    widens = takes_new_tokens = True
-    adapter = "scale"
+    streams = EXPANSION
+    takes_new_tokens = True
     advice = (
         "{:,.2g} tokens per parameter of the base. Full fine-tuning and LoRA learned more for the "
         "same work on SmolLM2-135M from the start (docs/results/real-base.md), and full fine-tuning "

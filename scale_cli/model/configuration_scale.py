@@ -48,7 +48,8 @@ class ScaleConfig(PreTrainedConfig):
     # Layers whose attention has W12 blocks, and layers whose MLP has them.
     attention_collaboration_layers: list[int] = field(default_factory=list)
     mlp_collaboration_layers: list[int] = field(default_factory=list)
-    expansion_embedding_rms: float | None = None  # of E' at the start; None: by another rule
+    # How the added blocks began: the `name` of the start, and what its rates follow.
+    start: dict[str, Any] = field(default_factory=dict)
     # posterior | cosine; None: the trained head serves alone. Only the variant `route` reads it.
     router_rule: str | None = "posterior"
     router_prior: float = 0.5  # weight of the base head at the first token

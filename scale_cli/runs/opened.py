@@ -41,8 +41,8 @@ from scale_cli.data.corpora import cache_of, check_sample
 from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
-from scale_cli.model.adapter_streams import AdapterStreams, without_copies
-from scale_cli.model.heads import PlainStreams, Streams, beside_new_tokens
+from scale_cli.model.adapter_streams import without_copies
+from scale_cli.model.heads import Streams, beside_new_tokens
 from scale_cli.processes import Share, move_to_device, share_of_machine
 from scale_cli.runs.early import check_sizes
 from scale_cli.runs.folder import RunFolder, check_folder
@@ -260,11 +260,11 @@ class MethodFolder:
         if definition.widens:
             widened: Any = self.load(base)
             return widened
-        stays = definition.adapter and not self.method.trains_base_weights
+        stays = definition.streams.adapter_library and not self.method.trains_base_weights
         untouched = without_copies(base) if stays else copy.deepcopy(base)
         model = put_on_base(self.path, base, self.run.config.seed)
-        kind = AdapterStreams if definition.adapter == "peft" else PlainStreams
-        return move_to_device(kind(beside_new_tokens(untouched, model), model)).eval()
+        pair = definition.streams.pair()
+        return move_to_device(pair(beside_new_tokens(untouched, model), model)).eval()
 
     def load_to_train(self) -> MethodModel:
         """Return the model on the device it was read to, not yet placed or sharded; all processes

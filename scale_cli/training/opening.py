@@ -257,10 +257,9 @@ def _open_model(
     if initialised_from is not None:
         load_trained(model, initialised_from.path)
     before = resumed_from or initialised_from
-    if before is not None and hasattr(model.config, "expansion_embedding_rms"):
-        # Rates follow the size that E' had first.
-        written = read_json(before.path / "config.json")
-        model.config.expansion_embedding_rms = written.get("expansion_embedding_rms")
+    if before is not None and hasattr(model.config, "start"):
+        # Rates follow what the blocks began as, not what this run's text would make of them.
+        model.config.start = read_json(before.path / "config.json").get("start", {})
     return model, untouched
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import Hook, local_part, trainable_parameters
-from scale_cli.methods.starts import start_of
+from scale_cli.methods.starts import start_rates
 from scale_cli.model.configuration_scale import ScaleConfig
 
 # Muon's updates times this and the root of a matrix's longer side have the size of AdamW's (arXiv
@@ -32,7 +32,7 @@ def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:
     rates: Mapping[str, float] = dict.fromkeys(("embedding", "head", "gains", "matrix"), 1.0)
     config = getattr(model, "config", None)
     if isinstance(config, ScaleConfig):
-        rates = start_of(config).rates(config, train.optimiser)
+        rates = start_rates(config, train.optimiser)
     given: dict[str, float] = train.lr_multipliers.model_dump(exclude_none=True)
     return {**rates, **given}
 

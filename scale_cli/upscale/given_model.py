@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, ChangedBaseError
 from scale_cli.methods.given import ADAPTER_CONFIG, file_of, put_adapter_on
+from scale_cli.methods.stream_kinds import STREAM_KINDS
 from scale_cli.model.adapter_streams import AdapterStreams, without_copies
 from scale_cli.model.heads import PlainStreams
 from scale_cli.model.script_prior import EVEN, PriorByScript
@@ -33,7 +34,6 @@ _WEIGHTS = "adapter_model.safetensors"
 _TOKENIZER = "tokenizer_config.json"
 _QUOTED = 80  # characters of a text
 ROUTER = "scale_router"  # the key in config.json of an export
-_KINDS = ("adapter", "copy")
 _SAME = ("model_type", "vocab_size", "hidden_size")
 
 
@@ -59,10 +59,11 @@ def given_model(source: Path, base: str | None) -> GivenModel | None:
     if "base" not in router:
         named = base or _read(name, ADAPTER_CONFIG).get("base_model_name_or_path")
         return GivenModel(name, ModelConfig(base=named)) if named else None
-    if router.get("kind") not in _KINDS:
+    known = [kind.name for kind in STREAM_KINDS.values() if not kind.holds_base]
+    if router.get("kind") not in known:
         raise BaseModelError(
             f"{name}: config.json: {ROUTER}.kind is {router.get('kind')!r}; known are "
-            f"{' and '.join(_KINDS)}"
+            f"{' and '.join(known)}"
         )
     held = ModelConfig.model_validate(
         {"base": base or router["base"], "revision": None if base else router["revision"]}

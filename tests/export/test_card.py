@@ -9,7 +9,7 @@ from scale_cli.commands.evaluate import evaluate
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.evaluation.results import Report
 from scale_cli.export.card import base_licence, model_card
-from scale_cli.export.formats import FORMATS
+from scale_cli.export.formats import fitting_formats
 from scale_cli.export.records import Parity, ServedSize
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.storage.atomic import read_json
@@ -25,7 +25,7 @@ def card_of(config: RunConfig, report: Report | None, export_format: str = "plai
     config = changed(config, f"export.format={export_format}")
     return model_card(
         config,
-        FORMATS[export_format](config),
+        fitting_formats(config)[export_format],
         report=report,
         parity=Parity(0.0, 1),
         licence=base_licence(config.model),

@@ -18,7 +18,7 @@ def test_a_step_that_is_not_finite_leaves_rows_beyond_their_bound_too() -> None:
     model: Any = widen(tiny_llama(vocab_size=64), "route", text=UNKNOWN)
     model.expansion.norm.weight.data.fill_(torch.nan)
     before = model.expansion.embed_tokens.weight.detach().clone()
-    assert before.square().mean(dim=1).sqrt().max() > model.config.expansion_embedding_rms
+    assert before.square().mean(dim=1).sqrt().max() > model.config.start["embedding_rms"]
     Steps(model, bounded(), batches_of(4)).take(0)
     assert torch.equal(model.expansion.embed_tokens.weight, before)
 

@@ -1,5 +1,6 @@
 """The start: the base's function, its own heads and channels as readers of u, and the same bits everywhere."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,12 +8,13 @@ import torch
 from torch import Tensor
 
 from scale_cli.config.training import LrMultipliers, TrainConfig
-from scale_cli.errors import BaseModelError
-from scale_cli.methods.starts import copies, difference_stream
+from scale_cli.errors import BaseModelError, RunFolderError
+from scale_cli.methods.starts import STARTS, copies, difference_stream, start_of, start_rates
 from scale_cli.methods.starts.difference_stream import leading_directions
 from scale_cli.methods.starts.knowledge import knows
 from scale_cli.methods.starts.start import TextToLearn
 from scale_cli.methods.starts.stream_sizes import measured_stream_rms
+from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.training.optimiser import build_optimiser, rates_of
 from scale_cli.upscale.building import NewPieces
@@ -190,7 +192,7 @@ def test_codes_begin_as_large_as_the_last_stream_and_are_let_through_at_the_size
     base = tiny(family)
     model: Any = widen(base, "preserve", ratio=0.5, text=UNKNOWN)
     stream_rms = measured_stream_rms(base, seed=0)
-    embedding_rms = model.config.expansion_embedding_rms
+    embedding_rms = model.config.start["embedding_rms"]
     assert embedding_rms == pytest.approx(1.4 * stream_rms["norm"], rel=0.05)
     codes = model.expansion.embed_tokens.weight
     assert codes.pow(2).mean().sqrt().item() == pytest.approx(embedding_rms, rel=0.1)
@@ -212,7 +214,7 @@ def test_rates_follow_start_and_optimiser_and_what_the_config_says_goes_before()
     known, unknown = (widen(tiny_llama(), "preserve", text=text) for text in (None, UNKNOWN))
     rates = {"embedding": 4.0, "head": 1.0, "gains": 1.0, "matrix": 1.5}
     assert rates_of(known, train) == rates
-    embedding = 200.0 * unknown.config.expansion_embedding_rms
+    embedding = 200.0 * unknown.config.start["embedding_rms"]
     of_codes = {"embedding": embedding, "head": 10.0, "gains": 0.5, "matrix": 16.0}
     assert rates_of(unknown, train) == of_codes
 
@@ -223,6 +225,22 @@ def test_rates_follow_start_and_optimiser_and_what_the_config_says_goes_before()
     chosen = train.model_copy(update={"lr_multipliers": LrMultipliers(embedding=7.0)})
     groups = {group["lr_multiplier"] for group in build_optimiser(known, chosen).param_groups}
     assert groups == {7.0, 1.0, 1.5}
+
+
+@pytest.mark.parametrize("name", STARTS)
+@torch.no_grad()
+def test_a_models_config_keeps_how_it_began(name: str, tmp_path: Path) -> None:
+    model: Any = widen(tiny_llama(), "preserve")
+    model.config.start = {"name": name, **STARTS[name].fill(model, 0, None)}
+    model.config.save_pretrained(tmp_path)
+    read = ScaleConfig.from_pretrained(tmp_path)
+    assert start_of(read) is STARTS[name]
+    assert start_rates(read, "muon") == start_rates(model.config, "muon")
+
+
+def test_a_model_whose_start_is_not_known_is_refused() -> None:
+    with pytest.raises(RunFolderError, match=r"start: None is none of difference-stream, codes"):
+        start_of(ScaleConfig(base_config={}))
 
 
 def test_a_base_whose_stream_has_no_size_is_refused_in_one_line() -> None:

@@ -12,13 +12,13 @@ from scale_cli.methods import METHODS
 
 
 def test_every_choice_of_a_config_is_in_its_table_and_nothing_else_is() -> None:
-    assert {*get_args(ExportFormat)} == FORMATS.keys()
+    assert {*get_args(ExportFormat)} == {one.name for one in FORMATS}
     assert {*get_args(Schedule)} == SCHEDULES.keys()
 
 
 def test_the_card_says_of_every_format_how_it_is_loaded() -> None:
     template = (Path(__file__).parents[2] / "scale_cli/templates/card.md.j2").read_text()
-    assert not [name for name in FORMATS if f'"{name}"' not in template]
+    assert not [name for name in {one.name for one in FORMATS} if f'"{name}"' not in template]
 
 
 def test_methods_are_told_apart_by_name_label_colour_and_mark_and_each_has_its_own_section() -> (

@@ -51,7 +51,7 @@ def test_a_branch_of_no_rate_ends_as_the_trunk_was_and_says_what_it_began_with(
     assert record["content_sha256"] == file_sha256(trunk.final / MANIFEST)
     sizes = [read_json(run.final / "config.json") for run in (branch, trunk)]
     # The rates follow the start of the trunk.
-    assert sizes[0]["expansion_embedding_rms"] == sizes[1]["expansion_embedding_rms"]
+    assert sizes[0]["start"] == sizes[1]["start"]
     assert counted_steps(branch.checkpoint(1)) == {1}
 
 

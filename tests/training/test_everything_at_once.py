@@ -77,7 +77,7 @@ class InPlainTorch:
         trained = trainable_parameters(model)
         self.leaves = {name: self.frozen[name].clone().requires_grad_() for name in trained}
         self.widened, self.train = widened, train
-        self.bound = model.config.expansion_embedding_rms if widened else math.inf
+        self.bound = model.config.start["embedding_rms"] if widened else math.inf
         groups = []
         for name, leaf in self.leaves.items():
             kinds = {"embed_tokens": "embedding", "lm_head": "head"}

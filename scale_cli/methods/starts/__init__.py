@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from scale_cli.errors import RunFolderError
 from scale_cli.methods.starts.codes import Codes
 from scale_cli.methods.starts.difference_stream import DifferenceStream
 from scale_cli.methods.starts.start import Start, TextToLearn
@@ -14,7 +16,8 @@ from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 
 # The first that suits a base and its text is taken.
-STARTS: tuple[Start, ...] = (DifferenceStream(), Codes())
+_ALL: tuple[Start, ...] = (DifferenceStream(), Codes())
+STARTS = {start.name: start for start in _ALL}
 
 
 @torch.no_grad()
@@ -55,7 +58,7 @@ def initialise_expansion(
 
     Numbers are drawn on the CPU in float32, and each product is computed there in float64 by one
     thread, so the start does not depend on device, dtype or number of threads. The model's
-    configuration stores e; None: there are no codes.
+    configuration keeps the start's name, and e where there are codes.
 
     Args:
         model: the widened model, with its new tokens' rows filled.
@@ -73,11 +76,23 @@ def initialise_expansion(
         if isinstance(norm, ExpansionNorm):
             norm.weight.fill_(1.0)
 
-    config.expansion_embedding_rms = None
-    start = next(start for start in STARTS if start.suits(model.base, text))
-    start.fill(model, seed, text)
+    start = next(start for start in STARTS.values() if start.suits(model.base, text))
+    config.start = {"name": start.name, **start.fill(model, seed, text)}
 
 
 def start_of(config: ScaleConfig) -> Start:
-    """Return how a widened model began."""
-    return next(start for start in STARTS if start.made(config))
+    """Return how a widened model began.
+
+    RunFolderError: its config names no start of `STARTS`, as those of earlier versions do not.
+    """
+    name = config.start.get("name")
+    if name not in STARTS:
+        raise RunFolderError(
+            f"the model's config.json: start: {name} is none of {', '.join(STARTS)}; run `scale upscale` again"
+        )
+    return STARTS[name]
+
+
+def start_rates(config: ScaleConfig, optimiser: str) -> Mapping[str, float]:
+    """Return a widened model's learning rates by kind of tensor, relative to `train.lr`."""
+    return start_of(config).rates(config.start, optimiser)

@@ -14,7 +14,6 @@ from scale_cli.errors import BaseModelError
 from scale_cli.methods.starts.copies import copy_layer, map_at_once, one_thread
 from scale_cli.methods.starts.start import Start, TextToLearn
 from scale_cli.methods.starts.stream_sizes import measured_stream_rms
-from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
 
 # The rms of the codes, relative to the base's stream before its last norm.
@@ -29,13 +28,14 @@ class Codes(Start):
     becomes, and the gains let them through at rms 1 at most.
     """
 
+    name = "codes"
     # Only H' changes the loss in the first update; what grows later, and diverges, is u.
     first_update_tells = False
 
     def suits(self, base: PreTrainedModel, text: TextToLearn | None) -> bool:
         return True
 
-    def fill(self, model: Any, seed: int, text: TextToLearn | None) -> None:
+    def fill(self, model: Any, seed: int, text: TextToLearn | None) -> dict[str, float]:
         base = model.base
         expansion = model.expansion
         with one_thread():
@@ -56,15 +56,11 @@ class Codes(Start):
             reader = expansion.get_submodule(name)
             if isinstance(reader, ExpansionNorm):  # some families read the stream without a norm
                 reader.weight.fill_(min(1.0, _rounded(base_rms) / embedding_rms))
-        model.config.expansion_embedding_rms = embedding_rms
+        return {"embedding_rms": embedding_rms}
 
-    def made(self, config: ScaleConfig) -> bool:
-        return config.expansion_embedding_rms is not None
-
-    def rates(self, config: ScaleConfig, optimiser: str) -> Mapping[str, float]:
-        embedding = 200.0 * (config.expansion_embedding_rms or 0.0)  # relative to the codes' size
+    def rates(self, began: Mapping[str, Any], optimiser: str) -> Mapping[str, float]:
         return {
-            "embedding": embedding,
+            "embedding": 200.0 * began["embedding_rms"],  # relative to the codes' size
             "head": 10.0,
             "gains": 0.5,
             "matrix": _MATRIX_RATES[optimiser],

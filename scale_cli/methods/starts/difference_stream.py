@@ -20,7 +20,6 @@ from scale_cli.methods.starts.copies import (
 )
 from scale_cli.methods.starts.knowledge import knows
 from scale_cli.methods.starts.start import Start, TextToLearn
-from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.family_scale import STEPS, family_of
 
 # Most tokens whose rows of the head decide the directions: the most frequent ones.
@@ -39,22 +38,21 @@ class DifferenceStream(Start):
     reads u as H reads P^T u.
     """
 
+    name = "difference-stream"
     first_update_tells = True
 
     def suits(self, base: PreTrainedModel, text: TextToLearn | None) -> bool:
         return text is None or knows(base, text)
 
-    def fill(self, model: Any, seed: int, text: TextToLearn | None) -> None:
+    def fill(self, model: Any, seed: int, text: TextToLearn | None) -> dict[str, float]:
         base = model.base
         expansion = model.expansion
         with one_thread():
             start_layer = partial(_start_layer, base.config, _start_head(model, text))
             map_at_once(start_layer, base.model.layers, expansion.layers)
+        return {}
 
-    def made(self, config: ScaleConfig) -> bool:
-        return config.expansion_embedding_rms is None
-
-    def rates(self, config: ScaleConfig, optimiser: str) -> Mapping[str, float]:
+    def rates(self, began: Mapping[str, Any], optimiser: str) -> Mapping[str, float]:
         return {"embedding": 4.0, "head": 1.0, "gains": 1.0, "matrix": _MATRIX_RATES[optimiser]}
 
 

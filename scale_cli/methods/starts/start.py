@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from scale_cli.model.configuration_scale import ScaleConfig
-
 
 @dataclass(frozen=True)
 class TextToLearn:
@@ -24,6 +22,7 @@ class TextToLearn:
 class Start(ABC):
     """One way to fill the added blocks, which are 0 before, and whose gains are 1."""
 
+    name: ClassVar[str]  # as the model's config keeps it
     # Whether the search of `train.lr: auto` finds a rate at which training holds.
     first_update_tells: ClassVar[bool]
 
@@ -32,13 +31,14 @@ class Start(ABC):
         """Return whether a base begins like this with a text; None: text that it knows."""
 
     @abstractmethod
-    def fill(self, model: Any, seed: int, text: TextToLearn | None) -> None:
-        """Fill a widened model's blocks; what the model must remember of it goes into its config."""
+    def fill(self, model: Any, seed: int, text: TextToLearn | None) -> dict[str, float]:
+        """Fill a widened model's blocks; return what `rates` asks of them later."""
 
     @abstractmethod
-    def made(self, config: ScaleConfig) -> bool:
-        """Return whether a model of this config began like this."""
+    def rates(self, began: Mapping[str, Any], optimiser: str) -> Mapping[str, float]:
+        """Return the learning rates by kind of tensor, relative to `train.lr`.
 
-    @abstractmethod
-    def rates(self, config: ScaleConfig, optimiser: str) -> Mapping[str, float]:
-        """Return the learning rates by kind of tensor, relative to `train.lr`."""
+        Args:
+            began: what `fill` returned.
+            optimiser: `train.optimiser`.
+        """

@@ -42,8 +42,9 @@ from scripts.research.biography.tasks import Curriculum, SequenceWindows, write_
 def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> list[MethodResult]:
     """Run the benchmark; keep results that exist with the same settings."""
     require("matplotlib", "the biography benchmark")
-    if any(compared.method.definition.adapter == "peft" for compared in config.methods):
-        require("peft", "methods: variant lora")
+    for compared in config.methods:
+        if library := compared.method.definition.streams.adapter_library:
+            require(library, f"methods: variant {compared.method.variant}")
     _check_methods(config)
     folder = config.output_dir
     _claim(folder, config)
