@@ -59,6 +59,45 @@ class Step:
     judged_RP: Tensor  # of every document: whether its token at a position counts as evidence
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where each token of a step stands: in its document, and among the rows of router state."""
+
+    document_T: Tensor  # index of its document in the step
+    since_T: Tensor  # tokens of its document that precede it in this step; 0 for padding
+    is_new_T: Tensor  # no token precedes it at all: it begins its document, or is padding
+    is_last_T: Tensor  # it is its document's last one in this step
+    read_T: Tensor  # row of the token before it
+    # Its own row if a later step or document may continue there: it ends its document's part of
+    # this step, or its block; else the scrap row.
+    written_T: Tensor
+
+
+def places_of(step: Step, scrap_row: int) -> Places:
+    """Find each token's document by its index in the step, and its rows by the document's blocks."""
+    size = step.block_size
+    starts_R = step.starts_R
+    index_T = torch.arange(len(step.ids_T), dtype=starts_R.dtype, device=starts_R.device)
+    document_T = torch.searchsorted(starts_R, index_T, right=True).sub_(1)
+    document_T = document_T.clamp_(0, len(step.blocks_RB) - 1)
+    is_padding_T = step.slots_T < 0
+    is_new_T = is_padding_T | (step.positions_T == 0)
+    is_last_T = index_T == starts_R[document_T + 1] - 1
+
+    own_row_T = torch.where(is_padding_T, scrap_row, step.slots_T // size)
+    place_T = step.positions_T % size  # within its block
+    block_before_T = step.blocks_RB[document_T, (step.positions_T // size - 1).clamp(min=0)]
+    read_T = torch.where(place_T > 0, own_row_T, block_before_T)
+    return Places(
+        document_T=document_T,
+        since_T=torch.where(is_padding_T, 0, index_T - starts_R[document_T]),
+        is_new_T=is_new_T,
+        is_last_T=is_last_T,
+        read_T=torch.where(is_new_T, scrap_row, read_T).long(),
+        written_T=torch.where(is_last_T | (place_T == size - 1), own_row_T, scrap_row).long(),
+    )
+
+
 class BlockRouter(nn.Module):
     """One row of router state for each block, updated by every step."""
 
@@ -71,14 +110,14 @@ class BlockRouter(nn.Module):
         self.allocate(0, 0, torch.float32, torch.device("cpu"))
 
     @property
-    def num_blocks(self) -> int:
-        """The number of blocks that have a row, and the index of the scrap row."""
+    def scrap_row(self) -> int:
+        """The row behind those of all blocks; it holds nothing that counts."""
         return len(self.evidence_N) - 1
 
     def allocate(
         self, num_blocks: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Make an empty row for each block, and a scrap row that no token reads."""
+        """Make an empty row for each block, and the scrap row."""
         rows = num_blocks + 1
         for name, tensor in (
             ("hidden_ND", torch.zeros(rows, width, dtype=dtype, device=device)),
@@ -96,47 +135,36 @@ class BlockRouter(nn.Module):
             the row that expects the log-sum-exps of each token's logits (see `remember`), or the
             scrap row.
         """
-        scrap = self.num_blocks
-        size = step.block_size
-        at_T = torch.arange(len(step.ids_T), dtype=step.starts_R.dtype, device=hidden_TD.device)
-        document_T = (
-            torch.searchsorted(step.starts_R, at_T, right=True)
-            .sub_(1)
-            .clamp_(0, len(step.blocks_RB) - 1)
-        )
-        place_T = step.positions_T % size
-        padding_T = step.slots_T < 0
-        here_T = torch.where(padding_T, scrap, step.slots_T // size)
-        earlier_T = step.blocks_RB[document_T, (step.positions_T // size - 1).clamp(min=0)]
-        before_T = torch.where(place_T > 0, here_T, earlier_T)
-        fresh_T = padding_T | (step.positions_T == 0)
-        before_T = torch.where(fresh_T, scrap, before_T).long()
+        places = places_of(step, self.scrap_row)
+        is_first_T = places.since_T == 0  # of its document in this step
+        is_decoding = step.longest == 1
 
-        since_T = torch.where(padding_T, 0, at_T - step.starts_R[document_T])
-        if step.longest == 1:
-            logits_T2 = heads.logits_of(self.hidden_ND[before_T], step.ids_T)
-            sizes_T2 = self.sizes_N2[before_T]
+        if is_decoding:
+            logits_T2 = heads.logits_of(self.hidden_ND[places.read_T], step.ids_T)
+            sizes_T2 = self.sizes_N2[places.read_T]
         else:
-            shifted_TD = hidden_TD.roll(1, dims=0)
-            earlier_TD = torch.where((since_T == 0)[:, None], self.hidden_ND[before_T], shifted_TD)
-            logits_T2, sizes_T2 = heads.observe(earlier_TD, step.ids_T)
-        silent_T = fresh_T | ~step.judged_RP[document_T, step.positions_T]
-        own_T = torch.where(silent_T, 0.0, _log_ratios(logits_T2 - sizes_T2))
-        start_T = torch.where(fresh_T, 0.0, self.evidence_N[before_T])
-        own_T = torch.where(since_T == 0, _zero_for_nan(start_T + own_T), own_T)
-        evidence_T = own_T if step.longest == 1 else _sums(own_T, since_T, step.longest)
+            before_TD = torch.where(
+                is_first_T[:, None], self.hidden_ND[places.read_T], hidden_TD.roll(1, dims=0)
+            )
+            logits_T2, sizes_T2 = heads.observe(before_TD, step.ids_T)
 
-        last_T = at_T == step.starts_R[document_T + 1] - 1
-        kept_T = torch.where(last_T | (place_T == size - 1), here_T, scrap).long()
-        self.hidden_ND[kept_T] = hidden_TD
-        self.evidence_N[kept_T] = evidence_T
-        if step.longest > 1:  # for a document's last token in this step, `remember` sets them
-            self.sizes_N2[kept_T] = sizes_T2.roll(-1, dims=0)
-        return step.prior_R[document_T] + evidence_T, torch.where(last_T, kept_T, scrap)
+        is_silent_T = places.is_new_T | ~step.judged_RP[places.document_T, step.positions_T]
+        ratios_T = torch.where(is_silent_T, 0.0, _log_ratios(logits_T2 - sizes_T2))
+        start_T = torch.where(places.is_new_T, 0.0, self.evidence_N[places.read_T])
+        evidence_T = torch.where(is_first_T, _zero_for_nan(start_T + ratios_T), ratios_T)
+        if not is_decoding:
+            evidence_T = _sums(evidence_T, places.since_T, step.longest)
 
-    def remember(self, rows: Tensor, sizes_R2: Tensor) -> None:
+        self.hidden_ND[places.written_T] = hidden_TD
+        self.evidence_N[places.written_T] = evidence_T
+        if not is_decoding:  # for a document's last token in this step, `remember` sets them
+            self.sizes_N2[places.written_T] = sizes_T2.roll(-1, dims=0)
+        log_odds_T = step.prior_R[places.document_T] + evidence_T
+        return log_odds_T, torch.where(places.is_last_T, places.written_T, self.scrap_row)
+
+    def remember(self, rows_T: Tensor, sizes_T2: Tensor) -> None:
         """Write the log-sum-exps of some tokens' logits into the rows that `advance` returned."""
-        self.sizes_N2[rows] = sizes_R2
+        self.sizes_N2[rows_T] = sizes_T2
 
 
 def _log_ratios(log_probs_T2: Tensor) -> Tensor:
@@ -153,29 +181,29 @@ def _zero_for_nan(evidence_T: Tensor) -> Tensor:
     return torch.where(evidence_T.isnan(), 0.0, evidence_T)
 
 
-def _sums(own_T: Tensor, since_T: Tensor, longest: int) -> Tensor:
-    """Return the evidence after each token: the sum within its document, which began `since_T`
-    tokens ago.
+def _sums(terms_T: Tensor, since_T: Tensor, longest: int) -> Tensor:
+    """Return the evidence after each token: the sum of its document's terms, the first of which is
+    `since_T` tokens back.
 
     One sum over all tokens will not do: after a zero probability, differences of sums are not
     numbers. So sums over 2, 4, 8, ... tokens are added, in log2(longest) rounds.
     """
-    at_T = torch.arange(len(since_T), device=since_T.device)
+    index_T = torch.arange(len(since_T), device=since_T.device)
     while True:
-        evidence_T = own_T
+        sums_T = terms_T
         shift = 1
         while shift < longest:
             within_T = since_T[shift:] >= shift
-            added_T = torch.where(within_T, evidence_T[:-shift], 0.0)
-            evidence_T = torch.cat([evidence_T[:shift], evidence_T[shift:] + added_T])
+            added_T = torch.where(within_T, sums_T[:-shift], 0.0)
+            sums_T = torch.cat([sums_T[:shift], sums_T[shift:] + added_T])
             shift *= 2
-        lost_T = evidence_T.isnan()
+        lost_T = sums_T.isnan()
         if not lost_T.any():
-            return evidence_T
+            return sums_T
         # The first lost token of a document begins its sums anew.
         first_T = lost_T & ~(lost_T.roll(1) & (since_T > 0))
-        own_T = torch.where(first_T, 0.0, own_T)
-        since_T = at_T - torch.where(first_T | (since_T == 0), at_T, 0).cummax(dim=0).values
+        terms_T = torch.where(first_T, 0.0, terms_T)
+        since_T = index_T - torch.where(first_T | (since_T == 0), index_T, 0).cummax(dim=0).values
 
 
 def attach_state(hidden_TD: Tensor, log_odds_T: Tensor, rows_T: Tensor) -> Tensor:

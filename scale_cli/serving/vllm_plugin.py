@@ -120,7 +120,7 @@ class VllmRoutedModel:
         step = self._step(input_ids, positions)
         if step is None:  # no documents: vLLM is measuring memory, or compiling
             self.heads.observe(hidden_TD[:_PROFILED_ROWS], input_ids[:_PROFILED_ROWS])
-            nobody_T = torch.full_like(input_ids, self.router.num_blocks)
+            nobody_T = torch.full_like(input_ids, self.router.scrap_row)
             return attach_state(hidden_TD, torch.zeros_like(positions), nobody_T)
         log_odds_T, rows_T = self.router.advance(hidden_TD, step, self.heads)
         return attach_state(hidden_TD, log_odds_T, rows_T)
@@ -130,8 +130,9 @@ class VllmRoutedModel:
         hidden_TD, log_odds_T, rows_T = detach_state(hidden_states, sum(self._streams.sizes))
         scores_TV, sizes_T2 = self.heads.mix(hidden_TD, log_odds_T)
         # vLLM also asks for the logits of random rows, to measure memory.
-        known_T = (rows_T >= 0) & (rows_T < self.router.num_blocks)
-        self.router.remember(torch.where(known_T, rows_T, self.router.num_blocks), sizes_T2)
+        scrap_row = self.router.scrap_row
+        is_known_T = (rows_T >= 0) & (rows_T < scrap_row)
+        self.router.remember(torch.where(is_known_T, rows_T, scrap_row), sizes_T2)
         if self.lm_head.tp_size > 1:
             scores_TV = self.logits_processor._gather_logits(scores_TV)
         return None if scores_TV is None else scores_TV[..., : self.config.vocab_size]
