@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +35,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-from .head_parts import HeadPart, HeadProducts, Weights, is_readable, tiles_of
-from .stream_heads import Products, second
+from .head_parts import HeadPart, Weights, is_readable, tiles_of, whole_product
+from .stream_heads import HeadProducts, Products, trained_alone
 
 _SETTINGS = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -106,19 +107,12 @@ class AdapterStreams:
         """Return products of x and y with the base's head, which is read once for both."""
         head = self._model.lm_head
         if not is_readable(head):
-            of_both = self._products(lambda rows: head.quant_method.apply(head, rows))
-            return HeadProducts(nn.ModuleList(), [of_both], None, second)
+            of_both = _of_both_rows(partial(whole_product, head))
+            return HeadProducts(nn.ModuleList(), [of_both], None, trained_alone)
         weight = head.weight.data
         parts = [HeadPart(tile) for tile in tiles_of(weight)]
-        tiles = [self._products(part) for part in parts]
-        return HeadProducts(nn.ModuleList(parts), tiles, [weight, weight], second)
-
-    def _products(self, product: Callable[[Tensor], Tensor]) -> Products:
-        def products(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
-            of_both = product(rows_TD.reshape(2 * len(rows_TD), -1))
-            return of_both[::2], of_both[1::2]
-
-        return products
+        tiles = [_of_both_rows(part) for part in parts]
+        return HeadProducts(nn.ModuleList(parts), tiles, [weight, weight], trained_alone)
 
     def _put_beside(self, pairs: Mapping[str, Pair]) -> None:
         """Put A and B of each of the base's linear maps beside the layer that vLLM computes it in."""
@@ -145,6 +139,16 @@ class AdapterStreams:
         ranks = {name: len(pair.down_RI) for name, pair in pairs.items()}
         others = self._vllm_config.additional_config
         self._vllm_config.additional_config = {**others, "scale_adapter": ranks}
+
+
+def _of_both_rows(product: Callable[[Tensor], Tensor]) -> Products:
+    """Return both streams' products by one call, for x and y as rows of their own."""
+
+    def of_both(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
+        both = product(rows_TD.reshape(2 * len(rows_TD), -1))
+        return both[::2], both[1::2]
+
+    return of_both
 
 
 class AttentionOfBoth(Attention):
@@ -187,29 +191,24 @@ def pairs_of(
     ValueError: the adapter is more than these.
     """
     pairs = {}
-    downs = {
-        name.removesuffix(_DOWN): tensor for name, tensor in tensors.items() if name.endswith(_DOWN)
-    }
-    for name, down_RI in downs.items():
-        alpha = _of_pattern(settings["alpha_pattern"], name, settings["lora_alpha"])
+    others = dict(tensors)
+    for name in [name.removesuffix(_DOWN) for name in tensors if name.endswith(_DOWN)]:
+        down_RI = others.pop(f"{name}{_DOWN}")
         rank = len(down_RI)
+        of_name = (
+            alpha
+            for pattern, alpha in settings["alpha_pattern"].items()
+            if re.match(rf"(.*\.)?({pattern})$", name)  # as PEFT matches it
+        )
+        alpha = next(of_name, settings["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
-        pairs[name] = Pair(down_RI, tensors[f"{name}{_UP}"] * scale)
-    others = tensors.keys() - {f"{name}{end}" for name in pairs for end in (_DOWN, _UP)}
+        pairs[name] = Pair(down_RI, others.pop(f"{name}{_UP}") * scale)
     if others:
         raise ValueError(
             f"{folder}: {_WEIGHTS} has {min(others)}, which is not A or B of a linear layer; serve "
             "it with `scale serve --engine transformers`"
         )
     return pairs
-
-
-def _of_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """Return a setting of one linear map, as PEFT finds it."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return otherwise
 
 
 class LinearOfBoth(QuantizeMethodBase):

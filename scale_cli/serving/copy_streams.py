@@ -9,9 +9,9 @@ Shapes: T tokens of a step, D channels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from vllm.compilation.backends import set_model_tag
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.transformers_utils.config import get_config
 
-from .head_parts import HeadProducts, Weights, is_readable, of_streams, products_with
-from .stream_heads import second
+from .head_parts import Weights, is_readable, of_streams, products_with, whole_product
+from .stream_heads import HeadProducts, trained_alone
 
 _BASE = "base."
 
@@ -54,32 +54,20 @@ class CopyStreams:
         return torch.cat([x_TD, trunk(ids_T, positions_T)], dim=-1)
 
     def load(self, load: Callable[..., set[str]], weights: Weights) -> set[str]:
-        """Load the trained model's weights by its own `load`, then the base's."""
-        given = iter(weights)
-        first_of_base = []
-
-        def of_trained() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in given:
-                if name.startswith(_BASE):
-                    first_of_base.append((name, tensor))
-                    return
-                yield name, tensor
-
-        loaded = load(of_trained())
-        of_base = (
-            (name.removeprefix(_BASE), tensor) for name, tensor in chain(first_of_base, given)
-        )
-        return loaded | {f"{_BASE}{name}" for name in self._model.base.load_weights(of_base)}
+        """Load the trained model's weights by its own `load`, and the base's, which follow them."""
+        loaded = set()
+        for is_of_base, of_one in groupby(weights, lambda named: named[0].startswith(_BASE)):
+            if is_of_base:
+                of_base = ((name.removeprefix(_BASE), tensor) for name, tensor in of_one)
+                loaded |= {f"{_BASE}{name}" for name in self._model.base.load_weights(of_base)}
+            else:
+                loaded |= load(of_one)
+        return loaded
 
     def head_products(self) -> HeadProducts:
         """Return products of x with the base's head, and of y with the trained model's."""
         heads = [self._model.base.lm_head, self._model.lm_head]
         if all(map(is_readable, heads)):
-            return products_with([head.weight.data for head in heads], self.sizes, second)
-
-        def multiplied(stream_TD: Tensor, head: Any) -> Tensor:
-            product_TV: Tensor = head.quant_method.apply(head, stream_TD.contiguous())
-            return product_TV
-
-        of_each = [partial(multiplied, head=head) for head in heads]
-        return HeadProducts(nn.ModuleList(), [of_streams(of_each, self.sizes)], None, second)
+            return products_with([head.weight.data for head in heads], self.sizes, trained_alone)
+        of_both = of_streams([partial(whole_product, head) for head in heads], self.sizes)
+        return HeadProducts(nn.ModuleList(), [of_both], None, trained_alone)

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from .stream_heads import Products, TrainedOf
+from .stream_heads import HeadProducts, Products, TrainedOf
 
 Weights = Iterable[tuple[str, Tensor]]  # by name, as files have them
 # Used on a CPU: the logits of so many tokens stay in its cache.
 _TOKENS_OF_A_TILE = 8192
-
-
-class HeadProducts(NamedTuple):
-    """What `StreamHeads` multiplies rows by, and the modules that hold it."""
-
-    modules: nn.ModuleList
-    tiles: Sequence[Products]
-    weights: Sequence[Tensor] | None
-    trained_of: TrainedOf
 
 
 def products_with(
@@ -52,6 +43,12 @@ def is_readable(lm_head: Any) -> bool:
     return isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod)
 
 
+def whole_product(head: Any, rows_TD: Tensor) -> Tensor:
+    """Return a head's logits of all its tokens, by vLLM's own method for it."""
+    logits_TV: Tensor = head.quant_method.apply(head, rows_TD.contiguous())
+    return logits_TV
+
+
 def tiles_of(weight: Tensor) -> Sequence[Tensor]:
     """Return a head's rows in as many parts as are computed one after another."""
     return weight.split(_TOKENS_OF_A_TILE) if current_platform.is_cpu() else [weight]
@@ -68,7 +65,7 @@ class HeadPart(nn.Module):
         self.quant_method = _PartMethod()
 
     def forward(self, rows_TD: Tensor) -> Tensor:
-        return self.quant_method.apply(self, rows_TD.contiguous())
+        return whole_product(self, rows_TD)
 
 
 class _PartMethod(UnquantizedEmbeddingMethod):

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..model.routing import PieceShares, mix_shifted, score_shifts
 
@@ -32,6 +33,17 @@ _ROWS_AT_ONCE = 512  # tokens of a prompt whose logits are held at once
 Products = Callable[[Tensor], tuple[Tensor, Tensor]]
 # Of both products: the trained head's float32 logits.
 TrainedOf = Callable[[Tensor, Tensor], Tensor]
+
+
+class HeadProducts(NamedTuple):
+    """What rows are multiplied by, and how both heads come of it."""
+
+    modules: nn.ModuleList  # hold the weights that a product reads
+    tiles: Sequence[Products]  # by tile: a few thousand tokens
+    # (V, D) of each stream, if their rows can be read one by one: a product is then a row of one
+    # times the hidden row; None if the head is quantised
+    weights: Sequence[Tensor] | None
+    trained_of: TrainedOf
 
 
 @dataclass(frozen=True)
@@ -75,12 +87,12 @@ class SharedPieces:
         return said_TV
 
 
-def added(z_TV: Tensor, added_TV: Tensor) -> Tensor:
+def trained_by_sum(z_TV: Tensor, added_TV: Tensor) -> Tensor:
     """Return the trained head's logits where it adds to the base's."""
     return z_TV.float() + added_TV.float()
 
 
-def second(_: Tensor, own_TV: Tensor) -> Tensor:
+def trained_alone(_: Tensor, own_TV: Tensor) -> Tensor:
     """Return the trained head's logits where they are a product of its own."""
     return own_TV.float()
 
@@ -108,13 +120,9 @@ def scores_of(
 class StreamHeads:
     """The two heads of a routed model; implements `block_router.Heads`."""
 
-    tiles: Sequence[Products]  # by tile: a few thousand tokens
+    products: HeadProducts
     stream_sizes: Sequence[int]  # channels of each stream in a row
     shard: Shard  # of the vocabulary
-    # (V, D) of each stream, if their rows can be read one by one: a product is then a row of one
-    # times the hidden row; None if the head is quantised
-    weights: Sequence[Tensor] | None
-    trained_of: TrainedOf
     shared: SharedPieces | None = None  # None: the base has all tokens
     sizes_of: Callable[..., Tensor] = sizes_of  # or a compiled version
     scores_of: Callable[..., Tensor] = scores_of  # likewise
@@ -123,15 +131,16 @@ class StreamHeads:
         """Return the scores of this device's share of the vocabulary, and (T, 2) log-sum-exps over
         the whole of it.
         """
-        products = self._products(rows_TD)
-        base_TV = self._base_of(products)
-        own_sizes_T2 = self.sizes_of(base_TV, products, self.trained_of, self.shard.length)
+        whole = self._whole_products(rows_TD)
+        base_TV = self._base_of(whole)
+        trained_of = self.products.trained_of
+        own_sizes_T2 = self.sizes_of(base_TV, whole, trained_of, self.shard.length)
         sizes_T2 = torch.logsumexp(self.shard.gather(own_sizes_T2), dim=0)
         log_weights_2T = F.logsigmoid(torch.stack([-log_odds_T, log_odds_T]))
         # Not inside the compiled function, which would compute these numbers of a row again for
         # every token.
         shifts = score_shifts(log_weights_2T, sizes_T2.T)
-        return self.scores_of(base_TV, products, self.trained_of, *shifts), sizes_T2
+        return self.scores_of(base_TV, whole, trained_of, *shifts), sizes_T2
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return (T, 2) logits of `ids_T`, and (T, 2) log-sum-exps.
@@ -141,22 +150,27 @@ class StreamHeads:
         logits = []
         sizes = []
         for rows, ids in zip(rows_TD.split(_ROWS_AT_ONCE), ids_T.split(_ROWS_AT_ONCE), strict=True):
-            whole = self._products(rows) if self.weights is None or self.shared else None
+            whole = None
+            tiles = (tile(rows) for tile in self.products.tiles)
+            if self.products.weights is None or self.shared is not None:
+                whole = self._whole_products(rows)
+                tiles = iter([whole])
             logits.append(self._logits_here(rows, ids, whole))
+
             sizes_of_tiles = []
             left = self.shard.length  # without padding
-            for products in (tile(rows) for tile in self.tiles) if whole is None else [whole]:
-                sizes_of_tiles.append(
-                    self.sizes_of(self._base_of(products), products, self.trained_of, max(0, left))
-                )
-                left -= products[0].shape[-1]
+            for tile in tiles:
+                base_TV = self._base_of(tile)
+                trained_of = self.products.trained_of
+                sizes_of_tiles.append(self.sizes_of(base_TV, tile, trained_of, max(0, left)))
+                left -= base_TV.shape[-1]
             sizes.append(torch.logsumexp(torch.stack(sizes_of_tiles), dim=0))
         sizes_T2 = torch.logsumexp(self.shard.gather(torch.cat(sizes)), dim=0)
         return self.shard.sum(torch.cat(logits)), sizes_T2
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
         """Return (T, 2) logits of `ids_T`."""
-        whole = self._products(rows_TD) if self.weights is None else None
+        whole = self._whole_products(rows_TD) if self.products.weights is None else None
         return self.shard.sum(self._logits_here(rows_TD, ids_T, whole))
 
     def _logits_here(
@@ -166,35 +180,38 @@ class StreamHeads:
 
         `whole` has the products of the rows with all tokens, if they are known.
         """
-
-        def products_of(ids_T: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-            local_T = ids_T.long() - self.shard.start
-            here_T = (local_T >= 0) & (local_T < self.shard.length)
-            local_T = torch.where(here_T, local_T, 0)
-            if whole is not None:
-                return [of.gather(-1, local_T[:, None])[:, 0].float() for of in whole], here_T
-            assert self.weights is not None, "only its rows are read one by one"
-            streams = rows_TD.float().split(list(self.stream_sizes), dim=-1)
-            found = [
-                (stream_TD * weight[local_T].float()).sum(dim=-1)
-                for stream_TD, weight in zip(streams, self.weights, strict=True)
-            ]
-            # Rounded like the head's own products.
-            return [of.to(rows_TD.dtype).float() for of in found], here_T
-
-        (z_T, other_T), here_T = products_of(ids_T)
-        trained_T = torch.where(here_T, self.trained_of(z_T, other_T), 0.0)
+        (z_T, other_T), is_here_T = self._products_here(rows_TD, ids_T, whole)
+        trained_T = torch.where(is_here_T, self.products.trained_of(z_T, other_T), 0.0)
         if self.shared is not None:
-            (z_T, _), here_T = products_of(self.shared.sources_V[ids_T])
+            pieces_T = self.shared.sources_V[ids_T]
+            (z_T, _), is_here_T = self._products_here(rows_TD, pieces_T, whole)
             z_T = z_T + self.shared.added_V[ids_T]
-        return torch.stack([torch.where(here_T, z_T, 0.0), trained_T], dim=-1)
+        return torch.stack([torch.where(is_here_T, z_T, 0.0), trained_T], dim=-1)
+
+    def _products_here(
+        self, rows_TD: Tensor, ids_T: Tensor, whole: tuple[Tensor, Tensor] | None
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """Return both products (T,) of `ids_T`, and whether this device has the token."""
+        local_T = ids_T.long() - self.shard.start
+        is_here_T = (local_T >= 0) & (local_T < self.shard.length)
+        local_T = torch.where(is_here_T, local_T, 0)
+        if whole is not None:
+            return [of.gather(-1, local_T[:, None])[:, 0].float() for of in whole], is_here_T
+        assert self.products.weights is not None, "only its rows are read one by one"
+        streams = rows_TD.float().split(list(self.stream_sizes), dim=-1)
+        found = [
+            (stream_TD * weight[local_T].float()).sum(dim=-1)
+            for stream_TD, weight in zip(streams, self.products.weights, strict=True)
+        ]
+        # Rounded like the head's own products.
+        return [of.to(rows_TD.dtype).float() for of in found], is_here_T
 
     def _base_of(self, products: tuple[Tensor, Tensor]) -> Tensor:
         return products[0] if self.shared is None else self.shared(products[0])
 
-    def _products(self, rows_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def _whole_products(self, rows_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return both products with all tokens, (T, V) each."""
-        found = [tile(rows_TD) for tile in self.tiles]
+        found = [tile(rows_TD) for tile in self.products.tiles]
         if len(found) == 1:
             return found[0]
         z_tiles, other_tiles = zip(*found, strict=True)

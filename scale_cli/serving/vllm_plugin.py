@@ -34,9 +34,9 @@ from ..model.routing import base_shares
 from .adapter_streams import AdapterStreams
 from .block_router import BlockRouter, Step, attach_state, detach_state
 from .copy_streams import CopyStreams
-from .head_parts import HeadProducts, Weights
+from .head_parts import Weights
 from .prompts import Prompts
-from .stream_heads import Shard, SharedPieces, StreamHeads, scores_of, sizes_of
+from .stream_heads import HeadProducts, Shard, SharedPieces, StreamHeads, scores_of, sizes_of
 from .widened_streams import WidenedStreams
 
 _PROFILED_ROWS = 512
@@ -90,7 +90,7 @@ class VllmRoutedModel:
         self._block_size = 0
         self.router = BlockRouter()
         products = self._streams.head_products()
-        self.columns = products.modules
+        self.head_parts = products.modules
         indices = self.lm_head.shard_indices
         shard = Shard(
             indices.org_vocab_start_index,
@@ -104,12 +104,10 @@ class VllmRoutedModel:
             device = self._prompts.prior_R.device
             shared = SharedPieces(shares, self.config.vocab_size, shard, device)
         self.heads = StreamHeads(
-            products.tiles,
+            products,
             self._streams.sizes,
             shard,
-            products.weights,
-            products.trained_of,
-            shared=shared,
+            shared,
             sizes_of=_compiled(sizes_of),
             scores_of=_compiled(scores_of),
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .head_parts import HeadProducts, Weights, is_readable, of_streams, products_with
-from .stream_heads import added
+from .head_parts import Weights, is_readable, of_streams, products_with, whole_product
+from .stream_heads import HeadProducts, trained_by_sum
 
 
 class WidenedStreams:
@@ -41,14 +41,12 @@ class WidenedStreams:
         """
         head = self._lm_head
         if is_readable(head):
-            return products_with(head.weight.data.split(self.sizes, dim=-1), self.sizes, added)
-
-        def padded(stream_TD: Tensor, margins: tuple[int, int]) -> Tensor:
-            product_TV: Tensor = head.quant_method.apply(
-                head, nn.functional.pad(stream_TD, margins)
-            )
-            return product_TV
-
+            weights = head.weight.data.split(self.sizes, dim=-1)
+            return products_with(weights, self.sizes, trained_by_sum)
         num_base, num_added = self.sizes
-        of_each = [partial(padded, margins=of) for of in ((0, num_added), (num_base, 0))]
-        return HeadProducts(nn.ModuleList(), [of_streams(of_each, self.sizes)], None, added)
+        of_each = [
+            lambda x_TD: whole_product(head, F.pad(x_TD, (0, num_added))),
+            lambda u_TD: whole_product(head, F.pad(u_TD, (num_base, 0))),
+        ]
+        of_both = of_streams(of_each, self.sizes)
+        return HeadProducts(nn.ModuleList(), [of_both], None, trained_by_sum)

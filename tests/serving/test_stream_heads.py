@@ -7,17 +7,18 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scale_cli.model.routing import PieceShares, mix_logits
 from scale_cli.serving.stream_heads import (
+    HeadProducts,
     Shard,
     SharedPieces,
     StreamHeads,
     TrainedOf,
-    added,
-    second,
+    trained_alone,
+    trained_by_sum,
 )
 
 STREAMS = [6, 5]
@@ -72,7 +73,7 @@ def heads(
     shares: PieceShares | None,
     *,
     readable: bool,
-    trained_of: TrainedOf = added,
+    trained_of: TrainedOf = trained_by_sum,
 ) -> StreamHeads:
     # A head that cannot be read is not in tiles.
     tiles = [
@@ -81,7 +82,8 @@ def heads(
     ]
     shared = None if shares is None else SharedPieces(shares, VOCABULARY, shard, weight_VD.device)
     weights = weight_VD.split(STREAMS, dim=-1) if readable else None
-    return StreamHeads(tiles, STREAMS, shard, weights, trained_of, shared)
+    multiplied = HeadProducts(nn.ModuleList(), tiles, weights, trained_of)
+    return StreamHeads(multiplied, STREAMS, shard, shared)
 
 
 def alone(shares: PieceShares | None, *, readable: bool = True) -> StreamHeads:
@@ -123,7 +125,7 @@ def test_a_tokens_logits_are_those_of_the_whole_product(
 @pytest.mark.parametrize("readable", [True, False])
 def test_a_trained_model_of_its_own_has_a_product_of_its_own(readable: bool) -> None:
     shard = Shard(0, VOCABULARY, lambda tensor: tensor[None], lambda tensor: tensor)
-    of_two = heads(WEIGHT_VD, shard, None, readable=readable, trained_of=second)
+    of_two = heads(WEIGHT_VD, shard, None, readable=readable, trained_of=trained_alone)
     logits_T2V = torch.stack(products(ROWS_TD, WEIGHT_VD), dim=1)
     expected_T2 = logits_T2V.gather(-1, IDS_T[:, None, None].expand(-1, 2, 1))[..., 0]
     torch.testing.assert_close(of_two.logits_of(ROWS_TD, IDS_T), expected_T2)
