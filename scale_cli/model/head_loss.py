@@ -4,14 +4,14 @@ With distillation from the base, the loss of a token is -log p(target) + w KL(p_
 gradient by the logits is p - one-hot + w (p - p_base). The base's logits are the sum before the
 last head is added, so they cost no extra product.
 
-Shapes: N tokens of the text, S of them in one sequence, D base channels, E expansion channels, V
-vocabulary, M new tokens, which the base's vocabulary lacks.
+Shapes: N tokens of the text, C of them in a chunk, S in a distilled part of one, D base channels, E
+expansion channels, V vocabulary, M new tokens, which the base's vocabulary lacks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,16 +23,32 @@ from .routing import rows_at_once
 IGNORED = -100  # as in data/batches.py, which this file cannot import because it is exported
 # Maps a base's logits of the tokens that it has to logits of all tokens, new ones included.
 OfBase = Callable[[Tensor], Tensor]
+_EVERY_TOKEN = slice(None)
+
+
+class _Product(NamedTuple):
+    """A term of the logits, `stream @ head.T`, in the precision of the product."""
+
+    stream: Tensor
+    head: Tensor
+    columns: slice  # the tokens of the vocabulary to whose logits it is added
+
+
+class _Targets(NamedTuple):
+    """What follows each token of a chunk; (C, 1) each."""
+
+    rows: Tensor  # the numbers from 0 on
+    ids: Tensor  # the index in the vocabulary; 0 without a target
+    ignored: Tensor  # whether there is no target
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of -log p(target) under the logits of some heads; forward computes the gradients too.
+    """Sum of -log p(target) under a sum of products; forward computes the gradients too.
 
-    The heads are H; or H and H'; or H, H_new and H', where H_new gives the logits of the tokens
-    that H lacks. `distilled` holds slices of the N tokens, each with a weight for its KL divergence
-    from the predictions without H'. Gradients are computed only where they are needed: a frozen
-    head costs one product and keeps nothing. `token_losses_N`, if given, is filled with every
-    token's term of the sum.
+    The first product is the base's. `columns` has those of each product. `distilled` holds slices
+    of the N tokens, each with a weight for its KL divergence from the base's predictions. Gradients
+    are computed only where they are needed: a frozen head costs one product and keeps nothing.
+    `token_losses_N`, if given, is filled with every token's term of the sum.
     """
 
     @staticmethod
@@ -42,12 +58,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         distilled: Sequence[tuple[slice, float]],
         token_losses_N: Tensor | None,
         of_base: OfBase | None,
+        columns: Sequence[slice],
         *streams_and_heads: Tensor,
     ) -> Tensor:
         streams = streams_and_heads[::2]
         heads = streams_and_heads[1::2]
         device = targets_N.device
-        wanted = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[5:]
         of_streams = [
             torch.empty_like(x) if want else None
             for x, want in zip(streams, wanted[::2], strict=True)
@@ -66,45 +83,42 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # products that read it.
         num_rows = rows_at_once(device.type, len(lowered[-1]))
         num_held = min(num_rows, len(targets_N))
-        log_probs_MV = torch.empty(num_held, len(lowered[-1]), device=device)
-        grad_MV = log_probs_MV
+        log_probs_CV = torch.empty(num_held, len(lowered[-1]), device=device)
+        grad_CV = log_probs_CV
         lowest = lowered[-1].dtype
         of_one_dtype = all(head.dtype == lowest for head in lowered)
         if lowest != torch.float32 and of_one_dtype and not distilled:
-            grad_MV = torch.empty_like(log_probs_MV, dtype=lowest)
+            grad_CV = torch.empty_like(log_probs_CV, dtype=lowest)
 
         ignored_N1 = (targets_N == IGNORED).unsqueeze(1)
-        places_N1 = targets_N.unsqueeze(1).masked_fill(ignored_N1, 0)
-        rows_M1 = torch.arange(num_held, device=device).unsqueeze(1)
+        ids_N1 = targets_N.unsqueeze(1).masked_fill(ignored_N1, 0)
+        rows_C1 = torch.arange(num_held, device=device).unsqueeze(1)
 
         for start in range(0, len(targets_N), num_rows):
-            rows = slice(start, start + num_rows)
-            read = [
-                stream[rows].to(head.dtype) for stream, head in zip(streams, lowered, strict=True)
+            chunk = slice(start, start + num_rows)
+            num_here = len(targets_N[chunk])
+            products = [
+                _Product(stream[chunk].to(head.dtype), head, tokens)
+                for stream, head, tokens in zip(streams, lowered, columns, strict=True)
             ]
-            grad_NV = grad_MV[: len(read[0])]
-            ignored = ignored_N1[rows]
+            targets = _Targets(rows_C1[:num_here], ids_N1[chunk], ignored_N1[chunk])
             _fill(
-                losses_N[rows],
-                grad_NV,
-                log_probs_MV[: len(grad_NV)],
-                read,
-                lowered,
-                targets=(rows_M1[: len(grad_NV)], places_N1[rows], ignored),
-                distilled=list(_within(distilled, rows)),
+                losses_N[chunk],
+                grad_CV[:num_here],
+                log_probs_CV[:num_here],
+                products,
+                targets,
+                distilled=list(_within(distilled, chunk)),
                 of_base=of_base,
             )
-            loss += losses_N[rows].sum()
+            loss += losses_N[chunk].sum()
+            of_chunk = [None if grad is None else grad[chunk] for grad in of_streams]
+            _add_gradients(of_chunk, of_heads, grad_CV[:num_here], products, targets.ignored)
 
-            here = [None if grad is None else grad[rows] for grad in of_streams]
-            _add_gradients(here, of_heads, grad_NV, ignored, read, lowered)
-        ends = [
-            None if grad is None else grad.to(head.dtype)
-            for grad, head in zip(of_heads, heads, strict=True)
-        ]
-        ctx.save_for_backward(
-            *(grad for pair in zip(of_streams, ends, strict=True) for grad in pair)
-        )
+        ends: list[Tensor | None] = []
+        for of_stream, of_head, head in zip(of_streams, of_heads, heads, strict=True):
+            ends += [of_stream, None if of_head is None else of_head.to(head.dtype)]
+        ctx.save_for_backward(*ends)
         return loss
 
     @staticmethod
@@ -112,104 +126,93 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         # In place: nothing else uses them, and autograd refuses a second backward pass.
         grads = [None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors]
-        return None, None, None, None, *grads
+        return None, None, None, None, None, *grads
 
 
 def _logits_and_bases(
-    streams: Sequence[Tensor],
-    heads: Sequence[Tensor],
-    places: Sequence[slice],
-    of_base: OfBase | None,
+    products: Sequence[_Product], places: Sequence[slice], of_base: OfBase | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return sum_k H_k x_k, and, at `places`, the base's float32 log-probabilities."""
-    logits_NV = streams[0] @ heads[0].T
-    if len(heads) == 1:
-        return logits_NV, []
-
-    said = [logits_NV[place].float() for place in places]
+    """Return the sum of the products, and, at `places`, the base's float32 log-probabilities."""
+    base, *others = products
+    logits_CV = base.stream @ base.head.T
+    said = [logits_CV[place].float() for place in places]
     if of_base is not None:
         said = [of_base(logits_SV) for logits_SV in said]
     bases = [logits_SV.log_softmax(dim=1) for logits_SV in said]
 
-    if len(heads) == 3:
-        logits_NV = torch.cat([logits_NV, streams[1] @ heads[1].T], dim=1)
-    # A frozen bfloat16 head beside a float32 one is never upcast; only its logits are.
-    return logits_NV.to(heads[-1].dtype).addmm_(streams[-1], heads[-1].T), bases
+    for stream, head, columns in others:
+        if columns == _EVERY_TOKEN:
+            # A frozen bfloat16 head beside a float32 one is never upcast; only its logits are.
+            logits_CV = logits_CV.to(head.dtype).addmm_(stream, head.T)
+        else:  # tokens that the base lacks
+            logits_CV = torch.cat([logits_CV, stream @ head.T], dim=1)
+    return logits_CV, bases
 
 
 def _fill(
-    losses_N: Tensor,
-    grad_NV: Tensor,
-    log_probs_NV: Tensor,
-    streams: Sequence[Tensor],
-    heads: Sequence[Tensor],
+    losses_C: Tensor,
+    grad_CV: Tensor,
+    log_probs_CV: Tensor,
+    products: Sequence[_Product],
+    targets: _Targets,
     *,
-    targets: tuple[Tensor, Tensor, Tensor],
     distilled: Sequence[tuple[slice, float]],
     of_base: OfBase | None,
 ) -> None:
-    """Compute the losses of some tokens, and their gradients by the logits.
+    """Compute the losses of a chunk's tokens, and their gradients by the logits.
 
     Args:
-        losses_N: filled with the losses; 0 without a target.
-        grad_NV: filled with the gradients; meaningless without a target; may be `log_probs_NV`.
-        log_probs_NV: filled with log p, float32.
-        streams: what each head reads, in the precision of its products.
-        heads: as in `_ChunkedCrossEntropy`.
-        targets: (N, 1) each: the numbers from 0 on; the targets' indices in the vocabulary; and
-            True where there is no target.
-        distilled: as in `_ChunkedCrossEntropy`, of these tokens.
+        losses_C: filled with the losses; 0 without a target.
+        grad_CV: filled with the gradients; meaningless without a target; may be `log_probs_CV`.
+        log_probs_CV: filled with log p, float32.
+        products: whose sum is the logits.
+        targets: of the chunk.
+        distilled: as in `_ChunkedCrossEntropy`, of this chunk.
         of_base: as in `trained_head_cross_entropy`.
     """
-    rows_N1, places_N1, ignored_N1 = targets
     # In the precision of the products; a GPU kernel reads them without a cast.
-    logits_NV, bases = _logits_and_bases(streams, heads, [some for some, _ in distilled], of_base)
-    torch.log_softmax(logits_NV, dim=1, dtype=log_probs_NV.dtype, out=log_probs_NV)
-    of_targets_N1 = log_probs_NV.gather(1, places_N1)
-    torch.exp(log_probs_NV, out=grad_NV)
+    logits_CV, bases = _logits_and_bases(products, [place for place, _ in distilled], of_base)
+    torch.log_softmax(logits_CV, dim=1, dtype=log_probs_CV.dtype, out=log_probs_CV)
+    of_targets_C1 = log_probs_CV.gather(1, targets.ids)
+    torch.exp(log_probs_CV, out=grad_CV)
     # `scatter_` copies the whole matrix on a processor.
-    grad_NV.index_put_(
-        (rows_N1, places_N1), torch.expm1(of_targets_N1, out=grad_NV.new_empty(places_N1.shape))
+    grad_CV.index_put_(
+        (targets.rows, targets.ids),
+        torch.expm1(of_targets_C1, out=grad_CV.new_empty(of_targets_C1.shape)),
     )
-    torch.neg(of_targets_N1, out=losses_N.unsqueeze(1)).masked_fill_(ignored_N1, 0.0)
-    for (some, weight), base_SV in zip(distilled, bases, strict=True):
+    torch.neg(of_targets_C1, out=losses_C.unsqueeze(1)).masked_fill_(targets.ignored, 0.0)
+    for (place, weight), base_SV in zip(distilled, bases, strict=True):
         divergence_S, of_divergence_SV = _divergence_and_gradient(
-            base_SV, logits_NV[some].float(), ignored_N1[some]
+            base_SV, logits_CV[place].float(), targets.ignored[place]
         )
-        losses_N[some] += weight * divergence_S
-        grad_NV[some].add_(of_divergence_SV, alpha=weight)
+        losses_C[place] += weight * divergence_S
+        grad_CV[place].add_(of_divergence_SV, alpha=weight)
 
 
 def _add_gradients(
     of_streams: Sequence[Tensor | None],
     of_heads: Sequence[Tensor | None],
-    grad_NV: Tensor,
-    ignored_N1: Tensor,
-    streams: Sequence[Tensor],
-    heads: Sequence[Tensor],
+    grad_CV: Tensor,
+    products: Sequence[_Product],
+    ignored_C1: Tensor,
 ) -> None:
-    """Fill some tokens' gradients of the streams, and add theirs to the heads', where one is
-    wanted.
-    """
-    # Of each head, the columns of the logits that it adds to: its part of the vocabulary.
-    columns = [slice(None)] * len(heads)
-    if len(heads) == 3:
-        columns = [slice(len(heads[0])), slice(len(heads[0]), None), slice(None)]
-    grad = grad_NV
-    for stream, head, own, of_stream, of_head in zip(
-        streams, heads, columns, of_streams, of_heads, strict=True
+    """Fill a chunk's gradients of the streams, and add its to the heads', where one is wanted."""
+    grad = grad_CV
+    for (stream, head, columns), of_stream, of_head in zip(
+        products, of_streams, of_heads, strict=True
     ):
         if grad.dtype != head.dtype:
-            grad = grad_NV.to(head.dtype)
+            grad = grad_CV.to(head.dtype)
+        own = grad[:, columns]
         if of_stream is not None:
-            of_stream.copy_((grad[:, own] @ head).masked_fill_(ignored_N1, 0.0))
+            of_stream.copy_((own @ head).masked_fill_(ignored_C1, 0.0))
         if of_head is None:
             continue
-        read = stream.masked_fill(ignored_N1, 0.0)
+        read = stream.masked_fill(ignored_C1, 0.0)
         if of_head.dtype == grad.dtype:
-            of_head.addmm_(grad[:, own].T, read)
+            of_head.addmm_(own.T, read)
         else:
-            of_head += grad[:, own].T @ read
+            of_head += own.T @ read
 
 
 def _divergence_and_gradient(
@@ -272,14 +275,19 @@ def trained_head_cross_entropy(
         if weight
     ]
     x_ND = x_BTD.flatten(0, 1)
+    num_old = len(base_head_VD)
+    columns = [slice(num_old)]
+    streams_and_heads = [x_ND, base_head_VD.detach()]
+    if new_head_MD is not None:
+        columns.append(slice(num_old, None))
+        streams_and_heads += [x_ND, new_head_MD]
     return _ChunkedCrossEntropy.apply(
         targets_BT.flatten(),
         distilled,
         None if token_losses_BT is None else token_losses_BT.view(-1),
         of_base,
-        x_ND,
-        base_head_VD.detach(),
-        *(() if new_head_MD is None else (x_ND, new_head_MD)),
+        [*columns, _EVERY_TOKEN],
+        *streams_and_heads,
         u_BTE.flatten(0, 1),
         head_VE,
     )
@@ -291,5 +299,11 @@ def plain_cross_entropy(
     """Return the summed cross-entropy of H x in float32; H gets a gradient if it trains."""
     token_losses_N = None if token_losses_BT is None else token_losses_BT.view(-1)
     return _ChunkedCrossEntropy.apply(
-        targets_BT.flatten(), (), token_losses_N, None, x_BTD.flatten(0, 1), head_VD
+        targets_BT.flatten(),
+        (),
+        token_losses_N,
+        None,
+        [_EVERY_TOKEN],
+        x_BTD.flatten(0, 1),
+        head_VD,
     )
