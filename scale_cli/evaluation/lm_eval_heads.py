@@ -46,7 +46,6 @@ from scale_cli.evaluation.results import HEADS_AND_RULES, BenchmarkItems, Skippe
 from scale_cli.evaluation.scoring import Passes, observe, routed_rows
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import Streams, base_alone
-from scale_cli.model.script_prior import PriorByScript
 from scale_cli.model.two_streams import Router, TwoStreams
 from scale_cli.processes import Share, gathered, lowered_dtype
 from scale_cli.terminal import progress_bar
@@ -76,7 +75,7 @@ class HeadsLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         share: Share,  # of the batches; each process returns all answers
     ) -> None:
         super().__init__(
-            TwoStreams(model, Router(router.rule, PriorByScript(router.prior), router.threshold)),
+            TwoStreams(model, Router.of_settings(router)),
             backend="causal",
             tokenizer=copy.deepcopy(tokenizer),  # lm-eval adds a token for padding
             max_length=max_length,

@@ -32,7 +32,6 @@ from scale_cli.evaluation.base_scores import BaseScores
 from scale_cli.evaluation.intervals import Values
 from scale_cli.evaluation.windows import context_windows, num_read
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.heads import (
     PlainStreams,
     Streams,
@@ -40,6 +39,7 @@ from scale_cli.model.heads import (
     base_alone,
     token_log_probs,
 )
+from scale_cli.model.pass_scale import ScaleCache
 from scale_cli.model.routing import mix_log_probs
 from scale_cli.processes import ALONE, Share, autocast, gathered, map_over_processes
 from scale_cli.terminal import progress_bar

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .branches_scale import ScaleCache
-from .cache_scale import named
+from .cache_scale import CACHE
 from .heads import HeadLogits, PlainStreams
+from .pass_scale import ScaleCache
 
 
 class Adapter(NamedTuple):
@@ -86,7 +86,7 @@ class AdapterStreams(PlainStreams):
             if tensor is not None
         }
         states_BTD = added(
-            self.base.get_decoder(), use_cache=True, **named(cache), **twice
+            self.base.get_decoder(), use_cache=True, **{CACHE: cache}, **twice
         ).last_hidden_state
         head = self.base.get_output_embeddings()
         return lambda at: added(head, states_BTD[:, at].contiguous()).chunk(2)

@@ -38,11 +38,6 @@ def _name_of_cache() -> str:
 CACHE = _name_of_cache()
 
 
-def named(cache: Any) -> dict[str, Any]:
-    """Return a cache as the keyword argument by which transformers takes it."""
-    return {CACHE: cache}
-
-
 def require_state(attention_mask: Any, position_ids: Tensor | None, num_positions: int) -> None:
     """Raise ValueError if tokens came before these, in a call that was given no state of them.
 

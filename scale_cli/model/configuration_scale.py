@@ -78,11 +78,6 @@ class ScaleConfig(PreTrainedConfig):
         return by_variant and self.router_rule is not None
 
     @property
-    def head_names(self) -> list[str]:
-        """Names of the mixed heads; empty if the trained head serves alone."""
-        return ["base", "trained"] if self.routes else []
-
-    @property
     def first_collaborating_layer(self) -> int:
         """The lowest layer that writes into the base stream; num_hidden_layers if none does."""
         layers = [*self.attention_collaboration_layers, *self.mlp_collaboration_layers]

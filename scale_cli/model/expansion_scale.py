@@ -5,8 +5,16 @@ Every linear map W of the decoder is widened in both directions; W itself is nev
     [ y  ]   [ W    W12 ] [ x ]        x : base stream,      D channels
     [ y' ] = [ W21  W22 ] [ u ]        u : expansion stream, E channels
 
-`walk` takes the base stream through one layer, and `AddedStream` takes u through the same two
-steps. Without W12 the base walks first and alone, and the expansion follows.
+A layer has two steps, attention and then the MLP (`family_scale.py`). In each of them:
+
+    1. u^ is u by its own gains and the RMS of x
+    2. the reading maps: y + W12 u^ for the base, W21 x^ + W22 u^ for the expansion
+    3. the channels of the step: the heads' outputs, or act(gate) up, of each stream apart
+    4. the writing map: y + W12 of the added channels into x, and then W21 of the base's channels +
+       W22 of the added ones into u
+
+`walk` takes the base stream through one layer, and `AddedStream` takes u through the same steps.
+Without W12 the base walks first and alone, and the expansion follows.
 
 Shapes: B batch, T positions, D base channels, E expansion channels, N attention heads, A channels
 a head. A tensor that may have several shapes carries no suffix.
@@ -114,7 +122,10 @@ class LayerContext:
     checkpointing: bool = False  # whether backward computes the trained part's activations again
 
     def slot(self, stream: int, layer_index: int) -> int:
-        """Return the cache slot of one stream's heads in one layer; stream 0 is the base.
+        """Return the layer of the cache that holds a stream's heads in one layer of the model.
+
+        Stream 0 is the base, 1 the expansion. 2 is the stream into which the expansion writes, from
+        the lowest such layer up, where the untouched one is stream 0 because it is served too.
 
         Without a cache it is the same for all layers: of another number torch.compile compiles anew.
         """
@@ -182,7 +193,7 @@ class LayerReads:
     inverse_rms: dict[str, Tensor] = field(default_factory=dict)
 
 
-def mix(
+def step_channels(
     step: Step,
     module: Any,
     products: Sequence[Tensor],
@@ -236,16 +247,16 @@ def walk(
                 for name, y in zip(step.reading, products, strict=True)
             ]
 
-        mixed = mix(step, module, products, partial(norm, module), context, slot)
-        written = getattr(module, step.writing)(mixed)
+        channels = step_channels(step, module, products, partial(norm, module), context, slot)
+        written = getattr(module, step.writing)(channels)
         if added is not None:
-            added.mix(step, read)
+            added.read(step, read)
             linear = getattr(added.layer, step.writing)
-            written = linear.collaborate(written, added.mixed, added.weights)
+            written = linear.collaborate(written, added.channels, added.weights)
         x_BTD = x_BTD + norm(base_layer, after, written)
         if added is not None:
-            added.write(step, mixed)
-        reads.steps.append((read, mixed))
+            added.write(step, channels)
+        reads.steps.append((read, channels))
     return x_BTD, reads
 
 
@@ -263,7 +274,7 @@ class AddedStream:
     slot: int
     weights: Weights = field(init=False)  # of the layer's maps
     normed: Tensor = field(init=False)  # u^, which the reading maps read
-    mixed: Tensor = field(init=False)  # the added heads or channels, which the writing map reads
+    channels: Tensor = field(init=False)  # of the step, which its writing map reads
 
     def __post_init__(self) -> None:
         linears = (child for child in self.layer.children() if isinstance(child, ExpansionLinear))
@@ -276,18 +287,18 @@ class AddedStream:
         before, _ = self.context.family.norms_around(step)
         self.normed = self._norm(before, self.u_BTE)
 
-    def mix(self, step: Step, read: Tensor) -> None:
-        """Compute the added heads or channels; `read` is what the base's own maps read."""
+    def read(self, step: Step, of_base: Tensor) -> None:
+        """Compute the added channels; `of_base` is what the base's own maps read."""
         products = [
-            getattr(self.layer, name)(read, self.normed, self.weights) for name in step.reading
+            getattr(self.layer, name)(of_base, self.normed, self.weights) for name in step.reading
         ]
         module = getattr(self.base_layer, step.owner)
-        self.mixed = mix(step, module, products, self._norm, self.context, self.slot)
+        self.channels = step_channels(step, module, products, self._norm, self.context, self.slot)
 
-    def write(self, step: Step, mixed: Tensor) -> None:
-        """End a step: add to u what the added map writes; `mixed` is what the base's own map reads."""
+    def write(self, step: Step, of_base: Tensor) -> None:
+        """End a step: add to u what the added map writes; `of_base` has the base's channels."""
         _, after = self.context.family.norms_around(step)
-        written = getattr(self.layer, step.writing)(mixed, self.mixed, self.weights)
+        written = getattr(self.layer, step.writing)(of_base, self.channels, self.weights)
         self.u_BTE = self.u_BTE + self._norm(after, written)
 
     def _norm(self, name: str | None, u: Tensor) -> Tensor:
@@ -387,10 +398,10 @@ class ExpansionLayer(nn.Module):
         own_slot: int,
     ) -> Tensor:
         added = AddedStream(self, base_layer, u_BTE, reads, context, own_slot)
-        for step, (read, mixed) in zip(STEPS, reads.steps, strict=True):
+        for step, (read, channels) in zip(STEPS, reads.steps, strict=True):
             added.normalise(step)
-            added.mix(step, read)
-            added.write(step, mixed)
+            added.read(step, read)
+            added.write(step, channels)
         return added.u_BTE
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from .branches_scale import ScaleCache
-from .cache_scale import named
+from .cache_scale import CACHE
+from .pass_scale import ScaleCache
 from .routing import (
-    cosine_serves_base,
+    cosine_log_weights,
     log_prior,
     logit_cosine,
     observed_log_probs,
@@ -48,8 +48,7 @@ class TokenLogProbs:
         `router` has the rules' `prior` and `threshold`, as the config does.
         """
         if rule == "cosine":
-            serves_base_BT = cosine_serves_base(self.cosine_BT, router.threshold)
-            return torch.stack([serves_base_BT, ~serves_base_BT]).double().log()
+            return cosine_log_weights(self.cosine_BT, router.threshold)
         prior_K = log_prior(router.prior, self.log_probs_KBT.device)
         return posterior_log_weights(self.log_probs_KBT, prior_K)[..., :-1]
 
@@ -111,24 +110,25 @@ class PlainStreams(nn.Module):
         self.generation_config = (trained or base).generation_config
 
     def head_logits(self, input_ids: Tensor, cache: Any = None, **given: Any) -> HeadLogits:
-        states = []
-        layers: list[Any] = []  # the trained model's, then the base's, which may have fewer
+        read = []
+        # The cache holds the trained model's layers, then the base's; before the first token, none.
+        kept: list[Any] = []
         for name in reversed(self.heads):
             model = getattr(self, name)
             own = None
             if cache is not None:
                 own = DynamicCache()
-                own.layers = cache.layers[len(layers) :]
-                if name != self.heads[0]:
-                    own.layers = own.layers[: model.config.num_hidden_layers]
+                end = len(kept) + model.config.num_hidden_layers
+                own.layers = cache.layers[len(kept) : end]
             decoded = model.get_decoder()(
-                input_ids, use_cache=cache is not None, **named(own), **given
+                input_ids, use_cache=cache is not None, **{CACHE: own}, **given
             )
-            states.append((model.get_output_embeddings(), decoded.last_hidden_state))
-            layers += [] if own is None else own.layers
+            read.insert(0, (model.get_output_embeddings(), decoded.last_hidden_state))
+            if own is not None:
+                kept += own.layers
         if cache is not None:
-            cache.layers = layers
-        return lambda at: [head(of[:, at].contiguous()) for head, of in reversed(states)]
+            cache.layers = kept
+        return lambda at: [head(states[:, at].contiguous()) for head, states in read]
 
 
 class BaseOfNewTokens(nn.Module):

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .branches_scale import FinalStates, ScaleCache, base_layer_alone, layer_context
-from .cache_scale import CACHE, named, require_state
+from .cache_scale import CACHE, require_state
 from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion
 from .fused_scale import frozen_norm
 from .head_loss import IGNORED, trained_head_cross_entropy
+from .pass_scale import FinalStates, ScaleCache, base_layer_alone, layer_context
 from .routing import chosen_by_cosine, evidence_of_words, route
 from .vocabulary_scale import embed
 
@@ -164,39 +164,18 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
                 raise ValueError(
                     f"{name}: a widened model has two streams; pass input_ids, or use its base (.base)"
                 )
-        use_cache = not self.training and (
-            self.config.use_cache if use_cache is None else use_cache
-        )
-        given = past_key_values if cache is None else cache
-        cache = None
-        if use_cache:
-            cache = given if isinstance(given, ScaleCache) else ScaleCache()
-            if given is not None and given is not cache and given.get_seq_length() > 0:
-                raise ValueError(
-                    f"{CACHE}: a widened model uses its own cache class; pass a ScaleCache, or none"
-                )
+        cache = self._own_cache(past_key_values if cache is None else cache, use_cache)
         if cache is None or cache.get_seq_length() == 0:
             require_state(attention_mask, position_ids, input_ids.shape[1])
-        if self.training and labels is not None:
-            states = self.final_states(
-                input_ids, attention_mask, position_ids, with_base_head=False
-            )
-            return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
+
         routed = self.config.routes and not self.training
         states = self.final_states(
             input_ids, attention_mask, position_ids, cache, with_base_head=routed
         )
-        if isinstance(logits_to_keep, Tensor):
-            kept: slice | Tensor = logits_to_keep
-        else:
-            kept = slice(-logits_to_keep or None, None)
+        if self.training and labels is not None:
+            return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
 
-        if not routed:
-            logits = self.trained_logits(states.at(kept))
-        elif self.config.router_rule == "cosine":
-            base, trained = self.routed_logits(states.at(kept))
-            logits = chosen_by_cosine(base, trained, self.config.router_threshold)
-        else:
+        if routed and self.config.router_rule == "posterior":
             logits, _, memory = route(
                 lambda at: self.routed_logits(states.at(at)),
                 input_ids,
@@ -209,12 +188,41 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
             )
             if cache is not None:
                 cache.router = memory
+        else:
+            logits = self._unweighed_logits(states, logits_to_keep, routed=routed)
         loss = None
         if labels is not None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **named(cache))
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
+
+    def _own_cache(self, given: Any, use_cache: bool | None) -> ScaleCache | None:
+        """Return the cache of a call, in the place of an empty one of transformers."""
+        if use_cache is None:
+            use_cache = self.config.use_cache
+        if self.training or not use_cache:
+            return None
+        if isinstance(given, ScaleCache):
+            return given
+        if given is not None and given.get_seq_length() > 0:
+            raise ValueError(
+                f"{CACHE}: a widened model uses its own cache class; pass a ScaleCache, or none"
+            )
+        return ScaleCache()
+
+    def _unweighed_logits(
+        self, states: FinalStates, logits_to_keep: int | Tensor, *, routed: bool
+    ) -> Tensor:
+        """Return the trained head's logits, or of either head by the cosine rule."""
+        if isinstance(logits_to_keep, Tensor):
+            kept = states.at(logits_to_keep)
+        else:
+            kept = states.at(slice(-logits_to_keep or None, None))
+        if not routed:
+            return self.trained_logits(kept)
+        base, trained = self.routed_logits(kept)
+        return chosen_by_cosine(base, trained, self.config.router_threshold)[0]
 
     def final_states(
         self,

@@ -244,10 +244,20 @@ def cosine_serves_base(cosine: Tensor, threshold: float) -> Tensor:
     return ~(cosine < threshold)
 
 
-def chosen_by_cosine(base: Tensor, trained: Tensor, threshold: float) -> Tensor:
-    """Return the logits (..., V) of the head with which the paper's rule answers."""
-    serves_base = cosine_serves_base(logit_cosine(base, trained), threshold)
-    return torch.where(serves_base.unsqueeze(-1), base.to(trained.dtype), trained)
+def cosine_log_weights(cosine: Tensor, threshold: float) -> Tensor:
+    """Return (K, ...): the log-weights that the paper's rule gives the heads, 0 and -inf."""
+    serves_base = cosine_serves_base(cosine, threshold)
+    return torch.stack([serves_base, ~serves_base]).double().log()
+
+
+def chosen_by_cosine(base: Tensor, trained: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Return the logits (..., V) of the head with which the paper's rule answers, and the
+    log-weights (K, ...).
+    """
+    cosine = logit_cosine(base, trained)
+    serves_base = cosine_serves_base(cosine, threshold)
+    chosen = torch.where(serves_base.unsqueeze(-1), base.to(trained.dtype), trained)
+    return chosen, cosine_log_weights(cosine, threshold)
 
 
 def rows_at_once(device_type: str, vocab_size: int) -> int:

@@ -9,24 +9,19 @@ Shapes: K heads, B batch, T positions, V vocabulary.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .branches_scale import ScaleCache
-from .cache_scale import CACHE, named, require_state
+from .cache_scale import CACHE, require_state
 from .heads import Streams
 from .modeling_scale import RouterGenerationMixin
-from .routing import (
-    chosen_by_cosine,
-    cosine_serves_base,
-    logit_cosine,
-    route,
-)
+from .pass_scale import ScaleCache
+from .routing import chosen_by_cosine, route
 from .script_prior import EVEN, PriorByScript
 
 
@@ -37,6 +32,12 @@ class Router:
     rule: str = "posterior"  # posterior | cosine
     prior: PriorByScript = EVEN
     threshold: float = 0.5  # tau of the cosine rule
+
+    @classmethod
+    def of_settings(cls, settings: Any, script: Sequence[Sequence[int]] = ()) -> Router:
+        """Return the router that a config asks for; `script` is the new language's, by its ranges."""
+        prior = PriorByScript(settings.prior, settings.script_prior, script)
+        return cls(settings.rule, prior, settings.threshold)
 
     @classmethod
     def of_widened(cls, config: Any) -> Router:
@@ -102,13 +103,12 @@ class TwoStreams(PreTrainedModel, RouterGenerationMixin):
                 logits_to_keep=logits_to_keep,
             )
             self.log_weights_KB = log_weights_KBT[..., -1]
-            return CausalLMOutputWithPast(logits=logits, **named(cache))
+            return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
         heads = logits_at(slice(-logits_to_keep or None, None))
         if self.head == "cosine":
-            logits = chosen_by_cosine(heads[0], heads[-1], self.router.threshold)
-            cosine_B = logit_cosine(heads[0][:, -1], heads[-1][:, -1])
-            serves_base_B = cosine_serves_base(cosine_B, self.router.threshold)
-            self.log_weights_KB = torch.stack([serves_base_B, ~serves_base_B]).double().log()
+            base, trained = heads
+            logits, log_weights_KBT = chosen_by_cosine(base, trained, self.router.threshold)
+            self.log_weights_KB = log_weights_KBT[..., -1]
         else:
             logits = heads[self.heads.index(self.head)]
-        return CausalLMOutputWithPast(logits=logits, **named(cache))
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})

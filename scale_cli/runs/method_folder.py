@@ -25,7 +25,6 @@ from scale_cli.config.vocabulary import Script
 from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.script_prior import PriorByScript
 from scale_cli.model.two_streams import Router
 from scale_cli.processes import Share
 from scale_cli.runs.folder import TRAINED
@@ -155,6 +154,4 @@ def router_of(config: RunConfig) -> Router:
     """Return the router of a run, which is measured also where none is served."""
     rules = config.method.rules
     ranges = () if config.new_script is None else config.new_script.ranges
-    return Router(
-        rules.rule, PriorByScript(rules.prior, rules.script_prior, ranges), rules.threshold
-    )
+    return Router.of_settings(rules, ranges)

@@ -12,8 +12,8 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources, text_to_learn
 from scale_cli.errors import BaseModelError, PreservationError, RunFolderError
 from scale_cli.export.sizes import served_size
-from scale_cli.model.branches_scale import FinalStates
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.pass_scale import FinalStates
 from scale_cli.report import quantity
 from scale_cli.runs.opened import Run
 from scale_cli.upscale.base import load_base

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from scale_cli.evaluation.selectable_heads import padded_left
 from scale_cli.model import cache_scale
-from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.cache_scale import CACHE
+from scale_cli.model.pass_scale import ScaleCache
 from tests.model.test_families import tiny
 from tests.model.test_modeling_scale import some_ids
 from tests.model.test_routed_scale import routed

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from .cache_scale import named
+from .cache_scale import CACHE
 from .expansion_scale import LayerContext
 from .family_scale import family_of
 from .fused_scale import rotation_angles
@@ -26,12 +26,11 @@ from .routing import RouterMemory
 
 
 class ScaleCache(DynamicCache):
-    """A DynamicCache with one slot for each stream of each layer, and the router's memory beside
-    it.
+    """What a decoding step leaves to the next one of both streams: their keys and values, and the
+    router's memory.
 
-    With L layers, slot i holds the base's heads in layer i, and slot L + i the expansion's. Slot
-    2L + i holds the base's heads on the stream into which the expansion writes, from the lowest
-    such layer up; it is used only if the untouched stream is served too.
+    What runs the streams says which layer of the cache is whose: `LayerContext.slot` of a widened
+    model, `PlainStreams` of two models.
     """
 
     def __init__(self) -> None:
@@ -96,7 +95,7 @@ def base_layer_alone(base_layer: Any, p_BTD: Tensor, context: LayerContext) -> T
             position_ids=context.position_ids,
             use_cache=context.cache is not None,
             position_embeddings=context.rotary[family.rotary_kind(attention)][0],
-            **named(context.cache),
+            **{CACHE: context.cache},
         )
 
 
@@ -125,7 +124,7 @@ def layer_context(
             inputs_embeds=x_BTD,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            **named(cache),
+            **{CACHE: cache},
         )
 
     if position_ids is None:
