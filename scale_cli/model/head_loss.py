@@ -27,11 +27,20 @@ _EVERY_TOKEN = slice(None)
 
 
 class _Product(NamedTuple):
-    """A term of the logits, `stream @ head.T`, in the precision of the product."""
+    """A term of the logits, `stream @ head.T`, and its gradients, where they are wanted."""
 
     stream: Tensor
-    head: Tensor
+    head: Tensor  # in the precision of the product
     columns: slice  # the tokens of the vocabulary to whose logits it is added
+    of_stream: Tensor | None
+    of_head: Tensor | None  # summed over the chunks in float32
+
+    def at(self, chunk: slice) -> _Product:
+        """Return the product of a chunk's tokens."""
+        return self._replace(
+            stream=self.stream[chunk].to(self.head.dtype),
+            of_stream=None if self.of_stream is None else self.of_stream[chunk],
+        )
 
 
 class _Targets(NamedTuple):
@@ -61,19 +70,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         columns: Sequence[slice],
         *streams_and_heads: Tensor,
     ) -> Tensor:
-        streams = streams_and_heads[::2]
-        heads = streams_and_heads[1::2]
         device = targets_N.device
         wanted = ctx.needs_input_grad[5:]
-        of_streams = [
-            torch.empty_like(x) if want else None
-            for x, want in zip(streams, wanted[::2], strict=True)
+        heads = streams_and_heads[1::2]
+        products = [
+            _Product(
+                stream,
+                head.to(product_dtype(head)),
+                tokens,
+                of_stream=torch.empty_like(stream) if stream_trains else None,
+                of_head=torch.zeros_like(head, dtype=torch.float32) if head_trains else None,
+            )
+            for stream, head, tokens, stream_trains, head_trains in zip(
+                streams_and_heads[::2], heads, columns, wanted[::2], wanted[1::2], strict=True
+            )
         ]
-        of_heads = [
-            torch.zeros_like(head, dtype=torch.float32) if want else None
-            for head, want in zip(heads, wanted[1::2], strict=True)
-        ]
-        lowered = [head.to(product_dtype(head)) for head in heads]
         loss = torch.zeros((), device=device)
         losses_N = token_losses_N
         if losses_N is None:
@@ -81,14 +92,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
         # Allocated once: a chunk's log-probabilities, and its gradient in the precision of the
         # products that read it.
-        num_rows = rows_at_once(device.type, len(lowered[-1]))
+        last = products[-1].head
+        num_rows = rows_at_once(device.type, len(last))
         num_held = min(num_rows, len(targets_N))
-        log_probs_CV = torch.empty(num_held, len(lowered[-1]), device=device)
+        log_probs_CV = torch.empty(num_held, len(last), device=device)
         grad_CV = log_probs_CV
-        lowest = lowered[-1].dtype
-        of_one_dtype = all(head.dtype == lowest for head in lowered)
-        if lowest != torch.float32 and of_one_dtype and not distilled:
-            grad_CV = torch.empty_like(log_probs_CV, dtype=lowest)
+        of_one_dtype = all(product.head.dtype == last.dtype for product in products)
+        if last.dtype != torch.float32 and of_one_dtype and not distilled:
+            grad_CV = torch.empty_like(log_probs_CV, dtype=last.dtype)
 
         ignored_N1 = (targets_N == IGNORED).unsqueeze(1)
         ids_N1 = targets_N.unsqueeze(1).masked_fill(ignored_N1, 0)
@@ -97,28 +108,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets_N), num_rows):
             chunk = slice(start, start + num_rows)
             num_here = len(targets_N[chunk])
-            products = [
-                _Product(stream[chunk].to(head.dtype), head, tokens)
-                for stream, head, tokens in zip(streams, lowered, columns, strict=True)
-            ]
+            of_chunk = [product.at(chunk) for product in products]
             targets = _Targets(rows_C1[:num_here], ids_N1[chunk], ignored_N1[chunk])
             _fill(
                 losses_N[chunk],
                 grad_CV[:num_here],
                 log_probs_CV[:num_here],
-                products,
+                of_chunk,
                 targets,
                 distilled=list(_within(distilled, chunk)),
                 of_base=of_base,
             )
             loss += losses_N[chunk].sum()
-            of_chunk = [None if grad is None else grad[chunk] for grad in of_streams]
-            _add_gradients(of_chunk, of_heads, grad_CV[:num_here], products, targets.ignored)
+            _add_gradients(of_chunk, grad_CV[:num_here], targets.ignored)
 
-        ends: list[Tensor | None] = []
-        for of_stream, of_head, head in zip(of_streams, of_heads, heads, strict=True):
-            ends += [of_stream, None if of_head is None else of_head.to(head.dtype)]
-        ctx.save_for_backward(*ends)
+        grads: list[Tensor | None] = []
+        for product, head in zip(products, heads, strict=True):
+            of_head = product.of_head
+            grads += [product.of_stream, None if of_head is None else of_head.to(head.dtype)]
+        ctx.save_for_backward(*grads)
         return loss
 
     @staticmethod
@@ -140,12 +148,12 @@ def _logits_and_bases(
         said = [of_base(logits_SV) for logits_SV in said]
     bases = [logits_SV.log_softmax(dim=1) for logits_SV in said]
 
-    for stream, head, columns in others:
-        if columns == _EVERY_TOKEN:
+    for other in others:
+        if other.columns == _EVERY_TOKEN:
             # A frozen bfloat16 head beside a float32 one is never upcast; only its logits are.
-            logits_CV = logits_CV.to(head.dtype).addmm_(stream, head.T)
+            logits_CV = logits_CV.to(other.head.dtype).addmm_(other.stream, other.head.T)
         else:  # tokens that the base lacks
-            logits_CV = torch.cat([logits_CV, stream @ head.T], dim=1)
+            logits_CV = torch.cat([logits_CV, other.stream @ other.head.T], dim=1)
     return logits_CV, bases
 
 
@@ -189,18 +197,10 @@ def _fill(
         grad_CV[place].add_(of_divergence_SV, alpha=weight)
 
 
-def _add_gradients(
-    of_streams: Sequence[Tensor | None],
-    of_heads: Sequence[Tensor | None],
-    grad_CV: Tensor,
-    products: Sequence[_Product],
-    ignored_C1: Tensor,
-) -> None:
-    """Fill a chunk's gradients of the streams, and add its to the heads', where one is wanted."""
+def _add_gradients(products: Sequence[_Product], grad_CV: Tensor, ignored_C1: Tensor) -> None:
+    """Fill a chunk's gradients of the streams, and add its gradients of the heads."""
     grad = grad_CV
-    for (stream, head, columns), of_stream, of_head in zip(
-        products, of_streams, of_heads, strict=True
-    ):
+    for stream, head, columns, of_stream, of_head in products:
         if grad.dtype != head.dtype:
             grad = grad_CV.to(head.dtype)
         own = grad[:, columns]
