@@ -22,11 +22,7 @@ from scale_cli.data.conversations import Messages, conversation_ids, said_tokens
 from scale_cli.data.decoding import Decoder, text_pieces
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ConfigError, one_line
-from scale_cli.evaluation.selectable_heads import (
-    before_end,
-    ends_of,
-    padded_left,
-)
+from scale_cli.evaluation.selectable_heads import before_end, ends_of, padded_left
 from scale_cli.generation.opening import open_model
 from scale_cli.terminal import printable
 
@@ -167,17 +163,18 @@ class Generator:
     ) -> list[Continuation]:
         """Continue texts or conversations in one batch; a streamer gets each token as it comes."""
         framed = [self.framed(prompt) for prompt in prompts]
-        seen = HeadShares(self.model)
-        generated = self.generate(framed, sampling, streamer, seen if self.head_names else None)
+        seen = HeadShares(self.model) if self.head_names else None
+        generated = self.generate(framed, sampling, streamer, seen)
         continuations = []
         for row, (prompt, read, whole) in enumerate(zip(prompts, framed, generated, strict=True)):
-            new = before_end(self.ends, whole)
-            shares: list[Any] = [None] * len(new)
-            if self.head_names:
-                of_tokens = seen.of_row(row)[: len(new)]
-                shares = [dict(zip(self.head_names, each, strict=True)) for each in of_tokens]
-            added = text_pieces(self.tokenizer, read.ids_T.tolist(), new.tolist())
-            tokens = [SpokenToken(*spoken) for spoken in zip(added, shares, strict=True)]
+            new = before_end(self.ends, whole).tolist()
+            added = text_pieces(self.tokenizer, read.ids_T.tolist(), new)
+            tokens = [SpokenToken(text, None) for text in added]
+            if seen is not None:
+                tokens = [  # shares are also noted of what was cut off behind the end
+                    SpokenToken(text, dict(zip(self.head_names, shares, strict=True)))
+                    for text, shares in zip(added, seen.of_row(row), strict=False)
+                ]
             said = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
             continuations.append(Continuation(said, "".join(added), tokens))
         return continuations

@@ -35,13 +35,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from .cache_scale import CACHE, require_state
-from .routing import (
-    RouterMemory,
-    base_shares,
-    evidence_of,
-    evidence_of_words,
-    route,
-)
+from .routing import RouterMemory, base_shares, evidence_of_words, route
 
 
 class RouterLayer:
@@ -308,19 +302,19 @@ class RoutedModel(nn.Module):
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
         )
-        mask = kwargs.get("attention_mask")
         ids = inputs.get("input_ids")
-        if isinstance(ids, Tensor) and mask is None:
-            inputs["evidence_mask"] = torch.ones_like(ids, dtype=torch.bool)
-        elif isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.ndim == 2:
-            layer = None if (cache := kwargs.get(CACHE)) is None else _router_layer(cache)
-            if layer is None or layer.is_empty:
-                require_state(mask, None, ids.shape[1])
-            inputs["evidence_mask"] = evidence_of(mask, ids.shape[1])
-        if judged_mask is not None:
-            inputs["evidence_mask"] = evidence_of_words(
-                judged_mask, mask, input_ids.shape[1], inputs["input_ids"].shape[1]
-            )
+        if not isinstance(ids, Tensor):  # `forward` says what it needs
+            return inputs
+
+        mask = kwargs.get("attention_mask")
+        layer = None if (cache := kwargs.get(CACHE)) is None else _router_layer(cache)
+        if layer is None or layer.is_empty:
+            require_state(mask, None, ids.shape[1])
+        if judged_mask is None:
+            judged_mask = torch.ones_like(input_ids, dtype=torch.bool)
+        inputs["evidence_mask"] = evidence_of_words(
+            judged_mask, mask, input_ids.shape[1], ids.shape[1]
+        )
         return inputs
 
     def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
