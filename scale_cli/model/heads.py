@@ -110,7 +110,7 @@ class PlainStreams(nn.Module):
         self.generation_config = (trained or base).generation_config
 
     def head_logits(self, input_ids: Tensor, cache: Any = None, **given: Any) -> HeadLogits:
-        read = []
+        read: list[tuple[Any, Tensor]] = []  # what each head reads
         # The cache holds the trained model's layers, then the base's; before the first token, none.
         kept: list[Any] = []
         for name in reversed(self.heads):

@@ -164,13 +164,13 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
                 raise ValueError(
                     f"{name}: a widened model has two streams; pass input_ids, or use its base (.base)"
                 )
-        cache = self._own_cache(past_key_values if cache is None else cache, use_cache)
-        if cache is None or cache.get_seq_length() == 0:
+        own = self._own_cache(past_key_values if cache is None else cache, use_cache)
+        if own is None or own.get_seq_length() == 0:
             require_state(attention_mask, position_ids, input_ids.shape[1])
 
         routed = self.config.routes and not self.training
         states = self.final_states(
-            input_ids, attention_mask, position_ids, cache, with_base_head=routed
+            input_ids, attention_mask, position_ids, own, with_base_head=routed
         )
         if self.training and labels is not None:
             return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
@@ -181,13 +181,13 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
                 input_ids,
                 self.config.vocab_size,
                 base_prior=self.config.router_prior if router_prior is None else router_prior,
-                memory=None if cache is None else cache.router,
+                memory=None if own is None else own.router,
                 attention_mask=attention_mask,
                 evidence_BT=evidence_mask,
                 logits_to_keep=logits_to_keep,
             )
-            if cache is not None:
-                cache.router = memory
+            if own is not None:
+                own.router = memory
         else:
             logits = self._unweighed_logits(states, logits_to_keep, routed=routed)
         loss = None
@@ -195,10 +195,10 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: own})
 
-    def _own_cache(self, given: Any, use_cache: bool | None) -> ScaleCache | None:
-        """Return the cache of a call, in the place of an empty one of transformers."""
+    def _own_cache(self, given: Any, use_cache: bool | None) -> Any:
+        """Return the ScaleCache of a call, in the place of an empty one of transformers, or None."""
         if use_cache is None:
             use_cache = self.config.use_cache
         if self.training or not use_cache:

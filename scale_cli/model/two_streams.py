@@ -84,8 +84,9 @@ class TwoStreams(PreTrainedModel, RouterGenerationMixin):
         router_prior: float | Tensor | None = None,  # of the base, (B,); by default the router's
         **others: Any,  # the cache; an empty one of transformers is replaced
     ) -> CausalLMOutputWithPast:
-        cache = others.get(CACHE)
-        cache = cache if isinstance(cache, ScaleCache) else self.streams.decoding_cache()
+        cache: Any = others.get(CACHE)
+        if not isinstance(cache, ScaleCache):
+            cache = self.streams.decoding_cache()
         if cache.get_seq_length() == 0:
             require_state(attention_mask, position_ids, input_ids.shape[1])
         logits_at = self.streams.head_logits(
@@ -104,6 +105,7 @@ class TwoStreams(PreTrainedModel, RouterGenerationMixin):
             )
             self.log_weights_KB = log_weights_KBT[..., -1]
             return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+
         heads = logits_at(slice(-logits_to_keep or None, None))
         if self.head == "cosine":
             base, trained = heads

@@ -18,7 +18,7 @@ products that they are made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -151,10 +151,10 @@ class StreamHeads:
         sizes = []
         for rows, ids in zip(rows_TD.split(_ROWS_AT_ONCE), ids_T.split(_ROWS_AT_ONCE), strict=True):
             whole = None
-            tiles = (tile(rows) for tile in self.products.tiles)
+            tiles: Iterable[tuple[Tensor, Tensor]] = (tile(rows) for tile in self.products.tiles)
             if self.products.weights is None or self.shared is not None:
                 whole = self._whole_products(rows)
-                tiles = iter([whole])
+                tiles = [whole]
             logits.append(self._logits_here(rows, ids, whole))
 
             sizes_of_tiles = []
