@@ -277,22 +277,19 @@ class ScaleForCausalLM(PreTrainedModel, RouterGenerationMixin):
         """Return the logits of the base's head and of the trained one, of all tokens; a shared
         product is computed once.
         """
-        read = self.base.lm_head(states.x_BTD)
-        base = read if states.p_BTD is None else self.base_logits(states)
+        of_x = self.base.lm_head(states.x_BTD)
+        base = of_x if states.p_BTD is None else self.base_logits(states)
         new = self.expansion.new_tokens
-        return [base if new is None else new.shared(base), self._trained(states, read)]
+        return [base if new is None else new.shared(base), self.trained_logits(states, of_x)]
 
     def base_logits(self, states: FinalStates) -> Tensor:
         """Return the base head's logits, bit for bit: H x_p."""
         logits: Tensor = self.base.lm_head(states.x_BTD if states.p_BTD is None else states.p_BTD)
         return logits
 
-    def trained_logits(self, states: FinalStates) -> Tensor:
-        """Return the trained head's logits: H x_a + H' u."""
-        return self._trained(states, self.base.lm_head(states.x_BTD))
-
-    def _trained(self, states: FinalStates, logits: Tensor) -> Tensor:
-        """Add to H x_a what the expansion says: its new tokens, and H' u."""
+    def trained_logits(self, states: FinalStates, of_x: Tensor | None = None) -> Tensor:
+        """Return the trained head's logits: [H x_a ; H_new x_a] + H' u; `of_x` is H x_a, if known."""
+        logits: Tensor = self.base.lm_head(states.x_BTD) if of_x is None else of_x
         new = self.expansion.new_tokens
         if new is not None:
             weight = new.lm_head.weight

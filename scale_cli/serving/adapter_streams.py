@@ -56,7 +56,7 @@ def twice(tensor: Tensor) -> Tensor:
     return tensor.repeat_interleave(2, dim=0)
 
 
-def trained(rows: Tensor) -> Tensor:
+def trained_rows(rows: Tensor) -> Tensor:
     """Return (T, D), a view: the trained stream's rows."""
     return rows.unflatten(0, (-1, 2))[:, 1]
 
@@ -228,7 +228,7 @@ class LinearOfBoth(QuantizeMethodBase):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         output = self.own.apply(layer, x, bias)
-        layer.adapter.add(trained(x), trained(output))
+        layer.adapter.add(trained_rows(x), trained_rows(output))
         return output
 
 
