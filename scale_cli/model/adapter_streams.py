@@ -34,12 +34,9 @@ class CacheOfBothRows(ScaleCache):
     """The state of 2 B rows: those of the base, then those of the trained model."""
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._choose(beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._choose(indices)
-
-    def _choose(self, indices: Tensor) -> None:
         layers: list[Any] = self.layers
         num_sequences = len(layers[0].keys) // 2
         both = torch.cat([indices, indices + num_sequences])

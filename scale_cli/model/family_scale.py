@@ -3,8 +3,8 @@ family.
 
 A layer of any family has two steps, each with an RMSNorm before it, after it, or both:
 
-    x = x + after_attention(o(heads(q, k, v)))      q, k, v of before_attention(x)
-    x = x + after_mlp(down(act(gate) up))           gate, up of before_mlp(x)
+    x = x + after(o(heads(q, k, v)))        q, k, v of before(x)        `attention_norms`
+    x = x + after(down(act(gate) up))       gate, up of before(x)       `mlp_norms`
 
 Every norm has separate gains for the added channels, which it divides by the base's RMS. So the
 base keeps its bits, and the widened model is a plain one (`export/dense.py`). Only norms over one
@@ -53,10 +53,9 @@ class Family:
     """
 
     class_name: str  # of transformers' and vLLM's classes, before ForCausalLM
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
+    # Before and after each step.
+    attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
+    mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
     # Of all queries together, and of all keys together.
     width_norms: tuple[str | None, str | None] = (None, None)
     head_norms: tuple[str, str] | None = None  # of each head's queries, of each head's keys
@@ -72,9 +71,7 @@ class Family:
 
     def norms_around(self, step: Step) -> tuple[str | None, str | None]:
         """Return the norms before and after a step."""
-        if step is ATTENTION:
-            return self.before_attention, self.after_attention
-        return self.before_mlp, self.after_mlp
+        return self.attention_norms if step is ATTENTION else self.mlp_norms
 
     def embedding_factor(self, embedding: Any) -> Tensor | float:
         """Return the decoder's factor on embedding rows: for Gemma, the square root of the stream's
@@ -92,10 +89,8 @@ class Family:
 
 _QUERIES_KEYS = ("q_norm", "k_norm")
 _NORMED_AFTER: dict[str, Any] = {
-    "before_attention": None,
-    "after_attention": "post_attention_layernorm",
-    "before_mlp": None,
-    "after_mlp": "post_feedforward_layernorm",
+    "attention_norms": (None, "post_attention_layernorm"),
+    "mlp_norms": (None, "post_feedforward_layernorm"),
 }
 
 
@@ -111,9 +106,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         "Gemma3",
-        after_attention="post_attention_layernorm",
-        before_mlp="pre_feedforward_layernorm",
-        after_mlp="post_feedforward_layernorm",
+        attention_norms=("input_layernorm", "post_attention_layernorm"),
+        mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
         head_norms=_QUERIES_KEYS,
         norm_form=NormForm("eps", offset=1.0),
         window_of=lambda attention: attention.sliding_window,

@@ -24,14 +24,19 @@ class ScaleRoutedAdapter(TwoStreams):
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
-        cls, folder: Any, *_args: Any, config: Any, dtype: Any = None, **others: Any
+        cls,
+        folder: Any,
+        *_args: Any,
+        config: Any,
+        dtype: Any = None,
+        device_map: Any = None,
+        **_others: Any,
     ) -> ScaleRoutedAdapter:
         router = config.scale_router
         if dtype in (None, "auto"):
             dtype = getattr(torch, router["dtype"])
-        placed = {name: others[name] for name in ("device_map",) if name in others}
         base: Any = AutoModelForCausalLM.from_pretrained(
-            router["base"], revision=router["revision"], dtype=dtype, **placed
+            router["base"], revision=router["revision"], dtype=dtype, device_map=device_map
         )
         trained = PeftModel.from_pretrained(without_copies(base), str(folder))
         model = cls(AdapterStreams(base, trained), Router(prior=PriorByScript.of_export(router)))

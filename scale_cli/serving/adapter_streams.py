@@ -61,10 +61,6 @@ def trained_rows(rows: Tensor) -> Tensor:
     return rows.unflatten(0, (-1, 2))[:, 1]
 
 
-def _positions_twice(_: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return args, {**named, "positions": twice(named["positions"])}
-
-
 class AdapterStreams:
     """Both streams in one pass over the base's weights."""
 
@@ -80,7 +76,10 @@ class AdapterStreams:
         model.secondary_weights = [DefaultModelLoader.Source(router["base"], router["revision"])]
         model.model.embed_tokens.register_forward_hook(lambda _, __, rows_TD: twice(rows_TD))
         for layer in model.model.layers:
-            layer.self_attn.register_forward_pre_hook(_positions_twice, with_kwargs=True)
+            layer.self_attn.register_forward_pre_hook(
+                lambda _, args, named: (args, {**named, "positions": twice(named["positions"])}),
+                with_kwargs=True,
+            )
             layer.self_attn.attn = AttentionOfBoth.like(layer.self_attn.attn, vllm_config)
 
     def run(self, trunk: Callable[..., Tensor], ids_T: Tensor, positions_T: Tensor) -> Tensor:
