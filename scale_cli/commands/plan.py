@@ -268,12 +268,12 @@ def growth_of(config: RunConfig) -> tuple[Growth, Tokenizer]:
     from scale_cli.vocabulary.tokenizer import read_texts
 
     run = Run(config)
-    added_tokens = run.added_tokens
-    assert added_tokens is not None
+    grown_vocabulary = run.grown_vocabulary
+    assert grown_vocabulary is not None
     base: Any = run.base_tokenizer.backend_tokenizer
     known: Any = run.known_tokenizer()
     if known is None:
-        return Growth(added_tokens.num_new, added_tokens.note, [], 1.0), base
+        return Growth(grown_vocabulary.num_new, grown_vocabulary.note, [], 1.0), base
     sources = []
     tokens_without = 0.0
     for source, share in zip(config.corpus.sources, config.corpus.shares, strict=True):
@@ -287,8 +287,8 @@ def growth_of(config: RunConfig) -> tuple[Growth, Tokenizer]:
             counted[f"num_tokens_{when}"] = sum(len(encoding.ids) for encoding in encodings)
         sources.append(counted)
         tokens_without += share * counted["num_tokens_before"] / max(counted["num_tokens_after"], 1)
-    num_new = len(known) - added_tokens.first_id
-    return Growth(num_new, added_tokens.note, sources, tokens_without), known.backend_tokenizer
+    num_new = len(known) - grown_vocabulary.first_id
+    return Growth(num_new, grown_vocabulary.note, sources, tokens_without), known.backend_tokenizer
 
 
 def _absent(config: RunConfig) -> list[str]:

@@ -64,7 +64,7 @@ def _upscale(run: Run) -> MethodFolder:
     run.check(training_sources(config))
     of_base = run.base_tokenizer
     tokenizer = run.make_tokenizer()
-    if run.added_tokens is not None and (note := run.added_tokens.note):
+    if run.grown_vocabulary is not None and (note := run.grown_vocabulary.note):
         log(f"note           {note}")
     # Errors in a text are found before weights load.
     corpora = open_sources(config, training_sources(config), tokenizer)

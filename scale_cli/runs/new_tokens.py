@@ -13,7 +13,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.config.vocabulary import Script
 from scale_cli.runs.folder import RunFolder
-from scale_cli.vocabulary.checks import check_added_tokens
+from scale_cli.vocabulary.checks import check_grown_tokenizer
 from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, read_texts
 
 # Per source that new tokens are learned on: text that must survive encoding and decoding.
@@ -44,7 +44,7 @@ def prove_vocabulary(
     kept: list[TextSource] = [
         source for source in config.evaluation.perplexity if source.role == "retention"
     ]
-    return check_added_tokens(
+    return check_grown_tokenizer(
         base.backend_tokenizer,
         grown.backend_tokenizer,
         Script.named(config.method.vocabulary.script),

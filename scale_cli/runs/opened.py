@@ -60,7 +60,7 @@ from scale_cli.upscale.base_files import BaseRecord, check_weight_files
 from scale_cli.upscale.base_tokenizer import check_tokenizer, load_tokenizer
 from scale_cli.upscale.building import MethodModel, build_model
 from scale_cli.upscale.quantised_base import dequantise
-from scale_cli.vocabulary.tokenizer import AddedTokens, check_ids, load_grown
+from scale_cli.vocabulary.tokenizer import GrownVocabulary, check_ids, load_grown
 
 
 @dataclass(frozen=True)
@@ -87,20 +87,24 @@ class Run:
         return load_tokenizer(self.config.model)
 
     @cached_property
-    def added_tokens(self) -> AddedTokens | None:
+    def grown_vocabulary(self) -> GrownVocabulary | None:
         """The tokens that the run adds to the base's; None if it adds none."""
         vocabulary = self.config.method.vocabulary
         if vocabulary is None:
             return None
         sources = learned_on(self.config)
         cache = cache_of(self.config, self.base_tokenizer)
-        return AddedTokens(self.base_config.vocab_size, vocabulary, sources, cache)
+        return GrownVocabulary(self.base_config.vocab_size, vocabulary, sources, cache)
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer for a run that is about to be upscaled; any earlier `upscaled/` is
         ignored.
         """
-        return self.base_tokenizer if self.added_tokens is None else self.added_tokens.tokenizer()
+        return (
+            self.base_tokenizer
+            if self.grown_vocabulary is None
+            else self.grown_vocabulary.tokenizer()
+        )
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -109,12 +113,16 @@ class Run:
 
     def known_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the run's own tokenizer; None if new tokens would have to be learned first."""
-        added_tokens = self.added_tokens
-        if added_tokens is None or added_tokens.vocabulary.folder is not None or self._has_grown:
+        grown_vocabulary = self.grown_vocabulary
+        if (
+            grown_vocabulary is None
+            or grown_vocabulary.vocabulary.folder is not None
+            or self._has_grown
+        ):
             return self.tokenizer
-        if not any(added_tokens.cache.folder.glob("vocabulary.*")):
+        if not any(grown_vocabulary.cache.folder.glob("vocabulary.*")):
             return None  # decided without reading any text
-        return load_grown(added_tokens.folder) if is_whole(added_tokens.folder) else None
+        return load_grown(grown_vocabulary.folder) if is_whole(grown_vocabulary.folder) else None
 
     @property
     def _has_grown(self) -> bool:

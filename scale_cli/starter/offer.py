@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.vocabulary import SCRIPTS, Script, VocabularyConfig
 from scale_cli.errors import BaseModelError
 from scale_cli.starter.texts import Text
-from scale_cli.vocabulary.added_tokens import Spelling, count_words, extended, learn
+from scale_cli.vocabulary.growing import Spelling, extended
+from scale_cli.vocabulary.learning import count_words, learn
 from scale_cli.vocabulary.tokenizer import most_added
 
 # Tokens per character of the new text. From the first figure on, new tokens are offered. From the

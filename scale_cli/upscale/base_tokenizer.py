@@ -14,7 +14,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, one_line
 from scale_cli.upscale.base_files import REMEDY, BaseRecord
-from scale_cli.vocabulary.added_tokens import SENTENCEPIECE
+from scale_cli.vocabulary.growing import SENTENCEPIECE
 from scale_cli.vocabulary.tokenizer import open_tokenizer
 
 

@@ -19,7 +19,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import NewTokens
 from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.quantised_base import is_quantised
-from scale_cli.vocabulary.added_tokens import Spelling, pieces
+from scale_cli.vocabulary.growing import Spelling, pieces
 
 if TYPE_CHECKING:
     from peft import PeftModel  # slow to import, and only PEFT's methods need it

@@ -17,8 +17,8 @@ from scale_cli.errors import PreservationError
 _TEXTS_AT_ONCE = 1 << 10  # a document may be megabytes, and few are
 
 
-def check_added_tokens(
-    old: Tokenizer, new: Tokenizer, script: Script, kept: Iterable[str], learned: Sequence[str]
+def check_grown_tokenizer(
+    old: Tokenizer, new: Tokenizer, script: Script, known: Iterable[str], learned: Sequence[str]
 ) -> int:
     """Check a tokenizer against the one that it extends; return how many texts were compared.
 
@@ -27,7 +27,7 @@ def check_added_tokens(
         new: the one with new tokens. Old and special tokens must have their ids in it.
         script: of the new tokens. Text must have its old ids where newlines replace the script's
         letters.
-        kept: text of what the base knows.
+        known: text of what the base knows.
         learned: text that the new tokens are for. It must decode from its new ids as from the old
         ones.
 
@@ -38,7 +38,7 @@ def check_added_tokens(
     old = _copy(old)
     new = _copy(new)
     count = 0
-    for text, before, after in _both(old, new, _without(script, old, chain(learned, kept))):
+    for text, before, after in _both(old, new, _without(script, old, chain(learned, known))):
         count += 1
         if after != before:
             raise PreservationError(f"method.vocabulary: the tokens of {text[:80]!r} have changed")

@@ -36,14 +36,8 @@ from scale_cli.storage.atomic import (
 )
 from scale_cli.terminal import progress_bar
 from scale_cli.values import counted
-from scale_cli.vocabulary.added_tokens import (
-    SENTENCEPIECE,
-    NewToken,
-    Spelling,
-    count_words,
-    extended,
-    learn,
-)
+from scale_cli.vocabulary.growing import SENTENCEPIECE, NewToken, Spelling, extended
+from scale_cli.vocabulary.learning import count_words, learn
 
 _FORMAT_VERSION = 1
 # Limit per source: more text would hardly change a token, and its words are held in memory.
@@ -60,8 +54,8 @@ _OF_TRANSFORMERS_5 = ("backend", "is_local", "local_files_only")
 
 
 @dataclass(frozen=True)
-class AddedTokens:
-    """The tokens that a config adds to a base's tokenizer."""
+class GrownVocabulary:
+    """A base's tokenizer with the tokens that a config adds: learned, or given in a folder."""
 
     first_id: int  # of the new tokens: the number of rows of the base's embedding
     vocabulary: VocabularyConfig

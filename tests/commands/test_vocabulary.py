@@ -19,7 +19,7 @@ from scale_cli.errors import ConfigError, PreservationError
 from scale_cli.export.plain_folder import routed_class
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import read_json
-from scale_cli.vocabulary.added_tokens import Spelling
+from scale_cli.vocabulary.growing import Spelling
 from tests.command_line import ModelLoads, model_loads
 from tests.small_runs import changed, export, train_run
 from tests.vocabulary.grown_run import config_of
@@ -77,7 +77,7 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     def moved(*_: object) -> int:
         raise PreservationError("method.vocabulary: the tokens of 'x' have changed")
 
-    monkeypatch.setattr("scale_cli.runs.new_tokens.check_added_tokens", moved)
+    monkeypatch.setattr("scale_cli.runs.new_tokens.check_grown_tokenizer", moved)
     with pytest.raises(PreservationError):
         upscale(config_of(shared_data, tmp_path))
     assert not (tmp_path / "run/upscaled").exists()

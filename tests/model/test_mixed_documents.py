@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 from scale_cli.config.vocabulary import Script
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.building import NewPieces
-from scale_cli.vocabulary.added_tokens import Spelling, count_words, extended, learn, pieces
+from scale_cli.vocabulary.growing import Spelling, extended, pieces
+from scale_cli.vocabulary.learning import count_words, learn
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 from tests.widening import real_base, widen
 

@@ -16,7 +16,7 @@ from scale_cli.errors import BaseModelError, ConfigError, ScaleError
 from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
 from scale_cli.vocabulary.tokenizer import (
-    AddedTokens,
+    GrownVocabulary,
     check_ids,
     load_grown,
     open_tokenizer,
@@ -36,13 +36,13 @@ def base(shared_data: Path) -> PreTrainedTokenizerBase:
 
 def added(
     base: PreTrainedTokenizerBase, tmp_path: Path, *texts: str, first_id: int = ROWS, **keys: Any
-) -> AddedTokens:
+) -> GrownVocabulary:
     sources = []
     for number, text in enumerate(texts):
         (path := tmp_path / f"{number}.txt").write_text(text)
         sources.append(source_of(path, name=f"ko{number}"))
     vocabulary = VocabularyConfig(**{"new_tokens": 64, "min_count": 1, **keys})
-    return AddedTokens(first_id, vocabulary, sources, TokenCache(tmp_path / "cache", base))
+    return GrownVocabulary(first_id, vocabulary, sources, TokenCache(tmp_path / "cache", base))
 
 
 def grow(

@@ -14,15 +14,9 @@ from tokenizers import Tokenizer, models
 
 from scale_cli.config.vocabulary import Script
 from scale_cli.errors import BaseModelError, PreservationError
-from scale_cli.vocabulary.added_tokens import (
-    NewToken,
-    Spelling,
-    count_words,
-    extended,
-    learn,
-    pieces,
-)
-from scale_cli.vocabulary.checks import check_added_tokens
+from scale_cli.vocabulary.checks import check_grown_tokenizer
+from scale_cli.vocabulary.growing import NewToken, Spelling, extended, pieces
+from scale_cli.vocabulary.learning import count_words, learn
 from tests.command_line import refused
 from tests.vocabulary.sweeps import characters_outside, random_strings
 from tests.vocabulary.tokenizers_at_hand import (
@@ -124,7 +118,7 @@ def test_no_character_outside_the_script_has_other_ids(kind: Callable[[], Tokeni
     outside = characters_outside(HANGUL)
     lines = ["\n".join(outside[at : at + 50]) for at in range(0, len(outside), 50)]
     texts = [*lines, *random_strings(one.old, outside, seed=0)]
-    num_compared = check_added_tokens(one.old, one.new, HANGUL, texts, [KOREAN])
+    num_compared = check_grown_tokenizer(one.old, one.new, HANGUL, texts, [KOREAN])
     assert num_compared > 0.9 * len(texts)
 
 
@@ -134,13 +128,13 @@ def test_the_checks_find_one_token_that_moved_or_that_other_texts_have() -> None
     damaged = extended(one.old, [NewToken(left + right, (left, right))], FIRST_ID)
     for kept, learned in ([ENGLISH, "epoch"], [KOREAN]), ([], [KOREAN, "국민epoch"]):
         with pytest.raises(PreservationError, match="have changed"):
-            check_added_tokens(one.old, damaged, HANGUL, kept, learned)
+            check_grown_tokenizer(one.old, damaged, HANGUL, kept, learned)
     described = json.loads(one.new.to_str())
     vocabulary = described["model"]["vocab"]
     vocabulary["h"], vocabulary["e"] = vocabulary["e"], vocabulary["h"]
     moved = Tokenizer.from_str(json.dumps(described))
     with pytest.raises(PreservationError, match="had the id"):
-        check_added_tokens(one.old, moved, HANGUL, [], [])
+        check_grown_tokenizer(one.old, moved, HANGUL, [], [])
 
 
 @pytest.mark.parametrize(("byte", "named"), [(0xEA, "ea"), (ord(" "), "20")])
