@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.methods.recipes import trainable_parameters
@@ -21,7 +22,7 @@ from scale_cli.methods.starts.start import TextToLearn
 from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, RouterConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.runs.method_folder import load_recorded_base, put_on_base
+from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.storage.atomic import read_json, verify_folder, write_json
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import load_base
@@ -137,7 +138,8 @@ def widen(
 def load_model(folder: Path, base: ModelConfig) -> MethodModel:
     """Load a base and what a folder makes of it, both held to their hashes."""
     verify_folder(folder)
-    return put_on_base(folder, load_recorded_base(folder, base))
+    config = load_config(folder / "scale.yaml").model_copy(update={"model": base})
+    return MethodFolder(folder, Run(config)).load_to_train()
 
 
 def load_widened(folder: Path, base: ModelConfig) -> ScaleForCausalLM:

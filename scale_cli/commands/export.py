@@ -25,6 +25,7 @@ from scale_cli.export.learned import Learned
 from scale_cli.export.plain_folder import name_base
 from scale_cli.export.records import ExportRecord, Parity
 from scale_cli.export.sizes import served_size
+from scale_cli.methods.given import ADAPTER_CONFIG
 from scale_cli.planning.beginnings import DOCUMENTS_COMPARED, LONGEST_COMPARED
 from scale_cli.processes import device
 from scale_cli.runs.folder import RunFolder, folder_bytes, trained_sha256
@@ -43,7 +44,7 @@ _TELL_PATHS = ["scale.yaml", "base.json"]  # of an adapter
 _REPLACED = [
     "*.safetensors",
     "*.safetensors.index.json",
-    "adapter_config.json",
+    ADAPTER_CONFIG,
     "base.json",
     *_STAYS_HERE,
 ]

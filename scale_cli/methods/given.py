@@ -13,7 +13,9 @@ from scale_cli.methods.stream_kinds import ADAPTER
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# PEFT's files of an adapter, which `PeftModel.from_pretrained` and adapter servers load.
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # Starts of A and B that change the base's weights when the adapter is loaded.
 _REWRITING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
-from scale_cli.errors import ConfigError, RunFolderError, require
+from scale_cli.errors import ConfigError, require
 from scale_cli.runs.folder import RunFolder
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
 from scale_cli.values import counted
@@ -53,8 +53,8 @@ def check_early(verb: str, config: RunConfig, fail_above: float | None = None) -
         raise ConfigError(
             "--fail-above: evaluation.perplexity has no corpus of role retention; add one"
         )
-    if "upscaled" in reads and not run.upscaled.is_dir():
-        raise RunFolderError(f"{run.upscaled}: does not exist; run `scale upscale` first")
+    if "upscaled" in reads:
+        run.check_upscaled()
     if "final" in reads:
         run.check_finished()
 

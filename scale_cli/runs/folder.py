@@ -17,9 +17,9 @@ class RunFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.upscaled = root / "upscaled"  # the expansion as `scale upscale` made it
+        self.upscaled = root / "upscaled"  # the model to train, as `scale upscale` prepared it
         self.checkpoints = root / "checkpoints"  # from which `scale train` resumes
-        self.final = root / "final"  # the trained expansion
+        self.final = root / "final"  # the trained model
         self.tensorboard = root / "tensorboard"  # TensorBoard's files
         self.tokens = root / "tokens"  # tokenised corpora, unless corpus.cache_dir says otherwise
         self.evaluation = root / "evaluation"  # the forgetting report
@@ -52,6 +52,11 @@ class RunFolder:
         raise RunFolderError(
             f"{self.root}: is a folder, but not that of a run; give a config (YAML), or the folder of a run"
         )
+
+    def check_upscaled(self) -> None:
+        """Raise RunFolderError if `scale upscale` has not written `upscaled/`."""
+        if not self.upscaled.is_dir():
+            raise RunFolderError(f"{self.upscaled}: does not exist; run `scale upscale` first")
 
     def check_finished(self) -> None:
         """Raise RunFolderError if training has not written `final/`."""

@@ -1,4 +1,4 @@
-"""The folder of a model that a method trains: write it, load it onto its base again or beside it.
+"""The files of a model that a method trains; `MethodFolder` (`runs/opened.py`) opens them.
 
 Files of every method folder (`upscaled/`, a checkpoint, `final/`, an adapter):
 
@@ -18,28 +18,19 @@ from typing import Any
 
 from pydantic import ValidationError
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.config.vocabulary import Script
 from scale_cli.errors import StorageError
+from scale_cli.methods.given import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.two_streams import Router
-from scale_cli.processes import Share
 from scale_cli.runs.folder import TRAINED
 from scale_cli.storage.atomic import load_fitting, read_json, save_tensors, write_json
 from scale_cli.storage.shards import has_shards, load_shards
-from scale_cli.upscale.base import load_hashed_base
 from scale_cli.upscale.base_files import BaseRecord
-from scale_cli.upscale.base_hashes import check_same_base
-from scale_cli.upscale.building import MethodModel, NewPieces, grow_plainly
-
-# PEFT's own files, which `PeftModel.from_pretrained` and adapter servers load. The config has rank,
-# alpha, targets and the base's name as in our config. A and B have PEFT's names, without `default`,
-# PEFT's name for the only adapter.
-_PEFT_CONFIG = "adapter_config.json"
-_PEFT_WEIGHTS = "adapter_model.safetensors"
+from scale_cli.upscale.building import MethodModel
 
 _METHOD = "method.json"
 
@@ -68,40 +59,8 @@ def read_method(folder: Path) -> MethodConfig:
         raise StorageError(f"{folder / _METHOD}: damaged, or written by another version") from None
 
 
-def load_recorded_base(
-    folder: Path, base: ModelConfig, of_machine: Share | None = None
-) -> PreTrainedModel:
-    """Load a base, and check that it is the one recorded in a method folder.
-
-    With `of_machine`, all processes of the launch must call this: each hashes a part of the base.
-    """
-    loaded, known = load_hashed_base(base)
-    record = BaseRecord.load(folder)
-    check_same_base(loaded, record, f"model.base {base.base}", of_machine, known=known)
-    return loaded
-
-
-def put_on_base(folder: Path, loaded: PreTrainedModel, seed: int = 0) -> MethodModel:
-    """Return a method folder's model on its loaded base, in evaluation mode; the base becomes a
-    part of it.
-    """
-    method = read_method(folder)
-    if method.vocabulary is not None and not method.definition.widens:
-        written = read_json(folder / "config.json")
-        loaded = grow_plainly(loaded, NewPieces(written["new_tokens"], written["own_pieces"]))
-    if method.trains_base_weights:
-        loaded.float()
-    model: MethodModel = method.definition.restore(folder, loaded, method.settings, seed)
-    if (folder / TRAINED).exists() or has_shards(folder):
-        load_trained(model, folder)
-    elif (folder / _PEFT_WEIGHTS).exists():
-        from peft import set_peft_model_state_dict
-
-        set_peft_model_state_dict(model, load_fitting(folder / _PEFT_WEIGHTS, _adapters(model)))
-    return model.eval()
-
-
 def load_trained(model: MethodModel, folder: Path) -> None:
+    """Load every parameter that trains."""
     wanted = trainable_parameters(model)
     if has_shards(folder):
         load_shards(folder, wanted)
@@ -109,7 +68,19 @@ def load_trained(model: MethodModel, folder: Path) -> None:
     model.load_state_dict(load_fitting(folder / TRAINED, wanted), strict=False)
 
 
+def load_peft(model: Any, folder: Path) -> None:
+    """Load what `write_peft` has written."""
+    from peft import set_peft_model_state_dict
+
+    set_peft_model_state_dict(model, load_fitting(folder / ADAPTER_WEIGHTS, _adapters(model)))
+
+
 def write_peft(folder: Path, model: Any, base: ModelConfig) -> None:
+    """Write a LoRA model as PEFT's own files.
+
+    The config has rank, alpha, targets and the base's name as in our config. A and B have PEFT's
+    names, without `default`, PEFT's name for the only adapter.
+    """
     named = {
         "base_model_name_or_path": base.base,
         "revision": base.revision,
@@ -120,10 +91,11 @@ def write_peft(folder: Path, model: Any, base: ModelConfig) -> None:
         key: sorted(value) if isinstance(value, set) else value
         for key, value in sorted(settings.items())
     }
-    write_json(folder / _PEFT_CONFIG, in_order)
+    write_json(folder / ADAPTER_CONFIG, in_order)
     # A tied embedding is saved under both its names, as in PEFT's own files.
     save_tensors(
-        folder / _PEFT_WEIGHTS, {name: tensor.clone() for name, tensor in _adapters(model).items()}
+        folder / ADAPTER_WEIGHTS,
+        {name: tensor.clone() for name, tensor in _adapters(model).items()},
     )
 
 

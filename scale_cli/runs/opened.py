@@ -3,11 +3,14 @@ each only once.
 
 A method folder holds a model that a method trains, at one moment (`runs/method_folder.py`):
 
-| opened by        | what                                    | checked against the folder's records            |
-|------------------|-----------------------------------------|-------------------------------------------------|
-| `Run.open_start` | `upscaled/`, to be trained              | files, tokenizer and config                     |
-| `Run.open_final` | `final/`, to be measured or exported    | the same; also `Run.check` of the held-out text |
-| `open_folder`    | any method folder, wherever it lies     | files and tokenizer                             |
+| opened by          | what                                 | checked against the folder's records            |
+|--------------------|--------------------------------------|-------------------------------------------------|
+| `Run.open_start`   | `upscaled/`, to be trained           | files, tokenizer and config                     |
+| `Run.open_final`   | `final/`, to be measured or exported | the same; also `Run.check` of the held-out text |
+| `Run.open_trained` | a checkpoint, to be measured         | as `final/`                                     |
+| `open_folder`      | any method folder, wherever it lies  | files and tokenizer                             |
+
+What is opened is a `MethodFolder`. Its `load...` functions put the model onto its base.
 
 The base's tensors are compared with their recorded hashes only when the model is loaded.
 `Run.check` finds every error that can be known before a verb writes anything. It loads no weights
@@ -41,24 +44,22 @@ from scale_cli.data.corpora import cache_of, check_sample
 from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
+from scale_cli.methods.given import ADAPTER_WEIGHTS
 from scale_cli.model.adapter_streams import without_copies
 from scale_cli.model.heads import Streams, beside_new_tokens
 from scale_cli.processes import Share, move_to_device, share_of_machine
 from scale_cli.runs.early import check_sizes
-from scale_cli.runs.folder import RunFolder, check_folder
-from scale_cli.runs.method_folder import (
-    load_recorded_base,
-    put_on_base,
-    read_method,
-    set_router,
-)
+from scale_cli.runs.folder import TRAINED, RunFolder, check_folder
+from scale_cli.runs.method_folder import load_peft, load_trained, read_method, set_router
 from scale_cli.runs.new_tokens import learned_on
 from scale_cli.runs.precision import with_precision
 from scale_cli.storage.atomic import is_whole, read_json, verify_folder
-from scale_cli.upscale.base import base_without_weights, load_base_config
+from scale_cli.storage.shards import has_shards
+from scale_cli.upscale.base import base_without_weights, load_base_config, load_hashed_base
 from scale_cli.upscale.base_files import BaseRecord, check_weight_files
+from scale_cli.upscale.base_hashes import check_same_base
 from scale_cli.upscale.base_tokenizer import check_tokenizer, load_tokenizer
-from scale_cli.upscale.building import MethodModel, build_model
+from scale_cli.upscale.building import MethodModel, NewPieces, build_model, grow_plainly
 from scale_cli.upscale.quantised_base import dequantise
 from scale_cli.vocabulary.tokenizer import GrownVocabulary, check_ids, load_grown
 
@@ -100,11 +101,8 @@ class Run:
         """Return the tokenizer for a run that is about to be upscaled; any earlier `upscaled/` is
         ignored.
         """
-        return (
-            self.base_tokenizer
-            if self.grown_vocabulary is None
-            else self.grown_vocabulary.tokenizer()
-        )
+        grown = self.grown_vocabulary
+        return self.base_tokenizer if grown is None else grown.tokenizer()
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -113,16 +111,12 @@ class Run:
 
     def known_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the run's own tokenizer; None if new tokens would have to be learned first."""
-        grown_vocabulary = self.grown_vocabulary
-        if (
-            grown_vocabulary is None
-            or grown_vocabulary.vocabulary.folder is not None
-            or self._has_grown
-        ):
+        grown = self.grown_vocabulary
+        if grown is None or grown.vocabulary.folder is not None or self._has_grown:
             return self.tokenizer
-        if not any(grown_vocabulary.cache.folder.glob("vocabulary.*")):
+        if not any(grown.cache.folder.glob("vocabulary.*")):
             return None  # decided without reading any text
-        return load_grown(grown_vocabulary.folder) if is_whole(grown_vocabulary.folder) else None
+        return load_grown(grown.folder) if is_whole(grown.folder) else None
 
     @property
     def _has_grown(self) -> bool:
@@ -243,12 +237,35 @@ class MethodFolder:
         check_tokenizer(self.tokenizer, self.record)
 
     def load_base(self, of_machine: Share | None = None) -> PreTrainedModel:
-        """Return the recorded base alone, which is checked."""
-        return load_recorded_base(self.path, self.run.config.model, of_machine)
+        """Return the base alone, compared with the record.
+
+        With `of_machine`, all processes of the launch must call this: each hashes a part of it.
+        """
+        base = self.run.config.model
+        loaded, known = load_hashed_base(base)
+        check_same_base(loaded, self.record, f"model.base {base.base}", of_machine, known=known)
+        return loaded
+
+    def _put_on(self, base: PreTrainedModel) -> MethodModel:
+        """Return the model on its loaded base, in evaluation mode; the base becomes a part of it."""
+        method = self.method
+        if method.vocabulary is not None and not method.definition.widens:
+            written = read_json(self.path / "config.json")
+            base = grow_plainly(base, NewPieces(written["new_tokens"], written["own_pieces"]))
+        if method.trains_base_weights:
+            base.float()
+        model: MethodModel = method.definition.restore(
+            self.path, base, method.settings, self.run.config.seed
+        )
+        if (self.path / ADAPTER_WEIGHTS).exists():
+            load_peft(model, self.path)
+        elif (self.path / TRAINED).exists() or has_shards(self.path):
+            load_trained(model, self.path)
+        return model.eval()
 
     def load(self, base: PreTrainedModel | None = None) -> MethodModel:
         """Return the model with the router that the config asks for now, on this process's device."""
-        model = put_on_base(self.path, self.load_base() if base is None else base)
+        model = self._put_on(self.load_base() if base is None else base)
         if self.method.definition.widens:
             set_router(model, self.run.config.method.router, self.run.config.new_script)
         return move_to_device(model)
@@ -270,7 +287,7 @@ class MethodFolder:
             return widened
         stays = definition.streams.adapter_library and not self.method.trains_base_weights
         untouched = without_copies(base) if stays else copy.deepcopy(base)
-        model = put_on_base(self.path, base, self.run.config.seed)
+        model = self._put_on(base)
         pair = definition.streams.pair()
         return move_to_device(pair(beside_new_tokens(untouched, model), model)).eval()
 
@@ -278,14 +295,13 @@ class MethodFolder:
         """Return the model on the device it was read to, not yet placed or sharded; all processes
         must call this.
         """
-        base = self.load_base(share_of_machine())
-        return put_on_base(self.path, base, self.run.config.seed)
+        return self._put_on(self.load_base(share_of_machine()))
 
     def load_beside_base(self) -> tuple[MethodModel, PreTrainedModel]:
         """Return what `load_to_train` does, and a whole copy of its base; the base is read once."""
         base = self.load_base(share_of_machine())
         untouched = copy.deepcopy(base)
-        return put_on_base(self.path, base, self.run.config.seed), untouched
+        return self._put_on(base), untouched
 
 
 def open_folder(path: Path, run: Run | None = None) -> MethodFolder:

@@ -82,8 +82,7 @@ def open_accelerator(run: Run) -> Accelerator:
 def check_to_train(run: Run, accelerator: Accelerator) -> None:
     """Check all that can be known before the first write."""
     config = run.config
-    if not run.folder.upscaled.is_dir():
-        raise RunFolderError(f"{run.folder.upscaled}: does not exist; run `scale upscale` first")
+    run.folder.check_upscaled()
     run.check(training_sources(config), accelerator.num_processes)
     check_machines(config.train, accelerator.num_processes)
     check_trackers(config.train.trackers)

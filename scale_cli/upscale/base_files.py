@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, one_line
+from scale_cli.methods.given import ADAPTER_CONFIG
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.records import RunRecord
 
@@ -74,7 +75,7 @@ def check_config_file(model: ModelConfig) -> None:
     if not looks_local(name):
         return
     has_config = (base / "config.json").is_file()
-    adapter = base / "adapter_config.json"
+    adapter = base / ADAPTER_CONFIG
     if base.suffix == ".gguf" or (not has_config and any(base.glob("*.gguf"))):
         problem = f"is in llama.cpp's format (GGUF), which cannot be trained; {NAME_THE_ORIGINAL}"
     elif adapter.is_file():

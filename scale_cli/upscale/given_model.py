@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, ChangedBaseError
-from scale_cli.methods.given import ADAPTER_CONFIG, file_of, put_adapter_on
+from scale_cli.methods.given import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_of, put_adapter_on
 from scale_cli.methods.stream_kinds import STREAM_KINDS
 from scale_cli.model.adapter_streams import AdapterStreams, without_copies
 from scale_cli.model.heads import PlainStreams
@@ -30,7 +30,6 @@ from scale_cli.upscale.base_hashes import record_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
 
-_WEIGHTS = "adapter_model.safetensors"
 _TOKENIZER = "tokenizer_config.json"
 _QUOTED = 80  # characters of a text
 ROUTER = "scale_router"  # the key in config.json of an export
@@ -157,9 +156,11 @@ def named(flag: str) -> Iterator[None]:
 
 def _put_adapter_on(base: PreTrainedModel, name: str) -> Any:
     """Return a base with a PEFT adapter, whose tensors are all read; no weight of the base changes."""
-    weights = file_of(name, _WEIGHTS)
+    weights = file_of(name, ADAPTER_WEIGHTS)
     if weights is None:
-        raise BaseModelError(f"{name}: has no {_WEIGHTS}; other files of weights are not read")
+        raise BaseModelError(
+            f"{name}: has no {ADAPTER_WEIGHTS}; other files of weights are not read"
+        )
     own = base.state_dict()
     model = put_adapter_on(base, weights.parent, name)
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
