@@ -177,21 +177,21 @@ def init(
     Its sizes fit the device. At a terminal, this verb asks for flags that are not given.
     """
     refuse_several("init")
-    model = base or ask("--base", "the base: a hub id or a folder")
-    learned = corpus or ask("--corpus", "text to learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]]")
-    spoken = language or ask("--language", "language of that text: ko, de, ...")
-    kept = retention or ask("--retention", "text that the base knows, to measure forgetting")
+    base = base or ask("--base", "the base: a hub id or a folder")
+    corpus = corpus or ask("--corpus", "text to learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]]")
+    language = language or ask("--language", "language of that text: ko, de, ...")
+    retention = retention or ask("--retention", "text that the base knows, to measure forgetting")
     with without_collections():
-        from scale_cli.commands.answers import check_answers, checked_method, source_of
+        from scale_cli.commands.flags import check_init, checked_method, source_of
 
-        text = source_of("corpus", learned, spoken, text_field)
-        known = source_of("replay", kept, retention_language, retention_text_field)
-        check_answers(file, model, text, known)
+        learned = source_of("corpus", corpus, language, text_field)
+        known = source_of("replay", retention, retention_language, retention_text_field)
+        check_init(file, base, learned, known)
         chosen = None if method is None else checked_method(method)
         quieten_libraries()
         from scale_cli.commands.init import init
 
-        init(file, model, text, known, method=chosen, minutes=minutes)
+        init(file, base, learned, known, method=chosen, minutes=minutes)
 
 
 @app.command()

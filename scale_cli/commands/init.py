@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli import report
-from scale_cli.commands.answers import checked_method
+from scale_cli.commands.flags import checked_method
 from scale_cli.config.load import checked, dump_line, json_schema_text, parse
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.data.documents import CorpusReader
@@ -21,13 +21,19 @@ from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, CorpusError, UsageError, require
 from scale_cli.methods.widened import far_from_asked
 from scale_cli.planning.beginnings import HeldOut
-from scale_cli.planning.device import measure_device
+from scale_cli.planning.device import Device, measure_device
 from scale_cli.planning.estimate import Estimate, estimate
-from scale_cli.planning.step import step_cost
+from scale_cli.planning.step import StepCost, step_cost
 from scale_cli.processes import fast_precision
 from scale_cli.runs.folder import RunFolder
-from scale_cli.starter.fitting import LEAST_STEP_TOKENS, MIN_STEPS, MOST_READINGS, fit_sizes
-from scale_cli.starter.offer import NewTokens, offer_tokens, own_tokens
+from scale_cli.starter.fitting import (
+    LEAST_STEP_TOKENS,
+    MIN_STEPS,
+    MOST_READINGS,
+    Sizes,
+    fit_sizes,
+)
+from scale_cli.starter.offer import TokenOffer, offer_tokens, own_tokens
 from scale_cli.starter.parts import Parted, chat_of, measured_on_alone, part
 from scale_cli.starter.texts import Text, look_into, warnings_of
 from scale_cli.storage.atomic import write_text
@@ -37,190 +43,234 @@ from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.vocabulary.tokenizer import check_ids
 
 SCHEMA_FILE = "scale.schema.json"
-# Shares of the documents: text to learn is worth more in training, known text in measuring.
+# Most of the documents that are held out: text to learn is worth more in training, known text in
+# measuring.
 _MOST_HELD_OUT = 0.1
-_MOST_KEPT = 0.5
+_MOST_RETENTION = 0.5
 _REPLAY_SHARE = 0.1  # of the windows; a weight of 0.111 beside a weight of 1 gives it
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a config is written for."""
+
+    file: Path
+    base: str
+    base_config: Any
+    tokenizer: PreTrainedTokenizerBase
+    corpus_text: Text
+    retention_text: Text
+    precision: str
+    method: MethodConfig
+    why: str  # this method; empty: it was asked for
+    new: TokenOffer
+    minutes: float  # of the whole run
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the base was measured, and does not know the text.
+
+        Only then an expansion is chosen.
+        """
+        return bool(self.why) and self.method.definition.widens
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A config with sizes that fit, and the parts of the texts that it names."""
+
+    text: str  # as it is written
+    config: RunConfig
+    sizes: Sizes
+    corpus: Parted
+    retention: Parted  # held out to measure, and the rest as replay
+    chats: dict[str, Parted]  # turns to measure, by role
+    takes: Estimate
+
+    @property
+    def parts(self) -> list[Parted]:
+        return [self.corpus, self.retention, *self.chats.values()]
 
 
 def init(
     file: Path,
     base: str,
-    learned: dict[str, Any],
-    known: dict[str, Any],
+    corpus: dict[str, Any],
+    retention: dict[str, Any],
     *,
     method: MethodConfig | None,
     minutes: float,
 ) -> None:
-    """Write a config that `scale run` accepts unchanged; `learned` and `known` are the texts' entries in it.
+    """Write a config that `scale run` accepts unchanged; `corpus` and `retention` are the texts' entries in it.
 
     Without a method, the base is measured on the text. `minutes` are those of the whole run. Only the
     beginnings of the texts are read.
     """
+    asked = _look_at(file, base, corpus, retention, method=method, minutes=minutes)
+    draft = _fit(asked)
+    files = {path: content for part in draft.parts for path, content in part.files.items()}
+    with _new_files(files):
+        _check(draft.config, asked.tokenizer)
+        write_text(file, draft.text)
+    if not (schema := file.with_name(SCHEMA_FILE)).exists():
+        write_text(schema, json_schema_text())
+
+    print_json(
+        {
+            "file": file,
+            "corpus": draft.corpus.words,
+            "retention": draft.retention.words,
+            "tokens": asked.new.words,
+            "method": asked.method.variant,
+            "why": asked.why,
+            "sizes": draft.sizes,
+            "estimate": draft.takes,
+        }
+    )
+    is_too_long = draft.sizes.max_steps == MIN_STEPS and draft.takes.total_s > 60 * minutes
+    said = report.render(
+        "init.txt.j2",
+        **vars(asked),
+        **vars(draft),
+        schema=SCHEMA_FILE,
+        files=[path.name for path in files],
+        too_long=f"{minutes:g}" if is_too_long else "",
+        min_steps=MIN_STEPS,
+        warnings=[*_warnings(asked, draft)],
+    )
+    for line in said.splitlines():
+        log(line)
+
+
+def _look_at(
+    file: Path,
+    base: str,
+    corpus: dict[str, Any],
+    retention: dict[str, Any],
+    *,
+    method: MethodConfig | None,
+    minutes: float,
+) -> _Asked:
+    """Look into the texts, and choose the method and the new tokens that fit the base and the text."""
     log("looking at     the base and the texts")
     model = checked(ModelConfig, {"base": base}, "--base")
     base_config = load_base_config(model)
     tokenizer = load_tokenizer(model)
     check_ids(tokenizer, base_config.vocab_size)
     encoder = Encoder(tokenizer, conversations=False)
-    text = look_into(learned, encoder, "--corpus")
-    retention = look_into(known, encoder, "--retention")
-    if text.documents == retention.documents:
+    corpus_text = look_into(corpus, encoder, "--corpus")
+    retention_text = look_into(retention, encoder, "--retention")
+    if corpus_text.documents == retention_text.documents:
         raise UsageError(
             "--retention: is the same text as --corpus; give text that the base already knows"
         )
+
     precision = fast_precision()
-    kind = None
+    why = ""
     if method is None:
         # The code of models is slow to import, and only a measured base needs it.
-        from scale_cli.starter.kind import kind_that_fits
+        from scale_cli.starter.method_choice import choose_method
 
-        log(f"measuring      what the base knows of {learned['language']}")
-        kind = kind_that_fits(model, base_config, text, tokenizer, precision)
-        method = checked_method(kind.variant)
+        log(f"measuring      what the base knows of {corpus['language']}")
+        choice = choose_method(model, base_config, corpus_text, tokenizer, precision)
+        why = choice.why
+        method = checked_method(choice.variant)
         if library := method.definition.streams.adapter_library:
-            require(library, kind.words)
-    new = own_tokens(text)
-    if method.definition.takes_new_tokens:
-        is_unknown = kind is not None and method.definition.widens  # so it was chosen
-        new = offer_tokens(text, tokenizer, base_config.vocab_size, is_unknown=is_unknown)
-    num_tokens = int(text.num_bytes * (new.tokens_per_byte or text.tokens_per_byte))
+            require(library, why)
+
+    asked = _Asked(
+        file=file,
+        base=base,
+        base_config=base_config,
+        tokenizer=tokenizer,
+        corpus_text=corpus_text,
+        retention_text=retention_text,
+        precision=precision,
+        method=method,
+        why=why,
+        new=own_tokens(corpus_text),
+        minutes=minutes,
+    )
+    if not method.definition.takes_new_tokens:
+        return asked
+    new = offer_tokens(corpus_text, tokenizer, base_config.vocab_size, is_unknown=asked.is_unknown)
+    return replace(asked, new=new)
+
+
+def _fit(asked: _Asked) -> _Draft:
+    """Return sizes and parts of the texts with which the whole run takes the minutes."""
+    base_config = asked.base_config
+    num_tokens = int(asked.corpus_text.num_bytes * asked.new.tokens_per_byte)
     if num_tokens < LEAST_STEP_TOKENS:
         raise CorpusError(
             f"--corpus: only about {num_tokens:,} tokens, but a step takes {LEAST_STEP_TOKENS:,}; "
             "give more text"
         )
-
-    draft = _fit(
-        file,
-        base,
-        base_config,
-        tokenizer,
-        method=method,
-        why="" if kind is None else kind.words,
-        precision=precision,
-        text=text,
-        retention=retention,
-        new=new,
-        num_tokens=num_tokens,
-        minutes=minutes,
-    )
-    files = {path: content for of in draft.measured for path, content in of.files.items()}
-    takes = draft.takes.in_words()
-    with _new_files(files):
-        _check(draft.config, tokenizer)
-        write_text(file, config_text(file, **draft.found))
-    if not (schema := file.with_name(SCHEMA_FILE)).exists():
-        write_text(schema, json_schema_text())
-
-    sizes = draft.found["sizes"]
-    told = {"corpus": draft.found["corpus"].words, "retention": draft.found["kept"].words}
-    told |= {"tokens": new.words, "method": method.variant, "why": draft.found["why"]}
-    print_json({"file": file, **told, "sizes": sizes, "estimate": draft.takes})
-    warnings = [*warnings_of(text), *warnings_of(retention)]
-    warnings += [*draft.found["corpus"].warnings(), *draft.found["kept"].warnings()]
-    if method.definition.widens:
-        warnings += far_from_asked(base_config, method.expansion)
-    is_too_long = sizes.max_steps == MIN_STEPS and draft.takes.total_s > 60 * minutes
-    said = report.render(
-        "init.txt.j2",
-        file=file,
-        **draft.found,
-        takes=takes,
-        schema=SCHEMA_FILE,
-        texts=[path.name for path in files],
-        too_long=f"{minutes:g}" if is_too_long else "",
-        min_steps=MIN_STEPS,
-        warnings=warnings,
-    )
-    for line in said.splitlines():
-        log(line)
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """A config, and what it was made from."""
-
-    found: dict[str, Any]  # what the templates show
-    config: RunConfig
-    measured: list[Parted]  # the parts of texts that evaluations read
-    takes: Estimate
-
-
-def _fit(
-    file: Path,
-    base: str,
-    base_config: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    method: MethodConfig,
-    why: str,  # this method; empty: it was asked for
-    precision: str,
-    text: Text,
-    retention: Text,
-    new: NewTokens,
-    num_tokens: int,  # of the whole text
-    minutes: float,
-) -> _Draft:
-    """Return sizes and parts of the texts with which the whole run takes the minutes."""
-    device = measure_device(base_config, method, precision)
-    step = step_cost(base_config, method, precision, num_new=new.number)
-    training_s = 60 * minutes
+    device = measure_device(base_config, asked.method, asked.precision)
+    step = step_cost(base_config, asked.method, asked.precision, num_new=asked.new.number)
+    training_s = 60 * asked.minutes
     for _ in range(3):  # each time with the time that evaluation, start and export have left
         sizes = fit_sizes(
             step,
             base_config.max_position_embeddings,
-            method,
+            asked.method,
             device,
-            mixed_precision=precision,
+            mixed_precision=asked.precision,
             training_s=training_s,
             num_tokens=num_tokens,
         )
-        corpus = part(text, "held-out", file, sizes.num_tokens, most=_MOST_HELD_OUT)
-        replayed = round(_REPLAY_SHARE * sizes.num_tokens)
-        if MOST_READINGS * retention.num_bytes * retention.tokens_per_byte < replayed:
-            kept = measured_on_alone(retention, "retention")
-        else:
-            kept = part(retention, "retention", file, replayed, most=_MOST_KEPT)
-        held_out = {"acquisition": [corpus], "retention": [kept]}
-        if tokenizer.chat_template:
-            for role, parts in held_out.items():
-                parts.append(chat_of(parts[0], role, file))
-        measured = [of for parts in held_out.values() for of in parts]
-        found = {
-            "model": {"base": base},
-            "method": method,
-            "why": why,
-            "corpus": corpus,
-            "kept": kept,
-            "held_out": held_out,
-            "has_chat": bool(tokenizer.chat_template),
-            "retention_language": retention.source["language"],
-            "new": new,
-            "sizes": sizes,
-        }
-        words = config_text(file, **found)
-        config = checked(RunConfig, parse(words, str(file)), str(file))
-        counting = new.grown or tokenizer.backend_tokenizer
-        texts = [
-            HeldOut.of(
-                of.held_out_documents,
-                counting,
-                window=sizes.sequence_length,
-                context=base_config.max_position_embeddings,
-            )
-            for of in measured
-        ]
-        takes = estimate(config, step, device, texts)
-        training_s = max(0.0, 60 * minutes - takes.total_s + takes.training_s)
-    return _Draft(found, config, measured, takes)
+        draft = _draft(asked, sizes, step, device)
+        training_s = max(0.0, 60 * asked.minutes - draft.takes.total_s + draft.takes.training_s)
+    return draft
 
 
-def config_text(file: Path, **found: object) -> str:
+def _draft(asked: _Asked, sizes: Sizes, step: StepCost, device: Device) -> _Draft:
+    """Return a config of these sizes, and how long its run takes."""
+    file = asked.file
+    corpus = part(asked.corpus_text, "held-out", file, sizes.num_tokens, most=_MOST_HELD_OUT)
+    text = asked.retention_text
+    num_replayed = round(_REPLAY_SHARE * sizes.num_tokens)
+    if MOST_READINGS * text.num_bytes * text.tokens_per_byte < num_replayed:
+        retention = measured_on_alone(text, "retention")
+    else:
+        retention = part(text, "retention", file, num_replayed, most=_MOST_RETENTION)
+    chats = {}
+    if asked.tokenizer.chat_template:
+        held_out = {"acquisition": corpus, "retention": retention}
+        chats = {role: chat_of(of_role, role, file) for role, of_role in held_out.items()}
+
+    parts: dict[str, Any] = {"corpus": corpus, "retention": retention, "chats": chats}
+    written = config_text(**vars(asked), sizes=sizes, **parts)
+    config = checked(RunConfig, parse(written, str(file)), str(file))
+    counting = asked.new.grown or asked.tokenizer.backend_tokenizer
+    texts = [
+        HeldOut.of(
+            of_part.held_out_documents,
+            counting,
+            window=sizes.sequence_length,
+            context=asked.base_config.max_position_embeddings,
+        )
+        for of_part in (corpus, retention, *chats.values())
+    ]
+    # An expansion for text that the base does not know starts with codes, and takes a fixed rate.
+    takes = estimate(config, step, device, texts, searches=not asked.is_unknown)
+    return _Draft(text=written, config=config, sizes=sizes, **parts, takes=takes)
+
+
+def _warnings(asked: _Asked, draft: _Draft) -> Iterator[str]:
+    yield from warnings_of(asked.corpus_text)
+    yield from warnings_of(asked.retention_text)
+    yield from draft.corpus.warnings()
+    yield from draft.retention.warnings()
+    if asked.method.definition.widens:
+        yield from far_from_asked(asked.base_config, asked.method.expansion)
+
+
+def config_text(file: Path, **shown: object) -> str:
     """Return the config as YAML with comments."""
     output_dir = json.dumps(f"runs/{file.stem}", ensure_ascii=False)
     return report.render(
-        "starter.yaml.j2", file=file, **found, output_dir=output_dir, line=dump_line
+        "starter.yaml.j2", file=file, **shown, output_dir=output_dir, line=dump_line
     )
 
 

@@ -55,6 +55,8 @@ def estimate(
     device: Device,
     texts: Sequence[HeldOut],  # of the evaluations
     num_processes: int = 1,
+    *,
+    searches: bool = True,  # for `train.lr: auto`; False: the model is known to start with codes
 ) -> Estimate:
     """Estimate what is left of a run: its FLOPs at the device's speed, and what is no pass over text by its size."""
     train = config.train
@@ -67,7 +69,7 @@ def estimate(
         for name in config.export.format
         if not (is_trained and folder.export(name, config.export.dtype).is_dir())
     ]
-    searching = 0.0 if steps_done else search_steps(train)
+    searching = search_steps(train) if searches and not steps_done else 0.0
     done = f" left, after step {steps_done:,} of {train.max_steps:,}" if steps_done else ""
 
     num_parameters = step.num_frozen + step.num_trainable

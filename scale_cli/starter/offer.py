@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from tokenizers import Tokenizer
@@ -28,20 +28,21 @@ _LEAST_COUNT = 3  # a token that is rarer in a sample may be a chance
 
 
 @dataclass(frozen=True)
-class NewTokens:
+class TokenOffer:
     """New tokens for a text's script, or why none are added."""
 
     words: str
+    tokens_per_byte: float  # of the text, with the tokens that the config adds
     script: str = ""
-    number: int = 0  # that the config has
+    number: int = 0  # that the config adds
     offered: int = 0  # that it has as a comment
-    tokens_per_byte: float = 0.0  # with those that it has
-    grown: Tokenizer | None = None  # about the tokenizer with those that it has
+    grown: Tokenizer | None = None  # about the tokenizer with those that it adds
 
 
-def own_tokens(text: Text) -> NewTokens:
+def own_tokens(text: Text) -> TokenOffer:
     """Return that a text is read by the base's own tokens, and what it costs."""
-    return NewTokens(f"{_cost(text):.2f} per character, {1 / text.tokens_per_byte:.2f} bytes each")
+    words = f"{_cost(text):.2f} per character, {1 / text.tokens_per_byte:.2f} bytes each"
+    return TokenOffer(words, text.tokens_per_byte)
 
 
 def _cost(text: Text) -> float:
@@ -51,23 +52,24 @@ def _cost(text: Text) -> float:
 
 def offer_tokens(
     text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int, *, is_unknown: bool
-) -> NewTokens:
+) -> TokenOffer:
     """Find new tokens for a text whose characters cost many tokens.
 
     They are learned from the beginning of its sample, and what they save is counted on the rest.
     Only a text that is unknown to the base gets them; any other has them as a comment.
     """
     cost = _cost(text)
-    words = own_tokens(text).words
+    own = own_tokens(text)
     name = most_frequent_script(text.sample)
     if cost < _OFFERED_FROM or name is None:
-        return NewTokens(words)
-    backend, script = tokenizer.backend_tokenizer, Script.named(name)
+        return own
+    backend = tokenizer.backend_tokenizer
+    script = Script.named(name)
     try:
         spelling = Spelling.of(backend, tokenizer.name_or_path)
         spelling.check(script, backend, tokenizer.name_or_path)
     except BaseModelError as error:
-        return NewTokens(f"{words}; no new ones: {error}")
+        return replace(own, words=f"{own.words}; no new ones: {error}")
 
     wanted = VocabularyConfig()
     cut = int(_LEARNED_SHARE * len(text.sample))
@@ -82,19 +84,20 @@ def offer_tokens(
     )
     number = min(wanted.new_tokens, most_added(first_id, int(_SURE * len(new))))
     if number < _FEWEST_NEW:
-        return NewTokens(f"{words}; no new ones: the text yields only {len(new):,} of {name}")
+        words = f"{own.words}; no new ones: the text yields only {len(new):,} of {name}"
+        return replace(own, words=words)
 
     grown = extended(backend, new, first_id)
     rest = text.sample[cut:]
     before, after = (len(of.encode(rest, add_special_tokens=False).ids) for of in (backend, grown))
     num_bytes = len(rest.encode())
-    words += (
-        f"; with {number:,} new ones of {name} about {num_bytes / after:.1f} bytes each: "
+    words = (
+        f"{own.words}; with {number:,} new ones of {name} about {num_bytes / after:.1f} bytes each: "
         f"{1 - after / before:.0%} fewer tokens for the same text"
     )
     if cost < _TAKEN_FROM or not is_unknown:
-        return NewTokens(words, name, offered=number)
-    return NewTokens(words, name, number, tokens_per_byte=after / num_bytes, grown=grown)
+        return replace(own, words=words, script=name, offered=number)
+    return TokenOffer(words, after / num_bytes, name, number, grown=grown)
 
 
 def most_frequent_script(text: str) -> str | None:

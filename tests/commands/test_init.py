@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from scale_cli import errors
 from scale_cli.commands import init as verb_init
 from scale_cli.commands import plan as verb_plan
-from scale_cli.commands.answers import checked_method, source_of
+from scale_cli.commands.flags import checked_method, source_of
 from scale_cli.commands.init import SCHEMA_FILE, config_text
 from scale_cli.config.load import checked, load_config, parse
 from scale_cli.config.schema import ModelConfig, RunConfig
@@ -26,10 +26,9 @@ from scale_cli.errors import BaseModelError, ConfigError
 from scale_cli.methods import METHODS
 from scale_cli.planning.device import Device
 from scale_cli.planning.step import StepCost, step_cost
-from scale_cli.starter import fitting, offer, texts
-from scale_cli.starter import kind as starter_kind
+from scale_cli.starter import fitting, method_choice, offer, texts
 from scale_cli.starter.fitting import Sizes, fit_sizes
-from scale_cli.starter.offer import NewTokens
+from scale_cli.starter.offer import TokenOffer
 from scale_cli.starter.parts import Parted
 from tests.command_line import Scale
 from tests.data.corpus_files import COMPRESSORS, as_jsonl, as_parquet, as_txt, kept, read
@@ -38,7 +37,7 @@ from tests.widening import TINY, lower_stories
 
 CPU = Device("cpu", 4e11, "measured on cpu")
 SIZES = Sizes("bf16", 256, 16, 8, 200, 2**30, 2**34)
-NO_NEW = NewTokens("1.2 a character")
+NO_NEW = TokenOffer("1.2 a character", 0.3)
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +162,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_model: ModelConfig) -> None:
         raise BaseModelError("model.base: its weights are on the hub")
 
-    monkeypatch.setattr(starter_kind, "load_base", refuse)
+    monkeypatch.setattr(method_choice, "load_base", refuse)
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -185,7 +184,7 @@ def test_weights_that_are_not_to_be_had_are_told_with_what_is_assumed_and_are_an
     file = tmp_path / "mine.yaml"
     assert scale("init", file, *flat(flags)).error() == "model.base: its weights are on the hub"
     assert not file.exists()
-    monkeypatch.setattr(starter_kind, "looks_local", lambda _: False)
+    monkeypatch.setattr(method_choice, "looks_local", lambda _: False)
     assert (
         "what the base knows was not measured (model.base: its weights are on the hub); taken to know some of ko, so "
         "method.variant lora; if it never saw it, --method route"
@@ -256,23 +255,21 @@ def text_for(
     language: str,
     sizes: Sizes = SIZES,
     method: str = "route",
-    new: NewTokens = NO_NEW,
+    new: TokenOffer = NO_NEW,
 ) -> str:
     """Return the config that is written for texts that nobody looks into."""
     trained, held, known = (
         {"name": name, "path": f"{corpus}.txt", "language": language} for name in ("a", "b", "c")
     )
-    learned, kept = Parted(trained, held, "", []), Parted(known, known, "", [])
+    corpus_parts, retention = Parted(trained, held, "", []), Parted(known, known, "", [])
     return config_text(
         Path("mine.yaml"),
-        model={"base": base},
+        base=base,
         method=checked_method(method),
         why="",
-        corpus=learned,
-        kept=kept,
-        held_out={"acquisition": [learned], "retention": [kept]},
-        has_chat=False,
-        retention_language="en",
+        corpus=corpus_parts,
+        retention=retention,
+        chats={},
         new=new,
         sizes=sizes,
     )
@@ -287,7 +284,7 @@ def test_no_comment_depends_on_a_number_that_a_user_may_edit(new: dict[str, Any]
     comments = []
     for factor, words in ((1, "4.1 bytes each"), (3, "5.2 bytes each")):
         sizes = Sizes("bf16", *(factor * size for size in (256, 16, 8, 200, 2**30, 2**34)))
-        added = NewTokens(words, "hangul", **{key: factor * of for key, of in new.items()})
+        added = TokenOffer(words, 0.3, "hangul", **{key: factor * of for key, of in new.items()})
         written = text_for("b", "c", "ko", sizes, new=added).replace(str(factor * 512), "N")
         comments.append(re.findall(" *#.*", written))
     assert comments[0] == comments[1]

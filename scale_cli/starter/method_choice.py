@@ -25,20 +25,20 @@ _ADAPTER, _EXPANSION = "lora", "route"
 
 
 @dataclass(frozen=True)
-class Kind:
+class MethodChoice:
     """A method, and why."""
 
     variant: str  # an expansion only where the base was measured, and does not know the text
-    words: str
+    why: str
 
 
-def kind_that_fits(
+def choose_method(
     model: ModelConfig,
     base_config: Any,
     text: Text,
     tokenizer: PreTrainedTokenizerBase,
     mixed_precision: str,
-) -> Kind:
+) -> MethodChoice:
     """Return an adapter where the base knows some of a text, an expansion where it does not.
 
     Of a base on the hub whose weights are not to be had, the first is assumed.
@@ -57,7 +57,7 @@ def kind_that_fits(
     except BaseModelError as error:
         if looks_local(model.base):
             raise
-        return Kind(
+        return MethodChoice(
             _ADAPTER,
             f"what the base knows was not measured ({error}); taken to know some of {language}, "
             f"so method.variant {_ADAPTER}; if it never saw it, --method {_EXPANSION}",
@@ -75,7 +75,7 @@ def kind_that_fits(
     )
     knows = "knows some" if knowledge.is_some else "does not know it"
     variant = _ADAPTER if knowledge.is_some else _EXPANSION
-    return Kind(
+    return MethodChoice(
         variant,
         f"the base reads {language} at {by_base:.2f} bits/byte, by the tokens' frequencies alone "
         f"{by_frequencies:.2f}: it {knows}, so method.variant {variant}",

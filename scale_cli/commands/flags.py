@@ -1,4 +1,4 @@
-"""What `scale init` and `scale evaluate` are told, checked before torch is imported."""
+"""What the flags of `scale init` and `scale evaluate` name, checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def source_of(name: str, given: str, language: str, text_field: str = "text") ->
     return {"name": name, **{key: value for key, value in place if value}, **about}
 
 
-def check_answers(file: Path, base: str, learned: dict[str, Any], known: dict[str, Any]) -> None:
+def check_init(file: Path, base: str, corpus: dict[str, Any], retention: dict[str, Any]) -> None:
     """Refuse a config that is there already, and a base or text that is not."""
     if file.exists():
         raise UsageError(f"{file}: already exists; give another name")
     model = checked(ModelConfig, {"base": base}, "--base")
     check_config_file(model)
     check_weight_files(model)
-    for source, flag in ((learned, "--corpus"), (known, "--retention")):
-        check_text(source, flag)
+    check_text(corpus, "--corpus")
+    check_text(retention, "--retention")
 
 
 def check_text(source: dict[str, Any], flag: str) -> None:
