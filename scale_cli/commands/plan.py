@@ -83,7 +83,6 @@ class Plan:
         if self.config.method.definition.widens:
             added = added_sizes(self.base_config, self.config.method.expansion)
             real_ratio = added.num_key_value_heads / self.base_config.num_key_value_heads
-        tables = self._tables()
         text = render(
             "plan.txt.j2",
             **vars(self),
@@ -91,13 +90,12 @@ class Plan:
             served_bytes=own.num_served * getattr(torch, self.export_dtype).itemsize,
             real_ratio=real_ratio,
             quantity=quantity,
-            tables="\n".join(tables),
+            tables="\n".join([*self._work().lines(), "", *self._memory().lines()]),
         )
         lines = []
         for line in text.splitlines():
             indent = " " * _LABEL if line[_LABEL - 1 : _LABEL] == " " else ""
-            wrapped = wrap(line, _WIDTH, subsequent_indent=indent)
-            lines += [line] if not line or line in tables else wrapped
+            lines += wrap(line, _WIDTH, subsequent_indent=indent) or [""]
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -105,29 +103,30 @@ class Plan:
             name: of for name, of in vars(self).items() if name not in ("config", "base_config")
         }
 
-    def _tables(self) -> list[str]:
-        work = []
-        memory = []
+    def _work(self) -> Table:
+        rows = []
         for method in self.methods:
-            name = f"{'>' if method is self.methods[0] else ' '} {method.variant:{_LABEL - 2}}"
             counts = [
                 method.num_frozen,
                 method.num_trainable,
                 method.flops_per_token,
                 method.flops_per_token * method.num_tokens,
             ]
-            work.append([name, *map(quantity, counts), duration(method.time_s)])
+            rows.append([self._name(method), *map(quantity, counts), duration(method.time_s)])
+        titles = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
+        return Table(titles, rows, "lrrrrr")
+
+    def _memory(self) -> Table:
+        rows = []
+        for method in self.methods:
             held = method.memory
             parts = (*vars(held).values(), held.total, held.checkpoint)
-            memory.append([name, *(quantity(part, "B") for part in parts)])
-        work_titles = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
-        memory_titles = ["memory", "frozen", "weights", "gradients", "moments", "saved", "head"]
-        memory_titles += ["process", "in all", "checkpoint"]
-        return [
-            *Table(work_titles, work, "lrrrrr").lines(),
-            "",
-            *Table(memory_titles, memory, "lrrrrrrrrr").lines(),
-        ]
+            rows.append([self._name(method), *(quantity(part, "B") for part in parts)])
+        titles = ["memory", "frozen", "weights", "gradients", "moments", "saved", "head"]
+        return Table([*titles, "process", "in all", "checkpoint"], rows, "lrrrrrrrrr")
+
+    def _name(self, method: MethodPlan) -> str:
+        return f"{'>' if method is self.methods[0] else ' '} {method.variant:{_LABEL - 2}}"
 
 
 def plan(
@@ -153,13 +152,11 @@ def plan(
     export_dtype = config.export.dtype or dtype_of_files(config.model)
     config = with_precision(config, in_bfloat16=None if flops is None else True)
     device_type = "cuda" if flops is not None else processes.device().type
-    devices = {}  # by method
+    devices: dict[str, Device] = {}  # by method
+    steps = []
     planned = []
     refused = {}
-    steps = []
-    rows = _rows(config) if compared else [(config.method.variant, config)]
-    for label, one in rows:
-        method = one.method.variant
+    for label, one in _rows(config) if compared else [(config.method.variant, config)]:
         num_new = 0 if growth is None or one.method.vocabulary is None else growth.num_new
         doing = f"counting a training step of {label}"
         try:
@@ -170,14 +167,23 @@ def plan(
                 raise
             refused[label] = str(error)
             continue
+        variant = one.method.variant
         if flops is not None:
-            devices[method] = Device("cuda", flops, "as stated, taken for a GPU's")
-        elif method not in devices:
-            precision, length = one.train.mixed_precision, one.corpus.sequence_length
-            devices[method] = measure_device(base_config, one.method, precision, length)
-        device = devices[method]
+            devices[variant] = Device("cuda", flops, "as stated, taken for a GPU's")
+        elif variant not in devices:
+            devices[variant] = measure_device(
+                base_config, one.method, one.train.mixed_precision, one.corpus.sequence_length
+            )
         steps.append(step)
-        planned.append(_plan_method(label, one, step, device, num_processes, growth))
+        planned.append(_plan_method(label, one, step, devices[variant], num_processes, growth))
+
+    takes = estimate(
+        config,
+        steps[0],
+        devices[config.method.variant],
+        held_out_texts(config, tokenizer, num_positions),
+        num_processes,
+    )
     return Plan(
         config=config,
         base_config=base_config,
@@ -185,13 +191,7 @@ def plan(
         methods=planned,
         refused=refused,
         export_dtype=export_dtype,
-        estimate=estimate(
-            config,
-            steps[0],
-            devices[config.method.variant],
-            held_out_texts(config, tokenizer, num_positions),
-            num_processes,
-        ),
+        estimate=takes,
         disk_bytes=_disk_bytes(config, planned[0], export_dtype),
         warnings=warnings,
         new_tokens=growth,
@@ -268,12 +268,12 @@ def growth_of(config: RunConfig) -> tuple[Growth, Tokenizer]:
     from scale_cli.vocabulary.tokenizer import read_texts
 
     run = Run(config)
-    grown_vocabulary = run.grown_vocabulary
-    assert grown_vocabulary is not None
+    grown = run.grown_vocabulary
+    assert grown is not None
     base: Any = run.base_tokenizer.backend_tokenizer
     known: Any = run.known_tokenizer()
     if known is None:
-        return Growth(grown_vocabulary.num_new, grown_vocabulary.note, [], 1.0), base
+        return Growth(grown.num_new, grown.note, [], 1.0), base
     sources = []
     tokens_without = 0.0
     for source, share in zip(config.corpus.sources, config.corpus.shares, strict=True):
@@ -287,8 +287,8 @@ def growth_of(config: RunConfig) -> tuple[Growth, Tokenizer]:
             counted[f"num_tokens_{when}"] = sum(len(encoding.ids) for encoding in encodings)
         sources.append(counted)
         tokens_without += share * counted["num_tokens_before"] / max(counted["num_tokens_after"], 1)
-    num_new = len(known) - grown_vocabulary.first_id
-    return Growth(num_new, grown_vocabulary.note, sources, tokens_without), known.backend_tokenizer
+    num_new = len(known) - grown.first_id
+    return Growth(num_new, grown.note, sources, tokens_without), known.backend_tokenizer
 
 
 def _absent(config: RunConfig) -> list[str]:
