@@ -16,6 +16,7 @@ from scale_cli.console import (
     ended_in_one_message,
     import_libraries,
     load,
+    load_given,
     parse_share,
     quieten_libraries,
     read,
@@ -291,15 +292,10 @@ def evaluate(
 
     checkpoint = config if of_checkpoint(config) else None
     if corpus or retention:
-        from scale_cli.commands.answers import texts_to_measure
+        from scale_cli.commands.flags import texts_to_measure
 
         texts = texts_to_measure(corpus, language, retention, retention_language)
-        import_libraries()
-        from scale_cli.runs.early import check_early
-        from scale_cli.starter.measured import measured
-
-        checked = measured(config, base, texts, output, overrides or [])
-        check_early("evaluate", checked, fail_above)
+        checked = load_given(config, base, texts, output, overrides, fail_above)
     elif base or output:
         raise UsageError("--corpus, --retention: give at least one text to measure on")
     else:
@@ -409,37 +405,45 @@ def generate(
     Without --prompt, each line of standard input is a prompt; with --samples, texts start from an
     empty prompt.
     """
-    if (samples is None) != (output is None) or (
-        samples and (chat or show_heads or as_json or head or base)
-    ):
+    if samples is None and output is None:
+        folder = path if base else run_folder(path)
+        import_libraries()
+        from scale_cli.commands.generate import generate
+        from scale_cli.generation.generator import Sampling
+
+        sampling = Sampling(max_new_tokens or 128, temperature or 0.0, top_p, seed)
+        on_main(
+            lambda: generate(
+                folder,
+                prompt,
+                sampling,
+                chat=chat,
+                as_json=as_json,
+                show_heads=show_heads,
+                head=head,
+                base=base,
+            )
+        )
+        return
+    if samples is None or output is None or chat or show_heads or as_json or head or base:
         raise ConfigError(
             "--samples, --output: give both or neither, and without --chat, --show-heads, --json, "
             "--head and --base"
         )
-    config = read(path, None) if samples else None
-    folder = path if base else run_folder(path)
+    config = read(path, None)
     import_libraries()
-    from scale_cli.commands import generate as verb
-    from scale_cli.generation.generator import Sampling
-    from scale_cli.runs.precision import with_precision
+    from scale_cli.commands.generate import write_samples
 
-    if config is not None and samples and output:
-        length = max_new_tokens or config.corpus.sequence_length
-        drawn = Sampling(length, 1.0 if temperature is None else temperature, top_p, seed)
-        sampled = with_precision(config).model
-        on_main(lambda: verb.write_samples(sampled, samples, output, drawn, prompt or [""]))
-        return
-    sampling = Sampling(max_new_tokens or 128, temperature or 0.0, top_p, seed)
     on_main(
-        lambda: verb.generate(
-            folder,
-            prompt,
-            sampling,
-            chat=chat,
-            as_json=as_json,
-            show_heads=show_heads,
-            head=head,
-            base=base,
+        lambda: write_samples(
+            config,
+            samples,
+            output,
+            prompt or [""],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
         )
     )
 

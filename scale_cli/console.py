@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -102,6 +102,24 @@ def load(
 
         check_early(verb, config, fail_above)
     import_libraries()
+    return config
+
+
+def load_given(
+    path: Path,
+    base: str | None,
+    texts: Mapping[str, dict[str, Any]],  # entries of a config, by flag
+    output: Path | None,
+    overrides: Sequence[str] | None,
+    fail_above: float | None,
+) -> RunConfig:
+    """Return the config of an evaluation of a model that others trained, after its checks."""
+    import_libraries()
+    from scale_cli.runs.early import check_early
+    from scale_cli.starter.measured import measured
+
+    config = measured(path, base, texts, output, overrides or ())
+    check_early("evaluate", config, fail_above)
     return config
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from datetime import date
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -66,72 +66,54 @@ def evaluate(
     started_s = time.monotonic()
     run = Run(config)
     config = run.config
-    asked = config.evaluation
-    if not asked.perplexity and not asked.benchmarks:
-        raise ConfigError(
-            "evaluation.perplexity: names no corpus to evaluate on; "
-            "add one, or add evaluation.benchmarks"
-        )
+    check_measures_something(config)
     records = read_records(run.folder.metrics)  # early, since it may be damaged
-    folder = run.folder.evaluation
-    if checkpoint is not None:
+    if checkpoint is None:
+        final = run.open_final()
+        folder = run.folder.evaluation
+    else:
+        final = run.open_trained(checkpoint)
         folder = run.folder.evaluations / checkpoint.resolve().name
-    final = run.open_final() if checkpoint is None else run.open_trained(checkpoint)
-    for warning in slow_in_bfloat16(
-        device().type, {"evaluation.mixed_precision=no": asked.mixed_precision == "bf16"}
-    ):
+    in_bfloat16 = config.evaluation.mixed_precision == "bf16"
+    for warning in slow_in_bfloat16(device().type, {"evaluation.mixed_precision=no": in_bfloat16}):
         log(f"warning: {warning}")
     # Early, since a file may be missing.
-    benchmarks = open_benchmarks_of(asked, trust_tasks=trust_tasks)
+    benchmarks = open_benchmarks_of(config.evaluation, trust_tasks=trust_tasks)
     passes = Passes.of(config, run.base_config.max_position_embeddings)
     model = final.load_streams()
     texts = open_held_out(config, final.tokenizer, run.base_tokenizer)
-    num_tokens = sum(
-        num_tokens_read(corpus, passes.context) for corpora in texts for corpus in corpora
-    )
+
+    num_tokens = sum(num_tokens_read(corpus, passes.context) for corpus in chain(*texts))
     num_items = 0 if benchmarks is None else benchmarks.num_items
     and_items = f" and {counted(num_items, 'item')} of benchmarks" if num_items else ""
     log(f"evaluating on {counted(num_tokens, 'token')} of text{and_items}")
-
     with tokens_bar(num_tokens, "evaluating" if is_main() else None) as bar:
         results = _measure_texts(final, model, *texts, passes=passes, bar=bar)
     items: list[BenchmarkItems] = []
     skipped: list[SkippedBenchmark] = []
     if benchmarks is not None:
         items, skipped = benchmarks.measure(model, final.tokenizer, config, share())
-    of_benchmarks, averages = summarise_benchmarks(
-        items, num_resamples=asked.bootstrap_resamples, seed=config.seed
-    )
 
-    state = TrainState.load(final.path)
-    report = Report(
-        variant=config.method.variant,
-        served=config.method.served,
-        step=state.step,
-        num_tokens_trained=state.num_tokens,
-        trained_sha256=trained_sha256(final.path),
-        corpora=results,
-        benchmarks=of_benchmarks,
-        benchmark_averages=averages,
-        skipped_benchmarks=skipped,
-        texts=[corpus.name for corpus in texts[0]],
-        dtype=config.model.dtype,
-        mixed_precision=asked.mixed_precision,
-        device=device_name(device()),
-        context=passes.context,
-        date=date.today().isoformat(),
-        note=other_base(str(final.path), config.model),
-    )
+    report = _report(final, passes, corpora=texts[0], results=results, items=items, skipped=skipped)
     elapsed_s = time.monotonic() - started_s
 
     def write() -> None:
-        history = history_of(records, report, _cost(run, final.path, elapsed_s))
+        history = history_of(records, report, _cost(final, elapsed_s))
         _write(report, config, folder, items, history)
 
     on_main(write)
     if is_main():
         log_report(report, folder)
     return report
+
+
+def check_measures_something(config: RunConfig) -> None:
+    """Raise ConfigError if a config names nothing to evaluate on."""
+    if not config.evaluation.perplexity and not config.evaluation.benchmarks:
+        raise ConfigError(
+            "evaluation.perplexity: names no corpus to evaluate on; "
+            "add one, or add evaluation.benchmarks"
+        )
 
 
 def _measure_texts(
@@ -157,21 +139,50 @@ def _measure_texts(
     for source, corpus, of_base in zip_longest(
         config.evaluation.perplexity, corpora, by_base_tokens
     ):
-        losses = score(model, corpus, kept=kept_of(model, corpus))
-        base_losses = None
-        if of_base is not None:
-            base_losses = score(base, of_base, kept=kept_of(base, of_base))
-        results.append(
-            summarise(
-                source,
-                losses,
-                base_losses,
-                shared=shared_texts(corpus, training or ()),
-                num_resamples=config.evaluation.bootstrap_resamples,
-                seed=config.seed,
-            )
+        result = summarise(
+            source,
+            score(model, corpus, kept=kept_of(model, corpus)),
+            None if of_base is None else score(base, of_base, kept=kept_of(base, of_base)),
+            shared=shared_texts(corpus, training or ()),
+            num_resamples=config.evaluation.bootstrap_resamples,
+            seed=config.seed,
         )
+        results.append(result)
     return results
+
+
+def _report(
+    final: MethodFolder,
+    passes: Passes,
+    *,
+    corpora: Sequence[TokenisedCorpus],
+    results: list[CorpusResult],
+    items: list[BenchmarkItems],
+    skipped: list[SkippedBenchmark],
+) -> Report:
+    config = final.run.config
+    state = TrainState.load(final.path)
+    of_benchmarks, averages = summarise_benchmarks(
+        items, num_resamples=config.evaluation.bootstrap_resamples, seed=config.seed
+    )
+    return Report(
+        variant=config.method.variant,
+        served=config.method.served,
+        step=state.step,
+        num_tokens_trained=state.num_tokens,
+        trained_sha256=trained_sha256(final.path),
+        corpora=results,
+        benchmarks=of_benchmarks,
+        benchmark_averages=averages,
+        skipped_benchmarks=skipped,
+        texts=[corpus.name for corpus in corpora],
+        dtype=config.model.dtype,
+        mixed_precision=passes.mixed_precision,
+        device=device_name(device()),
+        context=passes.context,
+        date=date.today().isoformat(),
+        note=other_base(str(final.path), config.model),
+    )
 
 
 def log_report(report: Report, folder: Path) -> None:
@@ -205,11 +216,13 @@ def _write(
         write_text(partial / "scale.yaml", dump_config(config))
 
 
-def _cost(run: Run, trained: Path, evaluated_s: float) -> Table | None:
+def _cost(final: MethodFolder, evaluated_s: float) -> Table | None:
     """Return what training and this evaluation took; None for weights whose cost is not known."""
-    cost, state = Cost.load_if_there(trained), TrainState.load(trained)
+    run = final.run
+    cost = Cost.load_if_there(final.path)
     if cost is None or not run.config.method.definition.trains:
         return None
+    state = TrainState.load(final.path)
     num_new = max(0, len(run.tokenizer) - run.base_config.vocab_size)
     step = cost_of_run(run.config, run.base_config, num_new=num_new)
     work = state.num_tokens * step.flops(run.config.corpus.sequence_length)

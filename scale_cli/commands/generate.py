@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from scale_cli.config.schema import Head, ModelConfig
+from scale_cli.config.schema import Head, RunConfig
 from scale_cli.data.conversations import Messages
 from scale_cli.errors import ConfigError
 from scale_cli.evaluation.scoring import tokens_bar
@@ -24,6 +24,7 @@ from scale_cli.generation.generator import (
 )
 from scale_cli.report import percent
 from scale_cli.runs.folder import check_folder
+from scale_cli.runs.precision import with_precision
 from scale_cli.storage.atomic import write_text
 from scale_cli.terminal import log, printable
 from scale_cli.values import counted
@@ -132,13 +133,23 @@ def _with_heads(continuation: Continuation) -> str:
 
 
 def write_samples(
-    base: ModelConfig, num_samples: int, file: Path, sampling: Sampling, prompts: list[str]
+    config: RunConfig,
+    num_samples: int,
+    file: Path,
+    prompts: list[str],
+    *,
+    max_new_tokens: int | None,  # None: a window of the run
+    temperature: float | None,  # None: 1
+    top_p: float,
+    seed: int,
 ) -> None:
-    """Sample texts from a base, and write them as a corpus of JSON objects with a `text`.
+    """Sample texts from a run's base, and write them as a corpus of JSON objects with a `text`.
 
     Texts begin with the prompts in turn; an empty prompt gives no beginning. Each batch has its own
     seed. The same base, seed and sizes give the same texts on the same machine.
     """
+    length = max_new_tokens or config.corpus.sequence_length
+    sampling = Sampling(length, 1.0 if temperature is None else temperature, top_p, seed)
     if file.suffix != ".jsonl":
         raise ConfigError(
             f"--output {file}: must end in .jsonl, so that it can be read as a source"
@@ -146,16 +157,17 @@ def write_samples(
     if os.path.lexists(file):
         raise ConfigError(f"--output {file}: already exists; give a new file")
     check_folder("--output", file.parent)
-    generator = Generator(base)
+    generator = Generator(with_precision(config).model)
     begun = list(islice(cycle(prompts), num_samples))
     texts: list[str] = []
     with tokens_bar(num_samples * sampling.max_new_tokens, "writing") as bar:
         for first in range(0, num_samples, _AT_ONCE):
             batch = begun[first : first + _AT_ONCE]
             # A CPU's generator takes no larger seed.
-            seed = (sampling.seed * _SEEDS_APART + first // _AT_ONCE) % 2**32
-            drawn = generator.continue_all(batch, replace(sampling, seed=seed), TokensWritten(bar))
-            texts += [written.prompt + written.completion for written in drawn]
+            of_batch = (seed * _SEEDS_APART + first // _AT_ONCE) % 2**32
+            drawn = replace(sampling, seed=of_batch)
+            written = generator.continue_all(batch, drawn, TokensWritten(bar))
+            texts += [one.prompt + one.completion for one in written]
     texts = [text for text in texts if text.strip()]
     lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
     write_text(file, "".join(lines))

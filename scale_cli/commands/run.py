@@ -6,14 +6,13 @@ import shlex
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
-from scale_cli.commands.evaluate import evaluate, log_report
+from scale_cli.commands.evaluate import check_measures_something, evaluate, log_report
 from scale_cli.commands.export import export_each, export_is_finished
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import nothing_to_prepare, upscale, upscale_is_finished
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.data.corpora import every_source, open_sources
-from scale_cli.errors import ConfigError
 from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.export.formats import formats_of
@@ -60,8 +59,7 @@ def _check(run: Run, accepted: Collection[str], *, trust_tasks: bool) -> None:
     config = run.config
     check_to_go_on(run, "auto", accepted)
     formats_of(config)
-    if not config.evaluation.perplexity and not config.evaluation.benchmarks:
-        raise ConfigError("evaluation: names nothing to evaluate on; add perplexity or benchmarks")
+    check_measures_something(config)
     run.check(_sources(run), share().num_processes)
     check_init_from(run)
     check_trackers(config.train.trackers)
