@@ -22,7 +22,7 @@ from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import Format, formats_of, routed_formats
 from scale_cli.export.learned import Learned
-from scale_cli.export.plain_folder import name_base
+from scale_cli.export.plain_folder import KEY, name_base
 from scale_cli.export.records import ExportRecord, Parity
 from scale_cli.export.sizes import served_size
 from scale_cli.methods.given import ADAPTER_CONFIG
@@ -241,6 +241,6 @@ def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
 def _naming_a_local_base(folder: Path) -> list[str]:
     """Return config.json's name if an export is routed with a base that lies in a folder."""
     path = folder / "config.json"
-    router = read_json(path).get("scale_router") if path.is_file() else None
+    router = read_json(path).get(KEY) if path.is_file() else None
     base = (router or {}).get("base")
     return [path.name] if base is not None and looks_local(base) else []

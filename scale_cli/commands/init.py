@@ -64,7 +64,6 @@ class _Asked:
     method: MethodConfig
     why: str  # this method; empty: it was asked for
     new: TokenOffer
-    minutes: float  # of the whole run
 
     @property
     def is_unknown(self) -> bool:
@@ -87,10 +86,6 @@ class _Draft:
     chats: dict[str, Parted]  # turns to measure, by role
     takes: Estimate
 
-    @property
-    def parts(self) -> list[Parted]:
-        return [self.corpus, self.retention, *self.chats.values()]
-
 
 def init(
     file: Path,
@@ -106,52 +101,6 @@ def init(
     Without a method, the base is measured on the text. `minutes` are those of the whole run. Only the
     beginnings of the texts are read.
     """
-    asked = _look_at(file, base, corpus, retention, method=method, minutes=minutes)
-    draft = _fit(asked)
-    files = {path: content for part in draft.parts for path, content in part.files.items()}
-    with _new_files(files):
-        _check(draft.config, asked.tokenizer)
-        write_text(file, draft.text)
-    if not (schema := file.with_name(SCHEMA_FILE)).exists():
-        write_text(schema, json_schema_text())
-
-    print_json(
-        {
-            "file": file,
-            "corpus": draft.corpus.words,
-            "retention": draft.retention.words,
-            "tokens": asked.new.words,
-            "method": asked.method.variant,
-            "why": asked.why,
-            "sizes": draft.sizes,
-            "estimate": draft.takes,
-        }
-    )
-    is_too_long = draft.sizes.max_steps == MIN_STEPS and draft.takes.total_s > 60 * minutes
-    said = report.render(
-        "init.txt.j2",
-        **vars(asked),
-        **vars(draft),
-        schema=SCHEMA_FILE,
-        files=[path.name for path in files],
-        too_long=f"{minutes:g}" if is_too_long else "",
-        min_steps=MIN_STEPS,
-        warnings=[*_warnings(asked, draft)],
-    )
-    for line in said.splitlines():
-        log(line)
-
-
-def _look_at(
-    file: Path,
-    base: str,
-    corpus: dict[str, Any],
-    retention: dict[str, Any],
-    *,
-    method: MethodConfig | None,
-    minutes: float,
-) -> _Asked:
-    """Look into the texts, and choose the method and the new tokens that fit the base and the text."""
     log("looking at     the base and the texts")
     model = checked(ModelConfig, {"base": base}, "--base")
     base_config = load_base_config(model)
@@ -189,15 +138,53 @@ def _look_at(
         method=method,
         why=why,
         new=own_tokens(corpus_text),
-        minutes=minutes,
     )
-    if not method.definition.takes_new_tokens:
-        return asked
-    new = offer_tokens(corpus_text, tokenizer, base_config.vocab_size, is_unknown=asked.is_unknown)
-    return replace(asked, new=new)
+    if method.definition.takes_new_tokens:
+        first_id = base_config.vocab_size
+        new = offer_tokens(corpus_text, tokenizer, first_id, is_unknown=asked.is_unknown)
+        asked = replace(asked, new=new)
+    _write(asked, _fit(asked, minutes), minutes)
 
 
-def _fit(asked: _Asked) -> _Draft:
+def _write(asked: _Asked, draft: _Draft, minutes: float) -> None:
+    """Write a config, the texts that it names and its schema, and print what it is made of."""
+    file = asked.file
+    parts = (draft.corpus, draft.retention, *draft.chats.values())
+    files = {path: content for part in parts for path, content in part.files.items()}
+    with _new_files(files):
+        _check(draft.config, asked.tokenizer)
+        write_text(file, draft.text)
+    if not (schema := file.with_name(SCHEMA_FILE)).exists():
+        write_text(schema, json_schema_text())
+
+    print_json(
+        {
+            "file": file,
+            "corpus": draft.corpus.words,
+            "retention": draft.retention.words,
+            "tokens": asked.new.words,
+            "method": asked.method.variant,
+            "why": asked.why,
+            "sizes": draft.sizes,
+            "estimate": draft.takes,
+        }
+    )
+    is_too_long = draft.sizes.max_steps == MIN_STEPS and draft.takes.total_s > 60 * minutes
+    said = report.render(
+        "init.txt.j2",
+        **vars(asked),
+        **vars(draft),
+        schema=SCHEMA_FILE,
+        files=[path.name for path in files],
+        too_long=f"{minutes:g}" if is_too_long else "",
+        min_steps=MIN_STEPS,
+        warnings=[*_warnings(asked, draft)],
+    )
+    for line in said.splitlines():
+        log(line)
+
+
+def _fit(asked: _Asked, minutes: float) -> _Draft:
     """Return sizes and parts of the texts with which the whole run takes the minutes."""
     base_config = asked.base_config
     num_tokens = int(asked.corpus_text.num_bytes * asked.new.tokens_per_byte)
@@ -208,7 +195,7 @@ def _fit(asked: _Asked) -> _Draft:
         )
     device = measure_device(base_config, asked.method, asked.precision)
     step = step_cost(base_config, asked.method, asked.precision, num_new=asked.new.number)
-    training_s = 60 * asked.minutes
+    training_s = 60 * minutes
     for _ in range(3):  # each time with the time that evaluation, start and export have left
         sizes = fit_sizes(
             step,
@@ -220,7 +207,7 @@ def _fit(asked: _Asked) -> _Draft:
             num_tokens=num_tokens,
         )
         draft = _draft(asked, sizes, step, device)
-        training_s = max(0.0, 60 * asked.minutes - draft.takes.total_s + draft.takes.training_s)
+        training_s = max(0.0, 60 * minutes - draft.takes.total_s + draft.takes.training_s)
     return draft
 
 

@@ -9,7 +9,6 @@ from scale_cli.config.load import dump_config
 from scale_cli.config.schema import (
     BASE_KEYS,
     UPSCALE_SECTIONS,
-    MethodConfig,
     RunConfig,
     differences,
 )
@@ -45,22 +44,29 @@ def upscale(config: RunConfig) -> MethodFolder:
     """
     run = Run(config)
     with claimed(run.folder.root):
+        _check_not_begun(run)
         return _upscale(run)
+
+
+def _check_not_begun(run: Run) -> None:
+    """Raise RunFolderError if training has begun; name what has changed in the config since."""
+    if not run.folder.final.is_dir() and not run.folder.checkpoints.is_dir():
+        return
+    changed = []
+    upscaled = MethodFolder(run.folder.upscaled, run)
+    if (upscaled.path / "scale.yaml").is_file():
+        changed = differences(upscaled.config, run.config, UPSCALE_SECTIONS)
+    because = f" ({'; '.join(changed)})" if changed else ""
+    raise RunFolderError(
+        f"{run.folder.root}: training from this folder has already begun; "
+        f"choose another output_dir{because}"
+    )
 
 
 def _upscale(run: Run) -> MethodFolder:
     config = run.config
     method = config.method
     upscaled = run.folder.upscaled
-    if run.folder.final.is_dir() or run.folder.checkpoints.is_dir():
-        changed = []
-        if (upscaled / "scale.yaml").is_file():
-            changed = differences(MethodFolder(upscaled, run).config, config, UPSCALE_SECTIONS)
-        because = f" ({'; '.join(changed)})" if changed else ""
-        raise RunFolderError(
-            f"{run.folder.root}: training from this folder has already begun; "
-            f"choose another output_dir{because}"
-        )
     run.check(training_sources(config))
     of_base = run.base_tokenizer
     tokenizer = run.make_tokenizer()
@@ -69,6 +75,7 @@ def _upscale(run: Run) -> MethodFolder:
     # Errors in a text are found before weights load.
     corpora = open_sources(config, training_sources(config), tokenizer)
     num_texts = prove_vocabulary(config, of_base, tokenizer) if method.vocabulary else 0
+
     base, known = load_hashed_base(config.model)
     check_finite(base, config.model.base)
     record = record_base(base, config.model, tokenizer, known)
@@ -76,6 +83,7 @@ def _upscale(run: Run) -> MethodFolder:
     log(f"base hash      sha256 {record.content_sha256}")
     if method.trains_base_weights:
         base.float()  # training uses a float32 master copy: compare in that precision
+
     definition = method.definition
     prompts = sample_ids(of_base)
     base_logits = own_logits(move_to_device(base), prompts)
@@ -86,6 +94,7 @@ def _upscale(run: Run) -> MethodFolder:
     log("starting       what is to be trained, by what the base holds")
     model = move_to_device(start_model(base, method, config.seed, new, text))
     check_preservation(definition.as_base(model), prompts, base_logits)
+
     with new_folder(upscaled) as partial:
         if definition.widens or method.vocabulary is not None:
             write_trained(partial, model, method, record)
@@ -96,34 +105,34 @@ def _upscale(run: Run) -> MethodFolder:
         else:
             write_grown(partial, tokenizer)
         write_text(partial / "scale.yaml", dump_config(config))
-    for line in _described(method, model, len(tokenizer) - len(of_base), num_texts):
+
+    for line in _described(run, model, len(tokenizer) - len(of_base), num_texts):
         log(line)
-    size = served_size(model, run.base_config, config.export.dtype or dtype_of_files(config.model))
-    asked = method.expansion.hidden_ratio or method.expansion.ratio
-    if size.ratio is not None and abs(size.ratio - asked) > 5e-4:
-        log(f"ratio          {size.ratio:.3f}: {asked:g}, rounded to whole heads")
-    log(f"served         {size}")
     log(f"written        {upscaled} ({folder_bytes(upscaled) / 1e6:,.1f} MB)")
     return MethodFolder(upscaled, run)
 
 
-def _described(method: MethodConfig, model: Any, num_new: int, num_texts: int) -> Iterator[str]:
+def _described(run: Run, model: Any, num_new: int, num_texts: int) -> Iterator[str]:
     """Yield lines on what was made.
 
     The new tokens left the base's ids of `num_texts` texts unchanged.
     """
+    config = run.config
+    method = config.method
     definition = method.definition
     parameters = list(model.parameters())
     num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
     if definition.widens:
         base = model.base.config
-        config = model.config
+        widened = model.config
         sizes = [
-            f"{getattr(base, name):,} + {getattr(config, f'expansion_{name}'):,}"
+            f"{getattr(base, name):,} + {getattr(widened, f'expansion_{name}'):,}"
             for name in WIDENED
         ]
         yield "sizes          hidden {}, MLP {}, heads {}, KV heads {}".format(*sizes)
-        layers = sorted({*config.attention_collaboration_layers, *config.mlp_collaboration_layers})
+        layers = sorted(
+            {*widened.attention_collaboration_layers, *widened.mlp_collaboration_layers}
+        )
         collaborating = (
             f"layers {', '.join(map(str, layers))}" if layers else "none: W12 does not exist"
         )
@@ -136,6 +145,11 @@ def _described(method: MethodConfig, model: Any, num_new: int, num_texts: int) -
     yield f"trainable      {num_trainable:>15,} parameters"
     held = "base logits" if definition.widens else "logits at the start"
     yield f"preserved      {held} bitwise equal on {len(SAMPLE_TEXTS)} prompts"
+    size = served_size(model, run.base_config, config.export.dtype or dtype_of_files(config.model))
+    asked = method.expansion.hidden_ratio or method.expansion.ratio
+    if size.ratio is not None and abs(size.ratio - asked) > 5e-4:
+        yield f"ratio          {size.ratio:.3f}: {asked:g}, rounded to whole heads"
+    yield f"served         {size}"
 
 
 def upscale_is_finished(run: Run) -> bool:

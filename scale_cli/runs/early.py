@@ -38,15 +38,17 @@ def check_early(verb: str, config: RunConfig, fail_above: float | None = None) -
     Local files alone are checked: a store or the hub is asked later.
     """
     run = RunFolder(config.output_dir)
-    reads = _READS[verb]
+    reads = _READS[verb].copy()
     if not config.method.definition.trains:
-        reads = reads - {"upscaled", *(["final"] if verb == "evaluate" else [])}
+        reads.discard("upscaled")
+        if verb == "evaluate":
+            reads.discard("final")
     if run.final.is_dir() and verb == "train":
         return
     if run.final.is_dir() and verb == "run":
-        reads = reads - {"training text"}  # a finished run needs none any more
+        reads.discard("training text")  # a finished run needs none any more
     if run.evaluation.is_dir() and verb == "run":
-        reads = reads - {"benchmarks"}
+        reads.discard("benchmarks")
 
     roles = {source.role for source in config.evaluation.perplexity}
     if fail_above is not None and "retention" not in roles:
@@ -65,9 +67,8 @@ def check_early(verb: str, config: RunConfig, fail_above: float | None = None) -
         check_weight_files(config.model)
 
     sources: list[TextSource] = []
-    if "training text" in reads or (
-        "text of new tokens" in reads and config.method.vocabulary is not None
-    ):
+    learns_tokens = "text of new tokens" in reads and config.method.vocabulary is not None
+    if "training text" in reads or learns_tokens:
         sources += config.corpus.sources
     if "held-out text" in reads:
         sources += config.evaluation.perplexity

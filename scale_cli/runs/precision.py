@@ -32,23 +32,20 @@ def with_precision(config: RunConfig, *, in_bfloat16: bool | None = None) -> Run
     if "auto" not in (dtype, precision, config.evaluation.mixed_precision):
         return config
 
-    recorded = None
     if "auto" in (dtype, precision):
         # What is damaged is found and named when it is opened; the folder before it says the same.
-        for folder in RunFolder(config.output_dir).newest_first:
-            if is_as_written(folder, "scale.yaml"):
-                recorded = load_config(folder / "scale.yaml")
-                break
-    if recorded is None and "auto" in (dtype, precision) and in_bfloat16 is None:
-        in_bfloat16 = computes_in_bfloat16()
+        folders = RunFolder(config.output_dir).newest_first
+        kept = next((folder for folder in folders if is_as_written(folder, "scale.yaml")), None)
+        if kept is not None:
+            recorded = load_config(kept / "scale.yaml")
+            precision = recorded.train.mixed_precision if precision == "auto" else precision
+            dtype = recorded.model.dtype if dtype == "auto" else dtype
+        elif in_bfloat16 is None:
+            in_bfloat16 = computes_in_bfloat16()
     if precision == "auto":
         precision = "bf16" if in_bfloat16 and dtype != "float16" else "no"
-        if recorded is not None:
-            precision = recorded.train.mixed_precision
     if dtype == "auto":
         dtype = "bfloat16" if in_bfloat16 and precision == "bf16" else "float32"
-        if recorded is not None:
-            dtype = recorded.model.dtype
 
     tree = config.model_dump(mode="json")
     tree["model"]["dtype"] = dtype
