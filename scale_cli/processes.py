@@ -339,7 +339,7 @@ def gathered(held: Result, share: Share) -> list[Result]:
 
 
 @contextmanager
-def waiting_for_steps() -> Iterator[None]:
+def shorter_timeout() -> Iterator[None]:
     """Shorten the timeout to minutes within the body, where all processes do the same work."""
     if not are_several():
         yield

@@ -212,7 +212,7 @@ def _rows(config: RunConfig) -> list[tuple[str, RunConfig]]:
     sections = own.model_dump()
     sections["collaboration"]["layers"] = None
     del sections["distillation"]  # most have no base to distil from
-    usual = own.definition.left_out.get("optimiser", "adamw")
+    usual = own.definition.train_defaults.get("optimiser", "adamw")
     for name in METHODS:
         if name == own.variant or not METHODS[name].trains:
             continue
@@ -221,7 +221,7 @@ def _rows(config: RunConfig) -> list[tuple[str, RunConfig]]:
             differs["vocabulary"] = None
         train = config.train
         if train.optimiser == usual:
-            optimiser = METHODS[name].left_out.get("optimiser", "adamw")
+            optimiser = METHODS[name].train_defaults.get("optimiser", "adamw")
             train = train.model_copy(update={"optimiser": optimiser})
         method = MethodConfig.model_validate(sections | differs)
         rows.append((name, config.model_copy(update={"method": method, "train": train})))

@@ -289,7 +289,7 @@ class RunConfig(Section):
         if method.widens and checked.served != "trained":
             formats += [] if method.routes_plainly(checked.settings) else ["transformers"]
         return tree | {
-            "train": {**method.left_out, **train},
+            "train": {**method.train_defaults, **train},
             "export": {"format": formats, **export},
         }
 

@@ -27,12 +27,12 @@ _MICRO_BATCH_SIZE = 8
 _MAX_SEQUENCES = 10**9
 
 
-def _left_out(key: str) -> str:
+def _defaults_by_method(key: str) -> str:
     """Return, to follow a key's description, its defaults that differ by method; "" if none do."""
     by_value: dict[float | str, list[str]] = {}
     for method in METHODS.values():
-        if key in method.left_out:
-            by_value.setdefault(method.left_out[key], []).append(method.name)
+        if key in method.train_defaults:
+            by_value.setdefault(method.train_defaults[key], []).append(method.name)
     defaults = [f"{value} with {' and '.join(names)}" for value, names in by_value.items()]
     return f"; if left out, {', '.join(defaults)}" if defaults else ""
 
@@ -82,7 +82,7 @@ class _AnyTraining(Section):
     optimiser: Literal["adamw", "muon"] = Field(
         default="adamw",
         description="muon: Muon on each block of the matrices, with updates of AdamW's size, and AdamW on the rest"
-        + _left_out("optimiser"),
+        + _defaults_by_method("optimiser"),
     )
     lr: Accepted[LearningRate] = Field(
         default="auto",
@@ -111,7 +111,7 @@ class _AnyTraining(Section):
         default=0.1,
         ge=0.0,
         le=100.0,
-        description=f"of either optimiser{_left_out('weight_decay')}",
+        description=f"of either optimiser{_defaults_by_method('weight_decay')}",
     )
     adam_beta1: Accepted[float] = Field(
         default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's average"

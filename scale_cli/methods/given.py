@@ -73,7 +73,7 @@ class Given(Method[MethodSection]):
     label = "given model"
     colour = "#777777"
     mark = ("D", "◆")
-    left_out = {}
+    train_defaults = {}
     trains = False
 
     def completed(self, tree: Mapping[str, Any]) -> Mapping[str, Any]:

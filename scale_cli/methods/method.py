@@ -55,7 +55,7 @@ class Method(Generic[Settings]):
     section: ClassVar[str | None] = None
     settings: ClassVar[type[Section]] = MethodSection
     # Values of `train` keys that the config leaves out.
-    left_out: ClassVar[Mapping[str, float | str]] = {}
+    train_defaults: ClassVar[Mapping[str, float | str]] = {}
     # where the search of `train.lr: auto` begins (training/rate_search.py)
     usual_lr: ClassVar[float] = 1.0e-5
 

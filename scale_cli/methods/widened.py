@@ -150,7 +150,7 @@ class WideningConfig(MethodSection):
 
 class _Widened(Method[WideningConfig]):
     settings = WideningConfig
-    left_out = {"optimiser": "muon"}
+    train_defaults = {"optimiser": "muon"}
     usual_lr = 1.0e-3  # each kind of tensor has a multiple of it, by the start
     first_run = {"distillation": {"weight": 4.0}}
     streams = EXPANSION

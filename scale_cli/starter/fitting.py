@@ -111,7 +111,7 @@ def check_room(step: StepCost, method: MethodConfig, device_type: str) -> None:
 
 def _one_step(method: MethodConfig, batch_size: int) -> TrainConfig:
     sizes = {"max_steps": 1, "global_batch_size": batch_size}
-    return TrainConfig.model_validate({**method.definition.left_out, **sizes})
+    return TrainConfig.model_validate({**method.definition.train_defaults, **sizes})
 
 
 def _memory_bytes(device_type: str) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
 from scale_cli.errors import GradientOverflow, Interrupted, NonFiniteError, TrainingError
 from scale_cli.evaluation.intervals import finite
-from scale_cli.processes import peak_memory_bytes, waiting_for_steps
+from scale_cli.processes import peak_memory_bytes, shorter_timeout
 from scale_cli.terminal import not_counted, progress_bar
 from scale_cli.training.interruption import (
     OUT_OF_TIME,
@@ -144,7 +144,7 @@ class _Loop:
         # Compiled layers cannot be measured.
         if self._is_logged(step + 1) and not run.config.train.compile:
             measured = measured_stream_ratios(run.model)
-        with waiting_for_steps(), measured as ratios:
+        with shorter_timeout(), measured as ratios:
             taken = train_step(
                 run.accelerator,
                 run.wrapped,

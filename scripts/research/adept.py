@@ -70,7 +70,7 @@ class Adept(Plain[AdeptConfig]):
     name, label = "adept", "ADEPT"
     colour, mark = "#7b58b8", ("h", "⬢")
     section, settings = "adept", AdeptConfig
-    left_out = {"lr": 2.0e-4}
+    train_defaults = {"lr": 2.0e-4}
 
     def in_words(self, settings: AdeptConfig) -> str:
         return ", new blocks only, rates by importance"

@@ -38,7 +38,7 @@ class Osf(Method[OsfConfig]):
     colour, mark = "#8c7a00", ("X", "✖")
     section, settings = "osf", OsfConfig
     # No weight decay: it would shrink weights that training leaves as they are in the base.
-    left_out = {"lr": 1.0e-5, "weight_decay": 0.0}
+    train_defaults = {"lr": 1.0e-5, "weight_decay": 0.0}
 
     def in_words(self, settings: OsfConfig) -> str:
         return f", {100 * settings.kept:.0f} % of directions kept"
