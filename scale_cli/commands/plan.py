@@ -167,15 +167,15 @@ def plan(
                 raise
             refused[label] = str(error)
             continue
-        variant = one.method.variant
+        method = one.method.variant
         if flops is not None:
-            devices[variant] = Device("cuda", flops, "as stated, taken for a GPU's")
-        elif variant not in devices:
-            devices[variant] = measure_device(
+            devices[method] = Device("cuda", flops, "as stated, taken for a GPU's")
+        elif method not in devices:
+            devices[method] = measure_device(
                 base_config, one.method, one.train.mixed_precision, one.corpus.sequence_length
             )
         steps.append(step)
-        planned.append(_plan_method(label, one, step, devices[variant], num_processes, growth))
+        planned.append(_plan_method(label, one, step, devices[method], num_processes, growth))
 
     takes = estimate(
         config,
