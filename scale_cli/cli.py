@@ -16,7 +16,6 @@ from scale_cli.console import (
     ended_in_one_message,
     import_libraries,
     load,
-    load_given,
     parse_share,
     quieten_libraries,
     read,
@@ -185,14 +184,14 @@ def init(
     with without_collections():
         from scale_cli.commands.flags import check_init, checked_method, source_of
 
-        learned = source_of("corpus", corpus, language, text_field)
-        known = source_of("replay", retention, retention_language, retention_text_field)
-        check_init(file, base, learned, known)
+        corpus_source = source_of("corpus", corpus, language, text_field)
+        retention_source = source_of("replay", retention, retention_language, retention_text_field)
+        check_init(file, base, corpus_source, retention_source)
         chosen = None if method is None else checked_method(method)
         quieten_libraries()
         from scale_cli.commands.init import init
 
-        init(file, base, learned, known, method=chosen, minutes=minutes)
+        init(file, base, corpus_source, retention_source, method=chosen, minutes=minutes)
 
 
 @app.command()
@@ -295,7 +294,10 @@ def evaluate(
         from scale_cli.commands.flags import texts_to_measure
 
         texts = texts_to_measure(corpus, language, retention, retention_language)
-        checked = load_given(config, base, texts, output, overrides, fail_above)
+        import_libraries()
+        from scale_cli.starter.measured import measured
+
+        checked = measured(config, base, texts, output, overrides or [], fail_above)
     elif base or output:
         raise UsageError("--corpus, --retention: give at least one text to measure on")
     else:
@@ -433,19 +435,11 @@ def generate(
     config = read(path, None)
     import_libraries()
     from scale_cli.commands.generate import write_samples
+    from scale_cli.generation.generator import Sampling
 
-    on_main(
-        lambda: write_samples(
-            config,
-            samples,
-            output,
-            prompt or [""],
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-        )
-    )
+    length = max_new_tokens or config.corpus.sequence_length
+    sampling = Sampling(length, 1.0 if temperature is None else temperature, top_p, seed)
+    on_main(lambda: write_samples(config, samples, output, prompt or [""], sampling))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})  # the engine checks its own options

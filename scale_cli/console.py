@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -105,24 +105,6 @@ def load(
     return config
 
 
-def load_given(
-    path: Path,
-    base: str | None,
-    texts: Mapping[str, dict[str, Any]],  # entries of a config, by flag
-    output: Path | None,
-    overrides: Sequence[str] | None,
-    fail_above: float | None,
-) -> RunConfig:
-    """Return the config of an evaluation of a model that others trained, after its checks."""
-    import_libraries()
-    from scale_cli.runs.early import check_early
-    from scale_cli.starter.measured import measured
-
-    config = measured(path, base, texts, output, overrides or ())
-    check_early("evaluate", config, fail_above)
-    return config
-
-
 def run_folder(path: Path) -> Path:
     """Return the run's folder for a config file; return any other path unchanged."""
     if not path.exists():
@@ -207,20 +189,8 @@ def ended_in_one_message() -> Iterator[None]:
             except SystemExit as ended:
                 if not ended.code:
                     leave()
-                words = sys.argv[1:]
-                # A flag's value that is followed by further files, as a pattern without quotes is.
-                listed = [
-                    value
-                    for flag, value, after in zip(words, words[1:], words[2:], strict=False)
-                    if flag.startswith("--") and Path(value).is_file() and Path(after).is_file()
-                ]
-                if ended.code == UsageError.exit_code and listed:
-                    from scale_cli.data.files import SourceFile
-
-                    pattern = Path(listed[0]).with_name(f"*{SourceFile(listed[0], 0).ending}")
-                    _say(
-                        f"hint: the shell has listed the files of a pattern; quote it: '{pattern}'"
-                    )
+                if ended.code == UsageError.exit_code:
+                    _hint_at_quotes(sys.argv[1:])
                 raise
             except Exception:
                 if stopped_by:  # a library may have turned the stop into its own error
@@ -243,6 +213,17 @@ def ended_in_one_message() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         _end(f"error: out of memory: {one_line(error)}", OutOfMemory.exit_code)
+
+
+def _hint_at_quotes(words: Sequence[str]) -> None:
+    """If a flag's value is followed by further files, say that a pattern needs quotes."""
+    for flag, value, after in zip(words, words[1:], words[2:], strict=False):
+        if flag.startswith("--") and Path(value).is_file() and Path(after).is_file():
+            from scale_cli.data.files import SourceFile
+
+            pattern = Path(value).with_name(f"*{SourceFile(value, 0).ending}")
+            _say(f"hint: the shell has listed the files of a pattern; quote it: '{pattern}'")
+            return
 
 
 def _end(message: str, exit_code: int) -> NoReturn:

@@ -17,7 +17,7 @@ from scale_cli.methods import METHODS
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
 
 _FILES = re.compile(r".*\.(txt|md|jsonl|json|csv|parquet)(\.(gz|xz|zst))?")
-_DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]*))?")
+_DATASET = re.compile(r"(?P<dataset>[\w.-]+/[\w.-]+)(:(?P<subset>[^:]*))?(:(?P<split>[^:]*))?")
 
 
 def source_of(name: str, given: str, language: str, text_field: str = "text") -> dict[str, Any]:
@@ -27,8 +27,8 @@ def source_of(name: str, given: str, language: str, text_field: str = "text") ->
     there = glob.glob(os.path.expanduser(given))  # noqa: PTH111 (a pattern)
     if dataset is None or _FILES.fullmatch(given) or there:
         return {"name": name, "path": given, **about}
-    place = zip(("dataset", "subset", "split"), dataset.groups(), strict=True)
-    return {"name": name, **{key: value for key, value in place if value}, **about}
+    place = {key: value for key, value in dataset.groupdict().items() if value}
+    return {"name": name, **place, **about}
 
 
 def check_init(file: Path, base: str, corpus: dict[str, Any], retention: dict[str, Any]) -> None:

@@ -133,23 +133,13 @@ def _with_heads(continuation: Continuation) -> str:
 
 
 def write_samples(
-    config: RunConfig,
-    num_samples: int,
-    file: Path,
-    prompts: list[str],
-    *,
-    max_new_tokens: int | None,  # None: a window of the run
-    temperature: float | None,  # None: 1
-    top_p: float,
-    seed: int,
+    config: RunConfig, num_samples: int, file: Path, prompts: list[str], sampling: Sampling
 ) -> None:
     """Sample texts from a run's base, and write them as a corpus of JSON objects with a `text`.
 
     Texts begin with the prompts in turn; an empty prompt gives no beginning. Each batch has its own
     seed. The same base, seed and sizes give the same texts on the same machine.
     """
-    length = max_new_tokens or config.corpus.sequence_length
-    sampling = Sampling(length, 1.0 if temperature is None else temperature, top_p, seed)
     if file.suffix != ".jsonl":
         raise ConfigError(
             f"--output {file}: must end in .jsonl, so that it can be read as a source"
@@ -164,7 +154,7 @@ def write_samples(
         for first in range(0, num_samples, _AT_ONCE):
             batch = begun[first : first + _AT_ONCE]
             # A CPU's generator takes no larger seed.
-            of_batch = (seed * _SEEDS_APART + first // _AT_ONCE) % 2**32
+            of_batch = (sampling.seed * _SEEDS_APART + first // _AT_ONCE) % 2**32
             drawn = replace(sampling, seed=of_batch)
             written = generator.continue_all(batch, drawn, TokensWritten(bar))
             texts += [one.prompt + one.completion for one in written]

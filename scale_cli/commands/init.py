@@ -169,6 +169,10 @@ def _write(asked: _Asked, draft: _Draft, minutes: float) -> None:
             "estimate": draft.takes,
         }
     )
+    warnings = [*warnings_of(asked.corpus_text), *warnings_of(asked.retention_text)]
+    warnings += [*draft.corpus.warnings(), *draft.retention.warnings()]
+    if asked.method.definition.widens:
+        warnings += far_from_asked(asked.base_config, asked.method.expansion)
     is_too_long = draft.sizes.max_steps == MIN_STEPS and draft.takes.total_s > 60 * minutes
     said = report.render(
         "init.txt.j2",
@@ -178,7 +182,7 @@ def _write(asked: _Asked, draft: _Draft, minutes: float) -> None:
         files=[path.name for path in files],
         too_long=f"{minutes:g}" if is_too_long else "",
         min_steps=MIN_STEPS,
-        warnings=[*_warnings(asked, draft)],
+        warnings=warnings,
     )
     for line in said.splitlines():
         log(line)
@@ -242,15 +246,6 @@ def _draft(asked: _Asked, sizes: Sizes, step: StepCost, device: Device) -> _Draf
     # An expansion for text that the base does not know starts with codes, and takes a fixed rate.
     takes = estimate(config, step, device, texts, searches=not asked.is_unknown)
     return _Draft(text=written, config=config, sizes=sizes, **parts, takes=takes)
-
-
-def _warnings(asked: _Asked, draft: _Draft) -> Iterator[str]:
-    yield from warnings_of(asked.corpus_text)
-    yield from warnings_of(asked.retention_text)
-    yield from draft.corpus.warnings()
-    yield from draft.retention.warnings()
-    if asked.method.definition.widens:
-        yield from far_from_asked(asked.base_config, asked.method.expansion)
 
 
 def config_text(file: Path, **shown: object) -> str:

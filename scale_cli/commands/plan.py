@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from scale_cli import processes
 from scale_cli.config.idle import idle_settings
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.config.sources import TextSource
+from scale_cli.data.corpora import every_source
 from scale_cli.data.files import check_source
 from scale_cli.errors import ConfigError, CorpusError, MissingExtraError
 from scale_cli.methods import METHODS
@@ -213,18 +213,18 @@ def _rows(config: RunConfig) -> list[tuple[str, RunConfig]]:
     sections["collaboration"]["layers"] = None
     del sections["distillation"]  # most have no base to distil from
     usual = own.definition.train_defaults.get("optimiser", "adamw")
-    for name in METHODS:
-        if name == own.variant or not METHODS[name].trains:
+    for other in METHODS.values():
+        if other.name == own.variant or not other.trains:
             continue
-        differs: dict[str, Any] = {"variant": name}
-        if not METHODS[name].takes_new_tokens:
+        differs: dict[str, Any] = {"variant": other.name}
+        if not other.takes_new_tokens:
             differs["vocabulary"] = None
         train = config.train
         if train.optimiser == usual:
-            optimiser = METHODS[name].train_defaults.get("optimiser", "adamw")
+            optimiser = other.train_defaults.get("optimiser", "adamw")
             train = train.model_copy(update={"optimiser": optimiser})
         method = MethodConfig.model_validate(sections | differs)
-        rows.append((name, config.model_copy(update={"method": method, "train": train})))
+        rows.append((other.name, config.model_copy(update={"method": method, "train": train})))
     return rows
 
 
@@ -236,18 +236,11 @@ def _plan_method(
     num_processes: int,
     growth: Growth | None,
 ) -> MethodPlan:
-    train, length = config.train, config.corpus.sequence_length
+    train = config.train
+    length = config.corpus.sequence_length
     times = 1.0  # as many tokens of the same text
     if growth is not None and config.method.vocabulary is None:
         times = growth.tokens_without
-    memory = memory_of(
-        step,
-        config.method,
-        train,
-        length,
-        num_processes=num_processes,
-        device_type=device.type,
-    )
     return MethodPlan(
         variant=label,
         num_frozen=step.num_frozen,
@@ -255,7 +248,14 @@ def _plan_method(
         num_served=step.num_served,
         num_tokens=round(times * train.max_steps * train.global_batch_size * length),
         flops_per_token=step.flops(length),
-        memory=memory,
+        memory=memory_of(
+            step,
+            config.method,
+            train,
+            length,
+            num_processes=num_processes,
+            device_type=device.type,
+        ),
         time_s=times * train.max_steps * device.step_s(step, train, length, num_processes),
     )
 
@@ -294,8 +294,7 @@ def growth_of(config: RunConfig) -> tuple[Growth, Tokenizer]:
 def _absent(config: RunConfig) -> list[str]:
     """Return a warning for each local source and task file that is not there."""
     errors = []
-    sources: list[TextSource] = [*config.corpus.sources, *config.evaluation.perplexity]
-    for source in sources:
+    for source in every_source(config):
         if source.is_local:
             try:
                 check_source(source)

@@ -11,6 +11,7 @@ from scale_cli.config.load import checked, checked_tree
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.encoding import Encoder
 from scale_cli.errors import UsageError
+from scale_cli.runs.early import check_early
 from scale_cli.starter.parts import measured_on_alone
 from scale_cli.starter.texts import look_into
 from scale_cli.terminal import log
@@ -25,9 +26,10 @@ def measured(
     texts: Mapping[str, dict[str, Any]],  # entries of a config, named by their role, by flag
     output: Path | None,
     overrides: Sequence[str],
+    fail_above: float | None,
 ) -> RunConfig:
-    """Return a config that `scale evaluate` and `scale run` take: the beginnings of the texts, as
-    much of each as `scale init` holds out.
+    """Return a config that `scale evaluate` and `scale run` take, checked: the beginnings of the
+    texts, as much of each as `scale init` holds out.
     """
     given = given_model(path, base)
     if given is None:
@@ -48,7 +50,9 @@ def measured(
         "method": {"variant": "given", "model": given.name},
         "evaluation": {"perplexity": held},
     }
-    return checked_tree(RunConfig, tree, Path(), str(path), overrides)
+    config = checked_tree(RunConfig, tree, Path(), str(path), overrides)
+    check_early("evaluate", config, fail_above)
+    return config
 
 
 def source_words(source: Mapping[str, Any]) -> str:

@@ -8,8 +8,8 @@ from httpx2 import ConnectError, Request, Response
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-from scale_cli.commands import export
 from scale_cli.errors import RunError, UsageError
+from scale_cli.export import publishing
 from scale_cli.storage.atomic import write_json
 
 
@@ -25,8 +25,8 @@ def folder(tmp_path: Path) -> Path:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The hub's client, every call held to its signature, none of them made."""
     api = create_autospec(HfApi, instance=True)
-    monkeypatch.setattr(export, "HfApi", lambda: api)
-    monkeypatch.setattr(export, "get_token", lambda: "hf_planted")
+    monkeypatch.setattr(publishing, "HfApi", lambda: api)
+    monkeypatch.setattr(publishing, "get_token", lambda: "hf_planted")
     return api
 
 
@@ -34,22 +34,22 @@ def test_a_dry_run_lists_what_would_be_sent_and_touches_no_hub(folder: Path, hub
     """What tells of this machine stays here, but for what an adapter needs."""
     for name in ("scale.yaml", "parity.json", "manifest.json"):
         (folder / name).write_text("output_dir: /home/me")
-    lines = export.publish(folder, "me/model", dry_run=True)
+    lines = publishing.publish(folder, "me/model", dry_run=True)
     assert [line.split()[-1] for line in lines[1:-2]] == ["README.md", "sub/x.json"]
     assert "nothing was sent" in lines[-1]
     for base, tells in (("owner/base", False), ("/home/me/base", True)):
         write_json(folder / "config.json", {"scale_router": {"base": base}})
-        told = " ".join(export.publish(folder, "me/model", dry_run=True))
+        told = " ".join(publishing.publish(folder, "me/model", dry_run=True))
         assert ("config.json contain the paths of folders" in told) == tells
     (folder / "base.json").write_text("{}")
-    adapter = "\n".join(export.publish(folder, "me/model", dry_run=True))
+    adapter = "\n".join(publishing.publish(folder, "me/model", dry_run=True))
     assert "scale.yaml\n" in adapter and "base.json\n" in adapter
     assert "scale.yaml and base.json and config.json contain the paths" in adapter
     assert not hub.mock_calls
 
 
 def test_what_is_sent_is_the_folder_to_a_private_repository(folder: Path, hub: Any) -> None:
-    sent = export.publish(folder, "me/model", dry_run=False)
+    sent = publishing.publish(folder, "me/model", dry_run=False)
     hub.create_repo.assert_called_once_with("me/model", private=True, exist_ok=True)
     call = hub.upload_folder.call_args.kwargs
     assert (call["repo_id"], call["folder_path"]) == ("me/model", folder)
@@ -82,11 +82,11 @@ def test_a_refusal_of_the_hub_is_one_line_and_without_a_token_nothing_is_tried(
     ):
         hub.create_repo.side_effect = refusal
         with pytest.raises(RunError, match=f"me/model: {told}"):
-            export.publish(folder, "me/model", dry_run=False)
+            publishing.publish(folder, "me/model", dry_run=False)
     hub.reset_mock()
-    monkeypatch.setattr(export, "get_token", lambda: None)
+    monkeypatch.setattr(publishing, "get_token", lambda: None)
     with pytest.raises(RunError, match="not logged in"):
-        export.publish(folder, "me/model", dry_run=False)
+        publishing.publish(folder, "me/model", dry_run=False)
     assert not hub.mock_calls
 
 
@@ -95,8 +95,8 @@ def test_what_is_no_repository_of_one_model_is_refused_before_anything_is_export
     name: str,
 ) -> None:
     with pytest.raises(UsageError, match="--push-to-hub"):
-        export.check_repository(name, ["plain"])
+        publishing.check_repository(name, ["plain"])
     with pytest.raises(
         UsageError, match=r"exports plain and transformers; choose one: export\.format=transformers"
     ):
-        export.check_repository("me/model", ["plain", "transformers"])
+        publishing.check_repository("me/model", ["plain", "transformers"])
