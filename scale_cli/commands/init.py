@@ -121,9 +121,8 @@ def init(
         from scale_cli.starter.method_choice import choose_method
 
         log(f"measuring      what the base knows of {corpus['language']}")
-        choice = choose_method(model, base_config, corpus_text, tokenizer, precision)
-        why = choice.why
-        method = checked_method(choice.variant)
+        variant, why = choose_method(model, base_config, corpus_text, tokenizer, precision)
+        method = checked_method(variant)
         if library := method.definition.streams.adapter_library:
             require(library, why)
 

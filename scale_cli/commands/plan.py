@@ -90,7 +90,7 @@ class Plan:
             served_bytes=own.num_served * getattr(torch, self.export_dtype).itemsize,
             real_ratio=real_ratio,
             quantity=quantity,
-            tables="\n".join([*self._work().lines(), "", *self._memory().lines()]),
+            tables="\n".join(self._tables()),
         )
         lines = []
         for line in text.splitlines():
@@ -103,30 +103,30 @@ class Plan:
             name: of for name, of in vars(self).items() if name not in ("config", "base_config")
         }
 
-    def _work(self) -> Table:
-        rows = []
+    def _tables(self) -> list[str]:
+        """Return the lines of two tables, a row a method: its work, and the memory of a process."""
+        work = []
+        memory = []
         for method in self.methods:
+            name = f"{'>' if method is self.methods[0] else ' '} {method.variant:{_LABEL - 2}}"
             counts = [
                 method.num_frozen,
                 method.num_trainable,
                 method.flops_per_token,
                 method.flops_per_token * method.num_tokens,
             ]
-            rows.append([self._name(method), *map(quantity, counts), duration(method.time_s)])
-        titles = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
-        return Table(titles, rows, "lrrrrr")
-
-    def _memory(self) -> Table:
-        rows = []
-        for method in self.methods:
+            work.append([name, *map(quantity, counts), duration(method.time_s)])
             held = method.memory
             parts = (*vars(held).values(), held.total, held.checkpoint)
-            rows.append([self._name(method), *(quantity(part, "B") for part in parts)])
-        titles = ["memory", "frozen", "weights", "gradients", "moments", "saved", "head"]
-        return Table([*titles, "process", "in all", "checkpoint"], rows, "lrrrrrrrrr")
-
-    def _name(self, method: MethodPlan) -> str:
-        return f"{'>' if method is self.methods[0] else ' '} {method.variant:{_LABEL - 2}}"
+            memory.append([name, *(quantity(part, "B") for part in parts)])
+        of_work = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
+        of_memory = ["memory", "frozen", "weights", "gradients", "moments", "saved", "head"]
+        of_memory += ["process", "in all", "checkpoint"]
+        return [
+            *Table(of_work, work, "lrrrrr").lines(),
+            "",
+            *Table(of_memory, memory, "lrrrrrrrrr").lines(),
+        ]
 
 
 def plan(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,22 +23,14 @@ from scale_cli.upscale.base_files import looks_local
 _ADAPTER, _EXPANSION = "lora", "route"
 
 
-@dataclass(frozen=True)
-class MethodChoice:
-    """A method, and why."""
-
-    variant: str  # an expansion only where the base was measured, and does not know the text
-    why: str
-
-
 def choose_method(
     model: ModelConfig,
     base_config: Any,
     text: Text,
     tokenizer: PreTrainedTokenizerBase,
     mixed_precision: str,
-) -> MethodChoice:
-    """Return an adapter where the base knows some of a text, an expansion where it does not.
+) -> tuple[str, str]:
+    """Return a method and why: an adapter where the base knows some of a text, else an expansion.
 
     Of a base on the hub whose weights are not to be had, the first is assumed.
 
@@ -57,7 +48,7 @@ def choose_method(
     except BaseModelError as error:
         if looks_local(model.base):
             raise
-        return MethodChoice(
+        return (
             _ADAPTER,
             f"what the base knows was not measured ({error}); taken to know some of {language}, "
             f"so method.variant {_ADAPTER}; if it never saw it, --method {_EXPANSION}",
@@ -75,7 +66,7 @@ def choose_method(
     )
     knows = "knows some" if knowledge.is_some else "does not know it"
     variant = _ADAPTER if knowledge.is_some else _EXPANSION
-    return MethodChoice(
+    return (
         variant,
         f"the base reads {language} at {by_base:.2f} bits/byte, by the tokens' frequencies alone "
         f"{by_frequencies:.2f}: it {knows}, so method.variant {variant}",
