@@ -227,7 +227,7 @@ def drawn(size: tuple[float, float], paint: Callable[[Any], None]) -> str:
 
 
 def render(template: str, **values: object) -> str:
-    """Return a text from a template.
+    """Return a template's text, filled with values.
 
     Its name says how values are escaped: NAME.html.j2, NAME.md.j2, NAME.yaml.j2.
     """

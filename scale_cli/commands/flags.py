@@ -11,12 +11,12 @@ from typing import Any
 from scale_cli.config.load import checked
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.sources import CorpusSource
-from scale_cli.data.files import check_source
+from scale_cli.data.files import SourceFile, check_source
+from scale_cli.data.formats import FORMATS
 from scale_cli.errors import ConfigError, UsageError
 from scale_cli.methods import METHODS
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
 
-_FILES = re.compile(r".*\.(txt|md|jsonl|json|csv|parquet)(\.(gz|xz|zst))?")
 _DATASET = re.compile(r"(?P<dataset>[\w.-]+/[\w.-]+)(:(?P<subset>[^:]*))?(:(?P<split>[^:]*))?")
 
 
@@ -25,7 +25,7 @@ def source_of(name: str, given: str, language: str, text_field: str = "text") ->
     about = {"language": language, **({} if text_field == "text" else {"text_field": text_field})}
     dataset = _DATASET.fullmatch(given)
     there = glob.glob(os.path.expanduser(given))  # noqa: PTH111 (a pattern)
-    if dataset is None or _FILES.fullmatch(given) or there:
+    if dataset is None or SourceFile(given, 0).suffix in FORMATS or there:
         return {"name": name, "path": given, **about}
     place = {key: value for key, value in dataset.groupdict().items() if value}
     return {"name": name, **place, **about}

@@ -44,7 +44,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float16"]
 Quantised = Literal["int8"]
 ExportFormat = Literal["plain", "transformers", "adapter"]
-_WrittenFormat = Literal["plain", "transformers", "adapter", "llama"]  # the first's name before
+_WrittenFormat = Literal[ExportFormat, "llama"]  # plain's name before
 Head = Literal["base", "trained", "routed"]  # what answers: one of both heads, or their mixture
 
 

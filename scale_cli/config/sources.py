@@ -43,6 +43,7 @@ class TextSource(Section):
     """Where documents come from: local files by a glob, or a dataset on the hub."""
 
     name: Name
+    # A test compares it with `FORMATS` (data/formats.py).
     path: SourcePatterns | None = Field(
         default=None,
         description="one or several globs of .txt .md .jsonl .json .csv files, plain or compressed as "
@@ -54,13 +55,13 @@ class TextSource(Section):
     revision: str | None = Field(default=None, description="branch, tag or commit of the dataset")
     text_field: str = Field(
         default="text",
-        description="where the text is: column of a dataset, .csv or .parquet; key in .jsonl or .json",
+        description="where the text is: column of a table or dataset; key of a JSON record",
     )
     messages_field: str | None = Field(
         default=None,
         min_length=1,
-        description="instead of text_field: key of a conversation, a list of {role, content}, in .jsonl, .json or a "
-        "dataset; the base's chat template formats it, and only the assistant's turns are trained on",
+        description="instead of text_field: key of a conversation, a list of {role, content}, of a JSON record or a "
+        "dataset's row; the base's chat template formats it, and only the assistant's turns are trained on",
     )
     documents: Literal["paragraph", "line", "file"] = Field(
         default="paragraph",

@@ -31,7 +31,6 @@ from scale_cli.values import counted
 # half of that (Muennighoff et al., arXiv 2305.16264).
 _OFTEN = 16
 _FEW_LOST = 1e-4
-_PLAINLY_LOST = 0.1
 _SAMPLE_RECORDS = 1 << 10
 _SAMPLE_CHARACTERS = 1 << 17
 # Of each source: tokens whose shares the start asks for, and tokens that the base is tried on.
@@ -87,7 +86,7 @@ def text_to_learn(
 
 
 def beginning_to_learn(ids: Ids, boundary: int | None, vocab_size: int) -> TextToLearn:
-    """Return the same of one text by its first tokens; `boundary` stands before every document."""
+    """Return what a start asks of one text, by its first ids; `boundary` precedes every document."""
     counted = torch.from_numpy(ids[:_TOKENS_COUNTED].astype(np.int64))
     counts = counted.bincount(minlength=vocab_size).double()
     sample = after_boundary(ids[:_TOKENS_SAMPLED], boundary)
@@ -142,9 +141,9 @@ def check_sample(
     too_bad = ledger.bad_fraction > reading.max_bad_fraction
     if not ledger.kept.documents and (all_skipped or too_bad):
         check_bad_fraction(source, ledger, reading.max_bad_fraction)
-    # A sample does not give the share exactly, but shows a script that is lost.
-    least = 0.0 if is_whole else _PLAINLY_LOST
-    check_unknown_fraction(source, ledger.round_trip, max(least, reading.max_unknown_fraction))
+    check_unknown_fraction(
+        source, ledger.round_trip, reading.max_unknown_fraction, is_whole=is_whole
+    )
 
 
 def windows_of(config: CorpusConfig, corpus: TokenisedCorpus) -> PackedWindows:

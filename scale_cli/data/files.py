@@ -28,13 +28,12 @@ from typing import IO, Any, cast
 import pyarrow as pa
 
 from scale_cli.config.sources import TextSource
+from scale_cli.data.formats import FORMATS, CorpusFormat
 from scale_cli.errors import CorpusError, StorageError, one_line
 from scale_cli.storage.atomic import file_sha256, json_sha256, read_json, write_json
 from scale_cli.terminal import bytes_bar
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
-FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
-OF_LINES = (".txt", ".jsonl", ".json")
 _HASHES = ".sources.json"
 # A smaller file is hashed in a millisecond.
 _LEAST_BYTES = 1 << 20
@@ -77,9 +76,14 @@ class SourceFile:
         return PurePosixPath(self.name.removesuffix(self.compression)).suffix + self.compression
 
     @property
-    def format(self) -> str:
-        suffix = self.ending.removesuffix(self.compression)
-        return ".txt" if suffix == ".md" else suffix
+    def suffix(self) -> str:
+        """The suffix that tells its format."""
+        return self.ending.removesuffix(self.compression)
+
+    @property
+    def format(self) -> CorpusFormat:
+        """Its format; `source_files` lets through only files that have one."""
+        return FORMATS[self.suffix]
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
@@ -130,19 +134,26 @@ def source_files(source: TextSource) -> list[SourceFile]:
             files.setdefault(same, file)
 
     for file in files.values():
-        problem = ""
-        if file.format not in FORMATS or (file.format == ".parquet" and file.compression):
-            problem = (
-                f"not a corpus format (known: {', '.join(FORMATS)}, .md; all but .parquet also with "
-                f"{', '.join(COMPRESSIONS)}){_REMEDIES.get(file.format.lower(), '')}"
-            )
-        elif source.messages_field is not None and file.format not in (".jsonl", ".json"):
-            problem = "messages_field: conversations are read only from .jsonl, .json and datasets"
-        elif source.documents != "paragraph" and file.format != ".txt":
-            problem = f"documents: {source.documents} is for .txt; here every record is a document"
-        if problem:
+        if problem := _misfit(source, file):
             raise CorpusError(f"{file}: {problem}")
     return list(files.values())
+
+
+def _misfit(source: TextSource, file: SourceFile) -> str:
+    """Return why a file cannot be read as a source asks; "" if it can."""
+    form = FORMATS.get(file.suffix)
+    if form is None or (file.compression and not form.is_compressible):
+        plain_only = [ending for ending, row in FORMATS.items() if not row.is_compressible]
+        return (
+            f"not a corpus format (known: {', '.join(FORMATS)}; all but {', '.join(plain_only)} also "
+            f"with {', '.join(COMPRESSIONS)}){_REMEDIES.get(file.suffix.lower(), '')}"
+        )
+    if source.messages_field is not None and not form.holds_conversations:
+        holding = [ending for ending, row in FORMATS.items() if row.holds_conversations]
+        return f"messages_field: conversations are read only from {', '.join(holding)} and datasets"
+    if source.documents != "paragraph" and not form.is_text:
+        return f"documents: {source.documents} is for .txt; here every record is a document"
+    return ""
 
 
 def _matches(pattern: str) -> list[Path]:
@@ -168,7 +179,7 @@ def _matches(pattern: str) -> list[Path]:
 def _pattern_of(folder: Path, names: str) -> str:
     """Return a pattern of the commonest corpus files in a folder; "" if there are none."""
     files = (SourceFile(str(path), 0) for path in islice(folder.glob(names), _LOOKED_AT))
-    endings = Counter(file.ending for file in files if file.format in FORMATS)
+    endings = Counter(file.ending for file in files if file.suffix in FORMATS)
     return f"{folder / names}{max(endings, key=endings.__getitem__)}" if endings else ""
 
 
@@ -362,14 +373,14 @@ def line_rules(files: Sequence[SourceFile]) -> list[object]:
     """Return a description of how lines end, if these files have any: before, they ended in LF
     alone.
     """
-    return ["CR, LF, CRLF"] if any(file.format in OF_LINES for file in files) else []
+    return ["CR, LF, CRLF"] if any(file.format.has_lines for file in files) else []
 
 
 def describe_content(source: TextSource, cache_dir: Path) -> list[object]:
     """Return a description of a source's content, with a hash for every file."""
     if source.dataset is None:
         files = source_files(source)
-        kinds = [file.format + file.compression for file in files]
+        kinds = [file.format.endings[0] + file.compression for file in files]
         hashes = content_hashes(files, cache_dir)
         return [*zip(kinds, hashes, strict=True), *line_rules(files)]
     place = Path(source.dataset)

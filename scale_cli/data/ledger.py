@@ -17,6 +17,7 @@ from scale_cli.values import counted
 _PLACES = 3
 _FIELDS = 12
 _LONGEST_FIELD = 40
+_PLAINLY_LOST = 0.1  # of a text's bytes: a sample does not show less
 
 
 class Reason(Enum):
@@ -217,9 +218,18 @@ def check_bad_fraction(source: TextSource, ledger: Ledger, max_bad_fraction: flo
 
 
 def check_unknown_fraction(
-    source: TextSource, round_trip: RoundTrip, max_unknown_fraction: float
+    source: TextSource,
+    round_trip: RoundTrip,
+    max_unknown_fraction: float,
+    *,
+    is_whole: bool = True,  # whether all of the text was tokenised
 ) -> None:
-    if round_trip.lost_fraction > max_unknown_fraction:
+    """Raise CorpusError if the tokenizer loses too much of a source's text.
+
+    A sample does not give the share exactly, but shows a script that is lost.
+    """
+    least = 0.0 if is_whole else _PLAINLY_LOST
+    if round_trip.lost_fraction > max(least, max_unknown_fraction):
         raise CorpusError(
             f"{_described(source)}: the tokenizer loses {percent(round_trip.lost_fraction)} of its text, as in "
             f"{round_trip.example!r}, more than corpus.max_unknown_fraction {max_unknown_fraction} allows; it does not "

@@ -122,9 +122,7 @@ class TokenisedCorpus:
 
 
 def after_boundary(ids: Ids, boundary: int | None) -> Ids:
-    """Return tokens behind the one that every text begins with; as they are if they have it, or
-    there is none.
-    """
+    """Return tokens with the boundary before them; if they begin with it, or it is None, as they are."""
     if boundary is None or ids[0] == boundary:
         return ids
     return np.concatenate([np.array([boundary], ids.dtype), ids])

@@ -30,6 +30,7 @@ from scale_cli.errors import BaseModelError, ExportParityError, one_line
 from scale_cli.evaluation.selectable_heads import ends_of
 from scale_cli.methods.given import ADAPTER_CONFIG
 from scale_cli.model import cache_scale, routed_scale, routing
+from scale_cli.model.family_scale import PER_LAYER_KEYS
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import pieces_of
 from scale_cli.storage.atomic import read_json, write_json, write_text
@@ -154,7 +155,7 @@ _CHANGED = (
     "num_key_value_heads",
     "head_dim",
     "num_hidden_layers",
-    "layer_types",
+    *PER_LAYER_KEYS,
     "rms_norm_eps",
     "tie_word_embeddings",
     "vocab_size",

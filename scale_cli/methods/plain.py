@@ -36,13 +36,14 @@ def deepen(base: Any, training: PlainTraining) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from scale_cli.model.family_scale import STEPS, family_of
+    from scale_cli.model.family_scale import PER_LAYER_KEYS, STEPS, family_of
 
     family = family_of(base.config)
     sources = [source for source, _ in training.layers]
     sizes: dict[str, Any] = {"num_hidden_layers": len(sources)}
-    if kinds := getattr(base.config, "layer_types", None):
-        sizes["layer_types"] = [kinds[source] for source in sources]
+    for key in PER_LAYER_KEYS:
+        if of_layers := getattr(base.config, key, None):
+            sizes[key] = [of_layers[source] for source in sources]
     config = type(base.config).from_dict({**base.config.to_dict(), **sizes})
     deeper: Any = AutoModelForCausalLM.from_config(config, dtype=base.dtype)
     weights = base.state_dict()

@@ -39,6 +39,9 @@ STEPS = (ATTENTION, MLP)
 # The linear maps of a layer that are widened, in order, and the module that holds each.
 OWNERS = {name: step.owner for step in STEPS for name in (*step.reading, step.writing)}
 
+# Keys of a configuration that hold a list with a value for each layer.
+PER_LAYER_KEYS = ("layer_types",)
+
 
 def linear_of(base_layer: Any, name: str) -> nn.Linear:
     """Return one of the base's linear maps."""

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from scale_cli import processes
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
+from scale_cli.model.family_scale import PER_LAYER_KEYS
 from scale_cli.planning.step import FLOAT32, StepCost, step_cost
 from scale_cli.terminal import log
 from scale_cli.training.objective import for_training
@@ -136,8 +137,9 @@ def small_config(base_config: Any) -> Any:
             "pad_token_id": None,
         }
     )
-    if kinds := getattr(small, "layer_types", None):
-        small.layer_types = kinds[:num_layers]
+    for key in PER_LAYER_KEYS:
+        if of_layers := getattr(small, key, None):
+            setattr(small, key, of_layers[:num_layers])
     return small
 
 

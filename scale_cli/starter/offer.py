@@ -46,7 +46,7 @@ def own_tokens(text: Text) -> TokenOffer:
 
 
 def _cost(text: Text) -> float:
-    """Return how many tokens a character costs."""
+    """Return the tokens per character of a text."""
     return text.tokens_per_byte * len(text.sample.encode()) / len(text.sample)
 
 

@@ -25,7 +25,6 @@ _COUNTED_OF_EACH = 500  # characters of such a document, whose tokens are counte
 _FEWEST_LINES = 100
 _UNEVEN = 1.5  # times the median: so long are some lines of a text whose lines are documents
 _MOSTLY = 0.5  # of a text's letters
-_PLAINLY_LOST = 0.1  # of a text's bytes: a sample does not show less
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,9 @@ def _read(source: dict[str, Any], encoder: Encoder, flag: str) -> Text:
     reading = ReadingConfig()
     beginning.ledger.num_tokens = len(encoded.ids) if documents else 0  # markers are no text
     check_bad_fraction(known, beginning.ledger, reading.max_bad_fraction)
-    most_lost = reading.max_unknown_fraction
-    if not beginning.is_whole:
-        most_lost = max(most_lost, _PLAINLY_LOST)
-    check_unknown_fraction(known, encoded.round_trip, most_lost)
+    check_unknown_fraction(
+        known, encoded.round_trip, reading.max_unknown_fraction, is_whole=beginning.is_whole
+    )
     return Text(
         flag=flag,
         source=source,

@@ -86,7 +86,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file; a reader sees the old text or the new one, never a part of it."""
-    partial = partial_folder(path)
+    partial = partial_path(path)
     try:
         with writing(path):
             make_folder(path.parent)
@@ -178,7 +178,8 @@ def sync(path: Path) -> None:
 # Folders
 
 
-def partial_folder(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
+    """Return the name under which a file or folder is written, or deleted."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -191,7 +192,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     _put_back(path)
     if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
         raise RunFolderError(f"{path}: exists already and was not written by scale; move it away")
-    partial = partial_folder(path)
+    partial = partial_path(path)
     with claimed(partial):
         try:
             with writing(path):
@@ -271,7 +272,7 @@ def remove_folder(path: Path) -> None:
     """Remove a folder; its name is gone at once, even if this process dies before the last file is
     deleted.
     """
-    rubbish = partial_folder(path)
+    rubbish = partial_path(path)
     with writing(path):
         shutil.rmtree(rubbish, ignore_errors=True)
         path.rename(rubbish)

@@ -28,7 +28,7 @@ _SHARDS = "shards"
 _PLACES = "DCP_SHARDING_INFO"  # torch's header key for the parts' places
 
 
-class Shard(NamedTuple):
+class ShardFile(NamedTuple):
     """The file that one process writes."""
 
     file: str  # path below the folder
@@ -41,7 +41,7 @@ def has_shards(folder: Path) -> bool:
     return (folder / _SHARDS).is_dir()
 
 
-def shard_of(tensors: Mapping[str, Tensor], share: Share) -> Shard:
+def shard_of(tensors: Mapping[str, Tensor], share: Share) -> ShardFile:
     """Return this process's share of some tensors, without a copy; the other processes write the
     rest.
     """
@@ -62,7 +62,7 @@ def shard_of(tensors: Mapping[str, Tensor], share: Share) -> Shard:
             parts[name] = part
             places[name] = {"saved_offsets": list(offsets)}
     file = f"{_SHARDS}/shard-{share.index + 1:05}-of-{share.num_processes:05}.safetensors"
-    return Shard(file, parts, {_PLACES: json.dumps(places)})
+    return ShardFile(file, parts, {_PLACES: json.dumps(places)})
 
 
 def _is_writer(tensor: DTensor, index: int) -> bool:

@@ -33,7 +33,7 @@ from scale_cli.runs.opened import MethodFolder
 from scale_cli.storage.atomic import (
     MANIFEST,
     new_folder,
-    partial_folder,
+    partial_path,
     remove_folder,
     save_tensors,
 )
@@ -254,7 +254,7 @@ def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) ->
     absent otherwise.
     """
     folder = run.folder.checkpoint(state.step)
-    partial = partial_folder(folder)
+    partial = partial_path(folder)
     with ExitStack() as held:
         with all_succeed(run.beside):
             if run.metrics is not None:

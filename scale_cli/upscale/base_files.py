@@ -36,7 +36,7 @@ REMEDY = "restore the earlier one, or start anew in another output_dir"
 
 @dataclass(frozen=True)
 class BaseRecord(RunRecord):
-    """The base model that an expansion belongs to; in every method folder."""
+    """The base model that a trained model belongs to; in every method folder."""
 
     FILE = "base.json"
     name: str  # hub id or folder, as the config gave it

@@ -6,7 +6,10 @@ from typing import get_args
 
 from scale_cli.config.schedule import SCHEDULES
 from scale_cli.config.schema import ExportFormat, MethodConfig
+from scale_cli.config.sources import TextSource
 from scale_cli.config.training import Schedule
+from scale_cli.data.files import COMPRESSIONS
+from scale_cli.data.formats import FORMATS as CORPUS_FORMATS
 from scale_cli.export.formats import FORMATS
 from scale_cli.methods import METHODS
 
@@ -14,6 +17,11 @@ from scale_cli.methods import METHODS
 def test_every_choice_of_a_config_is_in_its_table_and_nothing_else_is() -> None:
     assert {*get_args(ExportFormat)} == {one.name for one in FORMATS}
     assert {*get_args(Schedule)} == SCHEDULES.keys()
+
+
+def test_the_key_of_a_source_names_every_format_of_corpus_files_and_no_other() -> None:
+    described = TextSource.model_fields["path"].description or ""
+    assert {*re.findall(r"\.[a-z]+", described)} == {*CORPUS_FORMATS, *COMPRESSIONS}
 
 
 def test_the_card_says_of_every_format_how_it_is_loaded() -> None:

@@ -20,7 +20,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import (
     MANIFEST,
-    partial_folder,
+    partial_path,
     read_json,
     save_tensors,
     verify_folder,
@@ -195,7 +195,7 @@ def kill_beside_steps() -> None:
         return taken
 
     def save(path: Path, *args: Any) -> None:
-        if path.parents[1] == partial_folder(path.parents[1].parent / f"step-{SAVED_STEPS[1]:08}"):
+        if path.parents[1] == partial_path(path.parents[1].parent / f"step-{SAVED_STEPS[1]:08}"):
             may_die.wait(PATIENCE_S)
             os.kill(os.getpid(), signal.SIGKILL)
         save_tensors(path, *args)
