@@ -31,6 +31,7 @@ from scale_cli.values import (
 # otherwise.
 _KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
 _LEAST_WEIGHT = 1e-6
+TOKENS = "tokens"  # folder of a run for tokenised corpora, unless `cache_dir` names another
 Role = Annotated[
     Literal["retention", "acquisition"],
     Field(
@@ -226,7 +227,8 @@ class CorpusConfig(ReadingConfig):
     )
     cache_dir: Free[Folder | None] = Field(
         default=None,
-        description="folder of tokenised corpora, named by content, each with its ledger.json; null: output_dir/tokens",
+        description="folder of tokenised corpora, named by content, each with its ledger.json; null: "
+        f"output_dir/{TOKENS}",
     )
     sources: Annotated[list[CorpusSource], DISTINCT] = Field(
         description="the sources to train on; of given: those that it was trained on, if known"

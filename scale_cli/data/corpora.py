@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.idle import idle_settings
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import CorpusConfig, CorpusSource, ReadingConfig, TextSource
+from scale_cli.config.sources import TOKENS, CorpusConfig, CorpusSource, ReadingConfig, TextSource
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Ids, encoder_of, gives_all_back
@@ -36,7 +36,6 @@ _SAMPLE_CHARACTERS = 1 << 17
 # Of each source: tokens whose shares the start asks for, and tokens that the base is tried on.
 _TOKENS_COUNTED = 1 << 20
 _TOKENS_SAMPLED = 512
-TOKENS = "tokens"  # folder of a run for tokenised corpora, unless corpus.cache_dir names another
 CORPORA = "corpora.json"  # beside a state: the names of the text that was trained on
 # How text is cut into windows. In 1, windows cut inside a document began without BOS.
 WINDOWS = 2
@@ -278,7 +277,7 @@ def _text_warnings(source: TextSource, corpus: TokenisedCorpus) -> list[str]:
     )
     if source.documents == "paragraph" and is_txt and not parted:
         lines.append(
-            f"corpus {source.name}: {kept.documents:,} document{'s' * (kept.documents > 1)} of {kept.num_bytes:,} "
+            f"corpus {source.name}: {counted(kept.documents, 'document')} of {kept.num_bytes:,} "
             "bytes in all: documents are separated by blank lines, and these files have none; set `documents: line` "
             "if every line is a document, or `documents: file` if every file is"
         )

@@ -71,14 +71,14 @@ class SourceFile:
         return suffix if suffix in COMPRESSIONS else ""
 
     @property
-    def ending(self) -> str:
-        """The suffixes that say how it is read, such as .txt.xz."""
-        return PurePosixPath(self.name.removesuffix(self.compression)).suffix + self.compression
+    def suffix(self) -> str:
+        """The suffix that tells its format, before that of its compression."""
+        return PurePosixPath(self.name.removesuffix(self.compression)).suffix
 
     @property
-    def suffix(self) -> str:
-        """The suffix that tells its format."""
-        return self.ending.removesuffix(self.compression)
+    def ending(self) -> str:
+        """The suffixes that say how it is read, such as .txt.xz."""
+        return self.suffix + self.compression
 
     @property
     def format(self) -> CorpusFormat:

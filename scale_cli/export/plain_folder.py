@@ -246,7 +246,7 @@ def frame_prompts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
             tokenizer.backend_tokenizer.save(str(folder / _WHOLE))
         written = read_json(folder / _WHOLE)
         written["post_processor"] = _framing(written["post_processor"], token, boundary)
-        write_text(folder / _WHOLE, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
+        write_json(folder / _WHOLE, written)
         settings = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else {}
         for name in _SETTINGS_OF_A_FRAME:
             settings.pop(name, None)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from tempfile import mkdtemp
 
+from scale_cli.config.sources import TOKENS
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.storage.atomic import MANIFEST, described_files, json_sha256, read_json
 
@@ -21,7 +22,7 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"  # from which `scale train` resumes
         self.final = root / "final"  # the trained model
         self.tensorboard = root / "tensorboard"  # TensorBoard's files
-        self.tokens = root / "tokens"  # tokenised corpora, unless corpus.cache_dir says otherwise
+        self.tokens = root / TOKENS  # tokenised corpora, unless corpus.cache_dir says otherwise
         self.evaluation = root / "evaluation"  # the forgetting report
         self.evaluations = root / "evaluations"  # of checkpoints, each by its name
         self.exports = root / "export"  # a folder per format
