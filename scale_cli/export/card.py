@@ -78,12 +78,8 @@ def model_card(
     measured = config.evaluation.perplexity
     languages = [source.language for source in measured if source.role == "retention"]
     languages += [source.language for source in sources]
-    taught = [language_name(source.language) for source in sources if source.role == "new"]
-    taught += [
-        language_name(source.language)
-        for source in measured
-        if source.role == "acquisition" and not sources
-    ]
+    learned = config.corpus.new or [one for one in measured if one.role == "acquisition"]
+    taught = [language_name(source.language) for source in learned]
     metadata = ModelCardData(
         language=list(dict.fromkeys(languages)),
         license=licence.identifier,
