@@ -7,6 +7,7 @@ https://huggingface.co/docs/hub/model-cards.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from markupsafe import Markup
 
 from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.config.sources import TextSource
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.evaluation.render import failures
 from scale_cli.evaluation.results import NOT_COVERED, Report
@@ -78,8 +80,10 @@ def model_card(
     measured = config.evaluation.perplexity
     languages = [source.language for source in measured if source.role == "retention"]
     languages += [source.language for source in sources]
-    learned = config.corpus.new or [one for one in measured if one.role == "acquisition"]
-    taught = [language_name(source.language) for source in learned]
+    new: Sequence[TextSource] = config.corpus.new
+    if not sources:
+        new = [source for source in measured if source.role == "acquisition"]
+    taught = [language_name(source.language) for source in new]
     metadata = ModelCardData(
         language=list(dict.fromkeys(languages)),
         license=licence.identifier,
