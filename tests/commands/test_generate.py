@@ -3,6 +3,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import ConfigError
 from scale_cli.generation.generator import Continuation, Generator, HeadShares, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.terminal import printable
 from tests.command_line import Scale
@@ -33,7 +35,7 @@ TEMPLATE = """{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }
 
 
 @pytest.fixture(scope="module")
-def run(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+def config(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("generating") / "run"
     base = shutil.copytree(lower_stories(shared_data), folder.parent / "base")
     (base / "chat_template.jinja").write_text(TEMPLATE)
@@ -47,8 +49,24 @@ def run(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfi
 
 
 @pytest.fixture(scope="module")
-def generator(run: RunConfig) -> Generator:
-    return Generator(run.output_dir)
+def run(config: RunConfig) -> RunFolder:
+    return RunFolder(config.output_dir)
+
+
+@pytest.fixture
+def generate(run: RunFolder, scale: Scale) -> Scale:
+    return partial(scale, "generate", run.root)
+
+
+@pytest.fixture
+def copied(run: RunFolder, tmp_path: Path) -> Path:
+    """A copy of the export with code."""
+    return shutil.copytree(run.export("transformers"), tmp_path / "copied")
+
+
+@pytest.fixture(scope="module")
+def generator(run: RunFolder) -> Generator:
+    return Generator(run.root)
 
 
 @pytest.fixture(scope="module")
@@ -61,27 +79,25 @@ def completions(path: Path, sampling: Sampling = GREEDY) -> list[str]:
 
 
 def test_a_run_its_folders_and_its_exports_say_the_same(
-    run: RunConfig, continued: list[Continuation]
+    run: RunFolder, continued: list[Continuation]
 ) -> None:
     expected = [c.completion for c in continued]
     assert all(expected[:2])  # what it makes of Hangul is no whole character
-    (checkpoint,) = (run.output_dir / "checkpoints").iterdir()
-    plain, with_code, adapter = (
-        run.output_dir / "export" / name for name in ("plain", "transformers", "adapter")
-    )
-    for folder in (run.output_dir / "final", checkpoint, with_code, adapter):
+    (checkpoint,) = run.checkpoints.iterdir()
+    plain, with_code, adapter = map(run.export, ("plain", "transformers", "adapter"))
+    for folder in (run.final, checkpoint, with_code, adapter):
         assert completions(folder) == expected
     assert all(completions(plain)[:2])
-    for folder in (run.output_dir, plain, with_code, adapter):
+    for folder in (run.root, plain, with_code, adapter):
         assert Generator(folder).tokenizer.chat_template == TEMPLATE
     for folder in (plain, with_code):  # by transformers alone
         assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
 
 
 def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_it(
-    run: RunConfig,
+    run: RunFolder,
 ) -> None:
-    generator = Generator(run.output_dir)
+    generator = Generator(run.root)
     turns = [{"role": "user", "content": PROMPTS[0]}]
     # The template writes the mark that stands before a document itself, where a text gets it.
     framed = generator.prompt_ids(f"[user]{PROMPTS[0]}\n[assistant]")
@@ -110,9 +126,9 @@ def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_it(
 
 
 def test_a_prompt_in_the_new_script_begins_with_the_trained_head(
-    run: RunConfig, generator: Generator
+    config: RunConfig, run: RunFolder, generator: Generator
 ) -> None:
-    for of in (generator, Generator(run.output_dir / "export/transformers")):
+    for of in (generator, Generator(run.export("transformers"))):
         framed = [of.framed(prompt) for prompt in PROMPTS]
         assert [prompt.base_prior for prompt in framed] == [0.98, 0.98, 0.02]
         assert of.framed([{"role": "user", "content": PROMPTS[2]}]).base_prior == 0.02
@@ -121,14 +137,13 @@ def test_a_prompt_in_the_new_script_begins_with_the_trained_head(
             seen = HeadShares(of.model)
             of.generate([begun], Sampling(max_new_tokens=1), seen=seen)
             assert seen.of_row(0)[0][0] == pytest.approx(prior)
-    model = MethodFolder(
-        run.output_dir / "final", Run(changed(run, "method.router.script_prior=null"))
-    ).load()
+    even = Run(changed(config, "method.router.script_prior=null"))
+    model = MethodFolder(run.final, even).load()
     assert model.config.router_script_prior is None
 
 
 def test_at_a_terminal_a_conversation_goes_on(
-    run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch
+    generate: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = Mock(side_effect=["Once upon a time", "   ", "And then?", EOFError])
     seen: list[list[dict[str, str]]] = []
@@ -141,18 +156,16 @@ def test_at_a_terminal_a_conversation_goes_on(
     monkeypatch.setattr(Generator, "continue_all", noted)
     monkeypatch.setattr("builtins.input", lines)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
-    done = scale("generate", run.output_dir, "--chat", "--max-new-tokens", "6")
+    done = generate("--chat", "--max-new-tokens", "6")
     assert done.exit_code == 0 and len(done.stdout.splitlines()) >= 2
     (first,), (again, answer, then) = seen
     assert first == again == {"role": "user", "content": "Once upon a time"}
     assert (answer["role"], then["role"], then["content"]) == ("assistant", "user", "And then?")
 
 
-def test_a_question_and_its_answer_stand_on_lines_of_their_own(
-    run: RunConfig, scale: Scale
-) -> None:
+def test_a_question_and_its_answer_stand_on_lines_of_their_own(generate: Scale) -> None:
     asked = ("--prompt", "Who?", "--prompt", "Where?", "--max-new-tokens", "4")
-    texts = scale("generate", run.output_dir, "--chat", *asked).stdout.split("\n--------\n")
+    texts = generate("--chat", *asked).stdout.split("\n--------\n")
     assert [text.splitlines()[0] for text in texts] == ["Who?", "Where?"]
 
 
@@ -174,11 +187,11 @@ def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(
 
 
 def test_tokens_add_up_to_the_completion_and_with_the_prompt_to_what_was_generated(
-    run: RunConfig, generator: Generator, continued: list[Continuation]
+    run: RunFolder, generator: Generator, continued: list[Continuation]
 ) -> None:
     for c in continued:
         assert "".join(token.text for token in c.tokens) == c.completion
-    for of in (generator, Generator(run.output_dir / "export/plain")):
+    for of in (generator, Generator(run.export("plain"))):
         (begun,) = of.continue_all(["Once upon"], GREEDY)
         asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": GREEDY.max_new_tokens}
         if of.head_names:
@@ -189,19 +202,16 @@ def test_tokens_add_up_to_the_completion_and_with_the_prompt_to_what_was_generat
 
 
 def test_what_is_asked_for_alone_decides_the_text(
-    run: RunConfig, continued: list[Continuation]
+    copied: Path, continued: list[Continuation]
 ) -> None:
-    penalised = shutil.copytree(
-        run.output_dir / "export" / "transformers", run.output_dir.parent / "penalised"
-    )
     penalty = {"repetition_penalty": 5.0, "num_beams": 3, "do_sample": True}
-    edit_json(penalised / "generation_config.json", penalty)
+    edit_json(copied / "generation_config.json", penalty)
     for settings in (GREEDY, replace(GREEDY, temperature=1e-39)):  # the second is the coldest
-        assert completions(penalised, settings) == [text.completion for text in continued]
+        assert completions(copied, settings) == [text.completion for text in continued]
 
 
 def test_every_end_that_the_bases_settings_name_ends_a_text(
-    run: RunConfig, generator: Generator, continued: list[Continuation]
+    copied: Path, generator: Generator, continued: list[Continuation]
 ) -> None:
     new = []
     for prompt in map(generator.framed, PROMPTS):
@@ -209,11 +219,8 @@ def test_every_end_that_the_bases_settings_name_ends_a_text(
         whole = generator.model.generate(prompt.ids_T[None], do_sample=False, **asked)[0]
         new.append(whole[len(prompt.ids_T) :].tolist())
     ends = [generator.tokenizer.eos_token_id, new[0][4], new[1][5]]
-    many = shutil.copytree(
-        run.output_dir / "export" / "transformers", run.output_dir.parent / "many-ends"
-    )
-    edit_json(many / "generation_config.json", {"eos_token_id": ends})
-    cut = Generator(many).continue_all(PROMPTS, GREEDY)
+    edit_json(copied / "generation_config.json", {"eos_token_id": ends})
+    cut = Generator(copied).continue_all(PROMPTS, GREEDY)
     for short, text, row in zip(cut, continued, new, strict=True):
         places = (row.index(end) for end in ends if end in row)
         assert len(short.tokens) == min(places, default=GREEDY.max_new_tokens)
@@ -222,59 +229,59 @@ def test_every_end_that_the_bases_settings_name_ends_a_text(
 
 @pytest.mark.parametrize("special", [True, False])
 def test_what_the_chat_template_writes_after_an_answer_ends_a_text(
-    run: RunConfig, tmp_path: Path, *, special: bool
+    copied: Path, *, special: bool
 ) -> None:
-    folder = shutil.copytree(run.output_dir / "export" / "transformers", tmp_path / "export")
     turns = [{"role": "user", "content": PROMPTS[0]}]
-    framed = Generator(folder).framed(turns)
-    (whole,) = Generator(folder).generate([framed], GREEDY)
+    framed = Generator(copied).framed(turns)
+    (whole,) = Generator(copied).generate([framed], GREEDY)
     index = int(whole[5])
-    described = json.loads((folder / "tokenizer.json").read_text())
+    described = json.loads((copied / "tokenizer.json").read_text())
     (mark,) = (token for token, at in described["model"]["vocab"].items() if at == index)
     form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = {"id": index, "content": mark, **form, "special": special}
-    edit_json(folder / "tokenizer.json", {"added_tokens": [*described["added_tokens"], added]})
+    edit_json(copied / "tokenizer.json", {"added_tokens": [*described["added_tokens"], added]})
     written = TEMPLATE.replace("{{ m.content }}", f"{{{{ m.content }}}}\n{mark}")
     for template, ends in ((TEMPLATE, False), (written, True)):
-        (folder / "chat_template.jinja").write_text(template)
-        generator = Generator(folder)
+        (copied / "chat_template.jinja").write_text(template)
+        generator = Generator(copied)
         assert (index in generator.ends) == ends
         (new,) = generator.generate([framed], GREEDY)
         assert len(new) == (whole.tolist().index(index) + 1 if ends else GREEDY.max_new_tokens)
 
 
 def test_text_is_on_standard_output_with_its_heads_where_asked_and_as_json_of_lines(
-    run: RunConfig, scale: Scale, continued: list[Continuation], monkeypatch: pytest.MonkeyPatch
+    generate: Scale, continued: list[Continuation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [printable(c.prompt + c.completion) for c in continued[:2]]
-    command = ("generate", run.output_dir, "--max-new-tokens", "12", "--prompt", PROMPTS[0])
+    length = ("--max-new-tokens", "12")
+    asked = (*length, "--prompt", PROMPTS[0])
     more: list[str]
     for more, shown in ([], texts[:1]), (["--prompt", PROMPTS[1]], texts):
-        done = scale(*command, *more)
+        done = generate(*asked, *more)
         assert done.stdout == "\n--------\n".join(shown) + "\n"
         assert done.stderr.count("shares of the heads in 12 tokens: ") == len(shown)
-    spoken = re.split(r"\[(base|trained)\]", scale(*command, "--show-heads").stdout)
+    spoken = re.split(r"\[(base|trained)\]", generate(*asked, "--show-heads").stdout)
     assert "".join(spoken[::2]) == texts[0] + "\n" and len(spoken) > 1
     assert all(before != after for before, after in pairwise(spoken[1::2]))
     monkeypatch.setattr("sys.stdin", ["Once\r\n", "\r\n", "Lily"])
-    told = [json.loads(line) for line in scale(*command[:4], "--json").stdout.splitlines()]
+    told = [json.loads(line) for line in generate(*length, "--json").stdout.splitlines()]
     assert [one["prompt"] for one in told] == ["Once", "Lily"]
     assert told[0]["tokens"][11]["shares"].keys() == {"base", "trained"}
 
 
 def test_an_answer_that_ends_at_once_is_told_and_its_model_has_its_heads(
-    run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch
+    generate: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nothing(_: Generator, prompts: list[str], *__: Any) -> list[Continuation]:
         return [Continuation(prompt, "", []) for prompt in prompts]
 
     monkeypatch.setattr(Generator, "continue_all", nothing)
-    told = scale("generate", run.output_dir, "--show-heads", "--prompt", "Once").stderr
+    told = generate("--show-heads", "--prompt", "Once").stderr
     assert "ended the text at once" in told and "one head" not in told
 
 
 def test_an_answer_ends_where_the_context_does_and_a_prompt_without_room_is_one_line(
-    run: RunConfig, generator: Generator, scale: Scale
+    generator: Generator, generate: Scale
 ) -> None:
     most = generator.model.config.max_position_embeddings
     word = generator.tokenizer(" Lily", add_special_tokens=False).input_ids
@@ -283,7 +290,7 @@ def test_an_answer_ends_where_the_context_does_and_a_prompt_without_room_is_one_
     assert 0 < room < 8
     _, long = generator.continue_all(["Lily", fits], Sampling(max_new_tokens=12))
     assert len(long.tokens) <= room
-    told = scale("generate", run.output_dir, "--prompt", fits * 2).error()
+    told = generate("--prompt", fits * 2).error()
     assert f"the model's context of {most:,}" in told
 
 
@@ -304,7 +311,7 @@ DRAWN = [*ASKED, "--samples", "2", "--output"]
     ],
 )
 def test_what_cannot_be_had_is_one_line(
-    run: RunConfig,
+    run: RunFolder,
     scale: Scale,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -313,27 +320,27 @@ def test_what_cannot_be_had_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.jsonl").touch()
-    path = run.output_dir / "final" / "scale.yaml" if "--samples" in options else run.output_dir
+    path = run.final / "scale.yaml" if "--samples" in options else run.root
     monkeypatch.setattr("sys.stdin", [])
     assert told in scale("generate", path, *options).error()
 
 
 def test_standard_input_that_is_closed_or_no_text_is_one_line(
-    run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch
+    generate: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign = io.TextIOWrapper(io.BytesIO("good\n한국의 수도는\n".encode("cp949")), "utf-8")
     for stdin, told in ((None, "no prompt given"), (foreign, "not UTF-8")):
         monkeypatch.setattr("sys.stdin", stdin)
-        assert told in scale("generate", run.output_dir).error()
+        assert told in generate().error()
 
 
 def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_replay(
-    run: RunConfig, tmp_path: Path, scale: Scale, monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, run: RunFolder, tmp_path: Path, scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scale_cli.commands.generate._AT_ONCE", 2)
 
     def drawn(name: str, *options: str) -> list[str]:
-        command = ("generate", run.output_dir / "final/scale.yaml", "--max-new-tokens", "16")
+        command = ("generate", run.final / "scale.yaml", "--max-new-tokens", "16")
         file = tmp_path / name
         assert scale(*command, "--samples", "5", "--output", file, *options).exit_code == 0
         return [json.loads(line)["text"] for line in file.read_text().splitlines()]
@@ -345,7 +352,7 @@ def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_repl
     begun = drawn("begun.jsonl", "--prompt", "Once", "--prompt", "Lily")
     assert {text[:4] for text in begun} == {"Once", "Lily"}
     greedy = drawn("greedy.jsonl", "--temperature", "0", "--max-new-tokens", "8")
-    base = Generator(run.model)
+    base = Generator(config.model)
     assert set(greedy) == {base.continue_all([""], Sampling(max_new_tokens=8))[0].completion}
     source = source_of(tmp_path / "one.jsonl")
     assert len(TokenCache(tmp_path / "tokens", base.tokenizer).open(source)) == 5

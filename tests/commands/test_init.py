@@ -32,65 +32,93 @@ from scale_cli.starter.offer import TokenOffer
 from scale_cli.starter.parts import Parted
 from tests.command_line import Scale
 from tests.data.corpus_files import COMPRESSORS, as_jsonl, as_parquet, as_txt, kept, read
+from tests.torture.attacker import edit_json
 from tests.vocabulary.tokenizers_at_hand import ENGLISH
 from tests.widening import TINY, lower_stories
 
-CPU = Device("cpu", 4e11, "measured on cpu")
 SIZES = Sizes("bf16", 256, 16, 8, 200, 2**30, 2**34)
 NO_NEW = TokenOffer("1.2 a character", 0.3)
+SetSpeed = Callable[[float], None]
+
+
+def cpu(flops: float) -> Device:
+    return Device("cpu", flops, "measured on cpu")
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb_init, "measure_device", lambda *_: CPU)
+def set_speed(monkeypatch: pytest.MonkeyPatch) -> SetSpeed:
+    """A function from FLOP/s to a device that is found to have them."""
+
+    def set_to(flops: float) -> None:
+        monkeypatch.setattr(verb_init, "measure_device", lambda *_: cpu(flops))
+
+    set_to(4e11)
+    return set_to
 
 
 @pytest.fixture
-def flags(shared_data: Path) -> dict[str, Path | str]:
-    return {
-        "--base": lower_stories(shared_data),
-        "--corpus": shared_data / "ko-petitions" / "valid.txt.xz",
-        "--language": "ko",
-        "--retention": shared_data / "en-tinystories" / "tinystories_val.txt",
-    }
-
-
-def flat(flags: dict[str, Path | str]) -> list[Path | str]:
-    return [part for pair in flags.items() for part in pair]
-
-
-def test_a_size_far_above_what_is_asked_for_is_a_warning(
-    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def little_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have less of a text looked into."""
     monkeypatch.setattr(texts, "BYTES_READ", 1 << 18)
-    base = tmp_path / "one-head"
-    shutil.copytree(flags["--base"], base)
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
-    asked = {**flags, "--base": base, "--method": "route"}
-    done = scale("init", tmp_path / "mine.yaml", *flat(asked))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "mine.yaml"
+
+
+@pytest.fixture
+def init(shared_data: Path, scale: Scale, file: Path) -> Scale:
+    """`scale init` of a text in Korean; of a flag that is given again the last counts."""
+    flags = (
+        *("--base", lower_stories(shared_data)),
+        *("--corpus", shared_data / "ko-petitions/valid.txt.xz"),
+        *("--language", "ko"),
+        *("--retention", shared_data / "en-tinystories/tinystories_val.txt"),
+    )
+    return lambda *more: scale("init", file, *flags, *more)
+
+
+@pytest.fixture
+def init_english(shared_data: Path, init: Scale) -> Scale:
+    """`scale init` of the stories that the base was trained on, as the text to learn."""
+    flags = (
+        *("--base", shared_data / "ckpt-stories260K/hf"),
+        *("--corpus", shared_data / "en-tinystories/tinystories_val.txt"),
+        *("--language", "en"),
+        *("--retention", shared_data / "ko-petitions/valid.txt.xz"),
+        *("--retention-language", "ko"),
+    )
+    return lambda *more: init(*flags, *more)
+
+
+@pytest.mark.usefixtures("little_read")
+def test_a_size_far_above_what_is_asked_for_is_a_warning(
+    init: Scale, shared_data: Path, tmp_path: Path
+) -> None:
+    base = shutil.copytree(lower_stories(shared_data), tmp_path / "one-head")
+    edit_json(base / "config.json", {"num_key_value_heads": 1})
+    done = init("--base", base, "--method", "route")
     assert done.exit_code == 0
     assert "warning: method.expansion.ratio: 0.25 asks for 0.25 more key/value heads" in done.stdout
 
 
 def test_few_held_out_documents_and_a_language_of_other_letters_are_warnings(
-    flags: dict[str, Path | str], scale: Scale, tmp_path: Path
+    init: Scale, tmp_path: Path
 ) -> None:
     (tmp_path / "one.txt").write_text("One story that is known.", "utf-8")
-    asked = {**flags, "--retention": tmp_path / "one.txt", "--language": "de", "--method": "lora"}
-    done = scale("init", tmp_path / "mine.yaml", *flat(asked))
+    done = init("--retention", tmp_path / "one.txt", "--language", "de", "--method", "lora")
     assert (done.exit_code, done.stderr) == (0, "")
     warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
     assert any("retention: only 1 document held out, too few" in line for line in warnings)
     assert any("--corpus: its language is de, but" in line for line in warnings)
 
 
+@pytest.mark.usefixtures("little_read")
 def test_what_is_written_offers_new_tokens_and_replay_and_is_never_written_over(
-    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    init: Scale, file: Path
 ) -> None:
-    monkeypatch.setattr(texts, "BYTES_READ", 1 << 18)
-    file = tmp_path / "mine.yaml"
-    done = scale("init", file, *flat(flags))
+    done = init()
     assert (done.exit_code, done.stderr) == (0, "")
     assert ": it does not know it, so method.variant route" in done.stdout
     config = load_config(file)
@@ -103,35 +131,26 @@ def test_what_is_written_offers_new_tokens_and_replay_and_is_never_written_over(
     assert config.method.distils
     assert file.with_name(SCHEMA_FILE).is_file()
     before = file.read_bytes()
-    assert scale("init", file, *flat(flags)).error() == f"{file}: already exists; give another name"
+    assert init().error() == f"{file}: already exists; give another name"
     assert file.read_bytes() == before
 
 
+@pytest.mark.usefixtures("little_read")
 def test_new_tokens_are_a_comment_where_the_base_reads_the_script_by_its_own(
-    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    init: Scale, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(texts, "BYTES_READ", 1 << 18)
     monkeypatch.setattr(offer, "_TAKEN_FROM", 10.0)
-    file = tmp_path / "mine.yaml"
-    done = scale("init", file, *flat(flags))
+    done = init()
     assert done.exit_code == 0
     assert load_config(file).method.vocabulary is None
     assert "# vocabulary: {new_tokens: " in file.read_text()
     assert "; a comment in the config adds them" in done.stdout
 
 
-@pytest.fixture
-def english(flags: dict[str, Path | str], shared_data: Path) -> dict[str, Path | str]:
-    """The flags with the stories that the base was trained on as the text to learn."""
-    swapped = {"--corpus": flags["--retention"], "--retention": flags["--corpus"]}
-    codes = {"--language": "en", "--retention-language": "ko"}
-    return flags | swapped | codes | {"--base": shared_data / "ckpt-stories260K/hf"}
-
-
 def test_a_text_that_the_base_knows_gets_an_adapter_with_the_router_and_a_line_says_why(
-    english: dict[str, Path | str], scale: Scale, tmp_path: Path
+    init_english: Scale, file: Path
 ) -> None:
-    done = scale("init", tmp_path / "mine.yaml", *flat(english))
+    done = init_english()
     assert (done.exit_code, done.stderr) == (0, "")
     (why,) = re.findall("method +(.*)", done.stdout)
     said = re.fullmatch(
@@ -140,19 +159,15 @@ def test_a_text_that_the_base_knows_gets_an_adapter_with_the_router_and_a_line_s
         why,
     )
     assert said is not None and float(said[1]) < 2.0 < float(said[2])
-    written = (tmp_path / "mine.yaml").read_text()
-    assert f"  # {why}\n  variant: lora\n  router: {{rule: posterior}}" in written
-    assert load_config(tmp_path / "mine.yaml").method.head == "routed"
+    assert f"  # {why}\n  variant: lora\n  router: {{rule: posterior}}" in file.read_text()
+    assert load_config(file).method.head == "routed"
 
 
 def test_an_adapter_without_peft_is_refused_with_why_it_was_chosen(
-    english: dict[str, Path | str],
-    scale: Scale,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    init_english: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(errors, "is_installed", lambda _: False)
-    told = scale("init", tmp_path / "mine.yaml", *flat(english)).error()
+    told = init_english().error()
     assert told.startswith("the base reads en at ")
     assert told.endswith("method.variant lora: needs peft: pip install 'scale-cli[lora]'")
 
@@ -166,50 +181,39 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_a_method_that_is_named_is_written_and_nothing_measured(
-    flags: dict[str, Path | str], scale: Scale, tmp_path: Path
-) -> None:
-    done = scale("init", tmp_path / "mine.yaml", *flat(flags), "--method", "full")
+def test_a_method_that_is_named_is_written_and_nothing_measured(init: Scale, file: Path) -> None:
+    done = init("--method", "full")
     assert done.exit_code == 0 and "bits/byte" not in done.stdout
-    assert load_config(tmp_path / "mine.yaml").method.variant == "full"
+    assert load_config(file).method.variant == "full"
 
 
 @pytest.mark.usefixtures("unloaded")
 def test_weights_that_are_not_to_be_had_are_told_with_what_is_assumed_and_are_an_error_of_a_folder(
-    flags: dict[str, Path | str],
-    scale: Scale,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    init: Scale, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "mine.yaml"
-    assert scale("init", file, *flat(flags)).error() == "model.base: its weights are on the hub"
+    assert init().error() == "model.base: its weights are on the hub"
     assert not file.exists()
     monkeypatch.setattr(method_choice, "looks_local", lambda _: False)
     assert (
         "what the base knows was not measured (model.base: its weights are on the hub); taken to know some of ko, so "
         "method.variant lora; if it never saw it, --method route"
-    ) in scale("init", file, *flat(flags)).stdout
+    ) in init().stdout
     assert load_config(file).method.variant == "lora"
 
 
 @pytest.mark.usefixtures("unloaded")
 def test_a_base_that_does_not_fit_the_memory_is_not_loaded(
-    flags: dict[str, Path | str],
-    scale: Scale,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    init: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fitting, "_memory_bytes", lambda _: 1 << 20)
-    told = scale("init", tmp_path / "mine.yaml", *flat(flags)).error()
-    assert told.startswith("--base: training needs ")
+    assert init().error().startswith("--base: training needs ")
 
 
 def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
-    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", None)
-    del flags["--language"]
-    told = scale("init", tmp_path / "mine.yaml", *flat(flags)).error()
+    told = scale("init", "--base", "x", "--corpus", "x.txt", "--retention", "x.txt").error()
     assert told.startswith("--language: not given (language of that text: ko, de, ...)")
 
 
@@ -234,8 +238,7 @@ def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
     flag: str,
     value: str,
     said: str,
-    flags: dict[str, Path | str],
-    scale: Scale,
+    init: Scale,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -243,7 +246,7 @@ def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
     (tmp_path / "short.txt").write_text("짧다.", encoding="utf-8")
     (tmp_path / "empty.txt").touch()
     before = sorted(tmp_path.iterdir())
-    done = scale("init", "mine.yaml", *flat(flags | {flag: value}))
+    done = init(flag, value)
     assert done.exit_code == 2 and done.stderr.startswith("error: ")
     assert said in done.stderr.splitlines()[0]
     assert sorted(tmp_path.iterdir()) == before
@@ -330,7 +333,7 @@ def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
     step = tiny_step()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitting, "_memory_bytes", lambda _: int(gib * 2**30))
-        device = Device("cpu", flops, "measured on cpu")
+        device = cpu(flops)
         try:
             asked: dict[str, Any] = {"training_s": 60 * minutes, "num_tokens": num_tokens}
             sizes = fit_sizes(
@@ -377,13 +380,14 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
     told: str,
     shared_data: Path,
     scale: Scale,
+    init: Scale,
+    set_speed: SetSpeed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fitting, "MIN_STEPS", 2)
-    slow = Device("cpu", 1e6, "measured on cpu")
-    monkeypatch.setattr(verb_init, "measure_device", lambda *_: slow)
+    set_speed(1e6)
     petitions = read(shared_data / "ko-petitions/valid.txt.xz", max_documents=60)
     documents = [re.sub(r"\s*\n\s*", "\n", text)[:1500] for text in petitions]
     Path("text").mkdir()
@@ -394,8 +398,7 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
     old = [ENGLISH[at : at + 300] for at in range(0, 3000, 300)]
     Path("old.txt").write_text("\n\n".join(old), encoding="utf-8")
 
-    flags = f"--base {lower_stories(shared_data)} --language ko --retention old.txt"
-    done = scale("init", "mine.yaml", *flags.split(), "--corpus", f"text/{name}")
+    done = init("--retention", "old.txt", "--corpus", f"text/{name}")
     assert (done.exit_code, done.stderr) == (0, "")
     assert told in done.stdout
     config = load_config(Path("mine.yaml"))
@@ -423,56 +426,47 @@ def test_a_text_is_files_or_a_dataset(given_text: str, source: dict[str, str]) -
     assert source_of("corpus", given_text, "ko") == {"name": "corpus", **source, "language": "ko"}
 
 
-def test_a_script_that_the_base_reads_gets_no_new_tokens(
-    english: dict[str, Path | str], scale: Scale, tmp_path: Path
-) -> None:
-    asked = [*flat(english), "--method", "route"]
-    assert scale("init", tmp_path / "mine.yaml", *asked).exit_code == 0
-    assert load_config(tmp_path / "mine.yaml").method.vocabulary is None
+def test_a_script_that_the_base_reads_gets_no_new_tokens(init_english: Scale, file: Path) -> None:
+    assert init_english("--method", "route").exit_code == 0
+    assert load_config(file).method.vocabulary is None
 
 
 def test_init_and_plan_print_one_estimate_of_the_whole_run(
-    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    init: Scale, scale: Scale, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verb_plan, "measure_device", lambda *_: CPU)
+    monkeypatch.setattr(verb_plan, "measure_device", lambda *_: cpu(4e11))
     monkeypatch.setattr(offer, "_OFFERED_FROM", 10.0)
     monkeypatch.setattr(fitting, "MIN_STEPS", 2)
-    file = tmp_path / "mine.yaml"
-    of_init = scale("init", file, *flat(flags), "--minutes", "0.1").stdout
+    of_init = init("--minutes", "0.1").stdout
     (sentence,) = re.findall(r"time +(about .*)", of_init)
     assert " of training, " in sentence and "of start and export" in sentence
     assert sentence in " ".join(scale("plan", file).stdout.split())
 
 
-def test_minutes_are_those_of_the_whole_run(
-    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = Device("cpu", 3e8, "measured on cpu")
-    monkeypatch.setattr(verb_init, "measure_device", lambda *_: slow)
-    done = scale("init", tmp_path / "mine.yaml", *flat(flags), "--minutes", "60", "--json")
-    told = json.loads(done.stdout)["estimate"]
+def test_minutes_are_those_of_the_whole_run(init: Scale, set_speed: SetSpeed) -> None:
+    set_speed(3e8)
+    told = json.loads(init("--minutes", "60", "--json").stdout)["estimate"]
     assert sum(told[f"{part}_s"] for part in ("training", "evaluation", "start", "export")) <= 3600
 
 
 def test_what_is_held_out_depends_on_the_text_alone(
-    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    init: Scale, set_speed: SetSpeed, file: Path
 ) -> None:
     held_out = []
-    for name, flops, minutes in (("slow", 3e8, 1), ("fast", 4e11, 60)):
-        device = Device("cpu", flops, "measured on cpu")
-        monkeypatch.setattr(verb_init, "measure_device", lambda *_, it=device: it)
-        file = tmp_path / f"{name}.yaml"
-        assert scale("init", file, *flat(flags), "--minutes", str(minutes)).exit_code == 0
+    for flops, minutes in ((3e8, "1"), (4e11, "60")):
+        set_speed(flops)
+        assert init("--minutes", minutes).exit_code == 0
         held_out.append(load_config(file).evaluation.perplexity)
+        file.unlink()
     assert held_out[0] == held_out[1]
     assert [source.max_documents for source in held_out[0]] == [9, 80]
 
 
+@pytest.mark.usefixtures("little_read")
 def test_of_a_long_text_as_much_is_said_to_be_trained_on_as_the_config_reads(
-    flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    init: Scale, file: Path
 ) -> None:
-    monkeypatch.setattr(texts, "BYTES_READ", 1 << 18)
-    done = scale("init", tmp_path / "mine.yaml", *flat(flags))
-    source = load_config(tmp_path / "mine.yaml").corpus.sources[0]
+    done = init()
+    source = load_config(file).corpus.sources[0]
     said = f"the first {source.skip_documents} documents (text between blank lines) held out, the next "
     assert f"{said}{source.max_documents:,} to train on: " in " ".join(done.stdout.split())
