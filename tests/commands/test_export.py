@@ -11,7 +11,7 @@ from scale_cli.commands.export import check_written_export, export_is_finished
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.encoding import prompt_ids
-from scale_cli.errors import BaseModelError, ConfigError, ExportParityError
+from scale_cli.errors import BaseModelError, ExportParityError
 from scale_cli.export.dense import plain_model
 from scale_cli.export.formats import formats_of
 from scale_cli.runs.opened import Run
@@ -103,8 +103,6 @@ def test_an_export_has_the_dtype_of_the_base_and_those_of_others_lie_beside_it(
         tensors = load_tensors(folder / "model.safetensors").values()
         assert {tensor.dtype for tensor in tensors} == {getattr(torch, dtype)}
         assert read_json(folder / "config.json")["dtype"] == dtype
-    with pytest.raises(ConfigError, match=r"export: dtype: an adapter is always written"):
-        export(changed(config, "export.format=adapter", "export.dtype=float16"))
     with monkeypatch.context() as patch:
         patch.setattr("scale_cli.export.formats.dtype_of_files", lambda _: "bfloat16")
         of_base = export(config).folder

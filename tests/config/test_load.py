@@ -74,11 +74,6 @@ def test_a_lora_run_is_exported_as_adapter_and_a_routed_one_in_two_folders_if_ne
     assert load_text(SMALLEST, *overrides).export.format == formats
 
 
-def test_a_dtype_for_an_adapter_is_refused_with_the_format_that_takes_one() -> None:
-    told = error_of(SMALLEST, "method.variant=lora", "export.dtype=bfloat16")
-    assert "remove this key, or set format: plain" in told
-
-
 @pytest.mark.parametrize("section", ["export:", "export: ~", "export: {}"])
 def test_an_override_fills_an_empty_section(section: str) -> None:
     assert load_text(f"{SMALLEST}{section}\n", "export.format=adapter").export.format == ["adapter"]

@@ -46,6 +46,10 @@ TWIN = "{name: twin, path: a.txt, language: en}"
         (["train.micro_batch_size=5"], ": train: "),
         (["export.format=[plain, gguf]"], ": export.format.1: "),
         (["export.format=adapter", "export.dtype=float16"], ": export: dtype: an adapter"),
+        (
+            ["method.variant=lora", "export.dtype=bfloat16"],
+            "remove this key, or set format: plain",
+        ),
         (["export.format=[]"], ": export.format: "),
         (
             ["evaluation.benchmarks=[{name: a, path: b.csv, language: en}]"],

@@ -1,21 +1,18 @@
 """Adapters and models that others trained, by plain PEFT and transformers, routed with their base."""
 
-import copy
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scale_cli.errors import BaseModelError
 from scale_cli.generation.generator import Generator, Sampling
-from tests.command_line import Scale, refused
+from tests.command_line import Scale
 from tests.generation.test_routed_runs import PROMPTS, mixed
 
 GREEDY = Sampling(max_new_tokens=6)
@@ -139,62 +136,3 @@ def test_a_fine_tuned_model_is_routed_with_its_base(tuned: Path, stories: Path) 
     check_pair(generator, plain(stories), plain(tuned))
     assert new_ids(Generator(tuned, "trained", str(stories))) == new_ids(Generator(tuned))
     assert new_ids(Generator(tuned, "base", str(stories))) == new_ids(Generator(stories))
-
-
-def changed_copy(folder: Path, copied: Path, file: str, **keys: Any) -> Path:
-    shutil.copytree(folder, copied)
-    path = copied / file
-    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
-    return copied
-
-
-def test_what_does_not_fit_the_base_is_one_line(
-    adapter: Callable[[str], Path],
-    tuned: Path,
-    stories: Path,
-    shared_data: Path,
-    tmp_path: Path,
-    scale: Scale,
-) -> None:
-    lora = adapter("LoRA")
-    settings = "adapter_config.json"
-    other = shared_data / "ckpt-eltec" / "hf"
-    prefix = get_peft_model(
-        plain(stories), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    )
-    prefix.save_pretrained(str(tmp_path / "prefix"))
-    shutil.copytree(lora, tmp_path / "two" / "one")
-    shutil.copytree(lora, tmp_path / "two" / "other")
-    odd = changed_copy(lora, tmp_path / "odd", settings, target_modules=["w1"])
-    pissa = changed_copy(lora, tmp_path / "pissa", settings, init_lora_weights="pissa")
-    bias = changed_copy(lora, tmp_path / "bias", settings, bias="all")
-    less = changed_copy(lora, tmp_path / "less", settings, target_modules=["q_proj"])
-    small = copy.copy(plain(stories))
-    small.resize_token_embeddings(small.config.vocab_size + 8)
-    small.save_pretrained(tmp_path / "resized")
-    wide = changed_copy(lora, tmp_path / "wide", settings, r=8)
-    cases = [
-        (wide, stories, "is not an adapter of this base: .*has another shape"),
-        (lora, other, "is not an adapter of this base: .* is in only one of them"),
-        (less, stories, "is in only one of them"),
-        (odd, stories, "does not fit the base: .*w1"),
-        (pissa, stories, "init_lora_weights is pissa, which changes the base itself"),
-        (bias, stories, "bias is all, which changes"),
-        (tmp_path / "prefix", stories, "peft_type is PREFIX_TUNING; only LORA"),
-        (
-            tmp_path / "two",
-            stories,
-            "contains adapters, but is none; give one of them: .*one, .*other",
-        ),
-        (tmp_path / "resized", stories, "its vocab_size is 520, but that of .* is 512"),
-        (tuned, other, "its tokenizer is not that of .*: in 'It was|its (hidden|vocab)_size is"),
-        (tuned, tmp_path / "none", "^--base: |cannot be loaded"),
-        (tmp_path / "none", stories, "none"),
-    ]
-    for given, base, told in cases:
-        with refused(BaseModelError, told):
-            Generator(given, base=str(base))
-    assert (
-        "only LORA"
-        in scale("generate", tmp_path / "prefix", "--base", stories, "--prompt", "x").error()
-    )
