@@ -44,7 +44,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer(shared_data: Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf")))
 
@@ -105,9 +105,8 @@ OTHERS = ["assistant", "\n\n", "<think>"]
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_mark_after_an_answer_ends_it_whether_or_not_the_tokenizer_calls_it_special(
-    shared_data: Path, name: str, *, special: bool
+    tokenizer: PreTrainedTokenizerBase, name: str, *, special: bool
 ) -> None:
-    tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf")))
     tokenizer.chat_template = TEMPLATES[name] + "{# <think> #}"
     added = [AddedToken(mark, special=special, normalized=False) for mark in MARKS[name]]
     tokenizer.add_tokens([*added, *(AddedToken(other, special=False) for other in OTHERS)])
@@ -117,8 +116,7 @@ def test_the_mark_after_an_answer_ends_it_whether_or_not_the_tokenizer_calls_it_
     assert answer_end(tokenizer) == (ends[0] if ends else None)
 
 
-def test_a_mark_of_a_system_message_is_a_mark(shared_data: Path) -> None:
-    tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf")))
+def test_a_mark_of_a_system_message_is_a_mark(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = (
         f"{EACH}<|{{{{ m.role }}}}|>{{{{ m.content }}}}{END}{ASKS}<|assistant|>{{% endif %}}"
     )

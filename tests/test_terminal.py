@@ -23,6 +23,13 @@ from scale_cli.upscale.preservation import own_logits
 from tests.widening import random_ids, tiny_llama
 
 
+@pytest.fixture
+def moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a bar write a line whenever it moves."""
+    monkeypatch.setattr(terminal, "_SECONDS_APART", 0.0)
+    monkeypatch.setattr(terminal, "_form", "lines")
+
+
 @given(st.text(st.characters()))
 def test_no_control_character_is_printed_and_nothing_else_is_changed(text: str) -> None:
     shown = printable(text)
@@ -37,75 +44,65 @@ def test_what_stands_before_the_host_of_a_url_is_left_out() -> None:
     assert without_passwords("https://host/x a@b") == "https://host/x a@b"
 
 
+@pytest.mark.usefixtures("moving")
 @pytest.mark.parametrize("seconds_apart", [0.0, 30.0])
 def test_a_log_gets_whole_lines_seldom_and_nothing_that_moves_a_cursor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds_apart: float
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds_apart: float
 ) -> None:
     monkeypatch.setattr(terminal, "_SECONDS_APART", seconds_apart)
-    monkeypatch.setattr(
-        terminal, "_form", "lines"
-    )  # a verb before this test may have chosen another
-    with (tmp_path / "log").open("w") as log:
-        monkeypatch.setattr(sys, "stderr", log)
-        with progress_bar(total=4, desc="training", unit="step") as outer:
-            for _ in range(4):
-                with progress_bar(total=2, desc="evaluating", leave=False) as inner:
-                    inner.update(2)
-                outer.update()
-    written = (tmp_path / "log").read_bytes().decode()
+    with progress_bar(total=4, desc="training", unit="step") as outer:
+        for _ in range(4):
+            with progress_bar(total=2, desc="evaluating", leave=False) as inner:
+                inner.update(2)
+            outer.update()
+    written = capsys.readouterr().err
     assert not set(written) & {"\r", "\x1b"}
     lines = written.splitlines()
     assert all(line.startswith(("training: ", "evaluating: ")) for line in lines)
     assert bool(lines) == (seconds_apart == 0.0)
 
 
+@pytest.mark.usefixtures("moving")
 def test_a_large_folder_moves_a_bar_by_bytes_while_it_is_hashed_but_not_in_a_thread(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(terminal, "_MANY_BYTES", 3_000_000)
-    monkeypatch.setattr(terminal, "_SECONDS_APART", 0.0)
-    monkeypatch.setattr(terminal, "_form", "lines")
 
     def write_and_check(name: str) -> None:
         with new_folder(tmp_path / name) as partial:
             (partial / "weights").write_bytes(bytes(3_000_000))
         verify_folder(tmp_path / name)
 
-    with (tmp_path / "log").open("w") as log:
-        monkeypatch.setattr(sys, "stderr", log)
-        with ThreadPoolExecutor(1) as threads:
-            threads.submit(write_and_check, "checkpoint").result()
-        write_and_check("final")
-        monkeypatch.setenv("RANK", "1")
-        write_and_check("another")
-    written = (tmp_path / "log").read_text()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(write_and_check, "checkpoint").result()
+    write_and_check("final")
+    monkeypatch.setenv("RANK", "1")
+    write_and_check("another")
+    written = capsys.readouterr().err
     assert "checkpoint" not in written and "another" not in written
     for label in ("hashing final", "checking final"):
         states = [line for line in written.splitlines() if line.startswith(label)]
         assert "0.00/3.00M" in states[0] and "2.10M/3.00M" in "".join(states)
 
 
+@pytest.mark.usefixtures("moving")
 @pytest.mark.parametrize(("form", "shown"), [("lines", True), ("figures", False)])
 def test_downloads_and_weights_that_load_move_a_bar_where_lines_are_wanted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, shown: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str, shown: bool
 ) -> None:
     monkeypatch.setattr(terminal, "_form", form)
-    monkeypatch.setattr(terminal, "_SECONDS_APART", 0.0)
     monkeypatch.setattr(transformers_logging, "_tqdm_hook", None)
     enable_progress_bars()
     quieten_libraries()
     assert are_progress_bars_disabled() != shown
-    with (tmp_path / "log").open("w") as log:
-        monkeypatch.setattr(sys, "stderr", log)
-        assert list(transformers_logging.tqdm(range(3), desc="Loading weights")) == [0, 1, 2]
-    assert ("Loading weights:" in (tmp_path / "log").read_text()) == shown
+    assert list(transformers_logging.tqdm(range(3), desc="Loading weights")) == [0, 1, 2]
+    assert ("Loading weights:" in capsys.readouterr().err) == shown
 
 
+@pytest.mark.usefixtures("moving")
 def test_the_proof_that_a_base_is_preserved_moves_a_bar_by_prompt(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(terminal, "_form", "lines")
-    monkeypatch.setattr(terminal, "_SECONDS_APART", 0.0)
     own_logits(tiny_llama(), [random_ids(1, 4), random_ids(1, 5)])
     assert "asking the base: 100%" in capsys.readouterr().err
 

@@ -85,6 +85,14 @@ TWIN = "{name: twin, path: a.txt, language: en}"
             "train.compile: true does not go with model.quantisation: int8",
         ),
         (
+            [INT8, "train.sharding=expansion"],
+            "train.sharding: expansion does not go with model.quantisation: int8",
+        ),
+        (
+            [INT8, "train.sharding=all"],
+            "train.sharding: all does not go with model.quantisation: int8",
+        ),
+        (
             ["train.schedule=wsd", "train.warmup_steps=6", "train.decay_steps=5"],
             "together more than max_steps 10",
         ),

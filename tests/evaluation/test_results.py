@@ -1,9 +1,9 @@
 """The forgetting report: its figures are the documents' own, and what is measured is shown."""
 
-import dataclasses
 import json
 import math
 import re
+from dataclasses import replace
 from html import unescape
 from typing import Any
 
@@ -72,26 +72,38 @@ def by_own_tokens(scored: DocumentLosses) -> DocumentLosses:
     )
 
 
-def corpus(
-    name: str,
-    language: Any,
-    role: Any,
+def summary(
+    scored: DocumentLosses,
+    own: DocumentLosses | None = None,
     *,
-    seed: int = 0,
-    **of_losses: Any,
+    name: str = "petitions",
+    language: Any = "ko",
+    role: Any = "acquisition",
 ) -> CorpusResult:
     source = EvaluationSource(name=name, path="unused.txt", language=language, role=role)
-    gain = -0.5 if role == "retention" else 2.0
-    return summarise(source, losses(seed, gain, **of_losses), num_resamples=200, seed=0)
+    return summarise(source, scored, own, num_resamples=200, seed=0)
+
+
+def of_old_text(name: str = "tinystories", seed: int = 0, **of_losses: Any) -> CorpusResult:
+    scored = losses(seed, -0.5, **of_losses)
+    return summary(scored, name=name, language="en", role="retention")
 
 
 def report(**of_losses: Any) -> Report:
-    corpora = [
-        corpus("tinystories", "en", "retention", **of_losses),
-        corpus("novels-of-the-nineteenth-century", "en", "retention", seed=1, **of_losses),
-        corpus("petitions", "ko", "acquisition", seed=2, **of_losses),
-    ]
-    return Report("route", "posterior", 1200, 4_915_200, "0" * 64, corpora)
+    return report_of(
+        of_old_text(**of_losses),
+        of_old_text("novels-of-the-nineteenth-century", 1, **of_losses),
+        summary(losses(2, 2.0, **of_losses)),
+    )
+
+
+def report_of(*corpora: CorpusResult, **more: Any) -> Report:
+    made = Report("route", "posterior", 1200, 4_915_200, "0" * 64, [*corpora])
+    return replace(made, **more)
+
+
+def markdown(made: Report, config: RunConfig = ROUTE) -> str:
+    return page(made, config, "md")
 
 
 def read_back(made: Report) -> Report:
@@ -115,7 +127,7 @@ def test_the_interval_is_that_of_a_bootstrap_over_whole_documents(count: int) ->
 
 def test_figures_are_the_documents_own() -> None:
     scored = losses(0, 2.0)
-    result = corpus("petitions", "ko", "acquisition")
+    result = summary(scored)
     assert result.num_tokens == scored.num_tokens.sum() and result.num_documents == 12
     for name, nats in scored.nats.items():
         head = result.heads[name]
@@ -132,7 +144,7 @@ def test_figures_are_the_documents_own() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
-    heads = corpus("petitions", "ko", "acquisition", broken=True).heads
+    heads = summary(losses(0, 2.0, broken=True)).heads
     broken = heads["trained"]
     assert (
         broken.nats_per_token,
@@ -142,8 +154,7 @@ def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
     ) == (None,) * 4
     assert broken.bits_per_byte_difference == Interval(None, None, None)
     assert heads["posterior"].bits_per_byte_difference.low is not None
-    source = EvaluationSource(name="x", path="x.txt", language="ko", role="acquisition")
-    far = summarise(source, losses(0, -1e4), num_resamples=100, seed=0).heads["trained"]
+    far = summary(losses(0, -1e4)).heads["trained"]
     assert far.nats_per_token == pytest.approx(1e4, rel=0.01) and far.perplexity is None, (
         "beyond floating point"
     )
@@ -155,7 +166,7 @@ def test_every_form_of_a_report_shows_every_corpus_and_rule(
 ) -> None:
     made = report(**of_losses)
     assert read_back(made) == made
-    text = page(made, ROUTE, "md")
+    text = markdown(made)
     as_html = page(made, ROUTE, "html")
     assert all("un korean: the base tiny, trained by" in told for told in (text, as_html))
     assert not re.search(r"(src|href)=\"(?!data:)", as_html) and "<script" not in as_html
@@ -204,19 +215,19 @@ def test_every_form_of_a_report_shows_every_corpus_and_rule(
 def test_the_verdict_is_right_for_gains_losses_and_no_difference(
     role: str, served: float | None, ends: tuple[float | None, float | None], verdict: str
 ) -> None:
-    measured = corpus("x", "en", role)
+    measured = summary(losses(0, 2.0), language="en", role=role)
     change = Interval(None if served is None else served - 2.0, *ends)
     heads = measured.heads | {
-        "base": dataclasses.replace(measured.heads["base"], bits_per_byte=2.0),
-        "posterior": dataclasses.replace(
+        "base": replace(measured.heads["base"], bits_per_byte=2.0),
+        "posterior": replace(
             measured.heads["posterior"],
             bits_per_byte=served,
             bits_per_byte_difference=change,
             worst_document_nats=0.6931,
         ),
     }
-    made = dataclasses.replace(report(), corpora=[dataclasses.replace(measured, heads=heads)])
-    assert f": {verdict}.**" in page(made, ROUTE, "md")
+    made = report_of(replace(measured, heads=heads))
+    assert f": {verdict}.**" in markdown(made)
 
 
 WORSE = Interval(0.151, 0.12, 0.18)
@@ -227,21 +238,19 @@ BROKEN = Interval(None, None, None)
 
 def of_heads(name: str, role: str, trained: Interval, posterior: Interval) -> CorpusResult:
     """A corpus of 1.188 bits/byte on which heads differ from the base as asked."""
-    measured = corpus(name, "en", role)
+    measured = summary(losses(0, 2.0), name=name, language="en", role=role)
 
     def changed(head: str, change: Interval) -> HeadResult:
         bits = None if change.value is None else 1.188 + change.value
-        return dataclasses.replace(
-            measured.heads[head], bits_per_byte=bits, bits_per_byte_difference=change
-        )
+        return replace(measured.heads[head], bits_per_byte=bits, bits_per_byte_difference=change)
 
     changes = {"base": Interval(0.0, 0.0, 0.0), "trained": trained, "posterior": posterior}
     heads = measured.heads | {head: changed(head, change) for head, change in changes.items()}
-    return dataclasses.replace(measured, heads=heads)
+    return replace(measured, heads=heads)
 
 
 def first_sentence(made: Report) -> str:
-    told = page(made, ROUTE, "md").split("**")[1]
+    told = markdown(made).split("**")[1]
     assert told in unescape(page(made, ROUTE, "html")), "both forms say the same"
     return told.split(". ")[0]
 
@@ -265,20 +274,18 @@ def test_what_was_to_be_learned_and_got_worse_is_said_first_and_fails_the_run(
     trained: Interval, posterior: Interval, told: str
 ) -> None:
     kept = of_heads("old", "retention", BETTER, BETTER)
-    made = dataclasses.replace(
-        report(), corpora=[kept, of_heads("new", "acquisition", trained, posterior)]
-    )
+    made = report_of(kept, of_heads("new", "acquisition", trained, posterior))
     assert told in first_sentence(made)
-    assert "new) went from" not in page(made, ROUTE, "md"), "one sentence for each corpus"
+    assert "new) went from" not in markdown(made), "one sentence for each corpus"
     with pytest.raises(CheckFailed, match=re.escape(told)):
         check_learned(made)
 
 
 def test_a_row_that_is_not_finite_is_not_the_same_to_three_digits() -> None:
     old = of_heads("old", "retention", BROKEN, Interval(0.0001, 0.00005, 0.0002))
-    made = dataclasses.replace(report(), corpora=[old])
+    made = report_of(old)
     assert first_sentence(made).startswith("English (old) failed: the loss of the trained head")
-    assert "three digits" not in page(made, ROUTE, "md")
+    assert "three digits" not in markdown(made)
     with pytest.raises(CheckFailed, match="not finite"):
         check_learned(made)
 
@@ -290,7 +297,7 @@ def test_a_row_that_is_not_finite_is_not_the_same_to_three_digits() -> None:
 def test_what_the_base_lost_of_old_text_or_did_not_learn_for_sure_fails_no_run(
     role: str, change: Interval
 ) -> None:
-    check_learned(dataclasses.replace(report(), corpora=[of_heads("x", role, change, change)]))
+    check_learned(report_of(of_heads("x", role, change, change)))
 
 
 @pytest.mark.parametrize(
@@ -307,11 +314,9 @@ def test_text_that_is_also_trained_on_is_named_so_and_never_called_kept_or_learn
 ) -> None:
     shared = [SharedText("tales", of_source, 2, 12, 0.125)]
     measured = of_heads("x", role, change, change)
-    made = dataclasses.replace(
-        report(), corpora=[dataclasses.replace(measured, shared=shared)], texts=["x-0"]
-    )
+    made = report_of(replace(measured, shared=shared), texts=["x-0"])
     assert read_back(made) == made
-    text = page(made, ROUTE, "md")
+    text = markdown(made)
     bold = text.split("**")[1]
     assert f"English (x, {also.partition(', ')[2]}) went from" in bold
     assert "kept" not in bold and "learned" not in bold
@@ -321,40 +326,33 @@ def test_text_that_is_also_trained_on_is_named_so_and_never_called_kept_or_learn
 
 
 def test_a_worst_document_that_gained_is_not_shown_as_a_loss() -> None:
-    scored = losses(0, 2.0)
-    source = EvaluationSource(name="x", path="x.txt", language="ko", role="acquisition")
-    result = summarise(source, scored, num_resamples=100, seed=0)
+    result = summary(losses(0, 2.0))
     assert (result.heads["trained"].worst_document_nats or 0.0) < 0.0
-    made = dataclasses.replace(report(), corpora=[result])
-    (row,) = (line for line in page(made, ROUTE, "md").splitlines() if "| trained |" in line)
+    told = markdown(report_of(result))
+    (row,) = (line for line in told.splitlines() if "| trained |" in line)
     assert "| none lost |" in row
 
 
 def test_the_bound_is_that_of_the_routers_prior() -> None:
-    assert "at most 0.105 nats (" in page(report(), run_of(router={"prior": 0.9}), "md")
+    assert "at most 0.105 nats (" in markdown(report(), run_of(router={"prior": 0.9}))
 
 
 def test_a_report_says_where_prompts_start_unless_it_measured_that() -> None:
     """The figures weigh both heads evenly at the start, what is served asks the prompt's letters."""
     said = "starts with a weight\nof 0.02 (`method.router.script_prior`)"
-    assert said in page(report(), ROUTE, "md")
-    even, alone = (
-        run_of(router={"script_prior": None}),
-        dataclasses.replace(report(), served="trained"),
-    )
-    for made, config in ((report(), even), (alone, ROUTE)):
-        assert "script_prior" not in page(made, config, "md")
+    assert said in markdown(report())
+    assert "script_prior" not in markdown(report(), run_of(router={"script_prior": None}))
+    assert "script_prior" not in markdown(replace(report(), served="trained"))
 
 
 def of_new_tokens() -> CorpusResult:
-    source = EvaluationSource(name="petitions", path="x.txt", language="ko", role="acquisition")
     scored = losses(0, 2.0)
-    return summarise(source, scored, by_own_tokens(scored), num_resamples=100, seed=0)
+    return summary(scored, by_own_tokens(scored))
 
 
 def test_beside_new_tokens_every_difference_is_from_the_base_by_its_own_tokens() -> None:
     scored = losses(0, 2.0)
-    usual = corpus("petitions", "ko", "acquisition")
+    usual = summary(scored)
     grown = of_new_tokens()
     assert grown.num_base_tokens == 3 * grown.num_tokens == 3 * usual.num_base_tokens
     base = grown.heads["base"]
@@ -376,12 +374,13 @@ def test_beside_new_tokens_every_difference_is_from_the_base_by_its_own_tokens()
 
 
 def test_a_report_of_new_tokens_says_which_base_a_row_is() -> None:
-    grown = dataclasses.replace(report(), corpora=[of_new_tokens()])
+    corpus = of_new_tokens()
+    grown = report_of(corpus)
     assert read_back(grown) == grown
-    told = page(grown, ROUTE, "md")
-    usual = page(report(), ROUTE, "md")
-    base = of_new_tokens().heads["base"]
-    mixed = of_new_tokens().base_of_new_tokens
+    told = markdown(grown)
+    usual = markdown(report())
+    base = corpus.heads["base"]
+    mixed = corpus.base_of_new_tokens
     assert mixed is not None
     assert f"| base, by its own tokens | {number(base.bits_per_byte)} |" in told
     assert f"| base, by the run's tokens, in the router | {number(mixed.bits_per_byte)} |" in told
@@ -397,12 +396,10 @@ def test_a_report_whose_passes_showed_one_head_each_has_no_row_and_no_word_of_th
 ):
     both = report()
     corpora = [
-        dataclasses.replace(
-            of, heads={head: result for head, result in of.heads.items() if head != "cosine"}
-        )
+        replace(of, heads={head: result for head, result in of.heads.items() if head != "cosine"})
         for of in both.corpora
     ]
-    apart = dataclasses.replace(both, corpora=corpora)
+    apart = report_of(*corpora)
     assert (both.rules, apart.rules) == (["posterior", "cosine"], ["posterior"])
     assert read_back(apart) == apart
     for form in ("md", "html"):

@@ -55,40 +55,46 @@ def write_folder(path: Path, files: dict[str, bytes]) -> None:
         fill(partial, files)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "folder"
+
+
+def assert_alone_with(folder: Path, files: dict[str, bytes]) -> None:
+    """Check that a folder is whole, holds these files, and that nothing stands beside it."""
+    verify_folder(folder)
+    assert contents(folder) == files
+    assert [*folder.parent.iterdir()] == [folder]
+
+
 # Folders
 
 
-def test_every_file_of_a_new_folder_has_the_mode_that_the_umask_asks_for(tmp_path: Path) -> None:
+def test_every_file_of_a_new_folder_has_the_mode_that_the_umask_asks_for(folder: Path) -> None:
     before = os.umask(0o027)
     try:
-        with new_folder(tmp_path / "folder") as partial:
+        with new_folder(folder) as partial:
             fill(partial, FILES)
             save_tensors(partial / "ours.safetensors", {"a": torch.ones(2)})
             save_file({"a": torch.ones(2)}, partial / "theirs.safetensors")
     finally:
         os.umask(before)
-    modes = {
-        file.name: file.stat().st_mode & 0o777
-        for file in (tmp_path / "folder").rglob("*")
-        if file.is_file()
-    }
+    modes = {file.name: file.stat().st_mode & 0o777 for file in folder.rglob("*") if file.is_file()}
     assert len(modes) == len(FILES) + 3
     assert set(modes.values()) == {0o640}
 
 
 def test_a_folder_is_absent_until_it_is_whole_and_then_replaces_the_previous_one(
-    tmp_path: Path,
+    folder: Path,
 ) -> None:
     for files in (FILES, {"other": b"second"}):
-        before = contents(tmp_path / "folder")
+        before = contents(folder)
         for killed in (".folder.partial", ".folder.previous"):  # what a killed writer left
-            fill(tmp_path / killed, {"stale": b"half"})
-        with new_folder(tmp_path / "folder") as partial:
+            fill(folder.with_name(killed), {"stale": b"half"})
+        with new_folder(folder) as partial:
             fill(partial, files)
-            assert contents(tmp_path / "folder") == before
-        verify_folder(tmp_path / "folder")
-        assert contents(tmp_path / "folder") == files
-        assert [child.name for child in tmp_path.iterdir()] == ["folder"]
+            assert contents(folder) == before
+        assert_alone_with(folder, files)
 
 
 def interrupt(_: Path) -> None:
@@ -112,20 +118,20 @@ def save_below_nothing(folder: Path) -> None:
 @pytest.mark.parametrize("before", [{}, {"old": b"content"}])
 @pytest.mark.parametrize("act", [interrupt, read_from, copy_to_a_full_disk, save_below_nothing])
 def test_what_fails_while_a_folder_is_filled_changes_nothing_and_is_one_line_with_its_name(
-    tmp_path: Path, act: Callable[[Path], object], before: dict[str, bytes]
+    folder: Path, act: Callable[[Path], object], before: dict[str, bytes]
 ) -> None:
     if before:
-        write_folder(tmp_path / "folder", before)
+        write_folder(folder, before)
     with (
         pytest.raises((StorageError, KeyboardInterrupt)) as failed,
-        new_folder(tmp_path / "folder") as partial,
+        new_folder(folder) as partial,
     ):
         fill(partial, FILES)
         act(partial)
     told = str(failed.value)
-    assert act is interrupt or (told.startswith(str(tmp_path / "folder")) and "\n" not in told)
-    assert contents(tmp_path / "folder") == before
-    assert [child.name for child in tmp_path.iterdir()] == ["folder"] * bool(before)
+    assert act is interrupt or (told.startswith(str(folder)) and "\n" not in told)
+    assert contents(folder) == before
+    assert [*folder.parent.iterdir()] == [folder] * bool(before)
 
 
 def failing(real: Callable[..., Any], call: int) -> Callable[..., Any]:
@@ -148,58 +154,54 @@ def failing(real: Callable[..., Any], call: int) -> Callable[..., Any]:
     + [(Path, "rename", 1), (Path, "rename", 2), (Path, "replace", 1)],
 )
 def test_a_disk_that_fails_while_a_folder_is_finished_leaves_the_previous_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int
 ) -> None:
-    write_folder(tmp_path / "folder", {"old": b"content"})
+    write_folder(folder, {"old": b"content"})
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, failing(getattr(owner, name), call))
         with pytest.raises(StorageError, match=r"folder.*no space"):
-            write_folder(tmp_path / "folder", FILES)
-    verify_folder(tmp_path / "folder")
-    assert contents(tmp_path / "folder") == {"old": b"content"}
-    assert [child.name for child in tmp_path.iterdir()] == ["folder"]
+            write_folder(folder, FILES)
+    assert_alone_with(folder, {"old": b"content"})
 
 
 @pytest.mark.parametrize("clean_up", ["write", "remove_leftovers"])
 def test_a_kill_between_the_two_renames_of_a_replacement_is_undone(
-    tmp_path: Path, clean_up: str
+    folder: Path, clean_up: str
 ) -> None:
-    write_folder(tmp_path / "folder", {"old": b"content"})
-    (tmp_path / "folder").rename(tmp_path / ".folder.previous")
-    fill(tmp_path / ".folder.partial", FILES)
+    write_folder(folder, {"old": b"content"})
+    folder.rename(folder.with_name(".folder.previous"))
+    fill(folder.with_name(".folder.partial"), FILES)
     if clean_up == "write":
-        with pytest.raises(RuntimeError), new_folder(tmp_path / "folder"):
+        with pytest.raises(RuntimeError), new_folder(folder):
             raise RuntimeError
     else:
-        remove_leftovers(tmp_path)
-    verify_folder(tmp_path / "folder")
-    assert contents(tmp_path / "folder") == {"old": b"content"}
-    assert [child.name for child in tmp_path.iterdir()] == ["folder"]
+        remove_leftovers(folder.parent)
+    assert_alone_with(folder, {"old": b"content"})
 
 
 def test_a_removed_folder_is_gone_whatever_becomes_of_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_folder(tmp_path / "folder", FILES)
+    write_folder(folder, FILES)
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", failing(os.unlink, 2))
         with pytest.raises(StorageError, match="no space"):
-            remove_folder(tmp_path / "folder")
-    assert not (tmp_path / "folder").exists()
-    (tmp_path / ".x.json.partial").write_text("a file that was being written")
-    remove_leftovers(tmp_path)
-    assert not list(tmp_path.iterdir())
+            remove_folder(folder)
+    assert not folder.exists()
+    folder.with_name(".x.json.partial").write_text("a file that was being written")
+    remove_leftovers(folder.parent)
+    assert not list(folder.parent.iterdir())
 
 
 def test_a_manifest_tells_the_versions_and_every_changed_one_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_folder(tmp_path / "folder", FILES)
-    versions = read_json(tmp_path / "folder" / MANIFEST)["versions"]
+    write_folder(folder, FILES)
+    versions = read_json(folder / MANIFEST)["versions"]
     assert versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-    assert changed_versions(tmp_path / "folder") == []
+    assert changed_versions(folder) == []
     monkeypatch.setattr(atomic, "_versions", lambda: {**versions, "numpy": "0.1"})
-    assert changed_versions(tmp_path / "folder") == [f"numpy {versions['numpy']} -> 0.1"]
+    assert changed_versions(folder) == [f"numpy {versions['numpy']} -> 0.1"]
 
 
 def test_a_manifest_of_another_shape_is_damage(tmp_path: Path) -> None:
@@ -245,9 +247,9 @@ def test_a_missing_or_damaged_json_file_is_a_storage_error(
 
 
 def test_each_is_alone_and_gets_a_folder_where_the_one_before_removes_or_renames_it(
-    tmp_path: Path,
+    folder: Path,
 ) -> None:
-    folder, alone = tmp_path / "folder", Lock()
+    alone = Lock()
 
     def use(number: int) -> None:
         with sole_user(folder):
@@ -258,11 +260,11 @@ def test_each_is_alone_and_gets_a_folder_where_the_one_before_removes_or_renames
             if number % 2:
                 shutil.rmtree(folder)
             else:
-                folder.rename(tmp_path / f"done-{number}")
+                folder.rename(folder.with_name(f"done-{number}"))
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(use, range(400)))
-    assert len(list(tmp_path.glob("done-*"))) == 200
+    assert len(list(folder.parent.glob("done-*"))) == 200
 
 
 def test_a_folder_that_cannot_be_made_is_named_and_not_waited_for(
@@ -299,9 +301,8 @@ def taken_in_another_process(folder: Path) -> list[str]:
 
 
 def test_a_folder_that_is_claimed_or_being_written_is_refused_to_others_and_not_to_its_holder(
-    tmp_path: Path,
+    folder: Path,
 ) -> None:
-    folder = tmp_path / "run"
     with claimed(folder), claimed(folder), new_folder(folder) as partial:
         (partial / "report.json").write_text("{}")
         assert taken_in_another_process(folder) == ["refused", "refused"]

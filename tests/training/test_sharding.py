@@ -102,6 +102,20 @@ class Runs:
             shutil.copytree(self.folder(like).upscaled, self.root / name / "upscaled")
         return self.configs[name]
 
+    def check_as(self, name: str, as_in: str, *, weights: bool = True) -> None:
+        """Check that two runs have the same losses, files and, but for rounding, weights."""
+        losses = self.logged(name, "loss")
+        assert len(losses) == _LAST_STEP
+        assert losses == pytest.approx(self.logged(as_in, "loss"), rel=1e-5)
+        found, expected = (
+            {file.name for file in self.folder(one).final.iterdir()} for one in (name, as_in)
+        )
+        assert found == expected
+        trained = self.trained(name)
+        assert trained.keys() == self.trained(as_in).keys()
+        for key, tensor in self.trained(as_in).items() if weights else ():
+            torch.testing.assert_close(trained[key], tensor, atol=1e-4, rtol=1e-3)
+
     def add_pair(self, name: str, sharding: str, *overrides: str) -> None:
         self.add(f"{name}-one", *overrides)
         sharded = ("train.micro_batch_size=2", f"train.sharding={sharding}")
@@ -198,22 +212,14 @@ def test_any_number_of_processes_sharded_or_gone_on_gives_the_losses_and_an_ordi
     runs: Runs, name: str, as_in: str
 ) -> None:
     """A periodic evaluation too; of the base bit for bit, where it is the base's own tokens."""
-    losses = runs.logged(name, "loss")
-    assert len(losses) == _LAST_STEP
-    assert losses == pytest.approx(runs.logged(as_in, "loss"), rel=1e-5)
+    runs.check_as(name, as_in)
     of_both = (runs.logged(one, EVALUATION) for one in (name, as_in))
     for found, expected in zip(*of_both, strict=True):
         assert found.keys() == expected.keys()
         for corpus, heads in expected.items():
             assert found[corpus] == pytest.approx(heads, rel=1e-5)
             assert name == "grown-two" or found[corpus]["base"] == heads["base"]
-    whole, sharded = (runs.folder(one).final for one in (as_in, name))
-    assert {file.name for file in sharded.iterdir()} == {file.name for file in whole.iterdir()}
-    weights, trained = runs.trained(as_in), runs.trained(name)
-    assert trained.keys() == weights.keys()
-    assert name != "grown-two" or any("new_tokens" in key for key in trained)
-    for key, tensor in weights.items():
-        torch.testing.assert_close(trained[key], tensor, atol=1e-4, rtol=1e-3)
+    assert name != "grown-two" or any("new_tokens" in key for key in runs.trained(name))
 
 
 def test_sharded_processes_keep_the_best_weights_that_one_process_keeps(runs: Runs) -> None:

@@ -202,11 +202,3 @@ def test_a_base_that_is_quantised_already_is_refused_by_name(
     loaded_plainly(named(shared_data, "ckpt-eltec")).save_pretrained(quantised)
     with pytest.raises(BaseModelError, match="is already quantised"):
         load_base(ModelConfig(base=str(quantised)))
-
-
-def test_what_reads_whole_weights_does_not_go_with_a_quantised_base(
-    shared_data: Path, tmp_path: Path
-) -> None:
-    for key in ({"compile": True}, {"sharding": "expansion"}, {"sharding": "all"}):
-        with pytest.raises(ValueError, match=r"does not go with model.quantisation: int8"):
-            run_config(shared_data, tmp_path / "run", **key)
