@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,14 +29,6 @@ from tests.data.corpus_files import source_of
 
 Written = tuple[TextSource, dict[str, bytes]]
 TEXTS = [f"Once upon a time there were {i} cats. 고양이 {i}마리." for i in range(400)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '[' + m.role + '] ' + m.content }}{% endfor %}"
-    )
-    return tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -68,22 +61,29 @@ def write_files(folder: Path, num_files: int = 6) -> TextSource:
     return source_of([str(folder / "*.jsonl"), str(folder / "*.txt")])
 
 
-def cache_in(folder: Path, tokenizer: PreTrainedTokenizerBase, num_workers: int = 1) -> TokenCache:
-    return TokenCache(
-        folder, tokenizer, ReadingConfig(num_workers=num_workers, max_bad_fraction=1.0)
+@dataclass(frozen=True)
+class Tokenising:
+    """What tokenises in this process, as one of several that share the work or alone."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def cache(self, folder: Path, num_workers: int = 1) -> TokenCache:
+        reading = ReadingConfig(num_workers=num_workers, max_bad_fraction=1.0)
+        return TokenCache(folder, self.tokenizer, reading)
+
+    def make(self, source: TextSource, cache: Path, num_workers: int = 1) -> TokenisedCorpus:
+        return self.cache(cache, num_workers).open(source)
+
+    def make_part(self, source: TextSource, cache: Path, index: int, number: int) -> None:
+        self.cache(cache).tokenise_parts(source, Share(index, number))
+
+
+@pytest.fixture(scope="module")
+def by(tokenizer: PreTrainedTokenizerBase) -> Tokenising:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '[' + m.role + '] ' + m.content }}{% endfor %}"
     )
-
-
-def make(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path, num_workers: int = 1
-) -> TokenisedCorpus:
-    return cache_in(cache, tokenizer, num_workers).open(source)
-
-
-def make_part(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path, index: int, number: int
-) -> None:
-    cache_in(cache, tokenizer).tokenise_parts(source, Share(index, number))
+    return Tokenising(tokenizer)
 
 
 def contents(cache: Path) -> dict[str, bytes]:
@@ -95,13 +95,11 @@ def contents(cache: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def written(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase
-) -> Written:
+def written(tmp_path_factory: pytest.TempPathFactory, by: Tokenising) -> Written:
     """Files, and what one process makes of them."""
     folder = tmp_path_factory.mktemp("one")
     source = write_files(folder)
-    make(source, tokenizer, folder / "cache")
+    by.make(source, folder / "cache")
     return source, contents(folder / "cache")
 
 
@@ -111,18 +109,14 @@ def written(
 @pytest.mark.parametrize(("num_wanting", "num_workers"), [(1, 2), (4, 1)])
 def test_the_bytes_are_the_same_whatever_the_number_of_workers_or_of_those_that_want_them_at_once(
     tmp_path: Path,
-    tokenizer: PreTrainedTokenizerBase,
+    by: Tokenising,
     written: Written,
     num_wanting: int,
     num_workers: int,
 ) -> None:
     source, by_one = written
     with ThreadPoolExecutor(num_wanting) as threads:
-        list(
-            threads.map(
-                lambda _: make(source, tokenizer, tmp_path, num_workers), range(num_wanting)
-            )
-        )
+        list(threads.map(lambda _: by.make(source, tmp_path, num_workers), range(num_wanting)))
     assert contents(tmp_path) == by_one
     assert not multiprocessing.active_children()
 
@@ -131,7 +125,7 @@ def test_the_bytes_are_the_same_whatever_the_number_of_workers_or_of_those_that_
 @given(number=st.integers(1, 5), data=st.data())
 def test_the_bytes_are_one_process_s_whatever_the_number_of_tasks_and_whichever_of_them_ran(
     tmp_path_factory: pytest.TempPathFactory,
-    tokenizer: PreTrainedTokenizerBase,
+    by: Tokenising,
     written: Written,
     number: int,
     data: st.DataObject,
@@ -139,14 +133,12 @@ def test_the_bytes_are_one_process_s_whatever_the_number_of_tasks_and_whichever_
     cache = tmp_path_factory.mktemp("parts")
     (source, by_one) = written
     for index in data.draw(st.lists(st.integers(0, number - 1), unique=True)):
-        make_part(source, tokenizer, cache, index, number)
-    make(source, tokenizer, cache)
+        by.make_part(source, cache, index, number)
+    by.make(source, cache)
     assert contents(cache) == by_one
 
 
-def test_conversations_learn_the_same_tokens_in_parts(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_conversations_learn_the_same_tokens_in_parts(tmp_path: Path, by: Tokenising) -> None:
     for number in range(6):
         turns = [
             {"role": role, "content": f"{role} {number} speaks"} for role in ("user", "assistant")
@@ -155,9 +147,9 @@ def test_conversations_learn_the_same_tokens_in_parts(
             (json.dumps({"messages": turns}) + "\n") * 7 * number
         )
     source = source_of(tmp_path / "*.jsonl", messages_field="messages")
-    one = make(source, tokenizer, tmp_path / "one")
-    make_part(source, tokenizer, tmp_path / "many", 0, 2)
-    make(source, tokenizer, tmp_path / "many")
+    one = by.make(source, tmp_path / "one")
+    by.make_part(source, tmp_path / "many", 0, 2)
+    by.make(source, tmp_path / "many")
     assert contents(tmp_path / "many") == contents(tmp_path / "one")
     assert one.learned is not None and one.ledger.num_targets == one.learned[1:].sum()
 
@@ -203,7 +195,7 @@ def documents_recorded(cache: Path, kind: str) -> int:
 )
 def test_however_it_was_killed_it_goes_on_from_what_was_certain(
     tmp_path_factory: pytest.TempPathFactory,
-    tokenizer: PreTrainedTokenizerBase,
+    by: Tokenising,
     written: Written,
     tries: list[tuple[int | None, int]],
     in_parts: bool,
@@ -213,17 +205,17 @@ def test_however_it_was_killed_it_goes_on_from_what_was_certain(
     """Alone, in a part, or while parts are joined; with bytes half written after what was recorded."""
     cache = tmp_path_factory.mktemp("killed")
     (source, by_one) = written
-    alone = partial(make, source, tokenizer, cache)
+    alone = partial(by.make, source, cache)
     finished_parts: list[tuple[int | None, int]] = [(0, 10**6), (1, 10**6), (None, joined)]
     kind = "joined" if in_parts else "progress"
     certain = 0
     for share, num_chunks in tries + finished_parts * in_parts:
-        if share is not None and cache_in(cache, tokenizer).open_if_there(source):
+        if share is not None and by.cache(cache).open_if_there(source):
             continue  # nobody prepares a part of what is whole
         if share is None:
             written_by(alone, num_chunks)
         else:
-            written_by(partial(make_part, source, tokenizer, cache, share, 2), num_chunks)
+            written_by(partial(by.make_part, source, cache, share, 2), num_chunks)
         for file in cache.rglob(".*.unfinished/*"):
             file.write_bytes(file.read_bytes() + torn)
         now = documents_recorded(cache, kind)
@@ -245,14 +237,14 @@ def test_however_it_was_killed_it_goes_on_from_what_was_certain(
     "damaged", ["unfinished/tokens.bin", "unfinished/offsets.bin", "progress.json"]
 )
 def test_unfinished_work_that_is_damaged_is_begun_again(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, written: Written, damaged: str
+    tmp_path: Path, by: Tokenising, written: Written, damaged: str
 ) -> None:
     source, by_one = written
-    written_by(lambda: make(source, tokenizer, tmp_path), 12)
+    written_by(lambda: by.make(source, tmp_path), 12)
     assert documents_recorded(tmp_path, "progress")
     [file] = tmp_path.glob(f".*.{damaged}")
     os.truncate(file, 8)
-    make(source, tokenizer, tmp_path)
+    by.make(source, tmp_path)
     assert contents(tmp_path) == by_one
 
 
@@ -260,7 +252,7 @@ def test_unfinished_work_that_is_damaged_is_begun_again(
 
 
 def test_a_task_reads_its_own_files_alone_and_what_all_have_made_is_joined_and_not_tokenised(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, by: Tokenising, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_files(tmp_path)
     opened = list[str]()
@@ -273,44 +265,44 @@ def test_a_task_reads_its_own_files_alone_and_what_all_have_made_is_joined_and_n
     with monkeypatch.context() as patch:
         patch.setattr(files, "file_sha256", noted)
         for index in range(3):
-            make_part(source, tokenizer, tmp_path / "cache", index, 3)
+            by.make_part(source, tmp_path / "cache", index, 3)
     assert sorted(opened) == sorted(Path(file.name).name for file in files.source_files(source))
     monkeypatch.setattr(Encoder, "encode", None)
     with ThreadPoolExecutor(3) as threads:
-        made = list(threads.map(lambda _: make(source, tokenizer, tmp_path / "cache"), range(3)))
+        made = list(threads.map(lambda _: by.make(source, tmp_path / "cache"), range(3)))
     assert len({corpus.ids.tobytes() for corpus in made}) == 1
 
 
 @pytest.mark.parametrize("counted", [{"skip_documents": 7}, {"max_documents": 20}])
 def test_where_documents_are_counted_one_process_reads_all(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, counted: dict[str, int]
+    tmp_path: Path, by: Tokenising, counted: dict[str, int]
 ) -> None:
-    make_part(write_files(tmp_path).model_copy(update=counted), tokenizer, tmp_path / "many", 0, 2)
+    by.make_part(write_files(tmp_path).model_copy(update=counted), tmp_path / "many", 0, 2)
     assert not (tmp_path / "many").exists()
 
 
 def test_a_source_without_text_is_refused_when_its_parts_are_joined(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, by: Tokenising
 ) -> None:
     for number in range(3):
         (tmp_path / f"{number}.jsonl").write_text("{\n" * 600)
     source = source_of(tmp_path / "*.jsonl")
-    make_part(source, tokenizer, tmp_path / "cache", 0, 1)
+    by.make_part(source, tmp_path / "cache", 0, 1)
     with pytest.raises(CorpusError, match="no document with text"):
-        make(source, tokenizer, tmp_path / "cache")
+        by.make(source, tmp_path / "cache")
 
 
 def test_a_changed_file_is_tokenised_again_and_the_other_parts_are_joined(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, by: Tokenising
 ) -> None:
     source = write_files(tmp_path)
-    make_part(source, tokenizer, tmp_path / "many", 0, 1)
+    by.make_part(source, tmp_path / "many", 0, 1)
     assert len(list((tmp_path / "many" / PARTS).iterdir())) > 2
     with (tmp_path / "07.jsonl").open("a") as file:
         file.write('{"text": "A new one."}\n')
-    many = make(source, tokenizer, tmp_path / "many").folder
+    many = by.make(source, tmp_path / "many").folder
     [_left] = (tmp_path / "many" / PARTS).iterdir()  # of the file as it was
-    one = make(source, tokenizer, tmp_path / "one").folder
+    one = by.make(source, tmp_path / "one").folder
     assert all((many / file.name).read_bytes() == file.read_bytes() for file in one.iterdir())
 
 
@@ -321,8 +313,8 @@ def documents_of(texts: list[str]) -> Iterator[Document]:
     return (Document(text, len(text.encode(errors="replace"))) for text in texts)
 
 
-def test_a_worker_that_fails_or_dies_is_one_error_here(tokenizer: PreTrainedTokenizerBase) -> None:
-    encoder = Encoder(tokenizer, conversations=False)
+def test_a_worker_that_fails_or_dies_is_one_error_here(by: Tokenising) -> None:
+    encoder = Encoder(by.tokenizer, conversations=False)
     with pytest.raises(RunError, match=r"^tokenising failed: .*$"):
         list(encode_all(documents_of([*TEXTS[:25], "\ud800", *TEXTS]), encoder, 2))
     assert not multiprocessing.active_children()

@@ -64,6 +64,12 @@ def model(shared_data: Path) -> PlainStreams:
 
 
 @pytest.fixture
+def unasked(model: PlainStreams) -> PlainStreams:
+    """The same models, of which the base cannot be run."""
+    return PlainStreams(Unasked(model.base), model.trained).eval()
+
+
+@pytest.fixture
 def score(model: PlainStreams, corpus: TokenisedCorpus, config: RunConfig) -> Score:
     """A function that scores the corpus as a process would that has just begun."""
     passes = replace(Passes.of(config, 512), context=96)
@@ -97,20 +103,18 @@ def test_a_kept_base_gives_the_figures_of_one_pass_over_both(score: Score) -> No
         assert "cosine" not in losses.nats, "its rule needs the logits of both"
 
 
-def test_a_base_that_was_asked_once_is_not_asked_again(score: Score, model: PlainStreams) -> None:
+def test_a_base_that_was_asked_once_is_not_asked_again(score: Score, unasked: PlainStreams) -> None:
     first = score()
-    again = score(PlainStreams(Unasked(model.base), model.trained).eval())
-    np.testing.assert_equal(again.nats, first.nats)
-    base = score(PlainStreams(Unasked(model.base)).eval())
+    np.testing.assert_equal(score(unasked).nats, first.nats)
+    base = score(PlainStreams(unasked.base).eval())
     np.testing.assert_equal(base.nats["base"], first.nats["base"])
 
 
 def test_beginnings_that_are_known_stay_so_and_the_whole_is_asked_for_once(
-    score: Score, model: PlainStreams, corpus: TokenisedCorpus
+    score: Score, unasked: PlainStreams, corpus: TokenisedCorpus
 ) -> None:
     begun = beginnings(corpus, 40, 100)
     first = score(lengths_N=begun)
-    unasked = PlainStreams(Unasked(model.base), model.trained).eval()
     np.testing.assert_equal(score(unasked, lengths_N=begun).nats, first.nats)
     with pytest.raises(AssertionError, match="asked again"):
         score(unasked)
@@ -120,15 +124,13 @@ def test_beginnings_that_are_known_stay_so_and_the_whole_is_asked_for_once(
 
 
 def test_what_is_damaged_is_asked_for_again(
-    score: Score, corpus: TokenisedCorpus, model: PlainStreams
+    score: Score, corpus: TokenisedCorpus, unasked: PlainStreams
 ) -> None:
     first = score()
     (kept,) = corpus.folder.parent.glob("*.base-*/log_probs.bin")
     kept.write_bytes(b"\0" * kept.stat().st_size)
     np.testing.assert_equal(score().nats, first.nats)
-    np.testing.assert_equal(
-        score(PlainStreams(Unasked(model.base), model.trained).eval()).nats, first.nats
-    )
+    np.testing.assert_equal(score(unasked).nats, first.nats)
 
 
 def test_processes_that_keep_different_scores_run_the_same_passes(

@@ -50,6 +50,16 @@ def models(shared_data: Path) -> dict[str, ScaleForCausalLM]:
     }
 
 
+@pytest.fixture(scope="module")
+def model(models: dict[str, ScaleForCausalLM]) -> ScaleForCausalLM:
+    return models[STORIES]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(stories: Path) -> Any:
+    return tokenizer_of(stories)
+
+
 def tokenizer_of(folder: Path) -> Any:
     return load_tokenizer(ModelConfig(base=str(folder)))
 
@@ -116,10 +126,9 @@ def test_each_head_scores_as_lm_evals_own_model_of_the_folder_that_serves_it(
 
 
 def test_beside_new_tokens_the_base_scores_and_answers_as_its_own_folder_does(
-    shared_data: Path, make_task: Any
+    shared_data: Path, stories: Path, make_task: Any
 ) -> None:
-    folder = shared_data / STORIES / "hf"
-    of_base = tokenizer_of(folder)
+    of_base = tokenizer_of(stories)
     of_run = copy.deepcopy(of_base)
     of_run.add_tokens(["the", " girl"])
     new = NewPieces([" ".join(map(str, of_base(word).input_ids)) for word in ("the", " girl")], [])
@@ -127,32 +136,31 @@ def test_beside_new_tokens_the_base_scores_and_answers_as_its_own_folder_does(
     heads = answering(model, of_run, of_base)
     (task,) = make_task().tasks.values()
     task.build_all_requests()
-    theirs = hf(str(folder))
+    theirs = hf(str(stories))
     requests = asked(*BEGUN)
     np.testing.assert_allclose(said(heads["base"], requests), said(theirs, requests), atol=1e-4)
     assert heads["base"].generate_until(task.instances) == theirs.generate_until(task.instances)
 
 
 def test_odd_requests_have_the_tokens_that_they_have_in_lm_eval(
-    shared_data: Path, models: dict[str, ScaleForCausalLM]
+    stories: Path, model: ScaleForCausalLM, tokenizer: Any
 ) -> None:
-    folder = shared_data / STORIES / "hf"
     long = "Once upon a time there was a cat. " * 20
     # Too long, without a context, with spaces between, and with a boundary of its own.
     texts = [(long, " It sat."), ("", " The cat sat."), ("One  ", "day"), ("<s>One", " day")]
-    theirs = hf(str(folder))
-    ours = answering(models[STORIES], tokenizer_of(folder))["base"]
+    theirs = hf(str(stories))
+    ours = answering(model, tokenizer)["base"]
     for requests in (asked(texts[-1]), asked(*texts)):
         np.testing.assert_allclose(said(ours, requests), said(theirs, requests), atol=1e-5)
 
 
 @torch.no_grad()
 def test_the_router_judges_context_and_continuation_and_the_score_is_the_continuations(
-    shared_data: Path, models: dict[str, ScaleForCausalLM]
+    model: ScaleForCausalLM, tokenizer: Any
 ) -> None:
     """As the model says that serves with the same router."""
-    model = copy.deepcopy(models[STORIES])
-    heads = answering(model, tokenizer_of(shared_data / STORIES / "hf"))
+    model = copy.deepcopy(model)
+    heads = answering(model, tokenizer)
     texts = [("Once upon a time, there was a little girl", " named Lily."), ("Anna", " sat, sad.")]
     for rule in ("posterior", "cosine"):
         set_router(model, ROUTER.model_copy(update={"rule": rule}))
@@ -168,10 +176,8 @@ def test_the_router_judges_context_and_continuation_and_the_score_is_the_continu
 
 @pytest.mark.parametrize("adds_boundary", [True, False])
 def test_a_request_passes_all_heads_once_and_the_base_alone_where_its_ids_are_its_own(
-    shared_data: Path, models: dict[str, ScaleForCausalLM], adds_boundary: bool
+    model: ScaleForCausalLM, tokenizer: Any, adds_boundary: bool
 ) -> None:
-    model = models[STORIES]
-    tokenizer = tokenizer_of(shared_data / STORIES / "hf")
     heads = answering(model, framed(tokenizer) if adds_boundary else tokenizer)
     embeddings = {"base": model.base.model.embed_tokens, "expansion": model.expansion.embed_tokens}
     num_rows = dict.fromkeys(embeddings, 0)
@@ -237,11 +243,10 @@ def make_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(
-    make_task: Any, shared_data: Path
+    make_task: Any, shared_data: Path, tokenizer: Any
 ) -> None:
     """The base, and the model as it serves, each by lm-eval's `hf` model."""
     model = as_if_trained(widen(real_base(shared_data, STORIES), "route", "top:1"), std=0.15)
-    tokenizer = tokenizer_of(shared_data / STORIES / "hf")
     benchmark = make_task()
     measured = measure_items(benchmark, answering(model, tokenizer, router=RouterConfig()))
     answers = {
@@ -265,25 +270,20 @@ def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(
 
 
 def test_a_generative_task_that_marks_no_item_or_asks_too_much_is_one_line(
-    make_task: Any, shared_data: Path, models: dict[str, ScaleForCausalLM]
+    make_task: Any, model: ScaleForCausalLM, tokenizer: Any
 ) -> None:
-    tokenizer = tokenizer_of(shared_data / STORIES / "hf")
     bleu = {"metric": "bleu", "aggregation": "bleu", "higher_is_better": True}
     for task, max_length, told in (
         (make_task(metric_list=[bleu]), 128, "no metric that says"),
         (make_task(), 12, r"requested max tokens to generate \(12\)"),
     ):
         with pytest.raises(RunError, match=told):
-            measure_items(task, answering(models[STORIES], tokenizer, max_length=max_length))
+            measure_items(task, answering(model, tokenizer, max_length=max_length))
 
 
 def test_several_processes_that_share_the_requests_answer_as_one_does(
-    make_task: Any,
-    shared_data: Path,
-    models: dict[str, ScaleForCausalLM],
-    monkeypatch: pytest.MonkeyPatch,
+    make_task: Any, model: ScaleForCausalLM, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = tokenizer_of(shared_data / STORIES / "hf")
     scored = asked(*((f"Once {word}", " a cat" * at) for at, word in enumerate("abcde", 1)))
     (task,) = make_task().tasks.values()
     task.build_all_requests()
@@ -291,7 +291,7 @@ def test_several_processes_that_share_the_requests_answer_as_one_does(
 
     def answers(share: Share) -> list[Any]:
         told = []
-        for head, lm in answering(models[STORIES], tokenizer, share=share).items():
+        for head, lm in answering(model, tokenizer, share=share).items():
             lm.head = head
             told += [said(lm, scored), lm.generate_until(generated)]
         return told

@@ -56,6 +56,11 @@ def open_corpus(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return opened
 
 
+@pytest.fixture
+def corpus(open_corpus: OpenCorpus) -> TokenisedCorpus:
+    return open_corpus("ckpt-stories260K", "en")
+
+
 @pytest.fixture(scope="module")
 def model(shared_data: Path) -> ScaleForCausalLM:
     """A head that is better here and worse there, so that routing has something to decide."""
@@ -145,9 +150,8 @@ def recursion(base: np.ndarray, trained: np.ndarray, prior: float) -> tuple[floa
 
 @torch.no_grad()
 def test_the_routers_weight_carries_over_from_window_to_window(
-    model: ScaleForCausalLM, open_corpus: OpenCorpus
+    model: ScaleForCausalLM, corpus: TokenisedCorpus
 ) -> None:
-    corpus = open_corpus("ckpt-stories260K", "en")
     length = 32
     router = {"prior": 0.3, "threshold": 0.97}
     losses = score(model, corpus, router=router, context=length)
@@ -177,19 +181,17 @@ def test_the_routers_weight_carries_over_from_window_to_window(
 
 @pytest.mark.parametrize("kind", ["widened", "two models"])
 def test_a_document_is_read_in_parts_where_it_is_long_and_costs_the_same(
-    model: ScaleForCausalLM, shared_data: Path, open_corpus: OpenCorpus, kind: str
+    model: ScaleForCausalLM, shared_data: Path, corpus: TokenisedCorpus, kind: str
 ) -> None:
     base = real_base(shared_data, "ckpt-stories260K")
     scored: Any = {"widened": model, "two models": PlainStreams(base, model.base).eval()}[kind]
-    corpus = open_corpus("ckpt-stories260K", "en")
     at_once = score(scored, corpus, context=512, sequence_length=512)
     in_parts = score(scored, corpus, context=512, sequence_length=37, batch_size=1)
     for name, nats_N in at_once.nats.items():
         np.testing.assert_allclose(in_parts.nats[name], nats_N, rtol=1e-5)
 
 
-def test_what_is_read_is_what_the_windows_hold(open_corpus: OpenCorpus) -> None:
-    corpus = open_corpus("ckpt-stories260K", "en")
+def test_what_is_read_is_what_the_windows_hold(corpus: TokenisedCorpus) -> None:
     for context in (2, 16, 31, 512):
         held = [
             ids.shape[1] - 1
@@ -200,9 +202,8 @@ def test_what_is_read_is_what_the_windows_hold(open_corpus: OpenCorpus) -> None:
 
 
 def test_a_bounded_evaluation_reads_the_beginning_of_each_document(
-    model: ScaleForCausalLM, open_corpus: OpenCorpus, shared_data: Path
+    model: ScaleForCausalLM, corpus: TokenisedCorpus, shared_data: Path
 ) -> None:
-    corpus = open_corpus("ckpt-stories260K", "en")
     length = 16
     whole = score(model, corpus)
     documents = CorpusReader(source(shared_data, "en"), 10**6)
@@ -230,13 +231,13 @@ def test_batches_hold_as_many_rows_as_have_so_many_tokens() -> None:
 
 
 def test_a_broken_trained_head_costs_the_prior_once_a_document_and_no_more(
-    shared_data: Path, open_corpus: OpenCorpus
+    shared_data: Path, corpus: TokenisedCorpus
 ) -> None:
     model = widen(real_base(shared_data, "ckpt-stories260K"), "route", "top:1")
     with torch.no_grad():
         for parameter in model.expansion.parameters():
             parameter.fill_(math.nan)
-    losses = score(model, open_corpus("ckpt-stories260K", "en"))
+    losses = score(model, corpus)
     np.testing.assert_allclose(
         losses.nats["posterior"], losses.nats["base"] + math.log(2), rtol=1e-12
     )
@@ -248,11 +249,10 @@ def test_a_broken_trained_head_costs_the_prior_once_a_document_and_no_more(
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_the_figures_do_not_hang_on_how_many_processes_share_the_documents(
     model: ScaleForCausalLM,
-    open_corpus: OpenCorpus,
+    corpus: TokenisedCorpus,
     monkeypatch: pytest.MonkeyPatch,
     num_processes: int,
 ) -> None:
-    corpus = open_corpus("ckpt-stories260K", "en")
     alone = score(model, corpus)
     for together in in_processes(
         monkeypatch, num_processes, lambda share: score(model, corpus, share=share)
