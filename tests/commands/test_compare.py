@@ -21,10 +21,13 @@ TASKS = {"blimp": (-0.06, 0.001), "kobest_copa": (0.04, 0.5)}
 SCRIPT = "<script>alert(1)<|script>"  # a folder's name cannot hold a slash
 
 
+def write_runs(folder: Path, made: dict[str, Made]) -> list[Path]:
+    return [write_run(folder / name, run) for name, run in made.items()]
+
+
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path]:
-    """Runs of every method, one with a name that is markup, one in Korean; and their comparison. No test changes it."""
-    root = tmp_path_factory.mktemp("compared")
+def every_method(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Runs of every method, one with a name that is markup, one in Korean. No test changes them."""
     made = {
         "full": Made("full", 0.4, 0.95, benchmarks=TASKS),
         SCRIPT: Made("lora", 0.12, 0.6, benchmarks={"blimp": (0.0, 1.0)}, train={"lr": 2e-4}),
@@ -34,36 +37,43 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path
         "adapt": Made("adapt", 0.35, 0.9),
         "route": Made("route", 0.2, 0.85, benchmarks=TASKS),
     }
-    folders = [write_run(root / "runs" / name, run) for name, run in made.items()]
-    compare(folders, root / "out")
-    return folders, root / "out"
+    return write_runs(tmp_path_factory.mktemp("compared") / "runs", made)
+
+
+@pytest.fixture(scope="module")
+def out(every_method: list[Path]) -> Path:
+    """Their comparison."""
+    out = every_method[0].parents[1] / "out"
+    compare(every_method, out)
+    return out
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
     """Two runs that can be compared."""
-    return [
-        write_run(tmp_path / "runs" / name, Made(benchmarks=TASKS)) for name in ("one", "other")
-    ]
+    return write_runs(tmp_path / "runs", dict.fromkeys(("one", "other"), Made(benchmarks=TASKS)))
 
 
 def test_the_page_names_every_run_as_text_and_asks_for_nothing_from_outside(
-    compared: tuple[list[Path], Path],
+    every_method: list[Path], out: Path
 ) -> None:
-    folders, out = compared
     page = (out / "report.html").read_text(encoding="utf-8")
     body = ElementTree.fromstring(re.search(r"<main>.*</main>", page, re.DOTALL)[0])  # type: ignore[index]
     places = re.findall(r' (?:src|href)="(.*?)"', ElementTree.tostring(body, "unicode"))
     assert places and all(place.startswith("data:image/svg+xml;base64,") for place in places)
     assert not re.search(r"@import|url\(|<(script|link|iframe|object|base)\b", page)
     words = "".join(body.itertext())
-    for told in (*(folder.name for folder in folders), "청원", "no difference shown", "not finite"):
+    for told in (
+        *(folder.name for folder in every_method),
+        "청원",
+        "no difference shown",
+        "not finite",
+    ):
         assert told in words
     assert "forgetting of English" in words and "bits/byte" in words
 
 
-def test_the_markdown_says_what_the_page_says(compared: tuple[list[Path], Path]) -> None:
-    folders, out = compared
+def test_the_markdown_says_what_the_page_says(every_method: list[Path], out: Path) -> None:
     told = (out / "report.md").read_text(encoding="utf-8")
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "![What each lost and gained](lost-and-gained.svg)" in told
@@ -71,17 +81,16 @@ def test_the_markdown_says_what_the_page_says(compared: tuple[list[Path], Path])
     headings = re.findall(r"<h2>(.*?)</h2>", page)
     assert [f"## {heading}" for heading in headings] == re.findall(r"^## .*$", told, re.MULTILINE)
     assert SCRIPT not in told and all(
-        folder.name in told for folder in folders if folder.name != SCRIPT
+        folder.name in told for folder in every_method if folder.name != SCRIPT
     )
     assert "llama-pro: Korean (청원) was not learned: the loss of the trained head is not" in told
     rows = [line for line in told.splitlines() if line.startswith("| route")]
     assert rows and all("[" in row for row in rows), "with intervals"
 
 
-def test_the_report_holds_its_inputs_unchanged(compared: tuple[list[Path], Path]) -> None:
-    folders, out = compared
+def test_the_report_holds_its_inputs_unchanged(every_method: list[Path], out: Path) -> None:
     written = read_json(out / "report.json")
-    read = {folder.name: read_json(folder / "evaluation/report.json") for folder in folders}
+    read = {folder.name: read_json(folder / "evaluation/report.json") for folder in every_method}
     assert {run["name"]: run["report"] for run in written["runs"]} == read
     for option in written["options"]:
         english, korean = (of["heads"][option["head"]] for of in read[option["run"]]["corpora"])
@@ -92,8 +101,8 @@ def test_the_report_holds_its_inputs_unchanged(compared: tuple[list[Path], Path]
     verify_folder(out)
 
 
-def test_a_name_is_text_in_the_figure(compared: tuple[list[Path], Path]) -> None:
-    labels = [*ElementTree.parse(compared[1] / "lost-and-gained.svg").getroot().itertext()]
+def test_a_name_is_text_in_the_figure(out: Path) -> None:
+    labels = [*ElementTree.parse(out / "lost-and-gained.svg").getroot().itertext()]
     assert SCRIPT in labels and "얼린 층 + base" in labels
 
 
@@ -162,7 +171,7 @@ def test_of_one_role_alone_the_other_side_is_left_out(tmp_path: Path) -> None:
 
 def test_runs_of_other_tokens_compare_in_bytes_and_not_in_tokens(tmp_path: Path) -> None:
     made = {"route": Made("route", 0.1, 0.7), "grown": Made("route", 0.1, 0.5, new_tokens=64)}
-    runs = load_runs([write_run(tmp_path / name, run) for name, run in made.items()])
+    runs = load_runs(write_runs(tmp_path, made))
     options = [option for run in runs for option in options_of(run)]
     table = corpus_table(options, runs[0].report.corpus("청원"))
     rows = {str(row[0]): " ".join(map(str, row[1:5])) for row in table.rows}
@@ -212,6 +221,6 @@ def test_a_mean_lies_in_its_interval_and_one_corpus_keeps_its_own(
 
 def test_runs_set_up_otherwise_are_told_key_by_key(tmp_path: Path) -> None:
     made = {"one": Made(), "other": Made(train={"max_hours": 3.0, "attention": "eager"})}
-    runs = load_runs([write_run(tmp_path / name, run) for name, run in made.items()])
+    runs = load_runs(write_runs(tmp_path, made))
     (note,) = notes(runs)
     assert "other" in note and "train.attention: not set -> 'eager'" in note and "hours" not in note

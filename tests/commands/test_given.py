@@ -22,10 +22,9 @@ from tests.generation.test_given_models import (
     TARGETS,
     adapter,
     disturb,
-    plain,
     tuned,
 )
-from tests.generation.test_routed_runs import PROMPTS
+from tests.generation.test_routed_runs import PROMPTS, plain
 from tests.torture.attacker import edit_json
 
 __all__ = ["adapter", "tuned"]

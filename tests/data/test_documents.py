@@ -1,6 +1,7 @@
 """What is read, and what is bad: it costs itself alone, with a reason and a place."""
 
 import json
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,21 +33,36 @@ from tests.data.corpus_files import (
     source_of,
 )
 
+Write = Callable[[str, bytes | str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A function that writes a file and says where it is."""
+
+    def written(name: str, content: bytes | str) -> Path:
+        file = tmp_path / name
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+        return file
+
+    return written
+
+
 # What is read
 
 
 @forms
 def test_every_format_and_compression_gives_the_same_documents(
-    tmp_path: Path, form: str, compression: str
+    write: Write, form: str, compression: str
 ) -> None:
-    file = tmp_path / f"corpus{form}{compression}"
-    file.write_bytes(COMPRESSORS[compression](FORMATS[form](DOCUMENTS)))
-    assert read(file) == DOCUMENTS
+    name = f"corpus{form}{compression}"
+    compress = COMPRESSORS[compression]
+    assert read(write(name, compress(FORMATS[form](DOCUMENTS)))) == DOCUMENTS
     if form != ".txt":
-        file.write_bytes(COMPRESSORS[compression](FORMATS[form](DOCUMENTS, "body")))
+        file = write(name, compress(FORMATS[form](DOCUMENTS, "body")))
         assert read(file, text_field="body") == DOCUMENTS
     if form in (".txt", ".jsonl"):
-        file.write_bytes(COMPRESSORS[compression](b"\xef\xbb\xbf" + FORMATS[form](DOCUMENTS)))
+        file = write(name, compress(b"\xef\xbb\xbf" + FORMATS[form](DOCUMENTS)))
         assert read(file) == DOCUMENTS
 
 
@@ -144,13 +160,12 @@ def test_lines_end_in_any_way_and_marks_within_are_left_out_wherever_blocks_are_
 
 
 def test_a_byte_order_mark_is_left_out_wherever_it_is_in_text_and_only_between_records(
-    tmp_path: Path,
+    write: Write,
 ) -> None:
-    (tmp_path / "joined.txt").write_text("one\ufefftwo\n\ufeff\nthree", encoding="utf-8-sig")
-    assert read(tmp_path / "joined.txt") == ["onetwo", "three"]
+    joined = write("joined.txt", "\ufeffone\ufefftwo\n\ufeff\nthree")
+    assert read(joined) == ["onetwo", "three"]
     record = '\ufeff{"text": "\ufeffa\ufeff"}\n'
-    (tmp_path / "joined.jsonl").write_text(record * 2, encoding="utf-8")
-    assert read(tmp_path / "joined.jsonl") == ["\ufeffa\ufeff"] * 2
+    assert read(write("joined.jsonl", record * 2)) == ["\ufeffa\ufeff"] * 2
 
 
 # What is bad
@@ -175,11 +190,10 @@ BAD_LINES = [
 ]
 
 
-def test_a_bad_line_of_json_costs_itself_alone_and_a_blank_one_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.jsonl"
+def test_a_bad_line_of_json_costs_itself_alone_and_a_blank_one_nothing(write: Write) -> None:
     blank = b"\n \t\r\n"
     lines = (as_jsonl([str(index)]) + line + b"\r" for index, (line, _) in enumerate(BAD_LINES))
-    file.write_bytes(blank + b"".join(lines) + blank)
+    file = write("corpus.jsonl", blank + b"".join(lines) + blank)
     found = records(file, limit=1000)
     assert kept(found) == [str(index) for index in range(len(BAD_LINES))]
     assert dropped(found) == [
@@ -213,31 +227,26 @@ def test_a_bad_line_of_text_costs_its_paragraph_or_itself(tmp_path: Path, end: b
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_document_may_be_as_large_as_the_limit_and_no_larger(tmp_path: Path, form: str) -> None:
-    file = tmp_path / f"corpus{form}"
+def test_a_document_may_be_as_large_as_the_limit_and_no_larger(write: Write, form: str) -> None:
     for limit, over in product((6, 50, 1000), (0, 1)):
         text = "한" * ((limit + over) // 3) + "x" * ((limit + over) % 3)
-        file.write_bytes(FORMATS[form]([text, "a"]))
-        found = records(file, limit=limit)
+        found = records(write(f"corpus{form}", FORMATS[form]([text, "a"])), limit=limit)
         assert kept(found) == ([] if over else [text]) + ["a"]
         assert [reason for reason, _ in dropped(found)] == [Reason.TOO_LARGE] * over
 
 
-def test_a_file_that_is_cut_within_what_is_skipped_is_damaged_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "cut.txt.gz").write_bytes(
-        COMPRESSORS[".gz"](as_txt(["of a file", "that is cut", ""]))[:-12]
-    )
-    (tmp_path / "whole.txt").write_bytes(as_txt(DOCUMENTS))
+def test_a_file_that_is_cut_within_what_is_skipped_is_damaged_all_the_same(write: Write) -> None:
+    write("cut.txt.gz", COMPRESSORS[".gz"](as_txt(["of a file", "that is cut", ""]))[:-12])
+    whole = write("whole.txt", as_txt(DOCUMENTS))
     for skipped in (1, 2, 3):
-        reader = CorpusReader(source_of(tmp_path / "*", skip_documents=skipped), 1000)
+        reader = CorpusReader(source_of(whole.with_name("*"), skip_documents=skipped), 1000)
         reasons = [record.reason for record in reader if isinstance(record, Rejected)]
         assert reasons == [Reason.DAMAGED_FILE] and len(reader.ledger.damaged.places) == 1
         assert reader.ledger.num_skipped == skipped
 
 
-def test_a_bad_parquet_row_costs_itself_alone(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.parquet"
-    file.write_bytes(as_parquet(["a", None, "", "a\0", "a" * 1001, "c"]))
+def test_a_bad_parquet_row_costs_itself_alone(write: Write) -> None:
+    file = write("corpus.parquet", as_parquet(["a", None, "", "a\0", "a" * 1001, "c"]))
     found = records(file, limit=1000)
     assert kept(found) == ["a", "c"]
     reasons = [Reason.WRONG_TYPE, Reason.EMPTY, Reason.NUL, Reason.TOO_LARGE]
@@ -254,55 +263,49 @@ def test_a_bad_parquet_row_costs_itself_alone(tmp_path: Path) -> None:
     assert dropped(found) == [(Reason.NOT_UTF8, f"{file}: row 1")] and found[0].num_bytes == 2
 
 
-def test_a_list_in_a_file_of_lines_is_named_with_what_to_do(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.jsonl"
-    file.write_bytes(FORMATS[".json"](DOCUMENTS))
+def test_a_list_in_a_file_of_lines_is_named_with_what_to_do(write: Write) -> None:
+    file = write("corpus.jsonl", FORMATS[".json"](DOCUMENTS))
     reader = CorpusReader(source_of(file), LIMIT)
     first, *_ = list(reader)
     assert isinstance(first, Rejected) and first.reason is Reason.JSON_LIST
     assert "name the file .json" in reader.ledger.described_losses()
-    file.write_bytes(b"[]\n" + as_jsonl(["a"]))
-    assert kept(records(file)) == ["a"]
+    assert kept(records(write("corpus.jsonl", b"[]\n" + as_jsonl(["a"])))) == ["a"]
 
 
 @pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize("ahead", [{}, {"version": "1.0", "about": {"n": 2}}])
 def test_the_records_of_the_only_list_in_a_json_object_are_read(
-    tmp_path: Path, indent: int | None, ahead: dict[str, Any]
+    write: Write, indent: int | None, ahead: dict[str, Any]
 ) -> None:
     rows = [{"id": id_, "text": text} for id_, text in enumerate(DOCUMENTS)]
-    (tmp_path / "a.json").write_text(json.dumps({"data": rows, **ahead}, indent=indent))
-    assert read(tmp_path / "a.json") == DOCUMENTS
+    content = json.dumps({"data": rows, **ahead}, indent=indent)
+    assert read(write("a.json", content)) == DOCUMENTS
 
 
-def test_several_lists_in_a_json_object_are_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_several_lists_in_a_json_object_are_refused_with_what_to_do(write: Write) -> None:
     rows = [{"text": text} for text in DOCUMENTS]
-    (tmp_path / "a.json").write_text(json.dumps({"train": rows, "test": rows}))
-    (refused_file,) = records(tmp_path / "a.json")
+    (refused_file,) = records(write("a.json", json.dumps({"train": rows, "test": rows})))
     assert isinstance(refused_file, Rejected)
     assert "several lists of records (train, test); write the records" in refused_file.place
 
 
-def test_a_record_that_begins_with_a_list_is_a_line_of_json_all_the_same(tmp_path: Path) -> None:
+def test_a_record_that_begins_with_a_list_is_a_line_of_json_all_the_same(write: Write) -> None:
     rows = [{"parts": [{"n": "x" * 99_999}], "text": text} for text in DOCUMENTS]
     for number in (1, len(rows)):
         lines = "".join(json.dumps(row) + "\n" for row in rows[:number])
-        (tmp_path / "a.json").write_text(lines)
-        assert read(tmp_path / "a.json") == DOCUMENTS[:number]
+        assert read(write("a.json", lines)) == DOCUMENTS[:number]
 
 
-def test_a_table_may_have_a_space_after_each_comma(tmp_path: Path) -> None:
-    file = tmp_path / "a.csv"
-    file.write_text('id, text\n1, one\n2, "two, and ""more"""\n')
-    assert read(file) == ["one", 'two, and "more"']
-    file.write_text("id, text\n1, one\n")
+def test_a_table_may_have_a_space_after_each_comma(write: Write) -> None:
+    quoted = write("a.csv", 'id, text\n1, one\n2, "two, and ""more"""\n')
+    assert read(quoted) == ["one", 'two, and "more"']
+    file = write("a.csv", "id, text\n1, one\n")
     assert read(file, text_field=" text") == [" one"]
     (failed,) = records(file, text_field="body")
     assert isinstance(failed, Rejected) and "and has: 'id', 'text'; set" in failed.place
 
 
-def test_a_table_loses_its_bad_rows_alone(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.csv"
+def test_a_table_loses_its_bad_rows_alone(write: Write) -> None:
     large = '"' + 'a ""quoted"", line\n' * 200_000 + '"'
     rows = [
         "id,text",
@@ -316,7 +319,7 @@ def test_a_table_loses_its_bad_rows_alone(tmp_path: Path) -> None:
         "6,\udcff",
         "7,g",
     ]
-    file.write_bytes("\r\n".join(rows).encode(errors="surrogateescape"))
+    file = write("corpus.csv", "\r\n".join(rows).encode(errors="surrogateescape"))
     found = records(file, limit=1000)
     assert kept(found) == ["a", "b\nc", "g"]
     bad = {3: Reason.TOO_LARGE, 4: Reason.NOT_CSV, 6: Reason.TOO_LARGE, 7: Reason.NOT_CSV}
@@ -324,11 +327,10 @@ def test_a_table_loses_its_bad_rows_alone(tmp_path: Path) -> None:
     assert dropped(found) == [(reason, f"{file}: row {row}") for row, reason in expected]
 
 
-def test_a_frame_of_zstd_with_a_long_window_is_told_how_to_be_read(tmp_path: Path) -> None:
+def test_a_frame_of_zstd_with_a_long_window_is_told_how_to_be_read(write: Write) -> None:
     # A frame's header without its size, with a window of 2^31 bytes, then a last block of one byte.
     frame = b"\x28\xb5\x2f\xfd" + bytes([0x00, 21 << 3]) + b"\x09\x00\x00a"
-    (tmp_path / "long.txt.zst").write_bytes(frame)
-    (damage,) = records(tmp_path / "long.txt.zst")
+    (damage,) = records(write("long.txt.zst", frame))
     assert isinstance(damage, Rejected) and "zstd -d --long=31" in damage.place
 
 

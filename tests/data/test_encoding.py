@@ -15,34 +15,32 @@ from scale_cli.data.encoding import Encoder
 from tests.vocabulary.tokenizers_at_hand import BYTES, KINDS, LETTERS, MARKS, unigram
 
 
-def _with_marks(tokenizer: Tokenizer, marks: list[str]) -> Tokenizer:
-    tokenizer.add_special_tokens(marks)
+def _splitting_words(model: models.Model, *marks: str) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([*marks])
     return tokenizer
+
+
+def _numbered(tokens: list[str]) -> dict[str, int]:
+    return {token: index for index, token in enumerate(dict.fromkeys(tokens))}
 
 
 def word_piece() -> Tokenizer:
     pieces = ["[UNK]", "[SEP]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
-    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return _with_marks(tokenizer, ["[UNK]", "[SEP]"])
+    model = models.WordPiece(_numbered(pieces), unk_token="[UNK]")
+    return _splitting_words(model, "[UNK]", "[SEP]")
 
 
 def words() -> Tokenizer:
     tokens = ["<unk>", "</s>", "a", "<", "/s>"]
-    vocabulary = {word: index for index, word in enumerate(tokens)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return _with_marks(tokenizer, ["</s>"])
+    return _splitting_words(models.WordLevel(_numbered(tokens), unk_token="<unk>"), "</s>")
 
 
 def whole_words_first() -> Tokenizer:
     """BPE that looks every word up before it merges, with a mark among its words."""
-    letters = [*LETTERS, "</s>"]
-    vocabulary = {token: index for index, token in enumerate(letters)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return _with_marks(tokenizer, ["</s>"])
+    vocabulary = _numbered([*LETTERS, "</s>"])
+    return _splitting_words(models.BPE(vocabulary, [], ignore_merges=True), "</s>")
 
 
 def normalized_marks() -> Tokenizer:
@@ -107,6 +105,12 @@ def test_no_kind_of_tokenizer_gives_a_mark_to_text(
     assert encoder.encodings([plain])[0].ids == of_plain
 
 
+def assert_as_transformers_where_nothing_is_spelt(tokenizer: Any) -> None:
+    harmless: Any = [{"role": "user", "content": "ab a"}]
+    theirs = tokenizer.apply_chat_template(harmless, add_generation_prompt=True, return_dict=False)
+    assert conversation_ids(tokenizer, harmless) == theirs
+
+
 @any_kind
 @settings(max_examples=15)
 @given(said=spelt, role=st.sampled_from(["user", "a</s>"]))
@@ -126,9 +130,7 @@ def test_in_a_conversation_the_templates_marks_alone_are_marks(
     # A normalized mark behind other text is none to transformers, either.
     assert marks(said, role) in ([copy_of(kind).token_to_id(mark)] * 2, marks("ab", "user"))
 
-    harmless: Any = [{"role": "user", "content": "ab a"}]
-    theirs = tokenizer.apply_chat_template(harmless, add_generation_prompt=True, return_dict=False)
-    assert conversation_ids(tokenizer, harmless) == theirs
+    assert_as_transformers_where_nothing_is_spelt(tokenizer)
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -155,6 +157,4 @@ def test_a_mark_that_the_tokenizer_does_not_call_special_is_one_in_a_template_al
         return conversation_ids(tokenizer, messages).count(mark)
 
     assert marks(said) in (2, marks("ab"))
-    harmless: Any = [{"role": "user", "content": "ab a"}]
-    theirs = tokenizer.apply_chat_template(harmless, add_generation_prompt=True, return_dict=False)
-    assert conversation_ids(tokenizer, harmless) == theirs
+    assert_as_transformers_where_nothing_is_spelt(tokenizer)

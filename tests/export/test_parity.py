@@ -21,6 +21,12 @@ def prompts() -> list[Tensor]:
     return [torch.randint(0, 61, (1, length), generator=generator) for length in (5, 17, 120)]
 
 
+def prove(exported: Any, trained: ScaleForCausalLM, *ids: Tensor) -> None:
+    """Hold an export to its model on prompts of three lengths, or on these ids."""
+    of_prompts = [*ids] or prompts()
+    measure_parity(exported, trained, trained_logits, of_prompts, coarser(exported, trained))
+
+
 @pytest.fixture
 def trained() -> ScaleForCausalLM:
     return as_if_trained(widen(tiny_llama(), "route", "top:1"))
@@ -34,11 +40,11 @@ def test_an_export_with_one_wrong_matrix_is_refused(
     trained: ScaleForCausalLM, part: str, dtype: str
 ) -> None:
     exported: Any = dense_model(trained, dtype)
-    measure_parity(exported, trained, trained_logits, prompts(), coarser(exported, trained))
+    prove(exported, trained)
     with torch.no_grad():
         exported.get_parameter(part).mul_(-1.0)
     with pytest.raises(ExportParityError):
-        measure_parity(exported, trained, trained_logits, prompts(), coarser(exported, trained))
+        prove(exported, trained)
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.01), ("float16", 1.2)])
@@ -49,11 +55,11 @@ def test_an_export_with_one_matrix_slightly_too_large_is_refused_on_a_long_promp
     dense_model(trained, dtype).save_pretrained(tmp_path)
     exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
     long = random_ids(1, 1500)
-    measure_parity(exported, trained, trained_logits, [long], coarser(exported, trained))
+    prove(exported, trained, long)
     with torch.no_grad():
         exported.model.layers[1].mlp.down_proj.weight.mul_(factor)
     with pytest.raises(ExportParityError):
-        measure_parity(exported, trained, trained_logits, [long], coarser(exported, trained))
+        prove(exported, trained, long)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -65,7 +71,7 @@ def test_a_model_with_logits_that_are_not_finite_is_refused(
     for dtype in ("float32", "bfloat16"):
         exported = dense_model(trained, dtype)
         with pytest.raises(ExportParityError):
-            measure_parity(exported, trained, trained_logits, prompts(), coarser(exported, trained))
+            prove(exported, trained)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -89,7 +95,7 @@ def test_predictions_that_are_all_a_little_off_are_refused_by_their_mean_in_nats
     with pytest.raises(
         ExportParityError, match=r"nats from that model's on average; allowed: 0\.05"
     ):
-        measure_parity(exported, trained, trained_logits, prompts(), coarser(exported, trained))
+        prove(exported, trained)
 
 
 @torch.no_grad()
@@ -101,4 +107,4 @@ def test_a_float16_export_holds_a_stream_of_hundreds_of_times_the_embeddings() -
     assert largest_stream_ratio(model, prompts()) > 600.0
     exported = dense_model(model, "float16", prompts())
     assert all(bool(torch.isfinite(parameter).all()) for parameter in exported.parameters())
-    measure_parity(exported, model, trained_logits, prompts(), coarser(exported, model))
+    prove(exported, model)

@@ -77,6 +77,11 @@ def base(shared_data: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def model(base: Path) -> ModelConfig:
+    return ModelConfig(base=str(base))
+
+
 def with_tokenizer(shared_data: Path, folder: Path) -> Path:
     """Give a base the files of a real tokenizer."""
     folder.mkdir(exist_ok=True)
@@ -171,14 +176,14 @@ def test_the_tokenizers_files_alone_come_along_byte_for_byte(base: Path, tmp_pat
 
 
 def test_what_ends_an_answer_is_among_the_ends_that_other_servers_read(
-    base: Path, tmp_path: Path
+    base: Path, model: ModelConfig, tmp_path: Path
 ) -> None:
     assert read_json(base / "generation_config.json")["eos_token_id"] == 2
     ends = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<unk>{% endfor %}"
     (base / "chat_template.jinja").write_text(ends, encoding="utf-8")
     plain = written(widened(base), base, tmp_path / "plain")
-    model: Any = widen(load_base(ModelConfig(base=str(base))), "preserve")
-    write_self_contained(model, load_tokenizer(ModelConfig(base=str(base))), tmp_path / "own")
+    of_run: Any = widen(load_base(model), "preserve")
+    write_self_contained(of_run, load_tokenizer(model), tmp_path / "own")
     for folder in (plain, tmp_path / "own"):
         settings = read_json(folder / "generation_config.json")
         assert settings["eos_token_id"] == [2, 0]
@@ -210,12 +215,12 @@ def test_of_a_base_from_the_hub_the_files_come_from_its_cache(
 
 
 def test_files_that_tokenise_otherwise_than_the_base_did_are_refused(
-    base: Path, tmp_path: Path
+    base: Path, model: ModelConfig, tmp_path: Path
 ) -> None:
-    tokenizer = load_tokenizer(ModelConfig(base=str(base)))
+    tokenizer = load_tokenizer(model)
     edit_json(base / "tokenizer.json", {"normalizer": {"type": "Lowercase"}})
     with pytest.raises(ExportParityError, match="nothing was written"):
-        write_plain(widened(base), tokenizer, ModelConfig(base=str(base)), tmp_path / "export")
+        write_plain(widened(base), tokenizer, model, tmp_path / "export")
 
 
 def test_a_tokenizer_that_the_config_names_is_copied_from_its_own_place(
@@ -299,10 +304,10 @@ def test_where_one_row_does_not_hold_both_heads_or_no_posterior_mixes_them_there
 
 
 def test_an_export_that_serves_as_a_base_does_not_hand_its_router_on(
-    base: Path, tmp_path: Path
+    base: Path, model: ModelConfig, tmp_path: Path
 ) -> None:
-    model = as_if_trained(widen(load_base(ModelConfig(base=str(base))), "route"))
-    first = written(dense_model(model, "float32"), base, tmp_path / "first", router_keys(model))
+    of_run = as_if_trained(widen(load_base(model), "route"))
+    first = written(dense_model(of_run, "float32"), base, tmp_path / "first", router_keys(of_run))
     assert KEY in read_json(first / "config.json")
     again = written(widened(first), first, tmp_path / "again")
     assert KEY not in read_json(again / "config.json")

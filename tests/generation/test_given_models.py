@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from scale_cli.generation.generator import Generator, Sampling
 from tests.command_line import Scale
-from tests.generation.test_routed_runs import PROMPTS, mixed
+from tests.generation.test_routed_runs import PROMPTS, greedy, mixed, plain
 
 GREEDY = Sampling(max_new_tokens=6)
 TARGETS = ["q_proj", "v_proj", "down_proj"]
@@ -25,10 +24,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "embedding and head whole": {"modules_to_save": ["embed_tokens", "lm_head"]},
     "head and embedding adapted": {"target_modules": [*TARGETS, "lm_head", "embed_tokens"]},
 }
-
-
-def plain(folder: Path | str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
 
 
 def disturb(model: Any, seed: int = 5) -> None:
@@ -74,13 +69,6 @@ def new_ids(generator: Generator) -> list[list[int]]:
 
 
 @torch.no_grad()
-def greedy(model: Any, ids_T: Tensor) -> list[int]:
-    options: dict[str, Any] = {"max_new_tokens": GREEDY.max_new_tokens, "do_sample": False}
-    new_T: Tensor = model.generate(input_ids=ids_T[None], **options)[0, len(ids_T) :]
-    return new_T.tolist()
-
-
-@torch.no_grad()
 def check_pair(generator: Generator, base: Any, trained: Any) -> None:
     """The heads are both models' own, bit for bit, and what is routed is their posterior mixture."""
     ids_T = generator.framed(PROMPTS[0]).ids_T
@@ -104,7 +92,9 @@ def test_an_adapter_made_by_peft_is_routed_with_its_base(
     generator = Generator(folder, base=str(stories))
     check_pair(generator, plain(stories), trained)
     alone = Generator(folder, "trained", str(stories))
-    assert new_ids(alone) == [greedy(trained, alone.framed(prompt).ids_T) for prompt in PROMPTS]
+    assert new_ids(alone) == [
+        greedy(trained, alone.framed(prompt).ids_T, GREEDY) for prompt in PROMPTS
+    ]
     assert new_ids(Generator(folder, "base", str(stories))) == new_ids(Generator(stories))
 
 

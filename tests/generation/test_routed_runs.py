@@ -23,6 +23,21 @@ PROMPTS = ["Once upon a time", "학교에서", "Lily saw a big"]
 GREEDY = Sampling(max_new_tokens=8)
 
 
+def plain(folder: Path | str) -> Any:
+    """A model as anybody loads it, by transformers alone."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+
+
+def said(generator: Generator) -> list[str]:
+    return [one.completion for one in generator.continue_all(PROMPTS, GREEDY)]
+
+
+def greedy(model: Any, ids_T: Tensor, sampling: Sampling = GREEDY) -> list[int]:
+    options: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens, "do_sample": False}
+    new_T: Tensor = model.generate(input_ids=ids_T[None], **options)[0, len(ids_T) :]
+    return new_T.tolist()
+
+
 def trained(shared_data: Path, folder: Path, variant: str) -> RunConfig:
     return train_run(petitions_run(shared_data, folder / "run", variant=variant))
 
@@ -49,7 +64,7 @@ def test_a_widened_run_answers_with_the_head_that_is_asked_for(
     shared_data: Path, tmp_path: Path
 ) -> None:
     config = trained(shared_data, tmp_path, "route")
-    base: Any = AutoModelForCausalLM.from_pretrained(config.model.base, dtype="float32").eval()
+    base = plain(config.model.base)
     said = {}
     for head in get_args(Head):
         generator = Generator(config.output_dir, head)
@@ -57,8 +72,7 @@ def test_a_widened_run_answers_with_the_head_that_is_asked_for(
         said[head] = [new_T.tolist() for new_T in generator.generate(framed, GREEDY)]
         assert generator.head_names == (["base", "trained"] if head == "routed" else [])
     for prompt, new in zip(framed, said["base"], strict=True):
-        whole_1T = base.generate(prompt.ids_T[None], max_new_tokens=8, do_sample=False)
-        assert whole_1T[0, len(prompt.ids_T) :].tolist() == new
+        assert greedy(base, prompt.ids_T) == new
     assert said["trained"] != said["base"]
     assert said["routed"] == [
         new_T.tolist() for new_T in Generator(config.output_dir / "final").generate(framed, GREEDY)
@@ -87,10 +101,7 @@ def mixed(models: list[Any], prior: float, ids_T: Tensor, num_new: int) -> tuple
 def test_a_run_that_widens_nothing_is_mixed_with_its_base_by_the_posterior(run: RunConfig) -> None:
     generator = Generator(run.output_dir)
     folder = export(run).folder
-    models = [
-        AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
-        for path in (run.model.base, folder)
-    ]
+    models = [plain(path) for path in (run.model.base, folder)]
     framed = [generator.framed(prompt) for prompt in PROMPTS]
     assert [prompt.base_prior for prompt in framed] == [0.98, 0.02, 0.98]
     seen = HeadShares(generator.model)
@@ -108,14 +119,10 @@ def test_a_head_alone_says_what_its_own_model_says(run: RunConfig) -> None:
     for head, folder in alone.items():
         generator = Generator(run.output_dir, head)
         assert generator.head_names == []
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+        model = plain(folder)
         for prompt in map(generator.framed, PROMPTS):
             (new_T,) = generator.generate([prompt], GREEDY)
-            whole_1T = model.generate(
-                prompt.ids_T[None], max_new_tokens=GREEDY.max_new_tokens, do_sample=False
-            )
-            expected_T = whole_1T[0, len(prompt.ids_T) :]
-            assert new_T.tolist() == expected_T.tolist()
+            assert new_T.tolist() == greedy(model, prompt.ids_T)
 
 
 def test_a_config_without_a_router_serves_the_trained_head(lora: RunConfig, scale: Scale) -> None:
@@ -130,16 +137,16 @@ def test_a_config_without_a_router_serves_the_trained_head(lora: RunConfig, scal
 
 
 def test_a_checkpoint_and_an_adapter_are_routed_too(lora: RunConfig) -> None:
-    expected = [c.completion for c in Generator(lora.output_dir).continue_all(PROMPTS, GREEDY)]
+    expected = said(Generator(lora.output_dir))
     of_adapter = export(changed(lora, "export.format=adapter")).folder
     for folder in (lora.output_dir / "final", of_adapter):
         generator = Generator(folder)
         assert generator.head_names == ["base", "trained"]
-        assert [c.completion for c in generator.continue_all(PROMPTS, GREEDY)] == expected
+        assert said(generator) == expected
 
 
 def test_an_export_is_routed_without_its_run(run: RunConfig, tmp_path: Path, scale: Scale) -> None:
-    expected = [c.completion for c in Generator(run.output_dir).continue_all(PROMPTS, GREEDY)]
+    expected = said(Generator(run.output_dir))
     form = {"lora": "adapter", "full": "plain"}[run.method.variant]
     written = export(changed(run, f"export.format={form}")).folder
     folder = tmp_path / "elsewhere"
@@ -151,7 +158,7 @@ def test_an_export_is_routed_without_its_run(run: RunConfig, tmp_path: Path, sca
     assert keys["script_prior"] == 0.02 and [0xAC00, 0xD7A3] in keys["script"]
     assert "route" in (folder / "README.md").read_text()
     generator = Generator(folder)
-    assert [c.completion for c in generator.continue_all(PROMPTS, GREEDY)] == expected
+    assert said(generator) == expected
     assert Generator(folder, "trained").head_names == []
     assert scale("verify", folder, "--base", run.model.base).exit_code == 0
 
@@ -171,9 +178,8 @@ def test_an_export_is_routed_without_its_run(run: RunConfig, tmp_path: Path, sca
 
 def test_transformers_routes_an_adapters_folder_whose_code_it_trusts(lora: RunConfig) -> None:
     folder = export(changed(lora, "export.format=adapter")).folder
-    base: Any = AutoModelForCausalLM.from_pretrained(lora.model.base, dtype="float32").eval()
-    under: Any = AutoModelForCausalLM.from_pretrained(lora.model.base, dtype="float32")
-    trained: Any = PeftModel.from_pretrained(under, str(folder)).eval()
+    base = plain(lora.model.base)
+    trained: Any = PeftModel.from_pretrained(plain(lora.model.base), str(folder)).eval()
     routed: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     for prompt in PROMPTS:
         ids_T = Generator(folder).framed(prompt).ids_T

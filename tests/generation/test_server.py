@@ -47,6 +47,7 @@ PROMPTS = [
 ]
 NUM_NEW = 8
 NAME = "korean"
+Served = Callable[[Path], openai.OpenAI]
 KINDS = {"with BOS": "ckpt-stories260K", "without BOS": "ckpt-novels-en"}
 
 
@@ -60,13 +61,13 @@ def folders(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.fixture(scope="module")
-def served(folders: dict[str, Path]) -> Iterator[Callable[[Path], str]]:
-    """Serve folders, each once, and say where."""
+def served(folders: dict[str, Path]) -> Iterator[Served]:
+    """Serve folders, each once, and return a client of each."""
     servers: list[tuple[uvicorn.Server, threading.Thread]] = []
-    urls: dict[Path, str] = {}
+    clients: dict[Path, openai.OpenAI] = {}
 
-    def url_of(folder: Path) -> str:
-        if folder not in urls:
+    def client_of(folder: Path) -> openai.OpenAI:
+        if folder not in clients:
             app = create_app(Generator(folder), NAME)
             server = uvicorn.Server(
                 uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1)
@@ -76,19 +77,20 @@ def served(folders: dict[str, Path]) -> Iterator[Callable[[Path], str]]:
             thread.start()
             while not server.started:
                 time.sleep(0.01)
-            urls[folder] = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
-        return urls[folder]
+            url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+            clients[folder] = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        return clients[folder]
 
-    yield url_of
+    yield client_of
     for server, thread in servers:
         server.should_exit = True
         thread.join()
 
 
 @pytest.fixture
-def client(folders: dict[str, Path], served: Callable[[Path], str]) -> openai.OpenAI:
+def client(folders: dict[str, Path], served: Served) -> openai.OpenAI:
     """A client of the base that has no BOS."""
-    return openai.OpenAI(base_url=served(folders["without BOS"]), api_key="none", max_retries=0)
+    return served(folders["without BOS"])
 
 
 @pytest.fixture
@@ -123,10 +125,10 @@ def text_of(client: openai.OpenAI, prompt: str, **options: Any) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_is_continued_as_by_scale_generate_and_framed_as_by_its_tokenizer(
-    folders: dict[str, Path], served: Callable[[Path], str], kind: str
+    folders: dict[str, Path], served: Served, kind: str
 ) -> None:
     folder = folders[kind]
-    client = openai.OpenAI(base_url=served(folder), api_key="none")
+    client = served(folder)
     generator, tokenizer = Generator(folder), AutoTokenizer.from_pretrained(folder)
     for prompt, wanted in zip(
         PROMPTS, generator.continue_all(PROMPTS, Sampling(max_new_tokens=NUM_NEW)), strict=True
@@ -246,17 +248,20 @@ def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> N
             assert re.search(told, body["message"]) and "\n" not in body["message"]
     with pytest.raises(openai.NotFoundError, match=f"this server serves only {NAME}"):
         client.completions.create(**asked | {"model": "gpt"})
-    json_header = {"Content-Type": "application/json"}
+    as_json = {"Content-Type": "application/json"}
+    bad = (
+        b"{",
+        b"[]",
+        b'{"prompt": "x", "temprature": 1}',
+        rb'{"prompt": "\ud800"}',
+        b'{"prompt": "\xff"}',
+    )
     for path, sent, headers, code in (
-        ("completions", b"{", json_header, 400),
-        ("completions", b"[]", json_header, 400),
-        ("completions", b'{"prompt": "x", "temprature": 1}', json_header, 400),
-        ("completions", rb'{"prompt": "\ud800"}', json_header, 400),
-        ("completions", b'{"prompt": "\xff"}', json_header, 400),
+        *(("completions", body, as_json, 400) for body in bad),
         ("completions", b'{"prompt": "Once"}', {}, 400),
         ("completions", None, {}, 405),
         ("nowhere", None, {}, 404),
-        ("completions", rb'{"prompt": "x", "model": "\ud800"}', json_header, 404),
+        ("completions", rb'{"prompt": "x", "model": "\ud800"}', as_json, 404),
     ):
         request = urllib.request.Request(f"{client.base_url}{path}", sent, headers)
         with pytest.raises(urllib.error.HTTPError) as answer:
@@ -279,13 +284,14 @@ def test_the_model_is_listed_and_a_base_without_a_chat_template_is_no_model_to_t
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chat_is_framed_by_its_template_alone(
-    folders: dict[str, Path], served: Callable[[Path], str], tmp_path: Path, kind: str
+    folders: dict[str, Path], served: Served, tmp_path: Path, kind: str
 ) -> None:
     folder = shutil.copytree(folders[kind], tmp_path / "chat")
     (folder / "chat_template.jinja").write_text(
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
     )
-    client, generator = openai.OpenAI(base_url=served(folder), api_key="none"), Generator(folder)
+    client = served(folder)
+    generator = Generator(folder)
     said = {"user": "Once upon", "assistant": "a time"}
     turns: Any = [{"role": role, "content": content} for role, content in said.items()]
     (wanted,) = generator.continue_all([turns], Sampling(max_new_tokens=NUM_NEW))

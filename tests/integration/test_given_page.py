@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from tests.generation.test_given_models import TARGETS, disturb, plain
+from tests.generation.test_given_models import TARGETS, disturb
+from tests.generation.test_routed_runs import plain
 from tests.serving_page import PAGE, run
 
 TEXT = PAGE.with_name("given.md").read_text("utf-8")

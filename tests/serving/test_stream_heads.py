@@ -86,9 +86,16 @@ def heads(
     return StreamHeads(multiplied, STREAMS, shard, shared)
 
 
+def of_tokens(logits_T2V: Tensor) -> Tensor:
+    """(T, 2): both heads' logits of the tokens that come."""
+    return logits_T2V.gather(-1, IDS_T[:, None, None].expand(-1, 2, 1))[..., 0]
+
+
+ALONE = Shard(0, VOCABULARY, lambda tensor: tensor[None], lambda tensor: tensor)
+
+
 def alone(shares: PieceShares | None, *, readable: bool = True) -> StreamHeads:
-    shard = Shard(0, VOCABULARY, lambda tensor: tensor[None], lambda tensor: tensor)
-    return heads(WEIGHT_VD, shard, shares, readable=readable)
+    return heads(WEIGHT_VD, ALONE, shares, readable=readable)
 
 
 def expected_logits(shares: PieceShares | None) -> Tensor:
@@ -115,20 +122,19 @@ def test_mixed_scores_are_of_the_bases_columns_and_of_all(shares: PieceShares | 
 def test_a_tokens_logits_are_those_of_the_whole_product(
     readable: bool, shares: PieceShares | None
 ) -> None:
-    expected = expected_logits(shares).gather(-1, IDS_T[:, None, None].expand(-1, 2, 1))[..., 0]
-    torch.testing.assert_close(alone(shares, readable=readable).logits_of(ROWS_TD, IDS_T), expected)
-    logits_T2, sizes_T2 = alone(shares, readable=readable).observe(ROWS_TD, IDS_T)
+    whole = alone(shares, readable=readable)
+    expected = of_tokens(expected_logits(shares))
+    torch.testing.assert_close(whole.logits_of(ROWS_TD, IDS_T), expected)
+    logits_T2, sizes_T2 = whole.observe(ROWS_TD, IDS_T)
     torch.testing.assert_close(logits_T2, expected)
     torch.testing.assert_close(sizes_T2, torch.logsumexp(expected_logits(shares), dim=-1))
 
 
 @pytest.mark.parametrize("readable", [True, False])
 def test_a_trained_model_of_its_own_has_a_product_of_its_own(readable: bool) -> None:
-    shard = Shard(0, VOCABULARY, lambda tensor: tensor[None], lambda tensor: tensor)
-    of_two = heads(WEIGHT_VD, shard, None, readable=readable, trained_of=trained_alone)
+    of_two = heads(WEIGHT_VD, ALONE, None, readable=readable, trained_of=trained_alone)
     logits_T2V = torch.stack(products(ROWS_TD, WEIGHT_VD), dim=1)
-    expected_T2 = logits_T2V.gather(-1, IDS_T[:, None, None].expand(-1, 2, 1))[..., 0]
-    torch.testing.assert_close(of_two.logits_of(ROWS_TD, IDS_T), expected_T2)
+    torch.testing.assert_close(of_two.logits_of(ROWS_TD, IDS_T), of_tokens(logits_T2V))
     torch.testing.assert_close(of_two.observe(ROWS_TD, IDS_T)[1], logits_T2V.logsumexp(dim=-1))
     even = math.log(0.5) + torch.zeros(2, len(ROWS_TD))
     torch.testing.assert_close(

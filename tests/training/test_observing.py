@@ -66,40 +66,40 @@ def test_the_best_has_learned_most_within_the_bound_and_where_none_keeps_within_
     assert better_of(best, None, bound) == best
 
 
-def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> None:
-    def bits(base: float, trained: float, routed: float | None) -> dict[str, float | None]:
-        return {"base": base, "trained": trained, "routed": routed}
+def bits(
+    base: float | None, trained: float | None, routed: float | None
+) -> dict[str, float | None]:
+    return {"base": base, "trained": trained, "routed": routed}
 
-    roles = {"a": "retention", "b": "retention", "c": "acquisition", "d": "acquisition"}
+
+def observer_of(*overrides: str, **roles: str) -> Observer:
+    """Return what judges a run by texts of these roles; it cannot evaluate."""
     sources = [json.dumps(held_out(name, "x.txt", role)) for name, role in roles.items()]
+    config = load_text(SMALLEST, f"evaluation.perplexity=[{', '.join(sources)}]", *overrides)
+    no: Any = None
+    return Observer(config, no, no, no, no, no, [], [])
+
+
+def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> None:
+    roles = {"a": "retention", "b": "retention", "c": "acquisition", "d": "acquisition"}
     losses = {"a": bits(1, 9, 1.5), "b": bits(1, 9, 1.2), "c": bits(9, 2, 3), "d": bits(9, 4, 5)}
     for variant, acquisition, forgetting in (("route", 4.0, 0.5), ("preserve", 3.0, 8.0)):
-        overrides = (f"method.variant={variant}", f"evaluation.perplexity=[{', '.join(sources)}]")
-        no: Any = None
-        observer = Observer(load_text(SMALLEST, *overrides), no, no, no, no, no, [], [])
+        observer = observer_of(f"method.variant={variant}", **roles)
         score = observer.score(7, losses)
         assert score is not None and score.step == 7
         assert (score.acquisition, score.forgetting) == pytest.approx((acquisition, forgetting))
-        not_finite = {"c": {"base": 1.0, "trained": None, "routed": None}}
-        assert observer.score(7, losses | not_finite) is None
+        assert observer.score(7, losses | {"c": bits(1.0, None, None)}) is None
 
 
 def test_a_failure_on_the_way_names_what_is_compared_and_the_trained_head_alone() -> None:
-    def bits(base: float | None, trained: float | None) -> dict[str, float | None]:
-        return {"base": base, "trained": trained, "routed": base}
-
-    roles = {"old": "retention", "new": "acquisition"}
-    sources = [json.dumps(held_out(name, "x.txt", role)) for name, role in roles.items()]
-    no: Any = None
-    config = load_text(SMALLEST, f"evaluation.perplexity=[{', '.join(sources)}]")
-    observer = Observer(config, no, no, no, no, no, [], [])
-    failed = observer.failures({"old": bits(1.0, 9.0), "new": bits(1.188, 1.339)})
+    observer = observer_of(old="retention", new="acquisition")
+    failed = observer.failures({"old": bits(1.0, 9.0, 1.0), "new": bits(1.188, 1.339, 1.188)})
     assert [*failed] == ["new"], "what is forgotten has a bound of its own"
     assert "1.188 to 1.339 bits/byte, without an interval, of the text that" in failed["new"]
-    failed = observer.failures({"old": bits(1.0, None), "new": bits(None, 1.0)})
+    failed = observer.failures({"old": bits(1.0, None, 1.0), "new": bits(None, 1.0, None)})
     assert failed == {"old": "the trained head's loss is not finite"}
     for trained in (0.9, 1.0, 1.0004):
-        assert not observer.failures({"old": bits(1.0, 1.0), "new": bits(1.0, trained)})
+        assert not observer.failures({"old": bits(1.0, 1.0, 1.0), "new": bits(1.0, trained, 1.0)})
 
 
 class Killed(Exception):

@@ -38,6 +38,18 @@ def named(folder: Path | str, dtype: Any = "float32") -> ModelConfig:
     return ModelConfig(base=str(folder), dtype=dtype)
 
 
+@pytest.fixture
+def model(base: Path) -> ModelConfig:
+    return named(base)
+
+
+def no_base(told: str, model: ModelConfig) -> str:
+    """Return the message of a base that cannot be one, in which this is told."""
+    with pytest.raises(BaseModelError, match=told) as error:
+        load_base_config(model)
+    return str(error.value)
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     edit_json(folder / "config.json", changes)
 
@@ -143,18 +155,20 @@ def test_a_base_that_is_damaged_or_not_supported_is_one_line_that_names_it(
         load_base(named(base))
 
 
-def test_a_load_report_names_what_was_not_read_and_why_that_matters(base: Path) -> None:
+def test_a_load_report_names_what_was_not_read_and_why_that_matters(
+    base: Path, model: ModelConfig
+) -> None:
     edit_tensors(base, lambda tensors: tensors.update(UNASKED))
     with pytest.raises(BaseModelError, match=r"layers\.1\.self_attn\.q_proj\.bias.*attention_bias"):
-        load_base(named(base))
+        load_base(model)
     with pytest.raises(StorageError, match=r"layers\.1\.self_attn\.q_proj\.bias"):
         load_written(AutoModelForCausalLM, base)
 
 
 def test_leftovers_of_old_checkpoints_and_a_second_copy_of_a_tied_head_do_no_harm(
-    base: Path,
+    base: Path, model: ModelConfig
 ) -> None:
-    before = record_base(load_base(named(base)), named(base))
+    before = record_base(load_base(model), model)
     leftovers = {
         "lm_head.weight": load_file(base / "model.safetensors")[EMBEDDING].clone(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
@@ -162,7 +176,7 @@ def test_leftovers_of_old_checkpoints_and_a_second_copy_of_a_tied_head_do_no_har
         "model.position_ids": torch.ones(4),
     }
     edit_tensors(base, lambda tensors: tensors.update(leftovers))
-    assert record_base(load_base(named(base)), named(base)) == before
+    assert record_base(load_base(model), model) == before
 
 
 def only(folder: Path, *names: str) -> None:
@@ -174,31 +188,25 @@ def only(folder: Path, *names: str) -> None:
         (folder / name).touch()
 
 
-def test_what_is_no_base_is_said_to_be_what_it_is_with_what_to_do(base: Path) -> None:
+def test_what_is_no_base_is_said_to_be_what_it_is_with_what_to_do(
+    base: Path, model: ModelConfig
+) -> None:
     edit_json(base / "adapter_config.json", {"base_model_name_or_path": "org/base"})
-    with pytest.raises(BaseModelError, match=r"PEFT adapter.*org/base.*merge"):
-        load_base_config(named(base))
+    no_base(r"PEFT adapter.*org/base.*merge", model)
     only(base, "config.json", "pytorch_model.bin")
-    with pytest.raises(BaseModelError, match=r"pickled.*pytorch_model\.bin.*save_pretrained"):
-        load_base_config(named(base))
+    no_base(r"pickled.*pytorch_model\.bin.*save_pretrained", model)
     only(base, "q4.gguf")
-    with pytest.raises(BaseModelError, match=r"GGUF.*made"):
-        load_base_config(named(base))
-
-
-@pytest.mark.parametrize("name", ["model.gguf", "owner/Model-7B-GGUF"])
-def test_a_gguf_file_or_repository_is_said_to_be_one(name: str) -> None:
-    with pytest.raises(BaseModelError, match="GGUF"):
-        load_base_config(named(name))
+    no_base(r"GGUF.*made", model)
+    for name in ("model.gguf", "owner/Model-7B-GGUF"):
+        no_base("GGUF", named(name))
 
 
 def test_a_relative_base_that_is_not_here_is_not_said_to_be_a_matter_of_the_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BaseModelError, match=r"neither a folder in .* nor") as error:
-        load_base_config(named("smol/base"))
-    assert str(tmp_path) in str(error.value) and "connect" not in str(error.value)
+    told = no_base(r"neither a folder in .* nor", named("smol/base"))
+    assert str(tmp_path) in told and "connect" not in told
 
 
 def test_a_tokenizer_in_sentencepiece_alone_is_told_what_to_do(base: Path) -> None:
@@ -215,8 +223,7 @@ def test_a_size_that_no_model_has_is_refused_before_memory_is_asked_for(base: Pa
     for name, size in product(base_module._SIZES, wrong):
         (base / "config.json").write_text(whole)
         edit_config(base, **{name: size})
-        with pytest.raises(BaseModelError, match=r"model\.base"):
-            load_base_config(named(base))
+        no_base(r"model\.base", named(base))
 
 
 def test_a_base_without_a_tokenizer_may_be_given_one(base: Path, shared_data: Path) -> None:
@@ -238,8 +245,7 @@ def test_a_base_without_a_tokenizer_may_be_given_one(base: Path, shared_data: Pa
 def test_folders_and_hub_ids_are_told_apart(base: Path) -> None:
     assert all(looks_local(name) for name in ("./x", "../x", "/x", "~/x", "a/b/c", str(base)))
     assert not any(looks_local(name) for name in ("org/model", "gpt2"))
-    with pytest.raises(BaseModelError, match=r"\./nowhere is not a folder with a config\.json"):
-        load_base_config(named("./nowhere"))
+    no_base(r"\./nowhere is not a folder with a config\.json", named("./nowhere"))
 
 
 def test_processes_of_a_machine_hash_a_base_once_between_them_and_all_are_told_what_has_changed(
@@ -268,34 +274,31 @@ def test_processes_of_a_machine_hash_a_base_once_between_them_and_all_are_told_w
 
 
 def test_a_base_is_hashed_once_in_a_process_and_again_when_its_files_change(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded, known = load_hashed_base(named(base))
-    record = record_base(loaded, named(base), known=known)
+    loaded, known = load_hashed_base(model)
+    record = record_base(loaded, model, known=known)
 
     def refuse(_: Tensor) -> str:
         raise AssertionError("hashed again")
 
     with monkeypatch.context() as patched:
         patched.setattr(base_hashes, "tensor_sha256", refuse)
-        again, known = load_hashed_base(named(base))
+        again, known = load_hashed_base(model)
         check_same_base(again, record, "here", known=known)
         with pytest.raises(AssertionError, match="hashed again"):
             check_same_base(again, record, "here")
 
     assert load_hashed_base(named(base, "bfloat16"))[1] == {}
 
-    def flip(tensors: dict[str, Tensor]) -> None:
-        flip_bit(tensors["model.norm.weight"])
-
-    edit_tensors(base, flip)
-    changed, known = load_hashed_base(named(base))
+    edit_tensors(base, lambda tensors: flip_bit(tensors["model.norm.weight"]))
+    changed, known = load_hashed_base(model)
     with pytest.raises(BaseModelError, match=r"model\.norm\.weight differs"):
         check_same_base(changed, record, "here", known=known)
 
 
 def test_hashes_are_not_kept_where_files_change_while_they_are_read(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load_and_touch(model: ModelConfig) -> Any:
         loaded = load_base(model)
@@ -303,10 +306,10 @@ def test_hashes_are_not_kept_where_files_change_while_they_are_read(
         return loaded
 
     monkeypatch.setattr(base_module, "load_base", load_and_touch)
-    loaded, known = load_hashed_base(named(base))
-    record_base(loaded, named(base), known=known)
+    loaded, known = load_hashed_base(model)
+    record_base(loaded, model, known=known)
     monkeypatch.undo()
-    assert load_hashed_base(named(base))[1] == {}
+    assert load_hashed_base(model)[1] == {}
 
 
 @pytest.mark.parametrize("place", ["", "final", "upscaled"])
