@@ -72,7 +72,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Of `make test`: files that fork processes go to one worker, since their server takes seconds to start."""
     if config.getoption("dist") != "loadfile":
         return None
-    scheduling: Any = import_module("xdist.scheduler").LoadFileScheduling(config, log)
+    scheduling = import_module("xdist.scheduler").LoadFileScheduling(config, log)
     file_of = scheduling._split_scope
     scheduling._split_scope = lambda test: "forks" if file_of(test) in FORKS else file_of(test)
     return scheduling

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "pretended"
-_aten: Any = torch.ops.aten
+_aten = torch.ops.aten
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}  # from one device to the other
 # Not elementwise by PyTorch's tags, and yet they read a number that lies on the CPU.
 _READ_NUMBERS = {

@@ -10,14 +10,14 @@ import yaml
 from setuptools import Distribution
 
 ROOT = Path(__file__).parents[1]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_a_wheel_holds_every_file_of_the_package(monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
     distribution = Distribution({"script_name": "setup.py"})
     distribution.parse_config_files()
-    build: Any = distribution.get_command_obj("build_py")
+    build = distribution.get_command_obj("build_py")
     build.ensure_finalized()
     modules = {Path(path) for _, _, path in build.find_all_modules()}
     data = {Path(folder, name) for _, folder, _, names in build.data_files for name in names}

@@ -25,7 +25,7 @@ LLAMA_3_2_1B = LlamaConfig(
     tie_word_embeddings=True,
 )
 # Every method, what trains being at the bottom, in the middle, at the top, or beside it.
-METHODS: list[dict[str, Any]] = [
+METHODS = [
     {"variant": "full"},
     {"variant": "freeze", "freeze": {"num_layers": 0}},
     {"variant": "freeze", "freeze": {"num_layers": 2}},

@@ -215,7 +215,7 @@ def test_every_end_that_the_bases_settings_name_ends_a_text(
 ) -> None:
     new = []
     for prompt in map(generator.framed, PROMPTS):
-        asked: dict[str, Any] = {"max_new_tokens": 8, "router_prior": prompt.base_prior}
+        asked = {"max_new_tokens": 8, "router_prior": prompt.base_prior}
         whole = generator.model.generate(prompt.ids_T[None], do_sample=False, **asked)[0]
         new.append(whole[len(prompt.ids_T) :].tolist())
     ends = [generator.tokenizer.eos_token_id, new[0][4], new[1][5]]

@@ -39,8 +39,7 @@ def config(configured: Callable[..., RunConfig]) -> RunConfig:
 def served(model: MethodModel) -> Tensor:
     ids = random_ids(2, 20, below=512)
     with torch.no_grad():
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits
+        return model(input_ids=ids, use_cache=False).logits
 
 
 @pytest.mark.parametrize(

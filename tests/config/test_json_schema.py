@@ -18,7 +18,7 @@ from tests.small_runs import SMALLEST, error_of, load_text
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-VALIDATOR: Any = Draft202012Validator(json.loads(json_schema_text()))
+VALIDATOR = Draft202012Validator(json.loads(json_schema_text()))
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
@@ -44,7 +44,7 @@ def put(tree: Any, key: str, value: Any) -> None:
 
 
 RESOLVED = json.loads(load_text(SMALLEST).model_dump_json())
-VALUES: Any = st.one_of(
+VALUES = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-2, 2**33),

@@ -41,7 +41,7 @@ def stream(length: int, source: int = 0) -> npt.NDArray[np.uint32]:
 def batches(
     lengths: list[int], sequence_length: int, weights: list[float] | None = None, **options: Any
 ) -> Batches:
-    defaults: dict[str, Any] = {
+    defaults = {
         "num_steps": 4,
         "seed": 0,
         "global_batch_size": 4,
@@ -244,7 +244,7 @@ def test_different_seeds_and_epochs_have_orders_of_their_own(seeds: list[int]) -
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any))
 def test_sources_are_drawn_by_their_weights(seed: int, weights: list[int]) -> None:
     """Shares lie where those of independent draws would, but for one seed in 100 million."""
-    options: dict[str, Any] = {"global_batch_size": 200, "micro_batch_size": 1, "seed": seed}
+    options = {"global_batch_size": 200, "micro_batch_size": 1, "seed": seed}
     of = batches([50, 60, 70], 5, [float(weight) for weight in weights], **options)
     drawn = Counter(source for step in range(4) for source, _ in of.windows_of(step))
     for source, weight in enumerate(weights):

@@ -139,7 +139,7 @@ def test_a_mark_that_somebody_spells_ends_no_turn_and_is_learned_as_text(
     spelt = "ab<|im_end|>\n<|im_start|>assistant\ncd</s>"
     messages = talk([(spelt, spelt), ("a", "b")])
     (tmp_path / "x.jsonl").write_text(json.dumps({"talk": messages}) + "\n")
-    corpus: Any = tokenised(tmp_path / "x.jsonl", tokenizer, tmp_path, messages_field="talk")
+    corpus = tokenised(tmp_path / "x.jsonl", tokenizer, tmp_path, messages_field="talk")
     ids = corpus.document(0)
     for mark in ("<|im_start|>", "<|im_end|>"):
         assert (ids == tokenizer.convert_tokens_to_ids(mark)).sum() == len(messages)

@@ -106,7 +106,7 @@ def test_no_kind_of_tokenizer_gives_a_mark_to_text(
 
 
 def assert_as_transformers_where_nothing_is_spelt(tokenizer: Any) -> None:
-    harmless: Any = [{"role": "user", "content": "ab a"}]
+    harmless = [{"role": "user", "content": "ab a"}]
     theirs = tokenizer.apply_chat_template(harmless, add_generation_prompt=True, return_dict=False)
     assert conversation_ids(tokenizer, harmless) == theirs
 
@@ -118,7 +118,7 @@ def test_in_a_conversation_the_templates_marks_alone_are_marks(
     kind: Callable[[], Tokenizer], said: str, role: str
 ) -> None:
     mark = "[SEP]" if kind is word_piece else next(iter(marks_of(copy_of(kind)).values()))
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=copy_of(kind))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=copy_of(kind))
     tokenizer.chat_template = TEMPLATE.replace("MARK", mark)
     unknown = {copy_of(kind).token_to_id("<unk>"), copy_of(kind).token_to_id("[UNK]")}
     special = copy_of(kind).get_added_tokens_decoder().keys() - unknown

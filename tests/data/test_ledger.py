@@ -178,7 +178,7 @@ def test_what_is_asked_for_is_read_and_counted(
 
 JAPANESE = "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。ｶﾞﾗｽ、㍿、①、Ａ"
 WORDS = ["<unk>", "a", "cat", "sat"]
-MODELS: dict[str, Any] = {
+MODELS = {
     "words": lambda: models.WordLevel(
         {word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"
     ),

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -84,7 +83,7 @@ def test_killed_by_the_system_it_leaves_no_process(tmp_path: Path) -> None:
 
 def as_one_row_group(texts: list[str]) -> bytes:
     sink = io.BytesIO()
-    plainly: dict[str, Any] = {"use_dictionary": False, "compression": "none"}
+    plainly = {"use_dictionary": False, "compression": "none"}
     pa.parquet.write_table(pa.table({"text": texts}), sink, row_group_size=len(texts), **plainly)
     return sink.getvalue()
 

@@ -67,7 +67,7 @@ def tokenizer_of(folder: Path) -> Any:
 def answering(
     model: Any, tokenizer: Any, of_base: Any = None, batch_size: int = 2, **settings: Any
 ) -> dict[str, HeadsLM]:
-    usual: dict[str, Any] = {"router": ROUTER, "max_length": 128, "share": ALONE}
+    usual = {"router": ROUTER, "max_length": 128, "share": ALONE}
     passes = Passes(64, 64, batch_size, "no")
     return heads_of(model, tokenizer, of_base, passes=passes, **(usual | settings))
 
@@ -220,7 +220,7 @@ def make_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(**keys: Any) -> Benchmark:
         first_words = {"function": "regex", "regex_pattern": r"^\s*(\S+ \S+)"}
-        config: dict[str, Any] = {
+        config = {
             "output_type": "generate_until",
             "doc_to_choice": None,
             "doc_to_text": "{{begun}}",
@@ -258,7 +258,7 @@ def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(
         ("posterior", model, framed(tokenizer)),
     ):
         lm = hf(alone, backend="causal", tokenizer=reads)
-        found: Any = evaluate(lm, {"tasks": benchmark.tasks}, bootstrap_iters=0)
+        found = evaluate(lm, {"tasks": benchmark.tasks}, bootstrap_iters=0)
         logged = [sample for sample in found["samples"]["endings"] if sample["filter"] == "whole"]
         assert answers[head] == [sample["resps"][0][0] for sample in logged]
         for kept in ("first-words", "whole"):

@@ -39,7 +39,7 @@ def source(shared_data: Path, name: str) -> EvaluationSource:
         shared_data
         / {"en": "en-tinystories/tinystories_val.txt", "ko": "ko-petitions/valid.txt.xz"}[name]
     )
-    language: Any = name
+    language = name
     return EvaluationSource(
         name=name, path=str(path), language=language, role="retention", max_documents=NUM_DOCUMENTS
     )
@@ -219,7 +219,7 @@ def test_a_bounded_evaluation_reads_the_beginning_of_each_document(
         cut.num_bytes, whole.num_bytes[:3] * cut.num_tokens / whole.num_tokens[:3]
     )
     ids, _ = windows(corpus, 1, length)[0]
-    base: Any = model.base
+    base = model.base
     expected = base(input_ids=ids, labels=ids, use_cache=False).loss.item() * length
     assert cut.nats["base"][1] == pytest.approx(expected, rel=1e-5)
 

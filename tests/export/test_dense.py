@@ -83,7 +83,7 @@ def test_streams_are_scaled_by_powers_of_two_alone_so_that_no_mantissa_changes(
     model = as_if_trained(widen(real_base(shared_data, "ckpt-stories260K", dtype), "adapt"))
     if dtype == "bfloat16":
         model.expansion.to(torch.bfloat16).float()
-    dense: Any = dense_model(model, dtype)
+    dense = dense_model(model, dtype)
     a, b = vars(dense_module._SCALES[dtype]).values()
     assert math.frexp(a)[0] == math.frexp(b)[0] == 0.5
     base, added, num_base = model.base, model.expansion, model.base.config.hidden_size

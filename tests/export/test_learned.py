@@ -44,7 +44,7 @@ def test_base_run_and_export_cost_what_plain_transformers_and_peft_say(
         sizes = [ids.shape[1] - 1 for ids in documents]
         return float(sum(map(torch.mul, nats, sizes))) / sum(sizes)
 
-    base: Any = AutoModelForCausalLM.from_pretrained(config.model.base, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(config.model.base, dtype=torch.float32)
     rounded = AutoModelForCausalLM.from_pretrained(merged.folder, dtype=torch.float32)
     wanted = {"base": costs(base), "merged": costs(rounded)}
     wanted["run"] = costs(PeftModel.from_pretrained(base, adapter.folder))
@@ -97,7 +97,7 @@ def test_a_16_bit_export_of_a_float32_run_is_judged_by_its_weights_alone(
     """What 16-bit activations round is not the export's: a sensitive position is 8 nats off by it."""
     config = changed(trained_run(LORA), "export.format=plain", "export.dtype=bfloat16")
     folder = export(config).folder
-    same: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    same = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     parity = Plain(config).prove(folder, same, [random_ids(1, 60)], None)
     assert 0.0 <= parity.nats < 1e-9
 

@@ -39,7 +39,7 @@ def trained() -> ScaleForCausalLM:
 def test_an_export_with_one_wrong_matrix_is_refused(
     trained: ScaleForCausalLM, part: str, dtype: str
 ) -> None:
-    exported: Any = dense_model(trained, dtype)
+    exported = dense_model(trained, dtype)
     prove(exported, trained)
     with torch.no_grad():
         exported.get_parameter(part).mul_(-1.0)
@@ -53,7 +53,7 @@ def test_an_export_with_one_matrix_slightly_too_large_is_refused_on_a_long_promp
 ) -> None:
     trained = as_if_trained(widen(tiny_llama(max_position_embeddings=2048), "route", "top:1"))
     dense_model(trained, dtype).save_pretrained(tmp_path)
-    exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
     long = random_ids(1, 1500)
     prove(exported, trained, long)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_predictions_that_are_all_a_little_off_are_refused_by_their_mean_in_nats
     trained: ScaleForCausalLM,
 ) -> None:
     """What every position has is no rounding, though it is within the tolerance of logits."""
-    exported: Any = dense_model(trained, "bfloat16")
+    exported = dense_model(trained, "bfloat16")
     exported.lm_head.register_forward_hook(lambda _, __, logits: 1.5 * logits)
     with pytest.raises(
         ExportParityError, match=r"nats from that model's on average; allowed: 0\.05"

@@ -182,7 +182,7 @@ def test_what_ends_an_answer_is_among_the_ends_that_other_servers_read(
     ends = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<unk>{% endfor %}"
     (base / "chat_template.jinja").write_text(ends, encoding="utf-8")
     plain = written(widened(base), base, tmp_path / "plain")
-    of_run: Any = widen(load_base(model), "preserve")
+    of_run = widen(load_base(model), "preserve")
     write_self_contained(of_run, load_tokenizer(model), tmp_path / "own")
     for folder in (plain, tmp_path / "own"):
         settings = read_json(folder / "generation_config.json")

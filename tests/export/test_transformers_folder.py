@@ -87,7 +87,7 @@ def test_it_answers_as_trained_in_a_fresh_process_without_this_package(
     assert "trust_remote_code" not in result.stdout, "the tokenizer asks about code"
     for name, config in configs.items():
         answers = load_file(folders[name] / "answers.safetensors")
-        trained: Any = load_widened(config.output_dir / "final", config.model)
+        trained = load_widened(config.output_dir / "final", config.model)
         with torch.no_grad():
             expected = trained(input_ids=IDS, use_cache=False).logits
         rounding = 1e-4 if name == "one-folder" else 1e-6

@@ -33,8 +33,8 @@ def said(generator: Generator) -> list[str]:
 
 
 def greedy(model: Any, ids_T: Tensor, sampling: Sampling = GREEDY) -> list[int]:
-    options: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens, "do_sample": False}
-    new_T: Tensor = model.generate(input_ids=ids_T[None], **options)[0, len(ids_T) :]
+    options = {"max_new_tokens": sampling.max_new_tokens, "do_sample": False}
+    new_T = model.generate(input_ids=ids_T[None], **options)[0, len(ids_T) :]
     return new_T.tolist()
 
 
@@ -179,8 +179,8 @@ def test_an_export_is_routed_without_its_run(run: RunConfig, tmp_path: Path, sca
 def test_transformers_routes_an_adapters_folder_whose_code_it_trusts(lora: RunConfig) -> None:
     folder = export(changed(lora, "export.format=adapter")).folder
     base = plain(lora.model.base)
-    trained: Any = PeftModel.from_pretrained(plain(lora.model.base), str(folder)).eval()
-    routed: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    trained = PeftModel.from_pretrained(plain(lora.model.base), str(folder)).eval()
+    routed = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     for prompt in PROMPTS:
         ids_T = Generator(folder).framed(prompt).ids_T
         expected_T, _ = mixed([base, trained], 0.5, ids_T, 8)
@@ -200,7 +200,7 @@ def test_a_fully_trained_export_is_verified_with_the_base_that_it_names(
 
 
 def test_the_weights_that_lora_leaves_frozen_lie_in_memory_once(lora: RunConfig) -> None:
-    routed: Any = Generator(lora.output_dir).model
+    routed = Generator(lora.output_dir).model
     held = {weight.data_ptr(): weight.numel() for weight in routed.parameters()}
     trained = load_tensors(lora.output_dir / "final" / "trained.safetensors")
     of_base = AutoModelForCausalLM.from_pretrained(lora.model.base).num_parameters()

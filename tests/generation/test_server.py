@@ -172,7 +172,7 @@ def test_ten_at_once_are_each_answered_as_alone(client: openai.OpenAI) -> None:
 
 
 def test_n_answers_are_drawn_and_told_apart(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"n": 3, "seed": 1, "temperature": 1.0}
+    asked = {"n": 3, "seed": 1, "temperature": 1.0}
     whole = answer_of(client, PROMPTS[0], **asked)
     texts = [choice.text for choice in whole.choices]
     assert [choice.index for choice in whole.choices] == [0, 1, 2] and len(set(texts)) == 3

@@ -1,7 +1,6 @@
 """What torch.compile makes of a model, in generated code, which takes it half a minute for a layer."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +16,13 @@ from tests.widening import as_if_trained, random_ids, tiny_llama, widen
 )
 @torch.no_grad()
 def test_the_compiled_widened_model_has_the_compiled_bases_logits_bit_for_bit(family: str) -> None:
-    base: Any = tiny_llama(num_hidden_layers=2) if family == "llama" else tiny(family)
+    base = tiny_llama(num_hidden_layers=2) if family == "llama" else tiny(family)
     ids = random_ids(2, 16)
     alone = copy.deepcopy(base)
     model = as_if_trained(widen(base, "route", "top:1"))
 
     def base_states(input_ids: Tensor) -> Tensor:
-        states: Tensor = alone.model(input_ids, use_cache=False).last_hidden_state
-        return states
+        return alone.model(input_ids, use_cache=False).last_hidden_state
 
     preserved = compiled(model.final_states)(ids, with_base_head=True).p_BTD
     expected = compiled(base_states)(ids)

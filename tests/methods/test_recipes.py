@@ -1,7 +1,5 @@
 """Recipes where `test_everything_at_once.py`, which holds them to their formulas, does not look."""
 
-from typing import Any
-
 import torch
 
 from scale_cli.config.training import TrainConfig
@@ -15,7 +13,7 @@ def bounded() -> TrainConfig:
 
 
 def test_a_step_that_is_not_finite_leaves_rows_beyond_their_bound_too() -> None:
-    model: Any = widen(tiny_llama(vocab_size=64), "route", text=UNKNOWN)
+    model = widen(tiny_llama(vocab_size=64), "route", text=UNKNOWN)
     model.expansion.norm.weight.data.fill_(torch.nan)
     before = model.expansion.embed_tokens.weight.detach().clone()
     assert before.square().mean(dim=1).sqrt().max() > model.config.start["embedding_rms"]
@@ -24,7 +22,7 @@ def test_a_step_that_is_not_finite_leaves_rows_beyond_their_bound_too() -> None:
 
 
 def test_an_embedding_that_starts_at_zero_is_not_bounded() -> None:
-    model: Any = widen(tiny_llama(vocab_size=64), "route")
+    model = widen(tiny_llama(vocab_size=64), "route")
     model.expansion.embed_tokens.weight.data.fill_(7.0)
     finite = torch.tensor(True)
     BoundedRows(training_of(bounded(), model)).after(Update(0, None, finite))

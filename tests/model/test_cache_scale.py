@@ -152,7 +152,7 @@ def test_a_step_judges_by_the_tokens_and_begins_from_the_prior_that_it_is_told(
     told = {"judged_mask": judged, "router_prior": router_prior}
     for use_cache in (True, False):
         generated = generate(model, prompts, use_cache=use_cache, **options, **told)
-        whole: Tensor = generated.sequences
+        whole = generated.sequences
         evidence = torch.cat([judged, torch.ones(2, whole.shape[1] - 9, dtype=torch.bool)], dim=1)
         asked = {"evidence_mask": evidence, "use_cache": False}
         with torch.no_grad():
@@ -161,7 +161,7 @@ def test_a_step_judges_by_the_tokens_and_begins_from_the_prior_that_it_is_told(
         logits = torch.stack(generated.logits, 1)
         torch.testing.assert_close(logits, scored, rtol=1e-4, atol=1e-4)
         assert not torch.allclose(logits, by_default, rtol=1e-4, atol=1e-4)
-    by_beams: dict[str, Any] = {"num_beams": 2, "max_new_tokens": 3}
+    by_beams = {"num_beams": 2, "max_new_tokens": 3}
     beams = generate(model, prompts, **by_beams, **told)
     for row, prior in enumerate(torch.as_tensor(router_prior).expand(2).tolist()):
         one = slice(row, row + 1)

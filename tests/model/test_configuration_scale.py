@@ -3,7 +3,6 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from scale_cli.model import cache_scale, configuration_scale
 def test_under_an_older_transformers_a_self_contained_folder_names_the_one_it_needs(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old: Any = SimpleNamespace(__version__=version)  # and none of the names that the file imports
+    old = SimpleNamespace(__version__=version)  # and none of the names that the file imports
     monkeypatch.setitem(sys.modules, "transformers", old)
     with pytest.raises(
         ImportError, match=rf"needs transformers 5\.20 or newer; installed is {version}$"

@@ -19,7 +19,7 @@ from tests.model.test_two_streams import MODELS
 from tests.widening import as_if_trained, tiny_llama, widen
 
 VOCABULARY = 61
-OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+OPTIONS = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
 
 
 class HeadProducts(TorchDispatchMode):
@@ -62,7 +62,7 @@ def test_scoring_a_text_and_answering_by_a_head_make_no_product_for_each_sequenc
 @pytest.mark.parametrize("serve", ["posterior", "cosine", "one row"])
 def test_neither_does_a_model_that_serves_nor_its_plain_export_with_its_router(serve: str) -> None:
     rule = "cosine" if serve == "cosine" else "posterior"
-    model: Any = as_if_trained(widen(tiny_llama(), "route", rule=rule))
+    model = as_if_trained(widen(tiny_llama(), "route", rule=rule))
     if serve == "one row":
         model = routed(model).requires_grad_(False)
     for kept in (0, 5):

@@ -54,11 +54,11 @@ def test_a_broken_expansion_reaches_neither_the_base_logits_nor_the_routed_ones(
 def test_scores_of_an_untrained_route_are_the_bases_logits_so_that_a_repetition_penalty_acts_on_them() -> (
     None
 ):
-    base: Any = tiny_llama()
-    settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    base = tiny_llama()
+    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     penalised = base.generate(IDS, repetition_penalty=1.3, **settings)
     assert not torch.equal(base.generate(IDS, **settings), penalised)
-    model: Any = widen(base, "route")
+    model = widen(base, "route")
     torch.testing.assert_close(model(IDS).logits, base(IDS).logits, rtol=1e-5, atol=1e-5)
     assert torch.equal(model.generate(IDS, repetition_penalty=1.3, **settings), penalised)
 
@@ -97,7 +97,7 @@ def test_logits_to_keep_keeps_the_last_ones_or_those_of_an_index(variant: str, r
 
 @torch.no_grad()
 def test_a_loaded_model_lies_on_one_device_or_is_refused(tmp_path: Path) -> None:
-    model: Any = as_if_trained(widen(tiny_llama(), "route", "none"))
+    model = as_if_trained(widen(tiny_llama(), "route", "none"))
     model.save_pretrained(tmp_path)
     # The room there is would put its parts into different places.
     loaded = ScaleForCausalLM.from_pretrained(

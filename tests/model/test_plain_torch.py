@@ -25,7 +25,7 @@ def tensors_of(module: Any) -> dict[str, Tensor]:
 @families
 @torch.no_grad()
 def test_every_head_says_what_plain_torch_says(family: str) -> None:
-    base: Any = tiny(family)
+    base = tiny(family)
     for run in (
         trained_on(base, "preserve", seed=1),
         trained_on(base, "adapt", "top:2", seed=2),
@@ -42,8 +42,8 @@ def test_every_head_says_what_plain_torch_says(family: str) -> None:
 def test_of_isolated_documents_a_gradient_is_plain_autograds_through_all_of_it(
     family: str, variant: str
 ) -> None:
-    base: Any = tiny(family)
-    model: Any = as_if_trained(widen(base, variant, ratio=0.5), seed=2).train()
+    base = tiny(family)
+    model = as_if_trained(widen(base, variant, ratio=0.5), seed=2).train()
     targets = IDS.roll(-1, dims=1).masked_fill(ISOLATED > 17, -100)
     loss = model(input_ids=IDS, labels=targets, shift_labels=targets, position_ids=ISOLATED).loss
     loss.backward()

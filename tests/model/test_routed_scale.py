@@ -35,7 +35,7 @@ def routed(model: ScaleForCausalLM) -> Any:
     """The dense export as its folder is loaded with its router."""
     plain = dense_model(model, "float32")
     plain.config.scale_router = router_keys(model)
-    loaded: Any = getattr(routed_scale, f"ScaleRouted{type(plain).__name__}")(plain.config)
+    loaded = getattr(routed_scale, f"ScaleRouted{type(plain).__name__}")(plain.config)
     loaded.load_state_dict(plain.state_dict())
     loaded.generation_config.pad_token_id = 0
     return loaded.eval()
@@ -68,8 +68,7 @@ def two() -> Pair:
 
 @torch.no_grad()
 def answered(model: Any, ids: Tensor = IDS, **kwargs: Any) -> Tensor:
-    logits: Tensor = model(input_ids=ids, **{"use_cache": False, **kwargs}).logits
-    return logits
+    return model(input_ids=ids, **{"use_cache": False, **kwargs}).logits
 
 
 def close(one: Tensor, other: Tensor) -> None:
@@ -91,10 +90,10 @@ def test_it_answers_as_the_two_streams_do_with_padding_and_without_and_has_their
 
 @pytest.mark.parametrize("family", BASES)
 def test_of_every_family_it_answers_and_generates_the_same(family: str) -> None:
-    model: Any = as_if_trained(widen(tiny(family), "route"))
+    model = as_if_trained(widen(tiny(family), "route"))
     one_row = routed(model)
     close(answered(one_row), answered(model))
-    options: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "attention_mask": PADDED}
+    options = {"max_new_tokens": 12, "pad_token_id": 0, "attention_mask": PADDED}
     for cache in ("dynamic", "static"):
         generated = one_row.generate(IDS, **options, cache_implementation=cache)
         assert torch.equal(generated, model.generate(IDS, **options))
@@ -146,7 +145,7 @@ def test_however_it_generates_the_tokens_are_the_same(pair: Pair, way: str) -> N
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_it_goes_on_as_the_two_streams_do_from_any_prior(pair: Pair, cache: str) -> None:
     two_streams, one_row = pair
-    options: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "attention_mask": PADDED}
+    options = {"max_new_tokens": 12, "pad_token_id": 0, "attention_mask": PADDED}
     for prior in (1e-9, 0.5, torch.tensor([0.98, 0.02])):
         options["router_prior"] = prior
         generated = one_row.generate(IDS, **options, cache_implementation=cache)

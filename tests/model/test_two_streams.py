@@ -79,7 +79,7 @@ def test_what_a_head_generates_is_what_it_says_is_likeliest(
     prompts = [torch.randint(0, vocab_size, (length,), generator=generator) for length in (9, 4, 1)]
     ids, mask = padded_left(prompts, padding=0)
     said = {}
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     for head in [*heads, "posterior", "cosine"]:
         answers.head = head
         new = answers.answers(ids, mask, **options)

@@ -26,7 +26,7 @@ from tests.small_runs import held_out, small_run
 def test_evaluations_are_counted_as_they_read(
     keys: dict[str, Any], max_tokens: int | None, shared_data: Path, tmp_path: Path
 ) -> None:
-    train: dict[str, Any] = {"max_steps": 10, "eval_every_steps": 3, "eval_max_tokens": max_tokens}
+    train = {"max_steps": 10, "eval_every_steps": 3, "eval_max_tokens": max_tokens}
     text = shared_data / "ko-petitions/valid.txt.xz"
     config = small_run(
         tmp_path,

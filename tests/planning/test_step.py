@@ -59,7 +59,7 @@ def test_parameters_products_and_what_is_kept_are_a_real_steps(
     base, length = base_of(family), 24
     planned = counted(base, method)
     kept_planned = {"no": planned, "bf16": counted(base, method, "bf16")}
-    real: Any = start_model(base, method, seed=0).train()
+    real = start_model(base, method, seed=0).train()
 
     of_kinds = dict.fromkeys(planned.trained, 0)
     for name, kind in kinds_of_parameters(real).items():

@@ -214,5 +214,5 @@ def test_a_folder_is_served_with_the_router_that_it_was_trained_with(
     train(config, None, say_nothing)
     final = RunFolder(config.output_dir).final
     for opened in (open_folder(final), Run(config).open_final()):
-        model: Any = opened.load()
+        model = opened.load()
         assert model.config.router_prior == 0.25

@@ -33,7 +33,7 @@ from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 from tests.widening import TINY, as_if_trained, lower_stories, move
 
-SIZES: dict[str, Any] = {
+SIZES = {
     **TINY,
     "vocab_size": 8192,
     "max_position_embeddings": 256,

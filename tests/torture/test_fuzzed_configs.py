@@ -25,7 +25,7 @@ Examples = Callable[[int, int], settings]
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = [path.read_text() for path in sorted((REPOSITORY / "configs").glob("*.yaml"))]
 OF_A_RUN = (REPOSITORY / "configs" / "petitions.yaml").read_text()
-TREES: list[dict[str, Any]] = [yaml.safe_load(text) for text in SHIPPED]
+TREES = [yaml.safe_load(text) for text in SHIPPED]
 # What takes a config, and what of it is called first with the base: from there on it is a run.
 VERBS = ("plan", "prepare", "run", "upscale")
 

@@ -26,13 +26,13 @@ NUM_STEPS, GLOBAL_BATCH, REPLAY = 6, 6, 1
 DISTILLED = 1.5
 # Large enough that rounding of a small gradient is no step of its own.
 EPSILON = 1e-3
-WIDENED: dict[str, Any] = {
+WIDENED = {
     "embedding_norm": "bounded",
     "lr": 1e-3,
     "lr_multipliers": {"embedding": 3.0, "gains": 0.3},
     "activation_checkpointing": True,
 }
-FULL: dict[str, Any] = {"lr_multipliers": {"head": 0.5}}
+FULL = {"lr_multipliers": {"head": 0.5}}
 
 
 def settings(**more: Any) -> TrainConfig:

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -101,7 +100,7 @@ def test_the_page_of_a_run_shows_its_curve_its_samples_its_cost_and_its_date(
     assert ">petitions-held-out</text>" in curve
     assert "](learning-curve.svg)" in markdown and 'src="data:image/svg+xml;base64,' in html
     cost, position = (read_json(run.final / f"{name}.json") for name in ("cost", "position"))
-    said: Any = read_records(run.metrics)[-1][SAMPLES]["petitions-held-out"]
+    said = read_records(run.metrics)[-1][SAMPLES]["petitions-held-out"]
     for told in (
         f"Measured on {report.date} with the base in float32",
         f"{duration(position['elapsed_s'])} of training: {duration(position['stepping_s'])} of st",

@@ -28,7 +28,7 @@ from tests.widening import as_if_trained, random_ids, tiny_llama, widen
 
 pytestmark = pytest.mark.long
 
-METHODS: dict[str, dict[str, Any]] = {
+METHODS = {
     "preserve": {"variant": "preserve"},
     "route": {"variant": "route", "collaboration": {"layers": "top:1"}},
     "adapt": {"variant": "adapt"},
@@ -83,7 +83,7 @@ def test_checkpointing_computes_again_what_trains_and_no_frozen_layer(
     name: str, num_again: int
 ) -> None:
     calls: list[int] = []
-    model: Any = start(name)
+    model = start(name)
     for layer in getattr(model, "base", model).model.layers:
         layer.self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
     losses(model, num_steps=1, activation_checkpointing=True)

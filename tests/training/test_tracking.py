@@ -57,9 +57,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_log_goes_on(
     config = make_config("run", "train.trackers=[wandb]")
     finished: list[bool] = []
     tracker = SimpleNamespace(finish=lambda: finished.append(True))
-    accelerator: Any = SimpleNamespace(
-        init_trackers=lambda *_: None, log=failing, trackers=[tracker]
-    )
+    accelerator = SimpleNamespace(init_trackers=lambda *_: None, log=failing, trackers=[tracker])
     log = MetricsLog(RunFolder(config.output_dir).metrics, 0)
     with tracked(log, config, accelerator):
         for step in (1, 2, 3):

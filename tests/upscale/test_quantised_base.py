@@ -97,7 +97,7 @@ def test_every_bit_that_a_quantised_weight_is_held_in_is_hashed_and_checked(
     shared_data: Path, checkpoint: str
 ) -> None:
     model = named(shared_data, checkpoint)
-    base: Any = load_base(model)
+    base = load_base(model)
     record = record_base(base, model)
     weight = base.model.layers[1].mlp.up_proj.weight
     for part in parts_of(weight):
@@ -164,7 +164,7 @@ def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_kee
     parts = [part for parameter in base.parameters() for part in parts_of(parameter)]
     assert planned.frozen_bytes == sum(part.untyped_storage().nbytes() for part in parts)
     assert planned.num_frozen == sum(parameter.numel() for parameter in base.parameters())
-    real: Any = start_model(base, method, 0)
+    real = start_model(base, method, 0)
     step = for_training(real.train(), petitions_run(shared_data, Path("unused")).train)
     ids = torch.zeros(1, 89, dtype=torch.long)  # a window that no width is a multiple of
     with kept_for_backward(real, "cpu", "bf16") as kept:

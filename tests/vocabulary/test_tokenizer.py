@@ -181,7 +181,7 @@ def test_a_tokenizer_is_opened_as_transformers_opens_it_whatever_class_is_named(
         (tmp_path / name).write_bytes((base / name).read_bytes())
     settings = read_json(base / "tokenizer_config.json") | {"tokenizer_class": named}
     write_json(tmp_path / "tokenizer_config.json", settings)
-    wanted: Any = AutoTokenizer.from_pretrained(tmp_path)
-    opened: Any = open_tokenizer(tmp_path)
+    wanted = AutoTokenizer.from_pretrained(tmp_path)
+    opened = open_tokenizer(tmp_path)
     assert type(opened) is type(wanted)
     assert opened.backend_tokenizer.to_str() == wanted.backend_tokenizer.to_str()

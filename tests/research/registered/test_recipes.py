@@ -1,7 +1,6 @@
 """Average, lookahead and decay to the base are their papers' formulas, and a resumed run has their state."""
 
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ def test_the_average_of_a_linear_sequence_is_its_closed_form(
 
 
 def test_lookahead_and_decay_to_the_base_are_their_formulas_around_adamws_steps() -> None:
-    plainly: dict[str, Any] = {
+    plainly = {
         "max_steps": 5,
         "lr": 1e-2,
         "weight_decay": 0.0,

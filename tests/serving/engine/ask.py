@@ -41,9 +41,7 @@ def answers_of_round(engine: LLM, asked: dict[str, Any]) -> dict[str, Any]:
     sampling = dict(asked["sampling"])
     if "choice" in sampling:
         sampling["structured_outputs"] = StructuredOutputsParams(choice=sampling.pop("choice"))
-    prompts: Any = [
-        of if isinstance(of, str) else {"prompt_token_ids": of} for of in asked["prompts"]
-    ]
+    prompts = [of if isinstance(of, str) else {"prompt_token_ids": of} for of in asked["prompts"]]
     outputs = engine.generate(prompts, SamplingParams(**sampling), use_tqdm=False)
     return {
         "prompts": [list(output.prompt_token_ids) for output in outputs],

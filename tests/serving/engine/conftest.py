@@ -71,8 +71,7 @@ def ask(vllm: Path) -> Ask:
             environment = {**os.environ, **ENVIRONMENT}
             ran = subprocess.run(command, stdout=told, stderr=subprocess.STDOUT, env=environment)
         assert ran.returncode == 0, log.read_text()
-        found: dict[str, Any] = json.loads(answers.read_text())
-        return found
+        return json.loads(answers.read_text())
 
     return answers_to
 

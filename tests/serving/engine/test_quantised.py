@@ -57,8 +57,8 @@ def quantise_head(folder: Path, values_KN: Tensor, scales_GN: Tensor) -> None:
 
 def test_a_quantised_head_routes_as_the_head_that_it_stands_for(ask: Ask, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {**SIZES, "vocab_size": VOCABULARY}
-    model: Any = LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16()
+    sizes = {**SIZES, "vocab_size": VOCABULARY}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16()
     values_KN = torch.randint(0, 2**BITS, (WIDTH, VOCABULARY))
     scales_GN = (0.03 + 0.05 * torch.rand(WIDTH // GROUP, VOCABULARY)).bfloat16()
     whole_KN = (values_KN - 8) * scales_GN.float().repeat_interleave(GROUP, dim=0)
