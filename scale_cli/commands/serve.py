@@ -29,9 +29,9 @@ from scale_cli.upscale.base_files import BaseRecord
 
 Engine = Literal["vllm", "transformers"]
 _HEADS = {"embed_tokens", "lm_head"}
-# Of PEFT's settings: those by which an adapter is more than A and B of linear layers.
+# Of PEFT's settings: those by which an adapter is more than A and B of linear layers, and modules of
+# its own instead of the base's.
 _BEYOND = (
-    "modules_to_save",
     "trainable_token_indices",
     "target_parameters",
     "use_dora",
@@ -123,14 +123,14 @@ def _find_served(path: Path, head: Head | None) -> tuple[Path, dict[str, Any]]:
 def _routes_in_vllm(folder: Path, config: dict[str, Any]) -> bool:
     """Return whether an export's config.json says how to route it, as vLLM can.
 
-    Of adapters those can that are A and B of linear layers alone: their base's embedding and head
-    answer too.
+    Of adapters those can that are A and B of linear layers, and an embedding or a head of their own.
     """
     kind = (config.get(KEY) or {}).get("kind")
     if kind != "adapter":
         return kind == "copy" or holds_base(config)
     adapter = read_json(folder / ADAPTER_CONFIG)
-    is_plain = not any(adapter.get(key) for key in _BEYOND)
+    whole = {name.rpartition(".")[2] for name in adapter.get("modules_to_save") or ()}
+    is_plain = whole <= _HEADS and not any(adapter.get(key) for key in _BEYOND)
     return is_plain and _HEADS.isdisjoint(adapter["target_modules"])
 
 
@@ -145,7 +145,8 @@ def _engine_of(
         if engine == "vllm":
             raise UsageError(
                 "--engine vllm: serves plain exports (format plain), and routed ones of LoRA beside "
-                f"linear layers alone, and {folder} is none; remove --engine vllm"
+                "linear layers, whose embedding and head are the base's or whole; "
+                f"{folder} is none; remove --engine vllm"
             )
         return "transformers"
     architecture = config["architectures"][0]

@@ -10,6 +10,8 @@ The rows are doubled inside the trunk, behind its embedding, and so are the posi
 compiles it for T tokens like any other trunk, and half of 2T is T again. Half of a length that might
 be odd would be a formula in every shape.
 
+Where an adapter has an embedding or a head of its own, whole, y is read from it or multiplied by it.
+
 vLLM's own loaders give each device its share of A and B. Where the inputs are shared, each adds its
 part of (h A) B before the sum over the devices, which is linear.
 
@@ -31,11 +33,22 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-from .head_parts import HeadPart, Weights, is_readable, tiles_of, whole_product
+from .head_parts import (
+    HeadPart,
+    Weights,
+    is_readable,
+    products_of_heads,
+    tiles_of,
+    whole_product,
+)
 from .stream_heads import HeadProducts, Products, trained_alone
 
 _SETTINGS = "adapter_config.json"
@@ -44,6 +57,8 @@ _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _DOWN = ".lora_A.weight"
 _UP = ".lora_B.weight"
+# What an adapter may have whole instead of the base's, and its name in PEFT's files.
+_WHOLE = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
 
 
 def side_by_side(rows: Tensor) -> Tensor:
@@ -69,12 +84,22 @@ class AdapterStreams:
         self._model = model
         self._vllm_config = vllm_config
         self._folder = vllm_config.model_config.model
-        self._revision = vllm_config.model_config.revision
+        revision = vllm_config.model_config.revision
+        self._settings = get_hf_file_to_dict(_SETTINGS, self._folder, revision)
         router = model.config.scale_router
         # The folder that is served has the adapter alone; its base's weights are read after it.
         model.allow_patterns_overrides = [_WEIGHTS]
         model.secondary_weights = [DefaultModelLoader.Source(router["base"], router["revision"])]
-        model.model.embed_tokens.register_forward_hook(lambda _, __, rows_TD: twice(rows_TD))
+        if vllm_config.model_config.word_embeddings_untied_by_checkpoint:
+            # vLLM takes an adapter's own head for the base's, which is the embedding.
+            model.config.tie_word_embeddings = True
+            model.lm_head = model.lm_head.tie_weights(model.model.embed_tokens)
+        model.trained = trained_whole(self._settings, model.config)
+        model.model.embed_tokens.register_forward_hook(
+            partial(beside_own, model.trained["embed_tokens"])
+            if "embed_tokens" in model.trained
+            else lambda _, __, rows_TD: twice(rows_TD)
+        )
         for layer in model.model.layers:
             layer.self_attn.register_forward_pre_hook(
                 lambda _, args, named: (args, {**named, "positions": twice(named["positions"])}),
@@ -98,13 +123,17 @@ class AdapterStreams:
                     yield name, tensor
 
         loaded = load(of_base())
-        settings = get_hf_file_to_dict(_SETTINGS, self._folder, self._revision)
-        self._put_beside(pairs_of(tensors, settings, self._folder))
+        loaded |= self._load_whole(tensors)
+        self._put_beside(pairs_of(tensors, self._settings, self._folder))
         return loaded
 
     def head_products(self) -> HeadProducts:
-        """Return products of x and y with the base's head, which is read once for both."""
+        """Return products of x and y with the base's head, which is read once for both if the
+        adapter has none of its own.
+        """
         head = self._model.lm_head
+        if "lm_head" in self._model.trained:
+            return products_of_heads([head, self._model.trained["lm_head"]], self.sizes)
         if not is_readable(head):
             of_both = _of_both_rows(partial(whole_product, head))
             return HeadProducts(nn.ModuleList(), [of_both], None, trained_alone)
@@ -112,6 +141,20 @@ class AdapterStreams:
         parts = [HeadPart(tile) for tile in tiles_of(weight)]
         tiles = [_of_both_rows(part) for part in parts]
         return HeadProducts(nn.ModuleList(parts), tiles, [weight, weight], trained_alone)
+
+    def _load_whole(self, tensors: dict[str, Tensor]) -> set[str]:
+        """Load what the adapter has whole, out of its tensors; return the names of the parameters."""
+        found = {name: tensors.pop(_WHOLE[name], None) for name in self._model.trained}
+        for name, module in self._model.trained.items():
+            # A tied matrix may be saved under one of its names alone.
+            tensor = next(of for of in (found[name], *found.values()) if of is not None)
+            if tensor.shape != (self._model.config.vocab_size, self._model.config.hidden_size):
+                raise ValueError(
+                    f"{self._folder}: {_WEIGHTS} has {name} of {tuple(tensor.shape)}, which is not "
+                    "the base's size; serve it with `scale serve --engine transformers`"
+                )
+            module.weight_loader(module.weight, tensor)
+        return {f"trained.{name}.weight" for name in self._model.trained}
 
     def _put_beside(self, pairs: Mapping[str, Pair]) -> None:
         """Put A and B of each of the base's linear maps beside the layer that vLLM computes it in."""
@@ -136,8 +179,9 @@ class AdapterStreams:
             layer.quant_method = LinearOfBoth(layer, parts)
         # vLLM finds a compiled trunk by its configuration, which knows nothing of adapters.
         ranks = {name: len(pair.down_RI) for name, pair in pairs.items()}
+        adapter = {"ranks": ranks, "whole": [*self._model.trained]}
         others = self._vllm_config.additional_config
-        self._vllm_config.additional_config = {**others, "scale_adapter": ranks}
+        self._vllm_config.additional_config = {**others, "scale_adapter": adapter}
 
 
 def _of_both_rows(product: Callable[[Tensor], Tensor]) -> Products:
@@ -148,6 +192,21 @@ def _of_both_rows(product: Callable[[Tensor], Tensor]) -> Products:
         return both[::2], both[1::2]
 
     return of_both
+
+
+def trained_whole(settings: Mapping[str, Any], config: Any) -> nn.ModuleDict:
+    """Return what an adapter has whole, without weights yet: an embedding, a head, both or none."""
+    asked = {name.rpartition(".")[2] for name in settings.get("modules_to_save") or []}
+    if asked and config.tie_word_embeddings and settings.get("ensure_weight_tying"):
+        asked |= {*_WHOLE}
+    makers = {"embed_tokens": VocabParallelEmbedding, "lm_head": ParallelLMHead}
+    sizes = (config.vocab_size, config.hidden_size)
+    return nn.ModuleDict({name: makers[name](*sizes) for name in _WHOLE if name in asked})
+
+
+def beside_own(own: nn.Module, _: nn.Module, ids: tuple[Tensor], rows_TD: Tensor) -> Tensor:
+    """Return (2T, D): each token's row of the base's embedding, and that of the adapter's own."""
+    return torch.stack([rows_TD, own(*ids)], dim=1).flatten(0, 1)
 
 
 class AttentionOfBoth(Attention):

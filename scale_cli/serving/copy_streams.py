@@ -10,18 +10,17 @@ Shapes: T tokens of a step, D channels, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.compilation.backends import set_model_tag
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.transformers_utils.config import get_config
 
-from .head_parts import Weights, is_readable, of_streams, products_with, whole_product
-from .stream_heads import HeadProducts, trained_alone
+from .head_parts import Weights, products_of_heads
+from .stream_heads import HeadProducts
 
 _BASE = "base."
 
@@ -66,8 +65,4 @@ class CopyStreams:
 
     def head_products(self) -> HeadProducts:
         """Return products of x with the base's head, and of y with the trained model's."""
-        heads = [self._model.base.lm_head, self._model.lm_head]
-        if all(map(is_readable, heads)):
-            return products_with([head.weight.data for head in heads], self.sizes, trained_alone)
-        of_both = of_streams([partial(whole_product, head) for head in heads], self.sizes)
-        return HeadProducts(nn.ModuleList(), [of_both], None, trained_alone)
+        return products_of_heads([self._model.base.lm_head, self._model.lm_head], self.sizes)

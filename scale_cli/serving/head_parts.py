@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from .stream_heads import HeadProducts, Products, TrainedOf
+from .stream_heads import HeadProducts, Products, TrainedOf, trained_alone
 
 Weights = Iterable[tuple[str, Tensor]]  # by name, as files have them
 # Used on a CPU: the logits of so many tokens stay in its cache.
@@ -25,6 +26,14 @@ def products_with(
     ]
     tiles = [of_streams(of, sizes) for of in parts]
     return HeadProducts(nn.ModuleList(parts), tiles, weights, trained_of)
+
+
+def products_of_heads(heads: Sequence[Any], sizes: Sequence[int]) -> HeadProducts:
+    """Return products of each stream with a vocabulary head of its own: the base's, the trained."""
+    if all(map(is_readable, heads)):
+        return products_with([head.weight.data for head in heads], sizes, trained_alone)
+    of_both = of_streams([partial(whole_product, head) for head in heads], sizes)
+    return HeadProducts(nn.ModuleList(), [of_both], None, trained_alone)
 
 
 def of_streams(products: Iterable[Callable[[Tensor], Tensor]], sizes: Sequence[int]) -> Products:

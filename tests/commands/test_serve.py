@@ -127,7 +127,9 @@ def test_vllm_routes_loras_export_and_a_run_stands_for_it(
     settings = {"modules_to_save": None, "target_modules": ["q_proj", "down_proj"]}
     for file, keys in (("config.json", config), ("adapter_config.json", settings)):
         write_json(adapter / file, keys)
-    for path in (run, adapter):
+    whole = settings | {"modules_to_save": ["model.embed_tokens", "lm_head"]}
+    for path, told in ((run, settings), (adapter, settings), (adapter, whole)):
+        write_json(adapter / "adapter_config.json", told)
         (promise, *_), (command, environment) = said(path)
         override = json.dumps({"architectures": ["ScaleRoutedQwen3ForCausalLM"]})
         assert command[4:] == [str(adapter), "--hf-overrides", override, *FREE]
@@ -137,7 +139,7 @@ def test_vllm_routes_loras_export_and_a_run_stands_for_it(
         with refused(ScaleError, "^--engine vllm: serves plain exports"):
             serve(adapter, "vllm", [], head)
     for beyond in (
-        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["lm_head", "norm"]},
         {"target_modules": ["lm_head"]},
         {"use_dora": True},
         {"lora_bias": True},
@@ -145,7 +147,7 @@ def test_vllm_routes_loras_export_and_a_run_stands_for_it(
         {"target_parameters": ["mlp.experts.down_proj"]},
     ):
         write_json(adapter / "adapter_config.json", settings | beyond)
-        with refused(ScaleError, "^--engine vllm: .* beside linear layers alone"):
+        with refused(ScaleError, "^--engine vllm: .* beside linear layers"):
             serve(adapter, "vllm", [])
 
 

@@ -6,7 +6,7 @@ import lzma
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,12 @@ class Trained:
     prompts: Tensor
 
 
-def random_adapter(base: PreTrainedModel, folder: Path, at: Path, **router: Any) -> PeftModel:
-    """Write a random LoRA adapter of a base that lies `at` a folder, with what routes it."""
+def random_adapter(
+    base: PreTrainedModel, folder: Path, at: Path, *, whole: Sequence[str] = (), **router: Any
+) -> PeftModel:
+    """Write a random LoRA adapter of a base that lies `at` a folder, with what routes it; `whole`
+    are modules that it has instead of the base's.
+    """
     torch.manual_seed(1)
     settings = LoraConfig(
         r=4,
@@ -96,8 +100,13 @@ def random_adapter(base: PreTrainedModel, folder: Path, at: Path, **router: Any)
         rank_pattern={"down_proj": 7, "layers.1.self_attn.k_proj": 2},
         alpha_pattern={"o_proj": 9},
         task_type="CAUSAL_LM",
+        modules_to_save=[*whole] or None,
+        ensure_weight_tying="lm_head" in whole and base.config.tie_word_embeddings,
     )
     trained = get_peft_model(copy.deepcopy(base), settings).eval()
+    for name, parameter in trained.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
     trained.save_pretrained(str(folder))
     base.config.save_pretrained(folder)
     keys = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
 }
+BY_TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+BOTH = ("embed_tokens", "lm_head")
+# The family, whether its head is its embedding, what the adapter has whole, and options of the engine.
+WHOLE: dict[str, tuple[str, bool, Sequence[str], dict[str, Any]]] = {
+    "both": ("Llama", False, BOTH, {}),
+    "the head alone": ("Llama", False, ("lm_head",), {}),
+    "the embedding alone, which the head was": ("Llama", True, ("embed_tokens",), {}),
+    "both, one matrix, scaled": ("Gemma3", True, BOTH, {}),
+    "both, shared by two processes": ("Llama", False, BOTH, BY_TWO),
+    "both, the trunk compiled": ("Qwen3", False, BOTH, {"enforce_eager": False}),
+}
 IDS = torch.randint(0, VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
@@ -92,6 +104,24 @@ def mixed_log_probs(logits_KBTV: Tensor) -> Tensor:
     return mixed.gather(-1, IDS[:, 1:, None])[..., 0]
 
 
+@torch.no_grad()
+def of_pair(base: Any, trained: Any) -> Tensor:
+    """(B, T - 1): of each token after the first, under the posterior mixture of two models."""
+    heads = [each(input_ids=IDS).logits.float() for each in (base, trained)]
+    return mixed_log_probs(torch.stack(heads))
+
+
+def job_of(folder: Path, family: str, **engine: Any) -> dict[str, Any]:
+    routed = {"hf_overrides": {"architectures": [f"ScaleRouted{family}ForCausalLM"]}}
+    sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+    rounds = [{"prompts": IDS.tolist(), "sampling": sampling}]
+    return {"folder": str(folder), "engine": {**ENGINE, **routed, **engine}, "rounds": rounds}
+
+
+def said_by(answers: dict[str, Any]) -> Tensor:
+    return torch.tensor([of[1:] for of in answers["rounds"][0]["prompt_log_probs"]])
+
+
 def of_family(
     family: str, root: Path, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
@@ -103,10 +133,7 @@ def of_family(
     model = AutoModelForCausalLM.from_config(config).eval().to(dtype)
     model.save_pretrained(folder)
     tell_of_the_router(folder)
-    routed = {"hf_overrides": {"architectures": [f"ScaleRouted{family}ForCausalLM"]}}
-    sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-    rounds = [{"prompts": IDS.tolist(), "sampling": sampling}]
-    job = {"folder": str(folder), "engine": {**ENGINE, **routed}, "rounds": rounds}
+    job = job_of(folder, family)
 
     adapted = root / f"{family}{ADAPTED}"
     trained = random_adapter(model, adapted, folder, prior=PRIOR)
@@ -121,9 +148,7 @@ def of_family(
     }
     expected = {family: routed_log_probs(model)}
     for beside, second in ((adapted, trained), (copied, other)):
-        with torch.no_grad():
-            heads = [each(input_ids=IDS).logits.float() for each in (model, second)]
-        expected[beside.name] = mixed_log_probs(torch.stack(heads))
+        expected[beside.name] = of_pair(model, second)
     return model, jobs, expected
 
 
@@ -140,8 +165,7 @@ def served_and_expected(
         expected |= expected_of_family
         if family == "Llama":
             expected[LACKING] = routed_log_probs(model, NEW_TOKENS)
-    shared = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    jobs[SHARED] = jobs["Llama"] | {"engine": {**jobs["Llama"]["engine"], **shared}}
+    jobs[SHARED] = jobs["Llama"] | {"engine": {**jobs["Llama"]["engine"], **BY_TWO}}
     expected[SHARED] = expected["Llama"]
     lacking = {"scale_router": {**ROUTER, "new_tokens": NEW_TOKENS}}
     overrides = {"hf_overrides": {**jobs[SHARED]["engine"]["hf_overrides"], **lacking}}
@@ -173,8 +197,37 @@ def test_a_family_routes_between_its_heads_as_torch_does(
     name: str, served_and_expected: dict[str, tuple[Any, Tensor]]
 ) -> None:
     answers, expected = served_and_expected[name]
-    served = torch.tensor([of[1:] for of in answers["rounds"][0]["prompt_log_probs"]])
-    torch.testing.assert_close(served, expected, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(said_by(answers), expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def with_whole_modules(
+    ask: Ask, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Any, Tensor]]:
+    """Adapters with an embedding or a head of their own."""
+    root = tmp_path_factory.mktemp("whole")
+    jobs: dict[str, Any] = {}
+    expected: dict[str, Tensor] = {}
+    for name, (family, tied, whole, engine) in WHOLE.items():
+        folder = root / f"{family}, {tied}"
+        keys = {**SIZES, **OWN.get(family, {}), "tie_word_embeddings": tied}
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(MODEL_TYPES[family], **keys)
+        base = AutoModelForCausalLM.from_config(config).eval()
+        base.save_pretrained(folder)
+        trained = random_adapter(base, root / name, folder, whole=whole, prior=PRIOR)
+        expected[name] = of_pair(base, trained)
+        jobs[name] = job_of(root / name, family, **engine)
+    answers = ask(jobs, root)
+    return {name: (answers[name], expected[name]) for name in jobs}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_adapter_with_an_embedding_or_a_head_of_its_own_routes_as_torch_does(
+    name: str, with_whole_modules: dict[str, tuple[Any, Tensor]]
+) -> None:
+    answers, expected = with_whole_modules[name]
+    torch.testing.assert_close(said_by(answers), expected, atol=1e-3, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -194,5 +247,4 @@ def test_a_compiled_trunk_in_bfloat16_routes_as_torch_does_within_its_rounding(
     kind: str, in_bfloat16: dict[str, tuple[Any, Tensor]]
 ) -> None:
     answers, expected = in_bfloat16[f"Qwen3{kind}"]
-    served = torch.tensor([of[1:] for of in answers["rounds"][0]["prompt_log_probs"]])
-    assert (served - expected).abs().mean() < 0.1
+    assert (said_by(answers) - expected).abs().mean() < 0.1
