@@ -32,7 +32,9 @@ from scale_cli.methods.given import ADAPTER_CONFIG
 from scale_cli.model import cache_scale, routed_scale, routing
 from scale_cli.model.family_scale import PER_LAYER_KEYS
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.two_streams import Router
 from scale_cli.model.vocabulary_scale import pieces_of
+from scale_cli.runs.method_folder import router_of
 from scale_cli.storage.atomic import read_json, write_json, write_text
 from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.base_files import BaseRecord
@@ -68,9 +70,7 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     if not config.routes or config.router_rule != "posterior" or model.expansion.writes:
         return None
     sizes = [model.base.config.hidden_size, model.expansion.lm_head.in_features]
-    keys: dict[str, Any] = {"stream_sizes": sizes, "prior": config.router_prior}
-    if config.router_script_prior is not None and config.router_script:
-        keys |= {"script_prior": config.router_script_prior, "script": config.router_script}
+    keys = {"stream_sizes": sizes, **Router.of_widened(config).prior.of_router()}
     if first := [pieces[0] for pieces in pieces_of(config.new_tokens)]:
         keys["new_tokens"] = {"first": first, "own": config.own_pieces}
     return keys
@@ -90,18 +90,14 @@ def name_base(folder: Path, config: RunConfig, record: BaseRecord) -> None:
     with, and how: `scale_router` with `kind`, `base`, `revision`, `dtype`, `sha256` and `prior`.
     """
     streams = config.method.definition.streams
-    router = config.method.rules
-    keys: dict[str, Any] = {
+    keys = {
         "kind": streams.name,
         "base": record.name,
         "revision": record.revision,
         "dtype": record.dtype,
         "sha256": record.content_sha256,
-        "prior": router.prior,
+        **router_of(config).prior.of_router(),
     }
-    if router.script_prior is not None and config.new_script is not None:
-        ranges = [list(span) for span in config.new_script.ranges]
-        keys |= {"script_prior": router.script_prior, "script": ranges}
     path = folder / _CONFIG
     written = read_json(path) | {KEY: keys}
     if streams.adapter_library:  # transformers loads an adapter by its own code otherwise

@@ -26,6 +26,12 @@ class PriorByScript:
         """Return the prior of a plain export, from `scale_router` in its config.json."""
         return cls(router["prior"], router.get("script_prior"), router.get("script", ()))
 
+    def of_router(self) -> dict[str, Any]:
+        """Return the keys of `scale_router` that `of_export` reads."""
+        if self.in_script is None or not self.ranges:
+            return {"prior": self.otherwise}
+        return {"prior": self.otherwise, "script_prior": self.in_script, "script": self.ranges}
+
     def __call__(self, words: str) -> float:
         share = share_of_letters(self.ranges, words)
         if self.in_script is None or not self.ranges or share is None or 0.0 < share < 0.5:
