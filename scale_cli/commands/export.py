@@ -138,7 +138,7 @@ def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tens
     """Return (1, T) ids: beginnings of held-out documents, or sample texts if there are none."""
     length = min(config.corpus.sequence_length, LONGEST_COMPARED)
     documents = [
-        corpus.after_boundary(index)[:length].astype("int64")
+        corpus.with_boundary(index)[:length].astype("int64")
         for corpus in open_sources(config, config.evaluation.perplexity, tokenizer)
         for index in range(min(DOCUMENTS_COMPARED, len(corpus)))
     ]

@@ -14,8 +14,8 @@ import typer
 from scale_cli.config.schema import Head, RunConfig
 from scale_cli.data.conversations import Messages
 from scale_cli.errors import ConfigError
+from scale_cli.evaluation.around_generate import TokensWritten
 from scale_cli.evaluation.scoring import tokens_bar
-from scale_cli.evaluation.selectable_heads import TokensWritten
 from scale_cli.generation.generator import (
     Continuation,
     Generator,

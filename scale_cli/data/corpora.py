@@ -19,7 +19,7 @@ from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Ids, encoder_of, gives_all_back
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.overlap import shared_texts
-from scale_cli.data.tokens import TokenCache, TokenisedCorpus, after_boundary
+from scale_cli.data.tokens import TokenCache, TokenisedCorpus, with_boundary
 from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.methods.starts.start import TextToLearn
 from scale_cli.processes import is_main, main_first
@@ -88,7 +88,7 @@ def beginning_to_learn(ids: Ids, boundary: int | None, vocab_size: int) -> TextT
     """Return what a start asks of one text, by its first ids; `boundary` precedes every document."""
     counted = torch.from_numpy(ids[:_TOKENS_COUNTED].astype(np.int64))
     counts = counted.bincount(minlength=vocab_size).double()
-    sample = after_boundary(ids[:_TOKENS_SAMPLED], boundary)
+    sample = with_boundary(ids[:_TOKENS_SAMPLED], boundary)
     return TextToLearn(counts / counts.sum(), torch.from_numpy(sample.astype(np.int64))[None])
 
 

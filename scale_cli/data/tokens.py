@@ -117,11 +117,11 @@ class TokenisedCorpus:
     def document(self, index: int) -> Ids:
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
 
-    def after_boundary(self, index: int) -> Ids:
-        return after_boundary(self.document(index), self.markers.context)
+    def with_boundary(self, index: int) -> Ids:
+        return with_boundary(self.document(index), self.markers.context)
 
 
-def after_boundary(ids: Ids, boundary: int | None) -> Ids:
+def with_boundary(ids: Ids, boundary: int | None) -> Ids:
     """Return tokens with the boundary before them; if they begin with it, or it is None, as they are."""
     if boundary is None or ids[0] == boundary:
         return ids

@@ -89,7 +89,7 @@ class Passes:
 
     context: int  # the most tokens that one is predicted from
     sequence_length: int
-    batch_size: int  # rows of so many tokens in one pass; of others, as many as have as many tokens
+    batch_size: int  # rows of sequence_length tokens in one pass; of shorter rows, more
     mixed_precision: str  # `no` | `bf16` | `fp16`
 
     @classmethod
@@ -204,7 +204,7 @@ def score_corpus(
     served: dict[str, Values] = {}
     group_of = lengths_N[scored].cumsum() // _TOKENS_AT_ONCE
     for group in np.split(scored, np.flatnonzero(np.diff(group_of)) + 1):
-        documents = [corpus.after_boundary(index)[: lengths_N[index] + 1] for index in group]
+        documents = [corpus.with_boundary(index)[: lengths_N[index] + 1] for index in group]
         see = partial(
             observe_documents,
             boundary=corpus.markers.context,

@@ -27,7 +27,7 @@ from transformers.utils.hub import cached_files
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, one_line
-from scale_cli.evaluation.selectable_heads import ends_of
+from scale_cli.evaluation.around_generate import ends_of
 from scale_cli.methods.given import ADAPTER_CONFIG
 from scale_cli.model import cache_scale, routed_scale, routing
 from scale_cli.model.family_scale import PER_LAYER_KEYS

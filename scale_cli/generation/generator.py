@@ -22,7 +22,7 @@ from scale_cli.data.conversations import Messages, conversation_ids, said_tokens
 from scale_cli.data.decoding import Decoder, text_pieces
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ConfigError, one_line
-from scale_cli.evaluation.selectable_heads import before_end, ends_of, padded_left
+from scale_cli.evaluation.around_generate import before_end, ends_of, padded_left
 from scale_cli.generation.opening import open_model
 from scale_cli.terminal import printable
 

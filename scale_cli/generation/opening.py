@@ -20,7 +20,6 @@ from scale_cli.runs.folder import RunFolder
 from scale_cli.runs.method_folder import router_of, set_router
 from scale_cli.runs.opened import MethodFolder, open_folder
 from scale_cli.storage.atomic import read_json
-from scale_cli.training.checkpoint import checkpoints
 from scale_cli.upscale.base import load_base, load_written
 from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.base_tokenizer import load_tokenizer
@@ -50,7 +49,7 @@ def open_model(source: Path | ModelConfig, head: Head | None, base: str | None) 
     run = RunFolder(source)
     folder = run.final if run.final.is_dir() else source
     if not (folder / "config.json").is_file():
-        if begun := checkpoints(run):
+        if begun := run.saved:
             raise RunFolderError(
                 f"{source}: has not ended, so it has no final/; generate with its newest "
                 f"checkpoint: scale generate {shlex.quote(str(begun[-1]))}"

@@ -50,7 +50,7 @@ def evenly_spaced(num_layers: int, num_blocks: int | None, key: str) -> list[int
 
 
 def copies_above(copied: Sequence[int], num_layers: int) -> PlainTraining:
-    """Return that only copies of some layers train, each right above its original."""
+    """Return the layers of a model in which only copies train, each right above its original."""
     layers = []
     for layer in range(num_layers):
         layers.append((layer, False))

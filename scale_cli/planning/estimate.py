@@ -11,7 +11,7 @@ from scale_cli.planning.beginnings import HeldOut
 from scale_cli.planning.device import Device
 from scale_cli.planning.step import StepCost
 from scale_cli.report import duration, quantity
-from scale_cli.runs.folder import RunFolder
+from scale_cli.runs.folder import RunFolder, step_of
 
 # What is no pass over text, from runs of SmolLM2-135M on a CPU (docs/planning.md).
 _FIXED_S = 20.0  # imports, tokenizers, checks, reports and cards
@@ -99,10 +99,8 @@ def estimate(
 
 def _steps_done(folder: RunFolder, max_steps: int) -> int:
     """Return from which step a run would go on; a trained run may have lost its checkpoints."""
-    names = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
     none_there = max_steps if folder.final.is_dir() else 0
-    newest = max((int(name) for name in names if name.isdecimal()), default=none_there)
-    return min(newest, max_steps)
+    return min(step_of(folder.saved[-1]) if folder.saved else none_there, max_steps)
 
 
 def count_evaluated(

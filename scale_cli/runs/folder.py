@@ -11,6 +11,7 @@ from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.storage.atomic import MANIFEST, described_files, json_sha256, read_json
 
 TRAINED = "trained.safetensors"
+_STEP = "step-"
 
 
 class RunFolder:
@@ -30,7 +31,7 @@ class RunFolder:
         self.metrics = root / "metrics.jsonl"
 
     def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step:08d}"
+        return self.checkpoints / f"{_STEP}{step:08d}"
 
     def export(self, export_format: str, dtype: str | None = None) -> Path:
         """Return the folder of an export; `dtype` as the config asks for it, None for the base's
@@ -39,10 +40,16 @@ class RunFolder:
         return self.exports / (export_format if dtype is None else f"{export_format}-{dtype}")
 
     @property
+    def saved(self) -> list[Path]:
+        """The checkpoints, oldest first; folders with any other name are ignored."""
+        found = self.checkpoints.glob(f"{_STEP}*")
+        named = [folder for folder in found if folder.name.removeprefix(_STEP).isdecimal()]
+        return sorted(named, key=step_of)
+
+    @property
     def newest_first(self) -> list[Path]:
         """The method folders that may be there, the newest first."""
-        checkpoints = sorted(self.checkpoints.glob("step-*"), reverse=True)
-        return [self.final, *checkpoints, self.upscaled]
+        return [self.final, *reversed(self.saved), self.upscaled]
 
     @property
     def config(self) -> Path:
@@ -62,7 +69,7 @@ class RunFolder:
     def check_finished(self) -> None:
         """Raise RunFolderError if training has not written `final/`."""
         if not self.final.is_dir():
-            resumed = " --resume auto" if any(self.checkpoints.glob("step-*")) else ""
+            resumed = " --resume auto" if self.saved else ""
             raise RunFolderError(f"{self.final}: does not exist; run `scale train{resumed}` first")
 
     def check(self) -> None:
@@ -134,6 +141,11 @@ def check_replaceable(output: Path, kind: str) -> None:
         raise RunFolderError(
             f"--output {output}: holds something other than a {kind}; choose a new folder"
         )
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix(_STEP))
 
 
 def trained_sha256(folder: Path) -> str:

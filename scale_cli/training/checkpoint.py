@@ -87,25 +87,10 @@ def describe_trained(
     write_text(folder / "scale.yaml", dump_config(config))
 
 
-def checkpoints(run: RunFolder) -> list[Path]:
-    """Return the checkpoints of a run, oldest first; folders with any other name are ignored."""
-    folders = [
-        folder
-        for folder in run.checkpoints.glob("step-*")
-        if folder.name.removeprefix("step-").isdecimal()
-    ]
-    return sorted(folders, key=step_of)
-
-
-def step_of(folder: Path) -> int:
-    """Return the step in a checkpoint's name."""
-    return int(folder.name.removeprefix("step-"))
-
-
 def newest_whole_checkpoint(run: RunFolder) -> tuple[Path | None, list[str]]:
     """Return the newest whole checkpoint, and a line for every damaged one that was skipped."""
     skipped = []
-    for folder in reversed(checkpoints(run)):
+    for folder in reversed(run.saved):
         try:
             verify_folder(folder)
         except StorageError as error:
@@ -157,7 +142,7 @@ def check_to_go_on(run: Run, resume: str | None, accepted: Collection[str]) -> N
                 f"--accept {key}: only these may change within a run: {may_change}; "
                 "those that change no weights need no --accept"
             )
-    begun_in = [run.folder.final, *reversed(checkpoints(run.folder))]
+    begun_in = [run.folder.final, *reversed(run.folder.saved)]
     for path in begun_in if resume == "auto" else ():
         if is_as_written(path, "scale.yaml") and is_as_written(path, TrainState.FILE):
             _changes_since(MethodFolder(path, run), accepted)
@@ -221,7 +206,7 @@ def _find(run_folder: RunFolder, resume: str | None, log: Log) -> Path | None:
     if run_folder.final.is_dir():
         raise RunFolderError(f"{run_folder.root}: holds a finished run; choose another output_dir")
     if resume is None:
-        if checkpoints(run_folder):
+        if run_folder.saved:
             raise RunFolderError(
                 f"{run_folder.root}: holds an unfinished run; continue it with --resume auto"
             )
@@ -230,9 +215,7 @@ def _find(run_folder: RunFolder, resume: str | None, log: Log) -> Path | None:
     if not TrainState.is_in(start):
         raise RunFolderError(f"--resume {resume}: not a checkpoint folder")
     if newer := [
-        f.name
-        for f in checkpoints(run_folder)
-        if TrainState.load(f).step > TrainState.load(start).step
+        f.name for f in run_folder.saved if TrainState.load(f).step > TrainState.load(start).step
     ]:
         raise RunFolderError(
             f"--resume {resume}: {run_folder.checkpoints} holds newer ones; remove {', '.join(newer)}"
@@ -253,7 +236,7 @@ def check_init_from(run: Run) -> None:
     A run that has begun, or has no `train.init_from`, is not checked.
     """
     config, train, initialised_from = run.config, run.config.train, init_from(run)
-    if initialised_from is None or run.folder.final.is_dir() or checkpoints(run.folder):
+    if initialised_from is None or run.folder.final.is_dir() or run.folder.saved:
         return
     key = f"train.init_from: {train.init_from}"
     if not TrainState.is_in(initialised_from.path):

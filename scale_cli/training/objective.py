@@ -4,10 +4,8 @@ checkpointed if asked.
 Each decoder layer is compiled as a whole (`fullgraph=True`: a graph break is an error, not a slow
 surprise), for the one shape of the run's batches. Equal layers share the code; evaluation runs the
 plain layers. Nothing between layers is compiled, because sharding hooks into the calls of layers.
-The forward passes can also measure the size of the expansion stream relative to the base stream, by
-whose rms it is divided.
 
-Shapes: B batch, T positions, E expansion channels.
+Shapes: B batch, T positions.
 """
 
 from __future__ import annotations

@@ -13,6 +13,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.decoding import before_cut_character, text_pieces
 from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.evaluation.around_generate import (
+    TokensWritten,
+    before_end,
+    ends_of,
+)
 from scale_cli.evaluation.intervals import finite
 from scale_cli.evaluation.scoring import (
     DocumentLosses,
@@ -22,11 +27,6 @@ from scale_cli.evaluation.scoring import (
     same_beginnings,
     score_corpus,
     tokens_bar,
-)
-from scale_cli.evaluation.selectable_heads import (
-    TokensWritten,
-    before_end,
-    ends_of,
 )
 from scale_cli.model.heads import Streams, base_alone
 from scale_cli.model.two_streams import TwoStreams
@@ -169,7 +169,7 @@ class Observer:
         # A shorter document is a heading, which says little; if all are, the longest one is taken.
         lengths = corpus.offsets[1:] - corpus.offsets[:-1]
         index = int((lengths.clip(max=2 * _PROMPT_TOKENS)).argmax())
-        begun = corpus.after_boundary(index)[:_PROMPT_TOKENS].tolist()
+        begun = corpus.with_boundary(index)[:_PROMPT_TOKENS].tolist()
         begun_T = torch.tensor(before_cut_character(self.tokenizer, begun))
         marks = [] if corpus.markers.eos is None else [corpus.markers.eos]
         prompt_T = torch.cat([begun_T[:1], before_end(marks, begun_T[1:])])
@@ -184,8 +184,8 @@ class Observer:
         return {"prompt": begun, "continuation": "".join(said)}
 
     def failures(self, bits_per_byte: Losses) -> dict[str, str]:
-        """Return, by corpus, that the trained head is not finite, or worse than the base at what it
-        is to learn, and what is compared.
+        """Return what failed, by corpus: the trained head is not finite, or it is worse than the base
+        at what it is to learn.
         """
         told = {}
         for source in self.config.evaluation.perplexity:

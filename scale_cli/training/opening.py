@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -125,6 +125,25 @@ def finished_state(run: Run, accepted: Collection[str], log: Log) -> TrainState 
     return TrainState.load(final.path)
 
 
+@dataclass(frozen=True)
+class Texts:
+    """The text of a run, tokenised."""
+
+    corpora: list[TokenisedCorpus]  # to train on
+    batches: Batches
+    held_out: list[TokenisedCorpus]  # to evaluate on during training
+    by_base_tokens: list[TokenisedCorpus]  # the same, if the run has tokens of its own
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run goes on."""
+
+    state: TrainState
+    branch_point: BranchPoint | None = None  # what the weights began as, if another run made it
+    saved_step: int | None = None  # of the checkpoint that it has already
+
+
 def open_training(
     run: Run,
     accelerator: Accelerator,
@@ -135,16 +154,12 @@ def open_training(
 
     A run that does not resume may begin with the weights of another one (`train.init_from`).
     """
-    config, train, start = run.config, run.config.train, run.open_start()
+    config = run.config
+    start = run.open_start()
     _log_processes(run, accelerator, log)
-    corpora, held_out, by_base_tokens, batches = _open_text(start, accelerator, log)
+    texts = _open_text(start, accelerator, log)
     if resumed_from is not None:
-        check_same_text(resumed_from.path, corpora)
-        if TrainState.load(resumed_from.path).windows != WINDOWS:
-            raise RunFolderError(
-                f"{resumed_from.path}: was trained by another version, which cut text into other windows; go on with "
-                "that version, or start anew in another output_dir"
-            )
+        _check_goes_on(resumed_from, texts)
     initialised_from = init_from(run) if resumed_from is None else None
 
     model, untouched = _open_model(start, resumed_from, initialised_from)
@@ -154,49 +169,44 @@ def open_training(
         wrapped = shard_model(model, settings, accelerator)
     else:
         wrapped = accelerator.prepare(for_training(model.to(accelerator.device), settings))
-    optimiser = build_optimiser(model, train)  # it keeps nothing before the first step
-    hooks = make_hooks(
-        Training(
-            config=config, model=model, wrapped=wrapped, accelerator=accelerator, batches=batches
-        )
+    optimiser = build_optimiser(model, config.train)  # it keeps nothing before the first step
+    training = Training(
+        config=config, model=model, wrapped=wrapped, accelerator=accelerator, batches=texts.batches
     )
+    hooks = make_hooks(training)
 
-    state, branch_point, saved_step = TrainState(windows=WINDOWS), None, None
+    position = Position(TrainState(windows=WINDOWS))
     if resumed_from is not None:
         load_checkpoint(resumed_from, model, optimiser, hooks)
-        state = _without_stale_best(resumed_from, held_out, log)
-        branch_point = BranchPoint.load_if_there(resumed_from.path)
-        # `--resume PATH` may name a checkpoint outside this run, which then has none of that step.
-        if resumed_from.path.resolve() == run.folder.checkpoint(state.step).resolve():
-            saved_step = state.step
+        position = _position_in(resumed_from, texts, log)
     elif initialised_from is not None:
-        branch_point = branch_point_at(initialised_from)
-
-    if train.lr == "auto" and state.lr is None:
+        position = replace(position, branch_point=branch_point_at(initialised_from))
+    state = position.state
+    if config.train.lr == "auto" and state.lr is None:
         log("finding        the learning rate (train.lr: auto)")
-        found = find_rate(config, corpora, accelerator=accelerator, model=model, wrapped=wrapped)
+        found = find_rate(training, texts.corpora)
         log(f"rate           {found}")
         state = replace(state, lr=found.lr)
 
     observer = None
-    if train.eval_every_steps:
+    if config.train.eval_every_steps:
         observer = Observer(
             config=config,
             model=model,
             wrapped=wrapped,
-            observed=_beside_base(model, untouched, train, accelerator),
+            observed=_beside_base(model, untouched, config.train, accelerator),
             base=start.record,
             tokenizer=start.tokenizer,
-            held_out=held_out,
-            by_base_tokens=by_base_tokens,
+            held_out=texts.held_out,
+            by_base_tokens=texts.by_base_tokens,
         )
     metrics = None
     if accelerator.is_main_process:
         metrics = MetricsLog(run.folder.metrics, state.step, evaluation_due=state.evaluation_due)
     return TrainingRun(
         start=start,
-        corpora=corpora,
-        batches=batches,
+        corpora=texts.corpora,
+        batches=texts.batches,
         accelerator=accelerator,
         model=model,
         wrapped=wrapped,
@@ -205,8 +215,31 @@ def open_training(
         observer=observer,
         state=state,
         metrics=metrics,
-        branch_point=branch_point,
-        saved_step=saved_step,
+        branch_point=position.branch_point,
+        saved_step=position.saved_step,
+    )
+
+
+def _check_goes_on(resumed_from: MethodFolder, texts: Texts) -> None:
+    """Refuse a checkpoint of other text, or of the same text in other windows."""
+    check_same_text(resumed_from.path, texts.corpora)
+    if TrainState.load(resumed_from.path).windows != WINDOWS:
+        raise RunFolderError(
+            f"{resumed_from.path}: was trained by another version, which cut text into other windows; go on with "
+            "that version, or start anew in another output_dir"
+        )
+
+
+def _position_in(resumed_from: MethodFolder, texts: Texts, log: Log) -> Position:
+    """Return where a checkpoint's run goes on."""
+    state = _without_stale_best(resumed_from, texts.held_out, log)
+    # `--resume PATH` may name a checkpoint outside this run, which then has none of that step.
+    of_run = resumed_from.run.folder.checkpoint(state.step)
+    is_of_run = resumed_from.path.resolve() == of_run.resolve()
+    return Position(
+        state,
+        branch_point=BranchPoint.load_if_there(resumed_from.path),
+        saved_step=state.step if is_of_run else None,
     )
 
 
@@ -262,11 +295,8 @@ def _open_model(
     return model, untouched
 
 
-def _open_text(
-    start: MethodFolder, accelerator: Accelerator, log: Log
-) -> tuple[list[TokenisedCorpus], list[TokenisedCorpus], list[TokenisedCorpus], Batches]:
-    """Return the training corpora, the corpora to evaluate on during training, those by the base's
-    own tokens if the run has others, and the batches; log what there is.
+def _open_text(start: MethodFolder, accelerator: Accelerator, log: Log) -> Texts:
+    """Open a run's text; log what there is.
 
     The main process tokenises what is not in the cache; on another machine with a cache of its own,
     one process does.
@@ -281,8 +311,9 @@ def _open_text(
     of_all = gathered(names, share())
     on_main(lambda: _check_same_names(of_all))
     batches = build_batches(config, corpora, accelerator.num_processes)
+    texts = Texts(corpora, batches, held_out, by_base_tokens)
     if not accelerator.is_main_process:
-        return corpora, held_out, by_base_tokens, batches
+        return texts
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         losses = corpus.ledger.described_losses()
         dropped = f"; dropped {losses}" if losses else ""
@@ -292,7 +323,7 @@ def _open_text(
         config, corpora, held_out or held_out_in_cache(config, tokenizer)
     ):
         log(f"warning: {warning}")
-    return corpora, held_out, by_base_tokens, batches
+    return texts
 
 
 def _check_same_names(of_all: list[list[str]]) -> None:

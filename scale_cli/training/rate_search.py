@@ -23,7 +23,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import StepBatches
 from scale_cli.data.corpora import build_batches
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.methods.recipes import local_part, trainable_parameters
+from scale_cli.methods.recipes import Training, local_part, trainable_parameters
 from scale_cli.processes import autocast
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gathered_roots
@@ -57,29 +57,21 @@ class FoundRate:
         return f"{self.lr:g}, by one update at each of some rates (loss of text that it has not read: {tried})"
 
 
-def find_rate(
-    config: RunConfig,
-    corpora: Sequence[TokenisedCorpus],
-    *,
-    accelerator: Accelerator,
-    model: nn.Module,
-    wrapped: nn.Module,
-) -> FoundRate:
+def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRate:
     """Return the rate for a model at its start; every process must call this, and gets the same.
 
     Args:
-        config: of the run.
+        training: of the run; its model's weights are put back.
         corpora: the text to train on.
-        accelerator: processes and devices.
-        model: the model to train; its weights are put back.
-        wrapped: the same as it is run.
     """
+    config: RunConfig = training.config
     method = config.method.definition
     first = method.usual_lr
     train = config.train
-    if not method.first_update_tells(model):
+    if not method.first_update_tells(training.model):
         return FoundRate(first, {})
 
+    accelerator = training.accelerator
     size = searched_sequences(train, accelerator.num_processes)
     share = size // accelerator.num_processes
     at_once = train.sequences_at_once(accelerator.num_processes)
@@ -94,8 +86,16 @@ def find_rate(
         batches.of_step(step, accelerator.process_index, accelerator.num_processes)
         for step in range(2)
     )
-    wrapped.train(not train.compile)  # only the shape of the run's own batches is compiled
-    search = LineSearch(accelerator, model, wrapped, sized.train, read, judged)
+    # Only the shape of the run's own batches is compiled.
+    training.wrapped.train(not train.compile)
+    search = LineSearch(
+        accelerator=accelerator,
+        model=training.model,
+        wrapped=training.wrapped,
+        train=sized.train,
+        read=read,
+        judged=judged,
+    )
     return search.from_rate(first)
 
 
@@ -176,26 +176,27 @@ def useful_power(loss: Callable[[int], float], before: float) -> float:
         loss: of the judged text after an update at the first rate times the factor to this power.
         before: the loss before any update.
     """
-    first = 0
-    while first > -_MOST_STEPS_AWAY and loss(first) == math.inf:
-        first -= 1
-    best = first
+    best = _lower_while(0, lambda power: loss(power) == math.inf)
     for way in (1, -1):
         while abs(best + way) <= _MOST_STEPS_AWAY and loss(best + way) < loss(best):
             best += way
     gain = before - loss(best)
     if gain < _LEAST_GAIN * before:
-        while first > -_MOST_STEPS_AWAY and loss(first) > (1 + _MOST_HARM) * before:
-            first -= 1
-        return float(first)
+        most = (1 + _MOST_HARM) * before
+        return float(_lower_while(0, lambda power: loss(power) > most))
 
+    # The first power that has enough of the gain lies between two that were tried.
     wanted = before - _SHARE_OF_GAIN * gain
-    enough = best
-    while enough > -_MOST_STEPS_AWAY and loss(enough - 1) <= wanted:
-        enough -= 1
-    below = loss(enough - 1)
-    way_back = (wanted - loss(enough)) / (below - loss(enough))
+    enough = _lower_while(best, lambda power: loss(power - 1) <= wanted)
+    way_back = (wanted - loss(enough)) / (loss(enough - 1) - loss(enough))
     return enough - way_back - math.log(_SHARE_OF_WAY, _FACTOR)
+
+
+def _lower_while(power: int, holds: Callable[[int], bool]) -> int:
+    """Return the first power, from one downwards, at which a condition does not hold."""
+    while power > -_MOST_STEPS_AWAY and holds(power):
+        power -= 1
+    return power
 
 
 def _kept(parameter: nn.Parameter) -> Tensor:

@@ -108,29 +108,29 @@ def _shard(
     `root` is called.
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    whole = set(frozen) if keep_frozen_whole else set()
-    for parameter in whole:
+    replicated = set(frozen) if keep_frozen_whole else set()
+    for parameter in replicated:
         parameter.data = parameter.data.to(mesh.device_type)
     of_root: list[nn.Module] = []
     if isinstance(model, ScaleForCausalLM):
-        of_root = _shard_widened_layers(model, mesh, whole, lowered)
+        of_root = _shard_widened_layers(model, mesh, replicated, lowered)
     else:
         for layer in plain_of(model).model.layers:
-            if any(parameter not in whole for parameter in layer.parameters()):
-                fully_shard(layer, mesh=mesh, ignored_params=whole)
+            if any(parameter not in replicated for parameter in layer.parameters()):
+                fully_shard(layer, mesh=mesh, ignored_params=replicated)
     # The base layers of a widened model are in units, but are not submodules of the modules that
     # these units are of.
     sharded = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
     # A unit has its module's parameters that no unit below has.
     root.of_layers = nn.ModuleList(of_root)
-    fully_shard(root, mesh=mesh, ignored_params=whole | sharded)
+    fully_shard(root, mesh=mesh, ignored_params=replicated | sharded)
     del root.of_layers
 
 
 def _shard_widened_layers(
     model: ScaleForCausalLM,
     mesh: DeviceMesh,
-    whole: set[nn.Parameter],
+    replicated: set[nn.Parameter],
     lowered: MixedPrecisionPolicy,
 ) -> list[nn.Module]:
     """Make units of every added layer and its base layer: one unit if they write into each other,
@@ -143,7 +143,7 @@ def _shard_widened_layers(
     for index, (base_layer, added) in enumerate(layers):
         if index >= model.expansion.first_collaborating_layer:
             added.base_layer = base_layer
-            fully_shard(added, mesh=mesh, ignored_params=whole)
+            fully_shard(added, mesh=mesh, ignored_params=replicated)
             del added.base_layer
             # Evaluation first runs a collaborating base layer alone, for the unchanged stream.
             base_layer.register_forward_pre_hook(lambda *_, unit=added: unit.unshard())
@@ -158,8 +158,8 @@ def _shard_widened_layers(
         of_root += [
             module for module in holders if not vectors.isdisjoint(module.parameters(recurse=False))
         ]
-        fully_shard(added, mesh=mesh, ignored_params=whole | vectors, mp_policy=lowered)
-        if not whole:
+        fully_shard(added, mesh=mesh, ignored_params=replicated | vectors, mp_policy=lowered)
+        if not replicated:
             fully_shard(base_layer, mesh=mesh, ignored_params=vectors)
             added.register_forward_pre_hook(lambda *_, unit=base_layer: unit.unshard())
             added.register_forward_hook(lambda *_, unit=base_layer: unit.reshard())
@@ -168,8 +168,9 @@ def _shard_widened_layers(
 
 @contextmanager
 def gradients_kept(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """For a micro-batch before a step's last: keep gradients unreduced, unless most of a sharded
-    model trains.
+    """Keep the gradients of a micro-batch unreduced, unless most of a sharded model trains.
+
+    For all micro-batches of a step but the last.
     """
     if not isinstance(model, FSDPModule):
         with accelerator.no_sync(model):
@@ -206,10 +207,10 @@ def gathered_roots(*modules: Any) -> Iterator[None]:
     It does nothing if nothing is sharded.
     """
     peft = sys.modules.get("peft")  # imported already if there is a PEFT model
-    whole = PreTrainedModel | ChunkedLossModel | getattr(peft, "PeftModel", PreTrainedModel)
+    models = PreTrainedModel | ChunkedLossModel | getattr(peft, "PeftModel", PreTrainedModel)
     inside = dict.fromkeys(inner for module in modules for inner in module.modules())
     roots: list[Any] = [
-        module for module in inside if isinstance(module, FSDPModule) and isinstance(module, whole)
+        module for module in inside if isinstance(module, FSDPModule) and isinstance(module, models)
     ]
     for root in roots:
         root.unshard()

@@ -27,7 +27,7 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import PreservationError
 from scale_cli.methods.recipes import Hook, trainable_parameters
 from scale_cli.processes import all_succeed, group_beside, is_main, share
-from scale_cli.runs.folder import TRAINED, RunFolder
+from scale_cli.runs.folder import TRAINED, RunFolder, step_of
 from scale_cli.runs.new_tokens import copy_grown_tokenizer
 from scale_cli.runs.opened import MethodFolder
 from scale_cli.storage.atomic import (
@@ -39,7 +39,7 @@ from scale_cli.storage.atomic import (
 )
 from scale_cli.storage.shards import shard_of
 from scale_cli.terminal import printable, shows_lines
-from scale_cli.training.checkpoint import OPTIMISER, checkpoints, describe_trained, step_of
+from scale_cli.training.checkpoint import OPTIMISER, describe_trained
 from scale_cli.training.metrics_log import MetricsLog, MetricsRecord
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import optimiser_tensors
@@ -272,7 +272,7 @@ def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) ->
         # All but the newest `keep_checkpoints` and the best. A checkpoint of a later step is a
         # damaged one that a resume has skipped; it does not count.
         best_step = None if state.best is None else state.best.step
-        written = [folder for folder in checkpoints(run.folder) if step_of(folder) <= state.step]
+        written = [folder for folder in run.folder.saved if step_of(folder) <= state.step]
         for old in written[: -run.config.train.keep_checkpoints]:
             if step_of(old) != best_step:
                 remove_folder(old)

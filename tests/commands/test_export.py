@@ -60,7 +60,7 @@ def test_a_lora_adapter_is_loaded_by_peft_and_by_us_as_what_was_trained(
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch, embeddings: bool
 ) -> None:
     config = trained_run({"variant": "lora", "lora": {"embeddings": embeddings}}, format="adapter")
-    monkeypatch.setattr("scale_cli.evaluation.selectable_heads.answer_end", lambda _: 7)
+    monkeypatch.setattr("scale_cli.evaluation.around_generate.answer_end", lambda _: 7)
     folder = export(config).folder
     expected = answered(load_model(config.output_dir / "final", config.model))
     base = AutoModelForCausalLM.from_pretrained(config.model.base)

@@ -33,7 +33,7 @@ def test_base_run_and_export_cost_what_plain_transformers_and_peft_say(
     assert learned is not None
     (corpus,) = learned.text.corpora
     documents = [
-        torch.from_numpy(corpus.after_boundary(place)[: length + 1].astype("int64"))[None]
+        torch.from_numpy(corpus.with_boundary(place)[: length + 1].astype("int64"))[None]
         for place, length in enumerate(learned.text.lengths[0])
     ]
     assert all(int(ids[0, 0]) == corpus.markers.context for ids in documents)

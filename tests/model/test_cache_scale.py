@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from scale_cli.evaluation.selectable_heads import padded_left
+from scale_cli.evaluation.around_generate import padded_left
 from scale_cli.model import cache_scale
 from scale_cli.model.cache_scale import CACHE
 from scale_cli.model.pass_scale import ScaleCache

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from scale_cli.evaluation.selectable_heads import padded_left
+from scale_cli.evaluation.around_generate import padded_left
 from scale_cli.model.adapter_streams import AdapterStreams, CacheOfBothRows, without_copies
 from scale_cli.model.heads import PlainStreams, Streams
 from scale_cli.model.routing import (

@@ -22,11 +22,10 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import Interrupted
-from scale_cli.runs.folder import TRAINED, RunFolder
+from scale_cli.runs.folder import TRAINED, RunFolder, step_of
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import file_sha256, remove_folder
 from scale_cli.training import training_run
-from scale_cli.training.checkpoint import checkpoints, step_of
 from scale_cli.training.metrics_log import (
     BITS,
     EVALUATION,
@@ -220,8 +219,8 @@ def test_the_best_weights_outlive_later_checkpoints_and_are_final(
     config, saved = chosen
     run = RunFolder(config.output_dir)
     assert saved == [2, 4, 6, 8, 9], "a step that has a checkpoint is not saved again"
-    assert [step_of(folder) for folder in checkpoints(run)] == [4, 9]
-    kept, *others = (folder / TRAINED for folder in (run.final, *checkpoints(run)))
+    assert [step_of(folder) for folder in run.saved] == [4, 9]
+    kept, *others = (folder / TRAINED for folder in (run.final, *run.saved))
     assert [file_sha256(kept) == file_sha256(other) for other in others] == [True, False]
     assert TrainState.load(run.final).step == 4
     records = evaluations(run)
