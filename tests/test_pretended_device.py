@@ -24,7 +24,7 @@ from scale_cli.evaluation.lm_eval_heads import heads_of
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import PlainStreams, Streams
+from scale_cli.model.heads import ModelPair, Streams
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE
 from scale_cli.runs.folder import RunFolder
@@ -146,8 +146,8 @@ def route(**router: Any) -> ScaleForCausalLM:
     return as_if_trained(widen(tiny_llama(**SMALL), "route", "top:1", **router))
 
 
-def beside_base() -> PlainStreams:
-    beside: PlainStreams = PlainStreams(tiny_llama(**SMALL), tiny_llama(1, **SMALL)).eval()
+def beside_base() -> ModelPair:
+    beside: ModelPair = ModelPair(tiny_llama(**SMALL), tiny_llama(1, **SMALL)).eval()
     return beside
 
 

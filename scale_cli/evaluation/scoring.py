@@ -33,7 +33,7 @@ from scale_cli.evaluation.intervals import Values
 from scale_cli.evaluation.windows import context_windows, num_read
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import (
-    PlainStreams,
+    ModelPair,
     Streams,
     TokenLogProbs,
     base_alone,
@@ -257,7 +257,7 @@ def observe_documents(
 
 
 def _beside_kept_base(
-    model: Any,  # PlainStreams, of one head or two
+    model: Any,  # ModelPair, of one head or two
     kept: BaseScores,
     places: Sequence[int],
     documents: Sequence[Ids],
@@ -283,7 +283,7 @@ def _beside_kept_base(
 
     heads = [known]
     if has_trained:
-        trained = PlainStreams(trained=model.trained)
+        trained = ModelPair(trained=model.trained)
         heads.append([seen_CT[0] for seen_CT in see(trained, documents)])
     heads.append([torch.full_like(known_T, torch.nan) for known_T in known])
     return [torch.stack(rows) for rows in zip(*heads, strict=True)]

@@ -22,7 +22,7 @@ from scale_cli.evaluation.scoring import (
     tokens_bar,
 )
 from scale_cli.export.records import Losses
-from scale_cli.model.heads import PlainStreams
+from scale_cli.model.heads import ModelPair
 from scale_cli.processes import move_to_device
 from scale_cli.runs.opened import MethodFolder
 from scale_cli.upscale.base_files import BaseRecord
@@ -94,7 +94,7 @@ class Learned:
         base = move_to_device(final.load_base()).eval()
         return cls(
             text=text,
-            base=of_base.nats(PlainStreams(base), final.record)["base"],
+            base=of_base.nats(ModelPair(base), final.record)["base"],
             run=text.nats(_streams(trained)),
         )
 
@@ -111,4 +111,4 @@ class Learned:
 
 def _streams(model: Any) -> Any:
     """Return a model that gives heads; a plain one is the trained head."""
-    return model if hasattr(model, "head_logits") else PlainStreams(trained=model)
+    return model if hasattr(model, "head_logits") else ModelPair(trained=model)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scale_cli.model.heads import PlainStreams
+    from scale_cli.model.heads import ModelPair
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,18 @@ class StreamKind:
     # What puts an export of what trained alone onto its base; "": there is no such export.
     adapter_library: str
 
-    def pair(self) -> type[PlainStreams]:
+    def pair(self) -> type[ModelPair]:
         """Return the class that runs a base and what was trained from it side by side."""
-        from scale_cli.model.heads import PlainStreams
+        from scale_cli.model.heads import ModelPair
 
-        return PlainStreams
+        return ModelPair
 
 
 class _AdapterKind(StreamKind):
-    def pair(self) -> type[PlainStreams]:
-        from scale_cli.model.adapter_streams import AdapterStreams
+    def pair(self) -> type[ModelPair]:
+        from scale_cli.model.adapter_pair import AdapterPair
 
-        return AdapterStreams
+        return AdapterPair
 
 
 EXPANSION = StreamKind(

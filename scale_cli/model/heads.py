@@ -75,7 +75,7 @@ def token_log_probs(
 
 class Streams(Protocol):
     """What runs a base and a model trained from it, whatever kind of model that is: a widened model
-    holds both in one row, an adapter runs on the base's weights (`adapter_streams.py`), a copy has
+    holds both in one row, an adapter runs on the base's weights (`adapter_pair.py`), a copy has
     weights of its own.
     """
 
@@ -93,7 +93,7 @@ class Streams(Protocol):
         """
 
 
-class PlainStreams(nn.Module):
+class ModelPair(nn.Module):
     """A plain base, and a plain model trained from it; or one of the two alone."""
 
     decoding_cache: type[ScaleCache] = ScaleCache
@@ -153,10 +153,10 @@ class BaseOfNewTokens(nn.Module):
         return lambda states: self.new.shared(head(states))
 
 
-def base_alone(model: Streams) -> PlainStreams:
+def base_alone(model: Streams) -> ModelPair:
     """Return the base of a model as it is served: one head, and no new tokens."""
     base = model.base
-    return PlainStreams(base.base if isinstance(base, BaseOfNewTokens) else base)
+    return ModelPair(base.base if isinstance(base, BaseOfNewTokens) else base)
 
 
 def beside_new_tokens(base: PreTrainedModel, trained: Any) -> nn.Module:

@@ -30,7 +30,7 @@ class ScaleCache(DynamicCache):
     router's memory.
 
     What runs the streams says which layer of the cache is whose: `LayerContext.slot` of a widened
-    model, `PlainStreams` of two models.
+    model, `ModelPair` of two models.
     """
 
     def __init__(self) -> None:

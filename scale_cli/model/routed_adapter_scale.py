@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from .adapter_streams import AdapterStreams, without_copies
+from .adapter_pair import AdapterPair, without_copies
 from .script_prior import PriorByScript
 from .two_streams import Router, TwoStreams
 
@@ -39,5 +39,5 @@ class ScaleRoutedAdapter(TwoStreams):
             router["base"], revision=router["revision"], dtype=dtype, device_map=device_map
         )
         trained = PeftModel.from_pretrained(without_copies(base), str(folder))
-        model = cls(AdapterStreams(base, trained), Router(prior=PriorByScript.of_export(router)))
+        model = cls(AdapterPair(base, trained), Router(prior=PriorByScript.of_export(router)))
         return model.eval()

@@ -45,7 +45,7 @@ from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.methods.given import ADAPTER_WEIGHTS
-from scale_cli.model.adapter_streams import without_copies
+from scale_cli.model.adapter_pair import without_copies
 from scale_cli.model.heads import Streams, beside_new_tokens
 from scale_cli.processes import Share, move_to_device, share_of_machine
 from scale_cli.runs.early import check_sizes

@@ -32,7 +32,7 @@ from scale_cli.errors import (
     one_line,
 )
 from scale_cli.methods.recipes import Training, make_hooks
-from scale_cli.model.heads import PlainStreams, Streams, beside_new_tokens
+from scale_cli.model.heads import ModelPair, Streams, beside_new_tokens
 from scale_cli.processes import (
     gathered,
     hand_back_large_tensors,
@@ -250,7 +250,7 @@ def _beside_base(
     if untouched is None:
         widened: Streams = model
         return widened
-    observed = PlainStreams(beside_new_tokens(untouched, model), model)
+    observed = ModelPair(beside_new_tokens(untouched, model), model)
     if is_sharded(model) and train.sharding == "all":
         shard_for_evaluation(untouched, accelerator)
     else:

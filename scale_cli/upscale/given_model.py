@@ -20,8 +20,8 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, ChangedBaseError
 from scale_cli.methods.given import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_of, put_adapter_on
 from scale_cli.methods.stream_kinds import STREAM_KINDS
-from scale_cli.model.adapter_streams import AdapterStreams, without_copies
-from scale_cli.model.heads import PlainStreams
+from scale_cli.model.adapter_pair import AdapterPair, without_copies
+from scale_cli.model.heads import ModelPair
 from scale_cli.model.script_prior import EVEN, PriorByScript
 from scale_cli.storage.atomic import load_tensors, misfit, read_json
 from scale_cli.upscale.base import load_base
@@ -86,7 +86,7 @@ def _read(name: str, file: str) -> dict[str, Any]:
     return {} if path is None else read_json(path)
 
 
-def load_given(given: GivenModel) -> PlainStreams:
+def load_given(given: GivenModel) -> ModelPair:
     """Load a base and what was trained from it; an adapter runs on the base's own weights.
 
     ChangedBaseError: the base is not the recorded one.
@@ -101,7 +101,7 @@ def load_given(given: GivenModel) -> PlainStreams:
             f"{given.sha256[:12]}; name that with --base"
         )
     if file_of(name, ADAPTER_CONFIG) is not None:
-        return AdapterStreams(untouched, _put_adapter_on(without_copies(untouched), name))
+        return AdapterPair(untouched, _put_adapter_on(without_copies(untouched), name))
     within = [file.parent for file in sorted(Path(name).glob(f"*/{ADAPTER_CONFIG}"))]
     if within:
         several = ", ".join(map(str, within))
@@ -115,7 +115,7 @@ def load_given(given: GivenModel) -> PlainStreams:
                 f"{name}: its {key} is {of_trained}, but that of {base.base} is {of_base}; "
                 "give the base that it was trained from"
             )
-    return PlainStreams(untouched, trained.requires_grad_(True))
+    return ModelPair(untouched, trained.requires_grad_(True))
 
 
 def tokenizer_of_given(

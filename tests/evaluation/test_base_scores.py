@@ -21,7 +21,7 @@ from scale_cli.evaluation.scoring import (
     scored_lengths,
 )
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import PlainStreams
+from scale_cli.model.heads import ModelPair
 from scale_cli.processes import ALONE, Share
 from scale_cli.runs.opened import Run
 from scale_cli.upscale.base_files import BaseRecord
@@ -55,22 +55,22 @@ def corpus(shared_data: Path, config: RunConfig, tmp_path: Path) -> TokenisedCor
 
 
 @pytest.fixture
-def model(shared_data: Path) -> PlainStreams:
+def model(shared_data: Path) -> ModelPair:
     """A base, and beside it another model that a run might have trained from it."""
     other = as_if_trained(
         widen(real_base(shared_data, "ckpt-stories260K"), "adapt", "all"), std=0.05
     )
-    return PlainStreams(real_base(shared_data, "ckpt-stories260K"), other.base).eval()
+    return ModelPair(real_base(shared_data, "ckpt-stories260K"), other.base).eval()
 
 
 @pytest.fixture
-def unasked(model: PlainStreams) -> PlainStreams:
+def unasked(model: ModelPair) -> ModelPair:
     """The same models, of which the base cannot be run."""
-    return PlainStreams(Unasked(model.base), model.trained).eval()
+    return ModelPair(Unasked(model.base), model.trained).eval()
 
 
 @pytest.fixture
-def score(model: PlainStreams, corpus: TokenisedCorpus, config: RunConfig) -> Score:
+def score(model: ModelPair, corpus: TokenisedCorpus, config: RunConfig) -> Score:
     """A function that scores the corpus as a process would that has just begun."""
     passes = replace(Passes.of(config, 512), context=96)
 
@@ -103,15 +103,15 @@ def test_a_kept_base_gives_the_figures_of_one_pass_over_both(score: Score) -> No
         assert "cosine" not in losses.nats, "its rule needs the logits of both"
 
 
-def test_a_base_that_was_asked_once_is_not_asked_again(score: Score, unasked: PlainStreams) -> None:
+def test_a_base_that_was_asked_once_is_not_asked_again(score: Score, unasked: ModelPair) -> None:
     first = score()
     np.testing.assert_equal(score(unasked).nats, first.nats)
-    base = score(PlainStreams(unasked.base).eval())
+    base = score(ModelPair(unasked.base).eval())
     np.testing.assert_equal(base.nats["base"], first.nats["base"])
 
 
 def test_beginnings_that_are_known_stay_so_and_the_whole_is_asked_for_once(
-    score: Score, unasked: PlainStreams, corpus: TokenisedCorpus
+    score: Score, unasked: ModelPair, corpus: TokenisedCorpus
 ) -> None:
     begun = beginnings(corpus, 40, 100)
     first = score(lengths_N=begun)
@@ -124,7 +124,7 @@ def test_beginnings_that_are_known_stay_so_and_the_whole_is_asked_for_once(
 
 
 def test_what_is_damaged_is_asked_for_again(
-    score: Score, corpus: TokenisedCorpus, unasked: PlainStreams
+    score: Score, corpus: TokenisedCorpus, unasked: ModelPair
 ) -> None:
     first = score()
     (kept,) = corpus.folder.parent.glob("*.base-*/log_probs.bin")
@@ -134,7 +134,7 @@ def test_what_is_damaged_is_asked_for_again(
 
 
 def test_processes_that_keep_different_scores_run_the_same_passes(
-    model: PlainStreams,
+    model: ModelPair,
     corpus: TokenisedCorpus,
     config: RunConfig,
     tmp_path: Path,
@@ -156,7 +156,7 @@ def test_processes_that_keep_different_scores_run_the_same_passes(
 
 
 def test_another_base_precision_or_context_is_kept_apart(
-    model: PlainStreams, corpus: TokenisedCorpus, config: RunConfig
+    model: ModelPair, corpus: TokenisedCorpus, config: RunConfig
 ) -> None:
     passes = Passes.of(config, 512)
     rounded = changed(config, "evaluation.mixed_precision=bf16")
@@ -172,7 +172,7 @@ def test_another_base_precision_or_context_is_kept_apart(
 
 
 def test_only_a_base_of_its_own_is_kept(
-    shared_data: Path, model: PlainStreams, corpus: TokenisedCorpus, config: RunConfig
+    shared_data: Path, model: ModelPair, corpus: TokenisedCorpus, config: RunConfig
 ) -> None:
     passes = Passes.of(config, 512)
     widened = widen(real_base(shared_data, "ckpt-stories260K"), "route")

@@ -24,7 +24,7 @@ from scale_cli.evaluation.scoring import (
     scored_lengths,
 )
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import PlainStreams
+from scale_cli.model.heads import ModelPair
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.threads_as_processes import in_processes
@@ -184,7 +184,7 @@ def test_a_document_is_read_in_parts_where_it_is_long_and_costs_the_same(
     model: ScaleForCausalLM, shared_data: Path, corpus: TokenisedCorpus, kind: str
 ) -> None:
     base = real_base(shared_data, "ckpt-stories260K")
-    scored: Any = {"widened": model, "two models": PlainStreams(base, model.base).eval()}[kind]
+    scored: Any = {"widened": model, "two models": ModelPair(base, model.base).eval()}[kind]
     at_once = score(scored, corpus, context=512, sequence_length=512)
     in_parts = score(scored, corpus, context=512, sequence_length=37, batch_size=1)
     for name, nats_N in at_once.nats.items():

@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from scale_cli.evaluation.around_generate import padded_left
-from scale_cli.model.adapter_streams import AdapterStreams, CacheOfBothRows, without_copies
-from scale_cli.model.heads import PlainStreams, Streams
+from scale_cli.model.adapter_pair import AdapterPair, CacheOfBothRows, without_copies
+from scale_cli.model.heads import ModelPair, Streams
 from scale_cli.model.routing import (
     log_prior,
     logit_cosine,
@@ -32,7 +32,7 @@ def of_adapter() -> Streams:
     targets = ["q_proj", "o_proj", "down_proj", "lm_head"]
     asked = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     torch.manual_seed(0)
-    return AdapterStreams(base, get_peft_model(without_copies(base), asked)).eval()
+    return AdapterPair(base, get_peft_model(without_copies(base), asked)).eval()
 
 
 MODELS: dict[str, Callable[[], Streams]] = {
@@ -40,7 +40,7 @@ MODELS: dict[str, Callable[[], Streams]] = {
     "preserve": lambda: as_if_trained(widen(tiny_llama(), "preserve"), std=0.4),
     "new tokens": lambda: as_if_trained(widen(tiny_llama(), "route", new=NEW), std=0.4),
     "adapter": of_adapter,
-    "two models": lambda: PlainStreams(tiny_llama(), tiny_llama(seed=1)).eval(),
+    "two models": lambda: ModelPair(tiny_llama(), tiny_llama(seed=1)).eval(),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from scale_cli.config.schema import MethodConfig
-from scale_cli.model.heads import BaseOfNewTokens, PlainStreams
+from scale_cli.model.heads import BaseOfNewTokens, ModelPair
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import NewTokens
 from scale_cli.upscale.building import NewPieces, start_model
@@ -86,7 +86,7 @@ def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base(family: s
     rows = NewTokens(plain, PIECES.new_tokens, PIECES.own_pieces)
     composed = rows.embed_tokens(new - OLD)
     assert torch.allclose(model.model.embed_tokens(new), composed, atol=1e-5)
-    beside = PlainStreams(BaseOfNewTokens(plain, rows, widened.config), plain)
+    beside = ModelPair(BaseOfNewTokens(plain, rows, widened.config), plain)
     ids = random_ids(1, 9, below=ALL, seed=4)
     states = beside.base.get_decoder()(ids, use_cache=False).last_hidden_state
     logits = beside.base.get_output_embeddings()(states)

@@ -18,7 +18,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.errors import ConfigError, RunFolderError, StorageError, require
 from scale_cli.evaluation.results import HEADS_AND_RULES
-from scale_cli.model.heads import PlainStreams
+from scale_cli.model.heads import ModelPair
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import move_to_device
 from scale_cli.report import percent
@@ -194,7 +194,7 @@ def _learn_task_1(
             observed = (
                 model
                 if isinstance(model, ScaleForCausalLM)
-                else PlainStreams(load_base(base), model).to(model.device).eval()
+                else ModelPair(load_base(base), model).to(model.device).eval()
             )
             num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         steps.append(step)

@@ -12,7 +12,7 @@ from scale_cli.config.load import load_checked
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.evaluation.results import HEADS_AND_RULES
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import PlainStreams
+from scale_cli.model.heads import ModelPair
 from scale_cli.storage.atomic import read_json
 from scripts.research.biography.accuracy import first_token_accuracy
 from scripts.research.biography.config import BiographyConfig, ComparedMethod
@@ -119,7 +119,7 @@ def test_accuracy_is_what_one_question_at_a_time_gives_for_heads_and_rules() -> 
         asked = Question([draw.randrange(61) for _ in range(draw.randint(2, 9))], [0])
         by_hand.append(answer_by_hand(base, trained, asked, router.threshold))
         questions.append(Question(asked.prompt, [by_hand[-1][HEADS_AND_RULES[index % 4]], 0]))
-    shares = first_token_accuracy(PlainStreams(base, trained), questions, router, "no")
+    shares = first_token_accuracy(ModelPair(base, trained), questions, router, "no")
     for name, share in shares.items():
         pairs = zip(by_hand, questions, strict=True)
         right = sum(said[name] == asked.answer[0] for said, asked in pairs)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cache_scale import CACHE
-from .heads import HeadLogits, PlainStreams
+from .heads import HeadLogits, ModelPair
 from .pass_scale import ScaleCache
 
 
@@ -45,7 +45,7 @@ class CacheOfBothRows(ScaleCache):
         self.router = self.router and self.router.chosen(indices)
 
 
-class AdapterStreams(PlainStreams):
+class AdapterPair(ModelPair):
     """A base, and a model of PEFT that runs on the base's own weights."""
 
     def __init__(self, base: Any, trained: Any) -> None:
