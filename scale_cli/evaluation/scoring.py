@@ -177,6 +177,36 @@ def tokens_bar(total: int, label: str | None) -> Any:
     )
 
 
+def score_beginnings(
+    model: Streams,
+    corpora: Sequence[TokenisedCorpus],
+    lengths: Sequence[Integers],  # of each corpus: tokens of each document
+    *,
+    config: RunConfig,
+    passes: Passes,
+    base: BaseRecord | None,  # whose scores are kept, where the model has it apart; None: none are
+    label: str | None,  # of a bar
+    share: Share = ALONE,  # this process's share of the work
+) -> list[DocumentLosses]:
+    """Score the beginnings of the documents of several corpora."""
+    scored = []
+    with tokens_bar(sum(int(lengths_N.sum()) for lengths_N in lengths), label) as bar:
+        for corpus, lengths_N in zip(corpora, lengths, strict=True):
+            kept = None if base is None else kept_scores(model, corpus, base, config, passes)
+            losses = score_corpus(
+                model,
+                corpus,
+                config.method.rules,
+                passes,
+                lengths_N=lengths_N,
+                kept=kept,
+                bar=bar,
+                share=share,
+            )
+            scored.append(losses)
+    return scored
+
+
 def score_corpus(
     model: Streams,
     corpus: TokenisedCorpus,

@@ -16,10 +16,8 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.scoring import (
     Passes,
     beginnings,
-    kept_scores,
     same_beginnings,
-    score_corpus,
-    tokens_bar,
+    score_beginnings,
 )
 from scale_cli.export.records import Losses
 from scale_cli.model.heads import ModelPair
@@ -47,22 +45,17 @@ class HeldOutText:
     def nats(self, model: Any, base: BaseRecord | None = None) -> dict[str, float]:
         """Return what all of it costs a model, by head and routing rule; `base`: it is that base."""
         nats: dict[str, float] = {}
-        with tokens_bar(self.num_tokens, "what was learned") as bar:
-            for corpus, lengths_N in zip(self.corpora, self.lengths, strict=True):
-                kept = None
-                if base is not None:
-                    kept = kept_scores(model, corpus, base, self.config, self.passes)
-                losses = score_corpus(
-                    model,
-                    corpus,
-                    self.config.method.rules,
-                    self.passes,
-                    lengths_N=lengths_N,
-                    kept=kept,
-                    bar=bar,
-                )
-                for name, nats_N in losses.nats.items():
-                    nats[name] = nats.get(name, 0.0) + float(nats_N.sum())
+        for losses in score_beginnings(
+            model,
+            self.corpora,
+            self.lengths,
+            config=self.config,
+            passes=self.passes,
+            base=base,
+            label="what was learned",
+        ):
+            for name, nats_N in losses.nats.items():
+                nats[name] = nats.get(name, 0.0) + float(nats_N.sum())
         return nats
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,9 +23,8 @@ from scale_cli.evaluation.scoring import (
     DocumentLosses,
     Passes,
     beginnings,
-    kept_scores,
     same_beginnings,
-    score_corpus,
+    score_beginnings,
     tokens_bar,
 )
 from scale_cli.model.heads import Streams, base_alone
@@ -123,20 +122,16 @@ class Observer:
         # A sharded model takes rows whole, those of the base's own tokens too.
         longest = max((int(lengths_N.max()) for lengths_N in lengths), default=0)
         passes = replace(passes, sequence_length=max(passes.sequence_length, longest))
-        score = partial(
-            score_corpus,
+        return score_beginnings(
             model,
-            router=self.config.method.rules,
+            corpora,
+            lengths,
+            config=self.config,
             passes=passes,
+            base=self.base,
+            label=label if is_main() else None,
             share=share(),
         )
-        kept_of = partial(kept_scores, model, base=self.base, config=self.config, passes=passes)
-        num_tokens = sum(int(lengths_N.sum()) for lengths_N in lengths)
-        with tokens_bar(num_tokens, label if is_main() else None) as bar:
-            return [
-                score(corpus, lengths_N=lengths_N, kept=kept_of(corpus), bar=bar)
-                for corpus, lengths_N in zip(corpora, lengths, strict=True)
-            ]
 
     def samples(self) -> dict[str, dict[str, str]]:
         """Return, by corpus, the served head's continuation of one held-out document per language.
