@@ -1,5 +1,6 @@
 """Every choice that a config has is in its table, and the other way round."""
 
+import ast
 import re
 from pathlib import Path
 from typing import get_args
@@ -12,6 +13,7 @@ from scale_cli.data.files import COMPRESSIONS
 from scale_cli.data.formats import FORMATS as CORPUS_FORMATS
 from scale_cli.export.formats import FORMATS
 from scale_cli.methods import METHODS
+from scale_cli.methods.stream_kinds import STREAM_KINDS
 
 
 def test_every_choice_of_a_config_is_in_its_table_and_nothing_else_is() -> None:
@@ -22,6 +24,20 @@ def test_every_choice_of_a_config_is_in_its_table_and_nothing_else_is() -> None:
 def test_the_key_of_a_source_names_every_format_of_corpus_files_and_no_other() -> None:
     described = TextSource.model_fields["path"].description or ""
     assert {*re.findall(r"\.[a-z]+", described)} == {*CORPUS_FORMATS, *COMPRESSIONS}
+
+
+def test_every_kind_of_second_stream_has_a_class_in_vllm() -> None:
+    # Its module imports vLLM, so it is read.
+    plugin = Path(__file__).parents[2] / "scale_cli/serving/vllm_plugin.py"
+    tables = [
+        node.value
+        for node in ast.parse(plugin.read_text()).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "STREAMS"
+    ]
+    (table,) = tables
+    assert isinstance(table, ast.Dict)
+    named = [ast.literal_eval(key) for key in table.keys if key is not None]
+    assert {name or "expansion" for name in named} == STREAM_KINDS.keys()
 
 
 def test_the_card_says_of_every_format_how_it_is_loaded() -> None:
