@@ -25,7 +25,8 @@ import transformers.modeling_utils
 from safetensors import SafetensorError
 
 from scale_cli.data import tokens
-from scale_cli.training import observing, step, training_run
+from scale_cli.evaluation import scoring
+from scale_cli.training import step, training_run
 
 # A full disk can still be deleted from.
 _NEEDS_ROOM = ("open", "write", "fsync", "mkdir", "tensors", "rename")
@@ -167,7 +168,7 @@ class SignalAt:
         """Put it into this process."""
         places: dict[str, tuple[Any, str]] = {
             "micro-batch": (step, "loss_share"),
-            "evaluation": (observing, "score_corpus"),
+            "evaluation": (scoring, "score_corpus"),
             "save": (training_run, "write_checkpoint"),
             "tokenisation": (tokens._Columns, "append"),
         }
