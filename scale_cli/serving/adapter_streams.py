@@ -144,14 +144,14 @@ class AdapterStreams:
 
     def _load_whole(self, tensors: dict[str, Tensor]) -> set[str]:
         """Load what the adapter has whole, out of its tensors; return the names of the parameters."""
-        found = {name: tensors.pop(_WHOLE[name], None) for name in self._model.trained}
+        config = self._model.config
         for name, module in self._model.trained.items():
-            # A tied matrix may be saved under one of its names alone.
-            tensor = next(of for of in (found[name], *found.values()) if of is not None)
-            if tensor.shape != (self._model.config.vocab_size, self._model.config.hidden_size):
+            tensor = tensors.pop(_WHOLE[name], None)
+            size = None if tensor is None else tuple(tensor.shape)
+            if size != (config.vocab_size, config.hidden_size):
                 raise ValueError(
-                    f"{self._folder}: {_WEIGHTS} has {name} of {tuple(tensor.shape)}, which is not "
-                    "the base's size; serve it with `scale serve --engine transformers`"
+                    f"{self._folder}: {_WEIGHTS} has {name} of size {size}, which is not the base's; "
+                    "serve it with `scale serve --engine transformers`"
                 )
             module.weight_loader(module.weight, tensor)
         return {f"trained.{name}.weight" for name in self._model.trained}
