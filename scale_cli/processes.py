@@ -46,7 +46,8 @@ class Share:
 ALONE = Share()
 
 # mallopt's name for the size from which an allocation has pages of its own, and that size.
-_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 1 << 20
 
 # Timeouts for the other processes: while one tokenises, upscales, exports or saves; between steps;
 # at the end.

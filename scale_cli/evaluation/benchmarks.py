@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,14 @@ from scale_cli.report import Interval
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.lm_eval_heads import OpenedBenchmarks
+
+
+class _Drawn(NamedTuple):
+    """A metric of every head."""
+
+    value_H: Values
+    drawn_RH: Values  # of each resample of the items
+    num_items: int
 
 
 def open_benchmarks_of(
@@ -48,48 +56,14 @@ def summarise_benchmarks(
 ) -> tuple[list[BenchmarkResult], list[LanguageAverage]]:
     """Return every benchmark's figures, p-values adjusted over all, and averages per language."""
     results: list[BenchmarkResult] = []
-    judging: dict[str, list[tuple[Values, Values, int]]] = {}  # of every benchmark, by language
+    judging: dict[str, list[_Drawn]] = {}  # of every benchmark, by language
     for index, benchmark in enumerate(measured):
         # An average over benchmarks needs independent resamples of each.
         rng = np.random.default_rng([seed, index])
-        num_items = len(benchmark.items)
-        scores_MNH = np.stack(list(benchmark.scores.values()))
-        value_MH = scores_MNH.mean(axis=1)
-        drawn_RMH = bootstrap(
-            partial(_means, scores_MNH), num_items, num_resamples=num_resamples, rng=rng
-        )
-        of_metrics = {}
-        for at, name in enumerate(benchmark.scores):
-            of_metrics[name] = (value_MH[at], drawn_RMH[:, at], num_items)
-        source = benchmark.source
-        judging.setdefault(source.language, []).append(of_metrics[benchmark.judged_by])
-        if benchmark.f1 is not None:  # no mean of items, so it gets no interval
-            of_metrics["f1"] = (benchmark.f1, benchmark.f1[None], 1)
-
-        by_metric = {name: _by_head(*of_metric) for name, of_metric in of_metrics.items()}
+        drawn = _draw(benchmark, num_resamples, rng)
         tests = _tests(benchmark.scores[benchmark.judged_by], rng)
-        heads = {
-            head: BenchmarkHead(
-                metrics={name: values[head] for name, (values, _) in by_metric.items()},
-                differences={
-                    name: changes[head]
-                    for name, (_, changes) in by_metric.items()
-                    if head != "base"
-                },
-                **tests.get(head, {}),
-            )
-            for head in HEADS_AND_RULES
-        }
-        results.append(
-            BenchmarkResult(
-                name=source.name,
-                language=source.language,
-                role=source.role,
-                num_items=num_items,
-                heads=heads,
-                judged_by=benchmark.judged_by,
-            )
-        )
+        results.append(_result_of(benchmark, drawn, tests))
+        judging.setdefault(benchmark.source.language, []).append(drawn[benchmark.judged_by])
 
     for head in HEADS_AND_RULES[1:]:
         p_values = [result.heads[head].p_value for result in results]
@@ -98,10 +72,53 @@ def summarise_benchmarks(
 
     averages = []
     for language, of_language in judging.items():
-        values, drawn, counts = zip(*of_language, strict=True)
-        figures = _by_head(np.mean(values, axis=0), np.mean(drawn, axis=0), min(counts))
+        figures = _by_head(
+            np.mean([drawn.value_H for drawn in of_language], axis=0),
+            np.mean([drawn.drawn_RH for drawn in of_language], axis=0),
+            min(drawn.num_items for drawn in of_language),
+        )
         averages.append(LanguageAverage(language, len(of_language), *figures))
     return results, averages
+
+
+def _draw(
+    benchmark: BenchmarkItems, num_resamples: int, rng: np.random.Generator
+) -> dict[str, _Drawn]:
+    """Return every metric of a benchmark, and of resamples of its items."""
+    num_items = len(benchmark.items)
+    scores_MNH = np.stack(list(benchmark.scores.values()))
+    value_MH = scores_MNH.mean(axis=1)
+    drawn_RMH = bootstrap(
+        partial(_means, scores_MNH), num_items, num_resamples=num_resamples, rng=rng
+    )
+    drawn = {}
+    for at, name in enumerate(benchmark.scores):
+        drawn[name] = _Drawn(value_MH[at], drawn_RMH[:, at], num_items)
+    if benchmark.f1 is not None:  # no mean of items, so it gets no interval
+        drawn["f1"] = _Drawn(benchmark.f1, benchmark.f1[None], 1)
+    return drawn
+
+
+def _result_of(
+    benchmark: BenchmarkItems, drawn: dict[str, _Drawn], tests: dict[str, dict[str, Any]]
+) -> BenchmarkResult:
+    """Return the figures of one benchmark, by head."""
+    by_metric = {name: _by_head(*of_metric) for name, of_metric in drawn.items()}
+    heads = {}
+    for head in HEADS_AND_RULES:
+        metrics = {name: values[head] for name, (values, _) in by_metric.items()}
+        differences = {}
+        if head != "base":
+            differences = {name: changes[head] for name, (_, changes) in by_metric.items()}
+        heads[head] = BenchmarkHead(metrics, differences, **tests.get(head, {}))
+    return BenchmarkResult(
+        name=benchmark.source.name,
+        language=benchmark.source.language,
+        role=benchmark.source.role,
+        num_items=len(benchmark.items),
+        heads=heads,
+        judged_by=benchmark.judged_by,
+    )
 
 
 def _means(scores_MNH: Values, counts_RN: Values) -> Values:

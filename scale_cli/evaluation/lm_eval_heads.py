@@ -40,7 +40,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import RunError, one_line
-from scale_cli.evaluation.intervals import finite
+from scale_cli.evaluation.intervals import Values, finite
 from scale_cli.evaluation.lm_eval_tasks import Benchmark, open_benchmark
 from scale_cli.evaluation.results import HEADS_AND_RULES, BenchmarkItems, SkippedBenchmark
 from scale_cli.evaluation.scoring import Passes, observe, routed_rows
@@ -239,55 +239,62 @@ def measure_items(benchmark: Benchmark, answering: Mapping[str, HeadsLM]) -> Ben
     items: dict[tuple[str, int], dict[str, Any]] = {}  # by task and document
     f1 = []  # by head and task
     with bar, redirect_stderr(io.StringIO()):
-        try:
-            for head, lm in answering.items():
-                lm.head = head
-                lm.bar = bar
-                for task in benchmark.tasks.values():
-                    task.set_fewshot_seed(_SEED)
-                told: Any = evaluate(
-                    lm,
-                    {"tasks": benchmark.tasks},
-                    limit=benchmark.source.limit,
-                    bootstrap_iters=0,
-                )
-                for name, task in benchmark.tasks.items():
-                    f1.append(told["results"][name].get("f1,none"))
-                    marked = defaultdict(list)  # by document: the marks by every filter
-                    for sample in told["samples"][name]:
-                        marked[sample["doc_id"]].append(sample)
-                    for doc_id, samples in marked.items():
-                        target = samples[0]["target"]
-                        new = {"subtask": name, "doc_id": doc_id, "target": target, "heads": {}}
-                        items.setdefault((name, doc_id), new)["heads"][head] = _outcome(
-                            task, samples
-                        )
-        except (
-            AssertionError,  # lm-eval's own, of answers that are longer than the model reads
-            ImportError,  # a metric's library
-            LookupError,  # this and the others: of an item that its task does not fit
-            SyntaxError,
-            TemplateError,
-            TypeError,
-            ValueError,
-        ) as error:
-            raise RunError(one_line(error)) from None
+        for head, lm in answering.items():
+            lm.head = head
+            lm.bar = bar
+            told = _evaluated(lm, benchmark)
+            for name, task in benchmark.tasks.items():
+                f1.append(told["results"][name].get("f1,none"))
+                marked = defaultdict(list)  # by document: the marks by every filter
+                for sample in told["samples"][name]:
+                    marked[sample["doc_id"]].append(sample)
+                for doc_id, samples in marked.items():
+                    target = samples[0]["target"]
+                    new = {"subtask": name, "doc_id": doc_id, "target": target, "heads": {}}
+                    item = items.setdefault((name, doc_id), new)
+                    item["heads"][head] = _outcome(task, samples)
 
-    of_base = [item["heads"]["base"]["metrics"] for item in items.values()]
-    scores = {
+    has_f1 = not (benchmark.is_generated or len(benchmark.tasks) > 1 or None in f1)
+    measured = BenchmarkItems(
+        benchmark.source,
+        list(items.values()),
+        _scores_of(list(items.values())),
+        np.array(f1) if has_f1 else None,
+    )
+    _ = measured.judged_by  # raises if there is none
+    return measured
+
+
+def _evaluated(lm: HeadsLM, benchmark: Benchmark) -> Any:
+    """Return what lm-eval says of one head: results and samples by task. RunError if it fails."""
+    for task in benchmark.tasks.values():
+        task.set_fewshot_seed(_SEED)
+    try:
+        return evaluate(
+            lm, {"tasks": benchmark.tasks}, limit=benchmark.source.limit, bootstrap_iters=0
+        )
+    except (
+        AssertionError,  # lm-eval's own, of answers that are longer than the model reads
+        ImportError,  # a metric's library
+        LookupError,  # this and the others: of an item that its task does not fit
+        SyntaxError,
+        TemplateError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise RunError(one_line(error)) from None
+
+
+def _scores_of(items: list[dict[str, Any]]) -> dict[str, Values]:
+    """Return the marks (items, heads) by each metric that every item of the base has."""
+    of_base = [item["heads"]["base"]["metrics"] for item in items]
+    return {
         name: np.array(
-            [[head["metrics"][name] for head in item["heads"].values()] for item in items.values()],
-            float,
+            [[head["metrics"][name] for head in item["heads"].values()] for item in items], float
         )
         for name in of_base[0]
         if all(name in metrics for metrics in of_base)
     }
-    has_f1 = not (benchmark.is_generated or len(benchmark.tasks) > 1 or None in f1)
-    measured = BenchmarkItems(
-        benchmark.source, list(items.values()), scores, np.array(f1) if has_f1 else None
-    )
-    _ = measured.judged_by  # raises if there is none
-    return measured
 
 
 def _outcome(task: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:

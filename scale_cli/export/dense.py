@@ -45,7 +45,7 @@ from transformers.initialization import no_init_weights
 
 from scale_cli.methods.starts.stream_sizes import random_ids
 from scale_cli.model.expansion_scale import ExpansionLinear
-from scale_cli.model.family_scale import ATTENTION, OWNERS, STEPS, Family, family_of, linear_of
+from scale_cli.model.family_scale import ATTENTION, OWNERS, SUBLAYERS, Family, family_of, linear_of
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.building import MethodModel
 from scale_cli.upscale.quantised_base import plain_weight
@@ -199,8 +199,8 @@ def _layer_norms(
     def joined(owner: Any, name: str, wanted: StreamScales = SAME_SCALES) -> Tensor:
         return _joined_gains(family, getattr(owner, name), getattr(layer, name), scales, wanted)
 
-    for step in STEPS:
-        before, after = family.norms_around(step)
+    for sublayer in SUBLAYERS:
+        before, after = family.norms_around(sublayer)
         if before is not None:
             yield f"{before}.weight", joined(base_layer, before)
         if after is not None:
@@ -218,12 +218,12 @@ def _layer_maps(
     eps_growth = _eps_growth(model, scales)
     columns = dict.fromkeys(OWNERS, SAME_SCALES)
     rows = dict.fromkeys(OWNERS, SAME_SCALES)
-    for step in STEPS:
-        before, _ = family.norms_around(step)
+    for sublayer in SUBLAYERS:
+        before, _ = family.norms_around(sublayer)
         if before is None:  # these columns read the stream as it is stored
             as_stored = StreamScales(1.0 / scales.base, 1.0 / scales.expansion)
-            columns |= dict.fromkeys(step.reading, as_stored)
-        rows[step.writing] = scales
+            columns |= dict.fromkeys(sublayer.reading, as_stored)
+        rows[sublayer.writing] = scales
     queries_keys = ATTENTION.reading[:2]
     if family.head_norms is not None:
         rows |= dict.fromkeys(queries_keys, StreamScales(eps_growth**0.5, eps_growth**0.5))

@@ -36,7 +36,7 @@ def deepen(base: Any, training: PlainTraining) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from scale_cli.model.family_scale import PER_LAYER_KEYS, STEPS, family_of
+    from scale_cli.model.family_scale import PER_LAYER_KEYS, SUBLAYERS, family_of
 
     family = family_of(base.config)
     sources = [source for source, _ in training.layers]
@@ -59,10 +59,10 @@ def deepen(base: Any, training: PlainTraining) -> Any:
     deeper.generation_config = base.generation_config
 
     silent = []  # parts of parameters' names, and the number that they are filled with
-    for step in STEPS:
-        _, norm = family.norms_around(step)
+    for sublayer in SUBLAYERS:
+        _, norm = family.norms_around(sublayer)
         silent.append(
-            (step.writing, 0.0) if norm is None else (norm, 0.0 - family.norm_form.offset)
+            (sublayer.writing, 0.0) if norm is None else (norm, 0.0 - family.norm_form.offset)
         )
     for place, layer in enumerate(deeper.model.layers):
         if place > 0 and sources[place] == sources[place - 1]:

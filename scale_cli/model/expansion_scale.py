@@ -5,15 +5,15 @@ Every linear map W of the decoder is widened in both directions; W itself is nev
     [ y  ]   [ W    W12 ] [ x ]        x : base stream,      D channels
     [ y' ] = [ W21  W22 ] [ u ]        u : expansion stream, E channels
 
-A layer has two steps, attention and then the MLP (`family_scale.py`). In each of them:
+A layer has two sublayers, attention and then the MLP (`family_scale.py`). In each of them:
 
     1. u^ is u by its own gains and the RMS of x
     2. the reading maps: y + W12 u^ for the base, W21 x^ + W22 u^ for the expansion
-    3. the channels of the step: the heads' outputs, or act(gate) up, of each stream apart
+    3. the channels of the sublayer: the heads' outputs, or act(gate) up, of each stream apart
     4. the writing map: y + W12 of the added channels into x, and then W21 of the base's channels +
        W22 of the added ones into u
 
-`walk` takes the base stream through one layer, and `AddedStream` takes u through the same steps.
+`walk` takes the base stream through one layer, and `AddedStream` takes u through the same sublayers.
 Without W12 the base walks first and alone, and the expansion follows.
 
 Shapes: B batch, T positions, D base channels, E expansion channels, N attention heads, A channels
@@ -38,7 +38,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .configuration_scale import ScaleConfig
-from .family_scale import ATTENTION, MLP, STEPS, Family, Step, family_of, linear_of
+from .family_scale import ATTENTION, MLP, SUBLAYERS, Family, Sublayer, family_of, linear_of
 from .fused_scale import (
     add_product,
     cast_for_products,
@@ -186,27 +186,27 @@ def attend(
 class LayerReads:
     """What one layer's maps read from the base stream, and the sizes by which its norms divide."""
 
-    # Of each step: the input (B, T, D) of the maps that read the stream, and that of the map that
+    # Of each sublayer: the input (B, T, D) of the maps that read the stream, and that of the map that
     # writes into it.
-    steps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    sublayers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     # By the name of a norm of the base: 1 / rms of its input, (B, T, 1).
     inverse_rms: dict[str, Tensor] = field(default_factory=dict)
 
 
-def step_channels(
-    step: Step,
+def sublayer_channels(
+    sublayer: Sublayer,
     module: Any,
     products: Sequence[Tensor],
     norm: Callable[[str | None, Tensor], Tensor],
     context: LayerContext,
     slot: int,
 ) -> Tensor:
-    """Return what a step's writing map reads: attention's heads, or the MLP's channels act(gate)
+    """Return what a sublayer's writing map reads: attention's heads, or the MLP's channels act(gate)
     up.
 
     `module` is the base's; `norm` applies a norm over all queries, or all keys, by its name.
     """
-    if step is MLP:
+    if sublayer is MLP:
         return gated(module.act_fn, *products)
     q, k, v = products
     q_norm, k_norm = context.family.width_norms
@@ -235,34 +235,36 @@ def walk(
         )
         return normed
 
-    for step in STEPS:
-        module = getattr(base_layer, step.owner)
-        before, after = context.family.norms_around(step)
+    for sublayer in SUBLAYERS:
+        module = getattr(base_layer, sublayer.owner)
+        before, after = context.family.norms_around(sublayer)
         read = norm(base_layer, before, x_BTD)
-        products = [getattr(module, name)(read) for name in step.reading]
+        products = [getattr(module, name)(read) for name in sublayer.reading]
         if added is not None:
-            added.normalise(step)
+            added.normalise(sublayer)
             products = [
                 getattr(added.layer, name).collaborate(y, added.normed, added.weights)
-                for name, y in zip(step.reading, products, strict=True)
+                for name, y in zip(sublayer.reading, products, strict=True)
             ]
 
-        channels = step_channels(step, module, products, partial(norm, module), context, slot)
-        written = getattr(module, step.writing)(channels)
+        channels = sublayer_channels(
+            sublayer, module, products, partial(norm, module), context, slot
+        )
+        written = getattr(module, sublayer.writing)(channels)
         if added is not None:
-            added.read(step, read)
-            linear = getattr(added.layer, step.writing)
+            added.read(sublayer, read)
+            linear = getattr(added.layer, sublayer.writing)
             written = linear.collaborate(written, added.channels, added.weights)
         x_BTD = x_BTD + norm(base_layer, after, written)
         if added is not None:
-            added.write(step, channels)
-        reads.steps.append((read, channels))
+            added.write(sublayer, channels)
+        reads.sublayers.append((read, channels))
     return x_BTD, reads
 
 
 @dataclass
 class AddedStream:
-    """The stream u on its way through one layer, step by step beside the base
+    """The stream u on its way through one layer, sublayer by sublayer beside the base
     stream.
     """
 
@@ -274,7 +276,7 @@ class AddedStream:
     slot: int
     weights: Weights = field(init=False)  # of the layer's maps
     normed: Tensor = field(init=False)  # u^, which the reading maps read
-    channels: Tensor = field(init=False)  # of the step, which its writing map reads
+    channels: Tensor = field(init=False)  # of the sublayer, which its writing map reads
 
     def __post_init__(self) -> None:
         linears = (child for child in self.layer.children() if isinstance(child, ExpansionLinear))
@@ -282,23 +284,26 @@ class AddedStream:
             weight for linear in linears for weight in linear.parameters()
         )
 
-    def normalise(self, step: Step) -> None:
-        """Begin a step: compute u^, which its reading maps read."""
-        before, _ = self.context.family.norms_around(step)
+    def normalise(self, sublayer: Sublayer) -> None:
+        """Begin a sublayer: compute u^, which its reading maps read."""
+        before, _ = self.context.family.norms_around(sublayer)
         self.normed = self._norm(before, self.u_BTE)
 
-    def read(self, step: Step, of_base: Tensor) -> None:
+    def read(self, sublayer: Sublayer, of_base: Tensor) -> None:
         """Compute the added channels; `of_base` is what the base's own maps read."""
         products = [
-            getattr(self.layer, name)(of_base, self.normed, self.weights) for name in step.reading
+            getattr(self.layer, name)(of_base, self.normed, self.weights)
+            for name in sublayer.reading
         ]
-        module = getattr(self.base_layer, step.owner)
-        self.channels = step_channels(step, module, products, self._norm, self.context, self.slot)
+        module = getattr(self.base_layer, sublayer.owner)
+        self.channels = sublayer_channels(
+            sublayer, module, products, self._norm, self.context, self.slot
+        )
 
-    def write(self, step: Step, of_base: Tensor) -> None:
-        """End a step: add to u what the added map writes; `of_base` has the base's channels."""
-        _, after = self.context.family.norms_around(step)
-        written = getattr(self.layer, step.writing)(of_base, self.channels, self.weights)
+    def write(self, sublayer: Sublayer, of_base: Tensor) -> None:
+        """End a sublayer: add to u what the added map writes; `of_base` has the base's channels."""
+        _, after = self.context.family.norms_around(sublayer)
+        written = getattr(self.layer, sublayer.writing)(of_base, self.channels, self.weights)
         self.u_BTE = self.u_BTE + self._norm(after, written)
 
     def _norm(self, name: str | None, u: Tensor) -> Tensor:
@@ -332,20 +337,22 @@ class ExpansionLayer(nn.Module):
         in_mlp = layer_index in config.mlp_collaboration_layers
 
         self.collaborates = in_attention or in_mlp
-        for step, sizes, collaborates in (
+        for sublayer, sizes, collaborates in (
             (ATTENTION, [queries, keys, keys], in_attention),
             (MLP, [channels, channels], in_mlp),
         ):
-            before, after = family.norms_around(step)
+            before, after = family.norms_around(sublayer)
             norms = [(before, stream)]
-            if step is ATTENTION:
+            if sublayer is ATTENTION:
                 norms += zip(family.width_norms, (queries, keys), strict=True)
             for name, size in norms:
                 if name is not None:
                     self.add_module(name, ExpansionNorm(size))
 
-            maps = [(name, stream, size) for name, size in zip(step.reading, sizes, strict=True)]
-            for name, num_in, num_out in [*maps, (step.writing, sizes[0], stream)]:
+            maps = [
+                (name, stream, size) for name, size in zip(sublayer.reading, sizes, strict=True)
+            ]
+            for name, num_in, num_out in [*maps, (sublayer.writing, sizes[0], stream)]:
                 frozen = linear_of(base_layer, name)
                 linear = ExpansionLinear(frozen, num_in, num_out, collaborates=collaborates)
                 self.add_module(name, linear)
@@ -398,10 +405,10 @@ class ExpansionLayer(nn.Module):
         own_slot: int,
     ) -> Tensor:
         added = AddedStream(self, base_layer, u_BTE, reads, context, own_slot)
-        for step, (read, channels) in zip(STEPS, reads.steps, strict=True):
-            added.normalise(step)
-            added.read(step, read)
-            added.write(step, channels)
+        for sublayer, (read, channels) in zip(SUBLAYERS, reads.sublayers, strict=True):
+            added.normalise(sublayer)
+            added.read(sublayer, read)
+            added.write(sublayer, channels)
         return added.u_BTE
 
 

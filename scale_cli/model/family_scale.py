@@ -1,7 +1,7 @@
 """The families of bases, and how each family's layer computes. No other module asks for a base's
 family.
 
-A layer of any family has two steps, each with an RMSNorm before it, after it, or both:
+A layer of any family has two sublayers, each with an RMSNorm before it, after it, or both:
 
     x = x + after(o(heads(q, k, v)))        q, k, v of before(x)        `attention_norms`
     x = x + after(down(act(gate) up))       gate, up of before(x)       `mlp_norms`
@@ -25,19 +25,21 @@ from .fused_scale import LLAMA_NORM, NormForm
 
 
 @dataclass(frozen=True)
-class Step:
-    """One of the two steps of a layer: the module that holds its linear maps, and their names."""
+class Sublayer:
+    """One of the two sublayers of a layer: the module that holds its linear maps, and their names."""
 
     owner: str
     reading: tuple[str, ...]  # these read the stream
     writing: str  # this one writes into it
 
 
-ATTENTION = Step("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj")
-MLP = Step("mlp", ("gate_proj", "up_proj"), "down_proj")
-STEPS = (ATTENTION, MLP)
+ATTENTION = Sublayer("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj")
+MLP = Sublayer("mlp", ("gate_proj", "up_proj"), "down_proj")
+SUBLAYERS = (ATTENTION, MLP)
 # The linear maps of a layer that are widened, in order, and the module that holds each.
-OWNERS = {name: step.owner for step in STEPS for name in (*step.reading, step.writing)}
+OWNERS = {
+    name: sublayer.owner for sublayer in SUBLAYERS for name in (*sublayer.reading, sublayer.writing)
+}
 
 # Keys of a configuration that hold a list with a value for each layer.
 PER_LAYER_KEYS = ("layer_types",)
@@ -56,7 +58,7 @@ class Family:
     """
 
     class_name: str  # of transformers' and vLLM's classes, before ForCausalLM
-    # Before and after each step.
+    # Before and after each sublayer.
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
     mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
     # Of all queries together, and of all keys together.
@@ -72,9 +74,9 @@ class Family:
     # Whether its configuration requires hidden_size % num_attention_heads == 0.
     heads_divide_channels: bool = False
 
-    def norms_around(self, step: Step) -> tuple[str | None, str | None]:
-        """Return the norms before and after a step."""
-        return self.attention_norms if step is ATTENTION else self.mlp_norms
+    def norms_around(self, sublayer: Sublayer) -> tuple[str | None, str | None]:
+        """Return the norms before and after a sublayer."""
+        return self.attention_norms if sublayer is ATTENTION else self.mlp_norms
 
     def embedding_factor(self, embedding: Any) -> Tensor | float:
         """Return the decoder's factor on embedding rows: for Gemma, the square root of the stream's

@@ -32,7 +32,8 @@ class CopyStreams:
         self.sizes: Sequence[int] = [model.config.hidden_size] * 2  # channels of x and of y
         self._model = model
         router = model.config.scale_router
-        base, revision = router["base"], router["revision"]
+        base = router["base"]
+        revision = router["revision"]
         config = get_config(base, trust_remote_code=False, revision=revision)
         if config.hidden_size != model.config.hidden_size:
             raise ValueError(

@@ -20,7 +20,8 @@ from scale_cli.starter.texts import Text
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_files import looks_local
 
-_ADAPTER, _EXPANSION = "lora", "route"
+_ADAPTER = "lora"
+_EXPANSION = "route"
 
 
 def choose_method(

@@ -117,7 +117,8 @@ def load_checkpoint(
     hooks: Sequence[Hook] = (),
 ) -> TrainState:
     """Load a verified checkpoint's parameters, moments and tensors of hooks; return its position."""
-    folder, state = checkpoint.path, TrainState.load(checkpoint.path)
+    folder = checkpoint.path
+    state = TrainState.load(checkpoint.path)
     beside = [hook for hook in hooks if hook.keeps(state.step)]
     if is_sharded(model) or has_shards(folder):
         moments = dict(empty_optimiser_tensors(optimiser, model, beside))
@@ -156,7 +157,8 @@ def _changes_since(begun: MethodFolder, accepted: Collection[str]) -> list[str]:
     """
     run = begun.run
     changed = begun.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted)
-    step, max_steps = TrainState.load(begun.path).step, run.config.train.max_steps
+    step = TrainState.load(begun.path).step
+    max_steps = run.config.train.max_steps
     if step > max_steps and begun.path != run.folder.final:
         raise RunFolderError(
             f"{begun.path}: is beyond train.max_steps {max_steps}; set it to at least {step}"
@@ -235,7 +237,9 @@ def check_init_from(run: Run) -> None:
 
     A run that has begun, or has no `train.init_from`, is not checked.
     """
-    config, train, initialised_from = run.config, run.config.train, init_from(run)
+    config = run.config
+    train = run.config.train
+    initialised_from = init_from(run)
     if initialised_from is None or run.folder.final.is_dir() or run.folder.saved:
         return
     key = f"train.init_from: {train.init_from}"

@@ -21,7 +21,8 @@ def put_back_best(run: TrainingRun, log: Log) -> TrainState:
     """Return the state that `final/` holds, the last step or the best that is kept, and restore the
     model to it.
     """
-    best, bound = run.state.best, run.config.train.max_forgetting
+    best = run.state.best
+    bound = run.config.train.max_forgetting
     if best is None or bound is None:
         return run.state
     if best.forgetting > bound:
@@ -58,7 +59,8 @@ def write_final(run: TrainingRun, state: TrainState) -> None:
 
 def log_trained(run: TrainingRun, log: Log) -> None:
     """Log what a run has cost, and where its weights are."""
-    state, best = run.state, run.state.best
+    state = run.state
+    best = run.state.best
     rate = f" ({state.tokens_per_s:,.0f} tokens/s)" if state.tokens_per_s else ""
     kept = (
         f", the best step {best.step:,}: {best.forgetting:+.4f} bits/byte on retention text"

@@ -55,8 +55,11 @@ def run_loop(run: TrainingRun) -> None:
         Interrupted: SIGTERM, SIGINT or the time limit stopped the run; a checkpoint was written.
     """
     run.wrapped.train()
-    accelerator, train, done = run.accelerator, run.config.train, run.state.step
-    rank, num_processes = accelerator.process_index, accelerator.num_processes
+    accelerator = run.accelerator
+    train = run.config.train
+    done = run.state.step
+    rank = accelerator.process_index
+    num_processes = accelerator.num_processes
     with (
         progress_bar(
             total=train.max_steps,
@@ -138,7 +141,8 @@ class _Loop:
         """Take a step; return the sum of all processes' requests to stop, which the device may
         still be computing.
         """
-        run, started_s = self.run, time.monotonic()
+        run = self.run
+        started_s = time.monotonic()
         look = partial(self.stop.between_micro_batches, clock_too=step > self.began.step)
         measured: AbstractContextManager[dict[str, Tensor]] = nullcontext({})
         # Compiled layers cannot be measured.
@@ -215,7 +219,8 @@ class _Loop:
     def _warn_of_leap(self, loss: float) -> None:
         """Warn of a loss far above the last ones, and name its batch; the run itself is unaffected."""
         highest = max(self.losses, default=math.inf)
-        step, train = self.run.state.step, self.run.train
+        step = self.run.state.step
+        train = self.run.train
         if len(self.losses) >= _FEWEST_STEPS and loss > _LEAP * highest:
             advice = f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
             batch = (
@@ -303,7 +308,8 @@ class _Loop:
         In a process that is alone, a signal ends the evaluation at once; the resumed run then
         begins with it.
         """
-        run, bound = self.run, self.run.config.train.max_forgetting
+        run = self.run
+        bound = self.run.config.train.max_forgetting
         if run.observer is None or not self._is_evaluated(done):
             return
         started_s = time.monotonic()

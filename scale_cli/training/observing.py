@@ -83,7 +83,9 @@ class Observer:
         rule = self.config.method.rules.rule
         scored = self._score(self.observed, self.held_out, "evaluating")
         of_base = self._losses_of_base or scored
-        record[EVALUATION], record[BITS], record[SHARES] = {}, {}, {}
+        record[EVALUATION] = {}
+        record[BITS] = {}
+        record[SHARES] = {}
         for source, losses, base in zip(
             self.config.evaluation.perplexity, scored, of_base, strict=True
         ):
@@ -198,7 +200,8 @@ class Observer:
     def score(self, step: int, bits_per_byte: Losses) -> Score | None:
         """Return the served head's score; None if a loss is not finite."""
         served = "trained" if self.config.method.served == "trained" else "routed"
-        learned, lost = [], []
+        learned = []
+        lost = []
         for source in self.config.evaluation.perplexity:
             of_base, of_served = (bits_per_byte[source.name][head] for head in ("base", served))
             if of_base is None or of_served is None:

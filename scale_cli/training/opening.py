@@ -111,7 +111,8 @@ def finished_state(run: Run, accepted: Collection[str], log: Log) -> TrainState 
     It must still have its files, its tokenizer and its config. If the base or the text lies
     elsewhere now, or an accepted key has changed, their content is compared too.
     """
-    config, final = run.config, MethodFolder(run.folder.final, run)
+    config = run.config
+    final = MethodFolder(run.folder.final, run)
     if not final.path.is_dir():
         return None
     if "train.max_steps" in accepted and config.train.max_steps > final.config.train.max_steps:
@@ -301,7 +302,8 @@ def _open_text(start: MethodFolder, accelerator: Accelerator, log: Log) -> Texts
     The main process tokenises what is not in the cache; on another machine with a cache of its own,
     one process does.
     """
-    config, tokenizer = start.run.config, start.tokenizer
+    config = start.run.config
+    tokenizer = start.tokenizer
     corpora = main_first(lambda: open_sources(config, config.corpus.sources, tokenizer))
     held_out: list[TokenisedCorpus] = []
     by_base_tokens: list[TokenisedCorpus] = []
@@ -342,7 +344,8 @@ def _without_stale_best(
     """Return the training state, without its best if that checkpoint is gone or was scored
     otherwise.
     """
-    state, run = TrainState.load(resumed_from.path), resumed_from.run
+    state = TrainState.load(resumed_from.path)
+    run = resumed_from.run
     if state.best is None:
         return state
     best = run.folder.checkpoint(state.best.step)

@@ -22,7 +22,8 @@ from scale_cli.model.configuration_scale import ScaleConfig
 _SIZE_OF_ADAMW = 0.2
 # Entries of matrices that Muon steps together: a few copies of 32 MiB in float32 on a GPU, where
 # what counts is the number of launches, and of 4 MiB on a CPU, whose caches they fit.
-_ENTRIES_AT_ONCE, _ENTRIES_AT_ONCE_ON_CPU = 1 << 23, 1 << 20
+_ENTRIES_AT_ONCE = 1 << 23
+_ENTRIES_AT_ONCE_ON_CPU = 1 << 20
 
 
 def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:

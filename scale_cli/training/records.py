@@ -79,7 +79,8 @@ class TrainState(RunRecord):
         """Return the state after a step that was not finite; it does not count if it only
         overflowed float16.
         """
-        tokens, steps = self.skipped_tokens + num_tokens, self.skipped_steps + counts
+        tokens = self.skipped_tokens + num_tokens
+        steps = self.skipped_steps + counts
         return replace(self.advanced(0), skipped_tokens=tokens, skipped_steps=steps)
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,9 +111,9 @@ def _shard(
     replicated = set(frozen) if keep_frozen_whole else set()
     for parameter in replicated:
         parameter.data = parameter.data.to(mesh.device_type)
-    of_root: list[nn.Module] = []
+    left_over: list[nn.Module] = []
     if isinstance(model, ScaleForCausalLM):
-        of_root = _shard_widened_layers(model, mesh, replicated, lowered)
+        left_over = _shard_widened_layers(model, mesh, replicated, lowered)
     else:
         for layer in plain_of(model).model.layers:
             if any(parameter not in replicated for parameter in layer.parameters()):
@@ -121,10 +121,18 @@ def _shard(
     # The base layers of a widened model are in units, but are not submodules of the modules that
     # these units are of.
     sharded = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    # A unit has its module's parameters that no unit below has.
-    root.of_layers = nn.ModuleList(of_root)
-    fully_shard(root, mesh=mesh, ignored_params=replicated | sharded)
-    del root.of_layers
+    with _also_holding(root, left_over):
+        fully_shard(root, mesh=mesh, ignored_params=replicated | sharded)
+
+
+@contextmanager
+def _also_holding(module: nn.Module, others: Sequence[nn.Module]) -> Iterator[None]:
+    """Make other modules parts of one that becomes a unit: it gets their parameters too, but for
+    those of units below.
+    """
+    module.add_module("held_too", nn.ModuleList(others))
+    yield
+    del module.held_too
 
 
 def _shard_widened_layers(
@@ -136,15 +144,14 @@ def _shard_widened_layers(
     """Make units of every added layer and its base layer: one unit if they write into each other,
     else two.
 
-    Return the modules in separate units that have gains or biases, which are left to the root unit.
+    Return the modules whose gains or biases are left to the root unit.
     """
-    of_root: list[nn.Module] = []
+    left_over: list[nn.Module] = []
     layers: Any = zip(model.base.model.layers, model.expansion.layers, strict=True)
     for index, (base_layer, added) in enumerate(layers):
         if index >= model.expansion.first_collaborating_layer:
-            added.base_layer = base_layer
-            fully_shard(added, mesh=mesh, ignored_params=replicated)
-            del added.base_layer
+            with _also_holding(added, [base_layer]):
+                fully_shard(added, mesh=mesh, ignored_params=replicated)
             # Evaluation first runs a collaborating base layer alone, for the unchanged stream.
             base_layer.register_forward_pre_hook(lambda *_, unit=added: unit.unshard())
             continue
@@ -155,7 +162,7 @@ def _shard_widened_layers(
             if vector.dim() < 2
         }
         holders = (module for layer in (base_layer, added) for module in layer.modules())
-        of_root += [
+        left_over += [
             module for module in holders if not vectors.isdisjoint(module.parameters(recurse=False))
         ]
         fully_shard(added, mesh=mesh, ignored_params=replicated | vectors, mp_policy=lowered)
@@ -163,7 +170,7 @@ def _shard_widened_layers(
             fully_shard(base_layer, mesh=mesh, ignored_params=vectors)
             added.register_forward_pre_hook(lambda *_, unit=base_layer: unit.unshard())
             added.register_forward_hook(lambda *_, unit=base_layer: unit.reshard())
-    return of_root
+    return left_over
 
 
 @contextmanager

@@ -105,7 +105,8 @@ def train_step(
         hooks: called around the update, the outermost first.
         scaler: of the loss, for float16; it learns whether gradients overflowed.
     """
-    device, num_sources = accelerator.device, len(batch.num_targets)
+    device = accelerator.device
+    num_sources = len(batch.num_targets)
     num_tokens = max(sum(batch.num_targets), 1)  # a batch of conversations may have no targets
     sums_by_source = isinstance(
         getattr(model, "module", model), ScaleForCausalLM | ChunkedLossModel

@@ -174,7 +174,8 @@ class TrainingRun:
         has ended.
         """
         if self._job is not None and (wait or self._job.done()):
-            job, self._job = self._job, None
+            job = self._job
+            self._job = None
             if futures.wait([job], timeout=_SILENT_S).not_done:
                 self.say(f"waiting for the checkpoint of step {self.saved_step:,} to be written")
             job.result()
@@ -221,7 +222,8 @@ class TrainingRun:
 
 def take_snapshot(run: TrainingRun) -> Snapshot:
     """Copy what this process must write of a checkpoint."""
-    trained, moments = trainable_parameters(run.model), optimiser_tensors(run.optimiser, run.model)
+    trained = trainable_parameters(run.model)
+    moments = optimiser_tensors(run.optimiser, run.model)
     now = versions(run.base_here())
     rewritten = [name for name, version in run.base_versions.items() if now[name] != version]
     if run.beside is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scale_cli.model.family_scale import STEPS, family_of, linear_of
+from scale_cli.model.family_scale import SUBLAYERS, family_of, linear_of
 
 # Share of the MLP channels that are too large to copy.
 _SHARE_OF_HUGE = 0.05
@@ -51,14 +51,14 @@ def copy_layer(config: Any, base_layer: Any, layer: Any) -> CopiedPlaces:
     channels = _copied_channels(base_layer, len(layer.gate_proj.weight_22))
     places = CopiedPlaces(queries, keys, channels)
 
-    for step in STEPS:
-        for name in step.reading:
+    for sublayer in SUBLAYERS:
+        for name in sublayer.reading:
             added = getattr(layer, name)
             rows = places.of(name)
             added.weight_21.copy_(numbers(base_layer, name)[rows])
             if added.bias_2 is not None:
                 added.bias_2.copy_(linear_of(base_layer, name).bias.cpu()[rows])
-        _, after = family.norms_around(step)
+        _, after = family.norms_around(sublayer)
         if after is not None:
             getattr(layer, after).weight.fill_(rms(gains_of(config, base_layer, after)))
 

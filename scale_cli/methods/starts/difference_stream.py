@@ -20,7 +20,7 @@ from scale_cli.methods.starts.copies import (
 )
 from scale_cli.methods.starts.knowledge import knows
 from scale_cli.methods.starts.start import Start, TextToLearn
-from scale_cli.model.family_scale import STEPS, family_of
+from scale_cli.model.family_scale import SUBLAYERS, family_of
 
 # Most tokens whose rows of the head decide the directions: the most frequent ones.
 _NUM_TOKENS = 4096
@@ -117,23 +117,23 @@ def _start_layer(config: Any, directions: Tensor, base_layer: Any, layer: Any) -
     count = len(directions)
     places = copy_layer(config, base_layer, layer)
 
-    for step in STEPS:
-        before, after = family.norms_around(step)
+    for sublayer in SUBLAYERS:
+        before, after = family.norms_around(sublayer)
         gains = gains_of(config, base_layer, before)
         sizes = _sizes_along(directions, gains)
         if before is not None:
             _fill_gains(getattr(layer, before), sizes)
-        for name in step.reading:
+        for name in sublayer.reading:
             rows = numbers(base_layer, name)[places.of(name)]
             getattr(layer, name).weight_22[:, :count].copy_((rows * gains) @ directions.T / sizes)
 
-        added = getattr(layer, step.writing)
-        columns = places.of(step.writing)
+        added = getattr(layer, sublayer.writing)
+        columns = places.of(sublayer.writing)
         gains = gains_of(config, base_layer, after)
         sizes = _sizes_along(directions, gains)
         if after is not None:
             _fill_gains(getattr(layer, after), sizes)
-        numbers_written = numbers(base_layer, step.writing)[:, columns]
+        numbers_written = numbers(base_layer, sublayer.writing)[:, columns]
         written = (directions * gains / sizes[:, None]) @ numbers_written
         added.weight_22[:count].copy_(written)
         subtracted = torch.zeros(count, added.weight_21.shape[1]).double()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from scale_cli.model.family_scale import STEPS, family_of, linear_of
+from scale_cli.model.family_scale import SUBLAYERS, family_of, linear_of
 
 # Random tokens on which the size of the base's stream is measured.
 _NUM_MEASURED = 256
@@ -26,10 +26,10 @@ def measured_stream_rms(base: PreTrainedModel, seed: int) -> dict[str, float]:
     family = family_of(base.config)
     readers = {"norm": decoder.norm}
     for index, layer in enumerate(decoder.layers):
-        for step in STEPS:
-            norm, _ = family.norms_around(step)
+        for sublayer in SUBLAYERS:
+            norm, _ = family.norms_around(sublayer)
             found = (
-                {name: linear_of(layer, name) for name in step.reading}
+                {name: linear_of(layer, name) for name in sublayer.reading}
                 if norm is None
                 else {norm: getattr(layer, norm)}
             )
