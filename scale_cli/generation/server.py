@@ -326,13 +326,16 @@ def create_app(generator: Generator, name: str) -> FastAPI:
         status = 400
         told = str(error)
         headers = None
+        param = None
         if isinstance(error, HTTPException):
             status = error.status_code
             told = f"{request.method} {request.url.path}: {error.detail}"
             headers = error.headers
         if isinstance(error, RequestValidationError):
-            told = "; ".join(_problem(problem) for problem in error.errors())
-        fields = {"message": told, "type": "invalid_request_error", "param": None, "code": None}
+            problems = error.errors()
+            told = "; ".join(map(_problem, problems))
+            param = _field(problems[0]) or None
+        fields = {"message": told, "type": "invalid_request_error", "param": param, "code": None}
         return JSONResponse({"error": fields}, status_code=status, headers=headers)
 
     for kind in (RequestValidationError, HTTPException, ScaleError):
@@ -360,17 +363,24 @@ def create_app(generator: Generator, name: str) -> FastAPI:
     return app
 
 
+def _field(problem: dict[str, Any]) -> str:
+    """Return the field of a body that pydantic has a problem with; "" for the body itself."""
+    if problem["type"] == "json_invalid":
+        return ""
+    return ".".join(str(part) for part in problem["loc"] if part != "body")
+
+
 def _problem(problem: dict[str, Any]) -> str:
     """Return one line of what pydantic says of a body."""
     if problem["type"] == "json_invalid":
         return f"body: is not JSON ({problem['ctx']['error']})"
-    place = ".".join(str(part) for part in problem["loc"] if part != "body")
+    field = _field(problem)
     if problem["type"] == "extra_forbidden":
         fields = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
-        meant = get_close_matches(place, fields, n=1, cutoff=_SIMILAR)
+        meant = get_close_matches(field, fields, n=1, cutoff=_SIMILAR)
         told = f"did you mean {meant[0]}?" if meant else "remove it"
-        return f"{place}: this server does not support it; {told}"
-    return f"{place or 'body'}: {' '.join(str(problem['msg']).split())}"
+        return f"{field}: this server does not support it; {told}"
+    return f"{field or 'body'}: {' '.join(str(problem['msg']).split())}"
 
 
 def run_server(generator: Generator, name: str, host: str, port: int) -> None:

@@ -246,6 +246,8 @@ def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> N
                 client.completions.create(**asked | change, stream=stream)
             body: Any = error.value.body
             assert re.search(told, body["message"]) and "\n" not in body["message"]
+            if len(change) == 1 and "prompt" not in change:
+                assert body["param"] == body["message"].partition(":")[0]
     with pytest.raises(openai.NotFoundError, match=f"this server serves only {NAME}"):
         client.completions.create(**asked | {"model": "gpt"})
     as_json = {"Content-Type": "application/json"}
