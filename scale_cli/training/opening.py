@@ -61,6 +61,7 @@ from scale_cli.training.sharding import (
 )
 from scale_cli.training.tracking import check_trackers
 from scale_cli.training.training_run import TrainingRun
+from scale_cli.upscale.building import MethodModel
 from scale_cli.values import counted
 
 
@@ -164,24 +165,19 @@ def open_training(
     initialised_from = init_from(run) if resumed_from is None else None
 
     model, untouched = _open_model(start, resumed_from, initialised_from)
-    settings = settings_on(accelerator.device.type, config)
-    if settings.sharding != "none" and accelerator.num_processes > 1:
-        # Sharded here, since Accelerate would wrap the model again.
-        wrapped = shard_model(model, settings, accelerator)
-    else:
-        wrapped = accelerator.prepare(for_training(model.to(accelerator.device), settings))
+    wrapped = _prepare(model, config, accelerator)
     optimiser = build_optimiser(model, config.train)  # it keeps nothing before the first step
     training = Training(
         config=config, model=model, wrapped=wrapped, accelerator=accelerator, batches=texts.batches
     )
     hooks = make_hooks(training)
 
-    position = Position(TrainState(windows=WINDOWS))
     if resumed_from is not None:
         load_checkpoint(resumed_from, model, optimiser, hooks)
         position = _position_in(resumed_from, texts, log)
-    elif initialised_from is not None:
-        position = replace(position, branch_point=branch_point_at(initialised_from))
+    else:
+        branch_point = None if initialised_from is None else branch_point_at(initialised_from)
+        position = Position(TrainState(windows=WINDOWS), branch_point)
     state = position.state
     if config.train.lr == "auto" and state.lr is None:
         log("finding        the learning rate (train.lr: auto)")
@@ -219,6 +215,15 @@ def open_training(
         branch_point=position.branch_point,
         saved_step=position.saved_step,
     )
+
+
+def _prepare(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> Any:
+    """Move a model to the device of this process, and return the module to train."""
+    settings = settings_on(accelerator.device.type, config)
+    if settings.sharding != "none" and accelerator.num_processes > 1:
+        # Not by Accelerate, which would wrap the model again.
+        return shard_model(model, settings, accelerator)
+    return accelerator.prepare(for_training(model.to(accelerator.device), settings))
 
 
 def _check_goes_on(resumed_from: MethodFolder, texts: Texts) -> None:
