@@ -21,6 +21,7 @@ from scale_cli.errors import MissingExtraError, RunFolderError, UsageError, is_i
 from scale_cli.export.plain_folder import KEY, exports, holds_base, routed_name
 from scale_cli.generation.generator import Generator
 from scale_cli.methods.given import ADAPTER_CONFIG
+from scale_cli.methods.stream_kinds import ADAPTER, STREAM_KINDS
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.serving import FAMILIES
 from scale_cli.storage.atomic import read_json
@@ -126,8 +127,8 @@ def _routes_in_vllm(folder: Path, config: dict[str, Any]) -> bool:
     Of adapters those can that are A and B of linear layers, and an embedding or a head of their own.
     """
     kind = (config.get(KEY) or {}).get("kind")
-    if kind != "adapter":
-        return kind == "copy" or holds_base(config)
+    if kind != ADAPTER.name:
+        return kind in STREAM_KINDS or holds_base(config)
     adapter = read_json(folder / ADAPTER_CONFIG)
     whole = {name.rpartition(".")[2] for name in adapter.get("modules_to_save") or ()}
     is_plain = whole <= _HEADS and not any(adapter.get(key) for key in _BEYOND)

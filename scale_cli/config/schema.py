@@ -129,7 +129,7 @@ class _AnyMethod(WideningConfig):
 
     def check_goes_with_8_bits(self) -> None:
         """Raise ConfigError if the method trains weights that a base in 8 bits holds read-only."""
-        if self.trains_base_weights or not self.definition.streams.adapter_library:
+        if self.trains_base_weights or not self.definition.streams.shares_weights:
             raise ConfigError(
                 f"method.variant: {self.variant} trains weights of the base, or copies of them, but "
                 "model.quantisation makes them read-only; use preserve, adapt, route or lora, or "

@@ -98,12 +98,13 @@ class PackedWindows:
         """
         if self.offsets is None:
             return None
-        start = index * self._stride + self._lead
-        end = min(start + self._stride, len(self.ids) - 1 + self._lead)
-        first, last = np.searchsorted(self.offsets, (start, end))
+        window_start = index * self._stride
+        first_restart = window_start + self._lead
+        end = min(first_restart + self._stride, len(self.ids) - 1 + self._lead)
+        first, last = np.searchsorted(self.offsets, (first_restart, end))
         begins = np.zeros(self.sequence_length, dtype=np.int64)
-        num_before = len(self._put_before(index * self._stride))
-        restarts = self.offsets[first:last] - start + num_before
+        num_before = len(self._put_before(window_start))
+        restarts = self.offsets[first:last] - first_restart + num_before
         begins[restarts] = restarts
         return np.arange(self.sequence_length) - np.maximum.accumulate(begins)
 

@@ -62,8 +62,8 @@ class CorpusReader:
 
     def __iter__(self) -> Iterator[Record]:
         records = self._from_files() if self.source.dataset is None else self._from_dataset()
-        # Conversations count before the template may refuse them, as above: what one source skips,
-        # another reads.
+        # Conversations count before the template may refuse them: what one source skips, another
+        # reads.
         most = self.source.max_documents
         kept = dropped = 0
         for record in records:

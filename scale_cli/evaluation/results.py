@@ -218,7 +218,7 @@ class Report(RunRecord):
 
     FILE = "report.json"
     variant: str  # of the method
-    served: str  # the head that the model answers with
+    served: str  # the head, or the routing rule, that the model answers with
     step: int  # optimiser steps trained
     num_tokens_trained: int  # target tokens trained on
     trained_sha256: str  # of the trained weights that were measured

@@ -144,7 +144,7 @@ class Plain(Format):
         routes_plainly = self.method.routes_plainly(config.method.settings)
         self.loaded_as = "routed" if routes_plainly else self.name
         # Adapters are merged here, for other runtimes.
-        self.needs_base = not self.method.streams.adapter_library and can_name_base(config)
+        self.needs_base = not self.method.streams.shares_weights and can_name_base(config)
         self.answers_as_served = routes_plainly or self.needs_base
 
     def write(

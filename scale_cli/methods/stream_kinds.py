@@ -23,6 +23,11 @@ class StreamKind:
     # What puts an export of what trained alone onto its base; "": there is no such export.
     adapter_library: str
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the trained model runs on the base's own weights, which then never train."""
+        return self.num_models == 1
+
     def pair(self) -> type[ModelPair]:
         """Return the class that runs a base and what was trained from it side by side."""
         from scale_cli.model.heads import ModelPair

@@ -81,7 +81,7 @@ class CollaborationConfig(Section):
 
 
 class RouterConfig(Section):
-    """How `route` chooses between the base head and the trained head."""
+    """How the router weighs the base's head and the trained head."""
 
     rule: Literal["posterior", "cosine"] = Field(
         default="posterior",
@@ -112,7 +112,7 @@ class DistillationConfig(Section):
 
 
 class WideningConfig(MethodSection):
-    """The sections that all widening methods share."""
+    """The sections that say how a base is widened, and routed."""
 
     expansion: ExpansionConfig = ExpansionConfig()
     collaboration: CollaborationConfig = CollaborationConfig()

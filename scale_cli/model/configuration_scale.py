@@ -50,7 +50,7 @@ class ScaleConfig(PreTrainedConfig):
     mlp_collaboration_layers: list[int] = field(default_factory=list)
     # How the added blocks began: the `name` of the start, and what its rates follow.
     start: dict[str, Any] = field(default_factory=dict)
-    # posterior | cosine; None: the trained head serves alone. Only the variant `route` reads it.
+    # posterior | cosine; None: no router was asked for. Where the trained head serves, it is for `--head routed`.
     router_rule: str | None = "posterior"
     router_prior: float = 0.5  # weight of the base head at the first token
     router_threshold: float = 0.5  # tau of the cosine rule

@@ -146,7 +146,7 @@ def small_config(base_config: Any) -> Any:
 def method_on_all_layers(method: MethodConfig) -> MethodConfig:
     """Return a method as it is measured, without settings of single layers."""
     definition = method.definition
-    variant = method.variant if definition.streams.adapter_library else "full"
+    variant = method.variant if definition.streams.shares_weights else "full"
     sections = method.model_dump()
     rank = {"rank": sections["lora"]["rank"]}
     return MethodConfig.model_validate(

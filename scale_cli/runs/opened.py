@@ -285,7 +285,7 @@ class MethodFolder:
         if definition.widens:
             widened: Any = self.load(base)
             return widened
-        stays = definition.streams.adapter_library and not self.method.trains_base_weights
+        stays = definition.streams.shares_weights and not self.method.trains_base_weights
         untouched = without_copies(base) if stays else copy.deepcopy(base)
         model = self._put_on(base)
         pair = definition.streams.pair()

@@ -189,11 +189,12 @@ def _sums(terms_T: Tensor, since_T: Tensor, longest: int) -> Tensor:
     numbers. So sums over 2, 4, 8, ... tokens are added, in log2(longest) rounds.
     """
     index_T = torch.arange(len(since_T), device=since_T.device)
+    since_restart_T = since_T
     while True:
         sums_T = terms_T
         shift = 1
         while shift < longest:
-            within_T = since_T[shift:] >= shift
+            within_T = since_restart_T[shift:] >= shift
             added_T = torch.where(within_T, sums_T[:-shift], 0.0)
             sums_T = torch.cat([sums_T[:shift], sums_T[shift:] + added_T])
             shift *= 2
@@ -201,9 +202,10 @@ def _sums(terms_T: Tensor, since_T: Tensor, longest: int) -> Tensor:
         if not lost_T.any():
             return sums_T
         # The first lost token of a document begins its sums anew.
-        first_T = lost_T & ~(lost_T.roll(1) & (since_T > 0))
+        first_T = lost_T & ~(lost_T.roll(1) & (since_restart_T > 0))
         terms_T = torch.where(first_T, 0.0, terms_T)
-        since_T = index_T - torch.where(first_T | (since_T == 0), index_T, 0).cummax(dim=0).values
+        begins_T = first_T | (since_restart_T == 0)
+        since_restart_T = index_T - torch.where(begins_T, index_T, 0).cummax(dim=0).values
 
 
 def attach_state(hidden_TD: Tensor, log_odds_T: Tensor, rows_T: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ class Observer:
 
     def score(self, step: int, bits_per_byte: Losses) -> Score | None:
         """Return the served head's score; None if a loss is not finite."""
-        served = "trained" if self.config.method.served == "trained" else "routed"
+        served = self.config.method.head
         learned = []
         lost = []
         for source in self.config.evaluation.perplexity:

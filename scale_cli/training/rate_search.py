@@ -115,13 +115,13 @@ class LineSearch:
         with self._along_update(first) as go_to:
             losses = {0.0: self.judged_loss_at(0.0, go_to)}
 
-            def loss(power: int) -> float:
+            def loss_at(power: int) -> float:
                 rate = first * _FACTOR**power
                 if rate not in losses:
                     losses[rate] = self.judged_loss_at(rate, go_to)
                 return losses[rate]
 
-            power = useful_power(loss, losses[0.0])
+            power = useful_power(loss_at, losses[0.0])
         return FoundRate(float(f"{first * _FACTOR**power:.2g}"), losses)
 
     def judged_loss_at(self, rate: float, go_to: Callable[[float], None]) -> float:

@@ -153,29 +153,6 @@ def file_marks(model: ModelConfig) -> tuple[tuple[str, int, int, int], ...]:
     return tuple(marks)
 
 
-def read_config_file(model: ModelConfig) -> dict[str, Any]:
-    """Return a base's config.json, from its folder or from the hub."""
-    check_config_file(model)
-    path = Path(model.base) / "config.json"
-    if not looks_local(model.base):
-        from huggingface_hub import hf_hub_download
-
-        try:
-            path = Path(hf_hub_download(model.base, "config.json", revision=model.revision))
-        except Exception as error:  # the hub's errors are many
-            raise BaseModelError(
-                f"model.base: {model.base} cannot be loaded: {one_line(error)}"
-            ) from None
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise BaseModelError(f"model.base: {path} cannot be read: {one_line(error)}") from None
-    if not isinstance(read, dict):
-        raise BaseModelError(f"model.base: {path} is not a configuration")
-    check_keys(read, model.base)
-    return read
-
-
 def check_keys(config: Mapping[str, Any], name: str) -> None:
     """Raise BaseModelError for a key of config.json that no widened model follows."""
     if config.get("quantization_config") is not None:

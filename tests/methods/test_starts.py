@@ -9,6 +9,7 @@ from torch import Tensor
 
 from scale_cli.config.training import LrMultipliers, TrainConfig
 from scale_cli.errors import BaseModelError, RunFolderError
+from scale_cli.methods import starts
 from scale_cli.methods.starts import STARTS, copies, difference_stream, start_of, start_rates
 from scale_cli.methods.starts.difference_stream import leading_directions
 from scale_cli.methods.starts.knowledge import knows
@@ -34,6 +35,18 @@ def test_codes_start_as_the_base(family: str, dtype: str) -> None:
     base: Any = tiny(family, dtype)
     expected = base(IDS).logits.float()
     assert_starts_as_base(widen(base, "preserve", ratio=0.5, text=UNKNOWN), IDS, expected)
+
+
+@pytest.mark.parametrize("name", STARTS)
+@torch.no_grad()
+def test_every_start_begins_as_the_base(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starts, "STARTS", {name: STARTS[name]})
+    monkeypatch.setattr(type(STARTS[name]), "suits", lambda *_: True)
+    base = tiny_llama()
+    expected = base(IDS).logits
+    model = widen(base, "preserve", ratio=0.5, text=UNKNOWN)
+    assert model.config.start["name"] == name
+    assert_starts_as_base(model, IDS, expected)
 
 
 @pytest.mark.parametrize("text", [None, UNKNOWN])
