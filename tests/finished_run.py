@@ -46,6 +46,7 @@ class Made:
     base: str = "a" * 64  # hash of the base's only tensor
     quantisation: str | None = None
     train: dict[str, Any] = field(default_factory=dict)  # keys of the config's section
+    router: dict[str, Any] = field(default_factory=dict)  # with which it was measured
     new_tokens: int = 0  # with which Korean takes a quarter of the tokens
 
 
@@ -61,6 +62,9 @@ def write_run(folder: Path, made: Made) -> Path:
         write_json(final / "cost.json", _COST)
     report = replace(report_of(made), trained_sha256=trained_sha256(folder / "final"))
     (folder / "evaluation").mkdir()
+    measured = _config(folder, made)
+    measured["method"] |= {"router": made.router}
+    (folder / "evaluation" / "scale.yaml").write_text(yaml.safe_dump(measured))
     write_json(folder / "evaluation" / "report.json", report.to_json())
     return folder
 

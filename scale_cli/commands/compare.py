@@ -26,7 +26,7 @@ from scale_cli.values import language_name
 KIND = "scale comparison"
 FIGURE = "lost-and-gained.svg"
 # Sections of the config whose differences are told; the base is the same.
-_SHOWN_SECTIONS = ("seed", "corpus", "train", "evaluation")
+_SHOWN_SECTIONS = ("seed", "corpus", "train", "router", "evaluation")
 
 
 @dataclass(frozen=True)

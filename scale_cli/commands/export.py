@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.load import dump_config, load_config
-from scale_cli.config.schema import EXPORT_SECTIONS, RunConfig, differences
+from scale_cli.config.schema import EXPORT_SECTIONS, SERVED_SECTIONS, RunConfig, differences
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import CorpusError, ExportParityError
 from scale_cli.evaluation.results import finished_report, report_sha256
@@ -71,7 +71,7 @@ def _export(
     learned: Learned | None,
 ) -> Exported:
     config = made.config
-    report = finished_report(config)
+    report = finished_report(config, SERVED_SECTIONS)
     with new_folder(made.folder) as partial:
         made.write(partial, model, final, prompts)
         if made.needs_base:
@@ -156,5 +156,5 @@ def export_is_finished(export_format: Format) -> bool:
         return False
     made = ExportRecord.load(folder)
     training = trained_sha256(RunFolder(config.output_dir).final)
-    report = report_sha256(config, finished_report(config))
+    report = report_sha256(config, finished_report(config, SERVED_SECTIONS))
     return made.trained_sha256 == training and made.report_sha256 == report

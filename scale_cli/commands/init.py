@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli import report
 from scale_cli.commands.flags import checked_method
 from scale_cli.config.load import checked, dump_line, json_schema_text, parse
+from scale_cli.config.paths import with_absolute_paths
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Encoder
@@ -102,6 +104,10 @@ def init(
     beginnings of the texts are read.
     """
     log("looking at     the base and the texts")
+    if file.absolute().parent != Path.cwd():  # paths that hold from the folder of the config too
+        base = with_absolute_paths({"base": base}, Path())["base"]
+        corpus = with_absolute_paths(corpus, Path())
+        retention = with_absolute_paths(retention, Path())
     model = checked(ModelConfig, {"base": base}, "--base")
     base_config = load_base_config(model)
     tokenizer = load_tokenizer(model)
@@ -175,6 +181,7 @@ def _write(asked: _Asked, draft: _Draft, minutes: float) -> None:
     is_too_long = draft.sizes.max_steps == MIN_STEPS and draft.takes.total_s > 60 * minutes
     said = report.render(
         "init.txt.j2",
+        quote=shlex.quote,
         **vars(asked),
         **vars(draft),
         schema=SCHEMA_FILE,
@@ -217,6 +224,8 @@ def _fit(asked: _Asked, minutes: float) -> _Draft:
 def _draft(asked: _Asked, sizes: Sizes, step: StepCost, device: Device) -> _Draft:
     """Return a config of these sizes, and how long its run takes."""
     file = asked.file
+    if file.absolute().parent != Path.cwd():
+        file = file.absolute()
     corpus = part(asked.corpus_text, "held-out", file, sizes.num_tokens, most=_MOST_HELD_OUT)
     text = asked.retention_text
     num_replayed = round(_REPLAY_SHARE * sizes.num_tokens)
@@ -251,7 +260,12 @@ def config_text(file: Path, **shown: object) -> str:
     """Return the config as YAML with comments."""
     output_dir = json.dumps(f"runs/{file.stem}", ensure_ascii=False)
     return report.render(
-        "starter.yaml.j2", file=file, **shown, output_dir=output_dir, line=dump_line
+        "starter.yaml.j2",
+        file=file,
+        **shown,
+        output_dir=output_dir,
+        line=dump_line,
+        quote=shlex.quote,
     )
 
 

@@ -27,7 +27,7 @@ class ComparedRun:
 
     name: str  # short, distinct in this comparison
     folder: Path  # its path, as the user gave it
-    config: RunConfig  # what it was trained with
+    config: RunConfig  # what it was trained with, and routed and measured by
     report: Report
     base: BaseRecord
     model_config: dict[str, Any]  # of the trained model, as transformers writes it
@@ -68,10 +68,13 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
             f"{run.evaluation}: measures another training than {run.final}; "
             "run `scale evaluate` again"
         )
+    measured = load_config(run.evaluation / "scale.yaml")
     return ComparedRun(
         name=name,
         folder=folder,
-        config=load_config(run.final / "scale.yaml"),
+        config=load_config(run.final / "scale.yaml").model_copy(
+            update={"method": measured.method, "evaluation": measured.evaluation}
+        ),
         report=report,
         base=BaseRecord.load(run.final),
         model_config=read_json(run.final / "config.json"),

@@ -242,7 +242,7 @@ class ExportConfig(Section):
     def _adapter_in_float32(self) -> ExportConfig:
         if "adapter" in self.format and self.dtype not in (None, "float32"):
             raise ValueError(
-                "dtype: an adapter is always written in float32; remove this key, or set format: plain"
+                "dtype: an adapter is always written in float32; leave it out, as --dtype, or set format: plain"
             )
         return self
 
@@ -303,21 +303,24 @@ class RunConfig(Section):
     @property
     def new_script(self) -> Script | None:
         """The script of the new languages and tokens; None if it tells nothing: one of the
-        languages has another, such as Latin, or the replay has the same.
+        languages has another, such as Latin, or what is to be kept (replay, retention) has the same.
         """
         vocabulary = self.method.vocabulary
-        languages: dict[str, set[str]] = {"new": set(), "replay": set()}
+        languages: dict[str, set[str]] = {"new": set(), "known": set()}
         for source in self.corpus.sources:
-            languages[source.role].add(source.language)
-        for held in () if self.corpus.sources else self.evaluation.perplexity:
-            languages["new" if held.role == "acquisition" else "replay"].add(held.language)
+            languages["known" if source.role == "replay" else "new"].add(source.language)
+        for held in self.evaluation.perplexity:
+            if held.role == "retention":
+                languages["known"].add(held.language)
+            elif not self.corpus.sources:
+                languages["new"].add(held.language)
         are_known = all(Script.of_languages([code]).ranges for code in languages["new"])
         if vocabulary is None and not are_known:
             return None
         script = Script.of_languages(languages["new"])
         if vocabulary is not None:
             script = Script((*script.ranges, *Script.named(vocabulary.script).ranges))
-        return None if script.meets(Script.of_languages(languages["replay"])) else script
+        return None if script.meets(Script.of_languages(languages["known"])) else script
 
     @property
     def eval_tokens(self) -> int:
@@ -407,8 +410,9 @@ _SCORED_BY = (
 _MOVED = {"method.router": "router", "method.distillation.": "train"}
 UPSCALE_SECTIONS = ("seed", "model", "method")
 TRAIN_SECTIONS = (*UPSCALE_SECTIONS, "corpus", "train")
-EVALUATE_SECTIONS = (*TRAIN_SECTIONS, "router", "evaluation")
-EXPORT_SECTIONS = (*TRAIN_SECTIONS, "router", "export")
+SERVED_SECTIONS = (*TRAIN_SECTIONS, "router")
+EVALUATE_SECTIONS = (*SERVED_SECTIONS, "evaluation")
+EXPORT_SECTIONS = (*SERVED_SECTIONS, "export")
 
 
 def _marked(section: type[BaseModel], mark: Change, prefix: str = "") -> Iterator[str]:

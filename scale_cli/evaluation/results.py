@@ -333,13 +333,17 @@ def summarise(
     )
 
 
-def finished_report(config: RunConfig) -> Report | None:
-    """Return the report that is already there for this config and this training, or None."""
+def finished_report(
+    config: RunConfig, sections: tuple[str, ...] = EVALUATE_SECTIONS
+) -> Report | None:
+    """Return the report that is already there for this training and these sections of a config, or
+    None.
+    """
     run = RunFolder(config.output_dir)
     if not is_whole(run.evaluation):
         return None
     report = Report.load(run.evaluation)
-    changed = differences(load_config(run.evaluation / "scale.yaml"), config, EVALUATE_SECTIONS)
+    changed = differences(load_config(run.evaluation / "scale.yaml"), config, sections)
     is_current = report.trained_sha256 == trained_sha256(run.final)
     return report if is_current and not changed else None
 

@@ -46,6 +46,7 @@ _ASKS_NOTHING = {
     "presence_penalty": 0,
     "repetition_penalty": 1,
     "response_format": {"type": "text"},
+    "tool_choice": "none",
 }
 
 

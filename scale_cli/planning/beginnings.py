@@ -44,15 +44,15 @@ class Beginning:
         reader = CorpusReader(source, _LARGEST_DOCUMENT)
         documents: list[str] = []
         size = 0
+        place = 0  # in the files, after these documents
         for record in reader:
+            if size >= most_bytes:  # and there is more
+                in_all = size * reader.total_bytes // place if place else _OF_A_DATASET
+                return cls(documents, False, size, in_all, reader.ledger)
             if isinstance(record, Document):
                 documents.append(record.text)
                 size += record.num_bytes
-            if size >= most_bytes:
-                # The place in a file is known only while the file is open.
-                place = reader.position_bytes
-                in_all = size * reader.total_bytes // place if place else _OF_A_DATASET
-                return cls(documents, False, size, in_all, reader.ledger)
+            place = reader.position_bytes
         return cls(documents, True, size, size, reader.ledger)
 
 

@@ -51,7 +51,7 @@ class Parted:
 def part(text: Text, held_name: str, file: Path, num_tokens: int, *, most: float) -> Parted:
     """Hold out the first documents of a text.
 
-    Of fewer than ten documents, the end of each is held out.
+    Of fewer than ten documents, the end of each is held out, if a run needs no more than was read.
 
     Args:
         text: what was read of it.
@@ -61,7 +61,9 @@ def part(text: Text, held_name: str, file: Path, num_tokens: int, *, most: float
         most: share of the documents that may be held out.
     """
     number = len(text.documents)
-    if number < FEW_DOCUMENTS and text.is_whole:
+    # Twice what a run reads.
+    wanted = ceil(2 * num_tokens / text.tokens_per_byte / text.bytes_read * number)
+    if number < FEW_DOCUMENTS and (text.is_whole or wanted <= number):
         return _cut(text, held_name, file)
     held = min(max(1, int(most * number)), _enough(text))
     source = {**text.source, "skip_documents": held}
@@ -69,9 +71,8 @@ def part(text: Text, held_name: str, file: Path, num_tokens: int, *, most: float
     if text.is_txt:
         each = " (a line each)" if "documents" in text.source else " (text between blank lines)"
     words = f"{number:,} documents{each}: the first {held:,} held out, the rest to train on"
-    if not text.is_whole:  # twice what a run reads, and at least what was read here
-        read = ceil(2 * num_tokens / text.tokens_per_byte / text.bytes_read * number)
-        source["max_documents"] = read = max(number, read)
+    if not text.is_whole:
+        source["max_documents"] = read = max(number, wanted)  # at least what was read here
         words = (
             f"the first {counted(held, 'document')}{each} held out, the next {read:,} to train on: "
             "enough for these steps, the rest is not read"

@@ -51,9 +51,16 @@ def given_model(source: Path, base: str | None) -> GivenModel | None:
 
     None: neither is one given nor does it name any, or it is a folder of a run.
     """
-    name = str(source)
     if base is None and (BaseRecord.is_in(source) or not source.is_dir()):
         return None
+    return beside_its_base(str(source), base)
+
+
+def beside_its_base(name: str, base: str | None) -> GivenModel | None:
+    """Return a model that does not hold its base, and the base that it names, if no other is given.
+
+    None: neither is one given nor does it name any.
+    """
     router = _read(name, "config.json").get(ROUTER) or {}
     if "base" not in router:
         named = base or _read(name, ADAPTER_CONFIG).get("base_model_name_or_path")

@@ -224,3 +224,9 @@ def test_runs_set_up_otherwise_are_told_key_by_key(tmp_path: Path) -> None:
     runs = load_runs(write_runs(tmp_path, made))
     (note,) = notes(runs)
     assert "other" in note and "train.attention: not set -> 'eager'" in note and "hours" not in note
+
+
+def test_runs_that_were_measured_with_other_routers_are_told_apart(tmp_path: Path) -> None:
+    made = {"one": Made(), "other": Made(router={"prior": 0.999})}
+    (note,) = notes(load_runs(write_runs(tmp_path, made)))
+    assert "other" in note and "method.router.prior: 0.5 -> 0.999" in note

@@ -142,6 +142,18 @@ def test_an_adapter_is_evaluated_without_a_run_of_its_own(
         "evaluate", given, *asked, "--output", out, "evaluation.perplexity.0.max_documents=1"
     )
     assert few.exit_code == 0 and Report.load(out / "evaluation").corpora[0].num_documents == 1
+    assert scale("export", out).exit_code == 0
+    card = (out / "export" / "adapter" / "README.md").read_text(encoding="utf-8")
+    assert "Not measured" not in card
+
+    other = tmp_path / "other" / texts["petitions"].name
+    other.parent.mkdir()
+    other.write_bytes(texts["tales"].read_bytes())
+    asked[-1] = other  # a file of the same name
+    again = scale("evaluate", out / "export" / "adapter", *asked, "--output", tmp_path / "again")
+    assert again.exit_code == 0, "an export names its base"
+    corpora = Report.load(tmp_path / "again" / "evaluation").corpora
+    assert [of.name for of in corpora] == ["acquisition", "retention"]
 
 
 def test_what_is_recorded_of_another_base_whose_shapes_fit_is_said(
@@ -354,3 +366,6 @@ def test_flags_that_say_too_little_are_refused(
     assert re.search("^--base: .*no ", scale("generate", given, *asked).error())
     none = scale("evaluate", stories, "--retention", text, "--output", tmp_path / "out").error()
     assert "--base: " in none and "names no base" in none
+    run = tmp_path / "run"
+    (run / "final").mkdir(parents=True)
+    assert "is a run, whose config" in scale("evaluate", run, "--retention", text).error()

@@ -413,6 +413,36 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
     assert Path("runs/mine/export/plain").is_dir() == (verb == "run")
 
 
+@pytest.mark.usefixtures("little_read")
+@pytest.mark.parametrize("number", [1, 6])
+def test_of_few_documents_that_are_longer_than_what_is_read_the_ends_are_held_out(
+    number: int, init: Scale, set_speed: SetSpeed, scale: Scale, shared_data: Path, tmp_path: Path
+) -> None:
+    set_speed(1e6)
+    petitions = read(shared_data / "ko-petitions/valid.txt.xz", max_documents=400)
+    novel = as_novel(petitions).decode()[:150_000]
+    texts = tmp_path / "novels.txt"
+    texts.write_text("\n\n".join([novel] * number), encoding="utf-8")
+    done = init("--corpus", texts, "--minutes", "0.1")
+    assert done.exit_code == 0 and "last tenth" in done.stdout
+    assert scale("prepare", tmp_path / "mine.yaml").exit_code == 0
+
+
+def test_a_config_in_another_folder_holds_from_there_and_its_name_can_be_pasted(
+    scale: Scale, init: Scale, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sub").mkdir()
+    novel = as_novel(read(shared_data / "ko-petitions/valid.txt.xz", max_documents=60))
+    Path("novel.txt").write_bytes(novel)
+    Path("old.txt").write_text(ENGLISH, encoding="utf-8")
+    flags = ("--base", lower_stories(shared_data), "--corpus", "novel.txt", "--language", "ko")
+    done = scale("init", "sub/my run.yaml", *flags, "--retention", "old.txt")
+    assert done.exit_code == 0 and "scale run 'sub/my run.yaml'" in done.stdout
+    monkeypatch.chdir("sub")
+    assert scale("prepare", "my run.yaml").exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("given_text", "source"),
     [

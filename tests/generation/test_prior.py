@@ -69,6 +69,9 @@ def test_the_script_is_that_of_the_new_languages_and_tokens() -> None:
     assert script("ja") == Script(Script.named("kana").ranges + Script.named("han").ranges)
     assert script("de") is None and script("ko", "de") is None
     assert script("uk", replay="ru") is None  # the base's language has the same letters
+    kept = "evaluation.perplexity=[{name: held, language: zh, path: x.txt, role: retention}]"
+    new = "corpus.sources=[{name: new, language: ja, path: x.txt}]"
+    assert load_text(SMALLEST, new, kept).new_script is None  # so has what is measured to be kept
     assert script("de", tokens="greek") == Script.named("greek")
     both = script("ko", tokens="hangul")
     assert both is not None and share_of_letters(both.ranges, "ㅋ한") == 1.0

@@ -272,7 +272,12 @@ def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> N
         assert answer.value.code == code and told and "\n" not in told
     # What many clients send with every request asks for nothing.
     nothing: Any = {"logprobs": None, "echo": False, "presence_penalty": 0.0, "logit_bias": {}}
-    more = {"tools": [], "response_format": {"type": "text"}, "repetition_penalty": 1.0}
+    more = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "repetition_penalty": 1.0,
+    }
     assert client.completions.create(**asked, **nothing, user="me", extra_body=more).choices[0].text
 
 
