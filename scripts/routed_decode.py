@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import dense_model
-from scale_cli.export.plain_folder import routed_name, router_keys
+from scale_cli.export.plain_folder import router_keys
+from scale_cli.export.served_folder import routed_name
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model import routed_scale
 from scale_cli.model.adapter_pair import AdapterPair, without_copies

@@ -23,7 +23,8 @@ from torch import Tensor
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.export.dense import dense_model
-from scale_cli.export.plain_folder import routed_name, router_keys
+from scale_cli.export.plain_folder import router_keys
+from scale_cli.export.served_folder import routed_name
 from scale_cli.model import routed_scale
 from scale_cli.model.cache_scale import CACHE
 from scale_cli.runs.opened import Run

@@ -18,10 +18,9 @@ from typing import Any, Literal
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import Head
 from scale_cli.errors import MissingExtraError, RunFolderError, UsageError, is_installed, require
-from scale_cli.export.plain_folder import KEY, exports, holds_base, routed_name
-from scale_cli.generation.generator import Generator
+from scale_cli.export.served_folder import exports, holds_base, routed_name
 from scale_cli.methods.given import ADAPTER_CONFIG
-from scale_cli.methods.stream_kinds import ADAPTER, STREAM_KINDS
+from scale_cli.methods.stream_kinds import ADAPTER, ROUTER, STREAM_KINDS
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.serving import FAMILIES
 from scale_cli.storage.atomic import read_json
@@ -65,7 +64,7 @@ def serve(
         if head != "trained" and _routes_in_vllm(folder, config):
             architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
             routed = ["--hf-overrides", architectures]
-            prior = PriorByScript.of_export(config[KEY])
+            prior = PriorByScript.of_export(config[ROUTER])
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # that tells no prompt to a plug-in
         _announce(folder, "vllm", address, head=head, config=config, prior=prior)
         command = [*_VLLM, str(folder), *routed, *options]
@@ -74,6 +73,7 @@ def serve(
     _check_server(address, others)
     for number in (signal.SIGINT, signal.SIGTERM):  # stopping a server leaves nothing unfinished
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    from scale_cli.generation.generator import Generator
     from scale_cli.generation.server import run_server
 
     generator = Generator(folder, head, base)
@@ -126,7 +126,7 @@ def _routes_in_vllm(folder: Path, config: dict[str, Any]) -> bool:
 
     Of adapters those can that are A and B of linear layers, and an embedding or a head of their own.
     """
-    kind = (config.get(KEY) or {}).get("kind")
+    kind = (config.get(ROUTER) or {}).get("kind")
     if kind != ADAPTER.name:
         return kind in STREAM_KINDS or holds_base(config)
     adapter = read_json(folder / ADAPTER_CONFIG)
@@ -143,6 +143,12 @@ def _engine_of(
     UsageError if none can, or not the given one.
     """
     if not config.get("architectures"):
+        is_bare = not (folder / "config.json").is_file()
+        if engine == "vllm" and is_bare and (folder / ADAPTER_CONFIG).is_file():
+            raise UsageError(
+                f"--engine vllm: serves the export of an adapter, which names its base; make one with "
+                f"`scale evaluate {shlex.quote(str(folder))} --corpus TEXT ... --output RUN` and `scale export RUN`"
+            )
         if engine == "vllm":
             raise UsageError(
                 "--engine vllm: serves plain exports (format plain), and routed ones of LoRA beside "
@@ -154,7 +160,7 @@ def _engine_of(
     is_routed = _routes_in_vllm(folder, config) and head != "trained"
     if head == "routed" and not is_routed:
         raise UsageError(
-            f"{folder}: config.json has no {KEY}, so this folder alone cannot be routed; "
+            f"{folder}: config.json has no {ROUTER}, so this folder alone cannot be routed; "
             "give its run, or --head trained"
         )
     has_vllm = head != "base" and (

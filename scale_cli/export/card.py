@@ -78,11 +78,11 @@ def model_card(
     is_local = looks_local(record.name)
     sources = config.corpus.sources
     measured = config.evaluation.perplexity
-    languages = [source.language for source in measured if source.role == "retention"]
-    languages += [source.language for source in sources]
     new: Sequence[TextSource] = config.corpus.new
     if not sources:
         new = [source for source in measured if source.role == "acquisition"]
+    languages = [source.language for source in measured if source.role == "retention"]
+    languages += [source.language for source in (*sources, *new)]
     taught = [language_name(source.language) for source in new]
     metadata = ModelCardData(
         language=list(dict.fromkeys(languages)),

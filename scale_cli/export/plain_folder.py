@@ -28,7 +28,8 @@ from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, one_line
 from scale_cli.evaluation.around_generate import ends_of
-from scale_cli.methods.given import ADAPTER_CONFIG
+from scale_cli.export.served_folder import holds_base, routed_name
+from scale_cli.methods.stream_kinds import ROUTER
 from scale_cli.model import cache_scale, routed_scale, routing
 from scale_cli.model.family_scale import PER_LAYER_KEYS
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -40,11 +41,9 @@ from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.base_tokenizer import TokenizerPlace, tokenizer_place
 from scale_cli.upscale.building import MethodModel
-from scale_cli.upscale.given_model import ROUTER
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
 from scale_cli.vocabulary.tokenizer import open_tokenizer
 
-KEY = ROUTER
 # The second is for `transformers serve`, which looks for such a class first, and otherwise takes
 # the plain one.
 _ASKED_FOR = ("AutoModelForCausalLM", "AutoModelForDecision")
@@ -99,7 +98,7 @@ def name_base(folder: Path, config: RunConfig, record: BaseRecord) -> None:
         **router_of(config).prior.of_router(),
     }
     path = folder / _CONFIG
-    written = read_json(path) | {KEY: keys}
+    written = read_json(path) | {ROUTER: keys}
     if streams.adapter_library:  # transformers loads an adapter by its own code otherwise
         for source in (_OF_ADAPTER, *map(Path, get_relative_import_files(_OF_ADAPTER))):
             shutil.copyfile(source, folder / source.name)
@@ -107,21 +106,11 @@ def name_base(folder: Path, config: RunConfig, record: BaseRecord) -> None:
     write_text(path, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
 
 
-def holds_base(config: dict[str, Any]) -> bool:
-    """Return whether a plain export's config.json says that both heads lie in its one row."""
-    return "stream_sizes" in (config.get(KEY) or {})
-
-
 def routed_class(folder: Path) -> Any:
     """Return the class that serves a plain export routed; None if that needs its base, or more."""
     config = read_json(folder / "config.json")
     (architecture,) = config.get("architectures") or [""]
     return getattr(routed_scale, routed_name(architecture), None) if holds_base(config) else None
-
-
-def routed_name(architecture: str) -> str:
-    """Return the name of the routed class of a plain architecture, in transformers and in vLLM."""
-    return f"ScaleRouted{architecture}"
 
 
 _CONFIG = "config.json"
@@ -160,7 +149,7 @@ _CHANGED = (
 # export of ours.
 _LEFT_OUT = (
     "auto_map",
-    KEY,
+    ROUTER,
     "dtype",
     "rope_parameters",
     "rope_scaling",
@@ -186,7 +175,7 @@ def write_plain(
     if router is not None:
         for source in _CODE:
             shutil.copyfile(source, folder / source.name)
-        written |= {KEY: router}
+        written |= {ROUTER: router}
         written["auto_map"] = dict.fromkeys(
             _ASKED_FOR, f"{_CODE[0].stem}.{routed_name(type(plain).__name__)}"
         )
@@ -196,12 +185,6 @@ def write_plain(
     name_ends(folder, tokenizer)
     grown = TokenizerPlace("output_dir", str(grown_in), None)
     copy_tokenizer(tokenizer, tokenizer_place(base) if grown_in is None else grown, folder)
-
-
-def exports(run: Path) -> list[Path]:
-    """Return the folders of a run's exports that servers read: plain ones, and PEFT's adapters."""
-    written = [*run.glob("export/plain*/config.json"), *run.glob(f"export/*/{ADAPTER_CONFIG}")]
-    return sorted(file.parent for file in written)
 
 
 def name_ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -10,8 +10,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from scale_cli.errors import RunError, UsageError, one_line
-from scale_cli.export.plain_folder import KEY
 from scale_cli.methods.given import ADAPTER_CONFIG
+from scale_cli.methods.stream_kinds import ROUTER
 from scale_cli.storage.atomic import read_json
 from scale_cli.upscale.base_files import BaseRecord, looks_local
 
@@ -94,6 +94,6 @@ def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
 def _naming_a_local_base(folder: Path) -> list[str]:
     """Return config.json's name if an export is routed with a base that lies in a folder."""
     path = folder / "config.json"
-    router = read_json(path).get(KEY) if path.is_file() else None
+    router = read_json(path).get(ROUTER) if path.is_file() else None
     base = (router or {}).get("base")
     return [path.name] if base is not None and looks_local(base) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ def served_size(model: Any, base_config: Any, dtype: str) -> ServedSize:
     if isinstance(model, ScaleForCausalLM):
         served = dense_config(model, SAME_SCALES)
         ratio = served.hidden_size / base_config.hidden_size - 1
+    elif plain.get_input_embeddings().weight is not plain.get_output_embeddings().weight:
+        served = deepcopy(served)
+        served.tie_word_embeddings = False  # an adapter may have one of them, or each, whole
     item = getattr(torch, dtype).itemsize
     parameters = _num_parameters(served)
     base_parameters = _num_parameters(base_config)

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from scale_cli.config.schema import Head, ModelConfig
 from scale_cli.errors import RunFolderError
-from scale_cli.export.plain_folder import KEY, routed_class
+from scale_cli.export.plain_folder import routed_class
+from scale_cli.methods.stream_kinds import ROUTER
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.model.two_streams import Router, TwoStreams
@@ -111,4 +112,4 @@ def _open_whole(folder: Path, head: Head | None) -> Opened:
     if routed is None or head == "trained":
         return Opened(move_to_device(load_written(AutoModelForCausalLM, folder)).eval(), tokenizer)
     model = move_to_device(load_written(routed, folder)).eval()
-    return Opened(model, tokenizer, PriorByScript.of_export(written[KEY]))
+    return Opened(model, tokenizer, PriorByScript.of_export(written[ROUTER]))

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from scale_cli.model.heads import ModelPair
 
+ROUTER = "scale_router"  # the key in the config.json of an export that says how it is routed
+
 
 @dataclass(frozen=True)
 class StreamKind:

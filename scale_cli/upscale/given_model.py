@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, ChangedBaseError
 from scale_cli.methods.given import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_of, put_adapter_on
-from scale_cli.methods.stream_kinds import STREAM_KINDS
+from scale_cli.methods.stream_kinds import ROUTER, STREAM_KINDS
 from scale_cli.model.adapter_pair import AdapterPair, without_copies
 from scale_cli.model.heads import ModelPair
 from scale_cli.model.script_prior import EVEN, PriorByScript
@@ -32,7 +32,6 @@ from scale_cli.upscale.preservation import SAMPLE_TEXTS
 
 _TOKENIZER = "tokenizer_config.json"
 _QUOTED = 80  # characters of a text
-ROUTER = "scale_router"  # the key in config.json of an export
 _SAME = ("model_type", "vocab_size", "hidden_size")
 
 
@@ -125,6 +124,11 @@ def load_given(given: GivenModel) -> ModelPair:
     return ModelPair(untouched, trained.requires_grad_(True))
 
 
+def has_tokenizer(name: str) -> bool:
+    """Return whether a given model comes with a tokenizer, which can be held against its base's."""
+    return file_of(name, _TOKENIZER) is not None
+
+
 def tokenizer_of_given(
     name: str, base: ModelConfig, texts: Iterable[str] = ()
 ) -> PreTrainedTokenizerBase:
@@ -133,7 +137,7 @@ def tokenizer_of_given(
     """
     with named("--base"):
         of_base = load_tokenizer(base)
-    if file_of(name, _TOKENIZER) is None:
+    if not has_tokenizer(name):
         return of_base
     own = load_tokenizer(ModelConfig(base=name))
     for text in (*SAMPLE_TEXTS, *texts):

@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,28 @@ def folder(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     export.mkdir(parents=True)
     write_routed(stories, export)
     return export
+
+
+def test_vllm_is_started_where_only_what_it_brings_is_installed(folder: Path) -> None:
+    """Its environment has an older transformers, and no accelerate, datasets or PEFT."""
+    code = """
+import os, sys
+from pathlib import Path
+for name in ("accelerate", "datasets", "pyarrow", "peft", "lm_eval", "matplotlib"):
+    sys.modules[name] = None
+import transformers
+transformers.__version__ = "5.19.0"
+from scale_cli.commands import serve
+serve.is_installed = lambda module: module == "vllm"
+def become(path, command, environment):
+    sys.exit(" ".join(command))
+os.execve = become
+serve.serve(Path(sys.argv[1]), None, ["--port", "0"])
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False
+    )
+    assert "ScaleRoutedLlamaForCausalLM" in ended.stderr and "Traceback" not in ended.stderr
 
 
 @pytest.fixture

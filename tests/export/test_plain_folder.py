@@ -13,12 +13,12 @@ from scale_cli.errors import BaseModelError, ExportParityError
 from scale_cli.export.dense import dense_model, plain_model
 from scale_cli.export.formats import write_self_contained
 from scale_cli.export.plain_folder import (
-    KEY,
     copy_tokenizer,
     frame_prompts,
     router_keys,
     write_plain,
 )
+from scale_cli.methods.stream_kinds import ROUTER
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.upscale.base import load_base, load_written
@@ -308,6 +308,6 @@ def test_an_export_that_serves_as_a_base_does_not_hand_its_router_on(
 ) -> None:
     of_run = as_if_trained(widen(load_base(model), "route"))
     first = written(dense_model(of_run, "float32"), base, tmp_path / "first", router_keys(of_run))
-    assert KEY in read_json(first / "config.json")
+    assert ROUTER in read_json(first / "config.json")
     again = written(widened(first), first, tmp_path / "again")
-    assert KEY not in read_json(again / "config.json")
+    assert ROUTER not in read_json(again / "config.json")
