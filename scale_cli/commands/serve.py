@@ -175,7 +175,8 @@ def _engine_of(
         )
     if chosen == "vllm" and not is_installed("vllm"):
         raise MissingExtraError(
-            "--engine vllm: needs vllm: pip install 'scale-cli[vllm]', in an environment of its own"
+            "--engine vllm: needs vLLM, in an environment of its own: pip install vllm, and then "
+            "pip install --no-deps scale-cli"
         )
     return chosen
 

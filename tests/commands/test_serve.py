@@ -220,7 +220,7 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(
         (tmp_path, None, [], "contains neither a trained model .* nor an export"),
         (no_export, "vllm", [], "^--engine vllm: serves plain exports"),
         (other, "vllm", [], "only transformers can route Olmo2ForCausalLM"),
-        (folder, "vllm", [], r"needs vllm: pip install 'scale-cli\[vllm\]'"),
+        (folder, "vllm", [], "needs vLLM, in an environment of its own: pip install vllm"),
         (folder, None, ["--continuous-batching"], "^--continuous-batching: .*; remove it$"),
         (folder, None, ["--prot", "1"], r"^--prot: .*; did you mean --port\?$"),
         (folder, None, ["--port", "many"], "^--port: "),
