@@ -230,7 +230,7 @@ def test_the_server_says_its_bound(
     assert served[0].head_names == ["base", "trained"]
 
     served[0].model.head = "cosine"
-    monkeypatch.setattr("scale_cli.commands.serve.Generator", lambda *_: served[0])
+    monkeypatch.setattr("scale_cli.generation.generator.Generator", lambda *_: served[0])
     serve(lora.output_dir, None, ["--port", "0"])
     assert "the cosine rule promises no bound\n" in capsys.readouterr().out
     with refused(UsageError, "^--engine vllm: serves plain exports"):
