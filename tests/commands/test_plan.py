@@ -97,7 +97,10 @@ def test_the_size_served_the_real_ratio_evaluation_and_disk_are_told(tmp_path: P
     shown = " ".join(" ".join(made.lines()).split())
     assert "ratio 0.25 is 0.333 in whole heads" in shown
     assert f"{quantity(made.methods[0].num_served)} parameters as a plain model" in shown
-    assert "in bfloat16; ratio" in shown, "an export has the dtype of the base's own files"
+    in_streams = made.methods[0].num_frozen + made.methods[0].num_trainable
+    assert in_streams < made.methods[0].num_served, "a plain model stores zero blocks too"
+    said = f"in bfloat16, {quantity(in_streams)} in two streams (format transformers); ratio"
+    assert said in shown, "an export has the dtype of the base's own files"
     # A document of 5,000 tokens, in windows of the base's 2,048 positions that overlap by half.
     assert made.estimate.evaluated_tokens == 4 * 2048 and made.estimate.evaluation_s > 0
     assert made.disk_bytes > made.methods[0].num_served * 2
