@@ -57,6 +57,7 @@ class _Asked:
     """What a config is written for."""
 
     file: Path
+    beside: Path  # the same, as the names of new texts beside it begin
     base: str
     base_config: Any
     tokenizer: PreTrainedTokenizerBase
@@ -104,7 +105,9 @@ def init(
     beginnings of the texts are read.
     """
     log("looking at     the base and the texts")
+    beside = file
     if file.absolute().parent != Path.cwd():  # paths that hold from the folder of the config too
+        beside = file.absolute()
         base = with_absolute_paths({"base": base}, Path())["base"]
         corpus = with_absolute_paths(corpus, Path())
         retention = with_absolute_paths(retention, Path())
@@ -134,6 +137,7 @@ def init(
 
     asked = _Asked(
         file=file,
+        beside=beside,
         base=base,
         base_config=base_config,
         tokenizer=tokenizer,
@@ -223,9 +227,7 @@ def _fit(asked: _Asked, minutes: float) -> _Draft:
 
 def _draft(asked: _Asked, sizes: Sizes, step: StepCost, device: Device) -> _Draft:
     """Return a config of these sizes, and how long its run takes."""
-    file = asked.file
-    if file.absolute().parent != Path.cwd():
-        file = file.absolute()
+    file = asked.beside
     corpus = part(asked.corpus_text, "held-out", file, sizes.num_tokens, most=_MOST_HELD_OUT)
     text = asked.retention_text
     num_replayed = round(_REPLAY_SHARE * sizes.num_tokens)

@@ -143,19 +143,18 @@ def _engine_of(
     UsageError if none can, or not the given one.
     """
     if not config.get("architectures"):
-        is_bare = not (folder / "config.json").is_file()
-        if engine == "vllm" and is_bare and (folder / ADAPTER_CONFIG).is_file():
+        if engine != "vllm":
+            return "transformers"
+        if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
             raise UsageError(
                 f"--engine vllm: serves the export of an adapter, which names its base; make one with "
                 f"`scale evaluate {shlex.quote(str(folder))} --corpus TEXT ... --output RUN` and `scale export RUN`"
             )
-        if engine == "vllm":
-            raise UsageError(
-                "--engine vllm: serves plain exports (format plain), and routed ones of LoRA beside "
-                "linear layers, whose embedding and head are the base's or whole; "
-                f"{folder} is none; remove --engine vllm"
-            )
-        return "transformers"
+        raise UsageError(
+            "--engine vllm: serves plain exports (format plain), and routed ones of LoRA beside "
+            "linear layers, whose embedding and head are the base's or whole; "
+            f"{folder} is none; remove --engine vllm"
+        )
     architecture = config["architectures"][0]
     is_routed = _routes_in_vllm(folder, config) and head != "trained"
     if head == "routed" and not is_routed:

@@ -242,7 +242,7 @@ class ExportConfig(Section):
     def _adapter_in_float32(self) -> ExportConfig:
         if "adapter" in self.format and self.dtype not in (None, "float32"):
             raise ValueError(
-                "dtype: an adapter is always written in float32; leave it out, as --dtype, or set format: plain"
+                "dtype: an adapter is always written in float32; leave dtype out, or set format: plain"
             )
         return self
 

@@ -144,7 +144,7 @@ def test_an_adapter_is_evaluated_without_a_run_of_its_own(
     assert few.exit_code == 0 and Report.load(out / "evaluation").corpora[0].num_documents == 1
     assert scale("export", out).exit_code == 0
     card = (out / "export" / "adapter" / "README.md").read_text(encoding="utf-8")
-    assert "Not measured" not in card
+    assert "Not measured" not in card and "language:\n- en\n- ko\n" in card
 
     other = tmp_path / "other" / texts["petitions"].name
     other.parent.mkdir()

@@ -48,7 +48,7 @@ TWIN = "{name: twin, path: a.txt, language: en}"
         (["export.format=adapter", "export.dtype=float16"], ": export: dtype: an adapter"),
         (
             ["method.variant=lora", "export.dtype=bfloat16"],
-            "leave it out, as --dtype, or set format: plain",
+            "leave dtype out, or set format: plain",
         ),
         (["export.format=[]"], ": export.format: "),
         (

@@ -1,9 +1,11 @@
 """What is said of the size served is what is written."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import plain_model
@@ -18,9 +20,10 @@ from tests.widening import tiny_llama
         {"variant": "preserve", "expansion": {"ratio": 0.25}},
         {"variant": "full"},
         {"variant": "lora"},
+        {"variant": "lora", "lora": {"embeddings": True}},
         {"variant": "llama-pro"},
     ],
-    ids=lambda method: method["variant"],
+    ids=["preserve", "full", "lora", "lora with embeddings", "llama-pro"],
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_size_served_is_that_of_the_plain_export_and_known_without_weights(
@@ -39,3 +42,15 @@ def test_the_size_served_is_that_of_the_plain_export_and_known_without_weights(
     assert size.base_parameters == base.num_parameters()
     widened = written.config.hidden_size / base.config.hidden_size - 1
     assert size.ratio == (widened if checked.definition.widens else None)
+
+
+@pytest.mark.parametrize("whole", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_what_an_adapter_that_others_made_has_whole_is_counted_once_or_twice_as_it_is_written(
+    whole: list[str],
+) -> None:
+    base = tiny_llama(tie_word_embeddings=True)
+    settings = LoraConfig(target_modules=["q_proj"], modules_to_save=whole)
+    adapted: Any = get_peft_model(copy.deepcopy(base), settings)
+    written = plain_model(adapted, "float32")
+    size = served_size(adapted, base.config, "float32")
+    assert size.parameters == written.num_parameters()
