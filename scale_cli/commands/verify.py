@@ -54,13 +54,14 @@ class FolderCheck:
 def verify(path: Path, base: str | None = None) -> None:
     """Log what is found, folder by folder as it is found.
 
-    With `base`, `path` is a model that others trained from it.
+    With `base`, `path` is a model that others trained from it; an adapter may name its base itself.
 
     Raises:
         CheckFailed: a folder is not as it was written, or a check could not be made.
     """
     checks = []
-    given = None if base is None else given_model(path, base)
+    is_ours = base is None and (path / MANIFEST).is_file()
+    given = None if is_ours else given_model(path, base)
     for check in check_folders(path) if given is None else [_check_given(given)]:
         checks.append(check)
         verdict = "BAD " if check.failed else "part" if check.unchecked else "good"

@@ -60,7 +60,8 @@ def take(run: Run, log: Log) -> TrainState:
             not torch.equal(held[key], weight) for key, weight in trained.items()
         ):
             raise RunFolderError(
-                f"{final}: holds another model than {name} is now; choose another output_dir"
+                f"{final}: holds another model than {name} is now; choose another output_dir "
+                "(--output)"
             )
         return _done_already(run, log)
 

@@ -17,14 +17,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.errors import BaseModelError, ChangedBaseError
+from scale_cli.errors import BaseModelError, ChangedBaseError, UsageError
 from scale_cli.methods.given import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_of, put_adapter_on
 from scale_cli.methods.stream_kinds import ROUTER, STREAM_KINDS
 from scale_cli.model.adapter_pair import AdapterPair, without_copies
 from scale_cli.model.heads import ModelPair
 from scale_cli.model.script_prior import EVEN, PriorByScript
 from scale_cli.storage.atomic import load_tensors, misfit, read_json
-from scale_cli.upscale.base import load_base
+from scale_cli.upscale.base import load_base, load_base_config
 from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.base_hashes import record_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
@@ -58,12 +58,16 @@ def given_model(source: Path, base: str | None) -> GivenModel | None:
 def beside_its_base(name: str, base: str | None) -> GivenModel | None:
     """Return a model that does not hold its base, and the base that it names, if no other is given.
 
-    None: neither is one given nor does it name any.
+    None: neither is one given nor does it name any. UsageError: it is an adapter that names none.
     """
     router = _read(name, "config.json").get(ROUTER) or {}
     if "base" not in router:
-        named = base or _read(name, ADAPTER_CONFIG).get("base_model_name_or_path")
-        return GivenModel(name, ModelConfig(base=named)) if named else None
+        adapter = _read(name, ADAPTER_CONFIG)
+        if found := base or adapter.get("base_model_name_or_path"):
+            return GivenModel(name, ModelConfig(base=found))
+        if adapter:
+            raise UsageError(f"--base: {name} names no base; give the one that it was trained from")
+        return None
     known = [kind.name for kind in STREAM_KINDS.values() if not kind.holds_base]
     if router.get("kind") not in known:
         raise BaseModelError(
@@ -136,6 +140,7 @@ def tokenizer_of_given(
     sample texts, and for these.
     """
     with named("--base"):
+        load_base_config(base)  # its error tells of a base that is not there
         of_base = load_tokenizer(base)
     if not has_tokenizer(name):
         return of_base

@@ -369,3 +369,25 @@ def test_flags_that_say_too_little_are_refused(
     run = tmp_path / "run"
     (run / "final").mkdir(parents=True)
     assert "is a run, whose config" in scale("evaluate", run, "--retention", text).error()
+
+
+def test_every_verb_takes_the_base_that_an_adapter_names_and_asks_for_one_where_it_names_none(
+    adapter: MakeAdapter, stories: Path, tmp_path: Path, scale: Scale
+) -> None:
+    given = tmp_path / "given"
+    shutil.copytree(adapter("LoRA"), given)
+    edit_json(given / "adapter_config.json", {"base_model_name_or_path": str(stories)})
+    assert "base logits" in scale("verify", given).stdout
+    assert scale("generate", given, "--prompt", "Once", "--max-new-tokens", 2).stdout
+
+    edit_json(given / "adapter_config.json", {"base_model_name_or_path": None})
+    asked = [("generate", given, "--prompt", "Once"), ("verify", given)]
+    asked.append(("serve", given, "--engine", "transformers"))
+    for verb in asked:
+        assert scale(*verb).error() == (
+            f"--base: {given} names no base; give the one that it was trained from"
+        )
+
+    edit_json(given / "adapter_config.json", {"base_model_name_or_path": str(tmp_path / "gone")})
+    for verb in asked:
+        assert re.search("^--base: .*gone is not a folder", scale(*verb).error())
