@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 
 from scale_cli.export.served_folder import routed_name
-from scale_cli.generation.generator import FramedPrompt, Generator
+from scale_cli.generation.generator import Generator
 from scale_cli.model.heads import token_log_probs
 from scale_cli.storage.atomic import read_json
 from tests.serving.engine.conftest import Ask, ids_of
 from tests.serving.engine.test_prompts import SAMPLING, Served, beginnings
 from tests.serving.engine.test_vllm import ENGINE, GREEDY, NEW, SCORED, served_losses
 from tests.small_runs import export, small_run, train_run
+from tests.torture.attacker import edit_json
 
 BASES = ("smollm2-135m-instruct", "gemma-3-270m")
 
@@ -42,7 +44,7 @@ class Case:
 
     model: Any
     documents: Tensor
-    prompts: Tensor
+    continuations: list[list[int]]
     short: Served
     answers: dict[str, Any]
 
@@ -88,8 +90,9 @@ def case(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Case:
     root = tmp_path_factory.mktemp(request.param)
-    folder = adapter_of(root, bases / request.param, shared_data)
-    generator = Generator(folder)
+    by_script = adapter_of(root, bases / request.param, shared_data)
+    even = without_script(by_script, root / "even")
+    generator = Generator(by_script)
 
     texts = ["en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz"]
     rows = [
@@ -101,12 +104,16 @@ def case(
     both = zip(*(beginnings(shared_data / text)[:SHORT] for text in reversed(texts)), strict=True)
     short = [generator.framed(text) for pair in both for text in pair]
 
-    answers = ask(jobs_for(folder, documents, prompts, short), root)
-    told = answers["8 at a time"]["rounds"][4]
+    jobs = jobs_for(even, documents, prompts)
+    short_round = {"prompts": [of.ids_T.tolist() for of in short], "sampling": SAMPLING}
+    jobs["by script"] = job_of(by_script, [short_round])
+    answers = ask(jobs, root)
+    (told,) = answers["by script"]["rounds"]
+    model = Generator(even).model
     return Case(
-        generator.model,
+        model,
         documents,
-        prompts,
+        continuations(model, prompts),
         Served(
             generator,
             short,
@@ -117,31 +124,40 @@ def case(
     )
 
 
-def jobs_for(
-    folder: Path, documents: Tensor, prompts: Tensor, short: Sequence[FramedPrompt]
-) -> dict[str, Any]:
-    """Return engines, each with another schedule, and what they are asked."""
-    order = shuffled(len(prompts))
-    greedy = {"prompts": prompts.tolist(), "sampling": GREEDY}
-    mixed = {"prompts": prompts[order].tolist(), "sampling": GREEDY}
-    scored = {"prompts": documents.tolist(), "sampling": SCORED}
-    by_script = {"prompts": [of.ids_T.tolist() for of in short], "sampling": SAMPLING}
+def without_script(folder: Path, to: Path) -> Path:
+    """Copy an export whose router begins evenly, whatever script a prompt has."""
+    shutil.copytree(folder, to)
+    router = {**read_json(to / "config.json")["scale_router"]}
+    del router["script"]
+    edit_json(to / "config.json", {"scale_router": router})
+    return to
+
+
+def job_of(folder: Path, rounds: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
     routed = routed_name(read_json(folder / "config.json")["architectures"][0])
+    engine = {**REAL_ENGINE, "hf_overrides": {"architectures": [routed]}, **options}
+    return {"folder": str(folder), "engine": engine, "rounds": rounds}
 
-    def job(rounds: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
-        return {
-            "folder": str(folder),
-            "engine": {**REAL_ENGINE, "hf_overrides": {"architectures": [routed]}, **options},
-            "rounds": rounds,
-        }
 
+def jobs_for(folder: Path, documents: Tensor, prompts: Tensor) -> dict[str, Any]:
+    """Return engines, each with another schedule, and what they are asked."""
+    greedy = {"prompts": prompts.tolist(), "sampling": GREEDY}
+    mixed = {"prompts": prompts[shuffled(len(prompts))].tolist(), "sampling": GREEDY}
+    scored = {"prompts": documents.tolist(), "sampling": SCORED}
     return {
-        "8 at a time": job([greedy, greedy, mixed, scored, by_script]),
-        "no prefix cache": job([greedy], enable_prefix_caching=False),
-        "chunks 16": job([greedy], max_num_batched_tokens=16),
-        "batch 1": job([greedy], max_num_seqs=1),
-        "few blocks": job([greedy], num_gpu_blocks_override=14),
+        "8 at a time": job_of(folder, [greedy, greedy, mixed, scored]),
+        "no prefix cache": job_of(folder, [greedy], enable_prefix_caching=False),
+        "chunks 16": job_of(folder, [greedy], max_num_batched_tokens=16),
+        "batch 1": job_of(folder, [greedy], max_num_seqs=1),
+        "few blocks": job_of(folder, [greedy], num_gpu_blocks_override=14),
     }
+
+
+@torch.no_grad()
+def continuations(model: Any, prompts: Tensor) -> list[list[int]]:
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+    made = model.generate(prompts, max_new_tokens=NEW, min_new_tokens=NEW, **options)
+    return made[:, PROMPT_LENGTH:].tolist()
 
 
 def shuffled(count: int) -> list[int]:
@@ -168,17 +184,13 @@ def test_no_document_costs_more_than_ln_2_over_its_better_head(
     assert excess.max() <= math.log(2) + 1e-3
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(("job", "turn"), SCHEDULES)
 def test_greedy_continuations_are_those_of_transformers(case: Case, job: str, turn: int) -> None:
-    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
-    made = case.model.generate(case.prompts, max_new_tokens=NEW, min_new_tokens=NEW, **options)
-    expected = made[:, PROMPT_LENGTH:].tolist()
     served = [of[0] for of in case.answers[job]["rounds"][turn]["tokens"]]
     if turn == 2:
         order = shuffled(PROMPTS)
         served = [served[order.index(at)] for at in range(PROMPTS)]
-    assert served == expected
+    assert served == case.continuations
 
 
 def test_prefixes_were_cached_and_requests_preempted_where_that_was_to_be_shown(
