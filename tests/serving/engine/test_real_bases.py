@@ -23,7 +23,7 @@ from tests.serving.engine.conftest import Ask, ids_of
 from tests.serving.engine.test_prompts import SAMPLING, Served, beginnings
 from tests.serving.engine.test_vllm import ENGINE, GREEDY, NEW, SCORED, served_losses
 from tests.small_runs import export, small_run, train_run
-from tests.torture.attacker import edit_json
+from tests.torture.attacker import edit_json, reseal
 
 BASES = ("smollm2-135m-instruct", "gemma-3-270m")
 
@@ -130,6 +130,7 @@ def without_script(folder: Path, to: Path) -> Path:
     router = {**read_json(to / "config.json")["scale_router"]}
     del router["script"]
     edit_json(to / "config.json", {"scale_router": router})
+    reseal(to)
     return to
 
 
