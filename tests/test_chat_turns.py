@@ -116,11 +116,13 @@ def test_the_mark_after_an_answer_ends_it_whether_or_not_the_tokenizer_calls_it_
     assert answer_end(tokenizer) == (ends[0] if ends else None)
 
 
-def test_a_mark_of_a_system_message_is_a_mark(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_mark_of_a_system_message_or_of_a_tools_answer_is_a_mark(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     tokenizer.chat_template = (
         f"{EACH}<|{{{{ m.role }}}}|>{{{{ m.content }}}}{END}{ASKS}<|assistant|>{{% endif %}}"
     )
-    marks = ["<|system|>", "<|user|>", "<|assistant|>"]
+    marks = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
     assert unspecial_marks(tokenizer) == {*marks}
     # Nothing else stands between an answer and the next question.

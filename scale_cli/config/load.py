@@ -273,9 +273,10 @@ class _Loader(yaml.CSafeLoader):
                     before,
                     *(one.value for one, _ in takewhile(_is_thousands, node.value[at:])),
                 ]
+                # 0,001 is what some languages write for 0.001.
+                meant = (f"{before}." if int(before) == 0 else before) + "".join(groups[1:])
                 raise yaml.MarkedYAMLError(
-                    problem=f"a comma begins the next entry: write {''.join(groups)}, "
-                    f"not {','.join(groups)}",
+                    problem=f"a comma begins the next entry: write {meant}, not {','.join(groups)}",
                     problem_mark=key.start_mark,
                 )
             before = str(value.value)

@@ -33,8 +33,8 @@ _SKIPPED_AT_ONCE = 1 << 20
 _MAX_JSON_BYTES = 1 << 28
 _ROWS_AT_ONCE = 256
 _LONGEST_HEADER = 200
-# An object whose first value is a list of objects, as of {"data": [{"text": ...}, ...]}.
-_HOLDS_RECORDS = re.compile(rb'\{\s*"[^"]*"\s*:\s*\[\s*\{')
+_LIST_OF_RECORDS = re.compile(r"\[\s*\{")
+_BLANKS = re.compile(r"\s*")
 _NEXT_RECORD = re.compile(rb"\}\s*\{")  # of JSON Lines
 _NO_SYNTAX_OF_CSV = re.compile(rb'[^",\r\n]+')
 _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
@@ -175,7 +175,7 @@ def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
     file is JSON Lines, as on the hub.
     """
     start = stream.peek(_SKIPPED_AT_ONCE).removeprefix(_BYTE_ORDER_MARK).lstrip()
-    is_object = _HOLDS_RECORDS.match(start) and not _NEXT_RECORD.search(start)
+    is_object = _holds_records(start) and not _NEXT_RECORD.search(start)
     if not start.startswith(b"[") and not is_object:
         yield from _read_jsonl(stream, source, limit)
         return
@@ -192,7 +192,11 @@ def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
             return
         raise OSError(f"not JSON: {error}") from None
     if isinstance(records, dict):
-        lists = {key: value for key, value in records.items() if isinstance(value, list)}
+        lists = {
+            key: value
+            for key, value in records.items()
+            if isinstance(value, list) and value and isinstance(value[0], dict)
+        }
         if (source.messages_field or source.text_field) in records or not lists:
             lists = {"": [records]}
         if len(lists) > 1:
@@ -203,6 +207,34 @@ def _read_json(stream: Any, source: TextSource, limit: int) -> Iterator[Item]:
         (records,) = lists.values()
     for number, record in enumerate(records, start=1):
         yield f": item {number}", pick(record, source), 0
+
+
+def _holds_records(start: bytes) -> bool:
+    """Return whether JSON begins as an object that holds a list of objects, such as {"version": "1",
+    "data": [{"text": ...}, ...]}.
+    """
+    text = start.decode(errors="ignore")
+    read_value = json.JSONDecoder().raw_decode
+    mark = "{"
+    at = 0
+    try:
+        while text[at] == mark:
+            _, at = read_value(text, _after_blanks(text, at + 1))
+            at = _after_blanks(text, _after_blanks(text, at) + 1)  # behind the colon
+            if _LIST_OF_RECORDS.match(text, at):
+                return True
+            _, at = read_value(text, at)
+            at = _after_blanks(text, at)
+            mark = ","
+    except (ValueError, IndexError, RecursionError):
+        pass
+    return False
+
+
+def _after_blanks(text: str, at: int) -> int:
+    blanks = _BLANKS.match(text, at)
+    assert blanks is not None, "none are some"
+    return blanks.end()
 
 
 def pick(record: Any, source: TextSource) -> Found:

@@ -98,7 +98,9 @@ def held_out_curves(records: Sequence[MetricsRecord], served: str) -> dict[str, 
 
 
 def samples(records: Sequence[MetricsRecord]) -> list[Table]:
-    """Return, for each held-out prompt, how it was continued first and last."""
+    """Return, for each held-out prompt, how the base continues it, and how the served head did first
+    and last.
+    """
     sampled = [record for record in records if record.get(SAMPLES)]
     tables = []
     for name, last in sampled[-1][SAMPLES].items() if sampled else ():
@@ -108,7 +110,8 @@ def samples(records: Sequence[MetricsRecord]) -> list[Table]:
             if record[SAMPLES].get(name, {}).get("prompt") == last["prompt"]
         }
         ends = dict.fromkeys((min(said), max(said)))
-        rows = [[f"after step {step:,}", _on_one_line(said[step])] for step in ends]
+        rows: list[Row] = [["the base", _on_one_line(last["base"])]]
+        rows += [[f"after step {step:,}", _on_one_line(said[step])] for step in ends]
         titles = (Cell("prompt", name), _on_one_line(last["prompt"]))
         tables.append(Table(titles, rows, "ll", f"{name}: a prompt and its continuations"))
     return tables

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import Head, RunConfig
 from scale_cli.data.decoding import before_cut_character, text_pieces
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.around_generate import (
@@ -136,7 +136,8 @@ class Observer:
         )
 
     def samples(self) -> dict[str, dict[str, str]]:
-        """Return, by corpus, the served head's continuation of one held-out document per language.
+        """Return, by corpus, how the served head and the base continue one held-out document per
+        language.
 
         Only the main process generates, or all if the model is sharded. There are no samples with
         flex_attention.
@@ -144,18 +145,32 @@ class Observer:
         config = self.config
         if config.train.attention == "flex_attention" or not (is_main() or is_sharded(self.model)):
             return {}
+        of_base = self._samples_of_base
+        served = self._sampled(config.method.served, "sampling")
+        return {
+            name: {**sample, "base": of_base[name]["continuation"]}
+            for name, sample in served.items()
+        }
+
+    @cached_property
+    def _samples_of_base(self) -> dict[str, dict[str, str]]:
+        """How the base continues: the same at every step."""
+        return self._sampled("base", "sampling the base")
+
+    def _sampled(self, head: Head, label: str) -> dict[str, dict[str, str]]:
+        """Return a head's samples: of each language's first corpus, by its name."""
         languages: dict[str, tuple[str, TokenisedCorpus]] = {}
-        for source, corpus in zip(config.evaluation.perplexity, self.held_out, strict=True):
+        for source, corpus in zip(self.config.evaluation.perplexity, self.held_out, strict=True):
             languages.setdefault(source.language, (source.name, corpus))
         num_tokens = len(languages) * _NEW_TOKENS
-        with tokens_bar(num_tokens, "sampling" if is_main() else None) as bar:
-            return {name: self._sample(corpus, bar) for name, corpus in languages.values()}
+        with tokens_bar(num_tokens, label if is_main() else None) as bar:
+            return {name: self._sample(corpus, head, bar) for name, corpus in languages.values()}
 
     @torch.no_grad()
-    def _sample(self, corpus: TokenisedCorpus, bar: Any) -> dict[str, str]:
-        """Return the beginning of a document, and the served head's greedy continuation of it."""
+    def _sample(self, corpus: TokenisedCorpus, head: Head, bar: Any) -> dict[str, str]:
+        """Return the beginning of a document, and a head's greedy continuation of it."""
         answers = TwoStreams(self.observed, router_of(self.config))
-        answers.head = self.config.method.served
+        answers.head = head
         ends = ends_of(answers.generation_config.eos_token_id, self.tokenizer)
         answers.generation_config = GenerationConfig(
             max_new_tokens=_NEW_TOKENS,

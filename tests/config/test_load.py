@@ -173,6 +173,10 @@ def test_a_dumped_config_loads_as_itself() -> None:
             "x:1: not valid YAML (a comma begins the next entry: write 1000, not 1,000)",
         ),
         (
+            "{a: 0,001}",
+            "x:1: not valid YAML (a comma begins the next entry: write 0.001, not 0,001)",
+        ),
+        (
             "{a: 1,000,000, b: 2}",
             "x:1: not valid YAML (a comma begins the next entry: write 1000000, not 1,000,000)",
         ),

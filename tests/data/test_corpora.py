@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import build_batches, corpus_warnings, open_sources
+from scale_cli.data.corpora import beginning_to_learn, build_batches, corpus_warnings, open_sources
 from tests.data.corpus_files import as_jsonl
 from tests.small_runs import changed, small_run
 
@@ -131,3 +132,11 @@ def test_a_corpus_that_is_read_many_times_over_is_named(
     assert trained.num_trained / (len(corpora[1].ids) - 1) == pytest.approx(
         25, rel=0.3
     )  # sources are drawn
+
+
+def test_a_start_reads_the_beginning_of_a_text_behind_the_boundary() -> None:
+    ids = np.array([5, 6, 5, 2, 7], dtype=np.uint32)
+    for boundary, read in ((2, [2, 5, 6, 5, 2, 7]), (5, [5, 6, 5, 2, 7]), (None, [5, 6, 5, 2, 7])):
+        text = beginning_to_learn(ids, boundary, 8)
+        assert text.sample_ids.tolist() == [read]
+        assert text.token_shares.tolist() == [0, 0, 0.2, 0, 0, 0.4, 0.2, 0.2]

@@ -273,12 +273,12 @@ def test_a_list_in_a_file_of_lines_is_named_with_what_to_do(write: Write) -> Non
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-@pytest.mark.parametrize("ahead", [{}, {"version": "1.0", "about": {"n": 2}}])
+@pytest.mark.parametrize("ahead", [{}, {"version": "1.0", "about": {"n": [2, "{"]}, "of": []}])
 def test_the_records_of_the_only_list_in_a_json_object_are_read(
     write: Write, indent: int | None, ahead: dict[str, Any]
 ) -> None:
     rows = [{"id": id_, "text": text} for id_, text in enumerate(DOCUMENTS)]
-    content = json.dumps({"data": rows, **ahead}, indent=indent)
+    content = json.dumps({**ahead, "data": rows}, indent=indent)
     assert read(write("a.json", content)) == DOCUMENTS
 
 

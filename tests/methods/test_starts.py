@@ -14,7 +14,7 @@ from scale_cli.methods.starts import STARTS, copies, difference_stream, start_of
 from scale_cli.methods.starts.difference_stream import leading_directions
 from scale_cli.methods.starts.knowledge import knows
 from scale_cli.methods.starts.start import TextToLearn
-from scale_cli.methods.starts.stream_sizes import measured_stream_rms
+from scale_cli.methods.starts.stream_sizes import measured_stream_rms, random_ids
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.training.optimiser import build_optimiser, rates_of
@@ -263,3 +263,14 @@ def test_a_base_whose_stream_has_no_size_is_refused_in_one_line() -> None:
     with pytest.raises(BaseModelError, match=r"model\.base: rms") as refused:
         widen(base, "preserve", text=UNKNOWN)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("bos", [None, 3])
+def test_sizes_are_measured_behind_the_bases_bos(bos: int | None) -> None:
+    base = tiny_llama()
+    base.config.bos_token_id = None
+    drawn = random_ids(base, 0)
+    base.config.bos_token_id = bos
+    ids = random_ids(base, 0)
+    assert torch.equal(ids[:, 1:], drawn[:, 1:])
+    assert ids[0, 0] == (drawn[0, 0] if bos is None else bos)

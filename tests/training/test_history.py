@@ -27,7 +27,7 @@ def evaluated(step: int, trained: float | None, said: str, prompt: str = "Once")
     return {
         "step": step,
         BITS: {"tales": {"base": 1.0, "trained": trained, "routed": 0.9}},
-        SAMPLES: {"tales": {"prompt": prompt, "continuation": said}},
+        SAMPLES: {"tales": {"prompt": prompt, "continuation": said, "base": "before\nall"}},
     }
 
 
@@ -71,12 +71,13 @@ def test_a_figure_has_a_panel_for_training_and_one_for_every_text() -> None:
     assert len(long) < 100_000
 
 
-def test_a_prompt_stands_beside_its_first_and_its_last_continuation() -> None:
+def test_a_prompt_stands_beside_the_bases_the_first_and_the_last_continuation() -> None:
     (table,) = samples(LOG)
     assert [str(title) for title in table.titles] == ["prompt, tales", "Once"]
-    assert table.rows == [["after step 2", "upon a time"], ["after step 4", "more"]]
+    of_base = ["the base", "before all"]
+    assert table.rows == [of_base, ["after step 2", "upon a time"], ["after step 4", "more"]]
     (table,) = samples([*LOG, evaluated(6, 0.7, "", prompt="Another")])
-    assert table.rows == [["after step 6", "—"]], "of another prompt nothing is known"
+    assert table.rows == [of_base, ["after step 6", "—"]], "of another prompt nothing is known"
     assert not samples([])
 
 
@@ -107,6 +108,7 @@ def test_the_page_of_a_run_shows_its_curve_its_samples_its_cost_and_its_date(
         f"{quantity(cost['peak_memory_bytes'], 'B')} in training",
         f"4 steps, {position['num_tokens']:,} tokens",
         "FLOP of training",
+        "the base",
         "after step 2",
         "after step 4",
         said["prompt"].split()[0],

@@ -21,7 +21,9 @@ from scale_cli.commands.train import train
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
+from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.errors import Interrupted
+from scale_cli.model.two_streams import TwoStreams
 from scale_cli.runs.folder import TRAINED, RunFolder, step_of
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import file_sha256, remove_folder
@@ -39,7 +41,15 @@ from scale_cli.training.metrics_log import (
 from scale_cli.training.observing import Observer, better_of
 from scale_cli.training.records import Score, TrainState
 from scale_cli.training.training_run import write_checkpoint
-from tests.small_runs import SMALLEST, changed, held_out, load_text, train_run
+from scale_cli.upscale.base_tokenizer import load_tokenizer
+from tests.small_runs import (
+    SMALLEST,
+    changed,
+    held_out,
+    load_text,
+    petitions_run,
+    train_run,
+)
 from tests.training.conftest import MakeConfig, configs_in, finished, go_on, upscaled
 from tests.vocabulary.grown_run import config_of
 
@@ -192,6 +202,32 @@ def test_samples_move_a_bar_by_every_token(
     assert [*map(float, states)] == [float(number) for number in range(33)]
 
 
+@pytest.mark.parametrize("base", ["ckpt-stories260K", "ckpt-eltec"])
+def test_a_sampled_prompt_begins_as_every_window_does(
+    base: str, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+    answer = TwoStreams.answers
+
+    def heard(model: Any, ids_BT: Any, *given: Any, **options: Any) -> Any:
+        begun.append(int(ids_BT[0, 0]))
+        return answer(model, ids_BT, *given, **options)
+
+    monkeypatch.setattr(TwoStreams, "answers", heard)
+    config = changed(
+        petitions_run(shared_data, tmp_path / "run"),
+        f"model.base={shared_data / base / 'hf'}",
+        "train.max_steps=1",
+        "train.global_batch_size=1",
+        "train.micro_batch_size=1",
+        "train.eval_every_steps=1",
+        "train.eval_max_tokens=200",
+    )
+    train_run(config)
+    markers = DocumentMarkers.of(load_tokenizer(config.model))
+    assert begun and {*begun} == {markers.context}
+
+
 def check_is_of_final(record: MetricsRecord, config: RunConfig) -> None:
     """The record has the figures of the report on `final/`, and the continuation that its model generates."""
     report, (acquisition, *_) = evaluate(config), config.evaluation.perplexity
@@ -205,10 +241,13 @@ def check_is_of_final(record: MetricsRecord, config: RunConfig) -> None:
     (heard,) = open_sources(config, [acquisition], final.tokenizer)
     model: Any = final.load()
     ids = torch.tensor(heard.document(0)[None, :32].astype("int64"))
-    greedy = model.generate(ids, max_new_tokens=32, do_sample=False)[0]
+    greedy, of_base = (
+        head.generate(ids, max_new_tokens=32, do_sample=False)[0, 32:]
+        for head in (model, final.load_base())
+    )
     said = {
         name: final.tokenizer.decode(part, skip_special_tokens=True)
-        for name, part in (("prompt", ids[0]), ("continuation", greedy[32:]))
+        for name, part in (("prompt", ids[0]), ("continuation", greedy), ("base", of_base))
     }
     assert record[SAMPLES] == {acquisition.name: said}, "of one language"
 
