@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from scale_cli.config.schema import Head, RunConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.data.decoding import before_cut_character, text_pieces
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.around_generate import (
@@ -157,7 +157,7 @@ class Observer:
         """How the base continues: the same at every step."""
         return self._sampled("base", "sampling the base")
 
-    def _sampled(self, head: Head, label: str) -> dict[str, dict[str, str]]:
+    def _sampled(self, head: str, label: str) -> dict[str, dict[str, str]]:
         """Return a head's samples: of each language's first corpus, by its name."""
         languages: dict[str, tuple[str, TokenisedCorpus]] = {}
         for source, corpus in zip(self.config.evaluation.perplexity, self.held_out, strict=True):
@@ -167,7 +167,7 @@ class Observer:
             return {name: self._sample(corpus, head, bar) for name, corpus in languages.values()}
 
     @torch.no_grad()
-    def _sample(self, corpus: TokenisedCorpus, head: Head, bar: Any) -> dict[str, str]:
+    def _sample(self, corpus: TokenisedCorpus, head: str, bar: Any) -> dict[str, str]:
         """Return the beginning of a document, and a head's greedy continuation of it."""
         answers = TwoStreams(self.observed, router_of(self.config))
         answers.head = head
