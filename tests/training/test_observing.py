@@ -239,11 +239,10 @@ def check_is_of_final(record: MetricsRecord, config: RunConfig) -> None:
         assert record[SHARES][corpus.name] == figures.base_share
     final = Run(config).open_final()
     (heard,) = open_sources(config, [acquisition], final.tokenizer)
-    model: Any = final.load()
+    heads: list[Any] = [final.load(), final.load_base()]
     ids = torch.tensor(heard.document(0)[None, :32].astype("int64"))
     greedy, of_base = (
-        head.generate(ids, max_new_tokens=32, do_sample=False)[0, 32:]
-        for head in (model, final.load_base())
+        head.generate(ids, max_new_tokens=32, do_sample=False)[0, 32:] for head in heads
     )
     said = {
         name: final.tokenizer.decode(part, skip_special_tokens=True)
