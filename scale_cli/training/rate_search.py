@@ -34,7 +34,8 @@ _FACTOR = 2.0
 _MOST_STEPS_AWAY = 10
 # Near 0 the loss is a parabola in the rate. If this share of the best gain is reached first at r, the
 # parabola's lowest point is at r / _SHARE_OF_WAY, and that rate is taken. Where the losses stay low far
-# beyond, as for text that the base never saw, it is where that begins.
+# beyond, as for text that the base never saw, it is where that begins. Where a gain is so small that noise
+# hides its beginning, the parabola through the losses at 0, the best rate and twice that ends earlier.
 _SHARE_OF_GAIN = 0.9
 _SHARE_OF_WAY = 1 - math.sqrt(1 - _SHARE_OF_GAIN)
 # A gain of a smaller share of the loss is noise; then a rate is taken that costs the text at most so much.
@@ -189,7 +190,12 @@ def useful_power(loss: Callable[[int], float], before: float) -> float:
     wanted = before - _SHARE_OF_GAIN * gain
     enough = _lower_while(best, lambda power: loss(power - 1) <= wanted)
     way_back = (wanted - loss(enough)) / (loss(enough - 1) - loss(enough))
-    return enough - way_back - math.log(_SHARE_OF_WAY, _FACTOR)
+    by_beginning = enough - way_back - math.log(_SHARE_OF_WAY, _FACTOR)
+    harm = loss(best + 1) - before
+    if not -gain <= harm < math.inf:  # lower still, or nothing is known
+        return by_beginning
+    lowest = (harm + 4 * gain) / (harm + 2 * gain) / 2  # in best rates
+    return min(by_beginning, best + math.log(lowest, _FACTOR))
 
 
 def _lower_while(power: int, holds: Callable[[int], bool]) -> int:

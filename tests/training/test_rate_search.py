@@ -36,6 +36,13 @@ def test_where_the_loss_stays_low_far_beyond_the_rate_is_where_that_begins() -> 
     assert 0.5 < useful_power(losses.__getitem__, 14.517) < 1.5
 
 
+def test_where_noise_hides_the_beginning_of_a_gain_its_end_tells() -> None:
+    # Gemma 3 by full fine-tuning, in bfloat16; at 3.3e-5, which the beginning tells, 30 steps learned nothing.
+    losses = {0: 3.676, 1: 3.672, 2: 3.664, 3: 3.691, 4: 3.996}
+    found = 1.25e-5 * 2 ** (useful_power(losses.__getitem__, 3.676) - 1)
+    assert found == pytest.approx(2.0e-5, rel=0.05)
+
+
 @given(st.integers(-6, 0))
 def test_rates_that_overflow_are_left_downwards(last_finite: int) -> None:
     def loss(power: int) -> float:
