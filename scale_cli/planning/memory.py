@@ -12,7 +12,7 @@ from scale_cli.planning.step import FLOAT32, StepCost, step_cost
 
 # What a process on a CPU holds beside weights and a step's tensors, measured in runs of SmolLM2-135M
 # and Gemma 3 270M (docs/planning.md): libraries and texts, and the tokenizer.
-_PROCESS_BYTES = 500_000_000
+_PROCESS_BYTES = 600_000_000
 _BYTES_OF_A_TOKEN = 1_400
 
 
@@ -25,7 +25,7 @@ class Memory:
     gradients: int  # float32; with several processes in DistributedDataParallel's buckets
     moments: int  # of the optimiser
     saved: int  # by a micro-batch for the backward pass, with weights in autocast's precision
-    head: int  # logits computed at once, and what is derived from them
+    head: int  # logits computed at once, what is derived from them, and a less precise head
     process: int  # libraries, tokenizer and texts, in main memory; 0 on a GPU
 
     @property
@@ -71,12 +71,13 @@ def memory_of(
     Logits that are kept whole exist three times in float32 when the backward pass begins: their
     log-softmax, its gradient and their own gradient. Logits in chunks exist in the precision of the
     products and, in float32, as log-probabilities. If the products are less precise, the gradient
-    for the next products exists too. Distillation adds, in float32, the base's log-probabilities,
+    for the next products exists too, and a copy of the head. Distillation adds, in float32, the base's log-probabilities,
     and of one sequence its logits and both heads' probabilities, beside the last one's gradient.
     """
     vocab_size = step.vocab_size
     num_tokens = train.sequences_at_once(num_processes) * sequence_length
     num_rows = min(rows_at_once(device_type, vocab_size), num_tokens)
+    copied_head = 0 if step.keeps_logits else step.lowered_head_bytes
     if step.keeps_logits:
         head = num_tokens * vocab_size * 3 * FLOAT32
     elif method.distils:
@@ -87,6 +88,7 @@ def memory_of(
     else:
         of_products = 2 * step.lowered if step.lowered else FLOAT32
         head = num_rows * vocab_size * (of_products + FLOAT32)
+    head += copied_head
 
     trainable = FLOAT32 * step.num_trainable
     moments = sum(

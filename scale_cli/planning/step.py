@@ -57,6 +57,7 @@ class StepCost:
     frozen_bytes: int
     trained: Counter[str]  # numbers by kind of tensor
     lowered: int | None  # bytes of an element under autocast; None without it
+    lowered_head_bytes: int  # of the base's head as it is multiplied under autocast
     product_flops: float  # of all maps, the head's included
     attention_per_key: float
     muon_flops: float  # of an update of all matrices
@@ -127,13 +128,15 @@ def step_cost(
     of_pairs = sum(size for size in sizes if size % _LENGTH**2 == 0)
     of_tokens = sum(size for size in sizes if size % _LENGTH == 0) - of_pairs
     dtype_of_products = lowered_dtype(mixed_precision)
+    lowered = None if dtype_of_products is None else dtype_of_products.itemsize
     return StepCost(
         vocab_size=vocab_size,
         num_served=num_served,
         num_frozen=sum(parameter.numel() for parameter in frozen),
         frozen_bytes=sum(part.nbytes for parameter in frozen for part in parts_of(parameter)),
         trained=trained,
-        lowered=None if dtype_of_products is None else dtype_of_products.itemsize,
+        lowered=lowered,
+        lowered_head_bytes=vocab_size * base_config.hidden_size * (lowered or 0),
         product_flops=flops.of_products / _LENGTH,
         attention_per_key=2 * flops.of_attention / (_LENGTH * (_LENGTH + 1)),
         muon_flops=muon_flops,
