@@ -71,8 +71,9 @@ def memory_of(
     Logits that are kept whole exist three times in float32 when the backward pass begins: their
     log-softmax, its gradient and their own gradient. Logits in chunks exist in the precision of the
     products and, in float32, as log-probabilities. If the products are less precise, the gradient
-    for the next products exists too, and a copy of the head. Distillation adds, in float32, the base's log-probabilities,
-    and of one sequence its logits and both heads' probabilities, beside the last one's gradient.
+    for the next products exists too, and a copy of the head. Distillation adds, in float32, the
+    base's log-probabilities, and of one sequence its logits and both heads' probabilities, beside
+    the last one's gradient.
     """
     vocab_size = step.vocab_size
     num_tokens = train.sequences_at_once(num_processes) * sequence_length
