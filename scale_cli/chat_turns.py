@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _TURNS = ("user", "assistant", "user")
-_ALL_ROLES = (_TURNS, ("system", *_TURNS), ("user", "assistant", "tool"))
+_CONVERSATIONS = (_TURNS, ("system", *_TURNS), ("user", "assistant", "tool", "assistant"))
 _SIGN = re.compile(r"[^\w\s]")  # is in marks, and not in added words and spaces
 
 
@@ -20,7 +20,7 @@ def unspecial_marks(tokenizer: Any) -> set[str]:
     """Return the added tokens that a chat template writes around turns, and that the tokenizer does
     not call special.
     """
-    around = [text for roles in _ALL_ROLES for text in (_around(tokenizer, roles) or [])[:-1]]
+    around = [text for roles in _CONVERSATIONS for text in (_around(tokenizer, roles) or [])[:-1]]
     added = tokenizer.added_tokens_decoder.values()
     plain = {token.content for token in added if not token.special and _SIGN.search(token.content)}
     return {mark for mark in plain if any(mark in text for text in around)}

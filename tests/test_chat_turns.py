@@ -120,9 +120,10 @@ def test_a_mark_of_a_system_message_or_of_a_tools_answer_is_a_mark(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     tokenizer.chat_template = (
-        f"{EACH}<|{{{{ m.role }}}}|>{{{{ m.content }}}}{END}{ASKS}<|assistant|>{{% endif %}}"
+        f"{EACH}<|{{{{ m.role }}}}|>{{{{ m.content }}}}{{% if m.role == 'tool' %}}<|told|>{{% endif %}}"
+        f"{END}{ASKS}<|assistant|>{{% endif %}}"
     )
-    marks = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+    marks = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|told|>"]
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
     assert unspecial_marks(tokenizer) == {*marks}
     # Nothing else stands between an answer and the next question.

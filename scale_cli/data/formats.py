@@ -233,7 +233,7 @@ def _holds_records(start: bytes) -> bool:
 
 def _after_blanks(text: str, at: int) -> int:
     blanks = _BLANKS.match(text, at)
-    assert blanks is not None, "none are some"
+    assert blanks is not None, "it matches nothing too"
     return blanks.end()
 
 

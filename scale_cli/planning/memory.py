@@ -78,7 +78,6 @@ def memory_of(
     vocab_size = step.vocab_size
     num_tokens = train.sequences_at_once(num_processes) * sequence_length
     num_rows = min(rows_at_once(device_type, vocab_size), num_tokens)
-    copied_head = 0 if step.keeps_logits else step.lowered_head_bytes
     if step.keeps_logits:
         head = num_tokens * vocab_size * 3 * FLOAT32
     elif method.distils:
@@ -89,7 +88,8 @@ def memory_of(
     else:
         of_products = 2 * step.lowered if step.lowered else FLOAT32
         head = num_rows * vocab_size * (of_products + FLOAT32)
-    head += copied_head
+    if not step.keeps_logits:
+        head += step.lowered_head_bytes
 
     trainable = FLOAT32 * step.num_trainable
     moments = sum(

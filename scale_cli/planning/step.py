@@ -57,7 +57,7 @@ class StepCost:
     frozen_bytes: int
     trained: Counter[str]  # numbers by kind of tensor
     lowered: int | None  # bytes of an element under autocast; None without it
-    lowered_head_bytes: int  # of the base's head as it is multiplied under autocast
+    lowered_head_bytes: int  # of the copy of the base's head that is multiplied under autocast
     product_flops: float  # of all maps, the head's included
     attention_per_key: float
     muon_flops: float  # of an update of all matrices
@@ -103,6 +103,7 @@ def step_cost(
     base = base_without_weights(deepcopy(base_config), dtype, quantisation)
     new = NewPieces(["0"] * num_new, []) if num_new else None
     with torch.device("meta"):
+        head = base.get_output_embeddings().weight
         model: Any = build_model(base, method, 0, new)
     num_served = served_size(model, base_config, "float32").parameters
     with FakeTensorMode():
@@ -129,6 +130,8 @@ def step_cost(
     of_tokens = sum(size for size in sizes if size % _LENGTH == 0) - of_pairs
     dtype_of_products = lowered_dtype(mixed_precision)
     lowered = None if dtype_of_products is None else dtype_of_products.itemsize
+    # What trains is held in float32, whatever the base is held in.
+    is_copied = head.requires_grad or head.dtype != dtype_of_products
     return StepCost(
         vocab_size=vocab_size,
         num_served=num_served,
@@ -136,7 +139,7 @@ def step_cost(
         frozen_bytes=sum(part.nbytes for parameter in frozen for part in parts_of(parameter)),
         trained=trained,
         lowered=lowered,
-        lowered_head_bytes=vocab_size * base_config.hidden_size * (lowered or 0),
+        lowered_head_bytes=is_copied * vocab_size * base_config.hidden_size * (lowered or 0),
         product_flops=flops.of_products / _LENGTH,
         attention_per_key=2 * flops.of_attention / (_LENGTH * (_LENGTH + 1)),
         muon_flops=muon_flops,

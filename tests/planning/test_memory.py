@@ -10,6 +10,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.planning.memory import Memory, cost_of_run, memory_of
+from scale_cli.planning.step import step_cost
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors
 from scale_cli.upscale.building import start_model
@@ -105,3 +106,14 @@ def test_on_a_cpu_libraries_and_the_tokenizer_are_part_of_the_sum() -> None:
         assert planned.total - planned.process == sum(list(vars(planned).values())[:-1])
         assert planned.process > 5e8
     assert lora.process == preserve.process
+
+
+def test_a_head_that_is_multiplied_as_it_is_held_is_not_copied() -> None:
+    base = tiny_llama(vocab_size=VOCAB_SIZE).config
+    in_bytes = {
+        dtype: step_cost(base, LORA, "bf16", dtype=dtype).lowered_head_bytes
+        for dtype in ("float32", "bfloat16")
+    }
+    assert in_bytes == {"float32": 2 * VOCAB_SIZE * base.hidden_size, "bfloat16": 0}
+    full = step_cost(base, MethodConfig(variant="full"), "bf16", dtype="bfloat16")
+    assert full.lowered_head_bytes == in_bytes["float32"]

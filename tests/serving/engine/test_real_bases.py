@@ -105,9 +105,7 @@ def case(
     both = zip(*(beginnings(shared_data / text)[:SHORT] for text in reversed(texts)), strict=True)
     short = [generator.framed(text) for pair in both for text in pair]
 
-    jobs = jobs_for(even, documents, prompts)
-    few = {"num_gpu_blocks_override": BASES[request.param]}
-    jobs["few blocks"] = job_of(even, jobs["batch 1"]["rounds"], **few)
+    jobs = jobs_for(even, documents, prompts, num_blocks=BASES[request.param])
     short_round = {"prompts": [of.ids_T.tolist() for of in short], "sampling": SAMPLING}
     jobs["by script"] = job_of(by_script, [short_round])
     answers = ask(jobs, root)
@@ -143,7 +141,7 @@ def job_of(folder: Path, rounds: list[dict[str, Any]], **options: Any) -> dict[s
     return {"folder": str(folder), "engine": engine, "rounds": rounds}
 
 
-def jobs_for(folder: Path, documents: Tensor, prompts: Tensor) -> dict[str, Any]:
+def jobs_for(folder: Path, documents: Tensor, prompts: Tensor, num_blocks: int) -> dict[str, Any]:
     """Return engines, each with another schedule, and what they are asked."""
     greedy = {"prompts": prompts.tolist(), "sampling": GREEDY}
     mixed = {"prompts": prompts[shuffled(len(prompts))].tolist(), "sampling": GREEDY}
@@ -153,6 +151,7 @@ def jobs_for(folder: Path, documents: Tensor, prompts: Tensor) -> dict[str, Any]
         "no prefix cache": job_of(folder, [greedy], enable_prefix_caching=False),
         "chunks 16": job_of(folder, [greedy], max_num_batched_tokens=16),
         "batch 1": job_of(folder, [greedy], max_num_seqs=1),
+        "few blocks": job_of(folder, [greedy], num_gpu_blocks_override=num_blocks),
     }
 
 
