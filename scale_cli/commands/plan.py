@@ -24,8 +24,8 @@ from scale_cli.planning.estimate import Estimate, estimate
 from scale_cli.planning.memory import Memory, cost_of_run, memory_of
 from scale_cli.planning.step import StepCost
 from scale_cli.report import Table, duration, quantity, render
-from scale_cli.runs.early import check_sizes
-from scale_cli.runs.precision import with_precision
+from scale_cli.runs.early import check_sizes, check_tasks
+from scale_cli.runs.precision import slow_while_training, with_precision
 from scale_cli.terminal import progress_bar
 from scale_cli.upscale.base import dtype_of_files, load_base_config
 
@@ -152,6 +152,7 @@ def plan(
     export_dtype = config.export.dtype or dtype_of_files(config.model)
     config = with_precision(config, in_bfloat16=None if flops is None else True)
     device_type = "cuda" if flops is not None else processes.device().type
+    warnings += slow_while_training(config, device_type)
     devices: dict[str, Device] = {}  # by method
     steps = []
     planned = []
@@ -292,7 +293,7 @@ def growth_of(config: RunConfig) -> tuple[Growth, Tokenizer]:
 
 
 def _absent(config: RunConfig) -> list[str]:
-    """Return a warning for each local source and task file that is not there."""
+    """Return a warning for each local source and each task that is not there."""
     errors = []
     for source in every_source(config):
         if source.is_local:
@@ -300,10 +301,17 @@ def _absent(config: RunConfig) -> list[str]:
                 check_source(source)
             except CorpusError as error:
                 errors.append(str(error))
+    named = []
     for task in config.evaluation.benchmarks:
-        if task.path is not None and not Path(task.path).is_file():
+        if task.path is None:
+            named.append(task.name)
+        elif not Path(task.path).is_file():
             errors.append(f"{task.name}: no such file: {task.path}")
-    return [f"{error}; the plan needs no text, but `scale run` does" for error in errors]
+    try:
+        check_tasks(named)
+    except (ConfigError, MissingExtraError) as error:
+        errors.append(str(error))
+    return [f"{error}; the plan does without, `scale run` does not" for error in errors]
 
 
 def _disk_bytes(config: RunConfig, own: MethodPlan, export_dtype: str) -> int:

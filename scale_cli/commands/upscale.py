@@ -16,11 +16,12 @@ from scale_cli.data.corpora import open_sources, text_to_learn, training_sources
 from scale_cli.errors import RunFolderError
 from scale_cli.export.dense import WIDENED
 from scale_cli.export.sizes import served_size
-from scale_cli.processes import move_to_device
+from scale_cli.processes import device, move_to_device
 from scale_cli.runs.folder import folder_bytes
 from scale_cli.runs.method_folder import describe_method, write_trained
 from scale_cli.runs.new_tokens import prove_vocabulary
 from scale_cli.runs.opened import MethodFolder, Run
+from scale_cli.runs.precision import slow_while_training
 from scale_cli.storage.atomic import claimed, new_folder, write_text
 from scale_cli.terminal import log
 from scale_cli.upscale.base import check_finite, dtype_of_files, load_hashed_base
@@ -68,6 +69,8 @@ def _upscale(run: Run) -> MethodFolder:
     method = config.method
     upscaled = run.folder.upscaled
     run.check(training_sources(config))
+    for warning in slow_while_training(config, device().type):
+        log(f"warning: {warning}")
     of_base = run.base_tokenizer
     tokenizer = run.make_tokenizer()
     if run.grown_vocabulary is not None and (note := run.grown_vocabulary.note):

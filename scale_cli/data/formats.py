@@ -280,8 +280,10 @@ def _read_csv(stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Ite
         number += 1
         if not header:
             header = row
-            if source.text_field not in header:  # a space may follow each comma
-                header = [name.strip() for name in header]
+            spaced = any(name.startswith(" ") for name in row)  # a space follows each comma
+            if spaced and not source.text_field.startswith(" "):
+                (row,) = csv.reader([",".join(row)], skipinitialspace=True)
+                header = [name.strip() for name in row]
                 rows = csv.reader(written, skipinitialspace=True)
             _check_column(header, source)
             continue

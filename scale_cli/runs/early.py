@@ -61,7 +61,7 @@ def check_early(verb: str, config: RunConfig, fail_above: float | None = None) -
         run.check_finished()
 
     if "benchmarks" in reads:
-        _check_tasks([of.name for of in config.evaluation.benchmarks if of.path is None])
+        check_tasks([of.name for of in config.evaluation.benchmarks if of.path is None])
     check_config_file(config.model)
     if "weights" in reads:
         check_weight_files(config.model)
@@ -81,7 +81,7 @@ def check_early(verb: str, config: RunConfig, fail_above: float | None = None) -
             check_source(source)
 
 
-def _check_tasks(names: Sequence[str]) -> None:
+def check_tasks(names: Sequence[str]) -> None:
     """Raise ConfigError if no file of lm-eval's tasks has a name: to import and ask it takes a minute."""
     if not names:
         return

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from scale_cli.config.load import checked, load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.processes import computes_in_bfloat16
+from scale_cli.processes import computes_in_bfloat16, slow_in_bfloat16
 from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import is_as_written
 
@@ -67,3 +67,14 @@ def slower_than_here(given: RunConfig, kept: RunConfig) -> list[str]:
         "train.mixed_precision: auto is `no` since `scale upscale` ran on another device; set it to bf16, which is "
         "faster here"
     ]
+
+
+def slow_while_training(config: RunConfig, device_type: str) -> list[str]:
+    """Return warnings of bfloat16 in training and its evaluations, on a CPU without instructions for it."""
+    train = config.train
+    avoided_by = {
+        "train.mixed_precision=no": train.mixed_precision == "bf16",
+        "evaluation.mixed_precision=no": train.eval_every_steps is not None
+        and config.evaluation.mixed_precision == "bf16",
+    }
+    return slow_in_bfloat16(device_type, avoided_by)

@@ -39,11 +39,10 @@ from scale_cli.processes import (
     main_first,
     on_main,
     share,
-    slow_in_bfloat16,
 )
 from scale_cli.runs.method_folder import load_trained
 from scale_cli.runs.opened import MethodFolder, Run
-from scale_cli.runs.precision import slower_than_here
+from scale_cli.runs.precision import slow_while_training, slower_than_here
 from scale_cli.storage.atomic import read_json, verify_folder
 from scale_cli.terminal import Log
 from scale_cli.training.checkpoint import branch_point_at, init_from, load_checkpoint
@@ -268,17 +267,14 @@ def _log_processes(run: Run, accelerator: Accelerator, log: Log) -> None:
     """Log the devices and the precision, and warn if a precision is slow."""
     config = run.config
     device_type = accelerator.device.type
-    avoided_by = {
-        "train.mixed_precision=no": config.train.mixed_precision == "bf16",
-        "evaluation.mixed_precision=no": config.train.eval_every_steps is not None
-        and config.evaluation.mixed_precision == "bf16",
-    }
     log(
         f"processes      {accelerator.num_processes} x {device_type}, {config.train.mixed_precision} autocast, "
         f"base in {config.model.dtype}"
     )
-    slow = [*slow_in_bfloat16(device_type, avoided_by), *slower_than_here(run.given, config)]
-    for warning in slow:
+    for warning in (
+        *slow_while_training(config, device_type),
+        *slower_than_here(run.given, config),
+    ):
         log(f"warning: {warning}")
 
 

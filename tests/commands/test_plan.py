@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from scale_cli.commands.plan import Plan, plan
@@ -73,10 +74,23 @@ def test_all_shows_every_method_in_lines_of_100_columns_and_otherwise_only_the_o
 
 
 def test_what_is_not_there_and_what_is_rarely_meant_is_warned_of(tmp_path: Path) -> None:
-    config = config_of(tmp_path, SMALL, "train.warmup_steps=99")
-    absent, idle = plan(config, 1e12, 1).warnings
+    asked = ["train.warmup_steps=99", "evaluation.benchmarks=[{name: arc_esay}]"]
+    config = config_of(tmp_path, SMALL, *asked)
+    absent, misspelt, idle = plan(config, 1e12, 1).warnings
     assert absent.startswith("news: no file matches ") and "`scale run`" in absent
+    assert "no task 'arc_esay' (did you mean arc_easy?)" in misspelt
     assert "train.warmup_steps" in idle
+
+
+def test_bfloat16_on_a_cpu_without_it_is_warned_of_before_anything_is_prepared_or_trained(
+    scale: Scale, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    config = write_config(tmp_path, base, train="{max_steps: 1, mixed_precision: bf16}")
+    slow = "train.mixed_precision=no is many times faster here"
+    assert slow in " ".join(scale("plan", config).stdout.split())
+    assert slow in scale("upscale", config).stdout
+    assert not any(slow in line for line in plan(load_config(config), 1e12, 1).warnings)
 
 
 def test_a_method_that_the_base_is_too_small_for_is_named(tmp_path: Path) -> None:
@@ -130,7 +144,7 @@ def test_the_verb_prints_the_plan_for_people_or_as_json_and_writes_nothing(
     done = scale("plan", small, absent, "--flops", "4.0e14")
     assert done.exit_code == 0
     shown = done.stdout
-    assert "questions: no such file: nowhere.yaml; the plan needs" in " ".join(shown.split())
+    assert "questions: no such file: nowhere.yaml; the plan does without" in " ".join(shown.split())
     assert "400 TFLOP/s as stated" in shown
     assert "10 steps x 4 windows x 64 tokens = 2,560 tokens" in shown
     told = json.loads(scale("plan", small, absent, "--flops", "4.0e14", "--json").stdout)

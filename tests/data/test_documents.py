@@ -299,6 +299,8 @@ def test_a_record_that_begins_with_a_list_is_a_line_of_json_all_the_same(write: 
 def test_a_table_may_have_a_space_after_each_comma(write: Write) -> None:
     quoted = write("a.csv", 'id, text\n1, one\n2, "two, and ""more"""\n')
     assert read(quoted) == ["one", 'two, and "more"']
+    assert read(write("a.csv", 'text, "a note"\none, "a, b"\n')) == ["one"]
+    assert read(write("a.csv", 'id, "text"\n"1", "one, two"\n')) == ["one, two"]
     file = write("a.csv", "id, text\n1, one\n")
     assert read(file, text_field=" text") == [" one"]
     (failed,) = records(file, text_field="body")

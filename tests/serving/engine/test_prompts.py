@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lzma
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.config.vocabulary import Script
 from scale_cli.data.conversations import Messages
 from scale_cli.export.dense import plain_model
-from scale_cli.export.plain_folder import copy_tokenizer, router_keys, write_plain
-from scale_cli.generation.generator import FramedPrompt, Generator
+from scale_cli.export.plain_folder import copy_tokenizer, name_ends, router_keys, write_plain
+from scale_cli.generation.generator import FramedPrompt, Generator, Sampling
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.runs.method_folder import set_router
 from scale_cli.storage.atomic import read_json
@@ -85,8 +85,11 @@ def adapted_to(folder: Path, base: ModelConfig) -> None:
     assert KOREAN is not None
     ranges = [list(span) for span in KOREAN.ranges]
     at = Path(base.base)
-    random_adapter(load_base(base), folder, at, prior=0.5, script_prior=0.02, script=ranges)
+    model = load_base(base)
+    random_adapter(model, folder, at, prior=0.5, script_prior=0.02, script=ranges)
     copy_tokenizer(load_tokenizer(base), tokenizer_place(base), folder)
+    model.generation_config.save_pretrained(folder)
+    name_ends(folder, load_tokenizer(base))
 
 
 @pytest.fixture(scope="module", params=[widened_to, adapted_to], ids=["expansion", "adapter"])
@@ -164,3 +167,37 @@ def test_a_short_korean_prompt_reaches_the_trained_head_where_the_even_prior_sen
     moved = (even < 0.5) & (by_script > 0.5)
     assert moved.sum() >= 4
     assert not ((even > 0.5) & (by_script < 0.5)).any()
+
+
+@pytest.mark.parametrize("write", [widened_to, adapted_to], ids=["expansion", "adapter"])
+def test_an_answer_ends_in_the_engine_at_the_mark_that_ends_an_assistants_turn(
+    write: Callable[[Path, ModelConfig], None], ask: Ask, shared_data: Path, tmp_path: Path
+) -> None:
+    base = ModelConfig(base=str(tmp_path / "base"))
+    shutil.copytree(shared_data / "ckpt-eltec" / "hf", base.base)
+    write(tmp_path / "endless", base)
+    endless = Generator(tmp_path / "endless")
+    prompt = endless.framed("The train leaves at noon.")
+    (whole,) = endless.generate([prompt], Sampling(max_new_tokens=NEW, temperature=0.0))
+    index = int(whole[-2])
+
+    described = read_json(Path(base.base, "tokenizer.json"))
+    (mark,) = (token for token, at in described["model"]["vocab"].items() if at == index)
+    form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = {"id": index, "content": mark, **form, "special": False}
+    edit_json(
+        Path(base.base, "tokenizer.json"), {"added_tokens": [*described["added_tokens"], added]}
+    )
+    turns = TEMPLATE.replace("<|im_end|>", mark)
+    Path(base.base, "chat_template.jinja").write_text(turns, encoding="utf-8")
+    write(tmp_path / "ends", base)
+
+    sampling = {"temperature": 0.0, "max_tokens": NEW}
+    rounds = [{"prompts": [prompt.ids_T.tolist()], "sampling": sampling}]
+    jobs = {
+        name: {"folder": str(tmp_path / name), "engine": ENGINE, "rounds": rounds}
+        for name in ("endless", "ends")
+    }
+    said = {name: told["rounds"][0]["tokens"][0][0] for name, told in ask(jobs, tmp_path).items()}
+    assert said["endless"] == whole.tolist()
+    assert said["ends"] == whole.tolist()[: whole.tolist().index(index) + 1]
