@@ -235,9 +235,9 @@ def _draft(asked: _Asked, sizes: Sizes, step: StepCost, device: Device) -> _Draf
         retention = measured_on_alone(text, "retention")
     else:
         retention = part(text, "retention", file, num_replayed, most=_MOST_RETENTION)
+    held_out = {"acquisition": corpus, "retention": retention}
     chats = {}
     if asked.tokenizer.chat_template:
-        held_out = {"acquisition": corpus, "retention": retention}
         chats = {role: chat_of(of_role, role, file) for role, of_role in held_out.items()}
 
     parts: dict[str, Any] = {"corpus": corpus, "retention": retention, "chats": chats}
@@ -248,10 +248,11 @@ def _draft(asked: _Asked, sizes: Sizes, step: StepCost, device: Device) -> _Draf
         HeldOut.of(
             of_part.held_out_documents,
             counting,
+            role=role,
             window=sizes.sequence_length,
             context=asked.base_config.max_position_embeddings,
         )
-        for of_part in (corpus, retention, *chats.values())
+        for role, of_part in (*held_out.items(), *chats.items())
     ]
     # An expansion for text that the base does not know starts with codes, and takes a fixed rate.
     takes = estimate(config, step, device, texts, searches=not asked.is_unknown)

@@ -26,7 +26,7 @@ from scale_cli.runs.opened import MethodFolder
 from scale_cli.upscale.base_files import BaseRecord
 from scale_cli.upscale.building import MethodModel
 
-_MAX_TOKENS = 4096  # of all texts
+TOKENS_JUDGED = 4096  # of all texts
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Learned:
             return None
         corpora = open_sources(config, sources, final.tokenizer)
         passes = Passes.of(config, final.run.base_config.max_position_embeddings)
-        of_each = _MAX_TOKENS // len(corpora)
+        of_each = TOKENS_JUDGED // len(corpora)
         lengths = [beginnings(corpus, passes.context, of_each) for corpus in corpora]
         text = of_base = HeldOutText(config, corpora, lengths, passes)
         if config.method.vocabulary is not None:

@@ -60,6 +60,7 @@ class Beginning:
 class HeldOut:
     """About how many tokens of a held-out text the rest of a run reads."""
 
+    role: str
     num_tokens: int  # all, by the last evaluation
     num_in_windows: int  # of every document's beginning alone, by the others
     num_compared: int  # by the comparison of an export with the trained model
@@ -70,6 +71,7 @@ class HeldOut:
         documents: Sequence[str],
         tokenizer: Tokenizer | None,  # None: three bytes are a token
         *,
+        role: str,
         window: int,  # the longest beginning
         context: int,  # the longest document that is read at once
         times: float = 1.0,  # as many documents as these
@@ -85,6 +87,7 @@ class HeldOut:
         longest = min(window, LONGEST_COMPARED)
         compared = sum(min(length, longest) for length in lengths[:DOCUMENTS_COMPARED])
         return cls(
+            role=role,
             num_tokens=round(times * sum(num_read(round(length), context) for length in lengths)),
             num_in_windows=round(times * in_windows),
             num_compared=round(compared),
@@ -117,6 +120,7 @@ def held_out_texts(
             HeldOut.of(
                 typical,
                 tokenizer,
+                role=source.role,
                 window=config.eval_beginning,
                 context=config.evaluation.sequence_length or num_positions,
                 times=max(0.0, num_documents) / len(typical),

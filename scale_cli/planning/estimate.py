@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from scale_cli.config.schedule import search_steps
 from scale_cli.config.schema import RunConfig
+from scale_cli.export.learned import TOKENS_JUDGED
 from scale_cli.planning.beginnings import HeldOut
 from scale_cli.planning.device import Device
 from scale_cli.planning.step import StepCost
@@ -18,8 +19,9 @@ _FIXED_S = 20.0  # imports, tokenizers, checks, reports and cards
 _PARAMETER_S = 8e-8  # to load, start, prove, hash and write each parameter, as often as a run does
 _TOKENS_OF_A_SAMPLE = 3_500  # a continuation, one token at a time, in tokens of a pass
 # Passes over a token that is compared, for each way to load an export: the trained model's and the
-# export's, with and without the cache, and the losses of base, run and export.
-_PASSES_OF_A_COMPARISON = 6
+# export's, and two of cached decoding.
+_PASSES_OF_A_COMPARISON = 4
+_TIMES_IN_FLOAT32 = 2.0  # of bfloat16's; exports are compared in float32, whatever training used
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Estimate:
     evaluated_tokens: int
     scored_per_s: float  # tokens of text
     start_s: float  # up to the first step, and what else takes the same time for any text
-    export_s: float  # of the export's comparison with the trained model
+    export_s: float  # of the exports' comparison with the trained model
     done: str  # what is done already; empty if nothing
     omitted: str  # what is not counted; empty if nothing
 
@@ -82,7 +84,14 @@ def estimate(
     num_ways = len(exports)
     if "plain" in exports and definition.routes_plainly(config.method.settings):
         num_ways += 1
-    compared = num_ways * sum(text.num_compared for text in texts)
+    judged = [text.num_tokens for text in texts if text.role == "acquisition"]
+    num_judged = sum(min(num_tokens, TOKENS_JUDGED // len(judged)) for num_tokens in judged)
+    read_by_exports = num_ways * (
+        _PASSES_OF_A_COMPARISON * sum(text.num_compared for text in texts) + num_judged
+    )
+    if exports:
+        read_by_exports += 2 * num_judged  # by the base and the run
+    times = _TIMES_IN_FLOAT32 if train.mixed_precision == "bf16" else 1.0
     step_s = device.step_s(step, train, config.corpus.sequence_length, num_processes)
     return Estimate(
         device=device,
@@ -91,7 +100,7 @@ def estimate(
         evaluated_tokens=evaluated_tokens,
         scored_per_s=1 / per_token_s,
         start_s=0.0 if is_evaluated and not exports else _FIXED_S + _PARAMETER_S * num_parameters,
-        export_s=_PASSES_OF_A_COMPARISON * pass_s * compared * num_processes,
+        export_s=times * pass_s * read_by_exports * num_processes,
         done=done,
         omitted=" without benchmarks" if config.evaluation.benchmarks else "",
     )

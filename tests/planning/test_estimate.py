@@ -46,6 +46,7 @@ def test_evaluations_are_counted_as_they_read(
     assert num_tokens == pytest.approx(read, rel=0.1)
     assert num_samples == 3  # one language, three times
 
+    assert [text.role for text in texts] == [of.role for of in config.evaluation.perplexity]
     compared = sum(ids.numel() for ids in _prompts(config, Run(config).tokenizer))
     assert sum(text.num_compared for text in texts) == pytest.approx(compared, rel=0.15)
 
@@ -64,11 +65,28 @@ def test_every_way_to_load_an_export_is_compared_on_its_tokens(
     def estimated(*texts: HeldOut) -> Estimate:
         return estimate(config, step, Device("cpu", 1e9, "stated"), texts)
 
-    text = HeldOut(num_tokens=0, num_in_windows=0, num_compared=100)
+    text = HeldOut(role="retention", num_tokens=0, num_in_windows=0, num_compared=100)
     takes = estimated(text)
     pass_s = 1 / takes.scored_per_s
-    assert takes.export_s == pytest.approx(num_ways * 6 * 100 * pass_s)
+    assert takes.export_s == pytest.approx(num_ways * 4 * 100 * pass_s)
     assert takes.total_s - estimated().total_s == pytest.approx(takes.export_s)
+
+
+def test_what_an_export_keeps_is_read_by_the_base_the_run_and_every_way_to_load_it_in_float32(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    config = small_run(tmp_path, shared_data / "ckpt-eltec/hf", method={"variant": "route"})
+    in_bfloat16 = config.train.model_copy(update={"mixed_precision": "bf16"})
+    step = step_cost(load_base_config(config.model), config.method)
+    learned = HeldOut(role="acquisition", num_tokens=9_999, num_in_windows=0, num_compared=0)
+    few = HeldOut(role="acquisition", num_tokens=50, num_in_windows=0, num_compared=0)
+    for run, times in (
+        (config, 1),
+        (config.model_copy(update={"train": in_bfloat16}), 2),
+    ):
+        takes = estimate(run, step, Device("cpu", 1e9, "stated"), [learned, few])
+        read = takes.export_s * takes.scored_per_s
+        assert read == pytest.approx(times * (2 + 2) * (4096 // 2 + 50))
 
 
 def test_a_run_that_goes_on_is_estimated_by_what_is_left_of_it(
@@ -80,7 +98,7 @@ def test_a_run_that_goes_on_is_estimated_by_what_is_left_of_it(
     config = small_run(tmp_path, base, train=train, export={"format": ["plain"]})
     folder = RunFolder(config.output_dir)
     step = step_cost(load_base_config(config.model), config.method)
-    text = HeldOut(num_tokens=70, num_in_windows=4, num_compared=20)
+    text = HeldOut(role="retention", num_tokens=70, num_in_windows=4, num_compared=20)
 
     def left() -> Estimate:
         return estimate(config, step, Device("cpu", 1e9, "stated"), [text])
