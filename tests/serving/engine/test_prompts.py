@@ -30,6 +30,7 @@ from tests.torture.attacker import edit_json
 from tests.widening import as_if_trained, widen
 
 NEW = 6
+LONG = 40  # an answer, in which a sign comes
 SAMPLING = {"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True, "logprobs": 0}
 TEMPLATE = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% for m in messages %}"
@@ -178,11 +179,13 @@ def test_an_answer_ends_in_the_engine_at_the_mark_that_ends_an_assistants_turn(
     write(tmp_path / "endless", base)
     endless = Generator(tmp_path / "endless")
     prompt = endless.framed("The train leaves at noon.")
-    (whole,) = endless.generate([prompt], Sampling(max_new_tokens=NEW, temperature=0.0))
-    index = int(whole[-2])
+    (whole_T,) = endless.generate([prompt], Sampling(max_new_tokens=LONG, temperature=0.0))
+    whole = whole_T.tolist()
 
     described = read_json(Path(base.base, "tokenizer.json"))
-    (mark,) = (token for token, at in described["model"]["vocab"].items() if at == index)
+    signs = {index: token for token, index in described["model"]["vocab"].items() if token in ",.;"}
+    index = next(token for token in whole if token in signs)  # marks have signs in them
+    mark = signs[index]
     form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = {"id": index, "content": mark, **form, "special": False}
     edit_json(
@@ -192,12 +195,12 @@ def test_an_answer_ends_in_the_engine_at_the_mark_that_ends_an_assistants_turn(
     Path(base.base, "chat_template.jinja").write_text(turns, encoding="utf-8")
     write(tmp_path / "ends", base)
 
-    sampling = {"temperature": 0.0, "max_tokens": NEW}
+    sampling = {"temperature": 0.0, "max_tokens": LONG}
     rounds = [{"prompts": [prompt.ids_T.tolist()], "sampling": sampling}]
     jobs = {
         name: {"folder": str(tmp_path / name), "engine": ENGINE, "rounds": rounds}
         for name in ("endless", "ends")
     }
     said = {name: told["rounds"][0]["tokens"][0][0] for name, told in ask(jobs, tmp_path).items()}
-    assert said["endless"] == whole.tolist()
-    assert said["ends"] == whole.tolist()[: whole.tolist().index(index) + 1]
+    assert len(whole) == LONG and said["endless"] == whole
+    assert said["ends"] == whole[: whole.index(index) + 1]
