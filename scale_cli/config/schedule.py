@@ -11,10 +11,11 @@ from scale_cli.config.training import Schedule, TrainConfig
 _SHARE_OF_DECAY = 0.2
 
 
-# Of a run's work, what the search of `train.lr: auto` may take. A sequence that it reads takes three
-# passes, as in training, and as many again are read once for each of a dozen rates.
+# Of a run's work, what the search of `train.lr: auto` may take. A sequence that it reads takes a
+# step's work, and as many again are read once for each of a dozen rates. To read is a third of full
+# fine-tuning's work, and half of LoRA's, which asks for few gradients.
 _SEARCHED_SHARE = 0.05
-_SEARCH_WORK = 1 + 12 / 3
+_SEARCH_WORK = 1 + 12 / 2
 # A gradient of fewer sequences is mostly noise where a base knows the text (docs/results/rates.md).
 _LEAST_SEARCHED = 4
 

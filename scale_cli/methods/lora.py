@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -85,6 +86,12 @@ class Lora(Method[LoraConfig]):
 
     def trains_base_weights(self, settings: LoraConfig) -> bool:
         return settings.embeddings
+
+    def highest_lr(self, settings: LoraConfig) -> float:
+        # In the first update A stands still, so it bears a rate that many updates do not. No base
+        # wanted more than this in a sweep (docs/results/rates.md).
+        divisor = math.sqrt(settings.rank) if settings.rank_stabilised else settings.rank
+        return 1.0e-2 * divisor / settings.alpha
 
     def build(
         self, base: PreTrainedModel, settings: LoraConfig, seed: int, new: Any = None

@@ -7,6 +7,7 @@ they are called.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
@@ -117,6 +118,10 @@ class Method(Generic[Settings]):
     def restore(self, folder: Path, base: PreTrainedModel, settings: Settings, seed: int) -> Any:
         """Return the model of a method folder, before its trained parameters are loaded."""
         return self.build(base, settings, seed)
+
+    def highest_lr(self, settings: Settings) -> float:
+        """Return the highest rate that `train.lr: auto` takes."""
+        return math.inf
 
     def first_update_tells(self, model: Any) -> bool:
         """Return whether `train.lr: auto` finds a rate by a model's first update at which training

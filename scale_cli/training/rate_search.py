@@ -50,12 +50,14 @@ class FoundRate:
     lr: float
     # nats/token after one update at each rate that was tried; at 0, before it
     losses: dict[float, float]
+    is_highest: bool = False  # of the method; the losses alone would tell a higher one
 
     def __str__(self) -> str:
         if not self.losses:
             return f"{self.lr:g}, the method's own"
         tried = ", ".join(f"{rate:.2g}: {loss:.3f}" for rate, loss in sorted(self.losses.items()))
-        return f"{self.lr:g}, by one update at each of some rates (loss of text that it has not read: {tried})"
+        highest = ", the highest that the method takes" if self.is_highest else ""
+        return f"{self.lr:g}{highest}, by one update at each of some rates (loss of text that it has not read: {tried})"
 
 
 def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRate:
@@ -97,7 +99,7 @@ def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRa
         read=read,
         judged=judged,
     )
-    return search.from_rate(first)
+    return search.from_rate(first, method.highest_lr(config.method.settings))
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class LineSearch:
     read: StepBatches  # this process's part of what gives the gradient
     judged: StepBatches  # of what judges
 
-    def from_rate(self, first: float) -> FoundRate:
+    def from_rate(self, first: float, highest: float = math.inf) -> FoundRate:
         """Return the rate that is found from a first one on; the weights are put back."""
         with self._along_update(first) as go_to:
             losses = {0.0: self.judged_loss_at(0.0, go_to)}
@@ -123,7 +125,8 @@ class LineSearch:
                 return losses[rate]
 
             power = useful_power(loss_at, losses[0.0])
-        return FoundRate(float(f"{first * _FACTOR**power:.2g}"), losses)
+        found = float(f"{first * _FACTOR**power:.2g}")
+        return FoundRate(min(found, highest), losses, is_highest=found > highest)
 
     def judged_loss_at(self, rate: float, go_to: Callable[[float], None]) -> float:
         """Return the judged text's loss, in nats/token, after an update at a rate; inf if not finite."""
