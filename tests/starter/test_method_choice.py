@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_a_base_is_tried_on_the_text_behind_what_stands_before_every_document(
     _, why = choose_method(
         ModelConfig(base=folder), AutoConfig.from_pretrained(folder), text, tokenizer, "no"
     )
-    (told,) = re.findall(r"the base reads en at (\S+) bits/byte", why)
+    ((told, by_frequencies),) = re.findall(r"reads en at (\S+) bits/byte, .* alone ([\d.]+):", why)
 
     boundary = DocumentMarkers.of(tokenizer).context
     ids = [boundary, *tokenizer(text.sample, add_special_tokens=False, verbose=False).input_ids]
@@ -42,3 +43,8 @@ def test_a_base_is_tried_on_the_text_behind_what_stands_before_every_document(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     nats = model(ids_BT, labels=ids_BT).loss.item()
     assert float(told) == pytest.approx(nats / math.log(2) * text.tokens_per_byte, abs=0.02)
+
+    counts = Counter(ids[1:]).values()
+    shares = [count / sum(counts) for count in counts]
+    bits = -sum(share * math.log2(share) for share in shares)
+    assert float(by_frequencies) == pytest.approx(bits * text.tokens_per_byte, abs=0.02)

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,8 @@ from scale_cli.config.schedule import search_steps, searched_sequences
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
 from scale_cli.storage.atomic import read_json
-from scale_cli.training.rate_search import useful_power
+from scale_cli.training import rate_search
+from scale_cli.training.rate_search import FoundRate, LineSearch, useful_power
 from tests.command_line import refused
 from tests.training.conftest import MakeConfig, are_equal, finished, go_on, trained
 
@@ -59,6 +61,46 @@ def test_where_no_rate_helps_it_is_the_first_rate_downwards_that_does_little_har
     assert useful_power(lambda power: 5.0 + 2.0**power, 5.0) == -5
 
 
+def test_a_gain_of_less_than_a_thousandth_is_noise() -> None:
+    lowest = {0: 0.9995, 1: 0.999, 2: 0.9985}
+    for share, taken in ((1.0, 2), (0.5, 0)):
+        losses = {power: 5.0 * (1 - share * (1 - loss)) for power, loss in lowest.items()}
+        found = useful_power(lambda power, losses=losses: losses.get(power, 5.0), 5.0)
+        assert found == pytest.approx(taken, abs=0.6)
+
+
+def test_the_text_that_judges_an_update_was_not_read_for_it_and_the_update_is_not_warmed_up(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[LineSearch] = []
+    found = LineSearch.from_rate
+
+    def remembered(search: LineSearch, *args: float) -> FoundRate:
+        searches.append(search)
+        return found(search, *args)
+
+    monkeypatch.setattr(LineSearch, "from_rate", remembered)
+    rates = set()
+    for steps in (0, 2):
+        method = "method={variant: full}"
+        config = make_config(f"{steps}", method, "train.lr=auto", f"train.warmup_steps={steps}")
+        rates.add(read_json(finished(config).final / "position.json")["lr"])
+    assert len(rates) == 1
+
+    search = searches[0]
+    read, judged = (
+        {row.numpy().tobytes() for batch in of.micro_batches for row in batch.input_ids}
+        for of in (search.read, search.judged)
+    )
+    assert len(read) == len(judged) == 4 and not read & judged
+
+    def nothing(_rate: float) -> None:
+        pass
+
+    monkeypatch.setattr(rate_search, "loss_share", lambda *_: torch.tensor(math.nan))
+    assert search.judged_loss_at(1.0, nothing) == math.inf
+
+
 @given(st.integers(1, 10_000), st.integers(1, 512), st.sampled_from([1, 2, 8]))
 def test_the_search_takes_at_most_a_twentieth_of_the_work_or_four_sequences(
     max_steps: int, per_process: int, num_processes: int
@@ -68,7 +110,9 @@ def test_the_search_takes_at_most_a_twentieth_of_the_work_or_four_sequences(
     of_four = 7 * min(4, train.global_batch_size) / train.global_batch_size
     assert search_steps(train) <= max(of_four, 0.05 * max_steps)
     size = searched_sequences(train, num_processes)
-    assert size % num_processes == 0
+    assert size >= min(4, train.global_batch_size) and size % num_processes == 0
+    affordable = 0.045 * max_steps * train.global_batch_size / 7 - 1
+    assert searched_sequences(train) >= min(affordable, train.global_batch_size)
     assert size <= train.global_batch_size
 
 
