@@ -108,7 +108,12 @@ def load(
 def run_folder(path: Path) -> Path:
     """Return the run's folder for a config file; return any other path unchanged."""
     if not path.exists():
-        raise RunFolderError(f"{path}: no such folder or config")
+        from scale_cli.upscale.base_files import looks_local
+
+        on_hub = (
+            "" if looks_local(str(path)) else "; an adapter on the hub is given with its --base"
+        )
+        raise RunFolderError(f"{path}: no such folder or config{on_hub}")
     if not path.is_file():
         return path
     from scale_cli.config.load import load_config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import socket
@@ -15,28 +16,26 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import safe_open
+
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import Head
 from scale_cli.errors import MissingExtraError, RunFolderError, UsageError, is_installed, require
 from scale_cli.export.served_folder import exports, holds_base, routed_name
-from scale_cli.methods.given import ADAPTER_CONFIG
-from scale_cli.methods.stream_kinds import ADAPTER, ROUTER, STREAM_KINDS
+from scale_cli.methods.given import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from scale_cli.methods.stream_kinds import ADAPTER, ROUTER
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.serving import FAMILIES
 from scale_cli.storage.atomic import read_json
 from scale_cli.terminal import log
 from scale_cli.upscale.base_files import BaseRecord
+from scale_cli.upscale.router_keys import router_keys_of
 
 Engine = Literal["vllm", "transformers"]
 _HEADS = {"embed_tokens", "lm_head"}
-# Of PEFT's settings: those by which an adapter is more than A and B of linear layers, and modules of
-# its own instead of the base's.
-_BEYOND = (
-    "trainable_token_indices",
-    "target_parameters",
-    "use_dora",
-    "lora_bias",
-)
+# Tensors of A and B beside a linear layer, and of a module instead of the base's.
+_BESIDE = re.compile(r"\.(?P<module>\w+)\.lora_[AB]\.weight")
+_INSTEAD = re.compile(rf"\.({'|'.join(sorted(_HEADS))})(\.modules_to_save)?\.weight")
 # Not the command `vllm`: in the CPU build, a package of another name, it does not find its own
 # package.
 _VLLM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
@@ -126,13 +125,18 @@ def _routes_in_vllm(folder: Path, config: dict[str, Any]) -> bool:
 
     Of adapters those can that are A and B of linear layers, and an embedding or a head of their own.
     """
-    kind = (config.get(ROUTER) or {}).get("kind")
-    if kind != ADAPTER.name:
-        return kind in STREAM_KINDS or holds_base(config)
-    adapter = read_json(folder / ADAPTER_CONFIG)
-    whole = {name.rpartition(".")[2] for name in adapter.get("modules_to_save") or ()}
-    is_plain = whole <= _HEADS and not any(adapter.get(key) for key in _BEYOND)
-    return is_plain and _HEADS.isdisjoint(adapter["target_modules"])
+    keys = router_keys_of(str(folder), config)
+    if keys is None or keys.kind != ADAPTER.name:
+        return keys is not None or holds_base(config)
+    if read_json(folder / ADAPTER_CONFIG).get("target_parameters"):  # A and B of no layer
+        return False
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="numpy") as tensors:
+        names = list(tensors.keys())
+    beside = [_BESIDE.search(name) for name in names]
+    return all(
+        found["module"] not in _HEADS if found else _INSTEAD.search(name)
+        for name, found in zip(names, beside, strict=True)
+    )
 
 
 def _engine_of(

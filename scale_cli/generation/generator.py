@@ -192,7 +192,7 @@ class Generator:
         """
         rooms = [self.num_positions - len(prompt.ids_T) for prompt in prompts]
         padding = self.tokenizer.pad_token_id
-        if padding is None:
+        if padding is None or padding >= self.model.config.vocab_size:  # added without a row
             padding = next(iter(self.ends), 0)
         settings: dict[str, Any] = {
             "max_new_tokens": min(sampling.max_new_tokens, max(rooms)),

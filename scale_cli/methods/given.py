@@ -18,6 +18,22 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # Starts of A and B that change the base's weights when the adapter is loaded.
 _REWRITING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Of PEFT's settings, those that say how A and B started, or how they run, and those whose effect is
+# tried against PEFT. Another one may change the base, or what is computed beside it.
+_TAKEN = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version"),
+    *("revision", "runtime_config", "task_type", "init_lora_weights", "ensure_weight_tying"),
+    *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),
+    *(
+        "alpha_pattern",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "layers_pattern",
+        "layers_to_transform",
+    ),
+    *("lora_alpha", "lora_bias", "lora_dropout", "modules_to_save", "r", "rank_pattern"),
+    *("target_modules", "target_parameters", "trainable_token_indices", "use_dora", "use_rslora"),
+}
 
 
 def file_of(name: str, file: str) -> Path | None:
@@ -46,7 +62,8 @@ def put_adapter_on(base: Any, folder: Path, name: str) -> Any:
     try:
         settings: Any = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # whatever a damaged or newer file raises
-        raise BaseModelError(f"{name}: {ADAPTER_CONFIG}: {one_line(error)}") from None
+        problem = f"{type(error).__name__}: {one_line(error)}"
+        raise BaseModelError(f"{name}: {ADAPTER_CONFIG}: PEFT cannot read it: {problem}") from None
     if settings.peft_type != "LORA":
         raise BaseModelError(f"{name}: peft_type is {settings.peft_type.value}; only LORA is read")
     rewrites = str(settings.init_lora_weights).lower().startswith(_REWRITING)
@@ -57,12 +74,19 @@ def put_adapter_on(base: Any, folder: Path, name: str) -> Any:
             f"{name}: {key} is {getattr(settings, key)}, which changes the base itself; "
             "merge it (merge_and_unload), and give the merged model"
         )
+    usual = vars(type(settings)())
+    unknown = sorted(key for key in usual.keys() - _TAKEN if vars(settings)[key] != usual[key])
+    if unknown:
+        raise BaseModelError(
+            f"{name}: {ADAPTER_CONFIG}: {', '.join(unknown)}: not read; merge it (merge_and_unload), "
+            "and give the merged model"
+        )
     settings.inference_mode = False
     settings.init_lora_weights = True  # whatever it is, the adapter's own weights come next
     try:
         with warnings.catch_warnings(action="ignore"):  # of what is checked when it is loaded
             return get_peft_model(base, settings)
-    except ValueError as error:  # a target that the base does not have
+    except Exception as error:  # a target that the base does not have, or a damaged file
         raise BaseModelError(f"{name}: does not fit the base: {one_line(error)}") from None
 
 

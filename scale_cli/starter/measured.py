@@ -54,7 +54,7 @@ def measured(
         held.append({**part.held_out, "role": role})
     tree = {
         "output_dir": str(output or Path("runs") / path.resolve().name),
-        "model": {"base": given.base.base, "revision": given.base.revision},
+        "model": given.base.model_dump(include={"base", "revision", "dtype"}),
         "method": {"variant": "given", "model": given.name},
         "evaluation": {"perplexity": held},
     }

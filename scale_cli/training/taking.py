@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from scale_cli.training.records import Cost, TrainState
 from scale_cli.upscale.base_files import looks_local
 from scale_cli.upscale.base_hashes import record_base
 from scale_cli.upscale.given_model import (
-    GivenModel,
+    beside_its_base,
     load_given,
     other_base,
     tokenizer_of_given,
@@ -49,7 +50,9 @@ def take(run: Run, log: Log) -> TrainState:
     run.check(every_source(config))
     texts = read_texts(config.evaluation.perplexity, config.corpus, _BYTES_COMPARED)
     own = tokenizer_of_given(name, config.model, texts)
-    streams = load_given(GivenModel(name, config.model))
+    given = beside_its_base(name, config.model.base)  # with the hash of its base, if it has one
+    assert given is not None, "it has a base"
+    streams = load_given(replace(given, base=config.model))
     trained = {
         key: weight.detach().contiguous()
         for key, weight in trainable_parameters(streams.trained).items()

@@ -16,19 +16,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from scale_cli.config.load import checked
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, ChangedBaseError, UsageError
 from scale_cli.methods.given import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_of, put_adapter_on
-from scale_cli.methods.stream_kinds import ROUTER, STREAM_KINDS
 from scale_cli.model.adapter_pair import AdapterPair, without_copies
 from scale_cli.model.heads import ModelPair
 from scale_cli.model.script_prior import EVEN, PriorByScript
 from scale_cli.storage.atomic import load_tensors, misfit, read_json
 from scale_cli.upscale.base import load_base, load_base_config
-from scale_cli.upscale.base_files import BaseRecord
+from scale_cli.upscale.base_files import BaseRecord, looks_local
 from scale_cli.upscale.base_hashes import record_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
+from scale_cli.upscale.router_keys import router_keys_of
 
 _TOKENIZER = "tokenizer_config.json"
 _QUOTED = 80  # characters of a text
@@ -60,25 +61,20 @@ def beside_its_base(name: str, base: str | None) -> GivenModel | None:
 
     None: neither is one given nor does it name any. UsageError: it is an adapter that names none.
     """
-    router = _read(name, "config.json").get(ROUTER) or {}
-    if "base" not in router:
+    keys = router_keys_of(name, _read(name, "config.json"))
+    if keys is None:
         adapter = _read(name, ADAPTER_CONFIG)
         if found := base or adapter.get("base_model_name_or_path"):
-            return GivenModel(name, ModelConfig(base=found))
+            is_on_hub = base is None and not looks_local(str(found))
+            revision = adapter.get("revision") if is_on_hub else None
+            named_base = {"base": found, "revision": revision}
+            return GivenModel(name, checked(ModelConfig, named_base, f"{name}: {ADAPTER_CONFIG}"))
         if adapter:
             raise UsageError(f"--base: {name} names no base; give the one that it was trained from")
         return None
-    known = [kind.name for kind in STREAM_KINDS.values() if not kind.holds_base]
-    if router.get("kind") not in known:
-        raise BaseModelError(
-            f"{name}: config.json: {ROUTER}.kind is {router.get('kind')!r}; known are "
-            f"{' and '.join(known)}"
-        )
-    held = ModelConfig.model_validate(
-        {"base": base or router["base"], "revision": None if base else router["revision"]}
-        | {"dtype": router["dtype"]}
-    )
-    return GivenModel(name, held, PriorByScript.of_export(router), router["sha256"])
+    revision = None if base else keys.revision
+    held = {"base": base or keys.base, "revision": revision, "dtype": keys.dtype}
+    return GivenModel(name, ModelConfig.model_validate(held), keys.by_script, keys.sha256)
 
 
 def other_base(name: str, base: ModelConfig) -> str:
@@ -93,7 +89,10 @@ def other_base(name: str, base: ModelConfig) -> str:
 
 def _read(name: str, file: str) -> dict[str, Any]:
     path = file_of(name, file)
-    return {} if path is None else read_json(path)
+    read = {} if path is None else read_json(path)
+    if not isinstance(read, dict):
+        raise BaseModelError(f"{name}: {file}: holds no keys")
+    return read
 
 
 def load_given(given: GivenModel) -> ModelPair:
@@ -187,7 +186,8 @@ def _put_adapter_on(base: PreTrainedModel, name: str) -> Any:
     for key in sorted(
         tensors.keys() - wanted.keys()
     ):  # PEFT may save the base's embedding and head too
-        of_base = own.get(key.removeprefix("base_model.model.").replace(".base_layer.", "."))
+        within = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        of_base = own.get(within.replace(".modules_to_save.", "."))
         if of_base is not None and len(of_base) != len(tensors[key]):
             raise BaseModelError(
                 f"{name}: its vocabulary was resized: {key} has {len(tensors[key]):,} rows, but the "

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,15 @@ class Makings:
     def adapter(self, **keys: Any) -> Path:
         return self.copied(self.lora, "adapter_config.json", **keys)
 
+    def routed(self, **keys: Any) -> Path:
+        """Return an adapter whose config.json says how it is routed; None leaves a key out."""
+        shutil.copytree(self.lora, copied := self.folder / "routed")
+        shutil.copyfile(self.stories / "config.json", copied / "config.json")
+        router = {"kind": "adapter", "base": str(self.stories), "prior": 0.5} | keys
+        written = {key: value for key, value in router.items() if value is not None}
+        edit_json(copied / "config.json", {"scale_router": written})
+        return copied
+
 
 Make = Callable[[Makings], Path]
 
@@ -245,6 +255,33 @@ def other_tokenizer(of: Makings) -> Path:
     return of.copied(of.stories, "tokenizer.json", model=model)
 
 
+def start_of(start: str, of: Makings) -> Path:
+    return of.adapter(init_lora_weights=start, loftq_config={"loftq_bits": 4})
+
+
+def resized_whole(of: Makings) -> Path:
+    base = plain(of.stories)
+    base.resize_token_embeddings(base.config.vocab_size + 8)
+    settings = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=4,
+        target_modules=TARGETS,
+        modules_to_save=["embed_tokens", "lm_head"],
+    )
+    get_peft_model(base, settings).save_pretrained(str(of.folder / "resized"))
+    return of.folder / "resized"
+
+
+def other_head(of: Makings) -> Path:
+    """An adapter of the head, which PEFT saves with the base's own head, of another base."""
+    base = plain(of.stories)
+    base.lm_head.weight.data += 0.01
+    targets = [*TARGETS, "lm_head"]
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets))
+    model.save_pretrained(str(of.folder / "head"), save_embedding_layers=True)
+    return of.folder / "head"
+
+
 def without_weights(of: Makings) -> Path:
     ignored = shutil.ignore_patterns("*.safetensors")
     return shutil.copytree(of.lora, of.folder / "bare", ignore=ignored)
@@ -281,10 +318,59 @@ BAD: dict[str, tuple[Make, Make, str]] = {
         STORIES,
         "does not fit the base: .*w1",
     ),
-    "pissa": (
-        lambda of: of.adapter(init_lora_weights="pissa"),
+    **{
+        start: (
+            partial(start_of, start),
+            STORIES,
+            f"init_lora_weights is {start}, which changes the base itself",
+        )
+        for start in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga")
+    },
+    "KaSA": (
+        lambda of: of.adapter(kasa_config={}),
         STORIES,
-        "init_lora_weights is pissa, which changes the base itself",
+        "adapter_config.json: kasa_config: not read; merge it",
+    ),
+    "an adapter that is switched on": (
+        lambda of: of.adapter(alora_invocation_tokens=[5]),
+        STORIES,
+        "alora_invocation_tokens: not read",
+    ),
+    "no PEFT that we know": (
+        lambda of: of.adapter(peft_type="FOO"),
+        STORIES,
+        "adapter_config.json: PEFT cannot read it: KeyError: 'FOO'",
+    ),
+    "no pattern": (lambda of: of.adapter(target_modules="((("), STORIES, "does not fit the base"),
+    "words for a number": (
+        lambda of: of.adapter(lora_alpha="x"),
+        STORIES,
+        "does not fit the base|PEFT cannot read it",
+    ),
+    "a saved head of another base": (other_head, STORIES, "lm_head.* is in only one of them"),
+    "a resized head and embedding": (
+        resized_whole,
+        STORIES,
+        "its vocabulary was resized: .* has 520 rows, but the base's has 512",
+    ),
+    "another kind of model": (
+        lambda of: of.copied(
+            of.tuned, "config.json", model_type="mistral", architectures=["MistralForCausalLM"]
+        ),
+        STORIES,
+        "its model_type is mistral, but that of .* is llama",
+    ),
+    "a router without a prior": (
+        lambda of: of.routed(prior=None),
+        STORIES,
+        "config.json: scale_router: prior: ",
+    ),
+    "a prior that is none": (lambda of: of.routed(prior=2.0), STORIES, "scale_router: prior: "),
+    "a router without a base": (lambda of: of.routed(base=None), STORIES, "scale_router: base: "),
+    "a base by another hash": (
+        lambda of: of.routed(sha256="0" * 64),
+        STORIES,
+        "is not the base that it was trained from, which has SHA-256 000000000000",
     ),
     "a bias": (lambda of: of.adapter(bias="all"), STORIES, "bias is all, which changes"),
     "repeated layers": (

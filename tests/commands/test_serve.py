@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
 from scale_cli.commands.serve import serve
 from scale_cli.config.schema import ModelConfig
@@ -23,7 +24,7 @@ from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.command_line import refused
-from tests.widening import as_if_trained, widen
+from tests.widening import as_if_trained, tiny_llama, widen
 
 FREE = ["--port", "0"]
 
@@ -137,22 +138,44 @@ def test_vllm_routes_a_copys_export_or_serves_it_plainly(
     assert command[4:] == [str(path)] and "trained head alone" in lines[0]
 
 
+LINEAR = {"target_modules": ["q_proj", "down_proj"]}
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Callable[..., Path]:
+    """A function that lets PEFT write an adapter of a tiny Llama, as an export is routed."""
+
+    def write(**settings: Any) -> Path:
+        folder = tmp_path / "run" / "export" / "adapter"
+        base = tiny_llama(tie_word_embeddings=settings.get("ensure_weight_tying", False))
+        asked: Any = {"task_type": "CAUSAL_LM", "r": 2, **settings}
+        get_peft_model(base, LoraConfig(**asked)).save_pretrained(str(folder))
+        router = {"kind": "adapter", "base": "some/base", "prior": 0.5}
+        keys = {"architectures": ["Qwen3ForCausalLM"], "scale_router": router}
+        write_json(folder / "config.json", keys)
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LINEAR,
+        {**LINEAR, "use_rslora": True},
+        {**LINEAR, "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": r".*layers\.\d+\..*_proj"},
+    ],
+)
 def test_vllm_routes_loras_export_and_a_run_stands_for_it(
-    tmp_path: Path, installed: set[str], said: Callable[..., Any]
+    settings: dict[str, Any],
+    exported: Callable[..., Path],
+    installed: set[str],
+    said: Callable[..., Any],
 ) -> None:
     installed.add("vllm")
-    run = tmp_path / "run"
-    adapter = run / "export" / "adapter"
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "scale_router": {"kind": "adapter", "prior": 0.5},
-    }
-    settings = {"modules_to_save": None, "target_modules": ["q_proj", "down_proj"]}
-    for file, keys in (("config.json", config), ("adapter_config.json", settings)):
-        write_json(adapter / file, keys)
-    whole = settings | {"modules_to_save": ["model.embed_tokens", "lm_head"]}
-    for path, told in ((run, settings), (adapter, settings), (adapter, whole)):
-        write_json(adapter / "adapter_config.json", told)
+    adapter = exported(**settings)
+    for path in (adapter.parents[1], adapter):
         (promise, *_), (command, environment) = said(path)
         override = json.dumps({"architectures": ["ScaleRoutedQwen3ForCausalLM"]})
         assert command[4:] == [str(adapter), "--hf-overrides", override, *FREE]
@@ -161,17 +184,43 @@ def test_vllm_routes_loras_export_and_a_run_stands_for_it(
     for head in ("trained", "base"):
         with refused(ScaleError, "^--engine vllm: serves plain exports"):
             serve(adapter, "vllm", [], head)
-    for beyond in (
-        {"modules_to_save": ["lm_head", "norm"]},
-        {"target_modules": ["lm_head"]},
-        {"use_dora": True},
-        {"lora_bias": True},
-        {"trainable_token_indices": [3]},
-        {"target_parameters": ["mlp.experts.down_proj"]},
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**LINEAR, "modules_to_save": ["lm_head", "norm"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True},
+        {"target_modules": r".*(q_proj|lm_head)"},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {**LINEAR, "use_dora": True},
+        {**LINEAR, "lora_bias": True},
+        {**LINEAR, "trainable_token_indices": [3]},
+        {"target_parameters": ["mlp.down_proj.weight"], "target_modules": ["q_proj"]},
+    ],
+)
+def test_vllm_is_not_asked_for_more_than_linear_layers_and_whole_heads(
+    settings: dict[str, Any], exported: Callable[..., Path], installed: set[str]
+) -> None:
+    installed.add("vllm")
+    with refused(ScaleError, "^--engine vllm: .* beside linear layers"):
+        serve(exported(**settings), "vllm", [])
+
+
+def test_a_router_that_nobody_knows_is_refused_and_not_left_out(
+    tmp_path: Path, installed: set[str]
+) -> None:
+    installed.add("vllm")
+    router = {"kind": "mixture", "base": "some/base", "prior": 0.5}
+    for keys, told in (
+        ({}, "scale_router.kind is 'mixture'; known are adapter and copy"),
+        ({"kind": "copy", "prior": 2.0}, "scale_router: prior: "),
     ):
-        write_json(adapter / "adapter_config.json", settings | beyond)
-        with refused(ScaleError, "^--engine vllm: .* beside linear layers"):
-            serve(adapter, "vllm", [])
+        config = {"architectures": ["LlamaForCausalLM"], "scale_router": router | keys}
+        write_json(tmp_path / "config.json", config)
+        with refused(ScaleError, told):
+            serve(tmp_path, None, [])
 
 
 def test_else_transformers_and_a_run_stands_for_its_plain_export(

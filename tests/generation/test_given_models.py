@@ -23,6 +23,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "other ranks": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
     "embedding and head whole": {"modules_to_save": ["embed_tokens", "lm_head"]},
     "head and embedding adapted": {"target_modules": [*TARGETS, "lm_head", "embed_tokens"]},
+    "biases of its own": {"lora_bias": True},
+    "rows of tokens": {"trainable_token_indices": [5, 99]},
 }
 
 
@@ -76,6 +78,13 @@ def check_pair(generator: Generator, base: Any, trained: Any) -> None:
     assert torch.equal(heads[0], base(input_ids=ids_T[None]).logits)
     assert torch.equal(heads[1], trained(input_ids=ids_T[None]).logits)
     assert not torch.equal(heads[0], heads[1])
+
+    streams = generator.model.streams
+    cache = streams.decoding_cache()
+    streams.head_logits(ids_T[None, :-1], cache)(slice(None))
+    next_logits = streams.head_logits(ids_T[None, -1:], cache)(slice(None))
+    for decoded_B1V, whole_BTV in zip(next_logits, heads, strict=True):
+        torch.testing.assert_close(decoded_B1V[:, 0], whole_BTV[:, -1], atol=1e-4, rtol=0)
     for prompt, new in zip(PROMPTS, new_ids(generator), strict=True):
         framed = generator.framed(prompt)
         assert framed.base_prior == 0.5
