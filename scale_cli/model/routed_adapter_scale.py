@@ -30,18 +30,13 @@ class ScaleRoutedAdapter(TwoStreams):
         config: Any,
         dtype: Any = None,
         device_map: Any = None,
-        attn_implementation: Any = None,
         **_others: Any,
     ) -> ScaleRoutedAdapter:
         router = config.scale_router
         if dtype in (None, "auto"):
             dtype = getattr(torch, router["dtype"])
         base: Any = AutoModelForCausalLM.from_pretrained(
-            router["base"],
-            revision=router["revision"],
-            dtype=dtype,
-            device_map=device_map,
-            attn_implementation=attn_implementation,
+            router["base"], revision=router["revision"], dtype=dtype, device_map=device_map
         )
         trained = PeftModel.from_pretrained(without_copies(base), str(folder))
         model = cls(AdapterPair(base, trained), Router(prior=PriorByScript.of_export(router)))
