@@ -85,6 +85,8 @@ def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRa
     }
     sized = config.model_copy(update={"train": train.model_copy(update=sizes)})
     batches = build_batches(sized, corpora, accelerator.num_processes)
+    if _windows(batches.of_step(0)) & _windows(batches.of_step(1)):  # of very little text
+        return FoundRate(first, {})
     read, judged = (
         batches.of_step(step, accelerator.process_index, accelerator.num_processes)
         for step in range(2)
@@ -100,6 +102,10 @@ def find_rate(training: Training, corpora: Sequence[TokenisedCorpus]) -> FoundRa
         judged=judged,
     )
     return search.from_rate(first, method.highest_lr(config.method.settings))
+
+
+def _windows(step: StepBatches) -> set[bytes]:
+    return {ids.numpy().tobytes() for batch in step.micro_batches for ids in batch.input_ids}
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,22 @@ def test_what_an_export_keeps_is_read_by_the_base_the_run_and_every_way_to_load_
         assert read == pytest.approx(times * (2 + 2) * (4096 // 2 + 50))
 
 
+def test_the_search_for_the_rate_is_counted_once(shared_data: Path, tmp_path: Path) -> None:
+    train = {"max_steps": 40, "global_batch_size": 8}
+    config = small_run(tmp_path, shared_data / "ckpt-eltec/hf", train=train)
+    step = step_cost(load_base_config(config.model), config.method)
+
+    def training_s(lr: float | str, **how: bool) -> float:
+        told = config.model_copy(update={"train": config.train.model_copy(update={"lr": lr})})
+        return estimate(told, step, Device("cpu", 1e9, "stated"), [], **how).training_s
+
+    assert training_s("auto", searches=False) == training_s(1e-3)
+    of_a_step = training_s(1e-3) / 40
+    assert training_s("auto") == pytest.approx((40 + 7 * 4 / 8) * of_a_step)
+    RunFolder(config.output_dir).checkpoint(4).mkdir(parents=True)
+    assert training_s("auto") == pytest.approx(36 * of_a_step)
+
+
 def test_a_run_that_goes_on_is_estimated_by_what_is_left_of_it(
     shared_data: Path, tmp_path: Path
 ) -> None:

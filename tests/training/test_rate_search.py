@@ -152,6 +152,15 @@ def test_lora_takes_no_higher_rate_than_many_updates_bear_whatever_the_first_one
     assert read_json(run.final / "position.json")["lr"] == most
 
 
+def test_text_of_one_window_cannot_judge_what_was_read_of_it(make_config: MakeConfig) -> None:
+    said: list[str] = []
+    asked = ("corpus.sources.0.max_documents=1", "corpus.sequence_length=512", "train.lr=auto")
+    config = make_config("one", "method={variant: full}", "train.max_steps=2", *asked)
+    corpus = config.corpus.model_copy(update={"sources": config.corpus.sources[:1]})
+    finished(config.model_copy(update={"corpus": corpus}), said)
+    assert "rate           0.0001, the method's own" in said
+
+
 def test_codes_take_the_rate_that_their_multiples_were_made_for(
     make_config: MakeConfig,
 ) -> None:
