@@ -71,6 +71,7 @@ def beside_its_base(name: str, base: str | None) -> GivenModel | None:
             return GivenModel(name, checked(ModelConfig, named_base, f"{name}: {ADAPTER_CONFIG}"))
         if adapter:
             raise UsageError(f"--base: {name} names no base; give the one that it was trained from")
+        _check_not_several(name)
         return None
     revision = None if base else keys.revision
     held = {"base": base or keys.base, "revision": revision, "dtype": keys.dtype}
@@ -111,10 +112,7 @@ def load_given(given: GivenModel) -> ModelPair:
         )
     if file_of(name, ADAPTER_CONFIG) is not None:
         return AdapterPair(untouched, _put_adapter_on(without_copies(untouched), name))
-    within = [file.parent for file in sorted(Path(name).glob(f"*/{ADAPTER_CONFIG}"))]
-    if within:
-        several = ", ".join(map(str, within))
-        raise BaseModelError(f"{name}: contains adapters, but is none; give one of them: {several}")
+    _check_not_several(name)
     with named(name):
         trained = load_base(ModelConfig(base=name, dtype=base.dtype))
     for key in _SAME:
@@ -125,6 +123,13 @@ def load_given(given: GivenModel) -> ModelPair:
                 "give the base that it was trained from"
             )
     return ModelPair(untouched, trained.requires_grad_(True))
+
+
+def _check_not_several(name: str) -> None:
+    """Raise BaseModelError if a folder is no model, and has folders of adapters that others made."""
+    within = [file.parent for file in sorted(Path(name).glob(f"*/{ADAPTER_CONFIG}"))]
+    if several := ", ".join(str(folder) for folder in within if not BaseRecord.is_in(folder)):
+        raise BaseModelError(f"{name}: contains adapters, but is none; give one of them: {several}")
 
 
 def has_tokenizer(name: str) -> bool:

@@ -437,6 +437,20 @@ def test_what_cannot_be_a_pair_is_one_line_and_nothing_is_written(
             Generator(given, base=str(base))
 
 
+def test_a_folder_of_adapters_is_none_whatever_is_asked_of_it(
+    adapter: MakeAdapter, texts: dict[str, Path], tmp_path: Path, scale: Scale
+) -> None:
+    for name in ("one", "other"):
+        shutil.copytree(adapter("LoRA"), tmp_path / "two" / name)
+    told = f"{tmp_path / 'two'}: contains adapters, but is none; give one of them: "
+    for verb in (
+        ("generate", tmp_path / "two", "--prompt", "Once"),
+        ("verify", tmp_path / "two"),
+        ("evaluate", tmp_path / "two", "--retention", texts["tales"], "--output", tmp_path / "o"),
+    ):
+        assert scale(*verb).error().startswith(told)
+
+
 def test_flags_that_say_too_little_are_refused(
     adapter: MakeAdapter, stories: Path, texts: dict[str, Path], tmp_path: Path, scale: Scale
 ) -> None:
