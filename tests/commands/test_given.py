@@ -16,7 +16,9 @@ from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from scale_cli.errors import BaseModelError
 from scale_cli.evaluation.results import Report
 from scale_cli.generation.generator import Generator
+from scale_cli.model.adapter_pair import AdapterPair
 from scale_cli.storage.atomic import read_json, verify_folder
+from scale_cli.upscale import given_model
 from tests.command_line import Scale, refused
 from tests.generation.test_given_models import (
     GREEDY,
@@ -449,6 +451,20 @@ def test_a_folder_of_adapters_is_none_whatever_is_asked_of_it(
         ("evaluate", tmp_path / "two", "--retention", texts["tales"], "--output", tmp_path / "o"),
     ):
         assert scale(*verb).error().startswith(told)
+
+
+def test_verify_finds_an_adapter_that_changes_its_base(
+    adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch, scale: Scale
+) -> None:
+    class ChangingPair(AdapterPair):
+        def __init__(self, base: Any, trained: Any) -> None:
+            super().__init__(base, trained)
+            base.model.norm.weight.data *= 1.5
+
+    assert "base logits" in scale("verify", adapter("LoRA")).stdout
+    monkeypatch.setattr(given_model, "AdapterPair", ChangingPair)
+    told = scale("verify", adapter("LoRA")).stderr
+    assert "the base's logits are not those of its own" in told
 
 
 def test_flags_that_say_too_little_are_refused(

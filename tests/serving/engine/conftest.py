@@ -86,7 +86,13 @@ class Trained:
 
 
 def random_adapter(
-    base: PreTrainedModel, folder: Path, at: Path, *, whole: Sequence[str] = (), **router: Any
+    base: PreTrainedModel,
+    folder: Path,
+    at: Path,
+    *,
+    whole: Sequence[str] = (),
+    stabilised: bool = False,
+    **router: Any,
 ) -> PeftModel:
     """Write a random LoRA adapter of a base that lies `at` a folder, with what routes it; `whole`
     are modules that it has instead of the base's.
@@ -95,6 +101,7 @@ def random_adapter(
     settings = LoraConfig(
         r=4,
         lora_alpha=16,
+        use_rslora=stabilised,
         target_modules=[*PROJECTIONS],
         init_lora_weights=False,
         rank_pattern={"down_proj": 7, "layers.1.self_attn.k_proj": 2},

@@ -204,7 +204,7 @@ def test_a_family_routes_between_its_heads_as_torch_does(
 def with_whole_modules(
     ask: Ask, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Any, Tensor]]:
-    """Adapters with an embedding or a head of their own."""
+    """Adapters, rank-stabilised, with an embedding or a head of their own."""
     root = tmp_path_factory.mktemp("whole")
     jobs: dict[str, Any] = {}
     expected: dict[str, Tensor] = {}
@@ -215,7 +215,9 @@ def with_whole_modules(
         config = AutoConfig.for_model(MODEL_TYPES[family], **keys)
         base = AutoModelForCausalLM.from_config(config).eval()
         base.save_pretrained(folder)
-        trained = random_adapter(base, root / name, folder, whole=whole, prior=PRIOR)
+        trained = random_adapter(
+            base, root / name, folder, whole=whole, stabilised=True, prior=PRIOR
+        )
         expected[name] = of_pair(base, trained)
         jobs[name] = job_of(root / name, family, **engine)
     answers = ask(jobs, root)
