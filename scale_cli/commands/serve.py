@@ -128,9 +128,11 @@ def _routes_in_vllm(folder: Path, config: dict[str, Any]) -> bool:
     keys = router_keys_of(str(folder), config)
     if keys is None or keys.kind != ADAPTER.name:
         return keys is not None or holds_base(config)
-    if read_json(folder / ADAPTER_CONFIG).get("target_parameters"):  # A and B of no layer
+    weights = folder / ADAPTER_WEIGHTS
+    of_no_layer = read_json(folder / ADAPTER_CONFIG).get("target_parameters")
+    if of_no_layer or not weights.is_file():
         return False
-    with safe_open(folder / ADAPTER_WEIGHTS, framework="numpy") as tensors:
+    with safe_open(weights, framework="numpy") as tensors:
         names = list(tensors.keys())
     beside = [_BESIDE.search(name) for name in names]
     return all(

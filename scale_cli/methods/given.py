@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,15 @@ def put_adapter_on(base: Any, folder: Path, name: str) -> Any:
             "merge it (merge_and_unload), and give the merged model"
         )
     usual = vars(type(settings)())
-    unknown = sorted(key for key in usual.keys() - _TAKEN if vars(settings)[key] != usual[key])
+    told = json.loads((folder / ADAPTER_CONFIG).read_text("utf-8"))
+    changed = {key for key in usual.keys() & told.keys() if told[key] != usual[key]}
+    # Of a newer PEFT's settings, its numbers and words belong to a switch or a section.
+    newer = {
+        key
+        for key in told.keys() - usual.keys()
+        if isinstance(told[key], bool | list | dict) and told[key]
+    }
+    unknown = sorted((changed | newer) - _TAKEN)
     if unknown:
         raise BaseModelError(
             f"{name}: {ADAPTER_CONFIG}: {', '.join(unknown)}: not read; merge it (merge_and_unload), "

@@ -6,11 +6,12 @@ Servers read it before torch is imported.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from scale_cli.config.load import checked
+from scale_cli.config.schema import Dtype
 from scale_cli.errors import BaseModelError, ConfigError
 from scale_cli.methods.stream_kinds import ROUTER, STREAM_KINDS
 from scale_cli.model.script_prior import PriorByScript
@@ -27,7 +28,7 @@ class RouterKeys(Section):
     kind: str
     base: str = Field(min_length=1)
     revision: str | None = None
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Dtype = "float32"
     sha256: str | None = None  # None: not known
     prior: Share
     script_prior: Share | None = None

@@ -333,6 +333,11 @@ BAD: dict[str, tuple[Make, Make, str]] = {
         STORIES,
         "adapter_config.json: kasa_config: not read; merge it",
     ),
+    "a setting of a newer PEFT": (
+        lambda of: of.adapter(base_is_rotated=True),
+        STORIES,
+        "adapter_config.json: base_is_rotated: not read; merge it",
+    ),
     "an adapter that is switched on": (
         lambda of: of.adapter(alora_invocation_tokens=[5]),
         STORIES,
