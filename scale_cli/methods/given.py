@@ -87,8 +87,8 @@ def put_adapter_on(base: Any, folder: Path, name: str) -> Any:
     unknown = sorted((changed | newer) - _TAKEN)
     if unknown:
         raise BaseModelError(
-            f"{name}: {ADAPTER_CONFIG}: {', '.join(unknown)}: not read; merge it (merge_and_unload), "
-            "and give the merged model"
+            f"{name}: {ADAPTER_CONFIG}: {', '.join(unknown)}: not read; if it can be merged "
+            "(merge_and_unload), give the merged model"
         )
     settings.inference_mode = False
     settings.init_lora_weights = True  # whatever it is, the adapter's own weights come next

@@ -331,12 +331,12 @@ BAD: dict[str, tuple[Make, Make, str]] = {
     "KaSA": (
         lambda of: of.adapter(kasa_config={}),
         STORIES,
-        "adapter_config.json: kasa_config: not read; merge it",
+        "adapter_config.json: kasa_config: not read; if it can be merged",
     ),
     "a setting of a newer PEFT": (
         lambda of: of.adapter(base_is_rotated=True),
         STORIES,
-        "adapter_config.json: base_is_rotated: not read; merge it",
+        "adapter_config.json: base_is_rotated: not read; if it can be merged",
     ),
     "an adapter that is switched on": (
         lambda of: of.adapter(alora_invocation_tokens=[5]),
