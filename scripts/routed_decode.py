@@ -1,5 +1,5 @@
 """Measure the cost of routing in transformers: of an expansion, one folder served plainly and with its router, and the
-two streams; of LoRA, the base alone, the adapter on it, and both routed.
+two streams; of LoRA, the base alone, the base on every row twice, the adapter on it, and both routed.
 
     OMP_NUM_THREADS=1 python scripts/routed_decode.py [--shape small|wide] [--rounds 8] [--tokens 16]
     OMP_NUM_THREADS=1 python scripts/routed_decode.py --kind adapter [--base FOLDER]
@@ -67,7 +67,23 @@ def adapter(base: Any) -> dict[str, Any]:
     trained: Any = start_model(without_copies(base), MethodConfig(variant="lora"), seed=0).eval()
     pair = AdapterPair(base.eval(), trained)
     routed = TwoStreams(pair, Router.of_settings(RouterConfig()))
-    return {"plain": base, "LoRA alone": trained, "LoRA, routed": routed}
+    return {
+        "plain": base,
+        "plain, rows twice": on_twice_the_rows(base),
+        "LoRA alone": trained,
+        "LoRA, routed": routed,
+    }
+
+
+def on_twice_the_rows(base: Any) -> Any:
+    """Return a base that passes every row twice: the least that both streams cost in one pass."""
+
+    def run(ids_BT: torch.Tensor, **given: Any) -> Any:
+        out = base(torch.cat([ids_BT, ids_BT]), **given)
+        out.logits = out.logits[: len(ids_BT)]
+        return out
+
+    return run
 
 
 KINDS = {"expansion": expansion, "adapter": adapter}
@@ -118,7 +134,7 @@ def main() -> None:
                     / min(taken[name][part] for taken in rounds)
                 )
                 print(
-                    f"{asked.base or asked.shape}, batch {batch}, {kind}: {name:<12} {per_s:10,.0f} tokens/s, "
+                    f"{asked.base or asked.shape}, batch {batch}, {kind}: {name:<17} {per_s:10,.0f} tokens/s, "
                     f"{middle:.2f} [{low:.2f}, {high:.2f}] of plain"
                 )
 
