@@ -80,7 +80,7 @@ def _upscale(run: Run) -> MethodFolder:
     num_texts = prove_vocabulary(config, of_base, tokenizer) if method.vocabulary else 0
 
     base, known = load_hashed_base(config.model)
-    check_finite(base, config.model.base)
+    check_finite(base.named_parameters(), f"model.base: {config.model.base}")
     record = record_base(base, config.model, tokenizer, known)
     log(f"base           {record.name} ({record.dtype})")
     log(f"base hash      sha256 {record.content_sha256}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -215,16 +217,16 @@ def _not_loaded(name: str, error: Exception) -> str:
     )
 
 
-def check_finite(base: PreTrainedModel, name: str) -> None:
+def check_finite(tensors: Iterable[tuple[str, Tensor]], name: str) -> None:
     """Raise BaseModelError if a weight is not finite: NaN logits equal nothing, not even
     themselves.
     """
-    for tensor_name, tensor in base.named_parameters():
+    for tensor_name, tensor in tensors:
         for held in parts_of(tensor):
             # NaN gives NaN bounds; no copy is allocated.
             if all(bound.isfinite() for bound in held.aminmax()):
                 continue
             bad = held.numel() - int(held.isfinite().count_nonzero())
             raise BaseModelError(
-                f"model.base: {tensor_name} of {name} holds numbers that are not finite ({bad:,} of {held.numel():,})"
+                f"{name}: {tensor_name} holds numbers that are not finite ({bad:,} of {held.numel():,})"
             )

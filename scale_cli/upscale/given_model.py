@@ -24,7 +24,7 @@ from scale_cli.model.adapter_pair import AdapterPair, without_copies
 from scale_cli.model.heads import ModelPair
 from scale_cli.model.script_prior import EVEN, PriorByScript
 from scale_cli.storage.atomic import load_tensors, misfit, read_json
-from scale_cli.upscale.base import load_base, load_base_config
+from scale_cli.upscale.base import check_finite, load_base, load_base_config
 from scale_cli.upscale.base_files import BaseRecord, looks_local
 from scale_cli.upscale.base_hashes import record_base
 from scale_cli.upscale.base_tokenizer import load_tokenizer
@@ -115,6 +115,7 @@ def load_given(given: GivenModel) -> ModelPair:
     _check_not_several(name)
     with named(name):
         trained = load_base(ModelConfig(base=name, dtype=base.dtype))
+    check_finite(trained.named_parameters(), name)
     for key in _SAME:
         of_base, of_trained = (getattr(each.config, key) for each in (untouched, trained))
         if of_base != of_trained:
@@ -188,6 +189,7 @@ def _put_adapter_on(base: PreTrainedModel, name: str) -> Any:
     # False: the base's embedding is no part of it, and the hub is not asked whether that has grown.
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
     tensors = load_tensors(weights)
+    check_finite(tensors.items(), name)
     for key in sorted(
         tensors.keys() - wanted.keys()
     ):  # PEFT may save the base's embedding and head too

@@ -4,14 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
 from scale_cli.config.schema import ModelConfig
+from scale_cli.errors import BaseModelError
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.model.script_prior import PriorByScript
 from scale_cli.storage.atomic import write_json
-from scale_cli.upscale.given_model import beside_its_base
+from scale_cli.upscale.given_model import GivenModel, beside_its_base, load_given
 from tests.generation.test_routed_runs import PROMPTS, plain
 
 ROUTER: dict[str, Any] = {
@@ -70,3 +72,20 @@ def test_an_adapters_own_tokenizer_is_used_and_its_padding_needs_no_row(
     assert [one.completion for one in together] == [
         generator.continue_all([prompt], few)[0].completion for prompt in PROMPTS
     ]
+
+
+@pytest.mark.parametrize("kind", ["adapter", "copy"])
+def test_numbers_that_are_not_finite_are_told_by_their_tensor(
+    stories: Path, tmp_path: Path, kind: str
+) -> None:
+    base = ModelConfig(base=str(stories))
+    model = plain(stories)
+    if kind == "adapter":
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    trained = [
+        one for name, one in model.named_parameters() if "q_proj" in name and one.requires_grad
+    ]
+    trained[-1].data[0, 1] = torch.nan
+    model.save_pretrained(str(tmp_path))
+    with pytest.raises(BaseModelError, match=r"q_proj\S*weight holds .* not finite \(1 of"):
+        load_given(GivenModel(str(tmp_path), base))
