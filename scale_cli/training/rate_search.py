@@ -38,9 +38,8 @@ _MOST_STEPS_AWAY = 10
 # hides its beginning, the parabola through the losses at 0, the best rate and twice that ends earlier.
 _SHARE_OF_GAIN = 0.9
 _SHARE_OF_WAY = 1 - math.sqrt(1 - _SHARE_OF_GAIN)
-# A gain of a smaller share of the loss is noise; then a rate is taken that costs the text at most so much.
-_LEAST_GAIN = 0.001
-_MOST_HARM = 0.01
+# A smaller share of the loss is noise, as a gain and as harm.
+_NOISE = 0.001
 
 
 @dataclass(frozen=True)
@@ -191,9 +190,14 @@ def useful_power(loss: Callable[[int], float], before: float) -> float:
         while abs(best + way) <= _MOST_STEPS_AWAY and loss(best + way) < loss(best):
             best += way
     gain = before - loss(best)
-    if gain < _LEAST_GAIN * before:
-        most = (1 + _MOST_HARM) * before
-        return float(_lower_while(0, lambda power: loss(power) > most))
+    if gain < _NOISE * before:
+        # Of a parabola that hardly falls, where it has risen tells more than where it falls.
+        harmless = _lower_while(0, lambda power: loss(power) > (1 + _NOISE) * before)
+        if harmless == 0:
+            return 0.0
+        return harmless + _lowest_point(
+            max(0.0, before - loss(harmless)), loss(harmless + 1) - before
+        )
 
     # The first power that has enough of the gain lies between two that were tried.
     wanted = before - _SHARE_OF_GAIN * gain
@@ -203,8 +207,16 @@ def useful_power(loss: Callable[[int], float], before: float) -> float:
     harm = loss(best + 1) - before
     if not -gain <= harm < math.inf:  # lower still, or nothing is known
         return by_beginning
-    lowest = (harm + 4 * gain) / (harm + 2 * gain) / 2  # in best rates
-    return min(by_beginning, best + math.log(lowest, _FACTOR))
+    return min(by_beginning, best + _lowest_point(gain, harm))
+
+
+def _lowest_point(gain: float, harm: float) -> float:
+    """Return where a parabola through 0 is lowest, as a power of the factor beyond a rate that has a
+    gain; at the next rate that is tried it has done harm.
+    """
+    if math.isinf(harm):
+        return math.log(1 / 2, _FACTOR)
+    return math.log((harm + 4 * gain) / (harm + 2 * gain) / 2, _FACTOR)
 
 
 def _lower_while(power: int, holds: Callable[[int], bool]) -> int:

@@ -54,12 +54,19 @@ def test_rates_that_overflow_are_left_downwards(last_finite: int) -> None:
     assert useful_power(loss, 5.0) == pytest.approx(last_finite, abs=0.35)
 
 
-def test_where_no_rate_helps_it_is_the_first_rate_downwards_that_does_little_harm() -> None:
-    # Gemma 3 by the gradient of one window; a sweep's best rate is the first one.
+def test_where_no_rate_helps_it_is_half_of_the_highest_that_does_no_harm() -> None:
+    # Gemma 3's LoRA by the gradient of one window.
     losses = {-2: 2.808, -1: 2.812, 0: 2.823, 1: 2.853}
     before = 2.807
-    assert useful_power(lambda power: losses.get(power, before), before) == 0
-    assert useful_power(lambda power: 5.0 + 2.0**power, 5.0) == -5
+    assert useful_power(lambda power: losses.get(power, before), before) == -3
+    assert useful_power(lambda power: 5.0 + 2.0**power, 5.0) == -9
+
+
+def test_where_the_gain_is_noise_the_harm_of_higher_rates_tells_how_far_to_go() -> None:
+    # Gemma 3's expansion in bfloat16: at the rate of power -4 its sixth step was NaN.
+    losses = {-8: 3.675, -7: 3.674, -6: 3.674, -5: 3.674, -4: 3.692, -3: 3.777, -2: 4.119}
+    power = useful_power(lambda power: losses.get(power, math.inf), 3.676)
+    assert -6 < power < -5.5
 
 
 def test_a_gain_of_less_than_a_thousandth_is_noise() -> None:
