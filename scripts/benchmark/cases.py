@@ -14,11 +14,12 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
+from scale_cli.errors import is_installed
 from scale_cli.methods.recipes import trainable_parameters
 from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser
@@ -35,6 +36,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     "preserve r=0.125": {"variant": "preserve", "expansion": {"ratio": 0.125}},
     "adapt r=0.125": {"variant": "adapt", "expansion": {"ratio": 0.125}},
 }
+_TRL_STEPS = 64  # whose windows TRL packs before it begins; then they come again
 
 PHASES = ("data", "forward", "backward", "optimiser")
 
@@ -102,6 +104,8 @@ def cases(shape: Shape, batches: Batches, folder: Path) -> dict[str, Callable[[]
         ),
         "llama-pro": of_ours("llama-pro", variant="llama-pro"),
     }
+    if is_installed("trl"):
+        made["trl lora"] = lambda: _trl_lora(shape, batches, folder)
     for ratio in RATIOS:
         expansion = {"ratio": ratio}
         for name in (f"preserve r={ratio:g}", f"adapt r={ratio:g}"):
@@ -224,7 +228,7 @@ class _Windows(Dataset[dict[str, Tensor]]):
 def _hf_trainer(
     name: str, model: Any, shape: Shape, batches: Batches, folder: Path
 ) -> BenchmarkCase:
-    """Return a model's training by transformers' Trainer: its data loader, step, clipping and optimiser."""
+    """Return a model's training by transformers' Trainer."""
     train: TrainConfig = shape.train()
     arguments = TrainingArguments(
         output_dir=str(folder / "trainer"),
@@ -241,6 +245,58 @@ def _hf_trainer(
         train_sampling_strategy="sequential",
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=_Windows(batches))
+    return _steps_of(trainer, name, shape)
+
+
+def _trl_lora(shape: Shape, batches: Batches, folder: Path) -> BenchmarkCase:
+    """Return the training of PEFT's LoRA by TRL's SFTTrainer, which packs windows as long as ours."""
+    from datasets import Dataset as Table
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from trl import SFTConfig, SFTTrainer
+
+    train: TrainConfig = shape.train()
+    windows = [
+        ids.tolist()
+        for step in range(_TRL_STEPS)
+        for batch in batches.of_step(step).micro_batches
+        for ids in batch.input_ids
+    ]
+    arguments = SFTConfig(
+        output_dir=str(folder / "trl"),
+        packing=True,
+        packing_strategy="wrapped",
+        max_length=shape.sequence_length,
+        gradient_checkpointing=False,  # as the others
+        per_device_train_batch_size=shape.batch_size,
+        max_steps=train.max_steps,
+        learning_rate=train.peak_lr,
+        lr_scheduler_type="constant",
+        weight_decay=train.weight_decay,
+        use_cpu=shape.device == "cpu",
+        bf16=shape.mixed_precision == "bf16",
+        report_to=[],
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+    )
+    # It asks for a tokenizer, and does not use it on ids.
+    words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<end>", pad_token="<end>"
+    )
+    trainer = SFTTrainer(
+        model=_peft_lora(shape),
+        args=arguments,
+        train_dataset=Table.from_dict({"input_ids": windows}),
+        processing_class=tokenizer,
+    )
+    return _steps_of(trainer, "trl lora", shape)
+
+
+def _steps_of(trainer: Trainer, name: str, shape: Shape) -> BenchmarkCase:
+    """Return the case of transformers' Trainer, or of one made from it: its data loader and its step."""
+    train: TrainConfig = shape.train()
+    model: Any = trainer.model
     trainer.create_optimizer_and_scheduler(train.max_steps)
     clock, loader = Clock(shape.device), _endless(trainer)
     optimiser: Any = trainer.optimizer

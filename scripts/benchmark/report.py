@@ -55,6 +55,7 @@ def all_bars(shape: Shape, results: Results, head_peaks: tuple[int, int]) -> lis
         ("speed / HF+PEFT LoRA", top, "hf lora", 1.4),
         ("speed / HF Trainer", "full", "hf full", 1.0),
         ("speed / HF Trainer + PEFT LoRA", "lora", "hf trainer lora", 1.0),
+        ("speed / TRL's SFTTrainer, packed", "lora", "trl lora", 1.0),
         *(("speed / uncompiled", f"{name} compiled", name, 1.0) for name in COMPILED),
     ):
         if one in results and other in results:
@@ -68,7 +69,11 @@ def all_bars(shape: Shape, results: Results, head_peaks: tuple[int, int]) -> lis
         bars.append(_most("memory / HF Trainer + PEFT LoRA, lora", share, 0.60))
     ours, whole = head_peaks
     bars.append(_most("head's peak memory / whole logits", ours / whole, 0.10))
-    waits = {name: r.shares()["data"] for name, r in results.items() if not name.startswith("hf ")}
+    waits = {
+        name: r.shares()["data"]
+        for name, r in results.items()
+        if not name.startswith(("hf ", "trl "))
+    }
     if waits:
         name = max(waits, key=waits.__getitem__)
         bars.append(_most(f"data wait / step, at most ({name})", waits[name], 0.01))
