@@ -230,7 +230,7 @@ class ExportConfig(Section):
     ] = Field(
         default=["plain"],
         description="one format or several; if left out: plain, plus transformers if plain cannot be routed; adapter "
-        "with lora",
+        "with lora; llama is an old name of plain",
     )
     dtype: Dtype | None = Field(
         default=None,

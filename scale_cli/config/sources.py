@@ -62,7 +62,8 @@ class TextSource(Section):
         default=None,
         min_length=1,
         description="instead of text_field: key of a conversation, a list of {role, content}, of a JSON record or a "
-        "dataset's row; the base's chat template formats it, and only the assistant's turns are trained on",
+        "dataset's row; the base's chat template formats it; training learns from the assistant's turns alone, held-"
+        "out text is scored whole",
     )
     documents: Literal["paragraph", "line", "file"] = Field(
         default="paragraph",

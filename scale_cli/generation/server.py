@@ -334,7 +334,8 @@ def create_app(generator: Generator, name: str) -> FastAPI:
             headers = error.headers
         if isinstance(error, RequestValidationError):
             problems = error.errors()
-            told = "; ".join(map(_problem, problems))
+            asked = ChatRequest if "chat" in request.url.path else CompletionRequest
+            told = "; ".join(_problem(problem, {*asked.model_fields}) for problem in problems)
             param = _field(problems[0]) or None
         fields = {"message": told, "type": "invalid_request_error", "param": param, "code": None}
         return JSONResponse({"error": fields}, status_code=status, headers=headers)
@@ -371,13 +372,12 @@ def _field(problem: dict[str, Any]) -> str:
     return ".".join(str(part) for part in problem["loc"] if part != "body")
 
 
-def _problem(problem: dict[str, Any]) -> str:
-    """Return one line of what pydantic says of a body."""
+def _problem(problem: dict[str, Any], fields: set[str]) -> str:
+    """Return one line of what pydantic says of a body that may have these fields."""
     if problem["type"] == "json_invalid":
         return f"body: is not JSON ({problem['ctx']['error']})"
     field = _field(problem)
     if problem["type"] == "extra_forbidden":
-        fields = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
         meant = get_close_matches(field, fields, n=1, cutoff=_SIMILAR)
         told = f"did you mean {meant[0]}?" if meant else "remove it"
         return f"{field}: this server does not support it; {told}"

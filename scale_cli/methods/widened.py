@@ -107,7 +107,7 @@ class DistillationConfig(Section):
         default=0.0,
         ge=0.0,
         le=1e6,
-        description="weight of KL(base || trained head), added to the cross-entropy on windows of replay only; 0: off",
+        description="training adds so many times KL(base || trained head) to the loss, on replay alone; 0: off",
     )
 
 

@@ -227,6 +227,7 @@ def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> N
     refused: list[tuple[dict[str, Any], str]] = [
         ({"logprobs": 0}, "^logprobs: this server does not support it; remove it$"),
         ({"extra_body": {"max_token": 2}}, "^max_token: .*; did you mean max_tokens\\?$"),
+        ({"extra_body": {"max_completion_tokens": 2}}, "^max_completion_tokens: .*; remove it$"),
         ({"extra_body": {"top_k": 2}}, "^top_k: .*; remove it$"),
         ({"echo": True}, "^echo: "),
         ({"best_of": 2}, "^best_of: "),
