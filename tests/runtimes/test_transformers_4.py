@@ -195,7 +195,7 @@ def test_an_export_answers_in_transformers_4_as_the_trained_model_does_here(
     assert answers["ids"].tolist() == [
         number for text in TEXTS for number in prompt_ids(tokenizer, text)
     ]
-    assert answers["ends"].tolist() == EOS
+    assert answers["ends"].tolist() == [tokenizer.eos_token_id, *EOS]
 
 
 @pytest.mark.parametrize("base", BASES)
