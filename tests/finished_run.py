@@ -54,7 +54,8 @@ def write_run(folder: Path, made: Made) -> Path:
     """Write the folder, and return it."""
     with new_folder(folder / "final") as final:
         write_json(final / "position.json", {"step": 100, "num_tokens": 102_400, "elapsed_s": 20.0})
-        BaseRecord("some/base", None, "float32", {"weight": made.base}, "", "").save(final)
+        kept = "" if made.quantisation is None else f", linear maps in {made.quantisation}"
+        BaseRecord("some/base", None, f"float32{kept}", {"weight": made.base}, "", "").save(final)
         write_json(final / "method.json", {"variant": made.variant})
         write_json(final / "config.json", _model_config(made))
         (final / "scale.yaml").write_text(yaml.safe_dump(_config(folder, made)))

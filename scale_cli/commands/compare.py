@@ -137,6 +137,12 @@ def notes(runs: list[ComparedRun]) -> Iterator[str]:
         if changed := differences(runs[0].config, run.config, _SHOWN_SECTIONS):
             told = "; ".join(changed).replace("None", "not set")
             yield f"{run.name} has other settings than {runs[0].name}: {told}."
+    for run in runs[1:]:
+        if others := run.other_texts(runs[0]):
+            yield (
+                f"{run.name} and {runs[0].name} do not have the same text, or did not read it in the "
+                f"same way: {', '.join(others)}."
+            )
     devices = [f"{run.cost.num_processes} x {run.cost.device}" for run in runs]
     if len(set(devices)) > 1:
         found = ", ".join(f"{run.name} {on}" for run, on in zip(runs, devices, strict=True))

@@ -10,6 +10,7 @@ from typing import Any
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import CORPORA
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.evaluation.results import Report
 from scale_cli.runs.folder import RunFolder, trained_sha256
@@ -32,6 +33,21 @@ class ComparedRun:
     base: BaseRecord
     model_config: dict[str, Any]  # of the trained model, as transformers writes it
     cost: Cost
+    trained_on: list[str]  # names of the texts, which hang on their content
+
+    def other_texts(self, than: ComparedRun) -> list[str]:
+        """Return which texts do not have the content that they have in another run, or were read
+        otherwise. A name hangs on the tokenizer too, so nothing is known beside new tokens.
+        """
+        both = (self, than)
+        if any(corpus.has_new_tokens for run in both for corpus in run.report.corpora):
+            return []
+        here, there = (
+            dict(zip((of.name for of in run.report.corpora), run.report.texts, strict=False))
+            for run in both
+        )
+        others = [name for name, text in here.items() if text != there.get(name)]
+        return others + ["what was trained on"] * (self.trained_on != than.trained_on)
 
 
 def load_runs(folders: Sequence[Path]) -> list[ComparedRun]:
@@ -79,16 +95,14 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         base=BaseRecord.load(run.final),
         model_config=read_json(run.final / "config.json"),
         cost=Cost.load(run.final),
+        trained_on=read_json(run.final / CORPORA) if (run.final / CORPORA).is_file() else [],
     )
 
 
 def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
     both = f"{first.folder} and {other.folder}"
     if first.base.content_sha256 != other.base.content_sha256:
-        bases = " and ".join(
-            f"{run.base.name}{f' in {kept}' if (kept := run.config.model.quantisation) else ''}"
-            for run in (first, other)
-        )
+        bases = " and ".join(f"{run.base.name} in {run.base.dtype}" for run in (first, other))
         raise RunFolderError(f"runs on different base models cannot be compared: {both} ({bases})")
 
     corpora = "runs must be evaluated on the same corpora"

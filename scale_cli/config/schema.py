@@ -384,6 +384,8 @@ class RunConfig(Section):
 
     def _observing_problems(self) -> Iterator[str]:
         train = self.train
+        if train.eval_every_steps and not self.evaluation.perplexity:
+            yield "train.eval_every_steps: evaluation.perplexity names no text to measure; name one, or remove it"
         if train.max_forgetting is None:
             return
         if not train.eval_every_steps:

@@ -31,6 +31,7 @@ from scale_cli.values import (
 # otherwise.
 _KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
 _LEAST_WEIGHT = 1e-6
+CORPORA = "corpora.json"  # beside a state: the names of the text that was trained on
 TOKENS = "tokens"  # folder of a run for tokenised corpora, unless `cache_dir` names another
 Role = Annotated[
     Literal["retention", "acquisition"],

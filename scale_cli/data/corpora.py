@@ -13,7 +13,14 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.idle import idle_settings
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import TOKENS, CorpusConfig, CorpusSource, ReadingConfig, TextSource
+from scale_cli.config.sources import (
+    CORPORA,
+    TOKENS,
+    CorpusConfig,
+    CorpusSource,
+    ReadingConfig,
+    TextSource,
+)
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Ids, encoder_of, gives_all_back
@@ -36,7 +43,6 @@ _SAMPLE_CHARACTERS = 1 << 17
 # Of each source: tokens whose shares the start asks for, and tokens that the base is tried on.
 _TOKENS_COUNTED = 1 << 20
 _TOKENS_SAMPLED = 512
-CORPORA = "corpora.json"  # beside a state: the names of the text that was trained on
 # How text is cut into windows. In 1, windows cut inside a document began without BOS.
 WINDOWS = 2
 _LARGE_DOCUMENT_BYTES = 1 << 16

@@ -35,7 +35,7 @@ from scale_cli.config.schema import (
     RunConfig,
     differences,
 )
-from scale_cli.data.corpora import CORPORA
+from scale_cli.config.sources import CORPORA
 from scale_cli.data.ledger import SourceTokens, TokenLedger, TrainedTokens
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import ConfigError, RunFolderError, StorageError

@@ -73,6 +73,7 @@ def log_trained(run: TrainingRun, log: Log) -> None:
     )
     log(f"written        {run.folder.final}{kept}")
     if not state.num_tokens:
-        log(
-            "warning: no step had a token to learn; raise corpus.sequence_length, or look at the conversations' turns"
-        )
+        reason = "no step had a token to learn; raise corpus.sequence_length, or look at the conversations' turns"
+        if state.skipped_tokens:
+            reason = "nothing was learned: the loss or gradient of every step was not finite"
+        log(f"warning: {reason}")

@@ -347,8 +347,8 @@ def _without_stale_best(
     """
     state = TrainState.load(resumed_from.path)
     run = resumed_from.run
-    if state.best is None:
-        return state
+    if state.best is None or run.config.train.max_forgetting is None:
+        return replace(state, best=None)
     best = run.folder.checkpoint(state.best.step)
     if not best.is_dir():
         reason = "is missing"

@@ -157,7 +157,13 @@ class LineSearch:
         optimiser = build_optimiser(self.model, train)
         is_scaled = train.mixed_precision == "fp16"
         scaler = GradScaler(self.accelerator.device.type, enabled=is_scaled)
-        train_step(self.accelerator, self.wrapped, optimiser, self.read, train, scaler=scaler)
+        taken = train_step(
+            self.accelerator, self.wrapped, optimiser, self.read, train, scaler=scaler
+        )
+        while taken.overflowed:  # under a loss scale that is lower each time
+            taken = train_step(
+                self.accelerator, self.wrapped, optimiser, self.read, train, scaler=scaler
+            )
         optimiser.state.clear()
         updates = {
             name: local_part(parameter.detach()) - before[name]
@@ -185,6 +191,8 @@ def useful_power(loss: Callable[[int], float], before: float) -> float:
         loss: of the judged text after an update at the first rate times the factor to this power.
         before: the loss before any update.
     """
+    if before == math.inf:
+        return 0.0
     best = _lower_while(0, lambda power: loss(power) == math.inf)
     for way in (1, -1):
         while abs(best + way) <= _MOST_STEPS_AWAY and loss(best + way) < loss(best):

@@ -59,6 +59,17 @@ class TakenStep:
         """Target tokens of the global batch."""
         return sum(self.num_targets)
 
+    @property
+    def overflowed(self) -> bool:
+        """Whether the gradient was too large for float16 under the loss scale; waits for it."""
+        try:
+            self.result()
+        except GradientOverflow:
+            return True
+        except NonFiniteError:
+            return False
+        return False
+
     def result(self, figures: Sequence[float] | None = None) -> StepResult:
         """Return the step's result, or raise NonFiniteError; wait for its figures unless they are
         given.

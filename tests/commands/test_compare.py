@@ -226,6 +226,19 @@ def test_runs_set_up_otherwise_are_told_key_by_key(tmp_path: Path) -> None:
     assert "other" in note and "train.attention: not set -> 'eager'" in note and "hours" not in note
 
 
+def test_another_text_under_the_same_path_is_told(folders: list[Path]) -> None:
+    for folder, text in zip(folders, ("held-1", "held-2"), strict=True):
+        report = folder / "evaluation" / "report.json"
+        write_json(report, read_json(report) | {"texts": ["stories-1", text]})
+    (note,) = notes(load_runs(folders))
+    assert note.startswith("other and one do not have the same text") and note.endswith(": 청원.")
+
+    for folder, text in zip(folders, ("web-1", "web-2"), strict=True):
+        write_json(folder / "final" / "corpora.json", [text])
+    (note,) = notes(load_runs(folders))
+    assert note.endswith(": 청원, what was trained on.")
+
+
 def test_runs_that_were_measured_with_other_routers_are_told_apart(tmp_path: Path) -> None:
     made = {"one": Made(), "other": Made(router={"prior": 0.999})}
     (note,) = notes(load_runs(write_runs(tmp_path, made)))

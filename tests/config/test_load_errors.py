@@ -11,6 +11,7 @@ from tests.small_runs import SMALLEST, error_of, load_text
 
 REPLAY = "corpus.sources=[{name: a, path: a.txt, language: ko}, {name: b, path: b.txt, language: en, role: replay}]"
 INT8 = "model.quantisation=int8"
+RETENTION = "evaluation.perplexity=[{name: a, path: a.txt, language: en, role: retention}]"
 DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded"
 TWIN = "{name: twin, path: a.txt, language: en}"
 
@@ -98,8 +99,12 @@ TWIN = "{name: twin, path: a.txt, language: en}"
         ),
         (["train.max_forgetting=0.1"], "train.max_forgetting: needs periodic evaluations"),
         (
-            ["train.max_forgetting=0.1", "train.eval_every_steps=5"],
-            "evaluation.perplexity has no corpus of role",
+            ["train.max_forgetting=0.1", "train.eval_every_steps=5", RETENTION],
+            "evaluation.perplexity has no corpus of role acquisition",
+        ),
+        (
+            ["train.eval_every_steps=5"],
+            "train.eval_every_steps: evaluation.perplexity names no text to measure",
         ),
         (["train.eval_benchmarks_every_steps=5"], "`scale evaluate CHECKPOINT` measures"),
         (["train.eval_max_items=5"], "`scale evaluate CHECKPOINT` measures"),

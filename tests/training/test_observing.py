@@ -332,6 +332,7 @@ def test_a_run_that_is_killed_or_stopped_after_an_evaluation_and_resumed_chooses
 @pytest.mark.parametrize(
     ("override", "told"),
     [
+        ("train.max_forgetting=null", "/final"),
         ("evaluation.perplexity.0.path=other.txt", "was scored on other held-out text"),
         ("train.eval_max_tokens=1", "(train.eval_max_tokens: 100000 -> 1)"),
         (None, "the best checkpoint so far is missing"),
@@ -352,6 +353,7 @@ def test_a_best_that_does_not_compare_any_more_or_is_gone_is_left_and_the_last_s
     if override is None:
         remove_folder(run.checkpoint(4))
     monkeypatch.setattr(Observer, "score", scored)
-    assert any(told in line for line in go_on(config))
+    said = go_on(config, "train.max_forgetting")
+    assert any(told in line for line in said) and "the best step" not in said[-1]
     state = TrainState.load(run.final)
     assert state.step == 9 and state.best is None

@@ -60,6 +60,7 @@ def test_where_no_rate_helps_it_is_half_of_the_highest_that_does_no_harm() -> No
     before = 2.807
     assert useful_power(lambda power: losses.get(power, before), before) == -3
     assert useful_power(lambda power: 5.0 + 2.0**power, 5.0) == -9
+    assert useful_power(lambda _: math.inf, math.inf) == 0
 
 
 def test_where_the_gain_is_noise_the_harm_of_higher_rates_tells_how_far_to_go() -> None:
@@ -107,6 +108,17 @@ def test_the_text_that_judges_an_update_was_not_read_for_it_and_the_update_is_no
 
     monkeypatch.setattr(rate_search, "loss_share", lambda *_: torch.tensor(math.nan))
     assert search.judged_loss_at(1.0, nothing) == math.inf
+
+
+def test_in_float16_the_first_update_is_taken_under_a_loss_scale_that_it_bears(
+    make_config: MakeConfig,
+) -> None:
+    rates = {}
+    for precision in ("no", "fp16"):
+        settings = (f"train.mixed_precision={precision}", "train.lr=auto", "train.max_steps=2")
+        config = make_config(precision, "method={variant: full}", *settings)
+        rates[precision] = read_json(finished(config).final / "position.json")["lr"]
+    assert rates["fp16"] == pytest.approx(rates["no"], rel=0.1)
 
 
 @given(st.integers(1, 10_000), st.integers(1, 512), st.sampled_from([1, 2, 8]))
