@@ -240,6 +240,15 @@ def test_different_seeds_and_epochs_have_orders_of_their_own(seeds: list[int]) -
     assert drawn[:64] != drawn[64:] and drawn[:64] != sorted(drawn[:64])
 
 
+@settings(max_examples=30)
+@given(st.integers(0, 2**32 - 1))
+def test_sources_of_one_length_have_orders_of_their_own(seed: int) -> None:
+    of = batches([65, 65], 1, seed=seed, num_steps=64)
+    drawn = [located for step in range(64) for located in of.windows_of(step)]
+    one, other = ([window for of_source, window in drawn if of_source == n] for n in (0, 1))
+    assert one[:64] != other[:64]
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any))
 def test_sources_are_drawn_by_their_weights(seed: int, weights: list[int]) -> None:

@@ -9,7 +9,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import beginning_to_learn, build_batches, corpus_warnings, open_sources
+from scale_cli.data.corpora import (
+    beginning_to_learn,
+    build_batches,
+    corpus_warnings,
+    open_sources,
+    text_to_learn,
+)
 from tests.data.corpus_files import as_jsonl
 from tests.small_runs import changed, small_run
 
@@ -121,6 +127,14 @@ def test_text_that_replay_only_measures_on_is_not_trained_on(
     assert not warned(changed(replayed, "corpus.sources.1.weight=0"), tokenizer)
 
 
+def test_shared_documents_are_counted_over_all_of_a_long_text(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scale_cli.data.overlap._HASHES_AT_ONCE", 1)
+    (line,) = warned(configured(tmp_path, [*HELD_OUT[:2], WHOLE]), tokenizer)
+    assert line.startswith("corpus held: 2 of its 4 documents (")
+
+
 def test_a_corpus_that_is_read_many_times_over_is_named(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -140,3 +154,23 @@ def test_a_start_reads_the_beginning_of_a_text_behind_the_boundary() -> None:
         text = beginning_to_learn(ids, boundary, 8)
         assert text.sample_ids.tolist() == [read]
         assert text.token_shares.tolist() == [0, 0, 0.2, 0, 0, 0.4, 0.2, 0.2]
+
+
+def test_a_start_weighs_sources_as_the_config_does_and_is_tried_on_the_largest(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = changed(configured(tmp_path, ["w0 w0"], ["w1 w1"]), "corpus.sources.1.weight=9")
+    sources = config.corpus.sources
+    text = text_to_learn(sources, open_sources(config, sources, tokenizer), 3)
+    assert text.token_shares.tolist() == pytest.approx([0, 0.1, 0.9])
+    assert text.sample_ids.tolist() == [[2, 2]]
+
+
+def test_replay_alone_is_distilled(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    config = changed(
+        configured(tmp_path, [WHOLE], [WHOLE]),
+        "corpus.sources.1.role=replay",
+        "method={variant: preserve, distillation: {weight: 0.5}}",
+    )
+    corpora = open_sources(config, config.corpus.sources, tokenizer)
+    assert build_batches(config, corpora, 1).distillation == [0.0, 0.5]

@@ -131,6 +131,22 @@ def test_what_decides_the_tokens_makes_another_folder(
     assert [text.index("dog") < text.index("two") for text in orders] == [True, False]
 
 
+def test_messages_of_another_field_are_tokenised_to_another_folder(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    chat = copy.deepcopy(tokenizer)
+    chat.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    path = tmp_path / "corpus.jsonl"
+    talks = {
+        field: [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": said}]
+        for field, said in (("one", "A cat."), ("other", "A dog."))
+    }
+    path.write_text(json.dumps(talks) + "\n")
+    for field, said in (("one", "A cat."), ("other", "A dog.")):
+        corpus = tokenised(path, chat, tmp_path / "cache", messages_field=field)
+        assert said in chat.decode(corpus.ids)
+
+
 def test_where_an_earlier_version_read_the_same_tokens_their_folder_keeps_its_name(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
