@@ -25,6 +25,7 @@ from scale_cli.model.heads import ModelPair
 from scale_cli.processes import ALONE, Share
 from scale_cli.runs.opened import Run
 from scale_cli.upscale.base_files import BaseRecord
+from scale_cli.upscale.base_hashes import record_base
 from tests.small_runs import changed, small_run
 from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, real_base, widen
@@ -169,6 +170,18 @@ def test_another_base_precision_or_context_is_kept_apart(
     ]
     kept = [kept_scores(model, corpus, *way) for way in ways]
     assert len({of.folder for of in kept if of is not None}) == len(ways)
+
+
+def test_the_same_weights_with_another_rope_theta_are_kept_apart(
+    model: ModelPair, corpus: TokenisedCorpus, config: RunConfig
+) -> None:
+    passes = Passes.of(config, 512)
+    records = [record_base(model.base, config.model)]
+    model.base.config.rope_parameters["rope_theta"] *= 2
+    records.append(record_base(model.base, config.model))
+    assert records[0].tensors == records[1].tensors
+    one, other = (kept_scores(model, corpus, record, config, passes) for record in records)
+    assert one is not None and other is not None and one.folder != other.folder
 
 
 def test_only_a_base_of_its_own_is_kept(

@@ -125,6 +125,13 @@ def test_the_interval_is_that_of_a_bootstrap_over_whole_documents(count: int) ->
     assert measured.value == pytest.approx((after.sum() - before.sum()) / units.sum())
 
 
+def test_one_document_has_no_interval() -> None:
+    for head in summary(losses(0, 2.0, count=1)).heads.values():
+        difference = head.bits_per_byte_difference
+        assert difference.value is not None
+        assert (difference.low, difference.high) == (None, None)
+
+
 def test_figures_are_the_documents_own() -> None:
     scored = losses(0, 2.0)
     result = summary(scored)
@@ -371,6 +378,13 @@ def test_beside_new_tokens_every_difference_is_from_the_base_by_its_own_tokens()
     mixed = grown.base_of_new_tokens
     assert mixed is not None and mixed.bits_per_byte == usual.heads["base"].bits_per_byte
     assert usual.base_of_new_tokens is None
+
+
+def test_a_languages_base_share_counts_the_runs_own_tokens() -> None:
+    scored = losses(0, 2.0)
+    by_base = replace(scored, served={"posterior": scored.num_tokens * [[1.0], [0.0]]})
+    made = report_of(of_new_tokens(), summary(by_base, name="other"))
+    assert made.base_share_by_language("posterior") == {"ko": pytest.approx((0.25 + 1.0) / 2)}
 
 
 def test_a_report_of_new_tokens_says_which_base_a_row_is() -> None:

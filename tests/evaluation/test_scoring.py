@@ -20,6 +20,7 @@ from scale_cli.evaluation.scoring import (
     batches_of,
     beginnings,
     num_tokens_read,
+    same_beginnings,
     score_corpus,
     scored_lengths,
 )
@@ -222,6 +223,13 @@ def test_a_bounded_evaluation_reads_the_beginning_of_each_document(
     base = model.base
     expected = base(input_ids=ids, labels=ids, use_cache=False).loss.item() * length
     assert cut.nats["base"][1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_beginning_by_the_same_tokens_is_exactly_as_long(corpus: TokenisedCorpus) -> None:
+    whole_N = scored_lengths(corpus)
+    for length in range(1, whole_N.max() + 1):
+        lengths_N = whole_N.clip(max=length)
+        np.testing.assert_array_equal(same_beginnings(lengths_N, corpus, corpus), lengths_N)
 
 
 def test_batches_hold_as_many_rows_as_have_so_many_tokens() -> None:
