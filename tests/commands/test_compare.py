@@ -1,6 +1,7 @@
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +244,25 @@ def test_runs_that_were_measured_with_other_routers_are_told_apart(tmp_path: Pat
     made = {"one": Made(), "other": Made(router={"prior": 0.999})}
     (note,) = notes(load_runs(write_runs(tmp_path, made)))
     assert "other" in note and "method.router.prior: 0.5 -> 0.999" in note
+
+
+def test_layers_from_the_first_collaborating_one_on_run_twice(tmp_path: Path) -> None:
+    (run,) = load_runs([write_run(tmp_path / "run", Made("route"))])
+    model_config = {
+        "base_config": {"num_hidden_layers": 5},
+        "attention_collaboration_layers": [3],
+        "mlp_collaboration_layers": [1, 3],
+    }
+    (option,) = options_of(replace(run, model_config=model_config))
+    assert option.passes == "1 + 4/5"
+
+
+def test_unequal_tokens_and_other_devices_are_told(folders: list[Path]) -> None:
+    one, other = load_runs(folders)
+    assert list(notes([one, other])) == []
+    longer = replace(other, report=replace(other.report, num_tokens_trained=204_800))
+    (note,) = notes([one, longer])
+    assert "same number of tokens: one 102,400, other 204,800." in note
+    elsewhere = replace(other, cost=replace(other.cost, num_processes=8, device="NVIDIA H200"))
+    (note,) = notes([one, elsewhere])
+    assert "different devices" in note and note.endswith("one 1 x cpu, other 8 x NVIDIA H200.")
