@@ -114,3 +114,10 @@ def test_warm_up_stable_decay_is_that_of_transformers(train: TrainConfig) -> Non
         assert found[train.warmup_steps :] == pytest.approx(
             theirs[train.warmup_steps :], abs=train.peak_lr * 1e-9
         )
+
+
+def test_the_default_decay_begins_at_the_full_rate_however_long_the_warm_up_is() -> None:
+    long_warmup = {"max_steps": 20, "warmup_steps": 18, "lr": 0.5, "schedule": "wsd"}
+    by_default = TrainConfig.model_validate(long_warmup)
+    whole_rest = TrainConfig.model_validate({**long_warmup, "decay_steps": 2})
+    assert rates(by_default) == rates(whole_rest)
