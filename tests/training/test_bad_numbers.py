@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,6 +146,23 @@ def test_overflows_lower_the_scale_are_left_out_and_a_resumed_run_ends_in_the_sa
     assert {2, 5} <= {record["step"] for record in left_out}
     assert left_out[0]["skipped"].endswith("overflowed float16 under a loss scale of 65536")
     assert state.loss_scale == 2.0 ** (16 - len(left_out))
+
+
+def test_a_resumed_run_raises_the_loss_scale_at_the_same_step(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaler = partial(torch.amp.GradScaler, init_scale=1024.0, growth_interval=4)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    whole, cut = (make_config(name, *FP16) for name in ("whole", "cut"))
+    run = upscaled(cut)
+    break_gradient_at(monkeypatch, until=4)
+    with pytest.raises(Interrupted):
+        train(cut, None, print)
+    break_gradient_at(monkeypatch)
+    go_on(cut)
+    for folder in (finished(whole).final, run.final):
+        state = TrainState.load(folder)
+        assert (state.loss_scale, state.loss_scale_steps) == (2048.0, 2)
 
 
 def test_a_float16_base_trains_under_float16_autocast_alone(make_config: MakeConfig) -> None:
