@@ -1,16 +1,28 @@
-"""A run that begins with what another one has trained."""
+"""What a run begins with: its own checkpoint, or what another run has trained."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from scale_cli.commands.run import run_pipeline
-from scale_cli.errors import ConfigError, RunFolderError, StorageError
+from scale_cli.commands.train import train
+from scale_cli.errors import ConfigError, Interrupted, RunFolderError, StorageError
 from scale_cli.runs.folder import RunFolder
 from scale_cli.storage.atomic import MANIFEST, file_sha256, load_tensors, read_json
 from tests.command_line import refused
-from tests.training.conftest import MakeConfig, are_equal, configs_in, finished, go_on, trained
+from tests.training.conftest import (
+    MakeConfig,
+    are_equal,
+    before_each_step,
+    configs_in,
+    finished,
+    go_on,
+    trained,
+    upscaled,
+)
 
 TRUNK = (
     "train.schedule=constant",
@@ -37,6 +49,19 @@ def trunk(trunk_once: Path, tmp_path: Path) -> RunFolder:
 def counted_steps(checkpoint: Path) -> set[float]:
     moments = load_tensors(checkpoint / "optimiser.safetensors")
     return {float(tensor) for name, tensor in moments.items() if name.startswith("step.")}
+
+
+def test_a_run_that_is_stopped_in_its_first_step_goes_on_from_step_0(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = (make_config(name, "train.max_steps=2") for name in ("whole", "cut"))
+    run = upscaled(cut)
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        before_each_step(patch, lambda _done, _model: os.kill(os.getpid(), signal.SIGTERM))
+        train(cut, None, print)
+    assert run.saved == [run.checkpoint(0)]
+    go_on(cut)
+    assert are_equal(trained(run.final), trained(finished(whole).final))
 
 
 def test_a_branch_of_no_rate_ends_as_the_trunk_was_and_says_what_it_began_with(
