@@ -1,6 +1,7 @@
-"""The log of a run: every step once, however often it was stopped."""
+"""The log of a run: every step once, however often it was stopped, and the losses it names."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scale_cli import terminal
 from scale_cli.errors import StorageError
 from scale_cli.training.metrics_log import MetricsLog, MetricsRecord, read_records
+from scale_cli.training.step import StepResult, TakenStep
+from tests.training.conftest import MakeConfig, finished
 
 
 def record(step: int) -> MetricsRecord:
@@ -77,3 +81,32 @@ def test_a_resumed_run_keeps_every_record_of_its_step_but_an_evaluation_that_is_
     MetricsLog(path, resumed_step=2, evaluation_due=due)
     kept = [(1, True), (1, False), (2, True), (2, False)]
     assert [(entry["step"], "loss" in entry) for entry in read(path)] == kept[: 3 if due else 4]
+
+
+def test_the_losses_by_source_are_the_means_of_the_tokens_since_the_record_before(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+    result = TakenStep.result
+
+    def noted(step: TakenStep, figures: Any) -> StepResult:
+        found = result(step, figures)
+        steps.append(found.by_source)
+        return found
+
+    monkeypatch.setattr(TakenStep, "result", noted)
+    run = finished(make_config("run", "train.max_steps=4", "train.log_every_steps=2"))
+    for entry, since in zip(read_records(run.metrics), (steps[:2], steps[2:]), strict=True):
+        of_sources = [zip(*of_source, strict=True) for of_source in zip(*since, strict=True)]
+        means = [sum(losses) / sum(nums) for losses, nums in of_sources]
+        assert [*entry["loss_by_source"].values()] == pytest.approx(means)
+
+
+def test_the_bar_shows_the_loss_of_the_text_to_learn_alone(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "_SECONDS_APART", 0.0)
+    run = finished(make_config("run", "train.max_steps=2", "corpus.sources.1.role=replay"))
+    shown = re.findall(r"training: .*loss (\S+),", capsys.readouterr().err)
+    learned = [entry["loss_by_source"]["petitions"] for entry in read_records(run.metrics)]
+    assert {*shown} == {f"{loss:.4f}" for loss in learned}
