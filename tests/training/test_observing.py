@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.errors import Interrupted
+from scale_cli.evaluation.scoring import DocumentLosses, score_beginnings
 from scale_cli.model.two_streams import TwoStreams
 from scale_cli.runs.folder import TRAINED, RunFolder, step_of
 from scale_cli.runs.opened import Run
 from scale_cli.storage.atomic import file_sha256, remove_folder
-from scale_cli.training import training_run
+from scale_cli.training import observing, training_run
 from scale_cli.training.metrics_log import (
     BITS,
     EVALUATION,
@@ -40,6 +42,7 @@ from scale_cli.training.metrics_log import (
 )
 from scale_cli.training.observing import Observer, better_of
 from scale_cli.training.records import Score, TrainState
+from scale_cli.training.step import TakenStep
 from scale_cli.training.training_run import write_checkpoint
 from scale_cli.upscale.base_tokenizer import load_tokenizer
 from tests.small_runs import (
@@ -50,7 +53,14 @@ from tests.small_runs import (
     petitions_run,
     train_run,
 )
-from tests.training.conftest import MakeConfig, configs_in, finished, go_on, upscaled
+from tests.training.conftest import (
+    MakeConfig,
+    around_steps,
+    configs_in,
+    finished,
+    go_on,
+    upscaled,
+)
 from tests.vocabulary.grown_run import config_of
 
 OF_BITS = st.floats(-2.0, 9.0).map(lambda bits: round(bits, 1))
@@ -202,6 +212,31 @@ def test_samples_move_a_bar_by_every_token(
     assert [*map(float, states)] == [float(number) for number in range(33)]
 
 
+def test_an_evaluation_scores_no_more_tokens_than_its_bound_of_all_texts_together(
+    make_config: MakeConfig, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tokens = list[float]()
+
+    def counted(*args: Any, **options: Any) -> list[DocumentLosses]:
+        scored = score_beginnings(*args, **options)
+        num_tokens.extend(losses.num_tokens.sum() for losses in scored)
+        return scored
+
+    monkeypatch.setattr(observing, "score_beginnings", counted)
+    tales = f"{shared_data}/en-tinystories/tinystories_val.txt"
+    texts = [held_out(name, tales, max_documents=4) for name in ("a", "b")]
+    finished(
+        make_config(
+            "run",
+            f"evaluation.perplexity={json.dumps(texts)}",
+            "train.max_steps=1",
+            "train.eval_every_steps=1",
+            "train.eval_max_tokens=100",
+        )
+    )
+    assert num_tokens == [50, 50]
+
+
 @pytest.mark.parametrize("base", ["ckpt-stories260K", "ckpt-eltec"])
 def test_a_sampled_prompt_begins_as_every_window_does(
     base: str, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -329,12 +364,32 @@ def test_a_run_that_is_killed_or_stopped_after_an_evaluation_and_resumed_chooses
     assert state.best == TrainState.load(undisturbed.final).best
 
 
+def test_a_run_that_is_stopped_at_the_end_of_a_step_makes_up_for_its_evaluation(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("run", "train.max_steps=2", "train.eval_every_steps=1")
+    run = upscaled(config)
+
+    def stopped(_done: int, _model: Any, take: Callable[[], TakenStep]) -> TakenStep:
+        taken = take()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return taken
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        around_steps(patch, stopped)
+        train(config, None, print)
+    assert evaluations(run) == []
+    go_on(config)
+    assert [record["step"] for record in evaluations(run)] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
         ("train.max_forgetting=null", "/final"),
         ("evaluation.perplexity.0.path=other.txt", "was scored on other held-out text"),
         ("train.eval_max_tokens=1", "(train.eval_max_tokens: 100000 -> 1)"),
+        ("method.router.prior=0.4", "(method.router.prior: 0.5 -> 0.4)"),
         (None, "the best checkpoint so far is missing"),
     ],
 )
