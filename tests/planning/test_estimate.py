@@ -111,7 +111,13 @@ def test_a_run_that_goes_on_is_estimated_by_what_is_left_of_it(
     """Steps, evaluations and exports that are done take no time again, and the words say so."""
     base = shared_data / "ckpt-eltec/hf"
     train = {"max_steps": 10, "eval_every_steps": 4, "lr": 1e-3}
-    config = small_run(tmp_path, base, train=train, export={"format": ["plain"]})
+    config = small_run(
+        tmp_path,
+        base,
+        train=train,
+        evaluation={"perplexity": [held_out("old", tmp_path / "old.txt")]},
+        export={"format": ["plain"]},
+    )
     folder = RunFolder(config.output_dir)
     step = step_cost(load_base_config(config.model), config.method)
     text = HeldOut(role="retention", num_tokens=70, num_in_windows=4, num_compared=20)
