@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -157,13 +158,11 @@ class LineSearch:
         optimiser = build_optimiser(self.model, train)
         is_scaled = train.mixed_precision == "fp16"
         scaler = GradScaler(self.accelerator.device.type, enabled=is_scaled)
-        taken = train_step(
-            self.accelerator, self.wrapped, optimiser, self.read, train, scaler=scaler
+        update = partial(
+            train_step, self.accelerator, self.wrapped, optimiser, self.read, train, scaler=scaler
         )
-        while taken.overflowed:  # under a loss scale that is lower each time
-            taken = train_step(
-                self.accelerator, self.wrapped, optimiser, self.read, train, scaler=scaler
-            )
+        while update().overflowed:
+            pass  # the next one has a lower loss scale
         optimiser.state.clear()
         updates = {
             name: local_part(parameter.detach()) - before[name]

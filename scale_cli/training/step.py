@@ -64,10 +64,8 @@ class TakenStep:
         """Whether the gradient was too large for float16 under the loss scale; waits for it."""
         try:
             self.result()
-        except GradientOverflow:
-            return True
-        except NonFiniteError:
-            return False
+        except NonFiniteError as error:
+            return isinstance(error, GradientOverflow)
         return False
 
     def result(self, figures: Sequence[float] | None = None) -> StepResult:

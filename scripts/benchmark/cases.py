@@ -229,21 +229,7 @@ def _hf_trainer(
     name: str, model: Any, shape: Shape, batches: Batches, folder: Path
 ) -> BenchmarkCase:
     """Return a model's training by transformers' Trainer."""
-    train: TrainConfig = shape.train()
-    arguments = TrainingArguments(
-        output_dir=str(folder / "trainer"),
-        per_device_train_batch_size=shape.batch_size,
-        max_steps=train.max_steps,
-        learning_rate=train.peak_lr,
-        lr_scheduler_type="constant",
-        weight_decay=train.weight_decay,
-        use_cpu=shape.device == "cpu",
-        bf16=shape.mixed_precision == "bf16",
-        remove_unused_columns=False,
-        report_to=[],
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-    )
+    arguments = TrainingArguments(remove_unused_columns=False, **_settings(shape, folder))
     trainer = Trainer(model=model, args=arguments, train_dataset=_Windows(batches))
     return _steps_of(trainer, name, shape)
 
@@ -255,7 +241,6 @@ def _trl_lora(shape: Shape, batches: Batches, folder: Path) -> BenchmarkCase:
     from tokenizers.models import WordLevel
     from trl import SFTConfig, SFTTrainer
 
-    train: TrainConfig = shape.train()
     windows = [
         ids.tolist()
         for step in range(_TRL_STEPS)
@@ -263,21 +248,11 @@ def _trl_lora(shape: Shape, batches: Batches, folder: Path) -> BenchmarkCase:
         for ids in batch.input_ids
     ]
     arguments = SFTConfig(
-        output_dir=str(folder / "trl"),
         packing=True,
         packing_strategy="wrapped",
         max_length=shape.sequence_length,
         gradient_checkpointing=False,  # as the others
-        per_device_train_batch_size=shape.batch_size,
-        max_steps=train.max_steps,
-        learning_rate=train.peak_lr,
-        lr_scheduler_type="constant",
-        weight_decay=train.weight_decay,
-        use_cpu=shape.device == "cpu",
-        bf16=shape.mixed_precision == "bf16",
-        report_to=[],
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
+        **_settings(shape, folder),
     )
     # It asks for a tokenizer, and does not use it on ids.
     words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))
@@ -291,6 +266,24 @@ def _trl_lora(shape: Shape, batches: Batches, folder: Path) -> BenchmarkCase:
         processing_class=tokenizer,
     )
     return _steps_of(trainer, "trl lora", shape)
+
+
+def _settings(shape: Shape, folder: Path) -> dict[str, Any]:
+    """Return what transformers' Trainer and those made from it are told alike."""
+    train: TrainConfig = shape.train()
+    return {
+        "output_dir": str(folder / "trainer"),
+        "per_device_train_batch_size": shape.batch_size,
+        "max_steps": train.max_steps,
+        "learning_rate": train.peak_lr,
+        "lr_scheduler_type": "constant",
+        "weight_decay": train.weight_decay,
+        "use_cpu": shape.device == "cpu",
+        "bf16": shape.mixed_precision == "bf16",
+        "report_to": [],
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+    }
 
 
 def _steps_of(trainer: Trainer, name: str, shape: Shape) -> BenchmarkCase:
