@@ -91,7 +91,7 @@ def check_language(code: object) -> object:
     if code in meant or (is_long and not meant):
         return code
     such = f"write {meant[0]}" if meant else "give the language's code, such as ko"
-    raise ValueError(f"{code} is not an ISO 639 code{' of two letters' * is_long}; {such}")
+    raise ValueError(f"{code!r} is not an ISO 639 code{' of two letters' * is_long}; {such}")
 
 
 def language_name(code: str) -> str:

@@ -59,15 +59,16 @@ def test_a_counted_noun_agrees_with_its_number() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("zz", "zz is not an ISO 639 code; give the language's code, such as ko"),
-        ("korean", "korean is not an ISO 639 code; write ko"),
-        ("ko-KR", "ko-KR is not an ISO 639 code; write ko"),
-        ("KO", "KO is not an ISO 639 code; write ko"),
-        ("kor", "kor is not an ISO 639 code of two letters; write ko"),
-        ("ger", "ger is not an ISO 639 code of two letters; write de"),
+        ("zz", "'zz' is not an ISO 639 code; give the language's code, such as ko"),
+        ("korean", "'korean' is not an ISO 639 code; write ko"),
+        ("ko-KR", "'ko-KR' is not an ISO 639 code; write ko"),
+        ("KO", "'KO' is not an ISO 639 code; write ko"),
+        ("kor", "'kor' is not an ISO 639 code of two letters; write ko"),
+        ("ger", "'ger' is not an ISO 639 code of two letters; write de"),
         ("jp", "jp is a country code; the language code is ja"),
-        ("k", "k is not an ISO 639 code"),
-        ("", " is not an ISO 639 code"),
+        ("k", "'k' is not an ISO 639 code"),
+        ("", "'' is not an ISO 639 code"),
+        ("\ud7fc", r"'\\ud7fc' is not an ISO 639 code"),
     ],
 )
 def test_a_language_that_is_no_code_is_refused_with_the_code_to_write(

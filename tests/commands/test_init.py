@@ -225,8 +225,8 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
         ("--retention", "/absent/*.txt", "--retention: no file matches /absent/*.txt"),
         ("--corpus", "short.txt", "but a step takes 2,048"),
         ("--retention", "empty.txt", "--retention (empty.txt): no document with text"),
-        ("--language", "korean", "--language: korean is not an ISO 639 code; write ko"),
-        ("--language", "zz", "--language: zz is not an ISO 639 code; give the language's code"),
+        ("--language", "korean", "--language: 'korean' is not an ISO 639 code; write ko"),
+        ("--language", "zz", "--language: 'zz' is not an ISO 639 code; give the language's code"),
         (
             "--retention-language",
             "kr",

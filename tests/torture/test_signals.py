@@ -17,7 +17,7 @@ PLACES = [
     (SignalAt("evaluation", 4, signal.SIGINT), 8),  # of the second corpus
     (SignalAt("save", 1, signal.SIGTERM), None),
     (SignalAt("micro-batch", 1, signal.SIGINT), 0),
-    (SignalAt("micro-batch", 8, signal.SIGTERM), 2),
+    (SignalAt("micro-batch", 8, signal.SIGTERM), 1),  # before the update
     (SignalAt("micro-batch", 26, signal.SIGTERM), 6),  # after a checkpoint
     (SignalAt("evaluation", 1, signal.SIGTERM), 4),
     (SignalAt("save", 3, signal.SIGINT), None),
