@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import resource
@@ -44,10 +43,6 @@ class Share:
 
 
 ALONE = Share()
-
-# mallopt's name for the size from which an allocation has pages of its own, and that size.
-_M_MMAP_THRESHOLD = -3
-_LARGE_BYTES = 1 << 20
 
 # Timeouts for the other processes: while one tokenises, upscales, exports or saves; between steps;
 # at the end.
@@ -174,17 +169,6 @@ def fast_precision() -> Literal["no", "bf16"]:
     if device().type == "cpu":
         return cpu_precision()
     return "bf16" if computes_in_bfloat16() else "no"
-
-
-def hand_back_large_tensors() -> None:
-    """Have the C library give every large tensor pages of its own, and take them back when it is freed.
-
-    In its heap, what a step frees lies between what it keeps for the backward pass, in gaps that
-    aligned tensors of the same size do not fit: a step then held nearly twice as much.
-    """
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc's
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        libc.malloc_trim(0)  # what is free already
 
 
 def slow_in_bfloat16(device_type: str, avoided_by: dict[str, bool]) -> list[str]:

@@ -1,7 +1,5 @@
 """Any verb under several processes, which are forks; `tests/integration/test_launcher.py` has them of a launcher."""
 
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -238,29 +236,6 @@ def test_the_fast_precision_is_that_of_the_device_and_not_of_the_cpu_beside_it(
     monkeypatch.setattr(processes, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(processes, "computes_in_bfloat16", lambda: False)
     assert fast_precision() == "no"
-
-
-KEEPING_EVERY_OTHER = """
-import resource, torch
-from scale_cli.processes import hand_back_large_tensors
-hand_back_large_tensors()
-warm = torch.ones(1 << 23)
-del warm
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before, kept = peak(), []
-for _ in range(40):
-    freed = torch.ones(1 << 20)
-    kept.append(freed + 1)
-    del freed
-print((peak() - before) / sum(tensor.nbytes for tensor in kept))
-"""
-
-
-def test_what_is_freed_between_kept_tensors_is_used_again() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", KEEPING_EVERY_OTHER], capture_output=True, text=True, check=True
-    )
-    assert float(ended.stdout) < 1.2, "1.8 in the heap of glibc 2.36"
 
 
 @pytest.mark.parametrize(("accelerator", "on_cpu"), [("cuda", False), (None, True)])

@@ -17,7 +17,8 @@ from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.export.formats import formats_of
 from scale_cli.export.records import ExportRecord
-from scale_cli.processes import hand_back_large_tensors, main_decides, on_main, share
+from scale_cli.heap import hand_back_large_tensors
+from scale_cli.processes import main_decides, on_main, share
 from scale_cli.report import quantity
 from scale_cli.runs.folder import RunFolder, folder_bytes
 from scale_cli.runs.opened import Run

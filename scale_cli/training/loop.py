@@ -22,6 +22,7 @@ from torch import Tensor
 from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
 from scale_cli.errors import GradientOverflow, Interrupted, NonFiniteError, TrainingError
 from scale_cli.evaluation.intervals import finite
+from scale_cli.heap import keep_freed_memory
 from scale_cli.processes import peak_memory_bytes, shorter_timeout
 from scale_cli.terminal import not_counted, progress_bar
 from scale_cli.training.interruption import (
@@ -115,6 +116,8 @@ class _Loop:
                 summed = self._take_step(done)
             except StopNow:
                 self._save_and_leave(self.stop.mine())
+            if done == self.began.step and (device := run.accelerator.device).type == "cpu":
+                keep_freed_memory(peak_memory_bytes(device) * run.accelerator.num_processes)
             done += 1
             last = done == train.max_steps
             is_due = self._is_evaluated(done)

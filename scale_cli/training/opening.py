@@ -31,15 +31,10 @@ from scale_cli.errors import (
     is_out_of_memory,
     one_line,
 )
+from scale_cli.heap import hand_back_large_tensors
 from scale_cli.methods.recipes import Training, make_hooks
 from scale_cli.model.heads import ModelPair, Streams, beside_new_tokens
-from scale_cli.processes import (
-    gathered,
-    hand_back_large_tensors,
-    main_first,
-    on_main,
-    share,
-)
+from scale_cli.processes import gathered, main_first, on_main, share
 from scale_cli.runs.method_folder import load_trained
 from scale_cli.runs.opened import MethodFolder, Run
 from scale_cli.runs.precision import slow_while_training, slower_than_here
