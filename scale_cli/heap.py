@@ -11,6 +11,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGE_BYTES = 1 << 20
 _HIGHEST_THRESHOLD = 1 << 25  # that glibc takes
+_KEPT_BYTES = 1 << 30  # at the heap's end
 _ROOM = 2  # peaks of a step that hands back; one that keeps has held up to 1.6 of them
 
 
@@ -25,18 +26,20 @@ def hand_back_large_tensors() -> None:
         libc.malloc_trim(0)  # what is free already
 
 
-def keep_freed_memory(peak_bytes: int) -> None:
-    """Have the C library keep what is freed, if this machine has room for it.
+def keep_freed_memory(peak_bytes: int = 0) -> None:
+    """Have the C library keep what is freed from now on, if this machine has room for it.
 
-    Linux clears every page that it gives out. Steps that hand everything back took 1.4 to 1.8 times as
-    long (docs/performance.md).
+    Linux clears every page that it gives out. Steps that hand everything back took 1.3 to 1.6 times as
+    long, and evaluation twice as long (docs/results/training-speed.md).
 
     Args:
-        peak_bytes: of steps that hand it back, in all processes together.
+        peak_bytes: of steps that hand it back, in all processes together; 0 where nothing is kept for
+            a backward pass.
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt") and _free_bytes() >= _ROOM * peak_bytes:
         libc.mallopt(_M_MMAP_THRESHOLD, _HIGHEST_THRESHOLD)
-        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        libc.malloc_trim(0)
 
 
 def _free_bytes(root: Path = Path("/")) -> int:

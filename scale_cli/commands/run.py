@@ -17,7 +17,7 @@ from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.export.formats import formats_of
 from scale_cli.export.records import ExportRecord
-from scale_cli.heap import hand_back_large_tensors
+from scale_cli.heap import hand_back_large_tensors, keep_freed_memory
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.report import quantity
 from scale_cli.runs.folder import RunFolder, folder_bytes
@@ -44,6 +44,7 @@ def run_pipeline(
         on_main(lambda: _upscale(Run(given)))
         log("== train")
         train(config, "auto", log, accepted)
+        keep_freed_memory()
         log("== evaluate")
         report = on_main(lambda: _report_of_same_text(Run(given)))
         if main_decides(lambda: report is None):

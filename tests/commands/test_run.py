@@ -49,15 +49,16 @@ def of_config(config: RunConfig, tmp_path: Path, scale: Scale) -> Scale:
     return lambda verb, *arguments: scale(verb, path, *arguments)
 
 
-def test_what_the_first_verb_frees_is_handed_back_before_training_needs_it(
+def test_freed_memory_is_handed_back_before_training_needs_it_and_kept_after_it(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
-    for name in ("hand_back_large_tensors", "_upscale", "train", "evaluate", "_export"):
+    verbs = ["_upscale", "train", "evaluate", "_export"]
+    for name in ("hand_back_large_tensors", "keep_freed_memory", *verbs):
         patched = f"scale_cli.commands.run.{name}"
         monkeypatch.setattr(patched, lambda *_, name=name, **__: called.append(name))
     run_pipeline(config)
-    assert called[:3] == ["hand_back_large_tensors", "_upscale", "train"]
+    assert called == ["hand_back_large_tensors", *verbs[:2], "keep_freed_memory", *verbs[2:]]
 
 
 def test_no_tokenizer_of_the_steps_before_is_held_while_training(
