@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from starlette.testclient import TestClient
 from transformers import AutoTokenizer
 
 from scale_cli.generation.generator import Generator, Sampling
+from scale_cli.generation.server import create_app
 from tests.command_line import Scale
 from tests.generation.test_routed_runs import PROMPTS, greedy, mixed, plain
 
@@ -135,3 +137,18 @@ def test_a_fine_tuned_model_is_routed_with_its_base(tuned: Path, stories: Path) 
     check_pair(generator, plain(stories), plain(tuned))
     assert new_ids(Generator(tuned, "trained", str(stories))) == new_ids(Generator(tuned))
     assert new_ids(Generator(tuned, "base", str(stories))) == new_ids(Generator(stories))
+
+
+@pytest.mark.parametrize("kind", ["adapter", "copy"])
+def test_the_server_answers_with_both_models_as_scale_generate_does(
+    kind: str, adapter: Callable[[str], Path], tuned: Path, stories: Path
+) -> None:
+    folder = adapter("LoRA") if kind == "adapter" else tuned
+    generator = Generator(folder, base=str(stories))
+    asked = {"model": "given", "prompt": PROMPTS, "max_tokens": 6, "temperature": 0}
+    answer = TestClient(create_app(generator, "given")).post("/v1/completions", json=asked)
+    said = [choice["text"] for choice in answer.json()["choices"]]
+    assert said == [one.completion for one in generator.continue_all(PROMPTS, GREEDY)]
+    assert said != [one.completion for one in Generator(stories).continue_all(PROMPTS, GREEDY)], (
+        "the base alone"
+    )

@@ -63,19 +63,19 @@ class Cost:
 def trained(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """configs/petitions.yaml for 60 steps, in a precision that this CPU is fast in."""
     folder = tmp_path_factory.mktemp("runtimes")
-    config = load_config(
-        CONFIG,
-        [
-            f"output_dir={folder / 'run'}",
-            f"model.base={shared_data}/ckpt-eltec/hf",
-            f"corpus.sources.0.path={shared_data}/ko-petitions/train.txt.xz",
-            f"evaluation.perplexity.0.path={shared_data}/en-eltec/valid.txt.xz",
-            f"evaluation.perplexity.1.path={shared_data}/ko-petitions/valid.txt.xz",
-            f"train.mixed_precision={cpu_precision()}",
-            "train.max_steps=60",
-        ],
-    )
-    return train_run(config)
+    return train_run(petitions(folder / "run", shared_data, "train.max_steps=60"))
+
+
+def petitions(output_dir: Path, shared_data: Path, *overrides: str) -> RunConfig:
+    places = [
+        f"output_dir={output_dir}",
+        f"model.base={shared_data}/ckpt-eltec/hf",
+        f"corpus.sources.0.path={shared_data}/ko-petitions/train.txt.xz",
+        f"evaluation.perplexity.0.path={shared_data}/en-eltec/valid.txt.xz",
+        f"evaluation.perplexity.1.path={shared_data}/ko-petitions/valid.txt.xz",
+        f"train.mixed_precision={cpu_precision()}",
+    ]
+    return load_config(CONFIG, [*places, *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +284,28 @@ def test_with_new_tokens_ids_and_greedy_continuations_are_the_same(
                 continued(model, ids)
                 == reference.generate(ids_1T, **options)[0, len(ids) :].tolist()
             )
+
+
+@pytest.mark.parametrize("variant", ["lora", "full"])
+def test_a_merged_adapter_and_a_fully_trained_model_are_continued_as_in_transformers(
+    variant: str, llama_cpp: Path, shared_data: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    asked = [f"method={{variant: {variant}}}", "train.max_steps=8", "train.warmup_steps=1"]
+    merged = ["export.format=plain", "export.dtype=float32"]
+    folder = export(train_run(petitions(tmp_path / "run", shared_data, *asked, *merged))).folder
+    write_gguf(file := tmp_path / "merged.gguf", folder, "f32", llama_cpp)
+    reference: Any = in_transformers(folder)
+    with opened(file) as model:
+        for text in (ENGLISH, KOREAN):
+            ids = tokenizer(text).input_ids[:60]
+            ids_1T = torch.tensor([ids])
+            answer = reference.generate(
+                ids_1T,
+                max_new_tokens=NUM_NEW_TOKENS,
+                min_new_tokens=NUM_NEW_TOKENS,
+                do_sample=False,
+            )
+            assert continued(model, ids) == answer[0, len(ids) :].tolist()
 
 
 def test_the_commands_of_the_serving_page_run_as_written(
