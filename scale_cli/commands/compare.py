@@ -98,9 +98,11 @@ def compare(folders: list[Path], output: Path) -> Comparison:
     if any(run.report.benchmarks for run in comparison.runs):
         tables.append(benchmark_table(options))
 
-    drawn = draw(options, comparison.sides)
+    # Runs that were measured by benchmarks alone have nothing to draw.
+    drawn = draw(options, comparison.sides) if comparison.sides else ""
     with new_folder(output) as folder:
-        write_text(folder / FIGURE, drawn)
+        if drawn:
+            write_text(folder / FIGURE, drawn)
         for form in ("md", "html"):
             page = render(
                 f"comparison.{form}.j2",
@@ -134,7 +136,10 @@ def notes(runs: list[ComparedRun]) -> Iterator[str]:
             "tokens, in bits/byte; figures per token are left out there."
         )
     for run in runs[1:]:
-        if changed := differences(runs[0].config, run.config, _SHOWN_SECTIONS):
+        # Settings of two methods are not those of one; the tables say which methods they are.
+        of_one = run.config.method.variant == runs[0].config.method.variant
+        sections = (*_SHOWN_SECTIONS, "method") if of_one else _SHOWN_SECTIONS
+        if changed := differences(runs[0].config, run.config, sections):
             told = "; ".join(changed).replace("None", "not set")
             yield f"{run.name} has other settings than {runs[0].name}: {told}."
     for run in runs[1:]:
@@ -150,6 +155,18 @@ def notes(runs: list[ComparedRun]) -> Iterator[str]:
             "The runs were trained on different devices, so do not compare speed and memory: "
             f"{found}."
         )
+    for run in runs[1:]:
+        for benchmark in run.report.benchmarks:
+            same = runs[0].report.benchmark(benchmark.name)
+            of_base = [
+                None if of is None else of.heads["base"].metrics[of.judged_by].value
+                for of in (same, benchmark)
+            ]
+            if None not in of_base and of_base[0] != of_base[1]:
+                yield (
+                    f"{benchmark.name}: the base has {of_base[0]:.3f} in {runs[0].name} and {of_base[1]:.3f} in "
+                    f"{run.name}, so their items or settings differ; do not compare their differences."
+                )
     for run in runs:
         for benchmark in run.report.skipped_benchmarks:
             yield f"{run.name}: {benchmark.name} was not measured ({benchmark.reason})."

@@ -15,6 +15,7 @@ from scale_cli.data.files import SourceFile, check_source
 from scale_cli.data.formats import FORMATS
 from scale_cli.errors import ConfigError, UsageError
 from scale_cli.methods import METHODS
+from scale_cli.runs.folder import RunFolder
 from scale_cli.upscale.base_files import check_config_file, check_weight_files
 
 _DATASET = re.compile(r"(?P<dataset>[\w.-]+/[\w.-]+)(:(?P<subset>[^:]*))?(:(?P<split>[^:]*))?")
@@ -35,6 +36,11 @@ def check_init(file: Path, base: str, corpus: dict[str, Any], retention: dict[st
     """Refuse a config that is there already, and a base or text that is not."""
     if file.exists():
         raise UsageError(f"{file}: already exists; give another name")
+    run = RunFolder(Path("runs") / file.stem)
+    if there := next((folder for folder in run.newest_first if folder.exists()), None):
+        raise UsageError(
+            f"{file}: its run would be {run.root}, where {there.name}/ is already; give another name"
+        )
     model = checked(ModelConfig, {"base": base}, "--base")
     check_config_file(model)
     check_weight_files(model)

@@ -71,7 +71,12 @@ def generate(
     with tokens_bar(len(prompts) * sampling.max_new_tokens, None if streams else "writing") as bar:
         already = "" if chat else prompts[0]
         streamer = TextStreamer(already, generator) if streams else TokensWritten(bar)
-        continuations = generator.continue_all(asked, sampling, streamer)
+        continuations = []
+        for first in range(0, len(asked), _AT_ONCE):
+            # Each batch draws by a seed of its own; the first by the one that was given.
+            seed = (sampling.seed + _SEEDS_APART * (first // _AT_ONCE)) % 2**32
+            batch = asked[first : first + _AT_ONCE]
+            continuations += generator.continue_all(batch, replace(sampling, seed=seed), streamer)
     if as_json:
         for continuation in continuations:
             typer.echo(json.dumps(asdict(continuation), ensure_ascii=False))

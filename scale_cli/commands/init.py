@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +17,10 @@ from scale_cli.commands.flags import checked_method
 from scale_cli.config.load import checked, dump_line, json_schema_text, parse
 from scale_cli.config.paths import with_absolute_paths
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
+from scale_cli.config.sources import ReadingConfig
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Encoder
-from scale_cli.data.files import check_source
+from scale_cli.data.files import check_source, source_files
 from scale_cli.errors import BaseModelError, CorpusError, UsageError, require
 from scale_cli.methods.widened import far_from_asked
 from scale_cli.planning.beginnings import HeldOut
@@ -160,11 +161,12 @@ def _write(asked: _Asked, draft: _Draft, minutes: float) -> None:
     file = asked.file
     parts = (draft.corpus, draft.retention, *draft.chats.values())
     files = {path: content for part in parts for path, content in part.files.items()}
-    with _new_files(files):
-        _check(draft.config, asked.tokenizer)
+    beside = (
+        {} if (schema := file.with_name(SCHEMA_FILE)).exists() else {schema: json_schema_text()}
+    )
+    with _new_files(files | beside):
+        _check(draft.config, asked.tokenizer, files | beside)
         write_text(file, draft.text)
-    if not (schema := file.with_name(SCHEMA_FILE)).exists():
-        write_text(schema, json_schema_text())
 
     print_json(
         {
@@ -241,7 +243,15 @@ def _draft(asked: _Asked, sizes: Sizes, step: StepCost, device: Device) -> _Draf
         chats = {role: chat_of(of_role, role, file) for role, of_role in held_out.items()}
 
     parts: dict[str, Any] = {"corpus": corpus, "retention": retention, "chats": chats}
-    written = config_text(**vars(asked), sizes=sizes, **parts)
+    documents = (*asked.corpus_text.documents, *asked.retention_text.documents)
+    largest_bytes = max(len(document.encode()) for document in documents)
+    allowed_bytes = ReadingConfig.model_fields["max_document_bytes"].default
+    written = config_text(
+        **vars(asked),
+        sizes=sizes,
+        max_document_bytes=largest_bytes if largest_bytes > allowed_bytes else None,
+        **parts,
+    )
     config = checked(RunConfig, parse(written, str(file)), str(file))
     counting = asked.new.grown or asked.tokenizer.backend_tokenizer
     texts = [
@@ -289,13 +299,22 @@ def _new_files(files: Mapping[Path, str]) -> Iterator[None]:
         raise
 
 
-def _check(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, written: Collection[Path]
+) -> None:
     """Check what `scale run` would refuse, and what was not seen when the texts were read."""
     RunFolder(config.output_dir).check()
+    new = {path.resolve() for path in written}
     for source in (*config.corpus.sources, *config.evaluation.perplexity):
         if not source.is_local:
             continue
         check_source(source)
+        for path in (Path(found.name).resolve() for found in source_files(source)):
+            if path in new and str(source.path) not in map(str, written):
+                raise UsageError(
+                    f"{source.path}: the pattern of {source.name} matches {path.name} too, which this "
+                    "verb writes beside the config; narrow it, or give the config another folder"
+                )
         if source.messages_field is not None:
             turns = CorpusReader(source, config.corpus.max_document_bytes, tokenizer)
             if not any(isinstance(record, Document) for record in turns):

@@ -51,6 +51,9 @@ def options_of(run: ComparedRun) -> list[Option]:
             served = f"routed, {head}" if method.widens else "beside the base, mixed"
             if not method.widens:
                 label = f"{run.name} + base"
+                if head != ways[0]:
+                    label += f", {head}"
+                served += f" by the {head} rule"
             elif head != report.served:
                 label = f"{run.name}, {'posterior' if method.head == 'routed' else 'routed'}"
         by_role = {

@@ -21,7 +21,13 @@ import pyarrow as pa
 from scale_cli.config.sources import TextSource
 from scale_cli.data.conversations import Messages, write_conversation
 from scale_cli.data.encoding import GUARD, Document, Spans
-from scale_cli.data.files import SourceFile, dataset_errors, decompressed, source_files
+from scale_cli.data.files import (
+    SourceFile,
+    as_written,
+    dataset_errors,
+    decompressed,
+    source_files,
+)
 from scale_cli.data.formats import Found, PlainLines, pick
 from scale_cli.data.ledger import Ledger, Reason, Record, Rejected
 from scale_cli.errors import one_line
@@ -117,6 +123,7 @@ class CorpusReader:
                 split=source.split,
                 revision=source.revision,
                 streaming=True,
+                **as_written(source),
             )
             for number, row in enumerate(rows, start=1):
                 yield judge(pick(row, source), f"{source.dataset} row {number}", 0, self._limit)

@@ -172,6 +172,8 @@ def _matches(pattern: str) -> list[Path]:
                 name for form in forms for name in glob.glob(form, root_dir=folder, recursive=True)
             ]
             below.update(same[:1] or (folder / name for name in names))
+            if part == "**" and not same:  # any number of folders, none too
+                below.add(folder)
         found = below
     return sorted(found)
 
@@ -346,6 +348,15 @@ def dataset_builder(source: TextSource) -> Any:
         return datasets.load_dataset_builder(
             source.dataset, source.subset, revision=source.revision
         )
+
+
+def as_written(source: TextSource) -> dict[str, str]:
+    """Return options with which a dataset of JSON files keeps its text.
+
+    Where one value of a column is no text, datasets 5 otherwise gives all later ones as JSON.
+    """
+    is_json = hasattr(dataset_builder(source).config, "on_mixed_types")
+    return {"on_mixed_types": "refuse"} if is_json else {}  # any value but its default
 
 
 def dataset_errors(source: TextSource) -> AbstractContextManager[None]:

@@ -7,12 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, forget_settings_of_calls
+from scale_cli.data.files import SourceFile
 from scale_cli.data.ledger import Ledger
 from scale_cli.errors import CorpusError
 from scale_cli.evaluation.windows import num_read
@@ -48,12 +50,21 @@ class Beginning:
         for record in reader:
             if size >= most_bytes:  # and there is more
                 in_all = size * reader.total_bytes // place if place else _OF_A_DATASET
+                if rows := _num_rows(reader.files):
+                    in_all = size * rows // len(documents)
                 return cls(documents, False, size, in_all, reader.ledger)
             if isinstance(record, Document):
                 documents.append(record.text)
                 size += record.num_bytes
             place = reader.position_bytes
         return cls(documents, True, size, size, reader.ledger)
+
+
+def _num_rows(files: Sequence[SourceFile]) -> int:
+    """Return the rows of local tables by columns, where the place in a file tells nothing; else 0."""
+    if not all(file.suffix == ".parquet" and file.store is None for file in files):
+        return 0
+    return sum(pq.read_metadata(file.name).num_rows for file in files)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from functools import cache
+from lzma import decompress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from scale_cli.commands.flags import checked_method, source_of
 from scale_cli.commands.init import SCHEMA_FILE, config_text
 from scale_cli.config.load import checked, load_config, parse
 from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.config.sources import ReadingConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.documents import CorpusReader
 from scale_cli.errors import BaseModelError, ConfigError
@@ -210,6 +212,45 @@ def test_a_base_that_does_not_fit_the_memory_is_not_loaded(
     assert init().error().startswith("--base: training needs ")
 
 
+@pytest.mark.parametrize("pattern", ["*.jsonl", "*.json*"])
+def test_a_pattern_that_matches_what_init_writes_is_refused_and_nothing_is_written(
+    init: Scale, shared_data: Path, tmp_path: Path, pattern: str
+) -> None:
+    text = decompress((shared_data / "ko-petitions/valid.txt.xz").read_bytes()).decode()
+    (tmp_path / "petitions.jsonl").write_bytes(as_jsonl(text.split("\n\n")[:60]))
+    (tmp_path / "old.md").write_text(
+        ENGLISH * 40, "utf-8"
+    )  # one document, of which parts are held out
+    there = {*tmp_path.iterdir()}
+    asked = ("--corpus", tmp_path / pattern, "--retention", tmp_path / "old.md")
+    told = init(*asked, "--method", "lora").error()
+    assert "matches " in told and "which this verb writes beside the config" in told
+    assert {*tmp_path.iterdir()} == there
+
+
+def test_a_run_that_is_there_already_is_not_planned_into(
+    init: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/mine/upscaled").mkdir(parents=True)
+    assert (
+        init()
+        .error()
+        .endswith("its run would be runs/mine, where upscaled/ is already; give another name")
+    )
+
+
+def test_documents_above_what_a_run_reads_by_default_are_read(
+    init: Scale, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReadingConfig.model_fields["max_document_bytes"], "default", 900)
+    assert init("--method", "lora").exit_code == 0
+    corpus = load_config(file).corpus
+    assert corpus.max_document_bytes > 900
+    reader = CorpusReader(corpus.sources[0], corpus.max_document_bytes)
+    assert len(kept(list(reader))) > 0 and not reader.ledger.dropped
+
+
 def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
     scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +317,7 @@ def text_for(
         chats={},
         new=new,
         sizes=sizes,
+        max_document_bytes=None,
     )
 
 
