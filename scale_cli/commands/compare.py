@@ -17,6 +17,7 @@ from scale_cli.comparison.tables import benchmark_table, corpus_table, methods_t
 from scale_cli.config.schema import differences
 from scale_cli.errors import require
 from scale_cli.evaluation.render import failures
+from scale_cli.evaluation.results import BenchmarkResult
 from scale_cli.report import aligned, render, with_interval
 from scale_cli.runs.folder import check_replaceable
 from scale_cli.storage.atomic import new_folder, write_json, write_text
@@ -158,15 +159,15 @@ def notes(runs: list[ComparedRun]) -> Iterator[str]:
     for run in runs[1:]:
         for benchmark in run.report.benchmarks:
             same = runs[0].report.benchmark(benchmark.name)
-            of_base = [
-                None if of is None else of.heads["base"].metrics[of.judged_by].value
-                for of in (same, benchmark)
-            ]
-            if None not in of_base and of_base[0] != of_base[1]:
+            if same and (bases := [_base_score(each) for each in (same, benchmark)])[0] != bases[1]:
                 yield (
-                    f"{benchmark.name}: the base has {of_base[0]:.3f} in {runs[0].name} and {of_base[1]:.3f} in "
-                    f"{run.name}, so their items or settings differ; do not compare their differences."
+                    f"{benchmark.name}: the base has {bases[0]:.3f} in {runs[0].name} and {bases[1]:.3f} in "
+                    f"{run.name}, so items or settings differ; do not compare their differences."
                 )
     for run in runs:
-        for benchmark in run.report.skipped_benchmarks:
-            yield f"{run.name}: {benchmark.name} was not measured ({benchmark.reason})."
+        for skipped in run.report.skipped_benchmarks:
+            yield f"{run.name}: {skipped.name} was not measured ({skipped.reason})."
+
+
+def _base_score(benchmark: BenchmarkResult) -> float:
+    return float(benchmark.heads["base"].metrics[benchmark.judged_by].value or 0.0)

@@ -14,6 +14,7 @@ from scale_cli.comparison.options import mean_interval, options_of
 from scale_cli.comparison.runs import load_runs
 from scale_cli.comparison.tables import corpus_table
 from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.methods.lora import LoraConfig
 from scale_cli.report import Interval
 from scale_cli.storage.atomic import read_json, verify_folder, write_json
 from tests.finished_run import Made, write_run
@@ -170,6 +171,17 @@ def test_of_one_role_alone_the_other_side_is_left_out(tmp_path: Path) -> None:
     assert "forgetting of English" in told and "gain in" not in told and "not finite" not in told
 
 
+def test_of_benchmarks_alone_there_are_tables_and_no_figure(folders: list[Path]) -> None:
+    for folder in folders:
+        edit_report(folder, "corpora", [])
+    out = folders[0].parent / "out"
+    compare(folders, out)
+    assert "blimp" in (out / "report.md").read_text()
+    assert not list(out.glob("*.svg"))
+    for page in ("report.md", "report.html"):
+        assert "What each lost and gained" not in (out / page).read_text()
+
+
 def test_runs_of_other_tokens_compare_in_bytes_and_not_in_tokens(tmp_path: Path) -> None:
     made = {"route": Made("route", 0.1, 0.7), "grown": Made("route", 0.1, 0.5, new_tokens=64)}
     runs = load_runs(write_runs(tmp_path, made))
@@ -225,6 +237,32 @@ def test_runs_set_up_otherwise_are_told_key_by_key(tmp_path: Path) -> None:
     runs = load_runs(write_runs(tmp_path, made))
     (note,) = notes(runs)
     assert "other" in note and "train.attention: not set -> 'eager'" in note and "hours" not in note
+
+
+def test_settings_of_one_method_are_told_and_those_of_two_are_not(tmp_path: Path) -> None:
+    runs = load_runs(write_runs(tmp_path, {"one": Made("lora"), "other": Made("lora")}))
+    lora = runs[1].config.method.model_copy(update={"lora": LoraConfig(alpha=1)})
+    config = runs[1].config.model_copy(update={"method": lora})
+    (note,) = notes([runs[0], replace(runs[1], config=config)])
+    assert "method.lora.alpha: 32" in note
+    both = load_runs(write_runs(tmp_path / "both", {"one": Made("lora"), "full": Made("full")}))
+    assert list(notes(both)) == []
+
+
+def test_a_base_that_scored_otherwise_is_told_of_each_benchmark(folders: list[Path]) -> None:
+    path = "benchmarks.0.heads.base.metrics"
+    metrics = read_json(folders[1] / "evaluation/report.json")["benchmarks"][0]
+    edit_report(folders[1], f"{path}.{metrics['judged_by']}.value", 0.125)
+    (note,) = notes(load_runs(folders))
+    assert note.startswith("blimp: the base has ") and "and 0.125 in other, so items" in note
+
+
+def test_one_run_by_two_rules_has_a_row_of_its_own_for_each(tmp_path: Path) -> None:
+    made = {name: Made("full", router={"rule": name}) for name in ("posterior", "cosine")}
+    options = [
+        option for run in load_runs(write_runs(tmp_path, made)) for option in options_of(run)
+    ]
+    assert len({option.label for option in options}) == len(options)
 
 
 def test_another_text_under_the_same_path_is_told(folders: list[Path]) -> None:
