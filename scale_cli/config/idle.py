@@ -23,14 +23,21 @@ def idle_settings(config: RunConfig) -> list[str]:
         )
     if train.eval_max_tokens is not None and train.eval_every_steps is None:
         lines.append("train.eval_max_tokens: has no effect without train.eval_every_steps")
-    method = config.method
-    acting = {METHODS[method.variant].section}
-    if method.definition.widens:
-        acting |= {"expansion", "collaboration"}
-    for name in {"expansion", "collaboration", *(of.section for of in METHODS.values())} - acting - {None}:
-        if getattr(method, name) != MethodConfig.model_fields[name].default:
-            lines.append(f"method.{name}: has no effect with method.variant {method.variant}")
     for source in (*config.corpus.sources, *config.evaluation.perplexity):
         if source.path is not None and source.split != type(source).model_fields["split"].default:
-            lines.append(f"corpus {source.name}: split {source.split} has no effect; it is for a dataset")
-    return lines
+            lines.append(f"{source.name}: split {source.split} is of a dataset, and has no effect")
+    return lines + _of_other_methods(config.method)
+
+
+def _of_other_methods(method: MethodConfig) -> list[str]:
+    """Return warnings of sections that are set and belong to other methods."""
+    sections = {definition.section for definition in METHODS.values() if definition.section}
+    sections |= {"expansion", "collaboration"}
+    sections.discard(METHODS[method.variant].section or "")
+    if method.definition.widens:
+        sections -= {"expansion", "collaboration"}
+    return [
+        f"method.{name}: has no effect with method.variant {method.variant}"
+        for name in sorted(sections)
+        if getattr(method, name) != MethodConfig.model_fields[name].default
+    ]

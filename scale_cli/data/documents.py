@@ -23,9 +23,9 @@ from scale_cli.data.conversations import Messages, write_conversation
 from scale_cli.data.encoding import GUARD, Document, Spans
 from scale_cli.data.files import (
     SourceFile,
-    as_written,
     dataset_errors,
     decompressed,
+    refusing_mixed_types,
     source_files,
 )
 from scale_cli.data.formats import Found, PlainLines, pick
@@ -123,7 +123,7 @@ class CorpusReader:
                 split=source.split,
                 revision=source.revision,
                 streaming=True,
-                **as_written(source),
+                **refusing_mixed_types(source),
             )
             for number, row in enumerate(rows, start=1):
                 yield judge(pick(row, source), f"{source.dataset} row {number}", 0, self._limit)

@@ -172,8 +172,8 @@ def _matches(pattern: str) -> list[Path]:
                 name for form in forms for name in glob.glob(form, root_dir=folder, recursive=True)
             ]
             below.update(same[:1] or (folder / name for name in names))
-            if part == "**" and not same:  # any number of folders, none too
-                below.add(folder)
+            if part == "**" and not same:
+                below.add(folder)  # without a folder between
         found = below
     return sorted(found)
 
@@ -350,13 +350,13 @@ def dataset_builder(source: TextSource) -> Any:
         )
 
 
-def as_written(source: TextSource) -> dict[str, str]:
-    """Return options with which a dataset of JSON files keeps its text.
+def refusing_mixed_types(source: TextSource) -> dict[str, str]:
+    """Return options with which a dataset of JSON ends at a column of texts and other values.
 
-    Where one value of a column is no text, datasets 5 otherwise gives all later ones as JSON.
+    Without them datasets 5 gives all later texts of the column as JSON, in quotes and escapes.
     """
     is_json = hasattr(dataset_builder(source).config, "on_mixed_types")
-    return {"on_mixed_types": "refuse"} if is_json else {}  # any value but its default
+    return {"on_mixed_types": "refuse"} if is_json else {}  # whatever is not its default
 
 
 def dataset_errors(source: TextSource) -> AbstractContextManager[None]:

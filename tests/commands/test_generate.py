@@ -356,3 +356,25 @@ def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_repl
     assert set(greedy) == {base.continue_all([""], Sampling(max_new_tokens=8))[0].completion}
     source = source_of(tmp_path / "one.jsonl")
     assert len(TokenCache(tmp_path / "tokens", base.tokenizer).open(source)) == 5
+
+
+def test_so_many_prompts_at_once_are_continued_as_all_together_and_no_more(
+    generate: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    continue_all = Generator.continue_all
+
+    def noted(self: Generator, prompts: Any, *rest: Any) -> list[Continuation]:
+        sizes.append(len(prompts))
+        return continue_all(self, prompts, *rest)
+
+    def said() -> list[str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{prompt}\n" for prompt in PROMPTS)))
+        lines = generate("--json", "--max-new-tokens", "6").stdout.splitlines()
+        return [json.loads(line)["completion"] for line in lines]
+
+    monkeypatch.setattr(Generator, "continue_all", noted)
+    together = said()
+    monkeypatch.setattr("scale_cli.commands.generate._AT_ONCE", 2)
+    assert said() == together
+    assert sizes == [3, 2, 1]

@@ -82,6 +82,29 @@ def test_what_is_not_there_and_what_is_rarely_meant_is_warned_of(tmp_path: Path)
     assert "train.warmup_steps" in idle
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (
+            ["method={variant: lora, expansion: {ratio: 2}, collaboration: {layers: all}}"],
+            ["method.collaboration", "method.expansion"],
+        ),
+        (["method={variant: lora, lora: {rank: 8}}"], []),
+        (["method={variant: route, lora: {rank: 8}, expansion: {ratio: 2}}"], ["method.lora"]),
+        (["train.eval_max_tokens=100", "train.eval_every_steps=null"], ["train.eval_max_tokens"]),
+        (["corpus.sources.0.split=validation"], ["news: split"]),
+    ],
+)
+def test_a_setting_that_does_nothing_is_warned_of(
+    tmp_path: Path, asked: list[str], told: list[str]
+) -> None:
+    config = config_of(tmp_path, SMALL, *asked)
+    found = [line for line in plan(config, 1e12, 1).warnings if "no effect" in line]
+    assert [line.startswith(key) for line, key in zip(found, told, strict=True)] == [True] * len(
+        told
+    )
+
+
 def test_bfloat16_on_a_cpu_without_it_is_warned_of_before_anything_is_prepared_or_trained(
     scale: Scale, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -359,6 +359,18 @@ def test_a_dataset_gives_its_documents_in_order_and_bad_ones_a_reason_and_a_plac
     ]
 
 
+def test_a_dataset_of_texts_and_other_values_is_refused_and_no_text_becomes_json(
+    tmp_path: Path,
+) -> None:
+    lines = [*as_jsonl(DOCUMENTS).splitlines(), b'{"text": 5}', *as_jsonl(DOCUMENTS).splitlines()]
+    (tmp_path / "train.jsonl").write_bytes(b"\n".join(lines))
+    told = (
+        r"^source: the dataset .* cannot be loaded .*Column\(/text\) changed from string to number"
+    )
+    with pytest.raises(CorpusError, match=told):
+        of_dataset(tmp_path)
+
+
 def test_a_folder_of_save_to_disk_is_told_a_command_that_makes_it_a_corpus(tmp_path: Path) -> None:
     (folder := tmp_path / "saved").mkdir()
     (folder / "state.json").write_text("{}")

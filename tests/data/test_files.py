@@ -2,6 +2,7 @@
 are remembered.
 """
 
+import glob
 import json
 import os
 import time
@@ -67,6 +68,15 @@ def test_patterns_are_read_in_their_order_and_no_file_twice(tmp_path: Path, stor
     store.pipe(f"{BUCKET}/d.txt", b"of d")
     several = [str(tmp_path / "c*.txt"), f"{BUCKET}/d.txt", str(tmp_path / "*.txt")]
     assert read(several) == ["of c::한글 2024", "of d", "of a", "of b"]
+
+
+def test_two_stars_stand_for_any_number_of_folders_and_for_none(tmp_path: Path) -> None:
+    for name in ("a.txt", "sub/b.txt", "sub/deep/c.txt", "sub/deep/sub/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(name)
+    for pattern in ("**/*.txt", "**/sub/*.txt", "sub/**/*.txt", "**/deep/**/*.txt", "**/a.txt"):
+        expected = sorted(glob.glob(pattern, root_dir=tmp_path, recursive=True))
+        assert read(tmp_path / pattern) == expected
 
 
 def test_a_path_that_exists_is_that_path(tmp_path: Path) -> None:
