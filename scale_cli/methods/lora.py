@@ -88,8 +88,7 @@ class Lora(Method[LoraConfig]):
         return settings.embeddings
 
     def highest_lr(self, settings: LoraConfig) -> float:
-        # In the first update A stands still, so it bears a rate that many updates do not. No base
-        # wanted more than this in a sweep (docs/results/rates.md).
+        # B A is scaled by alpha / divisor.
         divisor = math.sqrt(settings.rank) if settings.rank_stabilised else settings.rank
         return 1.0e-2 * divisor / settings.alpha
 

@@ -7,7 +7,6 @@ they are called.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
@@ -120,8 +119,12 @@ class Method(Generic[Settings]):
         return self.build(base, settings, seed)
 
     def highest_lr(self, settings: Settings) -> float:
-        """Return the highest rate that `train.lr: auto` takes."""
-        return math.inf
+        """Return the highest rate that `train.lr: auto` takes.
+
+        One update may bear a rate that many do not. No base wanted a higher one in a sweep
+        (docs/results/rates.md).
+        """
+        return 5.0e-3
 
     def first_update_tells(self, model: Any) -> bool:
         """Return whether `train.lr: auto` finds a rate by a model's first update at which training

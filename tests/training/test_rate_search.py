@@ -157,15 +157,20 @@ def test_a_run_is_bitwise_the_one_that_is_told_the_rate_and_so_is_a_resumed_one(
 
 
 @pytest.mark.parametrize(
-    ("settings", "most"),
-    [("alpha: 32", 5e-3), ("alpha: 64", 2.5e-3), ("alpha: 8, rank_stabilised: true", 5e-3)],
+    ("method", "most"),
+    [
+        ("{variant: lora, lora: {rank: 16, alpha: 32}}", 5e-3),
+        ("{variant: lora, lora: {rank: 16, alpha: 64}}", 2.5e-3),
+        ("{variant: lora, lora: {rank: 16, alpha: 8, rank_stabilised: true}}", 5e-3),
+        ("{variant: full}", 5e-3),
+    ],
 )
-def test_lora_takes_no_higher_rate_than_many_updates_bear_whatever_the_first_one_does(
-    make_config: MakeConfig, settings: str, most: float
+def test_no_higher_rate_is_taken_than_many_updates_bear_whatever_the_first_one_does(
+    make_config: MakeConfig, method: str, most: float
 ) -> None:
-    method = f"method={{variant: lora, lora: {{rank: 16, {settings}}}}}"
     said: list[str] = []
-    run = finished(make_config("run", method, "train.max_steps=2", "train.lr=auto"), said)
+    asked = [f"method={method}", "train.max_steps=2", "train.lr=auto"]
+    run = finished(make_config("run", *asked), said)
     (line,) = (line for line in said if line.startswith("rate"))
     assert f" {most:g}, the highest that the method takes, by one update" in line
     assert read_json(run.final / "position.json")["lr"] == most
