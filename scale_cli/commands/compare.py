@@ -138,8 +138,8 @@ def notes(runs: list[ComparedRun]) -> Iterator[str]:
         )
     for run in runs[1:]:
         # Settings of two methods are not those of one; the tables say which methods they are.
-        of_one = run.config.method.variant == runs[0].config.method.variant
-        sections = (*_SHOWN_SECTIONS, "method") if of_one else _SHOWN_SECTIONS
+        methods = {each.config.method.variant for each in (runs[0], run)}
+        sections = (*_SHOWN_SECTIONS, "method") if len(methods) == 1 else _SHOWN_SECTIONS
         if changed := differences(runs[0].config, run.config, sections):
             told = "; ".join(changed).replace("None", "not set")
             yield f"{run.name} has other settings than {runs[0].name}: {told}."
