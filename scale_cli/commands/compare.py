@@ -162,7 +162,7 @@ def notes(runs: list[ComparedRun]) -> Iterator[str]:
             if same and (bases := [_base_score(each) for each in (same, benchmark)])[0] != bases[1]:
                 yield (
                     f"{benchmark.name}: the base has {bases[0]:.3f} in {runs[0].name} and {bases[1]:.3f} in "
-                    f"{run.name}, so items or settings differ; do not compare their differences."
+                    f"{run.name}, so items, settings or precision differ; do not compare their differences."
                 )
     for run in runs:
         for skipped in run.report.skipped_benchmarks:

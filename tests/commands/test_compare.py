@@ -254,7 +254,10 @@ def test_a_base_that_scored_otherwise_is_told_of_each_benchmark(folders: list[Pa
     metrics = read_json(folders[1] / "evaluation/report.json")["benchmarks"][0]
     edit_report(folders[1], f"{path}.{metrics['judged_by']}.value", 0.125)
     (note,) = notes(load_runs(folders))
-    assert note.startswith("blimp: the base has ") and "and 0.125 in other, so items" in note
+    assert (
+        note.startswith("blimp: the base has ")
+        and "and 0.125 in other, so items, settings or" in note
+    )
 
 
 def test_one_run_by_two_rules_has_a_row_of_its_own_for_each(tmp_path: Path) -> None:
