@@ -122,7 +122,7 @@ class Method(Generic[Settings]):
         """Return the highest rate that `train.lr: auto` takes.
 
         One update may bear a rate that many do not. In no sweep was a higher one better by more than
-        1.6 % (docs/results/rates.md).
+        2.5 % (docs/results/rates.md).
         """
         return 5.0e-3
 
