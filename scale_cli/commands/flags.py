@@ -32,11 +32,16 @@ def source_of(name: str, given: str, language: str, text_field: str = "text") ->
     return {"name": name, **place, **about}
 
 
+def first_output_dir(file: Path) -> Path:
+    """Return where the run of a config that `scale init` writes will be."""
+    return Path("runs") / file.stem
+
+
 def check_init(file: Path, base: str, corpus: dict[str, Any], retention: dict[str, Any]) -> None:
     """Refuse a config that is there already, and a base or text that is not."""
     if file.exists():
         raise UsageError(f"{file}: already exists; give another name")
-    run = RunFolder(Path("runs") / file.stem)
+    run = RunFolder(first_output_dir(file))
     if there := next((folder for folder in run.newest_first if folder.exists()), None):
         raise UsageError(
             f"{file}: its run would be {run.root}, where {there.name}/ is already; give another name"

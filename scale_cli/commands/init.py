@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli import report
-from scale_cli.commands.flags import checked_method
+from scale_cli.commands.flags import checked_method, first_output_dir
 from scale_cli.config.load import checked, dump_line, json_schema_text, parse
 from scale_cli.config.paths import with_absolute_paths
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
@@ -271,7 +271,7 @@ def _draft(asked: _Asked, sizes: Sizes, step: StepCost, device: Device) -> _Draf
 
 def config_text(file: Path, **shown: object) -> str:
     """Return the config as YAML with comments."""
-    output_dir = json.dumps(f"runs/{file.stem}", ensure_ascii=False)
+    output_dir = json.dumps(str(first_output_dir(file)), ensure_ascii=False)
     return report.render(
         "starter.yaml.j2",
         file=file,
