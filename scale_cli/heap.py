@@ -29,7 +29,7 @@ def hand_back_large_tensors() -> None:
 def keep_freed_memory(peak_bytes: int = 0) -> None:
     """Have the C library keep what is freed from now on, if this machine has room for it.
 
-    Linux clears every page that it gives out. Steps that hand everything back took 1.3 to 1.6 times as
+    Linux clears every page that it gives out. Steps that hand everything back took 1.2 to 1.6 times as
     long, and evaluation twice as long (docs/results/training-speed.md).
 
     Args:
